@@ -1,0 +1,47 @@
+"""Run Apple's on-device foundation-model architecture (AFM) locally, with MLX.
+
+The names below are loaded when they are first used, so `import afm_mlx` costs next to nothing. On Linux,
+import it before `mlx.core`: it then gives MLX a fast matrix product (`afm_mlx.blas`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from afm_mlx import blas
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from afm_mlx.generation import batch_generate, generate, stream_generate
+    from afm_mlx.loading import load
+
+__all__ = ["__version__", "batch_generate", "generate", "load", "stream_generate"]
+
+_HOME = {
+    "batch_generate": "generation",
+    "generate": "generation",
+    "load": "loading",
+    "stream_generate": "generation",
+}
+
+# In a source checkout the subpackages lie beside this folder instead of in it. Python started at the
+# checkout's root imports this very file, installed package or not, and finds them here.
+_root = Path(__file__).resolve().parent.parent
+if (_root / "pyproject.toml").is_file() and (_root / "kernels" / "__init__.py").is_file():
+    __path__.append(str(_root))
+
+blas.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

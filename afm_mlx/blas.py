@@ -1,0 +1,76 @@
+"""Give MLX on Linux a fast dense matrix product.
+
+MLX's Linux wheel carries Netlib's reference BLAS: about 4 GFLOP/s on one core, where the OpenBLAS inside
+NumPy's wheel reaches 200 on two. `install` puts a forwarding `cblas_sgemm` in front, before
+`mlx.core` is loaded and binds its own. Nothing happens on macOS, where MLX uses Accelerate.
+
+The environment variable `AFM_MLX_BLAS=0` switches it off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import sysconfig
+from pathlib import Path
+
+SWITCH = "AFM_MLX_BLAS"
+_SYMBOL = "scipy_cblas_sgemm64_"
+
+_status = "not installed"
+
+
+def status() -> str:
+    """Which BLAS multiplies dense float32 matrices in MLX, and why."""
+    return _status
+
+
+def install() -> None:
+    """Route MLX's float32 matrix products to NumPy's OpenBLAS, where that is possible.
+
+    Does nothing but note the reason (`status`) on other systems, when switched off, when MLX is loaded
+    already, or when a part is missing.
+    """
+    global _status
+    _status = _install()
+
+
+def _install() -> str:
+    if sys.platform != "linux":
+        return "MLX's own (Accelerate)" if sys.platform == "darwin" else "MLX's own"
+    if os.environ.get(SWITCH) == "0":
+        return f"MLX's own (Netlib): switched off by {SWITCH}=0"
+    if "mlx.core" in sys.modules:
+        return "MLX's own (Netlib): mlx.core was imported before afm_mlx"
+    library, openblas = _built_library(), _numpy_openblas()
+    if library is None:
+        return "MLX's own (Netlib): afm-mlx was installed without a C compiler"
+    if openblas is None:
+        return "MLX's own (Netlib): this NumPy carries no OpenBLAS of its own"
+    try:
+        function = getattr(ctypes.CDLL(str(openblas)), _SYMBOL)
+        forwarder = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    except (OSError, AttributeError) as error:
+        return f"MLX's own (Netlib): {error}"
+    forwarder.afm_blas_bind(ctypes.cast(function, ctypes.c_void_p))
+    return "NumPy's OpenBLAS"
+
+
+def _built_library() -> Path | None:
+    """In this package's folder, or in the installed package's when this is a source checkout."""
+    for package in (Path(__file__).parent, Path(sysconfig.get_path("platlib")) / "afm_mlx"):
+        if (library := package / "kernels" / "cpu" / "afm_blas.so").is_file():
+            return library
+    return None
+
+
+def _numpy_openblas() -> Path | None:
+    # Found without importing NumPy, which takes longer than all the rest.
+    from importlib.util import find_spec
+
+    spec = find_spec("numpy")
+    if spec is None or spec.origin is None:
+        return None
+    libraries = Path(spec.origin).parent.parent / "numpy.libs"
+    return next(iter(sorted(libraries.glob("libscipy_openblas64_*.so*"))), None)
