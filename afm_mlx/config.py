@@ -1,0 +1,249 @@
+"""The architecture in one frozen dataclass, and its three presets.
+
+A model has `num_layers` transformer blocks. The first `num_layers - num_kv_reuse_layers` write keys and
+values; the others have no key and value projections and attend to those of the last block that writes.
+The keys of `config.json` are those of mlx-lm's `afm7`, plus two of ours that stock mlx-lm ignores.
+
+Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from afm_mlx.errors import ConfigError
+
+MODEL_TYPE = "afm7"
+
+# Keys that may stand in an afm7 `config.json` beside the architecture.
+_OTHER_KEYS = {
+    "model_type",
+    "quantization",
+    "quantization_config",
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "architectures",
+    "torch_dtype",
+    "dtype",
+    "tie_word_embeddings",
+    "transformers_version",
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Architecture of an AFM text v7 model.
+
+    Args:
+        vocab_size: rows of the embedding, which is also the output head.
+        hidden_dim: width of the residual stream.
+        num_layers: transformer blocks, both kinds together.
+        num_kv_reuse_layers: how many of them, the last ones, reuse keys and values; 0 is allowed.
+        num_heads: query heads; `head_dim = hidden_dim / num_heads`.
+        num_kv_heads: key and value heads; divides `num_heads`.
+        rope_theta: base of the rotary frequencies. Required: mlx-lm's default (50000) is not the
+            value that Apple's models use (500000).
+        hidden_dim_scale_factor: feed-forward width over `hidden_dim`.
+        rms_norm_eps: added to the mean square in every RMSNorm.
+        kv_bits: 8 when blocks carry static scales that quantize K and V to int8; None for a model
+            that was trained without them.
+        context_length: tokens that the model was trained to see; the engine ends a run there.
+
+    Raises:
+        ConfigError: on contradictory values.
+    """
+
+    vocab_size: int
+    hidden_dim: int
+    num_layers: int
+    num_kv_reuse_layers: int
+    num_heads: int
+    num_kv_heads: int
+    rope_theta: float
+    hidden_dim_scale_factor: float = 3.25
+    rms_norm_eps: float = 1e-5
+    kv_bits: int | None = 8
+    context_length: int = 4096
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            self._check_type(field.name, field.type)
+        for name in ("vocab_size", "hidden_dim", "num_layers", "num_heads", "num_kv_heads"):
+            self._require(
+                getattr(self, name) >= 1, f"{name} is {getattr(self, name)}", "at least 1"
+            )
+        self._require(
+            self.context_length >= 1, f"context_length is {self.context_length}", "at least 1"
+        )
+        for name in ("rope_theta", "hidden_dim_scale_factor", "rms_norm_eps"):
+            value = getattr(self, name)
+            self._require(
+                0 < value < float("inf"), f"{name} is {value}", "a positive finite number"
+            )
+        self._require(
+            0 <= self.num_kv_reuse_layers < self.num_layers,
+            f"num_kv_reuse_layers is {self.num_kv_reuse_layers}",
+            f"0 to {self.num_layers - 1} with {self.num_layers} layers: one block at least writes K and V",
+        )
+        self._require(
+            self.hidden_dim % self.num_heads == 0 and self.head_dim % 2 == 0,
+            f"hidden_dim is {self.hidden_dim} with {self.num_heads} heads",
+            "a multiple of twice num_heads, because RoPE rotates pairs in each head",
+        )
+        self._require(
+            self.num_heads % self.num_kv_heads == 0,
+            f"num_kv_heads is {self.num_kv_heads}",
+            f"a divisor of num_heads, which is {self.num_heads}",
+        )
+        self._require(self.kv_bits in (8, None), f"kv_bits is {self.kv_bits}", "8 or null")
+
+    def _check_type(self, name: str, annotation: Any) -> None:
+        value = getattr(self, name)
+        if "float" in annotation and type(value) is int:
+            object.__setattr__(self, name, float(value))
+            return
+        allowed = {"int": (int,), "float": (float,), "int | None": (int, type(None))}[annotation]
+        # bool is an int to Python, and never a size.
+        if not isinstance(value, allowed) or isinstance(value, bool):
+            raise ConfigError(
+                f"config: {name} is {value!r}, and must be of type {annotation.replace('None', 'null')}"
+            )
+
+    @staticmethod
+    def _require(holds: bool, got: str, allowed: str) -> None:
+        if not holds:
+            raise ConfigError(f"config: {got}; allowed is {allowed}.")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_dim // self.num_heads
+
+    @property
+    def ffn_dim(self) -> int:
+        """Feed-forward width, rounded as tamm rounds it."""
+        return round(self.hidden_dim * self.hidden_dim_scale_factor)
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Blocks that write keys and values."""
+        return self.num_layers - self.num_kv_reuse_layers
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers that the cache holds per token: keys and values of every writing block."""
+        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the embedding, the blocks and the norms; static KV scales not counted."""
+        d, heads = self.hidden_dim, self.head_dim
+        shared = 2 * d * d + 3 * d * self.ffn_dim + 2 * d + heads  # q, out, mlp, norms, q_norm
+        writing = shared + 2 * d * self.num_kv_heads * heads + heads  # k, v, k_norm
+        blocks = self.num_kv_layers * writing + self.num_kv_reuse_layers * shared
+        return self.vocab_size * d + blocks + d
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> ModelConfig:
+        """Parse the content of an afm7 `config.json`; keys of quantization and of tokenizers are left out.
+
+        Raises:
+            ConfigError: names every unknown or missing key, and `source`.
+        """
+        model_type = values.get("model_type", MODEL_TYPE)
+        if model_type != MODEL_TYPE:
+            raise ConfigError(
+                f"{source}: model_type is {model_type!r}; an AFM model has {MODEL_TYPE!r}."
+            )
+        names = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - names - _OTHER_KEYS)
+        if unknown:
+            raise ConfigError(
+                f"{source}: unknown keys {', '.join(unknown)}. Known are {', '.join(sorted(names))}."
+            )
+        required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
+        missing = sorted(required - set(values))
+        if missing:
+            raise ConfigError(
+                f"{source}: missing keys {', '.join(missing)}. They have no default worth trusting: "
+                "take them from the checkpoint that the folder was made of."
+            )
+        if values.get("tie_word_embeddings", True) is not True:
+            raise ConfigError(
+                f"{source}: tie_word_embeddings is not true; AFM has one tied matrix."
+            )
+        try:
+            return cls(**{name: values[name] for name in names if name in values})
+        except ConfigError as error:
+            raise ConfigError(f"{source}: {str(error).removeprefix('config: ')}") from None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> ModelConfig:
+        """Read a `config.json`."""
+        return cls.from_dict(read_config_json(path), source=str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content for `config.json`, `model_type` included."""
+        return {"model_type": MODEL_TYPE, **dataclasses.asdict(self)}
+
+
+def read_config_json(path: str | Path) -> dict[str, Any]:
+    """Parse a JSON file that must hold one object.
+
+    Raises:
+        ConfigError: when the file is missing or is no JSON object.
+    """
+    path = Path(path)
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path} is missing: a model folder holds config.json, *.safetensors and tokenizer files."
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds a JSON {type(values).__name__}; an object is needed.")
+    return values
+
+
+PRESETS: dict[str, ModelConfig] = {
+    # tamm's defaults, whose parameter count equals the shipped model's: 3,111,368,064.
+    "afm-3b": ModelConfig(
+        vocab_size=153600,
+        hidden_dim=2048,
+        num_layers=56,
+        num_kv_reuse_layers=21,
+        num_heads=16,
+        num_kv_heads=2,
+        rope_theta=500000.0,
+    ),
+    # The toolkit's draft model for speculative decoding: 48,765,952 parameters.
+    "afm-3b-draft": ModelConfig(
+        vocab_size=153600,
+        hidden_dim=256,
+        num_layers=12,
+        num_kv_reuse_layers=0,
+        num_heads=8,
+        num_kv_heads=4,
+        hidden_dim_scale_factor=3.0,
+        rope_theta=500000.0,
+        kv_bits=None,
+    ),
+    # The model that this package carries; trained by examples/nano.
+    "afm-nano": ModelConfig(
+        vocab_size=4096,
+        hidden_dim=256,
+        num_layers=8,
+        num_kv_reuse_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        rope_theta=10000.0,
+        context_length=1024,
+    ),
+}
