@@ -1,0 +1,407 @@
+"""Keys and values of the tokens seen so far.
+
+One `KVCache` holds one block's, for one row or a batch. Column c of a row holds its c-th token, so rows of
+different lengths lie side by side, each with its own offset; a row joins, leaves, or is trimmed without
+moving the others. The arrays grow by `STEP` columns and are written in place between growths.
+
+The methods are those of mlx-lm's caches (`mlx_lm/models/cache.py`), batch ones included, so that both this
+engine and mlx-lm's own loops can drive either kind of model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from afm_mlx.errors import ContextLengthError
+
+STEP = 256  # columns that are added at a time
+KEEP = 4  # first tokens that a sliding window never forgets, as in mlx-lm's rotating cache
+
+
+def causal_mask(length: int) -> str | None:
+    """The mask of `length` tokens that see only themselves and what lies before."""
+    return "causal" if length > 1 else None
+
+
+class KVCache:
+    """Keys and values of one block, (B, n_kv_heads, capacity, head_dim), with one offset per row.
+
+    Args:
+        int8: whether the block hands over int8 codes; otherwise floats.
+        max_size: tokens that a row may hold, None for no limit.
+        sliding_window: past `max_size`, forget the oldest tokens but the first `KEEP`; without it more
+            tokens raise `ContextLengthError`.
+        rows: rows of the batch.
+    """
+
+    def __init__(
+        self,
+        int8: bool = True,
+        max_size: int | None = None,
+        sliding_window: bool = False,
+        rows: int = 1,
+    ):
+        if sliding_window and (max_size is None or max_size <= KEEP):
+            raise ContextLengthError(
+                f"A sliding window needs a size over {KEEP}, the first tokens that it keeps; got {max_size}."
+            )
+        self.int8 = int8
+        self.max_size = max_size
+        self.sliding_window = sliding_window
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self._lengths = [0] * rows  # tokens seen, per row
+        self._forgotten = [0] * rows  # of them, those that a sliding window dropped
+        self._padding: list[int] | None = None  # of a ragged prompt, until `finalize`
+
+    @property
+    def kind(self) -> tuple[str, int | None, bool]:
+        """What has to agree for caches to share a batch: storage, bound, and sliding window."""
+        return ("int8" if self.int8 else "float", self.max_size, self.sliding_window)
+
+    # -- positions
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each row has seen."""
+        return list(self._lengths)
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Position of the next token: an int when all rows agree, else (B,) int32."""
+        first = self._lengths[0]
+        if all(length == first for length in self._lengths):
+            return first
+        return mx.array(self._lengths, dtype=mx.int32)
+
+    @property
+    def _columns(self) -> list[int]:
+        return [n - f for n, f in zip(self._lengths, self._forgotten, strict=True)]
+
+    def size(self) -> int:
+        """Columns in use by the longest row."""
+        return max(self._columns)
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays, spare capacity included."""
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """The mask for the next `length` tokens, to be asked for before they are written.
+
+        Returns:
+            None or "causal" where that says it all; else boolean, (B, 1, length, columns).
+        """
+        drops = self._drops(length)
+        columns = [c - d for c, d in zip(self._columns, drops, strict=True)]
+        window = self.max_size if self.sliding_window else None
+        reaches_past = window is not None and max(self._lengths) + length > window
+        if len(set(columns)) == 1 and not (reaches_past or return_array or window_size):
+            return causal_mask(length)
+
+        forgotten = [f + d for f, d in zip(self._forgotten, drops, strict=True)]
+        forgotten = mx.array(forgotten)[:, None, None, None]
+        column = mx.arange(max(columns) + length)
+        position = mx.where(column < KEEP, column, column + forgotten)  # (B, 1, 1, columns)
+        query = mx.array(self._lengths)[:, None, None, None] + mx.arange(length)[:, None]
+        visible = position <= query  # (B, 1, length, columns)
+        if reaches_past:
+            visible &= (position < KEEP) | (query - position < window - KEEP)
+        if window_size is not None:
+            visible &= query - position < window_size
+        return visible
+
+    # -- writing
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append the next tokens of every row.
+
+        Args:
+            keys: (B, n_kv_heads, L, head_dim).
+            values: the same.
+
+        Returns:
+            Keys and values of all columns in use, in the dtype that they are stored in.
+
+        Raises:
+            ContextLengthError: past `max_size` without a sliding window.
+        """
+        length = keys.shape[2]
+        self._make_room(keys, values, length)
+        columns = self._columns
+        if len(set(columns)) == 1:
+            span = slice(columns[0], columns[0] + length)
+            self.keys[:, :, span] = keys
+            self.values[:, :, span] = values
+        else:
+            row = mx.arange(len(columns))[:, None, None]
+            head = mx.arange(keys.shape[1])[:, None]
+            column = mx.array(columns)[:, None, None] + mx.arange(length)
+            self.keys[row, head, column] = keys
+            self.values[row, head, column] = values
+        self._lengths = [n + length for n in self._lengths]
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        used = self.size()
+        return self.keys[:, :, :used], self.values[:, :, :used]
+
+    def _make_room(self, keys: mx.array, values: mx.array, length: int) -> None:
+        if self.sliding_window:
+            self._forget(length)
+        elif self._padding is None:
+            self._check_bound(max(self._lengths) + length)
+        needed = self.size() + length
+        capacity = 0 if self.keys is None else self.keys.shape[2]
+        if needed > capacity:
+            self._grow(keys, values, -(-needed // STEP) * STEP)
+
+    def _grow(self, keys: mx.array, values: mx.array, capacity: int) -> None:
+        def grown(old: mx.array | None, new: mx.array) -> mx.array:
+            rows, heads, _, dim = new.shape
+            if old is None:
+                return mx.zeros((rows, heads, capacity, dim), dtype=new.dtype)
+            spare = mx.zeros((rows, heads, capacity - old.shape[2], dim), dtype=old.dtype)
+            return mx.concatenate([old, spare], axis=2)
+
+        self.keys, self.values = grown(self.keys, keys), grown(self.values, values)
+
+    def _check_bound(self, needed: int) -> None:
+        if self.max_size is not None and needed > self.max_size:
+            raise ContextLengthError(
+                f"The KV cache is bounded to {self.max_size} tokens and {needed} were needed. "
+                "Raise the bound, shorten the prompt, or ask for a sliding window."
+            )
+
+    def _drops(self, length: int) -> list[int]:
+        """Columns per row to forget before `length` more: once per `STEP`, to spread the cost."""
+        if not self.sliding_window or self.size() + length <= self.max_size + STEP:
+            return [0] * len(self._lengths)
+        stay = self.max_size - 1  # the first KEEP, and what the next query's window reaches
+        return [max(0, columns - stay) for columns in self._columns]
+
+    def _forget(self, length: int) -> None:
+        drops = self._drops(length)
+        if any(drops):
+            self.keys = _drop_columns(self.keys, drops)
+            self.values = _drop_columns(self.values, drops)
+            self._forgotten = [f + d for f, d in zip(self._forgotten, drops, strict=True)]
+
+    # -- ragged prompts, in mlx-lm's protocol: right padding is written and then disowned
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce that the next tokens, up to `finalize`, end with padding in some rows.
+
+        Args:
+            left_padding: not supported, because column c holds token c.
+            lengths: real tokens per row; not needed beside the padding.
+            right_padding: padding tokens per row.
+        """
+        if left_padding is not None and any(left_padding):
+            raise ValueError("[KVCache] left_padding is not supported; pad prompts on the right.")
+        if right_padding is not None:
+            if self.sliding_window and any(right_padding):
+                raise ContextLengthError(
+                    "A sliding window takes no padded prompts, because padding would push tokens out. "
+                    "Prefill rows of different lengths one by one."
+                )
+            self._padding = list(right_padding)
+
+    def finalize(self) -> None:
+        """Disown the padding; the next tokens are written over it."""
+        if self._padding is not None:
+            self._lengths = [n - p for n, p in zip(self._lengths, self._padding, strict=True)]
+            self._padding = None
+            self._check_bound(max(self._lengths))
+
+    # -- rows
+
+    def extract(self, row: int) -> KVCache:
+        """A cache of one row's own."""
+        cache = self._like([row])
+        if self.keys is not None:
+            used = self._columns[row]
+            cache.keys = mx.contiguous(self.keys[row : row + 1, :, :used])
+            cache.values = mx.contiguous(self.values[row : row + 1, :, :used])
+        return cache
+
+    def filter(self, rows: Sequence[int] | mx.array) -> None:
+        """Keep only these rows, in this order."""
+        rows = rows.tolist() if isinstance(rows, mx.array) else list(rows)
+        if self.keys is not None:
+            index = mx.array(rows, dtype=mx.int32)
+            self.keys, self.values = self.keys[index], self.values[index]
+        self._lengths = [self._lengths[r] for r in rows]
+        self._forgotten = [self._forgotten[r] for r in rows]
+
+    def extend(self, other: KVCache) -> None:
+        """Append the rows of another cache of the same block."""
+        merged = KVCache.merge([self, other])
+        self.keys, self.values = merged.keys, merged.values
+        self._lengths, self._forgotten = merged._lengths, merged._forgotten
+
+    @staticmethod
+    def merge(caches: Sequence[KVCache]) -> KVCache:
+        """One batch of the rows of several caches of the same block.
+
+        Raises:
+            ValueError: when they are of different kinds or bounds.
+        """
+        kinds = {cache.kind for cache in caches}
+        if len(kinds) > 1:
+            raise ValueError(
+                "[KVCache] rows of one batch need caches of one kind; got (storage, bound, sliding "
+                f"window) of {sorted(kinds, key=str)}."
+            )
+        first = caches[0]
+        merged = first._like([0])
+        merged._lengths = [n for c in caches for n in c._lengths]
+        merged._forgotten = [n for c in caches for n in c._forgotten]
+        filled = next((c for c in caches if c.keys is not None), None)
+        if len(caches) == 1:
+            merged.keys, merged.values = _handle(first.keys), _handle(first.values)
+        elif filled is not None:
+            capacity = max(c.keys.shape[2] for c in caches if c.keys is not None)
+
+            def stacked(name: str) -> mx.array:
+                _, heads, _, dim = getattr(filled, name).shape
+                dtype = getattr(filled, name).dtype
+                parts = []
+                for cache in caches:
+                    part = getattr(cache, name)
+                    if part is None:
+                        part = mx.zeros((len(cache._lengths), heads, 0, dim), dtype=dtype)
+                    spare = capacity - part.shape[2]
+                    parts.append(mx.pad(part, [(0, 0), (0, 0), (0, spare), (0, 0)]))
+                return mx.concatenate(parts, axis=0)
+
+            merged.keys, merged.values = stacked("keys"), stacked("values")
+        return merged
+
+    def _like(self, rows: Sequence[int]) -> KVCache:
+        cache = KVCache(self.int8, self.max_size, self.sliding_window, rows=len(rows))
+        cache._lengths = [self._lengths[r] for r in rows]
+        cache._forgotten = [self._forgotten[r] for r in rows]
+        return cache
+
+    # -- going back
+
+    def is_trimmable(self) -> bool:
+        """Whether tokens can be taken back: not once a sliding window has forgotten some."""
+        return not any(self._forgotten)
+
+    def trim(self, count: int) -> int:
+        """Take back the last `count` tokens of every row, or as many as the shortest has."""
+        count = min(count, min(self._lengths))
+        self._lengths = [n - count for n in self._lengths]
+        return count
+
+    def copy(self, length: int | None = None) -> KVCache:
+        """An independent cache of the first `length` tokens of every row; None for all of them.
+
+        The arrays are shared until one of the two is written to.
+
+        Raises:
+            ValueError: when a row has fewer tokens, or its first ones were forgotten.
+        """
+        cache = self._like(range(len(self._lengths)))
+        if length is not None and length != min(self._lengths):
+            if length > min(self._lengths) or not self.is_trimmable():
+                raise ValueError(
+                    f"[KVCache] a prefix of {length} tokens can't be copied: the shortest row has "
+                    f"{min(self._lengths)}, and {max(self._forgotten)} were forgotten by the window."
+                )
+            cache._lengths = [length] * len(self._lengths)
+        cache.keys, cache.values = _handle(self.keys), _handle(self.values)
+        return cache
+
+    # -- state, for evaluation and files
+
+    @property
+    def state(self) -> Any:
+        """Arrays of the columns in use, and what is needed to restore them."""
+        if self.keys is None:
+            return []
+        return [*self.keys_and_values(), mx.array([self._lengths, self._forgotten], dtype=mx.int32)]
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if not state:
+            self.keys = self.values = None
+            self._lengths, self._forgotten = [0], [0]
+            return
+        self.keys, self.values, rows = state
+        self._lengths, self._forgotten = rows.tolist()
+
+
+class NoKVCache:
+    """The cache entry of a block that stores nothing.
+
+    mlx-lm counts cache entries by `len(model.layers)`, for instance to split those of a draft model off;
+    one entry per block keeps that count right.
+    """
+
+    offset = 0
+    nbytes = 0
+    state: Any = ()
+
+    def size(self) -> int:
+        return 0
+
+    def empty(self) -> bool:
+        return True
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, count: int) -> int:
+        return count
+
+    def copy(self, length: int | None = None) -> NoKVCache:
+        return NoKVCache()
+
+    def extract(self, row: int) -> NoKVCache:
+        return NoKVCache()
+
+    def filter(self, rows: Any) -> None: ...
+
+    def extend(self, other: Any) -> None: ...
+
+    def prepare(self, **padding: Any) -> None: ...
+
+    def finalize(self) -> None: ...
+
+    kind = ("none", None, False)
+
+    @staticmethod
+    def merge(caches: Sequence[Any]) -> NoKVCache:
+        return NoKVCache()
+
+
+def _handle(x: mx.array | None) -> mx.array | None:
+    """The same array under a second handle, since assigning to columns changes what a handle holds."""
+    return None if x is None else x[...]
+
+
+def _drop_columns(x: mx.array, drops: Sequence[int]) -> mx.array:
+    """Per row, remove `drops[row]` columns after the first KEEP; zeros fill the end."""
+    rows = []
+    for row, drop in enumerate(drops):
+        kept = [x[row : row + 1, :, :KEEP], x[row : row + 1, :, KEEP + drop :]]
+        rows.append(mx.pad(mx.concatenate(kept, axis=2), [(0, 0), (0, 0), (0, drop), (0, 0)]))
+    return mx.concatenate(rows, axis=0)

@@ -1,0 +1,251 @@
+"""The AFM text v7 architecture in MLX.
+
+Notable choices:
+
+- Two kinds of block. A `WritingBlock` projects queries, keys and values and writes keys and values to its
+  cache; a `ReuseBlock` projects queries only and attends to those of the last writing block.
+- A prompt needs only the writing blocks: `Model.prefill` runs them and stops. The reuse blocks and the
+  head run where logits are wanted, in `Model.__call__`.
+- RoPE rotates adjacent pairs and comes before the norm of queries and keys.
+- Keys and values pass through static int8 quantization on their way into the cache, as in training.
+- Parameter names are those of mlx-lm's `afm7`, so folders are exchanged without renaming, and the model
+  keeps mlx-lm's protocol (`model(tokens, cache)`, `make_cache`, `layers`).
+
+Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.cache import KVCache, NoKVCache, causal_mask
+from afm_mlx.config import MODEL_TYPE, ModelConfig
+from afm_mlx.kernels import KeyValues, attention, dequantize_int8, quantize_int8, rope_norm
+
+Offset = int | mx.array  # position of the first new token: of all rows, or (B,)
+Mask = mx.array | str | None
+
+
+def _heads(x: mx.array, head_dim: int) -> mx.array:
+    """(B, L, n * head_dim) to (B, n, L, head_dim)."""
+    return x.reshape(*x.shape[:2], -1, head_dim).swapaxes(1, 2)
+
+
+def _merge_heads(x: mx.array) -> mx.array:
+    """(B, n, L, head_dim) to (B, L, n * head_dim)."""
+    x = x.swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], -1)
+
+
+class WritingAttention(nn.Module):
+    """Grouped-query attention that writes its keys and values to a cache."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self._config = config
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        self.qkv_proj = nn.Linear(
+            config.hidden_dim, (heads + 2 * kv_heads) * config.head_dim, bias=False
+        )
+        self.out_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+        if config.kv_bits:
+            self.quant_key_scale = mx.array(1.0)
+            self.quant_value_scale = mx.array(1.0)
+
+    def __call__(
+        self, x: mx.array, offset: Offset, mask: Mask, cache: KVCache | None
+    ) -> tuple[mx.array, KeyValues]:
+        """Returns the output (B, L, D) and the keys and values that were attended to."""
+        config = self._config
+        q_dim, kv_dim = config.hidden_dim, config.num_kv_heads * config.head_dim
+        q, k, v = (
+            _heads(part, config.head_dim)
+            for part in self.qkv_proj(x).split([q_dim, q_dim + kv_dim], axis=-1)
+        )
+        q = rope_norm(q, self.q_norm.weight, offset, config.rope_theta, config.rms_norm_eps)
+        k = rope_norm(k, self.k_norm.weight, offset, config.rope_theta, config.rms_norm_eps)
+        kv = self._write(k, v, cache).astype(q.dtype)
+        return self.out_proj(_merge_heads(attention(q, kv, mask))), kv
+
+    def _write(self, k: mx.array, v: mx.array, cache: KVCache | None) -> KeyValues:
+        if not self._config.kv_bits:
+            return KeyValues(*(cache.update_and_fetch(k, v) if cache is not None else (k, v)))
+        scales = (self.quant_key_scale, self.quant_value_scale)
+        codes = quantize_int8(k, scales[0]), quantize_int8(v, scales[1])
+        if cache is not None and cache.int8:
+            return KeyValues(*cache.update_and_fetch(*codes), *scales)
+        k, v = (dequantize_int8(c, s, k.dtype) for c, s in zip(codes, scales, strict=True))
+        return KeyValues(*(cache.update_and_fetch(k, v) if cache is not None else (k, v)))
+
+
+class ReuseAttention(nn.Module):
+    """Attention over keys and values that another block wrote."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self._config = config
+        self.q_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
+        self.out_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
+
+    def __call__(self, x: mx.array, offset: Offset, mask: Mask, kv: KeyValues) -> mx.array:
+        config = self._config
+        q = _heads(self.q_proj(x), config.head_dim)
+        q = rope_norm(q, self.q_norm.weight, offset, config.rope_theta, config.rms_norm_eps)
+        return self.out_proj(_merge_heads(attention(q, kv, mask)))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_dim, config.ffn_dim, bias=False)
+        self.up_proj = nn.Linear(config.hidden_dim, config.ffn_dim, bias=False)
+        self.down_proj = nn.Linear(config.ffn_dim, config.hidden_dim, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Block(nn.Module):
+    """What both kinds of block share: the norms before attention and feed-forward."""
+
+    def __init__(self, config: ModelConfig, self_attn: nn.Module):
+        super().__init__()
+        self.self_attn = self_attn
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
+
+    def _feed_forward(self, x: mx.array) -> mx.array:
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class WritingBlock(_Block):
+    """A block that writes keys and values."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, WritingAttention(config))
+
+    def __call__(
+        self, x: mx.array, offset: Offset, mask: Mask, cache: KVCache | None
+    ) -> tuple[mx.array, KeyValues]:
+        y, kv = self.self_attn(self.input_layernorm(x), offset, mask, cache)
+        return self._feed_forward(x + y), kv
+
+
+class ReuseBlock(_Block):
+    """A block that reads the keys and values of the last writing block."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, ReuseAttention(config))
+
+    def __call__(self, x: mx.array, offset: Offset, mask: Mask, kv: KeyValues) -> mx.array:
+        y = self.self_attn(self.input_layernorm(x), offset, mask, kv)
+        return self._feed_forward(x + y)
+
+
+class Transformer(nn.Module):
+    """Embedding, both stacks of blocks, and the final norm."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_dim)
+        self.layers = [WritingBlock(config) for _ in range(config.num_kv_layers)]
+        self.kv_reuse_layers = [ReuseBlock(config) for _ in range(config.num_kv_reuse_layers)]
+        self.output_norm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
+
+    def write(
+        self, inputs: mx.array, offset: Offset, mask: Mask, cache: Sequence[KVCache | None]
+    ) -> tuple[mx.array, KeyValues]:
+        """Run the writing blocks; returns hidden states (B, L, D) and the last block's keys and values."""
+        h = self.embedding(inputs)
+        for layer, layer_cache in zip(self.layers, cache, strict=False):
+            h, kv = layer(h, offset, mask, layer_cache)
+        return h, kv
+
+    def read(self, h: mx.array, offset: Offset, mask: Mask, kv: KeyValues) -> mx.array:
+        """Run the reuse blocks and the final norm on hidden states of the writing blocks."""
+        for layer in self.kv_reuse_layers:
+            h = layer(h, offset, mask, kv)
+        return self.output_norm(h)
+
+
+class Model(nn.Module):
+    """A causal language model with a tied head.
+
+    Args:
+        config: the architecture. Weights start random; `afm_mlx.load` fills them.
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.args = config  # mlx-lm's name
+        self.model_type = MODEL_TYPE
+        self.model = Transformer(config)
+
+    def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
+        """Logits for every given token; the cache, when there is one, grows by L.
+
+        Args:
+            inputs: token ids, (B, L) integers, the next L tokens of every row.
+            cache: of `make_cache`; None starts at position 0 and keeps nothing.
+
+        Returns:
+            (B, L, vocab_size) in the activation dtype.
+        """
+        offset, mask, cache = self._positions(inputs, cache)
+        h, kv = self.model.write(inputs, offset, mask, cache)
+        return self.model.embedding.as_linear(self.model.read(h, offset, mask, kv))
+
+    def prefill(self, inputs: mx.array, cache: Sequence[Any]) -> None:
+        """Write the keys and values of prompt tokens, and compute nothing else.
+
+        The reuse blocks and the head are not run at all: 37.5 % of the 3B's blocks. The last prompt
+        token goes through `__call__`, which gives the logits of the first new one.
+
+        Args:
+            inputs: (B, L) integers.
+            cache: of `make_cache`; grows by L.
+        """
+        offset, mask, cache = self._positions(inputs, cache)
+        self.model.write(inputs, offset, mask, cache)
+
+    def _positions(
+        self, inputs: mx.array, cache: Sequence[Any] | None
+    ) -> tuple[Offset, Mask, Sequence[KVCache | None]]:
+        length = inputs.shape[1]
+        if cache is None:
+            return 0, causal_mask(length), [None] * len(self.model.layers)
+        return cache[0].offset, cache[0].make_mask(length), cache
+
+    def make_cache(
+        self, kv: str = "int8", max_size: int | None = None, sliding_window: bool = False
+    ) -> list[KVCache | NoKVCache]:
+        """An empty cache of one row, with one entry per block, as mlx-lm expects.
+
+        Args:
+            kv: "int8" stores the codes of the checkpoint's static scales; "float" stores activations,
+                rounded to the same grid. A model without scales always stores floats.
+            max_size: tokens that a row may hold; None for no limit.
+            sliding_window: past `max_size`, forget the oldest tokens instead of raising.
+        """
+        int8 = kv == "int8" and self.args.kv_bits == 8
+        if kv not in ("int8", "float"):
+            raise ValueError(f"[make_cache] kv is {kv!r}; allowed are 'int8' and 'float'.")
+        return [
+            KVCache(int8=int8, max_size=max_size, sliding_window=sliding_window)
+            for _ in self.model.layers
+        ] + [NoKVCache() for _ in self.model.kv_reuse_layers]
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Every block, the reuse blocks too."""
+        return self.model.layers + self.model.kv_reuse_layers

@@ -1,0 +1,147 @@
+"""The model against tamm, Apple's own PyTorch implementation, and against mlx-lm where that is right."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.config import ModelConfig
+from tests.tools.graph import matmul_flops
+from tests.tools.models import (
+    mlx_lm_twin,
+    random_config,
+    random_model,
+    tamm_logits,
+    tamm_model,
+    tokens_without_ties,
+    twin_of_tamm,
+)
+
+TOLERANCE = 1e-4  # of the logits' standard deviation, fp32
+
+
+def assert_close(got, wanted):
+    got, wanted = np.asarray(got), np.asarray(wanted)
+    assert got.shape == wanted.shape
+    error = np.abs(got - wanted).max() / wanted.std()
+    assert error <= TOLERANCE, f"{error:.2e} of the logits' scale"
+
+
+@pytest.mark.parametrize("case", range(24))
+def test_parity_with_tamm(rng, case):
+    """Whole prompt, token by token, and in chunks, with either cache, over random architectures."""
+    fixed = {"kv_bits": 8 if case % 4 else None}
+    if case % 5 == 0:
+        fixed["num_kv_reuse_layers"] = 0
+    config = random_config(rng, **fixed)
+    reference = tamm_model(config, rng)
+    model = twin_of_tamm(reference, config)
+    rows, length = int(rng.integers(1, 3)), int(rng.integers(5, 16))
+    tokens = tokens_without_ties(reference, config, rng, (rows, length))
+    wanted = tamm_logits(reference, tokens)
+    tokens = mx.array(tokens)
+
+    assert_close(model(tokens), wanted)
+    for kind in ("int8", "float"):
+        cache = model.make_cache(kind)
+        first = model.make_cache(kind)
+        steps = [model(tokens[:1, i : i + 1], first) for i in range(length)]
+        assert_close(mx.concatenate(steps, axis=1), wanted[:1])
+
+        cut = int(rng.integers(1, length))
+        cache = [layer.merge([layer] * rows) for layer in model.make_cache(kind)]
+        chunks = [model(tokens[:, :cut], cache), model(tokens[:, cut:], cache)]
+        assert_close(mx.concatenate(chunks, axis=1), wanted)
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_prefill_leaves_the_cache_that_a_full_run_leaves(rng, case):
+    config = random_config(rng)
+    reference = tamm_model(config, rng)
+    model = twin_of_tamm(reference, config)
+    length = int(rng.integers(4, 20))
+    tokens = tokens_without_ties(reference, config, rng, (1, length))
+    cache = model.make_cache()
+    cut = int(rng.integers(1, length))
+    model.prefill(mx.array(tokens[:, :cut]), cache)
+    assert cache[0].lengths == [cut]
+    assert_close(model(mx.array(tokens[:, cut:]), cache), tamm_logits(reference, tokens)[:, cut:])
+
+
+@pytest.mark.parametrize("case", range(6))
+def test_ragged_rows_match_single_rows(rng, case):
+    """mlx-lm rotates reuse queries at S - L for every row (defect f); offsets are per row here."""
+    config = random_config(rng, num_layers=4, num_kv_reuse_layers=2)
+    reference = tamm_model(config, rng)
+    model = twin_of_tamm(reference, config)
+    lengths = [int(n) for n in rng.integers(2, 20, size=3)]
+    prompts = [tokens_without_ties(reference, config, rng, (1, n)) for n in lengths]
+    caches = []
+    for prompt in prompts:
+        cache = model.make_cache()
+        model.prefill(mx.array(prompt[:, :-1]), cache)
+        caches.append(cache)
+    batch = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
+    last = mx.array([[int(prompt[0, -1])] for prompt in prompts])
+    logits = model(last, batch)
+    for row, prompt in enumerate(prompts):
+        assert_close(logits[row], tamm_logits(reference, prompt)[0, -1:])
+
+
+@pytest.mark.parametrize("case", range(4))
+def test_parity_with_mlx_lm_where_it_is_right(rng, case):
+    config = random_config(rng, rope_theta=500000.0, num_layers=4, num_kv_reuse_layers=1)
+    model = random_model(config, rng)
+    twin = mlx_lm_twin(model)
+    tokens = mx.array(rng.integers(0, config.vocab_size, (2, 13)))
+    assert_close(model(tokens), twin(tokens))
+    ours, theirs = model.make_cache(), twin.make_cache()
+    assert_close(model(tokens[:1, :9], ours), twin(tokens[:1, :9], theirs))
+    assert_close(model(tokens[:1, 9:], ours), twin(tokens[:1, 9:], theirs))
+
+
+def test_activations_on_the_cpu_are_float32(rng):
+    model = random_model(random_config(rng), rng)
+    assert model(mx.array([[1, 2, 3]])).dtype == mx.float32
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_half_types_stay_half_and_close(rng, dtype):
+    """What a GPU runs: nothing on the way may silently turn the activations into float32."""
+    config = random_config(rng, num_layers=4, num_kv_reuse_layers=2)
+    model = random_model(config, rng)
+    tokens = mx.array(rng.integers(0, config.vocab_size, (1, 12)))
+    wanted = np.array(model(tokens))
+    model.apply(lambda x: x.astype(dtype) if x.ndim else x)
+    got = model(tokens, model.make_cache())
+    assert got.dtype == dtype
+    eps = 2**-8 if dtype == mx.bfloat16 else 2**-11
+    # Rounding to int8 turns the smallest difference into a step, so the bound is wide: what must not
+    # happen is a wrong scale or position, which moves logits by their own size.
+    error = np.sqrt(((np.array(got.astype(mx.float32)) - wanted) ** 2).mean()) / wanted.std()
+    assert error < 24 * eps + 0.05
+
+
+def test_prefill_work_at_the_3b_shape():
+    """Prefill of 512 tokens does at most 0.66 of the full stack's matrix work, counted in the graph."""
+    config = ModelConfig(
+        vocab_size=512,  # the head is no part of the stack; a small one keeps the graph to the blocks
+        hidden_dim=2048,
+        num_layers=56,
+        num_kv_reuse_layers=21,
+        num_heads=16,
+        num_kv_heads=2,
+        rope_theta=500000.0,
+    )
+
+    def full_stack(model, tokens):
+        return model(tokens)
+
+    def prompt_pass(model, tokens):
+        cache = model.make_cache()
+        model.prefill(tokens[:, :-1], cache)
+        return model(tokens[:, -1:], cache)
+
+    full = matmul_flops(config, full_stack, length=512)
+    prompt = matmul_flops(config, prompt_pass, length=512)
+    assert full > 512 * 2 * 2.79e9  # the 3B's 2.797 G block weights, once per token
+    assert prompt / full <= 0.66

@@ -1,0 +1,29 @@
+"""Fresh random inputs for every run, from a seed that the report prints."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+
+SEED = int(os.environ.get("AFM_TEST_SEED") or random.SystemRandom().randrange(2**32))
+# pytest-xdist's workers are processes of their own and must draw from the same seed.
+os.environ["AFM_TEST_SEED"] = str(SEED)
+
+
+def pytest_report_header(config):
+    return f"seed of random inputs: AFM_TEST_SEED={SEED}"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        report.sections.append(("random inputs", f"repeat with AFM_TEST_SEED={SEED}"))
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    """A generator of the run's seed and the test's name, so that tests don't depend on their order."""
+    return np.random.default_rng([SEED, *request.node.nodeid.encode()])
