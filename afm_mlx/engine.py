@@ -1,0 +1,331 @@
+"""The one decode loop.
+
+Rows join and leave a batch while it runs. A step feeds every row its last token, submits the computation,
+and only then reads back the tokens of the step before, so the device is never waiting for Python.
+
+    submit -> waiting -> prefill (a chunk per step) -> batch (a token per step) -> finished
+
+A prompt is prefilled but for its last token, by the writing blocks alone; that token is the row's first
+step. So the reuse blocks and the head run for one token per row and step, whatever the path.
+
+An engine belongs to one thread: MLX's streams do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.config import ModelConfig
+from afm_mlx.errors import ContextLengthError, RequestError
+from afm_mlx.request import Request, Response, Row
+from afm_mlx.sampling import sample
+
+
+@dataclass
+class _Batch:
+    """Rows that decode together."""
+
+    rows: list[Row] = field(default_factory=list)
+    cache: list[Any] = field(default_factory=list)
+    inputs: mx.array | None = None  # (B,) the tokens to feed next
+
+    def join(self, other: _Batch) -> None:
+        if not other.rows:
+            return
+        if not self.rows:
+            self.rows, self.cache, self.inputs = other.rows, other.cache, other.inputs
+            return
+        for mine, theirs in zip(self.cache, other.cache, strict=True):
+            mine.extend(theirs)
+        self.rows = self.rows + other.rows
+        self.inputs = mx.concatenate([self.inputs, other.inputs])
+
+    def drop(self, ids: set[int]) -> None:
+        keep = [i for i, row in enumerate(self.rows) if row.id not in ids]
+        if len(keep) < len(self.rows):
+            self.keep(keep)
+
+    def keep(self, indices: list[int]) -> None:
+        self.rows = [self.rows[i] for i in indices]
+        if self.rows:
+            self.inputs = self.inputs[mx.array(indices)]
+            for layer in self.cache:
+                layer.filter(indices)
+        else:
+            self.cache, self.inputs = [], None
+
+
+@dataclass
+class _Prefill:
+    """Prompts on their way into the cache, padded on the right to the longest."""
+
+    batch: _Batch
+    tokens: mx.array  # (B, longest prompt - 1)
+    done: int = 0
+    cancelled: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Flight:
+    """Tokens that were submitted and not yet read back."""
+
+    rows: list[Row]
+    tokens: mx.array  # (B,)
+    logprobs: mx.array  # (B, vocab_size)
+
+
+class Engine:
+    """Continues prompts, many at a time.
+
+    Args:
+        model: an AFM `Model`, or one of mlx-lm's zoo.
+        tokenizer: with `eos_token_ids` and `detokenizer`, as ours and mlx-lm's are.
+        max_batch: rows that decode together; more wait.
+        prefill_step_size: prompt tokens per row and step; bounds memory, and how long others wait.
+        max_kv_size: tokens that a row may hold; None takes the model's context length.
+        sliding_window: past that, forget the oldest tokens instead of ending the row with an error.
+        kv: "int8" or "float" storage of keys and values (`Model.make_cache`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        max_batch: int = 8,
+        prefill_step_size: int = 2048,
+        max_kv_size: int | None = None,
+        sliding_window: bool = False,
+        kv: str = "int8",
+    ):
+        for name, value in (
+            ("max_batch", max_batch),
+            ("prefill_step_size", prefill_step_size),
+            ("max_kv_size", 1 if max_kv_size is None else max_kv_size),
+        ):
+            if value < 1:
+                raise RequestError(f"{name} is {value}; at least 1 is needed.")
+        self.model = model
+        self.tokenizer = tokenizer
+        self.max_batch = max_batch
+        self.prefill_step_size = prefill_step_size
+        self._is_afm = isinstance(getattr(model, "args", None), ModelConfig)
+        self._sliding = sliding_window
+        self._limit = max_kv_size
+        self._kv = kv
+        if self._is_afm:
+            self._limit = max_kv_size or model.args.context_length
+        self._ids = itertools.count()
+        self._waiting: deque[tuple[Row, list[Any]]] = deque()
+        self._prefill: _Prefill | None = None
+        self._batch = _Batch()
+        self._flight: _Flight | None = None
+
+    # -- requests
+
+    def make_cache(self) -> list[Any]:
+        """An empty cache for one row, one entry per block."""
+        if self._is_afm:
+            return self.model.make_cache(self._kv, self._limit, self._sliding)
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self.model, max_kv_size=self._limit)
+
+    def submit(self, request: Request) -> int:
+        """Queue a request; returns the id that its responses carry.
+
+        Raises:
+            RequestError: for what can't be honoured.
+            ContextLengthError: when the prompt alone does not fit.
+        """
+        request.validate(self.model.args.vocab_size if self._is_afm else None)
+        cache = self._cache_of(request)
+        position = cache[0].size() if not self._is_afm else max(cache[0].lengths)
+        needed = position + len(request.prompt)
+        if self._is_afm and not self._sliding and needed > self._limit:
+            raise ContextLengthError(
+                f"The prompt needs {needed} tokens and the context holds {self._limit}. Shorten it, "
+                "raise max_kv_size, or ask for a sliding window."
+            )
+        if request.seed is None and request.sampler is not None:
+            request.seed = int(mx.random.randint(0, 2**31 - 1).item())
+        row = Row(next(self._ids), request, self.tokenizer.detokenizer, position)
+        self._waiting.append((row, cache))
+        return row.id
+
+    def _cache_of(self, request: Request) -> list[Any]:
+        template = self.make_cache()
+        if request.cache is None:
+            return template
+        kinds = [
+            [getattr(c, "kind", type(c)) for c in cache] for cache in (request.cache, template)
+        ]
+        if kinds[0] != kinds[1]:
+            raise RequestError(
+                f"The prompt cache has {len(kinds[0])} entries of kind {kinds[0][:1]}, and this engine "
+                f"uses {len(kinds[1])} of {kinds[1][:1]}. Make it with Engine.make_cache, or give the "
+                "engine the same kv, max_kv_size and sliding_window."
+            )
+        if not request.cache[0].empty() and len(getattr(request.cache[0], "lengths", [0])) != 1:
+            raise RequestError("A prompt cache holds one row; extract one from the batch.")
+        return request.cache
+
+    def cancel(self, row_id: int) -> None:
+        """Drop a row, wherever it is; unknown and finished ids are ignored."""
+        self._waiting = deque(pair for pair in self._waiting if pair[0].id != row_id)
+        if self._prefill and any(row.id == row_id for row in self._prefill.batch.rows):
+            self._prefill.cancelled.add(
+                row_id
+            )  # padded rows are only taken apart once they are whole
+        self._batch.drop({row_id})
+
+    @property
+    def busy(self) -> bool:
+        """Whether any row is under way."""
+        return bool(self._waiting or self._prefill or self._batch.rows or self._flight)
+
+    def run(self) -> Iterator[Response]:
+        """Step until every row has finished."""
+        while self.busy:
+            yield from self.step()
+
+    # -- the loop
+
+    def step(self) -> list[Response]:
+        """Advance prompts by a chunk and every row by a token; returns what was read back."""
+        self._advance_prefill()
+        responses: list[Response] = []
+        previous, self._flight = self._flight, None
+        if previous and any(self._is_last(row) for row in previous.rows):
+            responses, previous = self._read(previous), None
+        if self._batch.rows:
+            self._flight = self._forward()
+        if previous:
+            responses += self._read(previous)
+        return responses
+
+    def _is_last(self, row: Row) -> bool:
+        """Whether the row can't be fed the token that is in flight."""
+        return row.out_of_tokens or row.error is not None or self._is_full(row)
+
+    def _is_full(self, row: Row) -> bool:
+        return self._is_afm and not self._sliding and row.position >= self._limit
+
+    def _forward(self) -> _Flight:
+        batch = self._batch
+        logits = self.model(batch.inputs[:, None], cache=batch.cache)[:, -1]
+        tokens, logprobs = sample(batch.rows, logits, batch.inputs)
+        mx.async_eval(tokens, logprobs)
+        for row in batch.rows:
+            row.position += 1
+        batch.inputs = tokens
+        return _Flight(list(batch.rows), tokens, logprobs)
+
+    def _read(self, flight: _Flight) -> list[Response]:
+        alive = {row.id for row in self._batch.rows}
+        responses, finished = [], set()
+        for i, (row, token) in enumerate(zip(flight.rows, flight.tokens.tolist(), strict=True)):
+            if row.id not in alive:  # cancelled
+                continue
+            text, reason = row.accept(token, self.tokenizer.eos_token_ids)
+            error = row.error
+            if reason is None and self._is_full(row) and row.sampled == len(row.tokens):
+                reason, error = "error", self._context_error(row)
+            responses.append(Response(row.id, token, text, flight.logprobs[i], reason, error))
+            if reason is not None:
+                finished.add(row.id)
+        if finished:
+            self._leave(finished)
+        return responses
+
+    def _context_error(self, row: Row) -> ContextLengthError:
+        return ContextLengthError(
+            f"The context of {self._limit} tokens is full after {len(row.tokens)} new ones. Ask for "
+            "fewer, raise max_kv_size, or ask for a sliding window."
+        )
+
+    def _leave(self, finished: set[int]) -> None:
+        for i, row in enumerate(self._batch.rows):
+            if row.id in finished and row.request.cache is not None:
+                self._hand_back(row, [layer.extract(i) for layer in self._batch.cache])
+        keep = [i for i, row in enumerate(self._batch.rows) if row.id not in finished]
+        if self._flight:
+            index = mx.array(keep, dtype=mx.int32)
+            rows = [self._flight.rows[i] for i in keep]
+            self._flight = (
+                _Flight(rows, self._flight.tokens[index], self._flight.logprobs[index])
+                if rows
+                else None
+            )
+        self._batch.keep(keep)
+
+    def _hand_back(self, row: Row, cache: list[Any]) -> None:
+        """Fill the caller's cache with prompt and answer, but for the answer's last token."""
+        surplus = row.sampled - len(row.tokens)  # fed before it was known to be past the end
+        for theirs, mine in zip(row.request.cache, cache, strict=True):
+            if surplus and mine.is_trimmable():
+                mine.trim(surplus)
+            theirs.state = mine.state
+
+    # -- prompts
+
+    def _advance_prefill(self) -> None:
+        if self._prefill is None:
+            self._prefill = self._admit()
+        prefill = self._prefill
+        if prefill is None:
+            return
+        total = prefill.tokens.shape[1]
+        chunk = prefill.tokens[:, prefill.done : prefill.done + self.prefill_step_size]
+        if chunk.shape[1]:
+            # A zoo model's logits are never evaluated, and MLX computes only what is.
+            getattr(self.model, "prefill", self.model)(chunk, cache=prefill.batch.cache)
+            mx.eval([layer.state for layer in prefill.batch.cache])
+            mx.clear_cache()
+            prefill.done += chunk.shape[1]
+        for row in prefill.batch.rows:
+            if row.request.on_prefill:
+                whole = len(row.request.prompt)
+                row.request.on_prefill(min(prefill.done, whole), whole)
+        if prefill.done >= total:
+            for layer in prefill.batch.cache:
+                layer.finalize()
+            prefill.batch.drop(prefill.cancelled)
+            self._batch.join(prefill.batch)
+            self._prefill = None
+
+    def _admit(self) -> _Prefill | None:
+        room = self.max_batch - len(self._batch.rows)
+        if self._sliding:
+            room = min(room, 1)  # a window takes no padding
+        admitted = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        if not admitted:
+            return None
+        rows, caches = [row for row, _ in admitted], [cache for _, cache in admitted]
+        if not all(hasattr(layer, "merge") for layer in caches[0]):
+            raise RequestError(
+                f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
+            )
+        cache = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
+        prompts = [list(row.request.prompt[:-1]) for row in rows]
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        padding = [longest - length for length in lengths]
+        if any(padding):
+            for layer in cache:
+                layer.prepare(lengths=lengths, right_padding=padding)
+        tokens = mx.array(
+            [prompt + [0] * pad for prompt, pad in zip(prompts, padding, strict=True)],
+            dtype=mx.int32,
+        ).reshape(len(rows), longest)
+        for row, length in zip(rows, lengths, strict=True):
+            row.position += length
+        last = mx.array([row.request.prompt[-1] for row in rows], dtype=mx.int32)
+        return _Prefill(_Batch(rows, cache, last), tokens)

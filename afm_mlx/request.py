@@ -1,0 +1,176 @@
+"""What a caller asks the engine for, what comes back, and the state of one row between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from afm_mlx.errors import RequestError
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+_MASK64 = 2**64 - 1
+
+
+@dataclass
+class Request:
+    """One prompt to continue.
+
+    Args:
+        prompt: token ids, at least one.
+        max_tokens: new tokens at most; -1 for no limit but the context's.
+        sampler: maps log-probabilities (1, vocab_size) to a token (1,), as mlx-lm's `make_sampler`
+            builds; None takes the most likely token.
+        seed: of this row's own random stream, which depends on nothing else in the batch; None draws
+            one from `mx.random`.
+        logits_processors: each maps (tokens so far, logits (1, vocab_size)) to logits, as mlx-lm's do.
+        stop: strings that end the text; they are not part of it.
+        cache: keys and values of tokens that come before the prompt (`Model.make_cache`); on finish it
+            holds prompt and answer, the last token excepted.
+        on_prefill: called with (prompt tokens done, prompt tokens in all).
+    """
+
+    prompt: Sequence[int]
+    max_tokens: int = 256
+    sampler: Sampler | None = None
+    seed: int | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+    stop: Sequence[str] = ()
+    cache: list[Any] | None = None
+    on_prefill: Callable[[int, int], None] | None = None
+
+    def validate(self, vocab_size: int | None) -> None:
+        """Raise `RequestError` for what no model could do."""
+        if len(self.prompt) == 0:
+            raise RequestError(
+                "The prompt is empty; at least one token is needed to continue from."
+            )
+        if self.max_tokens == 0 or self.max_tokens < -1:
+            raise RequestError(
+                f"max_tokens is {self.max_tokens}; allowed are 1 and more, or -1 for no limit."
+            )
+        if vocab_size is not None and not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:
+            raise RequestError(
+                f"The prompt has token ids from {min(self.prompt)} to {max(self.prompt)}; this model's "
+                f"go from 0 to {vocab_size - 1}. Was it encoded by another model's tokenizer?"
+            )
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise RequestError(f"stop is {self.stop!r}; a list of non-empty strings is needed.")
+        if self.seed is not None and not 0 <= self.seed <= _MASK64:
+            raise RequestError(f"seed is {self.seed}; allowed is 0 to 2**64 - 1.")
+
+
+@dataclass
+class Response:
+    """One new token of one row.
+
+    Args:
+        row: what `Engine.submit` returned.
+        token: its id.
+        text: what can be shown since the last response; may be empty.
+        logprobs: (vocab_size,) float32, log-probabilities that the token was drawn from.
+        finish_reason: "stop" at an end token or stop string, "length" at max_tokens, "error" when the
+            row could not go on, None while it does.
+        error: why, when finish_reason is "error".
+    """
+
+    row: int
+    token: int
+    text: str
+    logprobs: mx.array
+    finish_reason: str | None = None
+    error: Exception | None = None
+
+
+@dataclass
+class Row:
+    """A request under way.
+
+    Args:
+        id: what `Engine.submit` returned.
+        request: as it was submitted, its seed filled in.
+        detokenizer: turns tokens into text.
+        position: tokens in the cache.
+        tokens: the answer so far, as far as it was read back.
+        sampled: how many tokens were drawn, read back or not.
+        error: raised by the row's own sampler or logits processor.
+    """
+
+    id: int
+    request: Request
+    detokenizer: Any
+    position: int
+    tokens: list[int] = field(default_factory=list)
+    sampled: int = 0
+    error: Exception | None = None
+
+    def __post_init__(self) -> None:
+        self._stop = StopStrings(self.request.stop)
+        self._context: Any = None
+
+    @property
+    def out_of_tokens(self) -> bool:
+        """Whether the last token drawn is the last one that was asked for."""
+        return self.sampled == self.request.max_tokens
+
+    @property
+    def step_seed(self) -> int:
+        """Seed of the next draw: counted from the row's own, so that nothing has to be read back."""
+        return (self.request.seed + self.sampled * 0x9E3779B97F4A7C15) & _MASK64
+
+    def context(self, token: mx.array) -> mx.array:
+        """Prompt and answer so far with `token` (1,) appended, for logits processors."""
+        if self._context is None:
+            from mlx_lm.models.cache import TokenBuffer
+
+            self._context = TokenBuffer(list(self.request.prompt[:-1]))
+        return self._context.update_and_fetch(token)
+
+    def accept(self, token: int, end_tokens: set[int]) -> tuple[str, str | None]:
+        """Take a token that was read back; returns the text to show and the finish reason."""
+        self.tokens.append(token)
+        if token in end_tokens:
+            reason = "stop"
+        else:
+            self.detokenizer.add_token(token)
+            reason = "length" if len(self.tokens) == self.request.max_tokens else None
+        if self.error is not None:
+            reason = "error"
+        if reason is not None:
+            self.detokenizer.finalize()
+        text, stopped = self._stop.feed(self.detokenizer.last_segment)
+        if stopped:
+            return text, "stop"
+        return (text + self._stop.flush() if reason is not None else text), reason
+
+
+class StopStrings:
+    """Holds back text that may turn out to be the start of a stop string."""
+
+    def __init__(self, stop: Sequence[str]):
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Returns the text that is safe to show, and whether a stop string was completed."""
+        if not self._stop:
+            return text, False
+        held = self._held + text
+        found = [at for at in (held.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self._held = ""
+            return held[: min(found)], True
+        longest = max(
+            (n for s in self._stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0
+        )
+        self._held = held[len(held) - longest :]
+        return held[: len(held) - longest], False
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return held

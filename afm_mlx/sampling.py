@@ -1,0 +1,79 @@
+"""From logits to the next token of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import mlx.core as mx
+
+from afm_mlx.request import Row
+
+
+def sample(rows: Sequence[Row], logits: mx.array, inputs: mx.array) -> tuple[mx.array, mx.array]:
+    """Draw one token per row, each by its own processors, sampler and random stream.
+
+    Whatever a row's own callables raise is kept in `Row.error`, so that the other rows go on.
+
+    Args:
+        rows: B of them.
+        logits: (B, vocab_size).
+        inputs: (B,) tokens that the logits follow.
+
+    Returns:
+        Tokens (B,) and log-probabilities (B, vocab_size) float32, nothing evaluated yet.
+    """
+    logits = logits.astype(mx.float32)
+    if any(row.request.logits_processors for row in rows):
+        logits = mx.concatenate(
+            [_process(row, logits[i : i + 1], inputs[i : i + 1]) for i, row in enumerate(rows)]
+        )
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    tokens = mx.argmax(logprobs, axis=-1)
+    if any(row.request.sampler for row in rows):
+        with _global_stream_kept():
+            drawn = [
+                _draw(row, logprobs[i : i + 1], tokens[i : i + 1]) for i, row in enumerate(rows)
+            ]
+        tokens = mx.concatenate(drawn)
+    for row in rows:
+        row.sampled += 1
+    return tokens.astype(mx.int32), logprobs
+
+
+def _process(row: Row, logits: mx.array, token: mx.array) -> mx.array:
+    if not row.request.logits_processors or row.error is not None:
+        return logits
+    try:
+        context = row.context(token)
+        processed = logits
+        for processor in row.request.logits_processors:
+            processed = processor(context, processed)
+        return processed.reshape(logits.shape)
+    except Exception as error:
+        row.error = error
+        return logits
+
+
+def _draw(row: Row, logprobs: mx.array, likeliest: mx.array) -> mx.array:
+    if row.request.sampler is None or row.error is not None:
+        return likeliest
+    try:
+        mx.random.seed(row.step_seed)
+        return row.request.sampler(logprobs).reshape(1).astype(likeliest.dtype)
+    except Exception as error:
+        row.error = error
+        return likeliest
+
+
+@contextmanager
+def _global_stream_kept() -> Iterator[None]:
+    """Leave the caller's `mx.random` stream where it was.
+
+    mlx-lm's samplers draw from the global stream; it is re-seeded for each row's draw and put back.
+    """
+    high, low = mx.random.state[0].tolist()
+    try:
+        yield
+    finally:
+        mx.random.seed((high << 32) | low)
