@@ -45,7 +45,7 @@ def _install() -> str:
         return "MLX's own (Netlib): mlx.core was imported before afm_mlx"
     library, openblas = _built_library(), _numpy_openblas()
     if library is None:
-        return "MLX's own (Netlib): afm-mlx was installed without a C compiler"
+        return "MLX's own (Netlib): afm_blas.so is not there; install afm-mlx with a C compiler at hand"
     if openblas is None:
         return "MLX's own (Netlib): this NumPy carries no OpenBLAS of its own"
     try:

@@ -51,8 +51,9 @@ class KVCache:
         self.int8 = int8
         self.max_size = max_size
         self.sliding_window = sliding_window
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
+        self._window = max_size if sliding_window and max_size else 0
+        self.keys: Any = None  # mx.array once something was written
+        self.values: Any = None
         self._lengths = [0] * rows  # tokens seen, per row
         self._forgotten = [0] * rows  # of them, those that a sliding window dropped
         self._padding: list[int] | None = None  # of a ragged prompt, until `finalize`
@@ -103,8 +104,8 @@ class KVCache:
         """
         drops = self._drops(length)
         columns = [c - d for c, d in zip(self._columns, drops, strict=True)]
-        window = self.max_size if self.sliding_window else None
-        reaches_past = window is not None and max(self._lengths) + length > window
+        window = self._window
+        reaches_past = bool(window) and max(self._lengths) + length > window
         if len(set(columns)) == 1 and not (reaches_past or return_array or window_size):
             return causal_mask(length)
 
@@ -152,6 +153,7 @@ class KVCache:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Keys and values of all columns in use; only once something was written."""
         used = self.size()
         return self.keys[:, :, :used], self.values[:, :, :used]
 
@@ -184,9 +186,9 @@ class KVCache:
 
     def _drops(self, length: int) -> list[int]:
         """Columns per row to forget before `length` more: once per `STEP`, to spread the cost."""
-        if not self.sliding_window or self.size() + length <= self.max_size + STEP:
+        if not self._window or self.size() + length <= self._window + STEP:
             return [0] * len(self._lengths)
-        stay = self.max_size - 1  # the first KEEP, and what the next query's window reaches
+        stay = self._window - 1  # the first KEEP, and what the next query's window reaches
         return [max(0, columns - stay) for columns in self._columns]
 
     def _forget(self, length: int) -> None:
@@ -240,8 +242,8 @@ class KVCache:
             cache.values = mx.contiguous(self.values[row : row + 1, :, :used])
         return cache
 
-    def filter(self, rows: Sequence[int] | mx.array) -> None:
-        """Keep only these rows, in this order."""
+    def filter(self, rows: Any) -> None:
+        """Keep only these rows, in this order: a sequence of indices, or an integer array."""
         rows = rows.tolist() if isinstance(rows, mx.array) else list(rows)
         if self.keys is not None:
             index = mx.array(rows, dtype=mx.int32)

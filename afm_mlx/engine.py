@@ -34,7 +34,7 @@ class _Batch:
 
     rows: list[Row] = field(default_factory=list)
     cache: list[Any] = field(default_factory=list)
-    inputs: mx.array | None = None  # (B,) the tokens to feed next
+    inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))  # (B,) to feed next
 
     def join(self, other: _Batch) -> None:
         if not other.rows:
@@ -54,12 +54,11 @@ class _Batch:
 
     def keep(self, indices: list[int]) -> None:
         self.rows = [self.rows[i] for i in indices]
-        if self.rows:
-            self.inputs = self.inputs[mx.array(indices)]
-            for layer in self.cache:
-                layer.filter(indices)
-        else:
-            self.cache, self.inputs = [], None
+        self.inputs = self.inputs[mx.array(indices, dtype=mx.int32)]
+        if not self.rows:
+            self.cache = []
+        for layer in self.cache:
+            layer.filter(indices)
 
 
 @dataclass
@@ -122,6 +121,8 @@ class Engine:
         self._kv = kv
         if self._is_afm:
             self._limit = max_kv_size or model.args.context_length
+        # Where a row has to end; caches of mlx-lm's zoo see to their own limits.
+        self._bound = self._limit if self._is_afm and not sliding_window else None
         self._ids = itertools.count()
         self._waiting: deque[tuple[Row, list[Any]]] = deque()
         self._prefill: _Prefill | None = None
@@ -149,14 +150,12 @@ class Engine:
         cache = self._cache_of(request)
         position = cache[0].size() if not self._is_afm else max(cache[0].lengths)
         needed = position + len(request.prompt)
-        if self._is_afm and not self._sliding and needed > self._limit:
+        if self._bound is not None and needed > self._bound:
             raise ContextLengthError(
-                f"The prompt needs {needed} tokens and the context holds {self._limit}. Shorten it, "
+                f"The prompt needs {needed} tokens and the context holds {self._bound}. Shorten it, "
                 "raise max_kv_size, or ask for a sliding window."
             )
-        if request.seed is None and request.sampler is not None:
-            request.seed = int(mx.random.randint(0, 2**31 - 1).item())
-        row = Row(next(self._ids), request, self.tokenizer.detokenizer, position)
+        row = Row(next(self._ids), request, self.tokenizer.detokenizer, position, _seed_of(request))
         self._waiting.append((row, cache))
         return row.id
 
@@ -216,7 +215,7 @@ class Engine:
         return row.out_of_tokens or row.error is not None or self._is_full(row)
 
     def _is_full(self, row: Row) -> bool:
-        return self._is_afm and not self._sliding and row.position >= self._limit
+        return self._bound is not None and row.position >= self._bound
 
     def _forward(self) -> _Flight:
         batch = self._batch
@@ -247,14 +246,15 @@ class Engine:
 
     def _context_error(self, row: Row) -> ContextLengthError:
         return ContextLengthError(
-            f"The context of {self._limit} tokens is full after {len(row.tokens)} new ones. Ask for "
+            f"The context of {self._bound} tokens is full after {len(row.tokens)} new ones. Ask for "
             "fewer, raise max_kv_size, or ask for a sliding window."
         )
 
     def _leave(self, finished: set[int]) -> None:
         for i, row in enumerate(self._batch.rows):
             if row.id in finished and row.request.cache is not None:
-                self._hand_back(row, [layer.extract(i) for layer in self._batch.cache])
+                mine = [layer.extract(i) for layer in self._batch.cache]
+                self._hand_back(row, mine, row.request.cache)
         keep = [i for i, row in enumerate(self._batch.rows) if row.id not in finished]
         if self._flight:
             index = mx.array(keep, dtype=mx.int32)
@@ -266,13 +266,14 @@ class Engine:
             )
         self._batch.keep(keep)
 
-    def _hand_back(self, row: Row, cache: list[Any]) -> None:
+    @staticmethod
+    def _hand_back(row: Row, mine: list[Any], theirs: list[Any]) -> None:
         """Fill the caller's cache with prompt and answer, but for the answer's last token."""
         surplus = row.sampled - len(row.tokens)  # fed before it was known to be past the end
-        for theirs, mine in zip(row.request.cache, cache, strict=True):
-            if surplus and mine.is_trimmable():
-                mine.trim(surplus)
-            theirs.state = mine.state
+        for source, target in zip(mine, theirs, strict=True):
+            if surplus and source.is_trimmable():
+                source.trim(surplus)
+            target.state = source.state
 
     # -- prompts
 
@@ -329,3 +330,9 @@ class Engine:
             row.position += length
         last = mx.array([row.request.prompt[-1] for row in rows], dtype=mx.int32)
         return _Prefill(_Batch(rows, cache, last), tokens)
+
+
+def _seed_of(request: Request) -> int:
+    if request.seed is not None or request.sampler is None:
+        return request.seed or 0
+    return mx.random.randint(0, 2**31 - 1).item()

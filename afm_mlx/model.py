@@ -17,7 +17,7 @@ Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,8 +26,8 @@ from afm_mlx.cache import KVCache, NoKVCache, causal_mask
 from afm_mlx.config import MODEL_TYPE, ModelConfig
 from afm_mlx.kernels import KeyValues, attention, dequantize_int8, quantize_int8, rope_norm
 
-Offset = int | mx.array  # position of the first new token: of all rows, or (B,)
-Mask = mx.array | str | None
+Offset: TypeAlias = int | mx.array  # position of the first new token: of all rows, or (B,)
+Mask: TypeAlias = mx.array | str | None
 
 
 def _heads(x: mx.array, head_dim: int) -> mx.array:

@@ -92,9 +92,10 @@ class Row:
 
     Args:
         id: what `Engine.submit` returned.
-        request: as it was submitted, its seed filled in.
+        request: as it was submitted.
         detokenizer: turns tokens into text.
         position: tokens in the cache.
+        seed: of the row's random stream.
         tokens: the answer so far, as far as it was read back.
         sampled: how many tokens were drawn, read back or not.
         error: raised by the row's own sampler or logits processor.
@@ -104,6 +105,7 @@ class Row:
     request: Request
     detokenizer: Any
     position: int
+    seed: int = 0
     tokens: list[int] = field(default_factory=list)
     sampled: int = 0
     error: Exception | None = None
@@ -120,7 +122,7 @@ class Row:
     @property
     def step_seed(self) -> int:
         """Seed of the next draw: counted from the row's own, so that nothing has to be read back."""
-        return (self.request.seed + self.sampled * 0x9E3779B97F4A7C15) & _MASK64
+        return (self.seed + self.sampled * 0x9E3779B97F4A7C15) & _MASK64
 
     def context(self, token: mx.array) -> mx.array:
         """Prompt and answer so far with `token` (1,) appended, for logits processors."""
@@ -133,9 +135,8 @@ class Row:
     def accept(self, token: int, end_tokens: set[int]) -> tuple[str, str | None]:
         """Take a token that was read back; returns the text to show and the finish reason."""
         self.tokens.append(token)
-        if token in end_tokens:
-            reason = "stop"
-        else:
+        reason: str | None = "stop"
+        if token not in end_tokens:
             self.detokenizer.add_token(token)
             reason = "length" if len(self.tokens) == self.request.max_tokens else None
         if self.error is not None:

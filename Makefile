@@ -1,0 +1,51 @@
+# `make demo` and `make test` do everything on a fresh machine: they need Python 3.10 or newer, and make.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Small products in many tests: threads of their own only get in each other's way.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*.c)
+
+.PHONY: demo test test-slow lint format bench clean metal
+
+demo: $(VENV)/.demo metal
+	$(BIN)/afm-mlx generate --temp 0 --max-tokens 80 --prompt \
+	  "Write this politely: hey, send me the budget report by friday"
+
+test: $(VENV)/.test metal
+	$(PYTEST)
+
+test-slow: $(VENV)/.test metal
+	$(PYTEST) -m slow
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/.lint
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf build dist $(VENV)
+
+metal:
+	@[ "$$(uname -s)" = Darwin ] || echo "No Metal on $$(uname -s): everything runs on MLX's CPU backend."
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# One stamp per set of dependencies; each is redone when the project's own files change.
+$(VENV)/.demo: $(BIN)/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.test: $(BIN)/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	@touch $@
+
+$(VENV)/.lint: $(BIN)/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
+	@touch $@

@@ -1,0 +1,112 @@
+"""Prompt caches in files: one safetensors file that only the model it was made with will take back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from afm_mlx.cache import KVCache, NoKVCache
+from afm_mlx.errors import CacheFileError, CheckpointError
+from afm_mlx.files import atomic_write
+from afm_mlx.fingerprint import model_fingerprint
+from afm_mlx.model import Model
+from afm_mlx.weights import read_header
+
+FORMAT = "afm-mlx prompt cache"
+VERSION = "1"
+
+
+def save_prompt_cache(
+    path: str | Path,
+    cache: Sequence[Any],
+    model: Model,
+    *,
+    adapter: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a cache to one file; an interrupt leaves an older file as it was.
+
+    Args:
+        path: of the file; `.safetensors` by custom.
+        cache: of `Model.make_cache`, with at least one token in it.
+        model: that filled it.
+        adapter: fingerprint of the adapter that was active, None for none.
+        metadata: the caller's own strings.
+
+    Raises:
+        CacheFileError: when the cache is empty.
+    """
+    layers = [layer for layer in cache if isinstance(layer, KVCache)]
+    if not layers or any(layer.empty() for layer in layers):
+        raise CacheFileError("The cache holds no tokens; run a prompt through the model first.")
+    tensors: dict[str, mx.array] = {}
+    for index, layer in enumerate(layers):
+        keys, values, rows = layer.state
+        tensors |= {f"{index}.keys": keys, f"{index}.values": values, f"{index}.rows": rows}
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": _fingerprint(model),
+        "adapter": adapter or "",
+        "kind": json.dumps(layers[0].kind),
+        "metadata": json.dumps(dict(metadata or {})),
+    }
+    with atomic_write(Path(path).with_suffix(".safetensors")) as temporary:
+        mx.save_safetensors(str(temporary), tensors, header)
+
+
+def load_prompt_cache(
+    path: str | Path, model: Model, *, adapter: str | None = None
+) -> tuple[list[Any], dict[str, str]]:
+    """Read a cache back.
+
+    Args:
+        path: of the file.
+        model: that will go on with it.
+        adapter: fingerprint of the adapter that is active, None for none.
+
+    Returns:
+        The cache, and the metadata that `save_prompt_cache` was given.
+
+    Raises:
+        CacheFileError: when the file is missing or damaged, of another version, or of another model or
+            adapter; both fingerprints are shown.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CacheFileError(f"There is no prompt cache file {path}.")
+    try:
+        read_header(path)
+    except CheckpointError as error:
+        raise CacheFileError(str(error)) from None
+    tensors, header = mx.load(str(path), format="safetensors", return_metadata=True)
+    if header.get("format") != FORMAT or header.get("version") != VERSION:
+        raise CacheFileError(
+            f"{path} is {header.get('format', 'of an unknown format')!r} in version "
+            f"{header.get('version')}; version {VERSION} of {FORMAT!r} is read here. Make it anew."
+        )
+    for part, wanted in (("model", _fingerprint(model)), ("adapter", adapter or "")):
+        if header.get(part) != wanted:
+            raise CacheFileError(
+                f"{path} was made with another {part}: its fingerprint is {header.get(part) or 'none'}, "
+                f"and the one in use has {wanted or 'none'}. Keys and values don't carry over; make the "
+                "cache anew."
+            )
+    kind, max_size, sliding_window = json.loads(header["kind"])
+    cache = model.make_cache(kind, max_size, sliding_window)
+    for index, layer in enumerate(layer for layer in cache if not isinstance(layer, NoKVCache)):
+        try:
+            layer.state = [tensors[f"{index}.{name}"] for name in ("keys", "values", "rows")]
+        except KeyError as error:
+            raise CacheFileError(f"{path} lacks the tensor {error}; it is damaged.") from None
+    mx.eval([layer.state for layer in cache])
+    return cache, json.loads(header["metadata"])
+
+
+def _fingerprint(model: Model) -> str:
+    return model_fingerprint(model.args, dict(tree_flatten(model.parameters())))

@@ -1,0 +1,68 @@
+"""MLX's matrix product on Linux, in processes of their own: what is loaded can't be unloaded."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PROBE = """
+import json, sys, time
+{first}
+import afm_mlx
+from afm_mlx import blas
+import mlx.core as mx, numpy as np
+rng = np.random.default_rng({seed})
+worst = 0.0
+for m, k, n in [(1, 1, 1), (3, 5, 7), (64, 33, 129), (17, 200, 1)]:
+    for ta in (False, True):
+        for tb in (False, True):
+            a = rng.standard_normal((k, m) if ta else (m, k)).astype(np.float32)
+            b = rng.standard_normal((n, k) if tb else (k, n)).astype(np.float32)
+            x, y = (a.T if ta else a), (b.T if tb else b)
+            u, v = mx.array(a), mx.array(b)
+            got = np.array((u.T if ta else u) @ (v.T if tb else v))
+            worst = max(worst, float(np.abs(got - x.astype(np.float64) @ y).max()))
+maps = open("/proc/self/maps").read()
+print(json.dumps({{"status": blas.status(), "error": worst, "loaded": "afm_blas.so" in maps}}))
+"""
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
+
+
+def probe(rng, first="", **environment):
+    code = PROBE.format(first=first, seed=int(rng.integers(2**31)))
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | environment,
+    )
+    return json.loads(result.stdout)
+
+
+@linux_only
+def test_products_go_to_openblas_and_are_right(rng):
+    answer = probe(rng)
+    if "afm_blas.so is not there" in answer["status"]:
+        pytest.skip(answer["status"])
+    assert answer["status"] == "NumPy's OpenBLAS"
+    assert answer["loaded"]
+    assert answer["error"] < 1e-4
+
+
+@linux_only
+def test_the_environment_switches_it_off(rng):
+    answer = probe(rng, AFM_MLX_BLAS="0")
+    assert "switched off by AFM_MLX_BLAS=0" in answer["status"]
+    assert not answer["loaded"]
+    assert answer["error"] < 1e-4
+
+
+@linux_only
+def test_too_late_is_reported(rng):
+    answer = probe(rng, first="import mlx.core")
+    assert "imported before afm_mlx" in answer["status"]
+    assert answer["error"] < 1e-4

@@ -1,0 +1,89 @@
+"""The architecture's description: sizes that are known, and everything that is refused."""
+
+import json
+
+import pytest
+
+from afm_mlx.config import PRESETS, ModelConfig
+from afm_mlx.errors import ConfigError
+
+GOOD = {
+    "model_type": "afm7",
+    "vocab_size": 100,
+    "hidden_dim": 32,
+    "num_layers": 4,
+    "num_kv_reuse_layers": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "rope_theta": 500000.0,
+}
+
+
+def test_presets_have_the_published_sizes():
+    base = PRESETS["afm-3b"]
+    assert base.num_parameters == 3_111_368_064
+    assert PRESETS["afm-3b-draft"].num_parameters == 48_765_952
+    assert (base.num_kv_layers, base.num_kv_reuse_layers) == (35, 21)
+    assert (base.head_dim, base.ffn_dim) == (128, 6656)
+    nano = PRESETS["afm-nano"]
+    assert (nano.num_kv_layers, nano.num_kv_reuse_layers, nano.hidden_dim) == (5, 3, 256)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_round_trip_through_config_json(tmp_path, preset):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(PRESETS[preset].to_dict()))
+    assert ModelConfig.from_file(path) == PRESETS[preset]
+
+
+def test_the_sizes_are_those_of_tamm():
+    torch = pytest.importorskip("torch")
+    from tamm.models.afm_text.afm_text_v7 import AFMTextV7
+
+    with torch.device("meta"):
+        model = AFMTextV7.Config().create_model()
+    assert sum(p.numel() for p in model.parameters()) == PRESETS["afm-3b"].num_parameters
+
+
+def test_keys_of_mlx_lm_and_of_quantization_are_known():
+    config = ModelConfig.from_dict(
+        GOOD | {"quantization": {"bits": 4}, "quantization_config": {}, "eos_token_id": 2}
+    )
+    assert (config.kv_bits, config.context_length) == (8, 4096)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_theta": None}, "missing keys rope_theta"),  # (m): mlx-lm assumes 50000
+        ({"num_heads": None, "vocab_size": None}, "missing keys num_heads, vocab_size"),
+        ({"n_heads": 4, "zeta": 1}, "unknown keys n_heads, zeta. Known are context_length"),
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"num_kv_reuse_layers": 4}, "num_kv_reuse_layers is 4; allowed is 0 to 3"),
+        ({"num_kv_reuse_layers": -1}, "num_kv_reuse_layers is -1"),
+        ({"num_kv_heads": 3}, "num_kv_heads is 3; allowed is a divisor of num_heads"),
+        ({"num_heads": 5}, "hidden_dim is 32 with 5 heads"),
+        ({"num_heads": 32}, "RoPE rotates pairs"),
+        ({"hidden_dim": 0}, "hidden_dim is 0; allowed is at least 1"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"vocab_size": "100"}, "vocab_size is '100', and must be of type int"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"kv_bits": 4}, "kv_bits is 4; allowed is 8 or null"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings"),
+    ],
+)
+def test_contradictions_are_named(change, message):
+    values = {k: v for k, v in (GOOD | change).items() if v is not None}
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(values, source="here/config.json")
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("here/config.json")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "\udcff"])
+def test_files_that_are_no_json_object(tmp_path, content):
+    path = tmp_path / "config.json"
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ConfigError, match="config.json"):
+        ModelConfig.from_file(path)

@@ -1,0 +1,80 @@
+"""Prompt caches in files."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.errors import CacheFileError
+from afm_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
+from tests.tools.models import random_config, random_model
+
+
+@pytest.fixture
+def model(rng):
+    return random_model(random_config(rng, num_layers=4, num_kv_reuse_layers=1), rng)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float"])
+def test_a_reloaded_cache_goes_on_as_if_nothing_had_happened(rng, model, tmp_path, kind):
+    tokens = mx.array(rng.integers(0, model.args.vocab_size, (1, 12)))
+    cache = model.make_cache(kind, max_size=100)
+    model.prefill(tokens[:, :9], cache)
+    save_prompt_cache(tmp_path / "c.safetensors", cache, model, metadata={"note": "é"})
+    loaded, metadata = load_prompt_cache(tmp_path / "c.safetensors", model)
+    assert metadata == {"note": "é"}
+    assert [layer.kind for layer in loaded] == [layer.kind for layer in cache]
+    assert mx.array_equal(model(tokens[:, 9:], loaded), model(tokens[:, 9:], cache))
+    assert list(tmp_path.iterdir()) == [tmp_path / "c.safetensors"]
+
+
+def test_files_of_another_model_or_adapter_are_refused(rng, model, tmp_path):
+    cache = model.make_cache()
+    model.prefill(mx.array([[1, 2, 3]]), cache)
+    path = tmp_path / "c.safetensors"
+    save_prompt_cache(path, cache, model)
+    with pytest.raises(CacheFileError, match="another adapter"):
+        load_prompt_cache(path, model, adapter="0123")
+    weight = model.model.layers[0].mlp.up_proj.weight
+    model.model.layers[0].mlp.up_proj.weight = weight * 1.5
+    with pytest.raises(CacheFileError, match=r"another model.*fingerprint"):
+        load_prompt_cache(path, model)
+
+
+def test_damaged_and_foreign_files_are_refused(rng, model, tmp_path):
+    path = tmp_path / "c.safetensors"
+    with pytest.raises(CacheFileError, match="no prompt cache file"):
+        load_prompt_cache(path, model)
+    cache = model.make_cache()
+    with pytest.raises(CacheFileError, match="holds no tokens"):
+        save_prompt_cache(path, cache, model)
+    model.prefill(mx.array([[1, 2, 3]]), cache)
+    save_prompt_cache(path, cache, model)
+    whole = path.read_bytes()
+    for cut in (0, 5, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(CacheFileError):
+            load_prompt_cache(path, model)
+    mx.save_safetensors(str(path), {"a": mx.zeros((2,))}, {"format": "mlx"})
+    with pytest.raises(CacheFileError, match="version"):
+        load_prompt_cache(path, model)
+
+
+def test_an_interrupt_leaves_the_old_file(rng, model, tmp_path, monkeypatch):
+    path = tmp_path / "c.safetensors"
+    cache = model.make_cache()
+    model.prefill(mx.array([[1, 2, 3]]), cache)
+    save_prompt_cache(path, cache, model)
+    before = path.read_bytes()
+    save = mx.save_safetensors
+
+    def interrupted(name, *args):
+        save(name, *args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mx, "save_safetensors", interrupted)
+    model.prefill(mx.array([[4]]), cache)
+    with pytest.raises(KeyboardInterrupt):
+        save_prompt_cache(path, cache, model)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    assert np.frombuffer(before[:8], "<u8")[0] > 0

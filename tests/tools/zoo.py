@@ -1,0 +1,70 @@
+"""Tiny random models of mlx-lm's zoo, and their folders."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+_SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+
+
+def zoo_config(model_type: str, vocab_size: int) -> dict[str, Any]:
+    return {"model_type": model_type, "vocab_size": vocab_size, "head_dim": 8, **_SIZES}
+
+
+def zoo_model(model_type: str, vocab_size: int, seed: int) -> Any:
+    """A tiny random Llama, Qwen3, ... of mlx-lm."""
+    mx.random.seed(seed)
+    module = importlib.import_module(f"mlx_lm.models.{model_type}")
+    model = module.Model(module.ModelArgs.from_dict(zoo_config(model_type, vocab_size)))
+    sharpen = [(k, v * 4 if v.ndim > 1 else v) for k, v in tree_flatten(model.parameters())]
+    model.load_weights(sharpen)
+    mx.eval(model.parameters())
+    return model.eval()
+
+
+def write_zoo_folder(folder: Path, model_type: str, model: Any, tokenizer_json: dict) -> None:
+    folder.mkdir(parents=True)
+    vocab_size = model.args.vocab_size
+    (folder / "config.json").write_text(json.dumps(zoo_config(model_type, vocab_size)))
+    mx.save_safetensors(
+        str(folder / "model.safetensors"),
+        dict(tree_flatten(model.parameters())),
+        {"format": "mlx"},
+    )
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1"})
+    )
+
+
+def word_tokenizer_json(vocab_size: int) -> dict:
+    """A `tokenizer.json` of words w0, w1, ... split at spaces."""
+    return {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {
+            "type": "WordLevel",
+            "vocab": {f"w{i}": i for i in range(vocab_size)},
+            "unk_token": "w0",
+        },
+    }
