@@ -359,3 +359,27 @@ def test_engine_arguments_and_foreign_caches(rng, int8_model, tokenizer):
     engine = Engine(model, tokenizer)
     with pytest.raises(RequestError, match="of kind"):
         engine.submit(Request([1], cache=model.make_cache("float")))
+
+
+@pytest.mark.parametrize("sliding", [False, True])
+def test_reuse_blocks_run_for_one_token_per_row_and_step(
+    rng, model, tokenizer, sliding, monkeypatch
+):
+    """Single, batched, chunked: prompts of any length never pass through the reuse blocks."""
+    lengths = []
+    read = type(model.model).read
+
+    def spy(self, h, *rest):
+        lengths.append(h.shape[1])
+        return read(self, h, *rest)
+
+    monkeypatch.setattr(type(model.model), "read", spy)
+    tokenizer.eos_token_ids = set()
+    for prompts in ([9], [3, 17, 8]):
+        engine = Engine(
+            model, tokenizer, prefill_step_size=4, max_kv_size=64, sliding_window=sliding
+        )
+        for length in prompts:
+            engine.submit(Request(prompt_of(rng, model, length), max_tokens=3))
+        collect(engine)
+    assert set(lengths) == {1}
