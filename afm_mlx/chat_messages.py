@@ -1,0 +1,187 @@
+"""Chat messages as users have them, checked and brought into the one form that templates read.
+
+Accepted are the training toolkit's messages and the OpenAI API's: `content` as a string, null (with tool
+calls) or a list of text parts, tool call arguments as a JSON string or as an object. The caller's
+messages are never changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from afm_mlx.errors import TokenizerError
+
+Message = dict[str, Any]
+
+ROLES = ("system", "user", "assistant", "tool", "function")
+_CALL_START, _CALL_END = "```function", "```"
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
+    """New messages with `role`, `content` and, where given, `tool_calls`, `response_format`, `tools`.
+
+    `content` is a string; a tool's may also be a dict (its result) or a list of dicts (new tools).
+    Arguments of tool calls are decoded JSON; a string that isn't JSON stays a string, as in tamm.
+
+    Raises:
+        TokenizerError: with the message's index, what it has, and what is allowed.
+    """
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise TokenizerError(
+            f"messages must be a list of {{'role', 'content'}} dicts, got {type(messages).__name__}."
+        )
+    if not messages:
+        raise TokenizerError("messages is empty: give at least one {'role', 'content'} dict.")
+    checked = [_checked_message(index, message) for index, message in enumerate(messages)]
+    late = [i for i, message in enumerate(checked) if message["role"] == "system"]
+    if late and late[0] != 0:
+        raise TokenizerError(
+            f"messages[{late[0]}] has the role 'system', but only the first message may start the "
+            "system role. Move it to the front."
+        )
+    return checked
+
+
+def _checked_message(index: int, message: Mapping[str, Any]) -> Message:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise TokenizerError(
+            f"{where} must be a dict with 'role' and 'content', got {type(message).__name__}."
+        )
+    role = message.get("role")
+    if role not in ROLES:
+        raise TokenizerError(f"{where} has the role {role!r}; allowed are {', '.join(ROLES)}.")
+    checked: Message = {"role": role}
+    calls = message.get("tool_calls")
+    # Null and an empty list both say "no calls" in the OpenAI API.
+    if calls:
+        checked["tool_calls"] = _checked_calls(where, calls)
+    content = message.get("content")
+    if content is None and calls:
+        content = ""
+    checked["content"] = _checked_content(where, role, content)
+    response_format = message.get("response_format")
+    if response_format is not None:
+        schema = _checked_response_format(f"{where}['response_format']", response_format)
+        if schema:
+            checked["response_format"] = schema
+    if role == "system" and message.get("tools"):
+        checked["tools"] = checked_tools(message["tools"], f"{where}['tools']")
+    return checked
+
+
+def _checked_content(where: str, role: str, content: Any) -> Any:
+    if isinstance(content, str):
+        return content
+    is_tool = role in ("tool", "function")
+    if isinstance(content, Sequence) and not isinstance(content, bytes):
+        parts = list(content)
+        if parts and all(_is_text_part(part) for part in parts):
+            return "".join(part["text"] for part in parts)
+        if is_tool:
+            return checked_tools(parts, f"{where}['content']")
+        if not parts:
+            return ""
+        index, part = next((i, p) for i, p in enumerate(parts) if not _is_text_part(p))
+        got = repr(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
+        raise TokenizerError(
+            f"{where}['content'][{index}] has the type {got}; this model reads text only: "
+            "{'type': 'text', 'text': a string}."
+        )
+    if is_tool and isinstance(content, Mapping):
+        return dict(content)
+    allowed = "a string or a list of text parts"
+    if is_tool:
+        allowed += ", a dict (the tool's result) or a list of dicts (new tools)"
+    if role == "assistant":
+        allowed += ", or null together with tool_calls"
+    got = "nothing" if content is None else type(content).__name__
+    raise TokenizerError(f"{where} ({role}) has {got} as 'content'; allowed is {allowed}.")
+
+
+def _is_text_part(part: Any) -> bool:
+    return (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    )
+
+
+def _checked_calls(where: str, calls: Any) -> list[Message]:
+    if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
+        raise TokenizerError(
+            f"{where}['tool_calls'] must be a list of "
+            f"{{'function': {{'name', 'arguments'}}}} dicts, got {type(calls).__name__}."
+        )
+    checked = []
+    for index, call in enumerate(calls):
+        # mlx-lm's data sets also have calls without the enclosing "function".
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise TokenizerError(
+                f"{where}['tool_calls'][{index}] must be {{'function': {{'name': a string, "
+                f"'arguments': JSON}}}}, got {call!r}."
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        arguments = {} if function.get("arguments") is None else arguments
+        checked.append({"function": {"name": function["name"], "arguments": arguments}})
+    return checked
+
+
+def _checked_response_format(where: str, response_format: Any) -> Message | None:
+    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
+    if kind == "text":  # the OpenAI API's way to say "no format"
+        return None
+    schema = response_format.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(schema, Mapping) or "schema" not in schema:
+        raise TokenizerError(
+            f"{where} must be {{'type': 'json_schema', 'json_schema': {{'name', 'schema'}}}}, "
+            f"got {response_format!r}."
+        )
+    return {"type": kind, "json_schema": dict(schema)}
+
+
+def checked_tools(tools: Any, where: str = "tools") -> list[Message]:
+    """A new list of tool definitions.
+
+    Raises:
+        TokenizerError: when it isn't a list of dicts.
+    """
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise TokenizerError(
+            f"{where} must be a list of tool definitions (dicts), got {type(tools).__name__}."
+        )
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise TokenizerError(
+                f"{where}[{index}] must be a tool definition such as {{'type': 'function', "
+                f"'function': {{'name', ...}}}}, got {type(tool).__name__}."
+            )
+    return [dict(tool) for tool in tools]
+
+
+def parse_tool_calls(text: str, tools: Any = None) -> list[Message]:
+    """The calls in the text between `<executable_start>` and `<executable_end>`.
+
+    Returns:
+        `[{"name": ..., "arguments": ...}]`, in the form that mlx-lm's tool parsers give.
+
+    Raises:
+        TokenizerError: when the text isn't a JSON list of calls, for example because it was cut off.
+    """
+    body = text.strip().removeprefix(_CALL_START).removesuffix(_CALL_END)
+    try:
+        calls = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"The model's tool call is not JSON ({error}): {text!r}.") from None
+    calls = calls if isinstance(calls, list) else [calls]
+    for call in calls:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise TokenizerError(f"The model's tool call has no name: {call!r}, in {text!r}.")
+    return [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]

@@ -1,0 +1,228 @@
+"""The two kinds of tokenizer file behind one interface: text to ids, ids to pieces.
+
+`SentencePieceVocabulary` reads `tokenizer.model`, the file Apple ships; `HubVocabulary` reads the Hugging
+Face `tokenizer.json` that converters write. Both take text in which newlines are `<n>`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from afm_mlx.detokenizer import NEWLINE, SPACE, Piece, PieceJoiner, PieceKind, Spacing
+from afm_mlx.errors import TokenizerError
+
+TURN_START, TURN_END = "<turn_start>", "<turn_end>"
+EXECUTABLE_START, EXECUTABLE_END = "<executable_start>", "<executable_end>"
+MARKERS = (TURN_START, TURN_END, EXECUTABLE_START, EXECUTABLE_END)  # of the prompt format
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class Vocabulary(Protocol):
+    """Ids are 0 .. size - 1; `unk_id` and `pad_id` are None where the file has none."""
+
+    size: int
+    separator_id: int  # SentencePiece's eos: it comes before every sequence
+    pad_id: int | None
+    unk_id: int | None
+    spacing: Spacing
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def name(self, token: int) -> str: ...
+
+    def id_of(self, name: str) -> int | None: ...
+
+    def piece(self, token: int) -> Piece: ...
+
+
+class SentencePieceVocabulary:
+    """A SentencePiece model, Unigram or BPE."""
+
+    def __init__(self, model: bytes, path: str | Path) -> None:
+        """Read a serialized model; `path` is named when it can't be used.
+
+        Raises:
+            TokenizerError: when it is not a SentencePiece model, or one without an end-of-sequence piece.
+        """
+        from sentencepiece import SentencePieceProcessor
+
+        self._processor = SentencePieceProcessor()
+        try:
+            loaded = bool(model) and self._processor.LoadFromSerializedProto(model)
+        except RuntimeError:
+            loaded = False
+        if not loaded or not len(self._processor):
+            raise TokenizerError(
+                f"{path} ({len(model)} bytes) is not a SentencePiece model. Copy it again: it is "
+                "damaged, or a placeholder for a file that was not downloaded."
+            )
+        self.size = len(self._processor)
+        self.separator_id = self._processor.eos_id()
+        if self.separator_id < 0:
+            raise TokenizerError(
+                f"{path} has no end-of-sequence piece, which AFM puts before every sequence. "
+                "Use the tokenizer.model that belongs to the model."
+            )
+        self.pad_id = _id_or_none(self._processor.pad_id())
+        self.unk_id = _id_or_none(self._processor.unk_id())
+        if self._processor.Normalize("a").endswith(SPACE):
+            raise TokenizerError(
+                f"{path} writes spaces behind words (treat_whitespace_as_suffix), which AFM's tokenizers "
+                "don't. Use the tokenizer.model that belongs to the model."
+            )
+        self.spacing = Spacing(
+            dummy_prefix=self._processor.Normalize("a").startswith(SPACE),
+            strip_all=self._processor.Normalize("a  a").count(SPACE)
+            < self._processor.Normalize("a a").count(SPACE) + 1,
+        )
+
+    def encode(self, text: str) -> list[int]:
+        return self._processor.Encode(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._processor.Decode(list(tokens)).replace(NEWLINE, "\n")
+
+    def name(self, token: int) -> str:
+        return self._processor.IdToPiece(token)
+
+    def id_of(self, name: str) -> int | None:
+        token = self._processor.PieceToId(name)
+        return token if self._processor.IdToPiece(token) == name else None
+
+    def piece(self, token: int) -> Piece:
+        name = self._processor.IdToPiece(token)
+        if self._processor.IsByte(token):
+            return Piece(PieceKind.BYTE, name, int(name[3:5], 16))
+        if self._processor.IsControl(token):
+            return Piece(PieceKind.CONTROL, name)
+        if self._processor.IsUnknown(token):
+            return Piece(PieceKind.UNKNOWN, self._processor.Decode([token]))
+        return Piece(PieceKind.TEXT, name)
+
+
+class HubVocabulary:
+    """A `tokenizer.json`, as `save_tokenizer` writes it or as other converters do."""
+
+    UNKNOWN_SURFACE = " \u2047 "  # SentencePiece's default
+
+    def __init__(self, text: str, path: str | Path, config: dict[str, Any]) -> None:
+        """Read the file's text; `config` is the content of tokenizer_config.json.
+
+        Raises:
+            TokenizerError: when it is not a tokenizer file, or has no separator.
+        """
+        import tokenizers
+
+        try:
+            content = json.loads(text)
+            model = content["model"]
+            added = content.get("added_tokens") or []
+            control = _control_names(added, config)
+            # A control token is one by its id only: the user's text "</s>" is text, as in SentencePiece.
+            content["added_tokens"] = [
+                token
+                for token in added
+                if not (token["content"] in control and _in_model(token["content"], model))
+            ]
+            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise TokenizerError(
+                f"{path} is not a Hugging Face tokenizer file ({type(error).__name__}: {error}). "
+                "Copy it again: it is damaged, or a placeholder for a file that was not downloaded."
+            ) from error
+        self.size = self._tokenizer.get_vocab_size()
+        self._control = {self._tokenizer.token_to_id(name) for name in control}
+        self._has_bytes = bool(model.get("byte_fallback"))
+        # A file that `save_tokenizer` wrote has a true newline where SentencePiece has "<n>".
+        self._newline_id = self._tokenizer.token_to_id("\n")
+        self.separator_id = self._find_separator(path, config)
+        self.pad_id = self.id_of(text_of(config.get("pad_token")) or "<pad>")
+        self.unk_id = self.id_of(_unknown_name(model) or "<unk>")
+        self._added = {token["content"] for token in content["added_tokens"]}
+        first = self._tokenizer.encode("a", add_special_tokens=False).tokens[:1]
+        self._prefix_id = self._tokenizer.token_to_id(SPACE) or 0
+        has_prefix = "".join(first).startswith(SPACE) and self._prefix_id > 0
+        self.spacing = Spacing(dummy_prefix=has_prefix, strip_all=False)
+
+    def _find_separator(self, path: str | Path, config: dict[str, Any]) -> int:
+        for name in (text_of(config.get("bos_token")), "</s>", text_of(config.get("eos_token"))):
+            # "<s>" is what LLaMA converters write whether or not the model knows it.
+            if name and name != "<s>" and name not in MARKERS:
+                token = self._tokenizer.token_to_id(name)
+                if token is not None:
+                    return token
+        raise TokenizerError(
+            f"{path} has no separator token: neither '</s>' nor tokenizer_config.json's bos_token. "
+            "Use the files that belong to the model, or its tokenizer.model."
+        )
+
+    def encode(self, text: str) -> list[int]:
+        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # What `save_tokenizer` writes can't have the dummy prefix before a lone marker.
+        if len(tokens) == 1 and text in self._added and self.spacing.dummy_prefix:
+            return [self._prefix_id, *tokens]
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        joiner = PieceJoiner(self.spacing)
+        return "".join([joiner.feed(self.piece(token)) for token in tokens]) + joiner.finish()
+
+    def name(self, token: int) -> str:
+        return NEWLINE if token == self._newline_id else self._tokenizer.id_to_token(token) or ""
+
+    def id_of(self, name: str) -> int | None:
+        if name == NEWLINE and self._newline_id is not None:
+            return self._newline_id
+        return self._tokenizer.token_to_id(name)
+
+    def piece(self, token: int) -> Piece:
+        name = self._tokenizer.id_to_token(token) or ""
+        byte = _BYTE_PIECE.fullmatch(name) if self._has_bytes else None
+        if byte:
+            return Piece(PieceKind.BYTE, name, int(byte[1], 16))
+        if token == self.unk_id:
+            return Piece(PieceKind.UNKNOWN, self.UNKNOWN_SURFACE)
+        if token in self._control:
+            return Piece(PieceKind.CONTROL, name)
+        return Piece(PieceKind.TEXT, name)
+
+
+def _id_or_none(token: int) -> int | None:
+    return token if token >= 0 else None
+
+
+def _control_names(added: list[dict[str, Any]], config: dict[str, Any]) -> Collection[str]:
+    """Names without text: what `save_tokenizer` noted, else the special tokens that aren't markers."""
+    noted = config.get("control_tokens")
+    if isinstance(noted, list):
+        return {name for name in noted if isinstance(name, str)}
+    special = {token["content"] for token in added if token.get("special")}
+    return special - {*MARKERS, NEWLINE, "<unk>"}
+
+
+def _in_model(name: str, model: dict[str, Any]) -> bool:
+    entries = model["vocab"]
+    if isinstance(entries, dict):
+        return name in entries
+    return any(entry[0] == name for entry in entries)
+
+
+def _unknown_name(model: dict[str, Any]) -> str | None:
+    if model.get("unk_token"):
+        return model["unk_token"]
+    unk_id = model.get("unk_id")
+    return None if unk_id is None else model["vocab"][unk_id][0]
+
+
+def text_of(token: Any) -> str | None:
+    """A token of tokenizer_config.json: a string, or an object with `content`."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
