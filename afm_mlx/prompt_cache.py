@@ -15,7 +15,7 @@ from afm_mlx.errors import CacheFileError, CheckpointError
 from afm_mlx.files import atomic_write
 from afm_mlx.fingerprint import model_fingerprint
 from afm_mlx.model import Model
-from afm_mlx.weights import read_header
+from afm_mlx.weights import read_header, save_file
 
 FORMAT = "afm-mlx prompt cache"
 VERSION = "1"
@@ -40,6 +40,7 @@ def save_prompt_cache(
 
     Raises:
         CacheFileError: when the cache is empty.
+        CheckpointError: when the disk has no room.
     """
     layers = [layer for layer in cache if isinstance(layer, KVCache)]
     if not layers or any(layer.empty() for layer in layers):
@@ -57,7 +58,7 @@ def save_prompt_cache(
         "metadata": json.dumps(dict(metadata or {})),
     }
     with atomic_write(Path(path).with_suffix(".safetensors")) as temporary:
-        mx.save_safetensors(str(temporary), tensors, header)
+        save_file(temporary, tensors, header)
 
 
 def load_prompt_cache(

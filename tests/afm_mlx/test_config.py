@@ -85,5 +85,5 @@ def test_contradictions_are_named(change, message):
 def test_files_that_are_no_json_object(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
-    with pytest.raises(ConfigError, match="config.json"):
+    with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.from_file(path)

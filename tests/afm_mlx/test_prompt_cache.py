@@ -6,6 +6,7 @@ import pytest
 
 from afm_mlx.errors import CacheFileError
 from afm_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
+from afm_mlx.weights import save_file
 from tests.tools.models import random_config, random_model
 
 
@@ -65,13 +66,12 @@ def test_an_interrupt_leaves_the_old_file(rng, model, tmp_path, monkeypatch):
     model.prefill(mx.array([[1, 2, 3]]), cache)
     save_prompt_cache(path, cache, model)
     before = path.read_bytes()
-    save = mx.save_safetensors
 
     def interrupted(name, *args):
-        save(name, *args)
+        save_file(name, *args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mx, "save_safetensors", interrupted)
+    monkeypatch.setattr("afm_mlx.prompt_cache.save_file", interrupted)
     model.prefill(mx.array([[4]]), cache)
     with pytest.raises(KeyboardInterrupt):
         save_prompt_cache(path, cache, model)

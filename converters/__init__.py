@@ -1,0 +1,157 @@
+"""Formats in and out: `convert` finds out what a source is and writes a model folder.
+
+| source | file |
+| --- | --- |
+| a toolkit checkpoint: a folder with `base-model.pt`, or a `.pt` file with its config | `toolkit.py` |
+| a model folder of mlx-lm's `afm7`, or one of ours | `mlx_lm.py` |
+| any other model that mlx-lm knows, as a folder or a hub id | `zoo.py`, by mlx-lm |
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import mlx.core as mx
+
+from afm_mlx.config import MODEL_TYPE
+from afm_mlx.converters import mlx_lm, toolkit, zoo
+from afm_mlx.converters.output import write_config
+from afm_mlx.converters.toolkit_config import is_toolkit_config, read_toolkit_config
+from afm_mlx.converters.torch_file import check_archive
+from afm_mlx.errors import AFMError, CheckpointError
+from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.tokenizer import load_tokenizer
+from afm_mlx.weights import Progress
+
+DTYPES: dict[str, mx.Dtype] = {
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+    "float32": mx.float32,
+}
+TARGETS = ("afm-mlx", "mlx-lm")
+
+
+def convert(
+    model: str | Path,
+    mlx_path: str | Path,
+    *,
+    dtype: str | None = None,
+    to: str = "afm-mlx",
+    progress: Progress | None = None,
+) -> Path:
+    """Convert a checkpoint to a model folder.
+
+    The folder is built beside its place and renamed when it is whole: a failure or an interrupt leaves
+    nothing behind. The source is never written to.
+
+    Args:
+        model: a toolkit checkpoint, a model folder, or a hub id.
+        mlx_path: the folder to make; it must not exist.
+        dtype: "float16", "bfloat16" or "float32" for weights and adapters; None keeps the source's.
+        to: "afm-mlx", or "mlx-lm" for a folder that stock mlx-lm reads and that holds nothing else.
+        progress: called with bytes written and bytes in all.
+
+    Returns:
+        `mlx_path`.
+
+    Raises:
+        AFMError: when the source can't be read or can't become what was asked for; the message says why.
+    """
+    refuse_existing(mlx_path)
+    if dtype is not None and dtype not in DTYPES:
+        raise AFMError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}.")
+    if to not in TARGETS:
+        raise AFMError(f"The target format is {to!r}; allowed are {', '.join(TARGETS)}.")
+    mlx_path = Path(mlx_path)
+    source = Path(model) if os.path.exists(model) else _named(str(model))
+    kind = detect(source)
+    stock = to == "mlx-lm"
+    try:
+        if kind == "toolkit":
+            _convert_toolkit(source, mlx_path, dtype, stock, progress)
+        elif kind == MODEL_TYPE:
+            with atomic_folder(mlx_path) as folder:
+                mlx_lm.write_mlx_lm(
+                    source,
+                    folder,
+                    name=mlx_path.name,
+                    dtype=DTYPES.get(dtype or ""),
+                    stock=stock,
+                    progress=progress,
+                )
+        else:
+            with atomic_folder(mlx_path) as folder:
+                zoo.write_zoo(source, folder, kind, dtype)
+    except OSError as error:
+        raise AFMError(
+            f"Converting {model} to {mlx_path} failed: {error}. Check that the source can be read and that "
+            "there is room and permission to write."
+        ) from None
+    return mlx_path
+
+
+def _named(model: str) -> Path:
+    # Only names need it, and it takes the whole runtime along.
+    from afm_mlx.loading import resolve_model
+
+    return resolve_model(model)
+
+
+def detect(source: Path) -> str:
+    """What a source is, by its content: "toolkit", or the `model_type` of a model folder.
+
+    Raises:
+        CheckpointError: when it is nothing that can be converted; says what was found.
+    """
+    if not source.is_dir():
+        check_archive(source)
+        return "toolkit"
+    if any(source.glob("*.pt")):
+        return "toolkit"
+    config = source / "config.json"
+    if not config.is_file():
+        names = sorted(path.name for path in source.iterdir())
+        found = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
+        raise CheckpointError(
+            f"{source} is no checkpoint: it holds {found}. Give a folder with base-model.pt and "
+            "base-model-config.json, or a model folder with config.json and *.safetensors."
+        )
+    try:
+        values = json.loads(config.read_text(encoding="utf-8"))
+        kind = "" if is_toolkit_config(values) else values["model_type"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{config} does not say what model this is: {error or type(error).__name__}. A model folder's "
+            'config.json has "model_type".'
+        ) from None
+    if not kind or not isinstance(kind, str):
+        raise CheckpointError(
+            f"{config} is a config of a toolkit checkpoint, whose .pt file is not beside it."
+        )
+    return kind
+
+
+def _convert_toolkit(
+    source: Path, mlx_path: Path, dtype: str | None, stock: bool, progress: Progress | None
+) -> None:
+    files = toolkit.find_files(source)
+    config = read_toolkit_config(files.config)
+    if stock:
+        mlx_lm.check_stock(config.model, False, files.weights)
+    with atomic_folder(mlx_path) as folder:
+        toolkit.write_toolkit(
+            files,
+            config,
+            folder,
+            name=mlx_path.name,
+            dtype=DTYPES.get(dtype or ""),
+            with_adapters=not stock,
+            progress=progress,
+        )
+        tokenizer = load_tokenizer(folder)
+        # Stock mlx-lm would otherwise stop at the end of a turn only.
+        ends = [tokenizer.eos_token_id, tokenizer.separator_id]
+        values = config.model.to_dict() | {"eos_token_id": ends}
+        write_config(folder, mlx_lm.without_our_keys(values) if stock else values)

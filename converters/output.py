@@ -1,0 +1,70 @@
+"""The text files of a converted folder: `config.json` and the model card, `README.md`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from afm_mlx.config import ModelConfig
+
+_CARD = """\
+---
+library_name: mlx
+pipeline_tag: text-generation
+license: other
+tags:
+- mlx
+- afm7
+---
+
+# {name}
+
+An AFM text v7 model in MLX format: {parameters:,} parameters in {dtype}, and {layers} blocks, of which the
+last {reuse} reuse keys and values. Converted from `{source}` by afm-mlx.
+
+```bash
+afm-mlx generate --model {name} --prompt "Hello"
+```
+{adapters}
+## Licence
+
+Converting changes the format, not the terms. The weights stay under the licence of the checkpoint that they
+came from: read it before you use them, and before you give this folder to anybody.
+"""
+
+_ADAPTERS = """
+The adapters that the checkpoint held are folders of their own: {names}.
+"""
+
+
+def write_config(folder: Path, values: Mapping[str, Any]) -> None:
+    """Write `config.json` in mlx-lm's manner: sorted, indented by 4."""
+    text = json.dumps(values, indent=4, sort_keys=True)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def write_card(
+    folder: Path,
+    *,
+    name: str,
+    source: str,
+    config: ModelConfig,
+    dtype: mx.Dtype,
+    adapters: Sequence[str] = (),
+) -> None:
+    """Write the card; `source` is the checkpoint's bare name, without the folders of whoever converts it."""
+    names = ", ".join(f"`adapters/{adapter}`" for adapter in adapters)
+    text = _CARD.format(
+        name=name,
+        source=source,
+        parameters=config.num_parameters,
+        layers=config.num_layers,
+        reuse=config.num_kv_reuse_layers,
+        dtype=str(dtype).removeprefix("mlx.core."),
+        adapters=_ADAPTERS.format(names=names) if adapters else "",
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")

@@ -1,0 +1,326 @@
+"""Training checkpoints of Apple's adapter toolkit, as `tamm` writes them, to a model folder.
+
+The source is a folder with `base-model.pt`, `base-model-config.json`, `tokenizer.model` and
+`tokenizer-config.json` (the toolkit's `assets`), or the path of one `.pt` file with its config and
+the tokenizer beside it. Adapters inside the checkpoint become folders of their own, `adapters/<id>`.
+
+The static ranges that quantize keys and values become scales: `max(low / -128, high / 127)`, which is how
+tamm's observer computes them (`tamm/ao/layers/fake_quantize.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.adapters.files import AdapterConfig, save_adapter
+from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.converters.output import write_card
+from afm_mlx.converters.toolkit_config import (
+    LoRASpec,
+    ToolkitConfig,
+    is_toolkit_config,
+)
+from afm_mlx.converters.toolkit_keys import KeyMap, map_keys
+from afm_mlx.converters.torch_file import equal, mlx_dtype, open_state_dict, tensor_chunks
+from afm_mlx.errors import CheckpointError
+from afm_mlx.fingerprint import folder_fingerprint
+from afm_mlx.tokenizer_export import save_tokenizer
+from afm_mlx.vocabulary import SentencePieceVocabulary
+from afm_mlx.weights import (
+    Progress,
+    TensorSpec,
+    check_weights,
+    parameter_shapes,
+    write_weights,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ToolkitFiles:
+    """The files of one checkpoint."""
+
+    weights: Path
+    config: Path
+    tokenizer: Path
+
+
+def find_files(path: str | Path) -> ToolkitFiles:
+    """Find the config and the tokenizer that belong to a `.pt` file, or all three in a folder.
+
+    Raises:
+        CheckpointError: names the file that is missing, or the several between which to choose.
+    """
+    path = Path(path)
+    weights = _choose_weights(path) if path.is_dir() else path
+    folder, stem = weights.parent, weights.stem
+    names = [f"{stem}-config.json", f"{stem}.json", "config.json"]
+    config = next((folder / n for n in names if _is_config(folder / n)), None)
+    if config is None:
+        raise CheckpointError(
+            f"{folder} has no config of {weights.name}: one of {', '.join(names)}, written by tamm and with a "
+            "__tamm_type__. Copy it from the toolkit's assets."
+        )
+    tokenizer = folder / "tokenizer.model"
+    if not tokenizer.is_file():
+        raise CheckpointError(
+            f"{tokenizer} is missing: the tokenizer that the model was trained with belongs beside "
+            f"{weights.name}. Copy it from the toolkit's assets."
+        )
+    return ToolkitFiles(weights, config, tokenizer)
+
+
+def write_toolkit(
+    files: ToolkitFiles,
+    config: ToolkitConfig,
+    folder: Path,
+    *,
+    name: str,
+    dtype: mx.Dtype | None = None,
+    with_adapters: bool = True,
+    progress: Progress | None = None,
+) -> None:
+    """Write a checkpoint's weights, tokenizer, adapters and card into an empty folder.
+
+    Args:
+        files: of `find_files`.
+        config: parsed from `files.config`.
+        folder: where to write; no `config.json` is written.
+        name: what the card calls the folder.
+        dtype: of weights and adapters; as in the checkpoint when None. Scales stay float32.
+        with_adapters: False leaves the adapters out.
+        progress: see `write_weights`.
+
+    Raises:
+        CheckpointError: when the checkpoint is damaged or is not what its config says.
+    """
+    notes = save_tokenizer(files.tokenizer, folder)
+    _check_vocabulary(folder, files.tokenizer, config.model.vocab_size)
+    state = open_state_dict(files.weights)
+    source = str(files.weights)
+    keys = map_keys(state, source)
+    _check_state(config.model, keys, state, source)
+    scales = {n: _kv_scale(keys.kv_ranges[n], state, source) for n in keys.kv_ranges}
+    adapters = _plan_adapters(config, keys, state, source) if with_adapters else {}
+
+    specs = []
+    for target, shape in parameter_shapes(config.model).items():
+        stored = mx.float32 if target in scales else mlx_dtype(state[keys.weights[target]])
+        specs.append(TensorSpec(target, shape, stored if target in scales else dtype or stored))
+
+    def read(spec: TensorSpec) -> Iterable[Any]:
+        if spec.name in scales:
+            return [scales[spec.name].tobytes()]
+        key = keys.weights[spec.name]
+        return tensor_chunks(state[key], spec.dtype, f"{source}: {key}")
+
+    write_weights(
+        folder,
+        specs,
+        read,
+        total_parameters=config.model.num_parameters,
+        progress=progress,
+    )
+    _write_adapters(folder, config.model, adapters, keys, state, dtype, source)
+    write_card(
+        folder,
+        name=name,
+        source=files.weights.name,
+        config=config.model,
+        dtype=specs[0].dtype,
+        adapters=sorted(adapters),
+    )
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
+
+
+def _choose_weights(folder: Path) -> Path:
+    files = sorted(folder.glob("*.pt"))
+    if (folder / "base-model.pt") in files:
+        return folder / "base-model.pt"
+    if len(files) != 1:
+        found = ", ".join(file.name for file in files) or "none"
+        raise CheckpointError(
+            f"{folder} holds {len(files)} .pt files ({found}), and none is base-model.pt. "
+            "Give the path of the one to convert."
+        )
+    return files[0]
+
+
+def _is_config(path: Path) -> bool:
+    return path.is_file() and is_toolkit_config(read_config_json(path))
+
+
+def _check_vocabulary(folder: Path, source: Path, vocab_size: int) -> None:
+    # The written model, which may have more pieces than the source: tokenizer-config.json adds some.
+    written = folder / source.name
+    pieces = SentencePieceVocabulary(written.read_bytes(), source).size
+    if pieces > vocab_size:
+        raise CheckpointError(
+            f"{source} has {pieces} pieces, and the model's embedding {vocab_size} rows. "
+            "They belong to different models: a token without a row can't be embedded."
+        )
+
+
+def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -> None:
+    """Names, shapes, types, and that the head is the embedding."""
+    if keys.adapters and not keys.weights:
+        raise CheckpointError(
+            f"{source} holds the adapters {', '.join(sorted(keys.adapters))} and no base model. "
+            "Convert the base-model.pt that they were trained on."
+        )
+    if config.kv_bits is None and keys.kv_ranges:
+        raise CheckpointError(
+            f"{source} holds ranges of a KV quantizer, and its config has no KVQuantArchOptimizer. "
+            "They are of different models, or the config was edited."
+        )
+    found: dict[str, Any] = {name: state[key] for name, key in keys.weights.items()}
+    found |= {name: np.zeros(()) for name in keys.kv_ranges}
+    check_weights(parameter_shapes(config), found, source)
+    integers = [k for k in keys.weights.values() if mlx_dtype(state[k]) is None]
+    if integers:
+        raise CheckpointError(
+            f"{source}: {integers[0]} is of type {state[integers[0]].dtype}; weights are floating-point."
+        )
+    if keys.tied_head is not None:
+        head, embedding = state[keys.tied_head], state[keys.weights["model.embedding.weight"]]
+        if head.shape != embedding.shape or not equal(head, embedding):
+            raise CheckpointError(
+                f"{source}: {keys.tied_head} {list(head.shape)} is not the same matrix as the embedding "
+                f"{list(embedding.shape)}. AFM ties them; a model with its own head can't be converted."
+            )
+
+
+def _kv_scale(keys: dict[str, str], state: State, source: str) -> np.float32:
+    if set(keys) != {"range", "num_samples"}:
+        raise CheckpointError(
+            f"{source}: {next(iter(keys.values()))} stands alone; a KV quantizer has a range and num_samples."
+        )
+    observed, samples = state[keys["range"]], state[keys["num_samples"]]
+    if tuple(observed.shape) != (2,) or samples.numel() != 1:
+        raise CheckpointError(
+            f"{source}: {keys['range']} is {list(observed.shape)} and must be [2], lowest and highest."
+        )
+    # In float32, as tamm computes it: the model was trained with just this number.
+    low, high = (np.float32(value) for value in observed.float().tolist())
+    with np.errstate(invalid="ignore"):
+        scale = max(low * np.float32(1 / -128), high * np.float32(1 / 127))
+    if samples.item() < 1 or not np.isfinite([low, high]).all() or low > high or not scale > 0:
+        raise CheckpointError(
+            f"{source}: {keys['range']} is [{low}, {high}] after {samples.item()} samples, which gives "
+            "no scale. The model's KV quantizer has not observed any data: run it in training mode over "
+            "some text, or convert a model without KVQuantArchOptimizer."
+        )
+    return scale
+
+
+def _plan_adapters(
+    config: ToolkitConfig, keys: KeyMap, state: State, source: str
+) -> dict[str, AdapterConfig]:
+    """Check each adapter's tensors against the config and the base; the configs to write."""
+    plans = {}
+    shapes = parameter_shapes(config.model)
+    for adapter, tensors in keys.adapters.items():
+        where = f"{source}: adapter {adapter!r}"
+        spec = config.adapters.get(adapter)
+        # The id names a folder.
+        if not re.fullmatch(r"\w[\w.-]*", adapter):
+            raise CheckpointError(f"{where}: an id is made of letters, digits, '_', '-' and '.'.")
+        if not isinstance(spec, LoRASpec):
+            found = f"is of type {spec!r} there" if spec else "is not in the model's config"
+            raise CheckpointError(
+                f"{where} {found}, so its rank and alpha are unknown. LoRAModelAdapter can be converted."
+            )
+        expected = _lora_shapes(config.model, shapes, tensors, spec.rank)
+        check_weights(expected, {n: state[k] for n, k in tensors.items()}, where)
+        plans[adapter] = AdapterConfig(
+            rank=spec.rank,
+            scale=spec.scale,
+            num_layers=config.model.num_layers - min(_position(config.model, n) for n in tensors),
+            keys=tuple(sorted({".".join(_module(n).split(".")[-2:]) for n in tensors})),
+            dropout=spec.dropout,
+        )
+    return plans
+
+
+def _module(name: str) -> str:
+    """`model.layers.0.mlp.up_proj` of `model.layers.0.mlp.up_proj.lora_a`, or of `...lora_a.0`."""
+    return name[: name.rindex(".lora_")]
+
+
+def _position(config: ModelConfig, name: str) -> int:
+    """A block's place among all of the model's."""
+    _, kind, layer, *_ = name.split(".")
+    return int(layer) + (config.num_kv_layers if kind == "kv_reuse_layers" else 0)
+
+
+def _lora_shapes(
+    config: ModelConfig, shapes: dict[str, tuple[int, ...]], names: Iterable[str], rank: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the pairs that an adapter with `names` must have."""
+    kv_rows = config.num_kv_heads * config.head_dim
+    result: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        module, part = _module(name), name[name.rindex(".lora_") + len(".lora_a") :]
+        if f"{module}.weight" not in shapes:
+            continue
+        rows, columns = shapes[f"{module}.weight"]
+        if part:
+            split = {".0": config.hidden_dim, ".1": kv_rows, ".2": kv_rows}
+            rows = split.get(part, -1)
+        if rows > 0:
+            result |= {
+                f"{module}.lora_a{part}": (columns, rank),
+                f"{module}.lora_b{part}": (rank, rows),
+            }
+    return result
+
+
+def _write_adapters(
+    folder: Path,
+    config: ModelConfig,
+    plans: dict[str, AdapterConfig],
+    keys: KeyMap,
+    state: State,
+    dtype: mx.Dtype | None,
+    source: str,
+) -> None:
+    if not plans:
+        return
+    fingerprint = folder_fingerprint(config, folder)
+    kv_rows = config.num_kv_heads * config.head_dim
+    for adapter, plan in plans.items():
+        tensors = {}
+        for name, key in keys.adapters[adapter].items():
+            stored = mlx_dtype(state[key])
+            if stored is None:
+                raise CheckpointError(f"{source}: {key} is of type {state[key].dtype}.")
+            target = dtype or stored
+            data = b"".join(tensor_chunks(state[key], target, f"{source}: {key}"))
+            flat = mx.array(np.frombuffer(data, np.uint8)).view(target)
+            tensors[name] = flat.reshape(tuple(state[key].shape))
+        _fill_fused(tensors, config.hidden_dim, kv_rows, plan.rank)
+        plan = dataclasses.replace(plan, base_model_fingerprint=fingerprint)
+        save_adapter(folder / "adapters" / adapter, tensors, plan)
+
+
+def _fill_fused(tensors: dict[str, mx.array], width: int, kv_rows: int, rank: int) -> None:
+    """Add zero pairs where an adapter leaves out queries, keys or values: MLX's fused layer has all three."""
+    for module in {_module(name) for name in tensors if name.endswith((".0", ".1", ".2"))}:
+        dtype = next(t.dtype for n, t in tensors.items() if n.startswith(f"{module}.lora_"))
+        for part, rows in enumerate((width, kv_rows, kv_rows)):
+            tensors.setdefault(f"{module}.lora_a.{part}", mx.zeros((width, rank), dtype))
+            tensors.setdefault(f"{module}.lora_b.{part}", mx.zeros((rank, rows), dtype))

@@ -1,0 +1,122 @@
+"""Small checkpoints, made by tamm as the toolkit's are, with random weights."""
+
+import os
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tamm.adapters import LoRAModelAdapter
+from tamm.ao.arch_optimizers import KVQuantArchOptimizer
+from tamm.models.afm_text import AFMTextV7
+from tamm.utils import json as tamm_json
+
+from tests.tools.tokenizers import train_tiny_spm
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_dim": 64,
+    "num_layers": 5,
+    "num_kv_reuse_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+}
+# The toolkit's draft model has no reuse, no KV quantizer and another feed-forward width.
+DRAFT = SMALL | {"num_kv_reuse_layers": 0, "num_layers": 3, "hidden_dim_scale_factor": 3.0}
+
+
+@pytest.fixture(scope="session")
+def tokenizer_bytes(tmp_path_factory):
+    """A SentencePiece model of AFM's kind."""
+    path = tmp_path_factory.mktemp("spm") / "tokenizer.model"
+    return train_tiny_spm(path, "bpe", vocab_size=500).read_bytes()
+
+
+def randomize(model, rng):
+    """Weights of a trained model's size; norms and the adapters' second halves away from 1 and 0."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            if "norm" in name:
+                values = rng.uniform(0.5, 1.5, shape)
+            else:
+                fan_in = shape[0] if name.endswith("_transpose") else shape[-1]
+                values = rng.normal(0, fan_in**-0.5, shape)
+            parameter.copy_(torch.from_numpy(values.astype(np.float32)))
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path, rng, tokenizer_bytes):
+    """A function that writes a checkpoint folder and returns it with tamm's model and config."""
+
+    def make(
+        *,
+        name="base-model",
+        folder="assets",
+        shape=SMALL,
+        kv_quant=True,
+        adapters=None,
+        observe=True,
+    ):
+        config = AFMTextV7.Config(
+            **shape,
+            adapters={k: LoRAModelAdapter(**v) for k, v in (adapters or {}).items()} or None,
+            arch_optimizers={"kv_quant": KVQuantArchOptimizer()} if kv_quant else None,
+        )
+        model = config.create_model()
+        randomize(model, rng)
+        if kv_quant and observe:
+            model.train()
+            with torch.no_grad():
+                for _ in range(3):
+                    model(torch.from_numpy(rng.integers(1, shape["vocab_size"], (2, 16))))
+        model.eval()
+        path = tmp_path / folder
+        path.mkdir(exist_ok=True)
+        torch.save(model.state_dict(), path / f"{name}.pt")
+        (path / f"{name}-config.json").write_text(tamm_json.dumps(config))
+        (path / "tokenizer.model").write_bytes(tokenizer_bytes)
+        return SimpleNamespace(
+            folder=path,
+            weights=path / f"{name}.pt",
+            config_path=path / f"{name}-config.json",
+            config=config,
+            model=model,
+            shape=shape,
+        )
+
+    return make
+
+
+@pytest.fixture
+def edit_state():
+    """A function that loads a checkpoint's state dict, lets a function change it, and saves it again."""
+
+    def edit(checkpoint, change):
+        state = torch.load(checkpoint.weights, weights_only=True)
+        state = change(state) or state
+        torch.save(state, checkpoint.weights)
+
+    return edit
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def listing():
+    """A function that lists a folder with all below it: what a failure must leave as it was."""
+
+    def tree(folder):
+        return sorted(
+            os.path.relpath(os.path.join(base, name), folder)
+            for base, folders, files in os.walk(folder)
+            for name in folders + files
+        )
+
+    return tree
