@@ -10,8 +10,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*.c)
 .PHONY: demo test test-slow lint format bench clean metal
 
 demo: $(VENV)/.demo metal
-	$(BIN)/afm-mlx generate --temp 0 --max-tokens 80 --prompt \
-	  "Write this politely: hey, send me the budget report by friday"
+	$(BIN)/afm-mlx generate --prompt "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 
 test: $(VENV)/.test metal
 	$(PYTEST)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -103,10 +102,8 @@ def load(
     folder = resolve_model(path_or_hf_repo, revision)
     values = read_config_json(folder / "config.json") | dict(model_config or {})
     if values.get("model_type") != MODEL_TYPE:
-        import mlx_lm
-
-        return mlx_lm.load(
-            str(folder),
+        return _load_zoo(
+            folder,
             tokenizer_config=dict(tokenizer_config or {}),
             model_config=dict(model_config or {}),
             adapter_path=adapter_path,
@@ -125,6 +122,18 @@ def load(
     model = load_model(folder, values, lazy=lazy)
     tokenizer = load_tokenizer(folder)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
+
+
+def _load_zoo(folder: Path, **options: Any) -> Any:
+    import mlx_lm
+
+    try:
+        return mlx_lm.load(str(folder), **options)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"mlx-lm can't load {folder}: {' '.join(str(error).split())}. Check that the folder is whole, "
+            "and that mlx-lm knows its model_type."
+        ) from error
 
 
 def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool = False) -> Model:
@@ -188,7 +197,3 @@ def _quantize_as_stored(
             "and mode, as mlx-lm writes them."
         ) from None
 
-
-def hub_is_offline() -> bool:
-    """Whether the environment forbids fetching."""
-    return os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "TRUE", "YES", "ON"}

@@ -32,16 +32,19 @@ def save_prompt_cache(
     """Write a cache to one file; an interrupt leaves an older file as it was.
 
     Args:
-        path: of the file; `.safetensors` by custom.
+        path: of the file, ending in `.safetensors`.
         cache: of `Model.make_cache`, with at least one token in it.
         model: that filled it.
         adapter: fingerprint of the adapter that was active, None for none.
         metadata: the caller's own strings.
 
     Raises:
-        CacheFileError: when the cache is empty.
+        CacheFileError: when the cache is empty, or the file's name ends in anything else.
         CheckpointError: when the disk has no room.
     """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise CacheFileError(f"A prompt cache file is named *.safetensors; got {path}.")
     layers = [layer for layer in cache if isinstance(layer, KVCache)]
     if not layers or any(layer.empty() for layer in layers):
         raise CacheFileError("The cache holds no tokens; run a prompt through the model first.")
@@ -57,7 +60,7 @@ def save_prompt_cache(
         "kind": json.dumps(layers[0].kind),
         "metadata": json.dumps(dict(metadata or {})),
     }
-    with atomic_write(Path(path).with_suffix(".safetensors")) as temporary:
+    with atomic_write(path) as temporary:
         save_file(temporary, tensors, header)
 
 

@@ -326,3 +326,6 @@ def test_load_refuses_what_is_no_model(tmp_path):
         afm_mlx.load(str(tmp_path / "base-model.pt"))
     with pytest.raises(AFMError, match=r"config\.json is missing"):
         afm_mlx.load(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    with pytest.raises(AFMError, match="mlx-lm can't load"):
+        afm_mlx.load(str(tmp_path))

@@ -49,6 +49,8 @@ def test_damaged_and_foreign_files_are_refused(rng, model, tmp_path):
     with pytest.raises(CacheFileError, match="holds no tokens"):
         save_prompt_cache(path, cache, model)
     model.prefill(mx.array([[1, 2, 3]]), cache)
+    with pytest.raises(CacheFileError, match=r"named \*\.safetensors"):
+        save_prompt_cache(tmp_path / "c.cache", cache, model)
     save_prompt_cache(path, cache, model)
     whole = path.read_bytes()
     for cut in (0, 5, len(whole) // 2, len(whole) - 1):

@@ -3,6 +3,7 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from afm_mlx.kernels import KeyValues, attention, dequantize_int8, quantize_int8, rope_norm
 
 # A result of `dtype` is rounded once, and comes from float32 sums.

@@ -1,0 +1,98 @@
+"""The command line `afm-mlx`, which `python -m afm_mlx` is too.
+
+Each command is a module with `add_arguments(parser)` and `run(args)`. It is imported when it is chosen, and
+it imports MLX when it runs: help and usage errors come at once.
+
+Exit status: 0 done, 2 for what the user got wrong (one line on stderr), 130 after Ctrl-C. Whatever else is
+raised is a defect of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from afm_mlx.errors import AFMError
+
+PROGRAM = "afm-mlx"
+COMMANDS = {
+    "generate": "continue a prompt",
+    "chat": "talk with a model, turn by turn",
+    "convert": "make a model folder of a checkpoint or of another folder",
+    "info": "show what a model is, and what would run it here",
+    "perplexity": "measure how well a model predicts a text",
+    "evaluate": "measure how many tasks of a test set a model solves",
+}
+USAGE_ERROR, INTERRUPTED = 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status.
+
+    Args:
+        argv: arguments without the program's name; those of the process by default.
+    """
+    argv = list(sys.argv[1:] if argv is None else argv)
+    _show_what_the_terminal_can()
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever read the output has seen enough. Python flushes once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED)
+
+
+def _run(argv: list[str]) -> int:
+    from afm_mlx.cli.parser import UsageError, parse
+
+    if not argv or argv[0] not in COMMANDS:
+        return _top_level(argv)
+    debug = False
+    try:
+        command = import_module(f"{__name__}.{argv[0]}")
+        args = parse(argv[0], command, argv[1:])
+        debug = args.debug
+        command.run(args)
+        return 0
+    except SystemExit as done:  # --help
+        return int(done.code or 0)
+    except UsageError as error:
+        return _fail(f"error: {error}", USAGE_ERROR)
+    except (AFMError, OSError) as error:
+        # An error of the system is the user's to mend when it is about a file.
+        if debug or not (isinstance(error, AFMError) or error.filename):
+            raise
+        return _fail(f"error: {error}", USAGE_ERROR)
+
+
+def _top_level(argv: list[str]) -> int:
+    from afm_mlx.cli.parser import UsageError, top_level_parser
+
+    try:
+        top_level_parser(COMMANDS).parse_args(argv)
+        raise UsageError(
+            f"a command is needed: {', '.join(COMMANDS)}. {PROGRAM} --help explains them."
+        )
+    except SystemExit as done:  # --help, --version
+        return int(done.code or 0)
+    except UsageError as error:
+        return _fail(f"error: {error}", USAGE_ERROR)
+
+
+def _fail(message: str, status: int) -> int:
+    sys.stdout.flush()
+    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _show_what_the_terminal_can() -> None:
+    # A model may write any character; one that the terminal lacks is no reason to stop.
+    for stream in (sys.stdout, sys.stderr):
+        if (stream.encoding or "").lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -1,0 +1,116 @@
+"""Measure how many tasks of a test set a model solves, and its perplexity on held-out text."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from afm_mlx.cli import options
+from afm_mlx.cli.output import add_json, print_json, print_table, progress_bar
+from afm_mlx.cli.parser import UsageError, integer
+from afm_mlx.cli.perplexity import HELD_OUT
+
+if TYPE_CHECKING:
+    from afm_mlx.evaluation import Evaluation, Score
+    from afm_mlx.perplexity import Perplexity
+
+TEST_SET = "evaluation.jsonl"
+_SEQUENCE_LENGTH = 512
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    parser.add_argument(
+        "--data",
+        metavar="FILE.jsonl",
+        help='lines of {"task", "messages", "tools"?, "answer"}; by default the model folder\'s '
+        f"{TEST_SET}, which the embedded model has",
+    )
+    parser.add_argument("--limit", type=integer(1), help="examples per task; all by default")
+    parser.add_argument("--batch-size", type=integer(1), default=16, help="examples side by side")
+    parser.add_argument(
+        "--show-errors", type=integer(0), default=0, metavar="N", help="print N wrong answers"
+    )
+    add_json(parser)
+    harness = "tasks of lm-evaluation-harness are not available in this version; mlx_lm.evaluate runs them"
+    options.add_unavailable(parser, harness, "--tasks", nargs="+")
+    for name in ("--output-dir", "--num-shots", "--chat-template-args"):
+        options.add_unavailable(parser, harness, name)
+    for name in ("--fewshot-as-multiturn", "--apply-chat-template", "--confirm-run-unsafe-code"):
+        options.add_unavailable(parser, harness, name, nargs=0)
+
+
+def run(args: argparse.Namespace) -> None:
+    from afm_mlx.evaluation import evaluate, load_examples
+    from afm_mlx.loading import resolve_model
+    from afm_mlx.perplexity import cut, load_documents, measure_perplexity
+
+    folder = resolve_model(args.model)
+    data = Path(args.data) if args.data is not None else folder / TEST_SET
+    if args.data is None and not data.is_file():
+        raise UsageError(f"--data is missing, and {args.model} has no {TEST_SET} of its own.")
+    examples = load_examples(data, args.limit)
+    model, tokenizer = options.load_model(args)
+    with progress_bar("answering", "example") as progress:
+        evaluation = evaluate(
+            model, tokenizer, examples, batch_size=args.batch_size, progress=progress
+        )
+    perplexity = None
+    if (folder / HELD_OUT).is_file():
+        pieces = cut(load_documents(folder / HELD_OUT, tokenizer), _SEQUENCE_LENGTH)
+        with progress_bar("perplexity", "sample") as progress:
+            perplexity = measure_perplexity(model, pieces, args.batch_size, progress)
+    if args.json:
+        print_json(_as_json(args, data, evaluation, perplexity))
+    else:
+        _print(args, data, evaluation, perplexity)
+
+
+def _as_json(
+    args: argparse.Namespace, data: Path, evaluation: Evaluation, perplexity: Perplexity | None
+) -> dict[str, Any]:
+    def score(score: Score) -> dict[str, Any]:
+        return {"correct": score.correct, "total": score.total, "accuracy": score.accuracy}
+
+    return {
+        "model": args.model,
+        "data": str(data),
+        "tasks": {task: score(result) for task, result in evaluation.tasks.items()},
+        "overall": score(evaluation.overall),
+        "seconds": evaluation.seconds,
+        "perplexity": perplexity
+        and {
+            "perplexity": perplexity.perplexity,
+            "standard_error": perplexity.standard_error,
+            "tokens": perplexity.tokens,
+        },
+        "errors": [
+            {
+                "where": mistake.example.where,
+                "task": mistake.example.task,
+                "expected": mistake.example.answer,
+                "got": mistake.answer,
+            }
+            for mistake in evaluation.mistakes[: args.show_errors]
+        ],
+    }
+
+
+def _print(
+    args: argparse.Namespace, data: Path, evaluation: Evaluation, perplexity: Perplexity | None
+) -> None:
+    for mistake in evaluation.mistakes[: args.show_errors]:
+        print(f"{mistake.example.where} ({mistake.example.task})")
+        print(f"  expected: {mistake.example.answer!r}")
+        print(f"  got:      {mistake.answer!r}")
+    print(f"Model: {args.model}")
+    print(f"Data: {data} ({len(evaluation.outcomes)} examples in {evaluation.seconds:.1f} seconds)")
+    scores = {**evaluation.tasks, "all": evaluation.overall}
+    rows = [(task, s.correct, s.total, f"{s.accuracy:.1%}") for task, s in scores.items()]
+    print_table([("task", "correct", "of", "accuracy"), *rows])
+    if perplexity is not None:
+        print(
+            f"Perplexity: {perplexity.perplexity:.3f} ± {perplexity.standard_error:.3f} "
+            f"({perplexity.tokens} tokens of {HELD_OUT})"
+        )

@@ -1,0 +1,258 @@
+"""Continue a prompt, and print the answer while it grows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from afm_mlx.cli import options
+from afm_mlx.cli.output import add_json, print_json
+from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
+from afm_mlx.errors import CacheFileError
+
+_RULE = "=" * 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    _add_prompt(parser)
+    parser.add_argument(
+        "--max-tokens",
+        "-m",
+        type=integer(-1),
+        default=100,
+        help="new tokens at most; -1 for no limit",
+    )
+    parser.add_argument(
+        "--stop",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="texts that end the answer, left out of it",
+    )
+    parser.add_argument(
+        "--extra-eos-token",
+        nargs="+",
+        default=[],
+        metavar="TOKEN",
+        help="more tokens that end the answer",
+    )
+    options.add_sampling(parser, seed=None)
+    options.add_cache(parser)
+    parser.add_argument(
+        "--prompt-cache-file",
+        metavar="FILE.safetensors",
+        help="keys and values of an earlier prompt: what both prompts begin with is not computed again. "
+        "The file is made when there is none, and never changed after",
+    )
+    parser.add_argument(
+        "--verbose", type=boolean, default=True, help="False prints the answer and no figures"
+    )
+    add_json(parser)
+    _add_unavailable(parser)
+
+
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompt",
+        "-p",
+        default="hello",
+        help=r"what to say to the model, with \n and \t for line break and tab; "
+        "- reads standard input, but for its last line break",
+    )
+    parser.add_argument("--system-prompt", help="instructions that come before it")
+    parser.add_argument(
+        "--prefill-response", help="beginning of the answer, for the model to continue"
+    )
+    parser.add_argument(
+        "--ignore-chat-template", action="store_true", help="continue the prompt as plain text"
+    )
+    parser.add_argument(
+        "--chat-template-config",
+        type=json_object,
+        metavar="JSON",
+        help="variables for the chat template",
+    )
+
+
+def _add_unavailable(parser: argparse.ArgumentParser) -> None:
+    speculative = "speculative decoding is not available in this version"
+    quantized = "quantized activations are not available"
+    options.add_unavailable(parser, speculative, "--draft-model")
+    options.add_unavailable(parser, speculative, "--num-draft-tokens")
+    options.add_unavailable(parser, quantized, "--quantize-activations", "-qa", nargs=0)
+    options.add_unavailable(parser, "these models read text only", "--image", nargs="+")
+    options.add_unavailable(
+        parser,
+        "remove chat_template.jinja from the model folder to use AFM's own template",
+        "--use-default-chat-template",
+        nargs=0,
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    text = _prompt_text(args)
+    model, tokenizer = options.load_model(args)
+    for token in args.extra_eos_token:
+        tokenizer.add_eos_token(token)
+    prompt = _encode(args, text, tokenizer)
+    arguments = {
+        "max_tokens": args.max_tokens,
+        "sampler": options.sampler_of(args, model, tokenizer),
+        "seed": args.seed,
+        "stop": args.stop,
+        **options.cache_options(args, model),
+    }
+    if args.prompt_cache_file is None:
+        _generate(args, model, tokenizer, prompt, arguments)
+    else:
+        _generate_with_file(args, model, tokenizer, prompt, arguments)
+
+
+def _prompt_text(args: argparse.Namespace) -> str:
+    text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    if text == "-":
+        try:
+            text = sys.stdin.buffer.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise UsageError(
+                f"standard input is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}. "
+                "Convert it first, for example with iconv."
+            ) from None
+        text = text.removesuffix("\n").removesuffix("\r")
+    if not text.strip():
+        raise UsageError("the prompt is empty; give a text with --prompt, or on standard input.")
+    return text
+
+
+def _encode(args: argparse.Namespace, text: str, tokenizer: Any) -> list[int]:
+    if args.ignore_chat_template or not tokenizer.has_chat_template:
+        for name in ("system_prompt", "prefill_response", "chat_template_config"):
+            if getattr(args, name) is not None:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} needs the chat template, which "
+                    + (
+                        "--ignore-chat-template leaves out."
+                        if args.ignore_chat_template
+                        else "is missing."
+                    )
+                )
+        return tokenizer.encode(text, add_special_tokens=True)
+    messages = [{"role": "user", "content": text}]
+    if args.system_prompt is not None:
+        messages.insert(0, {"role": "system", "content": args.system_prompt})
+    if args.prefill_response is not None:
+        messages.append({"role": "assistant", "content": args.prefill_response})
+    own = {
+        "add_generation_prompt": args.prefill_response is None,
+        "continue_final_message": args.prefill_response is not None,
+    }
+    variables = args.chat_template_config or {}
+    if taken := sorted({*own, "messages", "conversation", "tokenize", "self"} & set(variables)):
+        raise UsageError(f"--chat-template-config can't set {', '.join(taken)}: the command does.")
+    return tokenizer.apply_chat_template(messages, **own, **variables)
+
+
+def _generate(
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    prompt: list[int],
+    arguments: dict[str, Any],
+) -> None:
+    from afm_mlx.generation import stream_generate, summary
+
+    framed = args.verbose and not args.json
+    text, tokens, response = "", list[int](), None
+    try:
+        for response in stream_generate(model, tokenizer, prompt, **arguments):
+            if framed and not tokens:
+                print(_RULE)
+            text += response.text
+            tokens.append(response.token)
+            if response.text and not args.json:
+                print(response.text, end="", flush=True)
+    finally:
+        # An error's one line, too, starts at the beginning of a line.
+        if text and not args.json:
+            print()
+    if args.json:
+        print_json(_as_json(text, tokens, response))
+    elif framed and response is not None:
+        print(_RULE)
+        print(summary(response))
+
+
+def _as_json(text: str, tokens: list[int], response: Any) -> dict[str, Any]:
+    return {
+        "text": text,
+        "tokens": tokens,
+        "finish_reason": response.finish_reason,
+        "prompt_tokens": response.prompt_tokens,
+        "prompt_tps": response.prompt_tps,
+        "generation_tokens": response.generation_tokens,
+        "generation_tps": response.generation_tps,
+        "peak_memory_gb": response.peak_memory,
+    }
+
+
+# -- prompt cache files
+
+
+def _generate_with_file(
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    prompt: list[int],
+    arguments: dict[str, Any],
+) -> None:
+    from afm_mlx.cli.reuse import keep_common
+    from afm_mlx.prompt_cache import save_prompt_cache
+
+    path = _checked_cache_path(args, model)
+    new = options.new_cache(args, model, tokenizer)
+    if path.exists():
+        cache, held = _read_cache(path, model)
+        common = keep_common(cache, held, prompt)
+        cache, common = (new, 0) if common is None else (cache, common)
+        _generate(args, model, tokenizer, prompt[common:], {**arguments, "prompt_cache": cache})
+        return
+    _generate(args, model, tokenizer, prompt, {**arguments, "prompt_cache": new})
+    of_prompt = [layer.copy(len(prompt)) for layer in new]
+    save_prompt_cache(path, of_prompt, model, metadata={"tokens": json.dumps(prompt)})
+
+
+def _checked_cache_path(args: argparse.Namespace, model: Any) -> Path:
+    path = Path(args.prompt_cache_file)
+    if not options.is_afm(model):
+        raise UsageError(
+            "--prompt-cache-file is for AFM models; mlx_lm.generate has it for others."
+        )
+    if args.sliding_window:
+        raise UsageError(
+            "--prompt-cache-file can't be combined with --sliding-window, which forgets the beginning."
+        )
+    if path.suffix != ".safetensors":
+        raise UsageError(
+            f"--prompt-cache-file is {path}; the name of a .safetensors file is needed."
+        )
+    if not path.parent.is_dir():
+        raise UsageError(f"--prompt-cache-file is {path}, and there is no folder {path.parent}.")
+    return path
+
+
+def _read_cache(path: Path, model: Any) -> tuple[list[Any], list[int]]:
+    from afm_mlx.cli.reuse import tokens_in
+    from afm_mlx.prompt_cache import load_prompt_cache
+
+    cache, metadata = load_prompt_cache(path, model)
+    held = json.loads(metadata.get("tokens", "null"))
+    if not isinstance(held, list) or len(held) != tokens_in(cache):
+        raise CacheFileError(
+            f"{path} does not say which tokens it holds; it was not made by `afm-mlx generate`. "
+            "Give the name of a new file, which is then made."
+        )
+    return cache, held

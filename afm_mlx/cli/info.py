@@ -1,0 +1,67 @@
+"""Show what a model is, and what would run it here. Nothing is loaded."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from afm_mlx.cli.options import EMBEDDED_MODEL
+from afm_mlx.cli.output import add_json, print_json
+from afm_mlx.cli.parser import UsageError
+from afm_mlx.config import PRESETS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", help=f"model folder or hub id; the embedded model ({EMBEDDED_MODEL}) by default"
+    )
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), help="figures of an architecture, without any weights"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.model is not None and args.preset is not None:
+        raise UsageError("--model and --preset can't both be given; a preset has no folder.")
+    from afm_mlx import describe
+    from afm_mlx.loading import resolve_model
+
+    if args.preset is not None:
+        facts = {"preset": args.preset, **describe.describe_config(PRESETS[args.preset])}
+    else:
+        name = args.model or EMBEDDED_MODEL
+        folder = resolve_model(name)
+        facts = {"model": name, "folder": str(folder), **describe.describe_folder(folder)}
+    facts["runtime"] = describe.describe_runtime()
+    if args.json:
+        print_json(facts)
+    else:
+        _print(facts)
+
+
+def _print(facts: dict[str, Any]) -> None:
+    """Single facts first, then each group under its name."""
+    groups = {key: value for key, value in facts.items() if isinstance(value, dict)}
+    _print_lines({key: value for key, value in facts.items() if key not in groups})
+    for name, group in groups.items():
+        print(f"\n{name.replace('_', ' ')}")
+        _print_lines(group, indent="  ")
+
+
+def _print_lines(facts: dict[str, Any], indent: str = "") -> None:
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        print(f"{indent}{key.replace('_', ' '):<{width}}  {_text(value)}")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.3f}".rstrip("0").rstrip(".")
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,178 @@
+"""Arguments that several commands share, and what becomes of them."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from afm_mlx.cli.parser import Unavailable, UsageError, integer, number
+
+EMBEDDED_MODEL = "afm-nano"  # as in afm_mlx.loading, which would import MLX
+
+MAX_SEED = 2**64 - 1
+
+
+def add_unavailable(parser: argparse.ArgumentParser, reason: str, *names: str, **kind: Any) -> None:
+    """Refuse flags of mlx-lm that can't be honoured. `kind` may hold `nargs`, as mlx-lm has it."""
+    parser.add_argument(*names, action=Unavailable, reason=reason, **kind)
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model",
+        default=EMBEDDED_MODEL,
+        help="model folder, hub id, or the name of the embedded model",
+    )
+    parser.add_argument("--adapter-path", help="folder of a LoRA adapter")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="let code in the folder of a model that mlx-lm loads run; AFM folders have none",
+    )
+
+
+def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model and the tokenizer that `add_model`'s arguments name."""
+    from afm_mlx.loading import load
+
+    return load(
+        args.model, adapter_path=args.adapter_path, trust_remote_code=args.trust_remote_code
+    )
+
+
+def is_afm(model: Any) -> bool:
+    """Whether a model is of this package, and not of mlx-lm's zoo."""
+    from afm_mlx.model import Model
+
+    return isinstance(model, Model)
+
+
+# -- sampling
+
+
+def add_sampling(parser: argparse.ArgumentParser, seed: int | None) -> None:
+    group = parser.add_argument_group("sampling")
+    group.add_argument(
+        "--temp", type=number(0), default=0.0, help="temperature; 0 takes the most likely token"
+    )
+    group.add_argument(
+        "--top-p", type=number(0, 1), default=1.0, help="keep the most likely tokens up to this sum"
+    )
+    group.add_argument(
+        "--min-p", type=number(0, 1), default=0.0, help="drop tokens below this share of the best"
+    )
+    group.add_argument(
+        "--top-k", type=integer(0), default=0, help="keep this many tokens; 0 keeps all"
+    )
+    group.add_argument(
+        "--xtc-probability", type=number(0, 1), default=0.0, help="how often XTC drops top choices"
+    )
+    group.add_argument(
+        "--xtc-threshold",
+        type=number(0, 0.5),
+        default=0.1,
+        help="probability that XTC counts as top",
+    )
+    group.add_argument(
+        "--min-tokens-to-keep", type=integer(1), default=1, help="tokens that --min-p never drops"
+    )
+    group.add_argument(
+        "--seed", type=integer(0, MAX_SEED), default=seed, help="of the random stream"
+    )
+
+
+def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
+    """The sampler that `add_sampling`'s arguments describe; None for the most likely token.
+
+    Raises:
+        UsageError: when they contradict each other or the model's vocabulary.
+    """
+    if args.temp == 0:
+        if args.xtc_probability:
+            raise UsageError(
+                "--xtc-probability has no effect at --temp 0, which takes the most likely token. "
+                "Raise --temp, or leave it out."
+            )
+        return None
+    vocab_size = getattr(model.args, "vocab_size", None)
+    if vocab_size is not None and args.top_k >= vocab_size:
+        raise UsageError(
+            f"--top-k is {args.top_k}; this model has {vocab_size} tokens. Use 0 to keep all."
+        )
+    # Takes a second or two, because it brings transformers along.
+    from mlx_lm.sample_utils import make_sampler
+
+    return make_sampler(
+        args.temp,
+        args.top_p,
+        args.min_p,
+        args.min_tokens_to_keep,
+        top_k=args.top_k,
+        xtc_probability=args.xtc_probability,
+        xtc_threshold=args.xtc_threshold,
+        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+    )
+
+
+# -- the cache of keys and values
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("keys and values")
+    group.add_argument(
+        "--max-kv-size",
+        type=integer(1),
+        help="tokens that prompt and answer may have together; the model's context by default",
+    )
+    group.add_argument(
+        "--sliding-window",
+        action="store_true",
+        help="when they are reached, forget the oldest tokens instead of ending with an error",
+    )
+    group.add_argument(
+        "--kv-bits",
+        type=int,
+        help="8 for the checkpoint's int8 (the default where it has scales), 16 for floats",
+    )
+    group.add_argument(
+        "--prefill-step-size",
+        type=integer(1),
+        default=2048,
+        help="prompt tokens at a time; fewer need less memory",
+    )
+    reason = "an AFM model's int8 keys and values have the checkpoint's own scales; only --kv-bits 8 or 16"
+    for name in ("--kv-group-size", "--quantized-kv-start"):
+        add_unavailable(parser, reason, name)
+
+
+def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
+    """The arguments of `stream_generate` that `add_cache` gives.
+
+    Raises:
+        UsageError: for what the model can't honour.
+    """
+    if args.sliding_window and not is_afm(model):
+        raise UsageError(
+            "--sliding-window is for AFM models; mlx-lm's forget the oldest tokens past --max-kv-size "
+            "by themselves."
+        )
+    return {
+        "max_kv_size": args.max_kv_size,
+        "sliding_window": args.sliding_window,
+        "kv_bits": args.kv_bits,
+        "prefill_step_size": args.prefill_step_size,
+    }
+
+
+def new_cache(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
+    """An empty cache of the kind that `add_cache`'s arguments ask for."""
+    from afm_mlx.engine import Engine
+
+    engine = Engine(
+        model,
+        tokenizer,
+        max_kv_size=args.max_kv_size,
+        sliding_window=args.sliding_window,
+        kv="float" if args.kv_bits == 16 else "int8",
+    )
+    return engine.make_cache()

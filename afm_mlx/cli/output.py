@@ -1,0 +1,56 @@
+"""What the commands print: JSON, tables, and progress."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
+
+
+def print_json(values: Any) -> None:
+    # NaN and infinity are no JSON; a parser would stumble over them.
+    print(json.dumps(_finite(values), ensure_ascii=False, indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_table(rows: Sequence[Sequence[Any]]) -> None:
+    """Print rows in columns, the first to the left and the others to the right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for first, *others in texts:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        print("  ".join([first.ljust(widths[0]), *cells]))
+
+
+@contextmanager
+def progress_bar(description: str, unit: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A callable of (done, in all) that draws a bar on stderr; None when stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from tqdm import tqdm
+
+    with tqdm(
+        desc=description, unit=unit, unit_scale=unit == "B", leave=False, file=sys.stderr
+    ) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield report

@@ -1,0 +1,221 @@
+"""Arguments of the commands: from a YAML file, from the command line, and checked either way.
+
+Command line beats YAML beats defaults. Nothing here imports MLX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from afm_mlx import __version__
+from afm_mlx.errors import AFMError
+
+PROGRAM = "afm-mlx"
+
+
+class UsageError(AFMError):
+    """Arguments that can't be used."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageError` where argparse would print its usage and exit."""
+
+    def __init__(self, **options: Any):
+        # An abbreviation that works today would be ambiguous once a flag is added.
+        super().__init__(
+            allow_abbrev=False,
+            **{"formatter_class": _HelpFormatter, **options},
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message.rstrip('.')}. {self.prog} --help explains the arguments.")
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, (), []):
+            return action.help
+        return super()._get_help_string(action)
+
+
+class Unavailable(argparse.Action):
+    """A flag of mlx-lm that has no effect here: it is refused, never ignored."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, reason: str, **options: Any):
+        hidden = argparse.SUPPRESS
+        super().__init__(option_strings, dest, default=hidden, help=hidden, **options)
+        self.reason = reason
+
+    def __call__(self, *args: Any) -> NoReturn:
+        raise argparse.ArgumentError(self, self.reason)
+
+
+def top_level_parser(commands: Mapping[str, str]) -> Parser:
+    """The parser of `afm-mlx` without a command."""
+    width = max(map(len, commands))
+    table = "\n".join(f"  {name:<{width}}  {line}" for name, line in commands.items())
+    parser = Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [--version] COMMAND ...",
+        description="Run Apple's on-device foundation-model architecture (AFM) locally, with MLX.",
+        epilog=f"commands:\n{table}\n\n{PROGRAM} COMMAND --help shows the arguments of a command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.add_argument("command", nargs="?", choices=commands, metavar="COMMAND", help="see below")
+    return parser
+
+
+def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of one command.
+
+    Raises:
+        UsageError: for an argument, a key or a value that can't be used.
+    """
+    parser = Parser(prog=f"{PROGRAM} {name}", description=(command.__doc__ or "").split("\n\n")[0])
+    command.add_arguments(parser)
+    parser.add_argument(
+        "-c",
+        "--config",
+        metavar="FILE.yaml",
+        help="take arguments from a file: the same names, with _ for -; the command line has the last word",
+    )
+    parser.add_argument(
+        "--debug", action="store_true", help="show the traceback of an error, for bug reports"
+    )
+    args = parser.parse_args(argv)
+    if args.config is None:
+        return args
+    parser.set_defaults(**_read_yaml(Path(args.config), parser))
+    return parser.parse_args(argv)
+
+
+def _read_yaml(path: Path, parser: Parser) -> dict[str, Any]:
+    values = _load_yaml(path)
+    actions = {a.dest: a for a in parser._actions if a.dest not in ("help", "config", "command")}
+    unknown = sorted(str(key) for key in values if key not in actions)
+    if unknown:
+        raise UsageError(
+            f"{path}: unknown key {', '.join(unknown)}. Known are {', '.join(sorted(actions))}."
+        )
+    return {
+        key: _checked(f"{path}: {key}", value, actions[key])
+        for key, value in values.items()
+        if value is not None  # an empty value leaves the default
+    }
+
+
+def _load_yaml(path: Path) -> dict[Any, Any]:
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """YAML 1.1 wants a dot in a number with an exponent; people write 1e-5."""
+
+    Loader.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
+        list("-+0123456789"),
+    )
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise UsageError(f"the config file {path} can't be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"the config file {path} is not valid YAML: {error}.") from None
+    if not isinstance(values or {}, dict):
+        raise UsageError(f"{path} holds a {type(values).__name__}; 'name: value' lines are needed.")
+    return values or {}
+
+
+def _checked(where: str, value: Any, action: argparse.Action) -> Any:
+    """A value of YAML as the command line would have given it."""
+    if isinstance(action, Unavailable):
+        raise UsageError(f"{where}: {action.reason}.")
+    if action.nargs == 0:
+        if not isinstance(value, bool):
+            raise UsageError(f"{where} is {value!r}; allowed are true and false.")
+        return value
+    if action.nargs in ("+", "*"):
+        return [
+            _converted(where, v, action) for v in (value if isinstance(value, list) else [value])
+        ]
+    return _converted(where, value, action)
+
+
+def _converted(where: str, value: Any, action: argparse.Action) -> Any:
+    if action.type is boolean and isinstance(value, bool):
+        return value
+    if action.type is json_object and isinstance(value, dict):
+        return value
+    convert: Callable[[str], Any] = action.type if callable(action.type) else str
+    is_text = isinstance(value, str)
+    if isinstance(value, (bool, list, dict)) or (convert is str and not is_text):
+        raise UsageError(f"{where} is {value!r} ({type(value).__name__}); a string is needed.")
+    try:
+        converted = convert(value if is_text else repr(value))
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{where}: {error}.") from None
+    except ValueError:
+        kind = getattr(convert, "__name__", "value")
+        raise UsageError(f"{where} is {value!r}; {kind} is needed.") from None
+    if action.choices is not None and converted not in action.choices:
+        allowed = ", ".join(map(str, action.choices))
+        raise UsageError(f"{where} is {value!r}; allowed are {allowed}.")
+    return converted
+
+
+# -- types of arguments
+
+
+def boolean(text: str) -> bool:
+    """True, T, False or F in any case, as mlx-lm's `--verbose` takes them."""
+    lowered = text.lower()
+    if lowered not in ("true", "t", "false", "f"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+    return lowered in ("true", "t")
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """An integer of at least `low`."""
+    return _number(int, "an integer", low, high)
+
+
+def number(low: float, high: float | None = None) -> Callable[[str], float]:
+    """A finite number of at least `low`."""
+    return _number(float, "a number", low, high)
+
+
+def _number(kind: type, name: str, low: float, high: float | None) -> Callable[[str], Any]:
+    allowed = f"{low} or more" if high is None else f"{low} to {high}"
+
+    def convert(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {name}; allowed is {allowed}"
+            ) from None
+        if not low <= value <= (float("inf") if high is None else high) or value == float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is out of range; allowed is {allowed}")
+        return value
+
+    return convert
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"key\": 1}}'")
+    return value

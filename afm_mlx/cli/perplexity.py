@@ -1,0 +1,71 @@
+"""Measure how well a model predicts a text; lower is better."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from afm_mlx.cli import options
+from afm_mlx.cli.output import add_json, print_json, progress_bar
+from afm_mlx.cli.parser import UsageError, integer
+
+HELD_OUT = "heldout.jsonl"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    options.add_model(parser)
+    parser.add_argument(
+        "--data-path",
+        metavar="PATH",
+        help="a .jsonl file, a .txt file, or a folder with test, valid or train.jsonl; by default the "
+        f"model folder's {HELD_OUT}, which the embedded model has",
+    )
+    parser.add_argument(
+        "--num-samples", type=integer(-1), default=256, help="pieces of documents; -1 for all"
+    )
+    parser.add_argument(
+        "--sequence-length", type=integer(2), default=512, help="tokens of a piece at most"
+    )
+    parser.add_argument("--batch-size", type=integer(1), default=8, help="pieces side by side")
+    parser.add_argument(
+        "--seed", type=integer(0, options.MAX_SEED), default=123, help="of the choice of samples"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.num_samples == 0:
+        raise UsageError("--num-samples is 0; allowed are 1 and more, or -1 for all.")
+    from afm_mlx.loading import resolve_model
+    from afm_mlx.perplexity import cut, load_documents, measure_perplexity
+
+    data = Path(args.data_path or resolve_model(args.model) / HELD_OUT)
+    if args.data_path is None and not data.is_file():
+        raise UsageError(f"--data-path is missing, and {args.model} has no {HELD_OUT} of its own.")
+    if not data.exists():
+        raise UsageError(
+            f"there is no file or folder {data}; data sets of the hub are not fetched."
+        )
+    model, tokenizer = options.load_model(args)
+    documents = load_documents(data, tokenizer)
+    pieces = cut(documents, args.sequence_length, args.num_samples, args.seed)
+    with progress_bar("perplexity", "sample") as progress:
+        result = measure_perplexity(model, pieces, args.batch_size, progress)
+    facts = {
+        "model": args.model,
+        "data": str(data),
+        "perplexity": result.perplexity,
+        "standard_error": result.standard_error,
+        "tokens": result.tokens,
+        "samples": result.samples,
+        "seconds": result.seconds,
+        "tokens_per_second": result.tokens_per_second,
+    }
+    if args.json:
+        print_json(facts)
+        return
+    print(f"Model: {args.model}")
+    print(f"Data: {data} ({result.samples} samples, {result.tokens} tokens)")
+    print(f"Perplexity: {result.perplexity:.3f} ± {result.standard_error:.3f}")
+    print(f"Evaluation time: {result.seconds:.2f} seconds")
+    print(f"Tokens per second: {result.tokens_per_second:.0f}")
