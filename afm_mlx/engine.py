@@ -180,9 +180,8 @@ class Engine:
         """Drop a row, wherever it is; unknown and finished ids are ignored."""
         self._waiting = deque(pair for pair in self._waiting if pair[0].id != row_id)
         if self._prefill and any(row.id == row_id for row in self._prefill.batch.rows):
-            self._prefill.cancelled.add(
-                row_id
-            )  # padded rows are only taken apart once they are whole
+            # Padded rows are only taken apart once they are whole.
+            self._prefill.cancelled.add(row_id)
         self._batch.drop({row_id})
 
     @property

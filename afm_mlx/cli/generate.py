@@ -130,16 +130,11 @@ def _prompt_text(args: argparse.Namespace) -> str:
 
 def _encode(args: argparse.Namespace, text: str, tokenizer: Any) -> list[int]:
     if args.ignore_chat_template or not tokenizer.has_chat_template:
+        why = "--ignore-chat-template leaves out" if args.ignore_chat_template else "is missing"
         for name in ("system_prompt", "prefill_response", "chat_template_config"):
             if getattr(args, name) is not None:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} needs the chat template, which "
-                    + (
-                        "--ignore-chat-template leaves out."
-                        if args.ignore_chat_template
-                        else "is missing."
-                    )
-                )
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} needs the chat template, which {why}.")
         return tokenizer.encode(text, add_special_tokens=True)
     messages = [{"role": "user", "content": text}]
     if args.system_prompt is not None:
