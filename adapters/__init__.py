@@ -1,1 +1,1 @@
-"""LoRA adapters: their files, layers and training."""
+"""LoRA adapters. Today their files; layers, the pool that swaps them, and training have their place here."""

@@ -196,4 +196,3 @@ def _quantize_as_stored(
             f"{source}: the quantization {quantization} can't be used: {error}. It needs group_size, bits "
             "and mode, as mlx-lm writes them."
         ) from None
-

@@ -1,0 +1,203 @@
+"""The data of the embedded model: reproducible, split by value, and renderable in the real chat format."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import re
+import string
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tamm", reason="the example trains with tamm: pip install 'afm-mlx[tamm]'")
+pytest.importorskip("sentencepiece")
+
+NANO = Path(__file__).parents[2] / "examples" / "nano"
+sys.path.insert(0, str(NANO))
+
+import docstrings  # noqa: E402
+import tasks  # noqa: E402
+import text_tasks  # noqa: E402
+import tone_task  # noqa: E402
+import values  # noqa: E402
+from tamm.preprocessors.instruct_lm.afm import AFMChatTemplateV6Preprocessor  # noqa: E402
+
+
+@pytest.fixture
+def seed(rng) -> int:
+    return int(rng.integers(1 << 30))
+
+
+class CharTokenizer:
+    """One id per character, and one per prompt token: enough for tamm's preprocessor."""
+
+    eos_id, eot_id = 0, 1
+    _special = ("<turn_end>", "<turn_start>", "<executable_start>", "<executable_end>", "<n>")
+
+    def encode(self, text: str) -> list[int]:
+        pattern = "|".join(map(re.escape, self._special)) + "|."
+        pieces = re.findall(pattern, " " + text.replace("\n", "<n>"), flags=re.DOTALL)
+        return [1 + self._special.index(p) if p in self._special else 100 + ord(p) for p in pieces]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(self._special[i - 1] if i < 100 else chr(i - 100) for i in ids)
+
+
+@pytest.fixture
+def preprocessor() -> AFMChatTemplateV6Preprocessor:
+    made = AFMChatTemplateV6Preprocessor(None, prepend_system_message=False)
+    made.tokenizer = CharTokenizer()
+    return made
+
+
+def test_equal_seeds_give_equal_samples(seed):
+    first = list(itertools.islice(tasks.training_samples(seed), 50))
+    assert first == list(itertools.islice(tasks.training_samples(seed), 50))
+    assert first != list(itertools.islice(tasks.training_samples(seed + 1), 50))
+    assert tasks.test_samples(seed, 3) == tasks.test_samples(seed, 3)
+
+
+def test_each_task_has_its_samples_once(seed):
+    samples = tasks.test_samples(seed, 20)
+    assert [s["task"] for s in samples] == [task for task in tasks.TASKS for _ in range(20)]
+    assert len({json.dumps(s) for s in samples}) == len(samples)
+
+
+def test_values_of_the_test_split_never_occur_in_training(seed, monkeypatch):
+    drawn: dict[str, set[str]] = {"train": set(), "test": set()}
+    draw = values.Values.draw
+
+    def recording_draw(self, kind, avoid=()):
+        value = draw(self, kind, avoid)
+        drawn[self.split].add(value)
+        return value
+
+    monkeypatch.setattr(values.Values, "draw", recording_draw)
+    list(itertools.islice(tasks.training_samples(seed), 2000))
+    tasks.test_samples(seed, 50)
+    assert len(drawn["train"]) > 1000
+    assert len(drawn["test"]) > 200
+    assert not drawn["train"] & drawn["test"]
+
+
+@pytest.mark.parametrize("kind", values.KINDS)
+def test_values_start_where_the_tokenizer_splits(kind, seed):
+    """Copied values have the same tokens everywhere only if they start with a capital or a digit."""
+    drawer = values.Values(random.Random(seed), "train")
+    for _ in range(50):
+        for word in drawer.draw(kind).split():
+            assert word in ("am", "pm") or word[0] in string.ascii_uppercase + string.digits
+
+
+def test_values_refuse_an_unknown_split():
+    with pytest.raises(ValueError, match="'valid'"):
+        values.Values(random.Random(0), "valid")
+
+
+def test_answers_follow_from_the_prompt(seed):
+    """Equal prompts have equal answers, and an answer holds no name or number that its prompt lacks."""
+    answers: dict[str, str] = {}
+    for sample in tasks.test_samples(seed, 300):
+        prompt = tasks.render(sample)
+        assert answers.setdefault(prompt, sample["answer"]) == sample["answer"]
+        for number in re.findall(r"\d+", sample["answer"]):
+            assert number in prompt, sample
+
+
+def test_every_wording_holds_the_values_of_its_answer():
+    def slots(text: str) -> set[str]:
+        return {field for _, field, _, _ in string.Formatter().parse(text) if field}
+
+    for lines, summary in text_tasks._THREADS:
+        for wordings in itertools.product(*lines):
+            assert slots(summary) <= slots(" ".join(wordings)), wordings
+    for casual, formal, friendly in (*tone_task._GREETINGS, *tone_task._CLAUSES):
+        assert all(slots(formal) <= slots(wording) for wording in casual), casual
+        assert slots(friendly) <= slots(formal), formal
+    for wordings, *answers in text_tasks._REPLIES:
+        assert all(slots(answer) <= slots(w) for answer in answers for w in wordings), wordings
+
+
+def test_no_wording_belongs_to_two_answers():
+    for bank in (tone_task._CLAUSES, tone_task._GREETINGS, text_tasks._REPLIES):
+        wordings = [wording for entry in bank for wording in entry[0]]
+        assert len(wordings) == len(set(wordings))
+
+
+def test_every_sample_renders_and_its_labels_are_the_assistants_words(seed, preprocessor):
+    for sample in itertools.islice(tasks.training_samples(seed), 200):
+        before = json.dumps(sample)
+        ids, labels = tasks.encode(preprocessor, sample)
+        assert json.dumps(sample) == before, "encoding must not change the sample"
+        assert len(ids) == len(labels)
+        spoken = [label for label in labels if label != preprocessor.ignored_id]
+        said = [m for m in sample["messages"] if m["role"] == "assistant"]
+        expected = "".join(tasks.answer_text(m) + "<turn_end>" for m in said)
+        assert preprocessor.tokenizer.decode(spoken) == expected.replace("\n", "<n>")
+
+
+def test_a_prompt_and_its_answer_make_the_training_chat(seed, preprocessor):
+    for sample in tasks.test_samples(seed, 5):
+        prompt = preprocessor.tokenizer.decode(
+            tasks.encode(preprocessor, sample, generate=True)[0][1:]
+        )
+        assert prompt.endswith("<turn_start> assistant<n>")
+        assert prompt.count("<turn_start>") == len(sample["messages"]) + 1
+
+
+def test_structured_answers_are_json_that_fits_the_request(seed):
+    for sample in tasks.test_samples(seed, 40):
+        if sample["task"] == "extract_event":
+            event = json.loads(sample["answer"])
+            request = sample["messages"][-1]
+            if "response_format" in request:
+                schema = request["response_format"]["json_schema"]["schema"]
+                assert list(event) == schema["required"] == list(schema["properties"])
+            else:
+                assert ", ".join(event) in request["content"]
+        if sample["task"] == "call_tool":
+            body = sample["answer"].removeprefix("<executable_start> ```function\n")
+            (call,) = json.loads(body.removesuffix("```<executable_end>"))
+            (tool,) = [
+                t["function"] for t in sample["tools"] if t["function"]["name"] == call["name"]
+            ]
+            assert list(call["arguments"]) == tool["parameters"]["required"]
+
+
+def test_docstrings_are_split_by_file_without_overlap(tmp_path):
+    for i in range(200):
+        shared = "Every one of the files repeats this docstring in front of its code."
+        own = f"The function number {i}, which no other file describes."
+        source = f'"""{shared}"""\ndef f():\n    """{own}"""\n'
+        (tmp_path / f"module_{i}.py").write_text(source)
+    (tmp_path / "broken.py").write_text("def (")
+    texts = docstrings.gather(tmp_path)
+    assert len(texts.docstrings) + len(texts.held_out) == 201
+    assert 0 < len(texts.held_out) < len(texts.docstrings)
+    assert not set(texts.docstrings) & set(texts.held_out)
+    assert not texts.further
+    assert texts == docstrings.gather(tmp_path)
+
+
+def test_further_texts_are_long_docstrings_comments_and_help_topics(tmp_path):
+    paragraphs = [f"Paragraph {i} is long. " + "It goes on. " * 60 for i in range(3)]
+    comment = "# A comment that runs\n# over more than two lines\n# explains something.\n"
+    body = "\n\n".join(paragraphs)
+    names = [f"module_{i}.py" for i in range(40)]
+    for name in names:
+        text = body.replace("Paragraph", name)
+        (tmp_path / name).write_text(f'"""{text}"""\n{comment}')
+    (tmp_path / "pydoc_data").mkdir()
+    topic = "The with statement wraps a block in methods of a context manager."
+    (tmp_path / "pydoc_data" / "topics.py").write_text(f"topics = {{'with': {topic!r}}}")
+    texts = docstrings.gather(tmp_path)
+    assert "A comment that runs\nover more than two lines\nexplains something." in texts.further
+    assert topic in texts.further
+    assert not texts.docstrings
+    found = {name for name in names if any(name in text for text in texts.further)}
+    assert 0 < len(found) < len(names), (
+        "long docstrings of held-out files must stay out of training"
+    )
