@@ -16,10 +16,17 @@ def draw(rng, shape, dtype):
     return array, np.array(array.astype(mx.float32)).astype(np.float64)
 
 
-def assert_within(got, wanted, dtype):
+def assert_within(got, wanted, dtype, slack=1.0):
     assert got.dtype == dtype
     error = np.abs(np.array(got.astype(mx.float32)) - wanted).max() / max(1.0, np.abs(wanted).max())
-    assert error <= BOUND[dtype]
+    assert error <= BOUND[dtype] * slack
+
+
+def score_slack(q, k):
+    """MLX's CPU backend rounds scores to `dtype`; softmax turns that into a relative error."""
+    group = q.shape[1] // k.shape[1]
+    scores = q @ np.repeat(k, group, axis=1).swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    return 2 + np.abs(scores).max()
 
 
 def oracle_attention(q, k, v, visible):
@@ -45,9 +52,10 @@ def test_attention_over_int8_codes(rng, dtype, heads, kv_heads, length, seen, di
     wanted = oracle_attention(
         q64, codes[0] * np.float64(key_scale), codes[1] * np.float64(value_scale), visible
     )
+    slack = score_slack(q64, codes[0] * np.float64(key_scale))
     for mask in ("causal" if length > 1 else None, mx.array(visible)):
-        assert_within(attention(q, kv, mask), wanted, dtype)
-        assert_within(attention(q, kv.astype(dtype), mask), wanted, dtype)
+        for given in (kv, kv.astype(dtype)):
+            assert_within(attention(q, given, mask), wanted, dtype, slack)
 
 
 @pytest.mark.parametrize("dtype", BOUND)
@@ -58,7 +66,8 @@ def test_attention_over_floats_with_a_mask_per_row(rng, dtype):
     lengths = rng.integers(1, 10, 3)
     visible = (np.arange(9) < lengths[:, None])[:, None, None]
     got = attention(q, KeyValues(k, v), mx.array(visible))
-    assert_within(got, oracle_attention(q64, k64, v64, visible), dtype)
+    wanted = oracle_attention(q64, k64, v64, visible)
+    assert_within(got, wanted, dtype, score_slack(q64, k64))
 
 
 @pytest.mark.parametrize("dtype", BOUND)
