@@ -232,10 +232,12 @@ class Engine:
         for i, (row, token) in enumerate(zip(flight.rows, flight.tokens.tolist(), strict=True)):
             if row.id not in alive:  # cancelled
                 continue
-            text, reason = row.accept(token, self.tokenizer.eos_token_ids)
+            is_newest = row.sampled == len(row.tokens) + 1  # nothing was submitted after it
+            full = self._is_full(row) and is_newest
+            text, reason = row.accept(token, self.tokenizer.eos_token_ids, full)
             error = row.error
-            if reason is None and self._is_full(row) and row.sampled == len(row.tokens):
-                reason, error = "error", self._context_error(row)
+            if reason == "error" and error is None:
+                error = self._context_error(row)
             responses.append(Response(row.id, token, text, flight.logprobs[i], reason, error))
             if reason is not None:
                 finished.add(row.id)

@@ -132,14 +132,23 @@ class Row:
             self._context = TokenBuffer(list(self.request.prompt[:-1]))
         return self._context.update_and_fetch(token)
 
-    def accept(self, token: int, end_tokens: set[int]) -> tuple[str, str | None]:
-        """Take a token that was read back; returns the text to show and the finish reason."""
+    def accept(self, token: int, end_tokens: set[int], full: bool) -> tuple[str, str | None]:
+        """Take a token that was read back.
+
+        Args:
+            token: its id.
+            end_tokens: ids that end an answer.
+            full: whether the context has no room to go on after it.
+
+        Returns:
+            The text to show, and the finish reason.
+        """
         self.tokens.append(token)
         reason: str | None = "stop"
         if token not in end_tokens:
             self.detokenizer.add_token(token)
             reason = "length" if len(self.tokens) == self.request.max_tokens else None
-        if self.error is not None:
+        if self.error is not None or (full and reason is None):
             reason = "error"
         if reason is not None:
             self.detokenizer.finalize()

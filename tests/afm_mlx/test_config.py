@@ -29,6 +29,12 @@ def test_presets_have_the_published_sizes():
     assert (nano.num_kv_layers, nano.num_kv_reuse_layers, nano.hidden_dim) == (5, 3, 256)
 
 
+def test_the_feed_forward_width_is_rounded_as_tamm_rounds_it():
+    """mlx-lm cuts it down: 30 * 3.25 = 97.5 gives 97 there."""
+    config = ModelConfig.from_dict(GOOD | {"hidden_dim": 30, "num_heads": 3, "num_kv_heads": 1})
+    assert config.ffn_dim == 98
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_round_trip_through_config_json(tmp_path, preset):
     path = tmp_path / "config.json"
