@@ -6,6 +6,8 @@ import random
 import numpy as np
 import pytest
 
+import afm_mlx  # noqa: F401  before any test imports mlx.core, so that all run on the same BLAS
+
 SEED = int(os.environ.get("AFM_TEST_SEED") or random.SystemRandom().randrange(2**32))
 # pytest-xdist's workers are processes of their own and must draw from the same seed.
 os.environ["AFM_TEST_SEED"] = str(SEED)
