@@ -26,6 +26,7 @@ import numpy as np
 
 from afm_mlx.errors import DataError, TokenizerError
 
+SEQUENCE_LENGTH = 512  # tokens of a piece, mlx-lm's default
 SPLITS = ("test.jsonl", "valid.jsonl", "train.jsonl")
 _KINDS = '{"text": ...}, {"messages": [...]} or {"prompt": ..., "completion": ...}'
 
@@ -162,7 +163,10 @@ def _encode_text(text: str, tokenizer: Any) -> list[int]:
 
 
 def cut(
-    documents: Sequence[Sequence[int]], sequence_length: int, num_samples: int = -1, seed: int = 0
+    documents: Sequence[Sequence[int]],
+    sequence_length: int = SEQUENCE_LENGTH,
+    num_samples: int = -1,
+    seed: int = 0,
 ) -> list[list[int]]:
     """Cut documents into pieces of at most `sequence_length` tokens.
 

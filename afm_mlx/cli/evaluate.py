@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from afm_mlx.perplexity import Perplexity
 
 TEST_SET = "evaluation.jsonl"
-_SEQUENCE_LENGTH = 512
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
         )
     perplexity = None
     if (folder / HELD_OUT).is_file():
-        pieces = cut(load_documents(folder / HELD_OUT, tokenizer), _SEQUENCE_LENGTH)
+        pieces = cut(load_documents(folder / HELD_OUT, tokenizer))
         with progress_bar("perplexity", "sample") as progress:
             perplexity = measure_perplexity(model, pieces, args.batch_size, progress)
     if args.json:

@@ -129,7 +129,7 @@ def measure(model_folder: Path, data: Path) -> dict[str, float]:
     model, tokenizer = afm_mlx.load(model_folder)
     evaluation = evaluate(model, tokenizer, load_examples(data / "evaluation.jsonl"))
     figures = {task: score.accuracy for task, score in evaluation.tasks.items()}
-    documents = cut(load_documents(data / "heldout.jsonl", tokenizer), model.args.context_length)
+    documents = cut(load_documents(data / "heldout.jsonl", tokenizer))
     figures["perplexity"] = measure_perplexity(model, documents).perplexity
     return figures
 
