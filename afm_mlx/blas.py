@@ -1,8 +1,8 @@
 """Give MLX on Linux a fast dense matrix product.
 
 MLX's Linux wheel carries Netlib's reference BLAS: 8 GFLOP/s at 512 x 512 x 512 on one core of an AMD EPYC,
-where the OpenBLAS inside NumPy's wheel reaches 250 on two. `install` puts a forwarding `cblas_sgemm` in front, before
-`mlx.core` is loaded and binds its own. Nothing happens on macOS, where MLX uses Accelerate.
+where the OpenBLAS inside NumPy's wheel reaches 250 on two. `install` puts a forwarding `cblas_sgemm` in
+front, before `mlx.core` is loaded and binds its own. Nothing happens on macOS, where MLX uses Accelerate.
 
 The environment variable `AFM_MLX_BLAS=0` switches it off.
 """
