@@ -5,6 +5,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_lm.utils import load_model as load_stock_model
 
 import afm_mlx
 from afm_mlx.config import PRESETS
@@ -33,6 +34,15 @@ def test_it_is_what_the_preset_says_and_small(nano):
     assert model.args == PRESETS["afm-nano"]
     assert tokenizer.vocab_size == model.args.vocab_size
     assert sum(file.stat().st_size for file in Path(FOLDER).iterdir()) < 8e6
+
+
+def test_a_quantized_folder_loads(nano):
+    """(b) mlx-lm can't load an AFM folder in its own quantized format."""
+    model, _ = nano
+    assert model.model.layers[0].self_attn.qkv_proj.bits == 4
+    assert model.model.embedding.bits == 4
+    with pytest.raises(TypeError, match="to_quantized"):
+        load_stock_model(FOLDER)
 
 
 @on_cpu
