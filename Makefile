@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*.c)
 
-.PHONY: demo test test-slow lint format bench clean metal
+.PHONY: demo test test-slow lint format clean metal
 
 demo: $(VENV)/.demo metal
 	$(BIN)/afm-mlx generate --prompt "Make this formal:\nhey Hana, can't make it to the Film Lecture"
