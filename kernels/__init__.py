@@ -1,17 +1,49 @@
 """The operations that decide speed, each under one name.
 
-Every operation has a reference in plain MLX (`kernels.reference`), which is what runs today on every
-device. Backends with kernels of their own join beside it, one folder each (`metal/`, `cpu/`), and the
-choice between them is made here and nowhere else. This package imports MLX and NumPy, and nothing of
-`afm_mlx`.
+Every operation has a reference in plain MLX (`kernels.reference`), which is its definition, and backends
+with kernels of their own beside it, one folder each (`metal/`, `cpu/`); `kernels.dispatch` chooses between
+them. This package imports MLX and NumPy, and nothing of `afm_mlx`.
 """
 
-from afm_mlx.kernels.reference import (
+from afm_mlx.kernels.formats import (
+    BITS,
+    MODES,
     KeyValues,
-    attention,
-    dequantize_int8,
-    quantize_int8,
-    rope_norm,
+    LowRank,
+    PackedWeight,
+    QueryRope,
 )
+from afm_mlx.kernels.ops import (
+    decode_attention,
+    packed_argmax,
+    packed_embedding,
+    packed_matmul,
+    packed_swiglu,
+    packed_top_k,
+    rope_norm_quantize,
+)
+from afm_mlx.kernels.packing import dequantize, pack_codes, unpack_codes
+from afm_mlx.kernels.reference import attention, dequantize_int8, quantize_int8, rope_norm
 
-__all__ = ["KeyValues", "attention", "dequantize_int8", "quantize_int8", "rope_norm"]
+__all__ = [
+    "BITS",
+    "MODES",
+    "KeyValues",
+    "LowRank",
+    "PackedWeight",
+    "QueryRope",
+    "attention",
+    "decode_attention",
+    "dequantize",
+    "dequantize_int8",
+    "pack_codes",
+    "packed_argmax",
+    "packed_embedding",
+    "packed_matmul",
+    "packed_swiglu",
+    "packed_top_k",
+    "quantize_int8",
+    "rope_norm",
+    "rope_norm_quantize",
+    "unpack_codes",
+]

@@ -2,31 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import mlx.core as mx
 
+from afm_mlx.kernels.formats import KeyValues, LowRank, PackedWeight, QueryRope
+from afm_mlx.kernels.packing import dequantize, dequantize_rows
+
 INT8_MIN, INT8_MAX = -128, 127
-
-
-class KeyValues(NamedTuple):
-    """Keys and values that a block attends to.
-
-    Args:
-        keys: (B, n_kv_heads, S, head_dim), float, or int8 codes.
-        values: the same shape and dtype.
-        key_scale: 0-d float32 that a code is multiplied by, or None for float keys.
-        value_scale: likewise for the values.
-    """
-
-    keys: mx.array
-    values: mx.array
-    key_scale: mx.array | None = None
-    value_scale: mx.array | None = None
-
-    def astype(self, dtype: mx.Dtype) -> KeyValues:
-        """Numbers of `dtype` under the same scales, converted once for blocks that read them often."""
-        return self._replace(keys=self.keys.astype(dtype), values=self.values.astype(dtype))
 
 
 def quantize_int8(x: mx.array, scale: mx.array) -> mx.array:
@@ -99,3 +80,172 @@ def attention(queries: mx.array, kv: KeyValues, mask: mx.array | str | None) -> 
     if kv.value_scale is not None:
         output = (output * kv.value_scale).astype(dtype)
     return output
+
+
+def decode_attention(
+    queries: mx.array,
+    kv: KeyValues,
+    lengths: mx.array,
+    rope: QueryRope | None = None,
+) -> mx.array:
+    """Attention of one new token per row over a cache's whole buffers, each row up to its own length.
+
+    Args:
+        queries: (B, n_heads, 1, head_dim), float.
+        kv: int8 buffers of any capacity; columns from a row's length on are never looked at.
+        lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
+        rope: when given, `queries` are raw, and go through `rope_norm` at position `lengths - 1` first.
+
+    Returns:
+        (B, n_heads, 1, head_dim) in the dtype of `queries`.
+    """
+    if rope is not None:
+        queries = rope_norm(queries, rope.weight, lengths - 1, rope.theta, rope.eps)
+    visible = mx.arange(kv.keys.shape[2]) < lengths[:, None, None, None]
+    return attention(queries, kv, visible)
+
+
+def rope_norm_quantize(
+    qkv: mx.array,
+    q_weight: mx.array,
+    k_weight: mx.array,
+    offset: int | mx.array,
+    scales: tuple[mx.array, mx.array],
+    n_kv_heads: int,
+    theta: float,
+    eps: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """What stands between a fused QKV projection and attention: RoPE, QK-norm, int8 keys and values.
+
+    Args:
+        qkv: (B, L, (n_heads + 2 * n_kv_heads) * head_dim): queries, keys, values.
+        q_weight: of the queries' norm, (head_dim,); `k_weight` of the keys'.
+        offset: position of the first of the L tokens: one for all rows, or (B,) int32.
+        scales: 0-d float32 of the keys and of the values.
+        theta, eps: see `rope_norm`.
+
+    Returns:
+        queries (B, n_heads, L, head_dim) in the dtype of `qkv`; codes of keys and of values,
+        (B, n_kv_heads, L, head_dim) int8.
+    """
+    head_dim = q_weight.shape[0]
+    heads = qkv.reshape(*qkv.shape[:2], -1, head_dim).swapaxes(1, 2)
+    n_heads = heads.shape[1] - 2 * n_kv_heads
+    q, k, v = heads.split([n_heads, n_heads + n_kv_heads], axis=1)
+    q = rope_norm(q, q_weight, offset, theta, eps)
+    k = rope_norm(k, k_weight, offset, theta, eps)
+    return q, quantize_int8(k, scales[0]), quantize_int8(v, scales[1])
+
+
+def packed_matmul(
+    x: mx.array,
+    weight: PackedWeight,
+    *,
+    norm: mx.array | None = None,
+    eps: float = 1e-5,
+    residual: mx.array | None = None,
+    low_rank: LowRank | None = None,
+    activation_bits: int = 16,
+) -> mx.array:
+    """`residual + x' W^T + B A x'` with `x' = rms_norm(x) * norm`; each part but the product is optional.
+
+    Args:
+        x: (..., K) float.
+        weight: (N, K).
+        norm: weight of an RMSNorm that `x` goes through first, (K,); None for none.
+        eps: of that norm.
+        residual: (..., N), added to the product.
+        low_rank: adapters; the first axis of `x` is then the batch.
+        activation_bits: 16, or 8 where a backend may round activations to int8. Ignored here.
+
+    Returns:
+        (..., N) in the dtype of `x`; sums are float32.
+    """
+    dtype = x.dtype
+    x = x.astype(mx.float32)
+    if norm is not None:
+        x = mx.fast.rms_norm(x, norm.astype(mx.float32), eps)
+    y = x @ dequantize(weight).T
+    if low_rank is not None:
+        y = y + low_rank_product(x, low_rank)
+    if residual is not None:
+        y = y + residual
+    return y.astype(dtype)
+
+
+def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:
+    """What the adapters add: (B, ..., N) float32 for x (B, ..., K); rows with slot -1 get zeros."""
+    slots = mx.maximum(low_rank.slots, 0)
+    active = (low_rank.slots >= 0).reshape(-1, *[1] * (x.ndim - 1))
+    rows = x.astype(mx.float32).reshape(x.shape[0], -1, x.shape[-1])
+    hidden = rows @ low_rank.a[slots].astype(mx.float32).swapaxes(-1, -2)
+    b, start, parts = low_rank.b[slots].astype(mx.float32), 0, []
+    for i, end in enumerate(low_rank.sections):
+        part = hidden[..., i * low_rank.rank : (i + 1) * low_rank.rank]
+        parts.append(part @ b[:, start:end].swapaxes(-1, -2))
+        start = end
+    y = mx.concatenate(parts, axis=-1).reshape(*x.shape[:-1], -1)
+    return mx.where(active, y, 0)
+
+
+def packed_swiglu(
+    x: mx.array,
+    gate: PackedWeight,
+    up: PackedWeight,
+    *,
+    norm: mx.array | None = None,
+    eps: float = 1e-5,
+    low_rank: tuple[LowRank, LowRank] | None = None,
+    activation_bits: int = 16,
+) -> mx.array:
+    """`silu(x' G^T) * (x' U^T)` with `x' = rms_norm(x) * norm`; arguments as in `packed_matmul`.
+
+    Returns:
+        (..., N) in the dtype of `x`.
+    """
+    wide = x.astype(mx.float32)
+    of_gate, of_up = low_rank or (None, None)
+    g = packed_matmul(wide, gate, norm=norm, eps=eps, low_rank=of_gate)
+    u = packed_matmul(wide, up, norm=norm, eps=eps, low_rank=of_up)
+    return (g * mx.sigmoid(g) * u).astype(x.dtype)
+
+
+def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
+    """Rows of a packed matrix: (..., K) of `dtype` for integer tokens (...)."""
+    return dequantize_rows(weight, tokens, dtype)
+
+
+def packed_argmax(
+    x: mx.array,
+    weight: PackedWeight,
+    *,
+    norm: mx.array | None = None,
+    eps: float = 1e-5,
+    activation_bits: int = 16,
+) -> tuple[mx.array, mx.array]:
+    """Row with the largest product, the lowest on a tie: the next token of greedy decoding.
+
+    Returns:
+        indices (...) uint32, and their products (...) float32.
+    """
+    logits = packed_matmul(x.astype(mx.float32), weight, norm=norm, eps=eps)
+    return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)
+
+
+def packed_top_k(
+    x: mx.array,
+    weight: PackedWeight,
+    k: int,
+    *,
+    norm: mx.array | None = None,
+    eps: float = 1e-5,
+    activation_bits: int = 16,
+) -> tuple[mx.array, mx.array]:
+    """The k rows with the largest products, largest first, the lower index first on a tie.
+
+    Returns:
+        indices (..., k) uint32, and products (..., k) float32.
+    """
+    logits = packed_matmul(x.astype(mx.float32), weight, norm=norm, eps=eps)
+    order = mx.argsort(-logits, axis=-1)[..., :k]
+    return order, mx.take_along_axis(logits, order, axis=-1)

@@ -1,0 +1,123 @@
+"""Which implementation of an operation runs: decided here, by device and shape, and nowhere else.
+
+Every backend lists its variants (`VARIANTS` of `kernels/metal` and `kernels/cpu`), each with a function of
+the reference's signature and a rule that says why it can't run a case, or nothing. The
+first one whose rule is silent runs. A variant that failed the self-test on this machine is disabled, and
+the next one runs; `afm-mlx doctor` and `explain` show what was chosen and why the others weren't.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+BACKENDS = ("metal", "cpu", "reference")
+
+
+class Case(NamedTuple):
+    """What a choice may depend on; one matrix's case is enough for an operation on two alike."""
+
+    device: str  # "gpu" or "cpu"
+    dtype: mx.Dtype  # of the activations
+    rows: int  # vectors that are multiplied, B * L
+    in_dims: int = 0
+    out_dims: int = 0
+    bits: int = 0
+    mode: str = ""
+    granularity: str = ""
+    group_size: int = 0
+    low_rank: int = 0  # the adapters' rank, 0 for none
+    activation_bits: int = 16
+    capacity: int = 0  # columns of a KV cache's buffers
+    head_dim: int = 0
+    group: int = 0  # query heads per KV head
+
+
+class Variant(NamedTuple):
+    """One implementation of one operation.
+
+    Args:
+        op: name of the function in `kernels.reference`.
+        name: "backend/variant", unique.
+        run: takes that function's arguments.
+        obstacle: why it can't run a case, as a clause for `doctor`; None when it can.
+    """
+
+    op: str
+    name: str
+    run: Callable[..., Any]
+    obstacle: Callable[[Case], str | None]
+
+    @property
+    def backend(self) -> str:
+        return self.name.split("/")[0]
+
+
+_disabled: dict[str, str] = {}
+_forced: list[str] = []
+
+
+@functools.cache
+def variants(op: str) -> tuple[Variant, ...]:
+    """Every implementation of an operation, in order of preference; the reference is the last."""
+    modules = [importlib.import_module(f"afm_mlx.kernels.{name}") for name in ("metal", "cpu")]
+    listed = [v for module in modules for v in module.VARIANTS if v.op == op]
+    reference = importlib.import_module("afm_mlx.kernels.reference")
+    return (*listed, Variant(op, "reference", getattr(reference, op), lambda case: None))
+
+
+@functools.cache
+def select(op: str, case: Case) -> Variant:
+    """The variant that runs this case."""
+    return next(v for v, obstacle in explain(op, case) if obstacle is None)
+
+
+def explain(op: str, case: Case) -> list[tuple[Variant, str | None]]:
+    """Every variant in order of preference, with the reason why it can't run this case, or None."""
+    return [(v, _obstacle(v, case)) for v in variants(op)]
+
+
+def _obstacle(variant: Variant, case: Case) -> str | None:
+    if variant.backend == "reference":
+        return None
+    if variant.name in _disabled:
+        return _disabled[variant.name]
+    wanted = _forced[-1] if _forced else os.environ.get("AFM_MLX_KERNELS", "")
+    if wanted:
+        if wanted not in (variant.backend, variant.name):
+            return f"{wanted} was asked for"
+    elif variant.backend != {"gpu": "metal", "cpu": "cpu"}[case.device]:
+        return f"runs on {variant.backend} only"
+    return variant.obstacle(case)
+
+
+def disable(name: str, reason: str) -> None:
+    """Never choose this variant again in this process."""
+    _disabled[name] = reason
+    select.cache_clear()
+
+
+@contextlib.contextmanager
+def force(name: str) -> Iterator[None]:
+    """Choose only this backend or variant, the reference where it can't run; for tests and `doctor`.
+
+    `AFM_MLX_KERNELS` in the environment does the same for a whole process.
+    """
+    _forced.append(name)
+    select.cache_clear()
+    try:
+        yield
+    finally:
+        _forced.pop()
+        select.cache_clear()
+
+
+def device() -> str:
+    """ "gpu" or "cpu": where MLX runs by default."""
+    return "cpu" if mx.default_device() == mx.Device(mx.cpu) else "gpu"

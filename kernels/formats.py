@@ -1,0 +1,125 @@
+"""What the operations take: packed matrices, low-rank adapters, keys and values.
+
+A packed matrix is a table of small codes and what turns them into numbers:
+
+    value[n, k] = column_scale[k] * (scale * (code - (2**bits - 1) / 2))    balanced
+    value[n, k] = column_scale[k] * (scale * code + bias)                   affine, MLX's own format
+    value[n, k] = column_scale[k] * table[n * T // N, code]                 palette, T tables
+
+where scale and bias are those of the tensor, of row n, or of row n and the group that k lies in, and
+`column_scale` is left out where there is none. Codes lie in uint32 words along k, the first in the lowest
+bits: MLX's packing. A balanced matrix is an affine one with `bias = -(2**bits - 1) / 2 * scale`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+BITS = (2, 4, 8)
+MODES = ("balanced", "affine", "palette")
+
+
+class PackedWeight(NamedTuple):
+    """A packed matrix of N output rows and K inputs.
+
+    Args:
+        codes: (N, K * bits / 32) uint32.
+        bits: 2, 4 or 8.
+        mode: "balanced", "affine" or "palette".
+        scales: float; () per tensor, (N,) per row, (N, K / group_size) per group; None in a palette.
+        biases: of an affine matrix, as `scales`.
+        table: (T, 2**bits) float32 of a palette; T divides N, and N / T rows share a table.
+        column_scale: (K,) float32, or None.
+    """
+
+    codes: mx.array
+    bits: int
+    mode: str
+    scales: mx.array | None = None
+    biases: mx.array | None = None
+    table: mx.array | None = None
+    column_scale: mx.array | None = None
+
+    @property
+    def out_dims(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def in_dims(self) -> int:
+        return self.codes.shape[1] * 32 // self.bits
+
+    @property
+    def granularity(self) -> str:
+        """What has a scale of its own: "tensor", "row" or "group"; "table" for a palette."""
+        return "table" if self.scales is None else ("tensor", "row", "group")[self.scales.ndim]
+
+    @property
+    def group_size(self) -> int:
+        """Inputs that share a scale: all of them unless scales are per group."""
+        if self.scales is None or self.scales.ndim < 2:
+            return self.in_dims
+        return self.in_dims // self.scales.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays: what one product with a vector has to read."""
+        return sum(array.nbytes for array in self if isinstance(array, mx.array))
+
+
+class LowRank(NamedTuple):
+    """LoRA adapters of one matrix, and which rows of the batch use which: `y += b[slot] (a[slot] x)`.
+
+    A matrix whose rows are several projections (fused QKV) has one pair per section: rows of section i
+    use `a[slot, i * rank : (i + 1) * rank]`.
+
+    Args:
+        a: (adapters, sections * rank, K) float.
+        b: (adapters, N, rank) float, with alpha / rank multiplied in.
+        slots: (B,) int32, index of each batch row's adapter; -1 for none.
+        sections: last row + 1 of every section; (N,) for a plain matrix.
+    """
+
+    a: mx.array
+    b: mx.array
+    slots: mx.array
+    sections: tuple[int, ...]
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[-1]
+
+
+class KeyValues(NamedTuple):
+    """Keys and values that a block attends to.
+
+    Args:
+        keys: (B, n_kv_heads, S, head_dim), float, or int8 codes.
+        values: the same shape and dtype.
+        key_scale: 0-d float32 that a code is multiplied by, or None for float keys.
+        value_scale: likewise for the values.
+    """
+
+    keys: mx.array
+    values: mx.array
+    key_scale: mx.array | None = None
+    value_scale: mx.array | None = None
+
+    def astype(self, dtype: mx.Dtype) -> KeyValues:
+        """Numbers of `dtype` under the same scales, converted once for blocks that read them often."""
+        return self._replace(keys=self.keys.astype(dtype), values=self.values.astype(dtype))
+
+
+class QueryRope(NamedTuple):
+    """What turns raw queries into those of attention: `rope_norm` with these arguments.
+
+    Args:
+        weight: of the norm, (head_dim,) float.
+        theta: base of the frequencies.
+        eps: added to the mean square.
+    """
+
+    weight: mx.array
+    theta: float
+    eps: float
