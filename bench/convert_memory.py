@@ -76,7 +76,7 @@ from afm_mlx.converters import convert
 import torch
 print("ready", flush=True)
 sys.stdin.readline()
-convert(sys.argv[1], sys.argv[2], dtype=sys.argv[3])
+convert(sys.argv[1], sys.argv[2], dtype=sys.argv[3], quantize=sys.argv[4] == "quantize")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True)
 """
 
@@ -103,9 +103,10 @@ class AnonymousMemory(threading.Thread):
             time.sleep(0.02)
 
 
-def measure(source: Path, target: Path, dtype: str) -> dict[str, float | None]:
+def measure(source: Path, target: Path, dtype: str, quantize: bool) -> dict[str, float | None]:
     """Convert in a process of its own; bytes and seconds."""
-    command = [sys.executable, "-c", _CHILD, str(source), str(target), dtype]
+    mode = "quantize" if quantize else "float"
+    command = [sys.executable, "-c", _CHILD, str(source), str(target), dtype, mode]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -135,6 +136,7 @@ def measure(source: Path, target: Path, dtype: str) -> dict[str, float | None]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16", "float32"])
+    parser.add_argument("-q", "--quantize", action="store_true", help="pack to 2 bits")
     parser.add_argument("--layers", type=int, default=56, help="fewer for a quick look")
     parser.add_argument("--kv-reuse-layers", type=int, default=21)
     parser.add_argument("--folder", help="where to work; the system's temporary folder by default")
@@ -144,7 +146,7 @@ def main() -> None:
         source = Path(name) / "assets"
         source.mkdir()
         size = make_checkpoint(source, options.layers, options.kv_reuse_layers)
-        result = measure(source, Path(name) / "out", options.dtype)
+        result = measure(source, Path(name) / "out", options.dtype, options.quantize)
     result = {"checkpoint_bytes": size, "dtype": options.dtype, **result}
     if options.json:
         print(json.dumps(result))

@@ -1,0 +1,296 @@
+"""Measure how fast a model runs here: tokens per second, memory, and share of the memory's speed."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from afm_mlx.cli import options
+from afm_mlx.cli.output import print_json, progress_bar
+from afm_mlx.cli.parser import UsageError, integer
+from afm_mlx.config import PRESETS
+
+if TYPE_CHECKING:
+    from afm_mlx.bandwidth import Bandwidth
+    from afm_mlx.benchmark import Result
+
+THREADS_VARIABLE = "AFM_MLX_THREADS"
+
+
+def integers(low: int) -> Callable[[str], list[int]]:
+    """Integers of at least `low`, separated by commas."""
+    one = integer(low)
+
+    def convert(text: str) -> list[int]:
+        return [one(part.strip()) for part in text.split(",")]
+
+    return convert
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_argument_group("model")
+    source.add_argument(
+        "--model",
+        help="model folder or hub id; the embedded model "
+        f"({options.EMBEDDED_MODEL}) unless --preset is given",
+    )
+    source.add_argument("--preset", choices=list(PRESETS), help="sizes of an architecture")
+    source.add_argument(
+        "--random-weights",
+        action="store_true",
+        help="fill the preset with random codes: 2 bits, and 4 for the embedding",
+    )
+    source.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        help="let code in the folder of a model that mlx-lm loads run; AFM folders have none",
+    )
+    cases = parser.add_argument_group(
+        "cases", "each takes a list, as in 128,512; all combinations run"
+    )
+    for flags, low, default, text in (
+        (("--prompt-tokens", "-p"), 1, "512", "tokens of a prompt"),
+        (("--generation-tokens", "-g"), 3, "128", "tokens of an answer"),
+        (("--batch-size", "-b"), 1, "1", "rows side by side"),
+        (("--depth", "-d"), 0, "0", "tokens that lie in the cache before the prompt"),
+    ):
+        cases.add_argument(*flags, type=integers(low), default=default, metavar="N,...", help=text)
+    parser.add_argument(
+        "--num-trials", "-n", type=integer(1), default=5, help="measured runs of a case"
+    )
+    parser.add_argument(
+        "--activation-bits",
+        type=int,
+        choices=[16, 8],
+        default=16,
+        help="8 rounds what goes into packed layers to int8, where that is faster",
+    )
+    parser.add_argument(
+        "--kv", choices=["int8", "float"], default="int8", help="storage of keys and values"
+    )
+    parser.add_argument(
+        "--threads", "-t", type=integer(1), help="of the CPU; by default the cores it may use"
+    )
+    parser.add_argument(
+        "--seed", type=integer(0, options.MAX_SEED), default=0, help="of the tokens and codes"
+    )
+    parser.add_argument(
+        "--output", "-o", choices=["md", "csv", "json"], default="md", help="form of the results"
+    )
+    options.add_unavailable(
+        parser, "adapters of AFM models are not available in this version", "--adapter-rank"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    _check(args)
+    _limit_threads(args.threads)
+    from afm_mlx.bandwidth import measure_bandwidth
+    from afm_mlx.benchmark import Case, run_case, threads_in_use
+
+    cases = [
+        Case(*sizes)
+        for sizes in itertools.product(
+            args.prompt_tokens, args.generation_tokens, args.batch_size, args.depth
+        )
+    ]
+    threads = threads_in_use()
+    bandwidth = measure_bandwidth(threads)
+    name, model, tokenizer = _model_of(args)
+    _set_activation_bits(model, args.activation_bits)
+    results, total = [], len(cases) * (args.num_trials + 1)
+    with progress_bar("bench", "run") as progress:
+        done = itertools.count(1)
+
+        def report() -> None:
+            if progress:
+                progress(next(done), total)
+
+        for case in cases:
+            results.append(
+                run_case(
+                    model,
+                    case,
+                    args.num_trials,
+                    kv=args.kv,
+                    tokenizer=tokenizer,
+                    seed=args.seed,
+                    on_run=report,
+                )
+            )
+    rows = [_row(result, bandwidth) for result in results]
+    facts = _facts(args, name, model, threads, bandwidth)
+    {"md": _print_markdown, "csv": _print_csv, "json": _print_json}[args.output](facts, rows)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.model is not None and args.preset is not None:
+        raise UsageError("--model and --preset can't both be given; a preset has no folder.")
+    if args.random_weights and args.preset is None:
+        raise UsageError(
+            f"--random-weights needs --preset, whose sizes it fills; allowed are {', '.join(PRESETS)}."
+        )
+    if args.preset is not None and not args.random_weights:
+        raise UsageError(
+            f"--preset {args.preset} has no weights of its own. Add --random-weights, or give --model."
+        )
+
+
+def _limit_threads(threads: int | None) -> None:
+    """Set how many threads the kernels and the BLAS compute with; before either has started."""
+    if threads is None:
+        return
+    from afm_mlx import blas
+
+    os.environ[THREADS_VARIABLE] = str(threads)
+    blas.set_threads(threads)
+
+
+def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
+    """The name of the model, the model, and its tokenizer; a random one has none."""
+    if args.preset is not None:
+        from afm_mlx.quantization import random_packed_model
+
+        model = random_packed_model(PRESETS[args.preset], seed=args.seed)
+        return f"{args.preset} (random)", model, None
+    from afm_mlx.loading import load
+
+    name = args.model or options.EMBEDDED_MODEL
+    return name, *load(name, trust_remote_code=args.trust_remote_code)
+
+
+def _set_activation_bits(model: Any, bits: int) -> None:
+    """Have every packed layer round its input to so many bits.
+
+    Raises:
+        UsageError: when there is none.
+    """
+    packed = [module for module in model.modules() if hasattr(module, "activation_bits")]
+    if bits != 16 and not packed:
+        raise UsageError(
+            f"--activation-bits {bits} is for packed layers, and this model has none. Convert it with "
+            "-q, or leave the flag out."
+        )
+    for module in packed:
+        module.activation_bits = bits
+
+
+def _facts(
+    args: argparse.Namespace, name: str, model: Any, threads: int, bandwidth: Bandwidth
+) -> dict[str, Any]:
+    from mlx.utils import tree_flatten
+
+    from afm_mlx.describe import describe_runtime
+
+    return {
+        "model": name,
+        "weight_bytes": sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        "trials": args.num_trials,
+        "activation_bits": args.activation_bits,
+        "kv": args.kv,
+        "threads": threads,
+        "bandwidth_bytes_per_second": bandwidth.bytes_per_second,
+        "bandwidth_measured_with": bandwidth.how,
+        "runtime": describe_runtime(),
+    }
+
+
+def _row(result: Result, bandwidth: Bandwidth) -> dict[str, Any]:
+    """A result as flat figures: bytes, seconds, and tokens per second."""
+    row: dict[str, Any] = dataclasses.asdict(result.case)
+    for name in ("prefill", "decode", "first_token"):
+        spread = getattr(result, name)
+        unit = "seconds" if name == "first_token" else "tokens_per_second"
+        row |= {f"{name}_{unit}": spread.mean, f"{name}_deviation": spread.deviation}
+        row[f"{name}_median"] = spread.median
+    rate = result.bytes_per_second
+    row |= {
+        "peak_memory_bytes": result.peak_memory,
+        "peak_resident_bytes": result.peak_resident,
+        "peak_over_weights_and_cache": result.memory_ratio,
+        "bytes_per_token": result.bytes_per_token,
+        "operations_per_step": result.cost.operations if result.cost else None,
+        "bytes_per_second": rate,
+        "share_of_bandwidth": None if rate is None else rate / bandwidth.bytes_per_second,
+    }
+    return row
+
+
+# -- output
+
+
+def _print_json(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    print_json(facts | {"results": rows})
+
+
+def _print_csv(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    common = {key: value for key, value in facts.items() if key != "runtime"}
+    common["device"] = facts["runtime"]["device_name"]
+    writer = csv.DictWriter(sys.stdout, [*common, *rows[0]], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(common | row for row in rows)
+
+
+def _print_markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    table = [_COLUMNS, *([show(row) for show in _CELLS] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for index, line in enumerate(table):
+        print(f"| {' | '.join(cell.rjust(w) for cell, w in zip(line, widths, strict=True))} |")
+        if index == 0:
+            print(f"|{'|'.join('-' * (width + 1) + ':' for width in widths)}|")
+    runtime = facts["runtime"]
+    print(f"\nmodel: {facts['model']}, {facts['weight_bytes'] / 1e9:.3f} GB")
+    print(
+        f"device: {runtime['device_name']} ({runtime['device']}), {facts['threads']} threads; "
+        f"activations of {facts['activation_bits']} bits, {facts['kv']} keys and values"
+    )
+    print(
+        f"memory limit: {facts['bandwidth_bytes_per_second'] / 1e9:.1f} GB/s "
+        f"({facts['bandwidth_measured_with']})"
+    )
+    print(
+        f"mean ± deviation of {facts['trials']} runs after a warm-up; memory is MLX's peak, and its share "
+        "of what weights and cache take"
+    )
+
+
+def _spread(row: dict[str, Any], name: str, unit: str, scale: float = 1) -> str:
+    mean, deviation = row[f"{name}_{unit}"] * scale, row[f"{name}_deviation"]
+    return f"{mean:.1f}" if deviation is None else f"{mean:.1f} ± {deviation * scale:.1f}"
+
+
+def _scaled(key: str, scale: float, digits: int, unit: str = "") -> Callable[[dict[str, Any]], str]:
+    def show(row: dict[str, Any]) -> str:
+        return "-" if row[key] is None else f"{row[key] * scale:.{digits}f}{unit}"
+
+    return show
+
+
+def _memory(row: dict[str, Any]) -> str:
+    ratio = row["peak_over_weights_and_cache"]
+    peak = f"{row['peak_memory_bytes'] / 1e9:.3f}"
+    return peak if ratio is None else f"{peak} ({ratio:.2f}x)"
+
+
+_SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
+    "prompt": lambda row: str(row["prompt_tokens"]),
+    "new": lambda row: str(row["generated_tokens"]),
+    "rows": lambda row: str(row["batch"]),
+    "depth": lambda row: str(row["depth"]),
+    "prefill tok/s": lambda row: _spread(row, "prefill", "tokens_per_second"),
+    "decode tok/s": lambda row: _spread(row, "decode", "tokens_per_second"),
+    "first token ms": lambda row: _spread(row, "first_token", "seconds", 1e3),
+    "memory GB": _memory,
+    "resident GB": _scaled("peak_resident_bytes", 1e-9, 3),
+    "MB/token": _scaled("bytes_per_token", 1e-6, 1),
+    "ops/step": _scaled("operations_per_step", 1, 0),
+    "GB/s": _scaled("bytes_per_second", 1e-9, 2),
+    "of limit": _scaled("share_of_bandwidth", 100, 1, " %"),
+}
+_COLUMNS, _CELLS = list(_SHOWN), list(_SHOWN.values())

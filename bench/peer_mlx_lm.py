@@ -1,0 +1,101 @@
+"""A worker that measures mlx-lm's own `afm7`: 2-bit affine groups of 128, and a 4-bit embedding.
+
+mlx-lm can't quantize this architecture (its fused layer takes no `mode`), so the quantized layers are put in
+here, with random codes. Nothing of afm-mlx is imported: MLX runs with the BLAS that it came with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models import afm7
+
+from bench.peer_protocol import Answer, peak_resident, serve
+
+
+def quantized_model(sizes: dict[str, Any]) -> afm7.Model:
+    """The model with random codes; float weights are never made, because MLX computes only what is read."""
+    model = afm7.Model(afm7.ModelArgs(model_type="afm7", **sizes))
+    leaves = []
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            leaves.append((path, _linear(module)))
+        elif isinstance(module, nn.Embedding):
+            leaves.append(
+                (path, _filled(nn.QuantizedEmbedding(1, 128, 128, 4), module.weight.shape))
+            )
+    for path, layer in leaves:
+        owner: Any = model
+        *parents, last = path.split(".")
+        for key in parents:
+            owner = owner[int(key)] if key.isdecimal() else owner[key]
+        owner[last] = layer
+    mx.eval(model.parameters())
+    return model.eval()
+
+
+def _linear(module: nn.Linear) -> nn.Module:
+    if isinstance(module, afm7.FusedLinear):
+        layer: nn.Module = afm7.FusedQuantizedLinear(128, [1], group_size=128, bits=2)
+        layer.indices = module.indices
+    else:
+        layer = nn.QuantizedLinear(128, 1, bias=False, group_size=128, bits=2)
+    return _filled(layer, module.weight.shape)
+
+
+def _filled(layer: Any, shape: tuple[int, ...]) -> Any:
+    rows, inputs = shape
+    words = (rows, inputs * layer.bits // 32)
+    layer.weight = mx.random.randint(0, 2**31 - 1, words).astype(mx.uint32)
+    step = (12 / (4**layer.bits - 1) / inputs) ** 0.5
+    layer.scales = mx.full((rows, inputs // layer.group_size), step)
+    layer.biases = layer.scales * -((2**layer.bits - 1) / 2)
+    return layer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sizes", type=json.loads, required=True, help="ModelArgs as JSON")
+    model = quantized_model(parser.parse_args().sizes)
+
+    def generate(prompt: int, tokens: int) -> list[float]:
+        """When each token came, and the start before them."""
+        ids = mx.random.randint(0, model.args.vocab_size, (prompt,))
+        mx.eval(ids)
+        times = [time.perf_counter()]
+        for _ in generate_step(ids, model, max_tokens=tokens):
+            times.append(time.perf_counter())
+        return times
+
+    def warm_up() -> Answer:
+        generate(1, 1)
+        return {}
+
+    def prefill(tokens: int) -> Answer:
+        start, first = generate(tokens, 1)
+        return {"tokens_per_second": tokens / (first - start)}
+
+    def decode(tokens: int, rows: int, depth: int) -> Answer:
+        if rows != 1:
+            raise ValueError("mlx-lm is measured with one row")
+        times = generate(depth, tokens + 2)
+        # As in afm-mlx: the last token has no other submitted beside it.
+        return {"tokens_per_second": tokens / (times[-2] - times[1])}
+
+    def memory() -> Answer:
+        return {"peak_resident_bytes": peak_resident(), "peak_memory_bytes": mx.get_peak_memory()}
+
+    hello = {"weight_bytes": sum(a.nbytes for _, a in tree_flatten(model.parameters()))}
+    measurements = {"warm_up": warm_up, "prefill": prefill, "decode": decode, "memory": memory}
+    serve(hello, measurements)
+
+
+if __name__ == "__main__":
+    main()

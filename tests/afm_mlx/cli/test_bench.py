@@ -1,0 +1,102 @@
+"""`afm-mlx bench`."""
+
+import csv
+import io
+import json
+
+import pytest
+
+from afm_mlx import bandwidth, benchmark, blas
+from afm_mlx.bandwidth import Bandwidth
+from afm_mlx.benchmark import run_case
+from afm_mlx.cli import bench
+from afm_mlx.config import PRESETS
+from afm_mlx.model import Model
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """A bandwidth without the gigabyte."""
+    measured = Bandwidth(2e9, "by hand")
+    monkeypatch.setattr(bandwidth, "measure_bandwidth", lambda threads: measured)
+
+
+SMALL = ("-p", "6,9", "-g", "4", "-b", "1,2", "-n", "2", "-d", "3")
+
+
+def test_bench_prints_every_case(run, quick):
+    status, out, err = run("bench", *SMALL, "-o", "json")
+    assert (status, err) == (0, "")
+    facts = json.loads(out)
+    rows = facts["results"]
+    assert [(r["prompt_tokens"], r["batch"], r["depth"]) for r in rows] == [
+        (6, 1, 3), (6, 2, 3), (9, 1, 3), (9, 2, 3),
+    ]  # fmt: skip
+    for row in rows:
+        rate = row["decode_tokens_per_second"] * row["bytes_per_token"]
+        assert row["share_of_bandwidth"] == pytest.approx(rate / 2e9)
+    assert facts["bandwidth_measured_with"] == "by hand"
+    status, out, _ = run("bench", *SMALL, "-o", "csv")
+    read = list(csv.DictReader(io.StringIO(out)))
+    assert [row["batch"] for row in read] == ["1", "2", "1", "2"]
+    assert set(rows[0]) < set(read[0])
+    status, out, _ = run("bench", *SMALL)
+    table = out.split("\n\n")[0].splitlines()
+    assert len(table) == 2 + 4
+    assert {line.count("|") for line in table} == {14}
+    assert "2.0 GB/s (by hand)" in out
+
+
+def test_bench_of_a_preset(run, quick, monkeypatch):
+    seen = []
+    monkeypatch.setitem(PRESETS, "afm-3b", PRESETS["afm-nano"])
+
+    def watch(model, *args, **options):
+        seen.append(model)
+        return run_case(model, *args, **options)
+
+    monkeypatch.setattr(benchmark, "run_case", watch)
+    argv = ("bench", "--preset", "afm-3b", "--random-weights", "-p", "4", "-g", "3", "-n", "1")
+    status, out, _ = run(*argv, "--activation-bits", "8", "--kv", "float")
+    assert status == 0
+    assert "afm-3b (random)" in out
+    assert "activations of 8 bits, float keys" in out
+    (model,) = seen
+    assert isinstance(model, Model)
+    packed = [m for m in model.modules() if hasattr(m, "activation_bits")]
+    config = PRESETS["afm-nano"]
+    assert len(packed) == 1 + 5 * config.num_layers
+    assert {m.activation_bits for m in packed} == {8}
+    assert {m.bits for m in packed} == {2, 4}
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--preset", "afm-3b"], "Add --random-weights"),
+        (["--random-weights"], "--random-weights needs --preset"),
+        (["--model", "x", "--preset", "afm-3b"], "can't both be given"),
+        (["-p", "0"], "0 is out of range; allowed is 1 or more"),
+        (["-g", "2"], "2 is out of range; allowed is 3 or more"),
+        (["-b", "1,two"], "'two' is not an integer"),
+        (["--adapter-rank", "8"], "adapters of AFM models are not available"),
+        (["-o", "yaml"], "choose from"),
+    ],
+)
+def test_bench_refuses(fails, argv, says):
+    assert says in fails("bench", *argv)
+
+
+def test_bench_refuses_int8_activations_of_floats(folder, fails, quick):
+    assert "this model has none" in fails("bench", "--model", folder, "--activation-bits", "8")
+
+
+def test_threads_are_set_before_anything_computes(monkeypatch):
+    limited = []
+    monkeypatch.setattr(blas, "set_threads", limited.append)
+    monkeypatch.setenv(bench.THREADS_VARIABLE, "9")
+    assert benchmark.threads_in_use() == 9
+    bench._limit_threads(None)
+    assert (limited, benchmark.threads_in_use()) == ([], 9)
+    bench._limit_threads(3)
+    assert (limited, benchmark.threads_in_use()) == ([3], 3)
