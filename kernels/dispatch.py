@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+OPS = (
+    "packed_matmul",
+    "packed_swiglu",
+    "packed_argmax",
+    "packed_top_k",
+    "packed_embedding",
+    "rope_norm_quantize",
+    "decode_attention",
+)
 BACKENDS = ("metal", "cpu", "reference")
+SWITCH = "AFM_MLX_KERNELS"
 
 
 class Case(NamedTuple):
@@ -88,19 +98,32 @@ def _obstacle(variant: Variant, case: Case) -> str | None:
         return None
     if variant.name in _disabled:
         return _disabled[variant.name]
-    wanted = _forced[-1] if _forced else os.environ.get("AFM_MLX_KERNELS", "")
+    wanted = forced()
     if wanted:
         if wanted not in (variant.backend, variant.name):
             return f"{wanted} was asked for"
     elif variant.backend != {"gpu": "metal", "cpu": "cpu"}[case.device]:
         return f"runs on {variant.backend} only"
+    elif case.device == "gpu" and not mx.metal.is_available():
+        return "MLX has no Metal here"
     return variant.obstacle(case)
 
 
 def disable(name: str, reason: str) -> None:
-    """Never choose this variant again in this process."""
+    """Don't choose this variant in this process any more."""
     _disabled[name] = reason
     select.cache_clear()
+
+
+def enable(name: str) -> None:
+    """Undo `disable`."""
+    _disabled.pop(name, None)
+    select.cache_clear()
+
+
+def disabled() -> dict[str, str]:
+    """Every variant that is switched off, and why."""
+    return dict(_disabled)
 
 
 @contextlib.contextmanager
@@ -116,6 +139,21 @@ def force(name: str) -> Iterator[None]:
     finally:
         _forced.pop()
         select.cache_clear()
+
+
+def forced() -> str:
+    """The backend or variant that `force` or `AFM_MLX_KERNELS` asks for; empty when neither does.
+
+    Raises:
+        ValueError: for a backend that doesn't exist.
+    """
+    wanted = _forced[-1] if _forced else os.environ.get(SWITCH, "")
+    if wanted and wanted.split("/")[0] not in BACKENDS:
+        raise ValueError(
+            f"{SWITCH} is {wanted!r}; allowed are {', '.join(BACKENDS)}, and names of variants, "
+            "which `afm-mlx doctor` lists."
+        )
+    return wanted
 
 
 def device() -> str:

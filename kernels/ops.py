@@ -43,7 +43,28 @@ def decode_attention(
     queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
 ) -> mx.array:
     """See `reference.decode_attention`."""
-    case = Case(
+    return select("decode_attention", _attention_case(queries, kv)).run(queries, kv, lengths, rope)
+
+
+def rope_norm_quantize(qkv: mx.array, q_weight: mx.array, *args: Any) -> tuple[mx.array, ...]:
+    """See `reference.rope_norm_quantize`."""
+    return select("rope_norm_quantize", _rope_case(qkv, q_weight)).run(qkv, q_weight, *args)
+
+
+def case_of(op: str, *args: Any, **options: Any) -> Case:
+    """What the choice of a variant depends on, for a call with these arguments."""
+    if op == "decode_attention":
+        return _attention_case(*args[:2])
+    if op == "rope_norm_quantize":
+        return _rope_case(*args[:2])
+    if op == "packed_embedding":
+        tokens, weight, dtype = args
+        return _weight_case(dtype, tokens.size, weight)
+    return _case(args[0], args[1], options)
+
+
+def _attention_case(queries: mx.array, kv: KeyValues) -> Case:
+    return Case(
         device(),
         queries.dtype,
         rows=queries.shape[0],
@@ -51,13 +72,10 @@ def decode_attention(
         head_dim=queries.shape[-1],
         group=queries.shape[1] // kv.keys.shape[1],
     )
-    return select("decode_attention", case).run(queries, kv, lengths, rope)
 
 
-def rope_norm_quantize(qkv: mx.array, q_weight: mx.array, *args: Any) -> tuple[mx.array, ...]:
-    """See `reference.rope_norm_quantize`."""
-    case = Case(device(), qkv.dtype, rows=qkv.shape[0] * qkv.shape[1], head_dim=q_weight.shape[0])
-    return select("rope_norm_quantize", case).run(qkv, q_weight, *args)
+def _rope_case(qkv: mx.array, q_weight: mx.array) -> Case:
+    return Case(device(), qkv.dtype, rows=qkv.shape[0] * qkv.shape[1], head_dim=q_weight.shape[0])
 
 
 def _case(x: mx.array, weight: PackedWeight, options: dict[str, Any]) -> Case:

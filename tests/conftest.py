@@ -9,6 +9,8 @@ import pytest
 import afm_mlx  # noqa: F401  before any test imports mlx.core, so that all run on the same BLAS
 
 SEED = int(os.environ.get("AFM_TEST_SEED") or random.SystemRandom().randrange(2**32))
+# Tests of the self-test switch it on for themselves; elsewhere it would write to the user's cache folder.
+os.environ.setdefault("AFM_MLX_SELFTEST", "0")
 # pytest-xdist's workers are processes of their own and must draw from the same seed.
 os.environ["AFM_TEST_SEED"] = str(SEED)
 

@@ -3,8 +3,8 @@
 Each command is a module with `add_arguments(parser)` and `run(args)`. It is imported when it is chosen, and
 it imports MLX when it runs: help and usage errors come at once.
 
-Exit status: 0 done, 2 for what the user got wrong (one line on stderr), 130 after Ctrl-C. Whatever else is
-raised is a defect of ours and keeps its traceback.
+Exit status: 0 done, 1 when `doctor` found a fault, 2 for what the user got wrong (one line on stderr),
+130 after Ctrl-C. Whatever else is raised is a defect of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk with a model, turn by turn",
     "convert": "make a model folder of a checkpoint or of another folder",
+    "bench": "measure tokens per second, memory, and the share of its speed",
     "info": "show what a model is, and what would run it here",
+    "doctor": "test every kernel on this machine, and write a report",
     "perplexity": "measure how well a model predicts a text",
     "evaluate": "measure how many tasks of a test set a model solves",
 }
@@ -58,8 +60,7 @@ def _run(argv: list[str]) -> int:
         command = import_module(f"{__name__}.{argv[0]}")
         args = parse(argv[0], command, argv[1:])
         debug = args.debug
-        command.run(args)
-        return 0
+        return command.run(args) or 0
     except SystemExit as done:  # --help
         return int(done.code or 0)
     except UsageError as error:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from afm_mlx.cli.options import EMBEDDED_MODEL
-from afm_mlx.cli.output import add_json, print_json
+from afm_mlx.cli.output import add_json, print_facts, print_json
 from afm_mlx.cli.parser import UsageError
 from afm_mlx.config import PRESETS
 
@@ -37,31 +36,4 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print_json(facts)
     else:
-        _print(facts)
-
-
-def _print(facts: dict[str, Any]) -> None:
-    """Single facts first, then each group under its name."""
-    groups = {key: value for key, value in facts.items() if isinstance(value, dict)}
-    _print_lines({key: value for key, value in facts.items() if key not in groups})
-    for name, group in groups.items():
-        print(f"\n{name.replace('_', ' ')}")
-        _print_lines(group, indent="  ")
-
-
-def _print_lines(facts: dict[str, Any], indent: str = "") -> None:
-    width = max(map(len, facts))
-    for key, value in facts.items():
-        print(f"{indent}{key.replace('_', ' '):<{width}}  {_text(value)}")
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_text, value))
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:,.3f}".rstrip("0").rstrip(".")
-    return f"{value:,}" if isinstance(value, int) else str(value)
+        print_facts(facts)

@@ -17,14 +17,15 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def print_json(values: Any) -> None:
     # NaN and infinity are no JSON; a parser would stumble over them.
-    print(json.dumps(_finite(values), ensure_ascii=False, indent=2, allow_nan=False))
+    print(json.dumps(finite(values), ensure_ascii=False, indent=2, allow_nan=False))
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same value with None for NaN and infinities, as JSON needs it."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -34,7 +35,35 @@ def print_table(rows: Sequence[Sequence[Any]]) -> None:
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     for first, *others in texts:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        print("  ".join([first.ljust(widths[0]), *cells]))
+        print("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+
+
+def print_facts(facts: dict[str, Any]) -> None:
+    """Print single facts first, then each group under its name."""
+    groups = {key: value for key, value in facts.items() if isinstance(value, dict)}
+    if single := {key: value for key, value in facts.items() if key not in groups}:
+        _print_lines(single)
+    for name, group in groups.items():
+        print(f"\n{name.replace('_', ' ')}")
+        _print_lines(group, indent="  ")
+
+
+def _print_lines(facts: dict[str, Any], indent: str = "") -> None:
+    width = max(map(len, facts))
+    for key, value in facts.items():
+        print(f"{indent}{key.replace('_', ' '):<{width}}  {_text(value)}")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.3f}".rstrip("0").rstrip(".")
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @contextmanager

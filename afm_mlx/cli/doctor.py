@@ -1,0 +1,129 @@
+"""Test every kernel on this machine, and write a report that can be sent in.
+
+Exit status: 0 when all is well, 1 when a kernel failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+from typing import Any
+
+from afm_mlx.cli.output import add_json, finite, print_facts, print_json, print_table, progress_bar
+from afm_mlx.cli.parser import UsageError, integer
+
+FAILED = 1
+# Beginnings of obstacles that a whole backend shares.
+_OF_BACKEND = ("runs on ", "MLX has no ", "the C++ extension ")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--quick", action="store_true", help="a few problems in a second, and nothing is timed"
+    )
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        help="where the report goes; afm-mlx-report-DATE.json in this folder by default",
+    )
+    parser.add_argument(
+        "--retry",
+        action="store_true",
+        help="also run kernels that ended the process the last time",
+    )
+    parser.add_argument(
+        "--seed", type=integer(0), help="of the random inputs, to repeat a report; fresh by default"
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    path = Path(args.report or f"afm-mlx-report-{datetime.date.today()}.json")
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise UsageError(f"--report {path} can't be written: name a file in a folder that exists.")
+    from afm_mlx.doctor import examine
+    from afm_mlx.files import atomic_write
+
+    with progress_bar("testing", " problems") as progress:
+        facts = examine(quick=args.quick, retry=args.retry, seed=args.seed, progress=progress)
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(finite(facts), indent=1, allow_nan=False), encoding="utf-8")
+    if args.json:
+        print_json(facts)
+    else:
+        _print(facts, path)
+    return 0 if facts["ok"] else FAILED
+
+
+def _print(facts: dict[str, Any], path: Path) -> None:
+    print_facts({name: facts[name] for name in ("machine", "runtime", "native_extension")})
+    print("\nkernels: the worst error, as a share of what rounding explains")
+    print_table([("", "problems", "chosen", "worst", ""), *map(_kernel_row, facts["kernels"])])
+    if facts["timed"]:
+        print("\ncalls of a 3B model; > marks the kernel that runs")
+        _print_timed(facts)
+    _print_obstacles(facts)
+    if facts["asked_for"]:
+        print(f"\nOnly {facts['asked_for']} was tested: AFM_MLX_KERNELS asks for it.")
+    for name, reason in facts["failures"].items():
+        what = "plain MLX" if name == "reference" else f"and switched off from now on: {name}"
+        print(f"\nFAILED, {what}\n  {reason}")
+    print(f"\n{'All is well.' if facts['ok'] else 'Please send the report in.'} Report: {path}")
+
+
+def _kernel_row(kernel: dict[str, Any]) -> tuple[str, ...]:
+    worst, failed = kernel.get("worst_share_of_bound"), kernel["failed"]
+    return (
+        f"{kernel['op']}  {kernel['variant']}",
+        str(kernel["problems"]),
+        str(kernel["chosen"]),
+        "-" if worst is None else f"{worst:.2f}",
+        f"FAILED ({failed})" if failed else "ok" if kernel["problems"] else "not run",
+    )
+
+
+def _print_timed(facts: dict[str, Any]) -> None:
+    rows, title = [], None
+    for line in facts["timed"]:
+        call = f"{line['op']}: {line['case']}"
+        if call != title:
+            title = call
+            rows.append((call, *[""] * 5))
+        name = f"  {'>' if line['chosen'] else ' '} {line['variant']}"
+        if "not_run" not in line:
+            rows.append((name, *_figures(line)))
+    print_table([("", "error", "bound", "time", "GB/s", "of memory"), *rows])
+
+
+def _figures(line: dict[str, Any]) -> tuple[str, ...]:
+    error = "-" if line["error"] is None else f"{line['error']:.1e}"
+    if line["failure"] is not None:
+        return error, f"{line['bound']:.1e}", "FAILED", "", ""
+    share = line.get("share_of_bandwidth")
+    return (
+        error,
+        f"{line['bound']:.1e}",
+        _time(line["microseconds"]),
+        f"{line['gb_per_s']:.1f}",
+        "" if share is None else f"{share:.0%}",
+    )
+
+
+def _time(microseconds: float) -> str:
+    return f"{microseconds:.1f} us" if microseconds < 1000 else f"{microseconds / 1000:,.1f} ms"
+
+
+def _print_obstacles(facts: dict[str, Any]) -> None:
+    """Why variants were not run, the reasons that hold for a whole backend once."""
+    lines: dict[str, None] = {}
+    for kernel in facts["kernels"]:
+        for reason, count in kernel["not_run"].items():
+            backend = kernel["variant"].split("/")[0]
+            general = reason.startswith(_OF_BACKEND) or reason.endswith(" was asked for")
+            what = f"{backend}/*" if general else f"{kernel['op']}  {kernel['variant']} ({count})"
+            lines[f"  {what}: {reason}"] = None
+    if lines:
+        print("\nnot run here")
+        print("\n".join(lines))

@@ -1,0 +1,198 @@
+"""The operations in float64 NumPy: what the self-test and the tests hold every backend to.
+
+Written from the formulas, not from `kernels.reference`, so that a mistake there shows. The functions take
+the arguments of the operations and return float64 arrays. They are slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.kernels.formats import KeyValues, LowRank, PackedWeight, QueryRope
+
+_ROWS_AT_A_TIME = 4096  # of a matrix: the head's is gigabytes in float64
+
+
+def float64(array: mx.array) -> np.ndarray:
+    """The numbers of an array, exactly."""
+    if array.dtype in (mx.bfloat16, mx.float16):
+        array = array.astype(mx.float32)
+    return np.array(array).astype(np.float64)
+
+
+def matrix(weight: PackedWeight) -> np.ndarray:
+    """The numbers that a packed matrix stands for, (N, K)."""
+    return np.concatenate(list(_blocks(weight)))
+
+
+def _blocks(weight: PackedWeight) -> Iterator[np.ndarray]:
+    """Consecutive rows of the matrix."""
+    words = np.array(weight.codes)
+    parts = [None if part is None else float64(part) for part in weight[3:]]
+    scales, biases, table, column_scale = parts
+    for start in range(0, len(words), _ROWS_AT_A_TIME):
+        rows = np.arange(start, min(start + _ROWS_AT_A_TIME, len(words)))
+        shifts = np.arange(0, 32, weight.bits, dtype=np.uint32)
+        codes = (words[rows][:, :, None] >> shifts & np.uint32(2**weight.bits - 1)).reshape(
+            len(rows), -1
+        )
+        if table is not None:
+            values = table[rows[:, None] * len(table) // len(words), codes]
+        else:
+            assert scales is not None
+            scale = _per_code(scales, rows, codes.shape[1])
+            if weight.mode == "balanced":
+                values = scale * (codes - (2**weight.bits - 1) / 2)
+            else:
+                assert biases is not None
+                values = scale * codes + _per_code(biases, rows, codes.shape[1])
+        yield values if column_scale is None else values * column_scale
+
+
+def _per_code(array: np.ndarray, rows: np.ndarray, in_dims: int) -> np.ndarray:
+    if array.ndim == 0:
+        return array
+    of_rows = array[rows].reshape(len(rows), -1)
+    return np.repeat(of_rows, in_dims // of_rows.shape[1], axis=1)
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
+    """`x / sqrt(mean(x**2) + eps) * weight` over the last axis."""
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def packed_matmul(
+    x: mx.array,
+    weight: PackedWeight,
+    *,
+    norm: mx.array | None = None,
+    eps: float = 1e-5,
+    residual: mx.array | None = None,
+    low_rank: LowRank | None = None,
+    activation_bits: int = 16,
+) -> np.ndarray:
+    """See `reference.packed_matmul`."""
+    x64 = float64(x)
+    if norm is not None:
+        x64 = rms_norm(x64, float64(norm), eps)
+    y = np.concatenate([x64 @ block.T for block in _blocks(weight)], axis=-1)
+    if low_rank is not None:
+        y += _low_rank(x64, low_rank)
+    return y if residual is None else y + float64(residual)
+
+
+def _low_rank(x: np.ndarray, low_rank: LowRank) -> np.ndarray:
+    a, b = float64(low_rank.a), float64(low_rank.b)
+    y = np.zeros((*x.shape[:-1], b.shape[1]))
+    for row, slot in enumerate(np.array(low_rank.slots).tolist()):
+        start = 0
+        for section, end in enumerate(low_rank.sections if slot >= 0 else ()):
+            first = section * low_rank.rank
+            hidden = x[row] @ a[slot, first : first + low_rank.rank].T
+            y[row, ..., start:end] = hidden @ b[slot, start:end].T
+            start = end
+    return y
+
+
+def packed_swiglu(
+    x: mx.array,
+    gate: PackedWeight,
+    up: PackedWeight,
+    *,
+    norm: mx.array | None = None,
+    eps: float = 1e-5,
+    low_rank: tuple[LowRank, LowRank] | None = None,
+    activation_bits: int = 16,
+) -> np.ndarray:
+    """See `reference.packed_swiglu`."""
+    of_gate, of_up = low_rank or (None, None)
+    g = packed_matmul(x, gate, norm=norm, eps=eps, low_rank=of_gate)
+    u = packed_matmul(x, up, norm=norm, eps=eps, low_rank=of_up)
+    return g / (1 + np.exp(-g)) * u
+
+
+def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> np.ndarray:
+    """See `reference.packed_embedding`."""
+    index = np.array(tokens)
+    # Only the rows that are asked for; tables are shared by rows, so they are spelled out first.
+    used, position = np.unique(index, return_inverse=True)
+    rows = mx.array(used)
+    scales, biases = (
+        part if part is None or part.ndim == 0 else part[rows]
+        for part in (weight.scales, weight.biases)
+    )
+    table = weight.table
+    if table is not None:
+        table = table[mx.array(used.astype(np.int64) * table.shape[0] // weight.out_dims)]
+    few = weight._replace(codes=weight.codes[rows], scales=scales, biases=biases, table=table)
+    return matrix(few)[position.reshape(index.shape)]
+
+
+def rope(x: np.ndarray, offset: int | mx.array, theta: float) -> np.ndarray:
+    """Rotary embedding on adjacent pairs of (B, n_heads, L, head_dim), at positions from `offset` on."""
+    offsets = np.broadcast_to(np.array(offset), x.shape[:1]).astype(np.float64)
+    positions = offsets[:, None] + np.arange(x.shape[2])
+    frequencies = theta ** (-np.arange(0, x.shape[-1], 2) / x.shape[-1])
+    turned = (x[..., 0::2] + 1j * x[..., 1::2]) * np.exp(
+        1j * positions[:, None, :, None] * frequencies
+    )
+    return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+
+
+def rope_norm_quantize(
+    qkv: mx.array,
+    q_weight: mx.array,
+    k_weight: mx.array,
+    offset: int | mx.array,
+    scales: tuple[mx.array, mx.array],
+    n_kv_heads: int,
+    theta: float,
+    eps: float,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """See `reference.rope_norm_quantize`; keys and values in units of a code, clamped but not rounded."""
+    head_dim = q_weight.shape[0]
+    heads = float64(qkv).reshape(*qkv.shape[:2], -1, head_dim).swapaxes(1, 2)
+    n_heads = heads.shape[1] - 2 * n_kv_heads
+    q, k, v = np.split(heads, [n_heads, n_heads + n_kv_heads], axis=1)
+    q = rms_norm(rope(q, offset, theta), float64(q_weight), eps)
+    k = rms_norm(rope(k, offset, theta), float64(k_weight), eps)
+    k, v = (
+        np.clip(part / float64(scale), -128, 127)
+        for part, scale in zip((k, v), scales, strict=True)
+    )
+    return q, k, v
+
+
+def decode_attention(
+    queries: mx.array, kv: KeyValues, lengths: mx.array, query_rope: QueryRope | None = None
+) -> np.ndarray:
+    """See `reference.decode_attention`."""
+    q, k, v = float64(queries), float64(kv.keys), float64(kv.values)
+    if kv.key_scale is not None and kv.value_scale is not None:
+        k, v = k * float64(kv.key_scale), v * float64(kv.value_scale)
+    if query_rope is not None:
+        q = rms_norm(
+            rope(q, lengths - 1, query_rope.theta), float64(query_rope.weight), query_rope.eps
+        )
+    group = q.shape[1] // k.shape[1]
+    output = np.empty_like(q)
+    for row, length in enumerate(np.array(lengths).tolist()):
+        for head in range(q.shape[1]):
+            keys, values = k[row, head // group, :length], v[row, head // group, :length]
+            scores = keys @ q[row, head, 0] / np.sqrt(q.shape[-1])
+            weights = np.exp(scores - scores.max())
+            output[row, head, 0] = weights / weights.sum() @ values
+    return output
+
+
+def packed_argmax(x: mx.array, weight: PackedWeight, **options) -> np.ndarray:
+    """Every product, from which the self-test tells whether the right one was found."""
+    return packed_matmul(x, weight, **options)
+
+
+def packed_top_k(x: mx.array, weight: PackedWeight, k: int, **options) -> np.ndarray:
+    """Every product, see `packed_argmax`."""
+    return packed_matmul(x, weight, **options)

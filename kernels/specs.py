@@ -1,0 +1,240 @@
+"""What the self-test runs: calls of the operations, without their numbers."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+DTYPES = (mx.float32, mx.bfloat16, mx.float16)
+FORMATS = (
+    ("balanced", "row"),
+    ("affine", "group"),
+    ("palette", "table"),
+    ("balanced", "tensor"),
+    ("balanced", "group"),
+    ("affine", "row"),
+)
+
+
+_Fields = dict[str, Any]
+
+
+class Spec(NamedTuple):
+    """One call of an operation, without its numbers.
+
+    Args:
+        op: name of the function in `kernels.reference`.
+        dtype: of the activations.
+        batch, tokens: the activations' leading axes.
+        in_dims, out_dims: K and N of the matrix.
+        bits, mode, granularity, group_size: of its format; the last two as in `PackedWeight`.
+        column_scale, norm, residual: whether there is one.
+        rank: of the adapters, 0 for none.
+        sections: projections that share the matrix, as far as adapters are concerned.
+        activation_bits: 16 or 8.
+        k: of top-k.
+        heads, kv_heads, head_dim: of the attention's operations.
+        capacity: columns of the KV buffers.
+        rope: whether queries are raw.
+    """
+
+    op: str
+    dtype: mx.Dtype = mx.float32
+    batch: int = 1
+    tokens: int = 1
+    in_dims: int = 0
+    out_dims: int = 0
+    bits: int = 0
+    mode: str = ""
+    granularity: str = ""
+    group_size: int = 0
+    column_scale: bool = False
+    norm: bool = False
+    residual: bool = False
+    rank: int = 0
+    sections: int = 1
+    activation_bits: int = 16
+    k: int = 8
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    capacity: int = 0
+    rope: bool = False
+
+    @property
+    def label(self) -> str:
+        """The spec in words, without the operation."""
+        words = [f"{self.batch * self.tokens} row" + "s" * (self.batch * self.tokens > 1)]
+        if self.bits:
+            per = self.granularity.replace("group", f"g{self.group_size}")
+            words += [f"{self.out_dims}x{self.in_dims}", f"{self.bits}-bit {self.mode} {per}"]
+        if self.heads:
+            words.append(f"{self.heads}/{self.kv_heads} heads x {self.head_dim}")
+        if self.capacity:
+            words.append(f"{self.capacity} columns")
+        words += [n for n in ("column_scale", "norm", "residual", "rope") if getattr(self, n)]
+        if self.rank:
+            words.append(f"LoRA {self.rank}")
+        if self.activation_bits != 16:
+            words.append(f"{self.activation_bits}-bit activations")
+        return ", ".join([*words, str(self.dtype).removeprefix("mlx.core.")])
+
+
+def full_specs() -> list[Spec]:
+    """Every operation, format and bit width, on aligned and ragged shapes, with one row to many.
+
+    Dtypes and fusions are spread over the problems instead of multiplying their number.
+    """
+    return [*_products(), *_swiglus(), *_heads(), *_lookups(), *_attentions()]
+
+
+def _matrices(shapes: Sequence[tuple[int, int, int]]) -> Iterator[_Fields]:
+    """Formats of matrices, (N, K, group size) each."""
+    for (n, k, group), (mode, granularity), bits in itertools.product(shapes, FORMATS, (2, 4, 8)):
+        group = group if granularity == "group" else 0
+        yield {
+            "out_dims": n,
+            "in_dims": k,
+            "bits": bits,
+            "mode": mode,
+            "granularity": granularity,
+            "group_size": group,
+        }
+
+
+_ALIGNED, _RAGGED = (256, 512, 64), (37, 208, 16)
+
+
+def _dtype(matrix: int, rows: int) -> mx.Dtype:
+    """A Latin square: each bit width, each format and each number of rows meets every dtype."""
+    bits, format_, shape = matrix % 3, matrix // 3, matrix // 3 // len(FORMATS)
+    return DTYPES[(bits + format_ + shape + rows) % 3]
+
+
+def _products() -> Iterator[Spec]:
+    draw = random.Random(0)
+    for i, matrix in enumerate(_matrices((_ALIGNED, _RAGGED))):
+        for j, (batch, tokens) in enumerate(((1, 1), (3, 1), (2, 4), (1, 40))):
+            yield Spec(
+                "packed_matmul",
+                _dtype(i, j),
+                batch,
+                tokens,
+                **matrix,
+                column_scale=draw.random() < 0.2,
+                norm=draw.random() < 0.5,
+                residual=draw.random() < 0.5,
+                rank=draw.choice((0, 0, 0, 8, 16)),
+                sections=3 if matrix["out_dims"] == _ALIGNED[0] else 1,
+                activation_bits=draw.choice((16, 16, 16, 8)),
+            )
+
+
+def _swiglus() -> Iterator[Spec]:
+    draw = random.Random(0)
+    for i, matrix in enumerate(_matrices((_ALIGNED, _RAGGED))):
+        for j, (batch, tokens) in enumerate(((1, 1), (2, 3))):
+            fusions: _Fields = {"norm": draw.random() < 0.7, "rank": draw.choice((0, 0, 8))}
+            yield Spec("packed_swiglu", _dtype(i, j), batch, tokens, **matrix, **fusions)
+
+
+def _heads() -> Iterator[Spec]:
+    for i, matrix in enumerate(_matrices(((1000, 256, 64), (37, 208, 16)))):
+        for j, op in enumerate(("packed_argmax", "packed_top_k")):
+            yield Spec(op, _dtype(i, j), 1, 1, **matrix, norm=True)
+            yield Spec(op, _dtype(i, j + 1), 3, 1, **matrix)
+
+
+def _lookups() -> Iterator[Spec]:
+    for i, matrix in enumerate(_matrices((_ALIGNED, _RAGGED))):
+        yield Spec("packed_embedding", _dtype(i, 0), 2, 5, **matrix, column_scale=i % 2 == 0)
+
+
+def _attentions() -> Iterator[Spec]:
+    for dtype, (heads, kv_heads, dim) in itertools.product(
+        DTYPES, ((16, 2, 128), (4, 2, 64), (3, 3, 12))
+    ):
+        shape: _Fields = {"heads": heads, "kv_heads": kv_heads, "head_dim": dim}
+        for batch, tokens in ((1, 1), (3, 1), (2, 7)):
+            yield Spec("rope_norm_quantize", dtype, batch, tokens, **shape)
+        for batch, capacity, rope in ((1, 256, False), (2, 1280, True), (3, 40, True)):
+            yield Spec("decode_attention", dtype, batch, capacity=capacity, rope=rope, **shape)
+    yield Spec("decode_attention", heads=16, kv_heads=2, head_dim=128, capacity=4096, rope=True)
+
+
+_HEADS: _Fields = {"heads": 16, "kv_heads": 2, "head_dim": 128}
+_BODY: _Fields = {"bits": 2, "mode": "balanced", "granularity": "row"}
+_EMBEDDING: _Fields = {
+    "bits": 4,
+    "mode": "balanced",
+    "granularity": "row",
+    "in_dims": 2048,
+    "out_dims": 153600,
+}
+
+
+def model_specs(dtype: mx.Dtype) -> list[Spec]:
+    """What decoding and prefill of the 3B model call: the shapes that are worth timing."""
+    up: _Fields = {"in_dims": 2048, "out_dims": 6656}
+    down: _Fields = {"in_dims": 6656, "out_dims": 2048}
+
+    def body(op: str, **fields: Any) -> Spec:
+        return Spec(op, dtype, **_BODY, **fields)
+
+    products = [
+        body("packed_matmul", in_dims=2048, out_dims=2560, norm=True),
+        body("packed_matmul", in_dims=2048, out_dims=2560, norm=True, rank=32, sections=3),
+        body("packed_swiglu", **up, norm=True),
+        body("packed_matmul", **down, residual=True),
+        body("packed_matmul", **down, residual=True, activation_bits=8),
+        body("packed_matmul", **down, batch=8),
+        body("packed_matmul", **down, tokens=512),
+        Spec(
+            "packed_matmul",
+            dtype,
+            **down,
+            bits=4,
+            mode="affine",
+            granularity="group",
+            group_size=64,
+        ),
+    ]
+    return [
+        *products,
+        Spec("packed_argmax", dtype, **_EMBEDDING, norm=True),
+        Spec("packed_embedding", dtype, tokens=512, **_EMBEDDING),
+        Spec("rope_norm_quantize", dtype, **_HEADS),
+        Spec("decode_attention", dtype, **_HEADS, capacity=512, rope=True),
+        Spec("decode_attention", dtype, **_HEADS, capacity=4096, rope=True),
+    ]
+
+
+def quick_specs(dtype: mx.Dtype) -> list[Spec]:
+    """One small problem for each kind of call that a model makes: well under a second."""
+    small: _Fields = {"in_dims": 512, "out_dims": 136}
+    nano: _Fields = {"bits": 4, "mode": "affine", "granularity": "group", "group_size": 64, **small}
+    embedding: _Fields = {"bits": 4, "mode": "balanced", "granularity": "row", **small}
+
+    def body(op: str, **fields: Any) -> Spec:
+        return Spec(op, dtype, **_BODY, **small, **fields)
+
+    return [
+        body("packed_matmul", norm=True),
+        body("packed_matmul", batch=2, residual=True, rank=16),
+        body("packed_matmul", tokens=40, norm=True),
+        body("packed_swiglu", norm=True),
+        body("packed_swiglu", tokens=40, norm=True),
+        Spec("packed_matmul", dtype, **nano, norm=True),
+        Spec("packed_swiglu", dtype, **nano, norm=True),
+        Spec("packed_matmul", dtype, **nano, tokens=40),
+        Spec("packed_argmax", dtype, **embedding, norm=True),
+        Spec("packed_top_k", dtype, **embedding, norm=True),
+        Spec("packed_embedding", dtype, tokens=4, **embedding),
+        Spec("rope_norm_quantize", dtype, tokens=2, **_HEADS),
+        Spec("decode_attention", dtype, **_HEADS, capacity=300, rope=True),
+        Spec("decode_attention", dtype, batch=2, **_HEADS, capacity=100),
+    ]

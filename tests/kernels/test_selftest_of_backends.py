@@ -1,0 +1,37 @@
+"""The self-test on the kernels that there are: on this machine's own, and on Metal's."""
+
+import mlx.core as mx
+import pytest
+
+from afm_mlx.kernels import dispatch, selftest, specs
+from afm_mlx.kernels.cpu import extension
+from tests.metal import toolchain
+from tests.metal.emulator import emulated
+
+
+@pytest.fixture(autouse=True)
+def nothing_disabled(monkeypatch):
+    monkeypatch.setattr(dispatch, "_disabled", {})
+    monkeypatch.delenv(dispatch.SWITCH, raising=False)
+    yield
+    monkeypatch.undo()
+    dispatch.select.cache_clear()
+
+
+def test_every_variant_of_this_machine_passes(rng):
+    results = selftest.check(specs.full_specs(), rng)
+    assert [f"{r.variant}: {r.summary}" for r in results if r.failure is not None] == []
+    tested = {r.spec.op for r in results if r.obstacle is None and r.variant != "reference"}
+    if dispatch.device() == "cpu" and extension.status().available:
+        assert tested == set(dispatch.OPS)
+
+
+def test_the_quick_test_passes_in_the_emulator(rng):
+    if reason := toolchain.why_unavailable():
+        pytest.skip(reason)
+    with dispatch.force("metal"), emulated():
+        # Not in bfloat16: MLX's own kernels run on the CPU here, where they add up in bfloat16.
+        results = selftest.check(specs.quick_specs(mx.float32), rng)
+    assert [f"{r.variant}: {r.summary}" for r in results if r.failure is not None] == []
+    tested = {(r.spec.op, r.variant.split("/")[0]) for r in results if r.obstacle is None}
+    assert {op for op, backend in tested if backend == "metal"} == set(dispatch.OPS)
