@@ -19,6 +19,8 @@ from afm_mlx import __version__, blas
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
 from afm_mlx.fingerprint import folder_fingerprint
 from afm_mlx.loading import activation_dtype
+from afm_mlx.packed import PARTS
+from afm_mlx.stored_layers import quantization_of, stored_settings, stored_shapes
 from afm_mlx.tokenizer import load_tokenizer
 from afm_mlx.weights import StoredTensor, check_weights, parameter_shapes, stored_tensors
 
@@ -38,17 +40,22 @@ def describe_folder(folder: Path) -> Facts:
     values = read_config_json(source)
     tensors = stored_tensors(folder)
     if values.get("model_type") != MODEL_TYPE:
+        packed = describe_packed_layers(tensors, quantization_of(values, source), source)
         return {
             "model_type": values.get("model_type"),
             "runs_with": "the architecture of mlx-lm, in this package's engine",
             "weights": describe_weights(tensors, _count_parameters(tensors, values)),
+            **({"packed_layers": packed} if packed else {}),
         }
     config = ModelConfig.from_dict(values, source=str(source))
-    if not _quantization(values):
-        check_weights(parameter_shapes(config), tensors, source=folder)
+    quantization = quantization_of(values, source)
+    expected = stored_shapes(parameter_shapes(config), quantization, tensors, source)
+    check_weights(expected, tensors, source=folder)
+    packed = describe_packed_layers(tensors, quantization, source)
     return {
         **describe_config(config),
         "weights": describe_weights(tensors, config.num_parameters),
+        **({"packed_layers": packed} if packed else {}),
         "tokenizer": describe_tokenizer(folder),
         "fingerprint": folder_fingerprint(config, folder),
     }
@@ -96,6 +103,36 @@ def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts
         "files": len({tensor.path for tensor in tensors.values()}),
         "stored_as": sorted(kinds),
     }
+
+
+def describe_packed_layers(
+    tensors: dict[str, StoredTensor], quantization: Facts, source: Path
+) -> Facts:
+    """Layers that are stored packed, by format: how many, their weights, bytes, and bits per weight."""
+    formats: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        path, _, kind = name.rpartition(".")
+        if kind != "weight" or tensor.dtype != mx.uint32:
+            continue
+        settings = stored_settings(quantization, path)
+        bits = settings.get("bits", 32)
+        nbytes = sum(tensors[n].nbytes for n in (f"{path}.{p}" for p in PARTS) if n in tensors)
+        found = formats.setdefault(_format(settings), {"layers": 0, "weights": 0, "bytes": 0})
+        found["layers"] += 1
+        found["weights"] += tensor.size * 32 // bits
+        found["bytes"] += nbytes
+    for found in formats.values():
+        found["bits_per_weight"] = 8 * found["bytes"] / found["weights"]
+    return formats
+
+
+def _format(settings: Facts) -> str:
+    """ "2-bit balanced per row", "4-bit affine per 64" """
+    mode = settings.get("mode", "affine")
+    per = settings.get("granularity") or "group"
+    if per == "group":
+        per = f"{settings.get('group_size')}" + (" rows" if mode == "palette" else "")
+    return f"{settings.get('bits')}-bit {mode} per {per}"
 
 
 def describe_tokenizer(folder: Path) -> Facts:
@@ -152,21 +189,17 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _quantization(values: Facts) -> Facts:
-    return values.get("quantization") or values.get("quantization_config") or {}
-
-
 def _count_parameters(tensors: dict[str, StoredTensor], values: Facts) -> int:
     """Weights of any model, those counted that MLX's quantized format packs into integers."""
-    quantization = _quantization(values)
+    quantization = quantization_of(values, "config.json")
     count = 0
     for name, tensor in tensors.items():
         layer, _, kind = name.rpartition(".")
-        is_packed = f"{layer}.scales" in tensors
-        if is_packed and kind == "weight":
-            own = quantization.get(layer)
-            bits = (own if isinstance(own, dict) else quantization).get("bits", 32)
-            count += tensor.size * 32 // bits
-        elif not (is_packed and kind in ("scales", "biases")):
+        weight = tensors.get(f"{layer}.weight")
+        if weight is None or weight.dtype != mx.uint32:
+            count += tensor.size
+        elif kind == "weight":
+            count += tensor.size * 32 // stored_settings(quantization, layer).get("bits", 32)
+        elif kind not in PARTS:
             count += tensor.size
     return count

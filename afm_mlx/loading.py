@@ -11,18 +11,21 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
-from afm_mlx.errors import AFMError, CheckpointError
+from afm_mlx.errors import AFMError
+from afm_mlx.kernels.selftest import ensure_checked
 from afm_mlx.model import Model
+from afm_mlx.packed import (
+    PackedEmbedding,
+    PackedLinear,
+    activation_dtype,
+    set_activation_bits,
+)
+from afm_mlx.stored_layers import place_stored_layers, quantization_of, settle_scales
 from afm_mlx.tokenizer import load_tokenizer
 from afm_mlx.weights import check_weights, load_weights
 
 EMBEDDED_MODEL = "afm-nano"
 _EMBEDDED_FOLDER = Path(__file__).parent / "models"
-
-
-def activation_dtype() -> mx.Dtype:
-    """bfloat16 on a GPU; float32 on MLX's CPU backend, whose half types are 10 to 100 times slower."""
-    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
 
 
 def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
@@ -77,6 +80,7 @@ def load(
     return_config: bool = False,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    activation_bits: int = 16,
 ) -> Any:
     """Load a model and its tokenizer, with mlx-lm's signature.
 
@@ -92,6 +96,7 @@ def load(
         return_config: return config.json's content too.
         revision: of a hub id.
         trust_remote_code: let a folder's own code run; for mlx-lm's zoo only.
+        activation_bits: 16, or 8 to let packed layers round their input to int8 where that is faster.
 
     Returns:
         (model, tokenizer), or (model, tokenizer, config).
@@ -102,15 +107,19 @@ def load(
     folder = resolve_model(path_or_hf_repo, revision)
     values = read_config_json(folder / "config.json") | dict(model_config or {})
     if values.get("model_type") != MODEL_TYPE:
-        return _load_zoo(
+        from afm_mlx.zoo import load_zoo
+
+        loaded = load_zoo(
             folder,
-            tokenizer_config=dict(tokenizer_config or {}),
-            model_config=dict(model_config or {}),
+            tokenizer_config=tokenizer_config,
+            model_config=model_config,
             adapter_path=adapter_path,
             lazy=lazy,
             return_config=return_config,
             trust_remote_code=trust_remote_code,
         )
+        set_activation_bits(loaded[0], activation_bits)
+        return loaded
     if adapter_path is not None:
         raise AFMError(
             f"adapter_path is {adapter_path}: adapters for AFM models are not available in this version."
@@ -120,20 +129,9 @@ def load(
             f"tokenizer_config is {dict(tokenizer_config)}: an AFM folder's tokenizer has no options."
         )
     model = load_model(folder, values, lazy=lazy)
+    set_activation_bits(model, activation_bits)
     tokenizer = load_tokenizer(folder)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
-
-
-def _load_zoo(folder: Path, **options: Any) -> Any:
-    import mlx_lm
-
-    try:
-        return mlx_lm.load(str(folder), **options)
-    except (ValueError, OSError) as error:
-        raise CheckpointError(
-            f"mlx-lm can't load {folder}: {' '.join(str(error).split())}. Check that the folder is whole, "
-            "and that mlx-lm knows its model_type."
-        ) from error
 
 
 def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool = False) -> Model:
@@ -149,50 +147,33 @@ def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool
     Raises:
         ConfigError, CheckpointError: name the file, and the key or the tensor.
     """
+    ensure_checked()
     source = folder / "config.json"
     values = read_config_json(source) if values is None else values
     model = Model(ModelConfig.from_dict(values, source=str(source)))
     weights = load_weights(folder)
-    _quantize_as_stored(model, values, weights, source)
-    expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
-    check_weights(expected, weights, source=folder)
-    dtype = activation_dtype()
-    model.load_weights([(name, _cast(name, array, dtype)) for name, array in weights.items()])
+    _place_weights(model, values, weights, source)
     model.eval()
     if not lazy:
         mx.eval(model.parameters())
     return model
 
 
+def _place_weights(
+    model: nn.Module, values: Mapping[str, Any], weights: Mapping[str, mx.array], source: Path
+) -> None:
+    """Give the model the layers that the folder stores packed, and every parameter its array."""
+    dtype = activation_dtype()
+    place_stored_layers(model, quantization_of(values, source), weights, source, dtype)
+    expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    check_weights(expected, weights, source=source.parent)
+    packed = {p for p, m in model.named_modules() if isinstance(m, PackedLinear | PackedEmbedding)}
+    rest = [(n, a) for n, a in weights.items() if n.rpartition(".")[0] not in packed]
+    model.load_weights([(n, _cast(n, a, dtype)) for n, a in rest], strict=False)
+    settle_scales(model)
+
+
 def _cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
     if name.endswith(("quant_key_scale", "quant_value_scale")):
         return array.astype(mx.float32)
     return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
-
-
-def _quantize_as_stored(
-    model: Model, values: Mapping[str, Any], weights: Mapping[str, mx.array], source: Path
-) -> None:
-    """Give the layers that the folder stores in MLX's own quantized format that form."""
-    quantization = values.get("quantization") or values.get("quantization_config")
-    if not quantization:
-        return
-
-    def predicate(path: str, module: nn.Module) -> bool | dict[str, Any]:
-        if not hasattr(module, "to_quantized") or f"{path}.scales" not in weights:
-            return False
-        return quantization.get(path, True)
-
-    try:
-        nn.quantize(
-            model,
-            group_size=quantization["group_size"],
-            bits=quantization["bits"],
-            mode=quantization.get("mode", "affine"),
-            class_predicate=predicate,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{source}: the quantization {quantization} can't be used: {error}. It needs group_size, bits "
-            "and mode, as mlx-lm writes them."
-        ) from None

@@ -18,10 +18,12 @@ import mlx.core as mx
 from afm_mlx.config import MODEL_TYPE
 from afm_mlx.converters import mlx_lm, toolkit, zoo
 from afm_mlx.converters.output import write_config
+from afm_mlx.converters.quantize import QuantizationWishes
 from afm_mlx.converters.toolkit_config import is_toolkit_config, read_toolkit_config
 from afm_mlx.converters.torch_file import check_archive
 from afm_mlx.errors import AFMError, CheckpointError
 from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.quantization import Predicate
 from afm_mlx.tokenizer import load_tokenizer
 from afm_mlx.weights import Progress
 
@@ -39,6 +41,14 @@ def convert(
     *,
     dtype: str | None = None,
     to: str = "afm-mlx",
+    quantize: bool = False,
+    q_bits: int | None = None,
+    q_mode: str | None = None,
+    q_group_size: int | None = None,
+    q_granularity: str | None = None,
+    q_embedding_bits: int | None = None,
+    quant_predicate: str | Predicate | None = None,
+    dequantize: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Convert a checkpoint to a model folder.
@@ -51,6 +61,16 @@ def convert(
         mlx_path: the folder to make; it must not exist.
         dtype: "float16", "bfloat16" or "float32" for weights and adapters; None keeps the source's.
         to: "afm-mlx", or "mlx-lm" for a folder that stock mlx-lm reads and that holds nothing else.
+        quantize: pack linear layers and embeddings. The other options say how, and are refused without it.
+        q_bits: 2, 4 or 8; 2 for balanced weights by default, else 4.
+        q_mode: "balanced", "affine" or "palette"; balanced for AFM models by default, affine for others,
+            which take mlx-lm's own modes too.
+        q_group_size: inputs that share a scale, or rows that share a palette's table.
+        q_granularity: "tensor", "row" or "group"; see `QuantizationRule`.
+        q_embedding_bits: of embeddings and heads; `q_bits`, and 4 at least, by default.
+        quant_predicate: a recipe's name (`converters.quantize.RECIPES`; mlx-lm's for other
+            architectures), or a function of path and module, see `quantize_model`.
+        dequantize: write packed layers as the numbers that they stand for.
         progress: called with bytes written and bytes in all.
 
     Returns:
@@ -59,6 +79,17 @@ def convert(
     Raises:
         AFMError: when the source can't be read or can't become what was asked for; the message says why.
     """
+    wishes = QuantizationWishes(
+        quantize,
+        q_bits,
+        q_mode,
+        q_group_size,
+        q_granularity,
+        q_embedding_bits,
+        quant_predicate,
+        dequantize,
+    )
+    wishes.check()
     refuse_existing(mlx_path)
     if dtype is not None and dtype not in DTYPES:
         raise AFMError(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}.")
@@ -70,7 +101,7 @@ def convert(
     stock = to == "mlx-lm"
     try:
         if kind == "toolkit":
-            _convert_toolkit(source, mlx_path, dtype, stock, progress)
+            _convert_toolkit(source, mlx_path, dtype, stock, wishes, progress)
         elif kind == MODEL_TYPE:
             with atomic_folder(mlx_path) as folder:
                 mlx_lm.write_mlx_lm(
@@ -79,11 +110,13 @@ def convert(
                     name=mlx_path.name,
                     dtype=DTYPES.get(dtype or ""),
                     stock=stock,
+                    rules=wishes.afm_rules if quantize else None,
+                    dequantize=dequantize,
                     progress=progress,
                 )
         else:
             with atomic_folder(mlx_path) as folder:
-                zoo.write_zoo(source, folder, kind, dtype)
+                zoo.write_zoo(source, folder, kind, dtype, wishes)
     except OSError as error:
         raise AFMError(
             f"Converting {model} to {mlx_path} failed: {error}. Check that the source can be read and that "
@@ -134,24 +167,34 @@ def detect(source: Path) -> str:
 
 
 def _convert_toolkit(
-    source: Path, mlx_path: Path, dtype: str | None, stock: bool, progress: Progress | None
+    source: Path,
+    mlx_path: Path,
+    dtype: str | None,
+    stock: bool,
+    wishes: QuantizationWishes,
+    progress: Progress | None,
 ) -> None:
     files = toolkit.find_files(source)
     config = read_toolkit_config(files.config)
     if stock:
-        mlx_lm.check_stock(config.model, False, files.weights)
+        mlx_lm.check_stock(config.model, files.weights)
+    if wishes.dequantize:
+        raise AFMError(f"{files.weights} holds float weights: there is nothing to dequantize.")
+    rules = wishes.afm_rules(config.model) if wishes.quantize else None
     with atomic_folder(mlx_path) as folder:
-        toolkit.write_toolkit(
+        packed = toolkit.write_toolkit(
             files,
             config,
             folder,
             name=mlx_path.name,
             dtype=DTYPES.get(dtype or ""),
             with_adapters=not stock,
+            rules=rules,
+            stock=stock,
             progress=progress,
         )
         tokenizer = load_tokenizer(folder)
         # Stock mlx-lm would otherwise stop at the end of a turn only.
         ends = [tokenizer.eos_token_id, tokenizer.separator_id]
-        values = config.model.to_dict() | {"eos_token_id": ends}
+        values = config.model.to_dict() | {"eos_token_id": ends} | packed
         write_config(folder, mlx_lm.without_our_keys(values) if stock else values)

@@ -10,11 +10,11 @@ Source: mlx-lm 0.32.2, `mlx_lm/models/afm7.py` and `mlx_lm/utils.py`.
 from __future__ import annotations
 
 import dataclasses
-import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -22,11 +22,26 @@ import numpy as np
 from afm_mlx.adapters.files import load_adapter, save_adapter
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.converters.output import write_card, write_config
+from afm_mlx.converters.quantize import (
+    PackedLayer,
+    PackedLayers,
+    layer_of_rows,
+    stock_layer,
+    unpacked,
+)
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.fingerprint import folder_fingerprint
+from afm_mlx.packed import PARTS
+from afm_mlx.quantization import QuantizationRule
+from afm_mlx.rounding import Rows
+from afm_mlx.stored_layers import (
+    quantization_of,
+    stored_rule,
+    stored_settings,
+    stored_shapes,
+)
 from afm_mlx.weights import (
     Progress,
-    Shapes,
     StoredTensor,
     TensorSpec,
     array_bytes,
@@ -45,6 +60,9 @@ _TOKENIZER_FILES = (
 )
 _OUR_KEYS = ("kv_bits", "context_length")
 _CHUNK_BYTES = 32 << 20
+
+QUANTIZATION_KEYS = ("quantization", "quantization_config")
+ChooseRules: TypeAlias = Callable[[ModelConfig], dict[str, QuantizationRule]]
 
 
 def read_config(folder: str | Path, tensors: Mapping[str, Any]) -> ModelConfig:
@@ -67,7 +85,7 @@ def read_config(folder: str | Path, tensors: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig.from_dict(values, source=str(path))
 
 
-def check_stock(config: ModelConfig, quantized: bool, source: str | Path) -> None:
+def check_stock(config: ModelConfig, source: str | Path) -> None:
     """Whether stock mlx-lm computes what this model computes.
 
     Raises:
@@ -76,8 +94,6 @@ def check_stock(config: ModelConfig, quantized: bool, source: str | Path) -> Non
     reason = None
     if config.kv_bits is None:
         reason = "its afm7 always rounds keys and values to 8 bits, and this model has no scales for that"
-    elif quantized:
-        reason = "its afm7 can't load quantized layers (TypeError in FusedLinear.to_quantized)"
     elif int(config.hidden_dim * config.hidden_dim_scale_factor) != config.ffn_dim:
         reason = f"it rounds the feed-forward width down, and this model's is rounded up to {config.ffn_dim}"
     elif config.rms_norm_eps != 1e-5:
@@ -102,6 +118,8 @@ def write_mlx_lm(
     name: str,
     dtype: mx.Dtype | None = None,
     stock: bool = False,
+    rules: ChooseRules | None = None,
+    dequantize: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Check an afm7 folder and write it into an empty one.
@@ -112,47 +130,134 @@ def write_mlx_lm(
         name: what the card calls the folder.
         dtype: of the weights; as in `source` when None. Scales of keys and values stay float32.
         stock: write what stock mlx-lm needs and nothing else; adapters are left out.
+        rules: of layers to pack, by the architecture; None leaves all as they are.
+        dequantize: write packed layers as the numbers that they stand for.
         progress: see `write_weights`.
 
     Raises:
-        AFMError: when the folder is damaged, contradicts its config, or can't be what `stock` asks for.
+        AFMError: when the folder is damaged, contradicts its config, or can't be what is asked for.
     """
     tensors = stored_tensors(source)
     config = read_config(source, tensors)
     values = read_config_json(source / "config.json")
-    quantization = values.get("quantization") or values.get("quantization_config")
+    quantization = quantization_of(values, source / "config.json")
     if stock:
-        check_stock(config, bool(quantization), source)
-    if quantization and dtype is not None:
-        raise AFMError(
-            f"{source} is quantized; its weights have no other dtype. Leave --dtype out, or convert the "
-            "checkpoint that the folder was made of."
-        )
-    expected = _quantized_shapes(parameter_shapes(config), tensors, quantization or {}, source)
-    check_weights(expected, tensors, source)
+        check_stock(config, source)
+    _check_wishes(source, bool(quantization), dtype, rules is not None, dequantize)
+    shapes = parameter_shapes(config)
+    check_weights(stored_shapes(shapes, quantization, tensors, source), tensors, source)
     copied = _copy_tokenizer(source, folder)
     _check_vocabulary(folder, copied, config.vocab_size, source)
 
-    specs = [TensorSpec(n, tensors[n].shape, _target(tensors[n], dtype)) for n in expected]
+    plan = _Plan(source, config, quantization, tensors, dtype, stock)
+    specs = plan.specs(rules(config) if rules else {}, dequantize)
     write_weights(
         folder,
         specs,
-        lambda spec: _cast(tensors[spec.name], spec.dtype),
+        plan.layers.reader(plan.read),
         total_parameters=config.num_parameters,
         progress=progress,
     )
-    content = {**values, **config.to_dict()}
+    content = {k: v for k, v in values.items() if k not in QUANTIZATION_KEYS}
+    if quantization and not plan.layers.entries() and not dequantize:
+        content |= dict.fromkeys(QUANTIZATION_KEYS, quantization)
+    content |= {**config.to_dict(), **plan.layers.entries()}
     write_config(folder, without_our_keys(content) if stock else content)
     adapters = [] if stock else _copy_adapters(source, folder, config, dtype)
-    stored = next(s.dtype for s in specs if s.name == "model.output_norm.weight")
     write_card(
         folder,
         name=name,
         source=source.resolve().name,
         config=config,
-        dtype=stored,
+        dtype=next(s.dtype for s in specs if s.name == "model.output_norm.weight"),
+        quantization=content.get("quantization"),
+        note=plan.layers.note() if rules else "",
         adapters=adapters,
     )
+
+
+def _check_wishes(
+    source: Path, quantized: bool, dtype: mx.Dtype | None, quantize: bool, dequantize: bool
+) -> None:
+    if quantized and quantize:
+        raise AFMError(
+            f"{source} is quantized already; rounding it again would add one error to the other. Convert the "
+            "checkpoint that the folder was made of, or make float weights of it first (-d)."
+        )
+    if quantized and dtype is not None and not dequantize:
+        raise AFMError(
+            f"{source} is quantized; its weights have no other dtype. Leave --dtype out, or convert the "
+            "checkpoint that the folder was made of."
+        )
+    if dequantize and not quantized:
+        raise AFMError(f"{source} is not quantized: there is nothing to dequantize. Leave -d out.")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is made of each parameter of a folder."""
+
+    source: Path
+    config: ModelConfig
+    quantization: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    dtype: mx.Dtype | None
+    stock: bool
+    layers: PackedLayers = field(default_factory=PackedLayers)
+    unpacked: dict[str, str] = field(default_factory=dict)  # paths by the name of the weight
+
+    def specs(self, rules: Mapping[str, QuantizationRule], dequantize: bool) -> list[TensorSpec]:
+        """What to write, in the order of the float model's parameters."""
+        float_dtype = self.dtype or self.tensors["model.output_norm.weight"].dtype
+        specs: list[TensorSpec] = []
+        for name, shape in parameter_shapes(self.config).items():
+            path = name.removesuffix(".weight")
+            parts = [f"{path}.{part}" for part in PARTS if f"{path}.{part}" in self.tensors]
+            if path in rules:
+                rows = stored_rows(self.tensors[name])
+                layer = layer_of_rows(path, rows, rules[path], self.dtype, self.stock)
+                specs += self.layers.add(layer)
+            elif len(parts) <= 1:
+                specs.append(TensorSpec(name, shape, _target(self.tensors[name], self.dtype)))
+            elif dequantize:
+                self.unpacked[name] = path
+                specs.append(TensorSpec(name, shape, float_dtype))
+            elif self.stock:
+                specs += self.layers.add(self._stock_layer(path, shape))
+            else:
+                specs += [
+                    TensorSpec(p, self.tensors[p].shape, self.tensors[p].dtype) for p in parts
+                ]
+        return specs
+
+    def _stock_layer(self, path: str, shape: tuple[int, ...]) -> PackedLayer:
+        rule = stored_rule(self.quantization, path, self.source)
+        if rule is None:
+            raise AFMError(
+                f"{self.source}: {path} has {stored_settings(self.quantization, path)}, which stock mlx-lm's "
+                "afm7 can't load beside other formats. Write float weights (-d)."
+            )
+        return stock_layer(path, shape, rule, self.tensors)
+
+    def read(self, spec: TensorSpec) -> Iterable[Any]:
+        """The data of a tensor that is no part of a layer in `layers`."""
+        if spec.name in self.unpacked:
+            path = self.unpacked[spec.name]
+            return unpacked(path, self.quantization, self.tensors, spec.dtype, self.source)
+        return _cast(self.tensors[spec.name], spec.dtype)
+
+
+def stored_rows(tensor: StoredTensor) -> Rows:
+    """A stored float matrix, read in blocks of rows."""
+    height, width = tensor.shape
+    data = np.memmap(tensor.path, np.uint8, "r", tensor.offset, (max(1, tensor.nbytes),))
+    row = width * tensor.dtype.size
+
+    def read(start: int, stop: int) -> np.ndarray:
+        part = mx.array(data[start * row : stop * row]).view(tensor.dtype)
+        return np.array(part.astype(mx.float32)).reshape(stop - start, width)
+
+    return Rows((height, width), tensor.dtype, read, f"{tensor.path}: {tensor.name}")
 
 
 def _target(tensor: StoredTensor, dtype: mx.Dtype | None) -> mx.Dtype:
@@ -196,38 +301,6 @@ def _copy_adapters(
             plan = dataclasses.replace(plan, base_model_fingerprint=new)
         save_adapter(folder / "adapters" / path.name, tensors, plan)
     return [path.name for path in paths]
-
-
-def _quantized_shapes(
-    shapes: Shapes,
-    tensors: Mapping[str, StoredTensor],
-    quantization: Mapping[str, Any],
-    source: Path,
-) -> Shapes:
-    """Replace the weights that `tensors` hold packed by packed weight, scales and biases."""
-    result: Shapes = {}
-    for name, shape in shapes.items():
-        module = name.removesuffix(".weight")
-        if f"{module}.scales" not in tensors:
-            result[name] = shape
-            continue
-        settings = {**quantization, **_as_dict(quantization.get(module))}
-        bits: Any = settings.get("bits")
-        group: Any = settings.get("group_size")
-        if not all(type(value) is int and value > 0 for value in (bits, group)):
-            raise ConfigError(
-                f"{source}: {module} is quantized, and config.json has no bits and group_size for it."
-            )
-        *rows, columns = shape
-        result[name] = (*rows, math.ceil(columns * bits / 32))
-        result[f"{module}.scales"] = (*rows, math.ceil(columns / group))
-        if settings.get("mode", "affine") == "affine":
-            result[f"{module}.biases"] = (*rows, math.ceil(columns / group))
-    return result
-
-
-def _as_dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> list[str]:

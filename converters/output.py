@@ -23,9 +23,9 @@ tags:
 
 # {name}
 
-An AFM text v7 model in MLX format: {parameters:,} parameters in {dtype}, and {layers} blocks, of which the
+An AFM text v7 model in MLX format: {parameters:,} parameters in {kind}, and {layers} blocks, of which the
 last {reuse} reuse keys and values. Converted from `{source}` by afm-mlx.
-
+{note}
 ```bash
 afm-mlx generate --model {name} --prompt "Hello"
 ```
@@ -54,9 +54,26 @@ def write_card(
     source: str,
     config: ModelConfig,
     dtype: mx.Dtype,
+    quantization: Mapping[str, Any] | None = None,
+    note: str = "",
     adapters: Sequence[str] = (),
 ) -> None:
-    """Write the card; `source` is the checkpoint's bare name, without the folders of whoever converts it."""
+    """Write the card.
+
+    Args:
+        folder: where to.
+        name: of the model.
+        source: the checkpoint's bare name, without the folders of whoever converts it.
+        config: the architecture.
+        dtype: of weights that are not packed.
+        quantization: that of config.json, or None.
+        note: a sentence on how layers were packed.
+        adapters: names of those in the folder.
+    """
+    kind = str(dtype).removeprefix("mlx.core.")
+    if quantization:
+        mode = quantization.get("mode", "affine")
+        kind = f"{quantization['bits']}-bit codes ({mode}), what is not packed in {kind}"
     names = ", ".join(f"`adapters/{adapter}`" for adapter in adapters)
     text = _CARD.format(
         name=name,
@@ -64,7 +81,8 @@ def write_card(
         parameters=config.num_parameters,
         layers=config.num_layers,
         reuse=config.num_kv_reuse_layers,
-        dtype=str(dtype).removeprefix("mlx.core."),
+        kind=kind,
+        note=f"{note}\n" if note else "",
         adapters=_ADAPTERS.format(names=names) if adapters else "",
     )
     (folder / "README.md").write_text(text, encoding="utf-8")

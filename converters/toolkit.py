@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ import numpy as np
 from afm_mlx.adapters.files import AdapterConfig, save_adapter
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.converters.output import write_card
+from afm_mlx.converters.quantize import PackedLayers, layer_of_rows
 from afm_mlx.converters.toolkit_config import (
     LoRASpec,
     ToolkitConfig,
@@ -33,6 +34,8 @@ from afm_mlx.converters.toolkit_keys import KeyMap, map_keys
 from afm_mlx.converters.torch_file import equal, mlx_dtype, open_state_dict, tensor_chunks
 from afm_mlx.errors import CheckpointError
 from afm_mlx.fingerprint import folder_fingerprint
+from afm_mlx.quantization import QuantizationRule
+from afm_mlx.rounding import Rows
 from afm_mlx.tokenizer_export import save_tokenizer
 from afm_mlx.vocabulary import SentencePieceVocabulary
 from afm_mlx.weights import (
@@ -91,8 +94,10 @@ def write_toolkit(
     name: str,
     dtype: mx.Dtype | None = None,
     with_adapters: bool = True,
+    rules: Mapping[str, QuantizationRule] | None = None,
+    stock: bool = False,
     progress: Progress | None = None,
-) -> None:
+) -> dict[str, Any]:
     """Write a checkpoint's weights, tokenizer, adapters and card into an empty folder.
 
     Args:
@@ -102,7 +107,12 @@ def write_toolkit(
         name: what the card calls the folder.
         dtype: of weights and adapters; as in the checkpoint when None. Scales stay float32.
         with_adapters: False leaves the adapters out.
+        rules: of layers to pack, by their paths.
+        stock: pack in MLX's own format, for stock mlx-lm.
         progress: see `write_weights`.
+
+    Returns:
+        keys of config.json that say how layers were packed.
 
     Raises:
         CheckpointError: when the checkpoint is damaged or is not what its config says.
@@ -116,10 +126,19 @@ def write_toolkit(
     scales = {n: _kv_scale(keys.kv_ranges[n], state, source) for n in keys.kv_ranges}
     adapters = _plan_adapters(config, keys, state, source) if with_adapters else {}
 
+    layers = PackedLayers()
     specs = []
     for target, shape in parameter_shapes(config.model).items():
-        stored = mx.float32 if target in scales else mlx_dtype(state[keys.weights[target]])
-        specs.append(TensorSpec(target, shape, stored if target in scales else dtype or stored))
+        path = target.removesuffix(".weight")
+        if target in scales:
+            specs.append(TensorSpec(target, shape, mx.float32))
+        elif rules and path in rules:
+            rows = _rows(state[keys.weights[target]], f"{source}: {keys.weights[target]}")
+            specs += layers.add(layer_of_rows(path, rows, rules[path], dtype, stock))
+        else:
+            stored = mlx_dtype(state[keys.weights[target]])
+            assert stored is not None  # _check_state saw to it
+            specs.append(TensorSpec(target, shape, dtype or stored))
 
     def read(spec: TensorSpec) -> Iterable[Any]:
         if spec.name in scales:
@@ -130,21 +149,34 @@ def write_toolkit(
     write_weights(
         folder,
         specs,
-        read,
+        layers.reader(read),
         total_parameters=config.model.num_parameters,
         progress=progress,
     )
     _write_adapters(folder, config.model, adapters, keys, state, dtype, source)
+    entries = layers.entries()
     write_card(
         folder,
         name=name,
         source=files.weights.name,
         config=config.model,
-        dtype=specs[0].dtype,
+        dtype=next(spec.dtype for spec in specs if spec.name == "model.output_norm.weight"),
+        quantization=entries.get("quantization"),
+        note=layers.note(),
         adapters=sorted(adapters),
     )
     for note in notes:
         warnings.warn(note, stacklevel=2)
+    return entries
+
+
+def _rows(tensor: torch.Tensor, name: str) -> Rows:
+    def read(start: int, stop: int) -> np.ndarray:
+        return tensor[start:stop].float().numpy()
+
+    stored = mlx_dtype(tensor)
+    assert stored is not None
+    return Rows((tensor.shape[0], tensor.shape[1]), stored, read, name)
 
 
 def _choose_weights(folder: Path) -> Path:

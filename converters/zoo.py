@@ -1,6 +1,7 @@
 """Models of other architectures, which mlx-lm converts.
 
 `afm-mlx convert` takes the place of `mlx_lm.convert` for whoever types it, and mlx-lm is installed anyway.
+Its own formats are written by it; balanced and palette weights, which it does not have, by this package.
 """
 
 from __future__ import annotations
@@ -9,23 +10,41 @@ import contextlib
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
+from mlx.utils import tree_map
+
+from afm_mlx.config import read_config_json
+from afm_mlx.converters.quantize import MLX_LM_RECIPES, QuantizationWishes
 from afm_mlx.errors import AFMError
+from afm_mlx.quantization import dequantize_model, quantize_model
+from afm_mlx.stored_layers import quantization_of
+from afm_mlx.zoo import has_packed_layers, load_zoo_model
+
+_MLX_LM_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 
 
-def write_zoo(source: Path, folder: Path, kind: str, dtype: str | None) -> None:
-    """Let mlx-lm convert a model of architecture `kind` into an empty folder.
+def write_zoo(
+    source: Path, folder: Path, kind: str, dtype: str | None, wishes: QuantizationWishes
+) -> None:
+    """Convert a model of architecture `kind` into an empty folder.
 
     Raises:
-        AFMError: when mlx-lm can't.
+        AFMError: when neither mlx-lm nor this package can.
     """
-    from mlx_lm.convert import convert
-
     inner = folder / "converted"
+    packed = has_packed_layers(quantization_of(read_config_json(source / "config.json"), source))
+    ours = wishes.quantize and not _is_mlx_lms(wishes)
     try:
         # mlx-lm reports on stdout, which belongs to the caller.
         with contextlib.redirect_stdout(sys.stderr):
-            convert(str(source), str(inner), dtype=dtype)
+            if packed or ours:
+                _write_packed(source, inner, dtype, wishes, packed)
+            else:
+                _write_by_mlx_lm(source, inner, dtype, wishes)
+    except AFMError:
+        raise
     except (ValueError, KeyError, TypeError, ImportError, RuntimeError, FileNotFoundError) as error:
         raise AFMError(
             f"{source} is a model of the architecture {kind!r}, which mlx-lm can't convert: {error}"
@@ -33,3 +52,70 @@ def write_zoo(source: Path, folder: Path, kind: str, dtype: str | None) -> None:
     for path in list(inner.iterdir()):
         shutil.move(path, folder / path.name)
     inner.rmdir()
+
+
+def _is_mlx_lms(wishes: QuantizationWishes) -> bool:
+    """Whether mlx-lm has the format and the choice of layers that are asked for."""
+    return (
+        (wishes.mode or "affine") in _MLX_LM_MODES
+        and wishes.granularity in (None, "group")
+        and wishes.embedding_bits is None
+    )
+
+
+def _write_by_mlx_lm(
+    source: Path, inner: Path, dtype: str | None, wishes: QuantizationWishes
+) -> None:
+    from mlx_lm.convert import convert
+
+    if isinstance(wishes.predicate, str) and wishes.predicate not in MLX_LM_RECIPES:
+        raise AFMError(
+            f"The recipe {wishes.predicate!r} is for AFM models; others take {', '.join(MLX_LM_RECIPES)}."
+        )
+    options: dict[str, Any] = {}
+    if wishes.quantize:
+        group = wishes.group_size
+        if isinstance(wishes.predicate, str):
+            group = group or 64  # mlx-lm's recipes have no default
+        options = {
+            "quantize": True,
+            "q_bits": wishes.bits,
+            "q_group_size": group,
+            "q_mode": wishes.mode or "affine",
+            "quant_predicate": wishes.predicate,
+        }
+    convert(str(source), str(inner), dtype=dtype, dequantize=wishes.dequantize, **options)
+
+
+def _write_packed(
+    source: Path, inner: Path, dtype: str | None, wishes: QuantizationWishes, packed: bool
+) -> None:
+    from mlx_lm import utils
+
+    if packed and not wishes.dequantize:
+        raise AFMError(
+            f"{source} is packed already, in a format that is only loaded here. Dequantize it (-d), or convert "
+            "the model that it was made of."
+        )
+    if isinstance(wishes.predicate, str):
+        raise AFMError(
+            f"The recipe {wishes.predicate!r} is affine in mlx-lm; leave --q-mode, --q-granularity and "
+            "--q-embedding-bits out."
+        )
+    model, config = load_zoo_model(source)
+    if dtype is not None:
+        target = getattr(mx, dtype)
+        floats = tree_map(
+            lambda a: a.astype(target) if mx.issubdtype(a.dtype, mx.floating) else a,
+            model.parameters(),
+        )
+        model.update(floats)
+    config = {k: v for k, v in config.items() if not k.startswith("quantization")}
+    if wishes.dequantize:
+        dequantize_model(model, getattr(mx, dtype or "float32"))
+    else:
+        rule = wishes.rule("affine")
+        embedding = wishes.embedding_rule(rule)
+        _, config = quantize_model(model, config, rule, embedding, wishes.predicate)
+    tokenizer = utils.load_tokenizer(source, eos_token_ids=config.get("eos_token_id"))
+    utils.save(inner, source, model, tokenizer, config)

@@ -6,9 +6,7 @@ import argparse
 
 from afm_mlx.cli import options
 from afm_mlx.cli.output import progress_bar
-from afm_mlx.cli.parser import UsageError
-
-_QUANTIZE = "quantizing is not available in this version"
+from afm_mlx.cli.parser import UsageError, integer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,13 +27,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="afm-mlx",
         help="mlx-lm leaves out what stock mlx-lm does not read",
     )
-    options.add_unavailable(parser, _QUANTIZE, "-q", "--quantize", nargs=0)
-    for name in ("--q-group-size", "--q-bits", "--q-mode", "--quant-predicate"):
-        options.add_unavailable(parser, _QUANTIZE, name)
-    options.add_unavailable(parser, "not available in this version", "-d", "--dequantize", nargs=0)
+    _add_quantization(parser)
     options.add_unavailable(parser, "nothing is uploaded; `hf upload` does that", "--upload-repo")
     options.add_unavailable(
         parser, "no code of the source is run here", "--trust-remote-code", nargs=0
+    )
+
+
+def _add_quantization(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("quantization")
+    group.add_argument(
+        "-q", "--quantize", action="store_true", help="pack linear layers and embeddings"
+    )
+    group.add_argument(
+        "--q-bits",
+        type=integer(1, 8),
+        help="bits per weight: 2, 4 or 8; 2 by default for balanced weights, else 4",
+    )
+    group.add_argument(
+        "--q-mode",
+        choices=["balanced", "affine", "palette", "mxfp4", "mxfp8", "nvfp4"],
+        help="balanced (scale only), affine (MLX's own format) or palette (a table); balanced by default "
+        "for AFM models, affine for others, and the rest for others only",
+    )
+    group.add_argument(
+        "--q-group-size",
+        type=integer(1),
+        help="inputs that share a scale, or rows that share a palette's table; 64, and 16 rows",
+    )
+    group.add_argument(
+        "--q-granularity",
+        choices=["tensor", "row", "group"],
+        help="what has a scale of its own; row by default for balanced weights, else group",
+    )
+    group.add_argument(
+        "--q-embedding-bits",
+        type=integer(1, 8),
+        help="of the embedding, which is the head too; --q-bits by default, and 4 at least",
+    )
+    group.add_argument(
+        "--quant-predicate",
+        metavar="RECIPE",
+        help="more bits for layers that suffer most: mixed_2_4, mixed_2_8 or mixed_4_8, and mlx-lm's recipes "
+        "for other architectures",
+    )
+    group.add_argument(
+        "-d", "--dequantize", action="store_true", help="write packed layers as float weights"
     )
 
 
@@ -47,6 +84,20 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.converters import convert
 
     with progress_bar("converting", "B") as progress:
-        folder = convert(args.model, args.mlx_path, dtype=args.dtype, to=args.to, progress=progress)
+        folder = convert(
+            args.model,
+            args.mlx_path,
+            dtype=args.dtype,
+            to=args.to,
+            quantize=args.quantize,
+            q_bits=args.q_bits,
+            q_mode=args.q_mode,
+            q_group_size=args.q_group_size,
+            q_granularity=args.q_granularity,
+            q_embedding_bits=args.q_embedding_bits,
+            quant_predicate=args.quant_predicate,
+            dequantize=args.dequantize,
+            progress=progress,
+        )
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 1e6:,.1f} MB")

@@ -23,6 +23,23 @@ def test_convert(folder, run, fails, tmp_path, monkeypatch):
     assert "is no checkpoint" in fails("convert", "--model", tmp_path, "--mlx-path", "other")
 
 
+def test_convert_packs_and_unpacks(folder, run, tmp_path):
+    packed, whole = tmp_path / "packed", tmp_path / "whole"
+    flags = ("-q", "--q-bits", 4, "--q-mode", "balanced", "--q-embedding-bits", 8)
+    status, _, err = run("convert", "--model", folder, "--mlx-path", packed, *flags)
+    assert (status, err) == (0, "")
+    facts = json.loads(run("info", "--model", packed, "--json")[1])
+    layers = facts["packed_layers"]
+    assert set(layers) == {"4-bit balanced per row", "8-bit balanced per row"}
+    assert layers["8-bit balanced per row"]["layers"] == 1
+    assert facts["weights"]["parameters"] == facts["architecture"]["parameters"]
+    status, _, _ = run("generate", "--model", packed, "--prompt", "a", "-m", 2, "--json")
+    assert status == 0
+    assert run("convert", "--model", packed, "--mlx-path", whole, "-d")[0] == 0
+    ours, theirs = (load(path)[0].layers[0].mlp.up_proj for path in (packed, whole))
+    assert mx.array_equal(ours.dequantize(), theirs.weight)
+
+
 def test_info_json(folder, run):
     status, out, err = run("info", "--model", folder, "--json")
     facts = json.loads(out)

@@ -1,0 +1,254 @@
+"""Weights to codes, in NumPy: the grid that weights lie on, the best one where there is none, and words.
+
+A *unit* is what shares a scale or a table; functions take many at once, (U, L) float32 with one unit per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+# Step of the uniform quantizer with the least squared error of a normal distribution, in deviations.
+# Source: J. Max, "Quantizing for minimum distortion", 1960, table II; 8 bits computed likewise.
+_NORMAL_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
+_LEVELS_TRIED = 24
+_LLOYD_STEPS = 40
+_SAMPLE = 1 << 18
+
+
+# -- balanced
+
+
+def grid_scales(units: Array, bits: int, dtype: mx.Dtype) -> tuple[Array, Array]:
+    """Scales of balanced grids that weights lie on.
+
+    Args:
+        units: (U, L) float32, each row with a scale of its own.
+        bits: 2, 4 or 8.
+        dtype: that the weights were rounded to.
+
+    Returns:
+        scales (U,) float32, and (U,) whether they give the weights back bit for bit; 0 where not.
+    """
+    scales = np.zeros(len(units), np.float32)
+    exact = np.asarray(~units.any(axis=1))  # a row of zeros lies on the grid of scale 0
+    left = np.flatnonzero(~exact & _may_be_grid(units, bits))
+    top = (2**bits - 1) / 2
+    for below in range(min(1 << (bits - 1), _LEVELS_TRIED)):
+        if not len(left):
+            break
+        # As if the largest weight were on the top level, on the one below, ...
+        guess = np.abs(units[left]).max(axis=1) / np.float32(top - below)
+        close = _close_to_grid(units[left, :16], guess[:, None], bits, dtype)
+        _accept(units, left[close], guess[close], (scales, exact), bits, dtype)
+        left = left[~exact[left]]
+    return scales, exact
+
+
+def _accept(
+    units: Array,
+    likely: Array,
+    guess: Array,
+    found: tuple[Array, Array],
+    bits: int,
+    dtype: mx.Dtype,
+) -> None:
+    """Note the scales that reproduce their units; candidates in the order of what they cost."""
+    scales, exact = found
+    candidates: list[Callable[[Array, Array], Array]] = [
+        lambda part, guess: guess,
+        lambda part, guess: (
+            2 * np.abs(part).min(axis=1)
+        ),  # exact where a weight is on a lowest level
+        lambda part, guess: _middle_scale(part, guess, bits, dtype),
+    ]
+    for candidate in candidates:
+        if not len(likely):
+            return
+        part = units[likely]
+        scale = candidate(part, guess)
+        hit = reproduces(part, scale[:, None], bits, dtype).all(axis=1)
+        scales[likely[hit]] = scale[hit]
+        exact[likely[hit]] = True
+        likely, guess = likely[~hit], guess[~hit]
+
+
+def _may_be_grid(units: Array, bits: int) -> Array:
+    """False where a few weights already have more magnitudes than a grid has levels."""
+    sample = np.sort(np.abs(units[:, : 4 << bits]), axis=1)
+    return 1 + (sample[:, 1:] != sample[:, :-1]).sum(axis=1) <= 1 << (bits - 1)
+
+
+def _close_to_grid(units: Array, scale: Array, bits: int, dtype: mx.Dtype) -> Array:
+    """Which units lie as near to a guess's levels as rounding of weights and guess would leave them."""
+    values = balanced_values(units, scale, bits)
+    slack = np.float32(2.0 ** (2 - _digits(dtype)))
+    return (np.abs(values - units) <= slack * np.abs(units)).all(axis=1)
+
+
+def _digits(dtype: mx.Dtype) -> int:
+    """Binary digits of a float's significand, the leading 1 included."""
+    return {mx.bfloat16: 8, mx.float16: 11}.get(dtype, 24)
+
+
+def _middle_scale(units: Array, guess: Array, bits: int, dtype: mx.Dtype) -> Array:
+    """The middle of all scales under which every weight rounds to what it is, at the codes near a guess."""
+    for _ in range(8 if _digits(dtype) <= bits else 1):  # settles in one to four
+        guess = _least_squares(units, guess, bits)
+    low, high = scale_bounds(units, guess[:, None], bits, dtype)
+    return ((low.max(axis=1) + high.min(axis=1)) / 2).astype(np.float32)
+
+
+def scale_bounds(units: Array, scale: Array, bits: int, dtype: mx.Dtype) -> tuple[Array, Array]:
+    """Smallest and largest scale that rounds to each weight, in float64."""
+    levels = np.abs(_levels(units, scale, bits))
+    magnitudes = np.abs(units).astype(np.float64)
+    fraction, exponent = np.frexp(magnitudes)
+    half_step = np.ldexp(1.0, exponent - _digits(dtype) - 1)
+    # Below a power of two, numbers lie twice as close.
+    below = np.where(fraction == 0.5, half_step / 2, half_step)
+    return (magnitudes - below) / levels, (magnitudes + half_step) / levels
+
+
+def reproduces(units: Array, scale: Array, bits: int, dtype: mx.Dtype) -> Array:
+    """Which weights are, in their own dtype, the numbers that their codes stand for."""
+    return round_to(balanced_values(units, scale, bits), dtype) == units
+
+
+def round_to(values: Array, dtype: mx.Dtype) -> Array:
+    """float32 numbers rounded to those that `dtype` holds, as float32."""
+    if dtype == mx.float32:
+        return values
+    return np.array(mx.array(values).astype(dtype).astype(mx.float32))
+
+
+def balanced_codes(units: Array, scale: Array, bits: int) -> Array:
+    """Nearest codes, uint8; a scale broadcasts to its weights."""
+    return (_levels(units, scale, bits) + np.float32((2**bits - 1) / 2)).astype(np.uint8)
+
+
+def balanced_values(units: Array, scale: Array, bits: int) -> Array:
+    """The grid's points nearest to weights, computed in float32 as `kernels.dequantize` does."""
+    levels = _levels(units, scale, bits)
+    levels *= scale
+    return levels
+
+
+def _levels(units: Array, scale: Array, bits: int) -> Array:
+    """Nearest of `code - (2**bits - 1) / 2`, float32; the lower of the middle two under a scale of 0."""
+    scale = np.asarray(scale, np.float32)
+    steps = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale > 0)
+    middle = np.float32((2**bits - 1) / 2)
+    levels = units * steps
+    levels += middle
+    np.rint(levels, out=levels)
+    np.clip(levels, 0, 2**bits - 1, out=levels)
+    levels -= middle
+    return levels
+
+
+def fit_scales(units: Array, bits: int) -> Array:
+    """Scales (U,) of balanced grids near the least squared error of weights (U, L).
+
+    The best of a dozen steps between that of a normal distribution and that of the largest weight, on a
+    sample of each unit; then codes and scale are fitted to each other twice on all weights.
+    """
+    stride = -(-units.shape[1] // max(1024 if bits == 8 else 512, _SAMPLE // len(units)))
+    sample = units[:, ::stride]
+    largest = np.abs(units).max(axis=1) / np.float32((2**bits - 1) / 2)
+    largest = np.maximum(largest, np.finfo(np.float32).tiny)
+    normal = np.sqrt(np.square(units).mean(axis=1)) * np.float32(_NORMAL_STEP[bits] * 0.7)
+    first = np.clip(normal, np.finfo(np.float32).tiny, largest)
+    best, least = largest, np.full(len(units), np.inf)
+    for share in np.linspace(0, 1, 12, dtype=np.float32):
+        scale = (first ** (1 - share) * largest**share).astype(np.float32)
+        error = np.square(balanced_values(sample, scale[:, None], bits) - sample).sum(axis=1)
+        best, least = np.where(error < least, scale, best), np.minimum(error, least)
+    for _ in range(2):
+        best = _least_squares(units, best, bits)
+    return best
+
+
+def _least_squares(units: Array, scales: Array, bits: int) -> Array:
+    """The scales (U,) that fit weights best at the codes that they have under given ones."""
+    levels = _levels(units, scales[:, None], bits)
+    fitted = np.einsum("ul,ul->u", units, levels) / np.einsum("ul,ul->u", levels, levels)
+    return np.maximum(fitted, np.finfo(np.float32).tiny)
+
+
+# -- affine
+
+
+def affine_codes(units: Array, scale: Array, bias: Array, bits: int) -> Array:
+    """Nearest codes of `scale * code + bias`, uint8."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        levels = np.where(scale != 0, (units - bias) / scale, np.float32(0))
+    return np.clip(np.rint(levels), 0, 2**bits - 1).astype(np.uint8)
+
+
+# -- palette
+
+
+def k_means(values: Array, entries: int) -> tuple[Array, Array]:
+    """Tables (T, entries) near the least squared error of weights (T, M), each table for its own row.
+
+    Lloyd's algorithm on sorted weights, from equal shares of them; sums of a cluster are differences of
+    running sums.
+
+    Returns:
+        the tables, ascending, and (T,) whether a table holds all the weights there are.
+    """
+    ordered = np.sort(values, axis=1)
+    fresh = np.ones(ordered.shape, bool)
+    fresh[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    exact = fresh.sum(axis=1) <= entries
+    sums = np.zeros((ordered.shape[0], ordered.shape[1] + 1))
+    np.cumsum(ordered, axis=1, out=sums[:, 1:], dtype=np.float64)
+    tables = np.empty((len(values), entries), np.float32)
+    for i, line in enumerate(ordered):
+        if exact[i]:
+            distinct = line[fresh[i]]
+            tables[i] = np.pad(distinct, (0, entries - len(distinct)), mode="edge")
+        else:
+            tables[i] = _lloyd(line, sums[i], entries)
+    return tables, exact
+
+
+def _lloyd(ordered: Array, sums: Array, entries: int) -> Array:
+    shares = (np.arange(entries) * 2 + 1) * len(ordered) // (2 * entries)
+    table = ordered[shares].astype(np.float64)
+    for _ in range(_LLOYD_STEPS):
+        ends = np.searchsorted(ordered, (table[1:] + table[:-1]) / 2)
+        edges = np.concatenate([[0], ends, [len(ordered)]])
+        counts = np.diff(edges)
+        moved = np.where(counts > 0, np.diff(sums[edges]) / np.maximum(counts, 1), table)
+        if np.array_equal(moved, table):
+            break
+        table = moved
+    return table.astype(np.float32)
+
+
+def nearest_entries(values: Array, tables: Array) -> Array:
+    """Index of the entry nearest to each weight, (T, M) uint8, for ascending tables (T, entries)."""
+    codes = np.zeros(values.shape, np.uint8)
+    middles = (tables[:, 1:].astype(np.float64) + tables[:, :-1]) / 2
+    for i, (line, limits) in enumerate(zip(values, middles, strict=True)):
+        codes[i] = np.searchsorted(limits, line)
+    return codes
+
+
+# -- words
+
+
+def pack_words(codes: Array, bits: int) -> Array:
+    """`kernels.pack_codes` in NumPy: (N, K) uint8 to (N, K * bits / 32) uint32."""
+    parts = codes.reshape(codes.shape[0], -1, 8 // bits)
+    octets = parts[..., 0].copy()
+    for i in range(1, 8 // bits):
+        octets |= parts[..., i] << np.uint8(i * bits)
+    return octets.view("<u4")

@@ -1,0 +1,326 @@
+"""Layers whose matrix stays packed: 2, 4 or 8 bits a weight, in the formats of `kernels.formats`.
+
+They take the place of `nn.Linear` and `nn.Embedding` in any model. Parameters are those of a
+`PackedWeight` by their names in a model folder: `weight` (the codes), `scales`, `biases`, `table`,
+`column_scale`, and `bias` of the layer; absent ones are left out.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.errors import CheckpointError, RequestError
+from afm_mlx.kernels import (
+    BITS,
+    MODES,
+    PackedWeight,
+    dequantize,
+    pack_codes,
+    packed_embedding,
+    packed_matmul,
+    reference,
+)
+
+PARTS = ("weight", "scales", "biases", "table", "column_scale")
+"""Names of a packed matrix's parameters, in the order in which they are written."""
+
+
+def activation_dtype() -> mx.Dtype:
+    """bfloat16 on a GPU; float32 on MLX's CPU backend, whose half types are 10 to 100 times slower."""
+    return mx.float32 if mx.default_device() == mx.Device(mx.cpu) else mx.bfloat16
+
+
+class _Packed(nn.Module):
+    """What both layers share: a packed matrix that never trains."""
+
+    def __init__(self, packed: PackedWeight):
+        super().__init__()
+        check_packed(packed, type(self).__name__)
+        self.bits = packed.bits
+        self.mode = packed.mode
+        self.weight = packed.codes
+        for name in PARTS[1:]:
+            if getattr(packed, name) is not None:
+                self[name] = getattr(packed, name)
+        self.freeze()
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The matrix, as the operations of `kernels` take it."""
+        return PackedWeight(
+            self["weight"],
+            self.bits,
+            self.mode,
+            self.get("scales"),
+            self.get("biases"),
+            self.get("table"),
+            self.get("column_scale"),
+        )
+
+    @property
+    def granularity(self) -> str:
+        return self.packed.granularity
+
+    @property
+    def group_size(self) -> int:
+        return self.packed.group_size
+
+    def dequantize(self, dtype: mx.Dtype = mx.float32) -> mx.array:
+        """The matrix as numbers, (N, K)."""
+        return dequantize(self.packed, dtype)
+
+    def _format(self) -> str:
+        packed = self.packed
+        if packed.table is not None:
+            per = f"tables={packed.table.shape[0]}"
+        elif packed.granularity == "group":
+            per = f"group_size={packed.group_size}"
+        else:
+            per = f"granularity={packed.granularity}"
+        columns = ", column_scale=True" if packed.column_scale is not None else ""
+        return f"bits={self.bits}, mode={self.mode}, {per}{columns}"
+
+
+class PackedLinear(_Packed):
+    """`y = x W^T + bias` with a packed `W`.
+
+    While the layer trains (`self.training`), the product is the differentiable reference; otherwise the
+    fastest kernel for the device and the shape runs.
+
+    Args:
+        packed: the matrix, (N, K).
+        bias: (N,), or None.
+        activation_bits: 16 for products of the activations as they are; 8 lets a kernel round them to
+            int8, which is faster and less exact.
+    """
+
+    def __init__(
+        self, packed: PackedWeight, bias: mx.array | None = None, activation_bits: int = 16
+    ):
+        super().__init__(packed)
+        self.activation_bits = activation_bits
+        if bias is not None:
+            self.bias = bias
+            self.freeze()
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(..., K) to (..., N) in the dtype of `x`."""
+        matmul = reference.packed_matmul if self.training else packed_matmul
+        y = matmul(x, self.packed, activation_bits=self.activation_bits)
+        return y + self["bias"].astype(y.dtype) if "bias" in self else y
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: mx.array,
+        bits: int,
+        mode: str = "balanced",
+        *,
+        bias: mx.array | None = None,
+        activation_bits: int = 16,
+        **parts: mx.array,
+    ) -> PackedLinear:
+        """Of codes that are known: they are stored as they are. Arguments as in `weight_from_codes`."""
+        return cls(weight_from_codes(codes, bits, mode, **parts), bias, activation_bits)
+
+    def to_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Linear:
+        """The same layer with a float matrix."""
+        packed = self.packed
+        linear = nn.Linear(packed.in_dims, packed.out_dims, bias="bias" in self)
+        linear.weight = self.dequantize(dtype)
+        if "bias" in self:
+            linear.bias = self["bias"].astype(dtype)
+        return linear.train(self.training)
+
+    def _extra_repr(self) -> str:
+        packed = self.packed
+        return (
+            f"input_dims={packed.in_dims}, output_dims={packed.out_dims}, bias={'bias' in self}, "
+            f"{self._format()}"
+        )
+
+
+class PackedEmbedding(_Packed):
+    """Rows of a packed matrix, and the same matrix as a head.
+
+    Args:
+        packed: the matrix, (vocab_size, K).
+        dtype: of the rows that a lookup returns.
+        activation_bits: of `as_linear`, see `PackedLinear`.
+    """
+
+    def __init__(
+        self, packed: PackedWeight, dtype: mx.Dtype = mx.float32, activation_bits: int = 16
+    ):
+        super().__init__(packed)
+        self.dtype = dtype
+        self.activation_bits = activation_bits
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """(...) integers to (..., K)."""
+        lookup = reference.packed_embedding if self.training else packed_embedding
+        return lookup(tokens, self.packed, self.dtype)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits (..., vocab_size) of hidden states (..., K), for a tied head."""
+        matmul = reference.packed_matmul if self.training else packed_matmul
+        return matmul(x, self.packed, activation_bits=self.activation_bits)
+
+    @classmethod
+    def from_codes(
+        cls,
+        codes: mx.array,
+        bits: int,
+        mode: str = "balanced",
+        *,
+        dtype: mx.Dtype = mx.float32,
+        activation_bits: int = 16,
+        **parts: mx.array,
+    ) -> PackedEmbedding:
+        """Of codes that are known: they are stored as they are. Arguments as in `weight_from_codes`."""
+        return cls(weight_from_codes(codes, bits, mode, **parts), dtype, activation_bits)
+
+    def to_embedding(self, dtype: mx.Dtype = mx.float32) -> nn.Embedding:
+        """The same layer with a float matrix."""
+        packed = self.packed
+        embedding = nn.Embedding(packed.out_dims, packed.in_dims)
+        embedding.weight = self.dequantize(dtype)
+        return embedding.train(self.training)
+
+    def _extra_repr(self) -> str:
+        packed = self.packed
+        return f"{packed.out_dims}, {packed.in_dims}, {self._format()}"
+
+
+def set_activation_bits(model: nn.Module, bits: int) -> None:
+    """Have every packed layer of a model multiply activations of 16 bits, or of 8 where a kernel can.
+
+    Raises:
+        RequestError: for other bits, and for 8 in a model without packed layers.
+    """
+    layers = [m for m in model.modules() if isinstance(m, _Packed)]
+    if bits not in (8, 16):
+        raise RequestError(f"activation_bits is {bits}; allowed are 16 and 8.")
+    if bits != 16 and not layers:
+        raise RequestError(
+            f"activation_bits is {bits}, which is for packed layers, and this model has none. Convert it "
+            "with -q, or leave it at 16."
+        )
+    for layer in layers:
+        layer.activation_bits = bits
+
+
+def weight_from_codes(
+    codes: mx.array,
+    bits: int,
+    mode: str = "balanced",
+    *,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    table: mx.array | None = None,
+    column_scale: mx.array | None = None,
+    name: str = "the matrix",
+) -> PackedWeight:
+    """Pack codes bit for bit.
+
+    Args:
+        codes: (N, K) integers of [0, 2**bits).
+        bits, mode, scales, biases, table, column_scale: see `kernels.PackedWeight`.
+        name: of the layer, for errors.
+
+    Raises:
+        CheckpointError: when a code does not fit, K does not fill whole words, or the parts do not fit.
+    """
+    if bits not in BITS:
+        raise CheckpointError(f"{name}: bits is {bits!r}; allowed are {_listed(BITS)}.")
+    if codes.ndim != 2 or not mx.issubdtype(codes.dtype, mx.integer):
+        raise CheckpointError(
+            f"{name}: codes are {_described(codes)}; integers of shape [N, K] are needed."
+        )
+    check_width(codes.shape[1], bits, name)
+    low, high = codes.min().item(), codes.max().item()
+    if low < 0 or high >= 2**bits:
+        raise CheckpointError(
+            f"{name}: codes reach from {low} to {high}; {bits} bits hold 0 to {2**bits - 1}. Take more bits, "
+            "or subtract the lowest code."
+        )
+    packed = PackedWeight(pack_codes(codes, bits), bits, mode, scales, biases, table, column_scale)
+    check_packed(packed, name)
+    return packed
+
+
+def check_width(in_dims: int, bits: int, name: str) -> None:
+    """Raise `CheckpointError` when K codes don't fill whole 32-bit words."""
+    if in_dims * bits % 32:
+        raise CheckpointError(
+            f"{name} has {in_dims} inputs, which can't be packed in {bits} bits: rows have to fill 32-bit "
+            f"words, so a multiple of {32 // bits} is needed. Leave this layer out, or take more bits."
+        )
+
+
+def check_packed(packed: PackedWeight, name: str) -> None:
+    """Compare the parts of a packed matrix with each other.
+
+    Raises:
+        CheckpointError: names the layer and the part, what it is and what it must be.
+    """
+    _need(packed.bits in BITS, name, "bits", repr(packed.bits), f"one of {_listed(BITS)}")
+    _need(packed.mode in MODES, name, "mode", repr(packed.mode), f"one of {_listed(MODES)}")
+    codes, column = packed.codes, packed.column_scale
+    whole = codes.dtype == mx.uint32 and codes.ndim == 2 and codes.size > 0
+    _need(whole, name, "weight", _described(codes), "uint32 of shape [N, K * bits / 32]")
+    fits = column is None or (_is_float(column) and column.shape == (packed.in_dims,))
+    wanted = f"float of shape [{packed.in_dims}]"
+    _need(fits, name, "column_scale", _described(column), wanted)
+    (_check_palette if packed.mode == "palette" else _check_scales)(packed, name)
+
+
+def _check_palette(packed: PackedWeight, name: str) -> None:
+    table, rows, entries = packed.table, packed.out_dims, 2**packed.bits
+    fits = table is not None and _is_float(table) and table.ndim == 2 and table.shape[1] == entries
+    if table is not None and fits:
+        fits = table.shape[0] > 0 and rows % table.shape[0] == 0
+    wanted = f"float of shape [T, {entries}], where T divides {rows}"
+    _need(fits, name, "table", _described(table), wanted)
+    for part in ("scales", "biases"):
+        array = getattr(packed, part)
+        _need(array is None, name, part, _described(array), "absent in a palette")
+
+
+def _check_scales(packed: PackedWeight, name: str) -> None:
+    scales, biases, rows, inputs = packed.scales, packed.biases, packed.out_dims, packed.in_dims
+    fits = False
+    if scales is not None and _is_float(scales):
+        fits = scales.shape in ((), (rows,))
+        if scales.ndim == 2 and scales.shape[0] == rows:
+            fits = scales.shape[1] > 0 and inputs % scales.shape[1] == 0
+    wanted = f"float of shape [], [{rows}] or [{rows}, G], where G divides {inputs}"
+    _need(fits, name, "scales", _described(scales), wanted)
+    _need(packed.table is None, name, "table", _described(packed.table), "absent outside a palette")
+    if packed.mode == "balanced":
+        _need(biases is None, name, "biases", _described(biases), "absent in a balanced matrix")
+    else:
+        assert scales is not None
+        fits = biases is not None and _is_float(biases) and biases.shape == scales.shape
+        wanted = f"float of shape {list(scales.shape)}, as its scales"
+        _need(fits, name, "biases", _described(biases), wanted)
+
+
+def _need(holds: bool, name: str, part: str, got: str, wanted: str) -> None:
+    if not holds:
+        raise CheckpointError(f"{name}: {part} is {got}; it must be {wanted}.")
+
+
+def _is_float(array: mx.array) -> bool:
+    return mx.issubdtype(array.dtype, mx.floating)
+
+
+def _described(array: mx.array | None) -> str:
+    if array is None:
+        return "missing"
+    return f"{str(array.dtype).removeprefix('mlx.core.')} of shape {list(array.shape)}"
+
+
+def _listed(values: tuple) -> str:
+    return ", ".join(map(str, values))
