@@ -10,10 +10,12 @@ engine and mlx-lm's own loops can drive either kind of model.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from afm_mlx.errors import ContextLengthError
 
@@ -121,6 +123,16 @@ class KVCache:
             visible &= query - position < window_size
         return visible
 
+    def decode_lengths(self) -> mx.array | None:
+        """Columns per row that the next token looks at, its own included: (B,) int32.
+
+        To be asked for before the token is written. None when columns and positions differ, which a sliding
+        window brings about; `make_mask` says then what is visible.
+        """
+        if self._window and max(self._lengths) + 1 > self._window:
+            return None
+        return mx.array([n + 1 for n in self._lengths], dtype=mx.int32)
+
     # -- writing
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -136,6 +148,11 @@ class KVCache:
         Raises:
             ContextLengthError: past `max_size` without a sliding window.
         """
+        self.update(keys, values)
+        return self.keys_and_values()
+
+    def update(self, keys: mx.array, values: mx.array) -> None:
+        """Append as `update_and_fetch` does; `keys` and `values` then hold all columns, spare ones too."""
         length = keys.shape[2]
         self._make_room(keys, values, length)
         columns = self._columns
@@ -144,13 +161,10 @@ class KVCache:
             self.keys[:, :, span] = keys
             self.values[:, :, span] = values
         else:
-            row = mx.arange(len(columns))[:, None, None]
-            head = mx.arange(keys.shape[1])[:, None]
-            column = mx.array(columns)[:, None, None] + mx.arange(length)
-            self.keys[row, head, column] = keys
-            self.values[row, head, column] = values
+            place = _ragged_index(tuple(columns), keys.shape[1], length)
+            self.keys[place] = keys
+            self.values[place] = values
         self._lengths = [n + length for n in self._lengths]
-        return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Keys and values of all columns in use; only once something was written."""
@@ -393,6 +407,20 @@ class NoKVCache:
     @staticmethod
     def merge(caches: Sequence[Any]) -> NoKVCache:
         return NoKVCache()
+
+
+@functools.lru_cache(maxsize=4)
+def _ragged_index(
+    columns: tuple[int, ...], heads: int, length: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Indices of `length` places per row and head, from a column of the row's own on.
+
+    Every block of a step asks for the same ones; made on the host, they cost the device nothing.
+    """
+    row = np.arange(len(columns))[:, None, None]
+    head = np.arange(heads)[:, None]
+    column = np.array(columns)[:, None, None] + np.arange(length)
+    return mx.array(row), mx.array(head), mx.array(column)
 
 
 def _handle(x: mx.array | None) -> mx.array | None:

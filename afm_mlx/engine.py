@@ -77,7 +77,17 @@ class _Flight:
 
     rows: list[Row]
     tokens: mx.array  # (B,)
-    logprobs: mx.array  # (B, vocab_size)
+    logprobs: mx.array | None  # (B, vocab_size), None when no row asked for them
+
+    def logprobs_of(self, index: int) -> mx.array | None:
+        if self.logprobs is None or not self.rows[index].request.logprobs:
+            return None
+        return self.logprobs[index]
+
+    def keep(self, indices: list[int]) -> _Flight:
+        index = mx.array(indices, dtype=mx.int32)
+        logprobs = None if self.logprobs is None else self.logprobs[index]
+        return _Flight([self.rows[i] for i in indices], self.tokens[index], logprobs)
 
 
 class Engine:
@@ -218,11 +228,16 @@ class Engine:
 
     def _forward(self) -> _Flight:
         batch = self._batch
-        logits = self.model(batch.inputs[:, None], cache=batch.cache)[:, -1]
-        tokens, logprobs = sample(batch.rows, logits, batch.inputs)
-        mx.async_eval(tokens, logprobs)
+        logprobs = None
+        if self._is_afm and not any(row.needs_logits for row in batch.rows):
+            tokens = self.model.greedy(batch.inputs[:, None], batch.cache).astype(mx.int32)
+        else:
+            logits = self.model(batch.inputs[:, None], cache=batch.cache)[:, -1]
+            tokens, logprobs = sample(batch.rows, logits, batch.inputs)
+        mx.async_eval(tokens)
         for row in batch.rows:
             row.position += 1
+            row.sampled += 1
         batch.inputs = tokens
         return _Flight(list(batch.rows), tokens, logprobs)
 
@@ -238,7 +253,8 @@ class Engine:
             error = row.error
             if reason == "error" and error is None:
                 error = self._context_error(row)
-            responses.append(Response(row.id, token, text, flight.logprobs[i], reason, error))
+            logprobs = flight.logprobs_of(i)
+            responses.append(Response(row.id, token, text, logprobs, reason, error))
             if reason is not None:
                 finished.add(row.id)
         if finished:
@@ -258,13 +274,7 @@ class Engine:
                 self._hand_back(row, mine, row.request.cache)
         keep = [i for i, row in enumerate(self._batch.rows) if row.id not in finished]
         if self._flight:
-            index = mx.array(keep, dtype=mx.int32)
-            rows = [self._flight.rows[i] for i in keep]
-            self._flight = (
-                _Flight(rows, self._flight.tokens[index], self._flight.logprobs[index])
-                if rows
-                else None
-            )
+            self._flight = self._flight.keep(keep) if keep else None
         self._batch.keep(keep)
 
     @staticmethod

@@ -168,6 +168,6 @@ def _submit(engine: Engine, tokenizer: Any, example: Example) -> int:
             example.messages, tools=example.tools, add_generation_prompt=True
         )
         room = 2 * len(tokenizer.encode(example.answer)) + 8
-        return engine.submit(Request(prompt, max_tokens=room))
+        return engine.submit(Request(prompt, max_tokens=room, logprobs=False))
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None

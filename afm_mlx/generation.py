@@ -23,7 +23,7 @@ class GenerationResponse:
     Args:
         text: the next segment of the answer; may be empty.
         token: id of the new token.
-        logprobs: (vocab_size,) log-probabilities that it was drawn from.
+        logprobs: (vocab_size,) log-probabilities that it was drawn from; None when none were asked for.
         from_draft: whether a draft model proposed it.
         prompt_tokens: tokens of the prompt.
         prompt_tps: of them per second.
@@ -35,7 +35,7 @@ class GenerationResponse:
 
     text: str
     token: int
-    logprobs: mx.array
+    logprobs: mx.array | None
     from_draft: bool
     prompt_tokens: int
     prompt_tps: float
@@ -91,6 +91,7 @@ def stream_generate(
     prompt_progress_callback: Any = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
+    logprobs: bool = True,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt and yield the answer as it grows.
 
@@ -111,6 +112,7 @@ def stream_generate(
         prompt_progress_callback: called with (tokens done, tokens in all).
         seed: of this run's own random stream.
         stop: strings that end the answer; they are not part of it.
+        logprobs: whether responses carry log-probabilities; without them, greedy decoding skips the logits.
 
     Raises:
         AFMError: what the request or the prompt has that can't be honoured.
@@ -141,6 +143,7 @@ def stream_generate(
         stop=stop,
         cache=prompt_cache,
         on_prefill=prompt_progress_callback,
+        logprobs=logprobs,
     )
     engine.submit(request)
     with wired_memory(model):
@@ -223,7 +226,7 @@ def generate(
     response = None
     if verbose:
         print("=" * 10)
-    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+    for response in stream_generate(model, tokenizer, prompt, **{"logprobs": False, **kwargs}):
         if verbose:
             print(response.text, end="", flush=True)
         text += response.text
@@ -279,8 +282,9 @@ def batch_generate(
         max_kv_size=max_kv_size,
     )
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    options = {"logprobs": False, **request}  # nothing here returns them
     rows = {
-        engine.submit(Request(prompt=ids, max_tokens=limit, **request)): index
+        engine.submit(Request(prompt=ids, max_tokens=limit, **options)): index
         for index, (ids, limit) in enumerate(zip(encoded, limits, strict=True))
     }
     texts = [""] * len(prompts)

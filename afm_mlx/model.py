@@ -17,17 +17,41 @@ Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.cache import KVCache, NoKVCache, causal_mask
 from afm_mlx.config import MODEL_TYPE, ModelConfig
-from afm_mlx.kernels import KeyValues, attention, dequantize_int8, quantize_int8, rope_norm
+from afm_mlx.fusion import head_argmax, project, project_head, swiglu
+from afm_mlx.kernels import (
+    KeyValues,
+    QueryRope,
+    attention,
+    causal_attention,
+    decode_attention,
+    dequantize_int8,
+    rope_norm,
+    rope_norm_quantize,
+)
 
 Offset: TypeAlias = int | mx.array  # position of the first new token: of all rows, or (B,)
-Mask: TypeAlias = mx.array | str | None
+
+
+class Positions(NamedTuple):
+    """Where the new tokens stand, and what they may look at; the same for every block.
+
+    Args:
+        offset: position of the first new token.
+        mask: as `attention` takes it.
+        lengths: (B,) int32, set when there is one new token per row and int8 codes are read straight from
+            the cache's buffers, each row's up to its length.
+    """
+
+    offset: Offset
+    mask: mx.array | str | None
+    lengths: mx.array | None = None
 
 
 def _heads(x: mx.array, head_dim: int) -> mx.array:
@@ -39,6 +63,13 @@ def _merge_heads(x: mx.array) -> mx.array:
     """(B, n, L, head_dim) to (B, L, n * head_dim)."""
     x = x.swapaxes(1, 2)
     return x.reshape(*x.shape[:2], -1)
+
+
+def _attention(queries: mx.array, kv: KeyValues, mask: mx.array | str | None) -> mx.array:
+    """Attention of any number of queries; a prompt's over int8 codes has an operation of its own."""
+    if mask == "causal" and kv.key_scale is not None:
+        return causal_attention(queries, kv)
+    return attention(queries, kv, mask)
 
 
 class WritingAttention(nn.Module):
@@ -59,29 +90,53 @@ class WritingAttention(nn.Module):
             self.quant_value_scale = mx.array(1.0)
 
     def __call__(
-        self, x: mx.array, offset: Offset, mask: Mask, cache: KVCache | None
+        self, x: mx.array, norm: nn.RMSNorm, positions: Positions, cache: KVCache | None
     ) -> tuple[mx.array, KeyValues]:
-        """Returns the output (B, L, D) and the keys and values that were attended to."""
+        """Returns `x` (B, L, D) plus the output, and the keys and values that were attended to."""
+        qkv = project(self.qkv_proj, x, norm=norm)
+        if self._config.kv_bits:
+            q, kv = self._int8_heads(qkv, positions, cache)
+        else:
+            q, kv = self._float_heads(qkv, positions, cache)
+        if positions.lengths is not None:
+            y = decode_attention(q, kv, positions.lengths)
+        else:
+            y = _attention(q, kv, positions.mask)
+        return project(self.out_proj, _merge_heads(y), residual=x), kv
+
+    def _int8_heads(
+        self, qkv: mx.array, positions: Positions, cache: KVCache | None
+    ) -> tuple[mx.array, KeyValues]:
+        config, scales = self._config, (self.quant_key_scale, self.quant_value_scale)
+        q, *codes = rope_norm_quantize(
+            qkv,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            positions.offset,
+            scales,
+            config.num_kv_heads,
+            config.rope_theta,
+            config.rms_norm_eps,
+        )
+        if cache is not None and cache.int8:
+            cache.update(*codes)
+            whole = positions.lengths is not None
+            stored = (cache.keys, cache.values) if whole else cache.keys_and_values()
+            return q, KeyValues(*stored, *scales)
+        k, v = (dequantize_int8(c, s, q.dtype) for c, s in zip(codes, scales, strict=True))
+        return q, KeyValues(*(cache.update_and_fetch(k, v) if cache is not None else (k, v)))
+
+    def _float_heads(
+        self, qkv: mx.array, positions: Positions, cache: KVCache | None
+    ) -> tuple[mx.array, KeyValues]:
         config = self._config
         q_dim, kv_dim = config.hidden_dim, config.num_kv_heads * config.head_dim
         q, k, v = (
-            _heads(part, config.head_dim)
-            for part in self.qkv_proj(x).split([q_dim, q_dim + kv_dim], axis=-1)
+            _heads(part, config.head_dim) for part in qkv.split([q_dim, q_dim + kv_dim], axis=-1)
         )
-        q = rope_norm(q, self.q_norm.weight, offset, config.rope_theta, config.rms_norm_eps)
-        k = rope_norm(k, self.k_norm.weight, offset, config.rope_theta, config.rms_norm_eps)
-        kv = self._write(k, v, cache).astype(q.dtype)
-        return self.out_proj(_merge_heads(attention(q, kv, mask))), kv
-
-    def _write(self, k: mx.array, v: mx.array, cache: KVCache | None) -> KeyValues:
-        if not self._config.kv_bits:
-            return KeyValues(*(cache.update_and_fetch(k, v) if cache is not None else (k, v)))
-        scales = (self.quant_key_scale, self.quant_value_scale)
-        codes = quantize_int8(k, scales[0]), quantize_int8(v, scales[1])
-        if cache is not None and cache.int8:
-            return KeyValues(*cache.update_and_fetch(*codes), *scales)
-        k, v = (dequantize_int8(c, s, k.dtype) for c, s in zip(codes, scales, strict=True))
-        return KeyValues(*(cache.update_and_fetch(k, v) if cache is not None else (k, v)))
+        turn = (positions.offset, config.rope_theta, config.rms_norm_eps)
+        q, k = rope_norm(q, self.q_norm.weight, *turn), rope_norm(k, self.k_norm.weight, *turn)
+        return q, KeyValues(*(cache.update_and_fetch(k, v) if cache is not None else (k, v)))
 
 
 class ReuseAttention(nn.Module):
@@ -94,11 +149,19 @@ class ReuseAttention(nn.Module):
         self.out_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
 
-    def __call__(self, x: mx.array, offset: Offset, mask: Mask, kv: KeyValues) -> mx.array:
+    def __call__(
+        self, x: mx.array, norm: nn.RMSNorm, positions: Positions, kv: KeyValues
+    ) -> mx.array:
+        """Returns `x` (B, L, D) plus the output."""
         config = self._config
-        q = _heads(self.q_proj(x), config.head_dim)
-        q = rope_norm(q, self.q_norm.weight, offset, config.rope_theta, config.rms_norm_eps)
-        return self.out_proj(_merge_heads(attention(q, kv, mask)))
+        q = _heads(project(self.q_proj, x, norm=norm), config.head_dim)
+        turn = (self.q_norm.weight, config.rope_theta, config.rms_norm_eps)
+        if positions.lengths is not None:
+            y = decode_attention(q, kv, positions.lengths, QueryRope(*turn))
+        else:
+            q = rope_norm(q, turn[0], positions.offset, *turn[1:])
+            y = _attention(q, kv, positions.mask)
+        return project(self.out_proj, _merge_heads(y), residual=x)
 
 
 class MLP(nn.Module):
@@ -110,8 +173,11 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(config.hidden_dim, config.ffn_dim, bias=False)
         self.down_proj = nn.Linear(config.ffn_dim, config.hidden_dim, bias=False)
 
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+    def __call__(self, x: mx.array, norm: nn.RMSNorm) -> mx.array:
+        """Returns `x` (B, L, D) plus the output for the normalized `x`."""
+        return project(
+            self.down_proj, swiglu(self.gate_proj, self.up_proj, x, norm=norm), residual=x
+        )
 
 
 class _Block(nn.Module):
@@ -124,9 +190,6 @@ class _Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
 
-    def _feed_forward(self, x: mx.array) -> mx.array:
-        return x + self.mlp(self.post_attention_layernorm(x))
-
 
 class WritingBlock(_Block):
     """A block that writes keys and values."""
@@ -135,10 +198,10 @@ class WritingBlock(_Block):
         super().__init__(config, WritingAttention(config))
 
     def __call__(
-        self, x: mx.array, offset: Offset, mask: Mask, cache: KVCache | None
+        self, x: mx.array, positions: Positions, cache: KVCache | None
     ) -> tuple[mx.array, KeyValues]:
-        y, kv = self.self_attn(self.input_layernorm(x), offset, mask, cache)
-        return self._feed_forward(x + y), kv
+        x, kv = self.self_attn(x, self.input_layernorm, positions, cache)
+        return self.mlp(x, self.post_attention_layernorm), kv
 
 
 class ReuseBlock(_Block):
@@ -147,9 +210,9 @@ class ReuseBlock(_Block):
     def __init__(self, config: ModelConfig):
         super().__init__(config, ReuseAttention(config))
 
-    def __call__(self, x: mx.array, offset: Offset, mask: Mask, kv: KeyValues) -> mx.array:
-        y = self.self_attn(self.input_layernorm(x), offset, mask, kv)
-        return self._feed_forward(x + y)
+    def __call__(self, x: mx.array, positions: Positions, kv: KeyValues) -> mx.array:
+        x = self.self_attn(x, self.input_layernorm, positions, kv)
+        return self.mlp(x, self.post_attention_layernorm)
 
 
 class Transformer(nn.Module):
@@ -163,19 +226,19 @@ class Transformer(nn.Module):
         self.output_norm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
 
     def write(
-        self, inputs: mx.array, offset: Offset, mask: Mask, cache: Sequence[KVCache | None]
+        self, inputs: mx.array, positions: Positions, cache: Sequence[KVCache | None]
     ) -> tuple[mx.array, KeyValues]:
         """Run the writing blocks; returns hidden states (B, L, D) and the last block's keys and values."""
         h = self.embedding(inputs)
         for layer, layer_cache in zip(self.layers, cache, strict=False):
-            h, kv = layer(h, offset, mask, layer_cache)
+            h, kv = layer(h, positions, layer_cache)
         return h, kv
 
-    def read(self, h: mx.array, offset: Offset, mask: Mask, kv: KeyValues) -> mx.array:
-        """Run the reuse blocks and the final norm on hidden states of the writing blocks."""
+    def read(self, h: mx.array, positions: Positions, kv: KeyValues) -> mx.array:
+        """Run the reuse blocks on hidden states of the writing blocks; the final norm is the head's."""
         for layer in self.kv_reuse_layers:
-            h = layer(h, offset, mask, kv)
-        return self.output_norm(h)
+            h = layer(h, positions, kv)
+        return h
 
 
 class Model(nn.Module):
@@ -201,9 +264,26 @@ class Model(nn.Module):
         Returns:
             (B, L, vocab_size) in the activation dtype.
         """
-        offset, mask, cache = self._positions(inputs, cache)
-        h, kv = self.model.write(inputs, offset, mask, cache)
-        return self.model.embedding.as_linear(self.model.read(h, offset, mask, kv))
+        h = self._hidden(inputs, cache)
+        return project_head(self.model.embedding, h, norm=self.model.output_norm)
+
+    def greedy(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
+        """The most likely next token of every row, without its logits where the head can do that.
+
+        Args:
+            inputs: (B, 1) integers, the last token of every row.
+            cache: of `make_cache`; grows by one.
+
+        Returns:
+            (B,) uint32.
+        """
+        h = self._hidden(inputs, cache)
+        return head_argmax(self.model.embedding, h[:, -1], norm=self.model.output_norm)
+
+    def _hidden(self, inputs: mx.array, cache: Sequence[Any] | None) -> mx.array:
+        positions, cache = self._positions(inputs, cache)
+        h, kv = self.model.write(inputs, positions, cache)
+        return self.model.read(h, positions, kv)
 
     def prefill(self, inputs: mx.array, cache: Sequence[Any]) -> None:
         """Write the keys and values of prompt tokens, and compute nothing else.
@@ -215,16 +295,19 @@ class Model(nn.Module):
             inputs: (B, L) integers.
             cache: of `make_cache`; grows by L.
         """
-        offset, mask, cache = self._positions(inputs, cache)
-        self.model.write(inputs, offset, mask, cache)
+        positions, cache = self._positions(inputs, cache)
+        self.model.write(inputs, positions, cache)
 
     def _positions(
         self, inputs: mx.array, cache: Sequence[Any] | None
-    ) -> tuple[Offset, Mask, Sequence[KVCache | None]]:
+    ) -> tuple[Positions, Sequence[KVCache | None]]:
         length = inputs.shape[1]
         if cache is None:
-            return 0, causal_mask(length), [None] * len(self.model.layers)
-        return cache[0].offset, cache[0].make_mask(length), cache
+            return Positions(0, causal_mask(length)), [None] * len(self.model.layers)
+        first = cache[0]
+        lengths = first.decode_lengths() if length == 1 and first.int8 else None
+        mask = first.make_mask(length) if lengths is None else None
+        return Positions(first.offset, mask, lengths), cache
 
     def make_cache(
         self, kv: str = "int8", max_size: int | None = None, sliding_window: bool = False

@@ -32,6 +32,8 @@ class Request:
         cache: keys and values of tokens that come before the prompt (`Model.make_cache`); on finish it
             holds prompt and answer, the last token excepted.
         on_prefill: called with (prompt tokens done, prompt tokens in all).
+        logprobs: whether responses carry log-probabilities. Without them, a batch of rows that take the
+            most likely token needs no logits.
     """
 
     prompt: Sequence[int]
@@ -42,6 +44,7 @@ class Request:
     stop: Sequence[str] = ()
     cache: list[Any] | None = None
     on_prefill: Callable[[int, int], None] | None = None
+    logprobs: bool = True
 
     def validate(self, vocab_size: int | None) -> None:
         """Raise `RequestError` for what no model could do."""
@@ -72,7 +75,8 @@ class Response:
         row: what `Engine.submit` returned.
         token: its id.
         text: what can be shown since the last response; may be empty.
-        logprobs: (vocab_size,) float32, log-probabilities that the token was drawn from.
+        logprobs: (vocab_size,) float32, log-probabilities that the token was drawn from, computed when
+            they are looked at; None when the request asked for none.
         finish_reason: "stop" at an end token or stop string, "length" at max_tokens, "error" when the
             row could not go on, None while it does.
         error: why, when finish_reason is "error".
@@ -81,7 +85,7 @@ class Response:
     row: int
     token: int
     text: str
-    logprobs: mx.array
+    logprobs: mx.array | None
     finish_reason: str | None = None
     error: Exception | None = None
 
@@ -113,6 +117,12 @@ class Row:
     def __post_init__(self) -> None:
         self._stop = StopStrings(self.request.stop)
         self._context: Any = None
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the next token, or its response, depends on more than which logit is the largest."""
+        request = self.request
+        return bool(request.sampler or request.logits_processors or request.logprobs)
 
     @property
     def out_of_tokens(self) -> bool:

@@ -21,7 +21,8 @@ def sample(rows: Sequence[Row], logits: mx.array, inputs: mx.array) -> tuple[mx.
         inputs: (B,) tokens that the logits follow.
 
     Returns:
-        Tokens (B,) and log-probabilities (B, vocab_size) float32, nothing evaluated yet.
+        Tokens (B,) int32 and log-probabilities (B, vocab_size) float32, nothing evaluated yet. The most
+        likely token needs no log-probabilities, so they cost nothing until a sampler or a caller looks.
     """
     logits = logits.astype(mx.float32)
     if any(row.request.logits_processors for row in rows):
@@ -29,15 +30,13 @@ def sample(rows: Sequence[Row], logits: mx.array, inputs: mx.array) -> tuple[mx.
             [_process(row, logits[i : i + 1], inputs[i : i + 1]) for i, row in enumerate(rows)]
         )
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    tokens = mx.argmax(logprobs, axis=-1)
+    tokens = mx.argmax(logits, axis=-1)
     if any(row.request.sampler for row in rows):
         with _global_stream_kept():
             drawn = [
                 _draw(row, logprobs[i : i + 1], tokens[i : i + 1]) for i, row in enumerate(rows)
             ]
         tokens = mx.concatenate(drawn)
-    for row in rows:
-        row.sampled += 1
     return tokens.astype(mx.int32), logprobs
 
 

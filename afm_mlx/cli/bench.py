@@ -64,13 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-trials", "-n", type=integer(1), default=5, help="measured runs of a case"
     )
-    parser.add_argument(
-        "--activation-bits",
-        type=int,
-        choices=[16, 8],
-        default=16,
-        help="8 rounds what goes into packed layers to int8, where that is faster",
-    )
+    options.add_activation_bits(parser)
     parser.add_argument(
         "--kv", choices=["int8", "float"], default="int8", help="storage of keys and values"
     )
@@ -93,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
     _limit_threads(args.threads)
     from afm_mlx.bandwidth import measure_bandwidth
     from afm_mlx.benchmark import Case, run_case, threads_in_use
+    from afm_mlx.packed import set_activation_bits
 
     cases = [
         Case(*sizes)
@@ -103,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
     threads = threads_in_use()
     bandwidth = measure_bandwidth(threads)
     name, model, tokenizer = _model_of(args)
-    _set_activation_bits(model, args.activation_bits)
+    set_activation_bits(model, args.activation_bits)
     results, total = [], len(cases) * (args.num_trials + 1)
     with progress_bar("bench", "run") as progress:
         done = itertools.count(1)
@@ -163,22 +158,6 @@ def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
 
     name = args.model or options.EMBEDDED_MODEL
     return name, *load(name, trust_remote_code=args.trust_remote_code)
-
-
-def _set_activation_bits(model: Any, bits: int) -> None:
-    """Have every packed layer round its input to so many bits.
-
-    Raises:
-        UsageError: when there is none.
-    """
-    packed = [module for module in model.modules() if hasattr(module, "activation_bits")]
-    if bits != 16 and not packed:
-        raise UsageError(
-            f"--activation-bits {bits} is for packed layers, and this model has none. Convert it with "
-            "-q, or leave the flag out."
-        )
-    for module in packed:
-        module.activation_bits = bits
 
 
 def _facts(

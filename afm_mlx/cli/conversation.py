@@ -74,6 +74,7 @@ class Conversation:
                 self._tokenizer,
                 prompt[common:],
                 prompt_cache=self._cache,
+                logprobs=False,
                 **arguments,
             ):
                 answer += response.text

@@ -163,7 +163,7 @@ def _generate(
     framed = args.verbose and not args.json
     text, tokens, response = "", list[int](), None
     try:
-        for response in stream_generate(model, tokenizer, prompt, **arguments):
+        for response in stream_generate(model, tokenizer, prompt, logprobs=False, **arguments):
             if framed and not tokens:
                 print(_RULE)
             text += response.text

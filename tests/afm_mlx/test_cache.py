@@ -9,7 +9,7 @@ import pytest
 from afm_mlx.cache import KEEP, STEP, KVCache
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.errors import ContextLengthError
-from afm_mlx.model import Model
+from afm_mlx.model import Model, Positions
 from tests.tools.models import random_config, random_model
 
 
@@ -148,8 +148,9 @@ def windowed_twin(model, tokens, window):
     length = tokens.shape[1]
     query, key = np.arange(length)[:, None], np.arange(length)[None]
     visible = (key <= query) & ((key < KEEP) | (query - key < window - KEEP))
-    h, kv = model.model.write(tokens, 0, mx.array(visible), [None] * len(model.model.layers))
-    hidden = model.model.read(h, 0, mx.array(visible), kv)
+    positions = Positions(0, mx.array(visible))
+    h, kv = model.model.write(tokens, positions, [None] * len(model.model.layers))
+    hidden = model.model.output_norm(model.model.read(h, positions, kv))
     return model.model.embedding.as_linear(hidden)
 
 

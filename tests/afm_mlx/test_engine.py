@@ -91,6 +91,21 @@ def test_ragged_batch_equals_the_naive_loop(rng, model, tokenizer, max_batch, st
         assert tokens[row] == naive_greedy(model, prompt, limit, tokenizer.eos_token_ids)
 
 
+def test_rows_without_logprobs_take_the_same_tokens(rng, model, tokenizer):
+    """Greedy rows that nobody wants log-probabilities of skip the logits; the tokens are the same."""
+    prompts = [prompt_of(rng, model, n) for n in (5, 2, 8)]
+    for wanted in ([False] * 3, [False, True, False]):
+        engine = Engine(model, tokenizer)
+        for prompt, logprobs in zip(prompts, wanted, strict=True):
+            engine.submit(Request(prompt, max_tokens=7, logprobs=logprobs))
+        tokens = {}
+        for response in engine.run():
+            assert (response.logprobs is not None) == wanted[response.row]
+            tokens.setdefault(response.row, []).append(response.token)
+        for row, prompt in enumerate(prompts):
+            assert tokens[row] == naive_greedy(model, prompt, 7, tokenizer.eos_token_ids)
+
+
 def test_rows_join_late_and_leave_early(rng, model, tokenizer):
     prompts = [prompt_of(rng, model, n) for n in (4, 9, 1, 6)]
     engine = Engine(model, tokenizer, prefill_step_size=3)

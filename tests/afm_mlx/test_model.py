@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.config import ModelConfig
+from afm_mlx.kernels import dispatch
 from tests.tools.graph import matmul_flops
 from tests.tools.models import (
     mlx_lm_twin,
@@ -19,15 +20,31 @@ from tests.tools.models import (
 TOLERANCE = 1e-4  # of the logits' standard deviation, fp32
 
 
-def assert_close(got, wanted):
-    got, wanted = np.asarray(got), np.asarray(wanted)
-    assert got.shape == wanted.shape
-    error = np.abs(got - wanted).max() / wanted.std()
-    assert error <= TOLERANCE, f"{error:.2e} of the logits' scale"
+@pytest.fixture(params=["reference", "cpu"])
+def assert_close(request):
+    """Compares logits, while the operations run on one backend.
+
+    Plain MLX computes in float32, and every logit has to agree. Native attention rounds queries and softmax
+    weights to int16, which may move a key over a rounding boundary of int8: most logits agree to 1e-3, and a
+    code that differs moves few of them. A wrong scale or position moves all by their own size.
+    """
+
+    def compare(got, wanted):
+        got, wanted = np.asarray(got), np.asarray(wanted)
+        assert got.shape == wanted.shape
+        errors = np.abs(got - wanted) / wanted.std()
+        if request.param == "reference":
+            assert errors.max() <= TOLERANCE, f"{errors.max():.2e} of the logits' scale"
+        else:
+            assert np.median(errors) <= 10 * TOLERANCE
+            assert errors.max() <= 0.1
+
+    with dispatch.force(request.param):
+        yield compare
 
 
 @pytest.mark.parametrize("case", range(24))
-def test_parity_with_tamm(rng, case):
+def test_parity_with_tamm(rng, case, assert_close):
     """Whole prompt, token by token, and in chunks, with either cache, over random architectures."""
     fixed = {"kv_bits": 8 if case % 4 else None}
     if case % 5 == 0:
@@ -54,7 +71,7 @@ def test_parity_with_tamm(rng, case):
 
 
 @pytest.mark.parametrize("case", range(6))
-def test_prefill_leaves_the_cache_that_a_full_run_leaves(rng, case):
+def test_prefill_leaves_the_cache_that_a_full_run_leaves(rng, case, assert_close):
     config = random_config(rng)
     reference = tamm_model(config, rng)
     model = twin_of_tamm(reference, config)
@@ -68,7 +85,7 @@ def test_prefill_leaves_the_cache_that_a_full_run_leaves(rng, case):
 
 
 @pytest.mark.parametrize("case", range(6))
-def test_ragged_rows_match_single_rows(rng, case):
+def test_ragged_rows_match_single_rows(rng, case, assert_close):
     """mlx-lm rotates reuse queries at S - L for every row (defect f); offsets are per row here."""
     config = random_config(rng, num_layers=4, num_kv_reuse_layers=2)
     reference = tamm_model(config, rng)
@@ -99,7 +116,9 @@ def test_parity_with_mlx_lm_where_it_is_right(rng, case):
         ours, theirs = model.make_cache(), twin.make_cache()
         for part in (tokens[:1, :9], tokens[:1, 9:], tokens):
             caches = (None, None) if len(part) == 2 else (ours, theirs)
-            got, wanted = model(mx.array(part), caches[0]), twin(mx.array(part), caches[1])
+            with dispatch.force("reference"):
+                got = model(mx.array(part), caches[0])
+            wanted = twin(mx.array(part), caches[1])
             errors.append(np.abs(np.array(got - wanted)).max() / np.array(wanted).std())
     # A number on a rounding boundary of int8 may fall to either side, so not every draw agrees to 1e-4.
     assert np.median(errors) <= TOLERANCE
