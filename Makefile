@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Small products in many tests: threads of their own only get in each other's way.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
-SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*.c)
+SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*.c* kernels/cpu/*.h kernels/cpu/CMakeLists.txt)
 
 .PHONY: demo test test-slow lint format clean metal
 

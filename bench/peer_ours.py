@@ -12,6 +12,7 @@ import numpy as np
 
 from afm_mlx.benchmark import Bench, Case, Result, run_case, step_cost
 from afm_mlx.loading import load_model
+from afm_mlx.packed import set_activation_bits
 from bench.peer_protocol import Answer, peak_resident, serve
 
 
@@ -22,9 +23,7 @@ class Ours:
         start = time.perf_counter()
         self.model = load_model(folder)
         self.load_seconds = time.perf_counter() - start
-        for module in self.model.modules():
-            if hasattr(module, "activation_bits"):
-                module.activation_bits = activation_bits
+        set_activation_bits(self.model, activation_bits)
         self._warm: set[Case] = set()
 
     def run(self, case: Case) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from afm_mlx.kernels.formats import (
     QueryRope,
 )
 from afm_mlx.kernels.ops import (
+    causal_attention,
     decode_attention,
     packed_argmax,
     packed_embedding,
@@ -33,6 +34,7 @@ __all__ = [
     "PackedWeight",
     "QueryRope",
     "attention",
+    "causal_attention",
     "decode_attention",
     "dequantize",
     "dequantize_int8",

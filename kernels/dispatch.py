@@ -25,6 +25,7 @@ OPS = (
     "packed_embedding",
     "rope_norm_quantize",
     "decode_attention",
+    "causal_attention",
 )
 BACKENDS = ("metal", "cpu", "reference")
 SWITCH = "AFM_MLX_KERNELS"

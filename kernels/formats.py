@@ -106,10 +106,6 @@ class KeyValues(NamedTuple):
     key_scale: mx.array | None = None
     value_scale: mx.array | None = None
 
-    def astype(self, dtype: mx.Dtype) -> KeyValues:
-        """Numbers of `dtype` under the same scales, converted once for blocks that read them often."""
-        return self._replace(keys=self.keys.astype(dtype), values=self.values.astype(dtype))
-
 
 class QueryRope(NamedTuple):
     """What turns raw queries into those of attention: `rope_norm` with these arguments.

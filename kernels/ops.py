@@ -46,6 +46,11 @@ def decode_attention(
     return select("decode_attention", _attention_case(queries, kv)).run(queries, kv, lengths, rope)
 
 
+def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
+    """See `reference.causal_attention`."""
+    return select("causal_attention", _attention_case(queries, kv)).run(queries, kv)
+
+
 def rope_norm_quantize(qkv: mx.array, q_weight: mx.array, *args: Any) -> tuple[mx.array, ...]:
     """See `reference.rope_norm_quantize`."""
     return select("rope_norm_quantize", _rope_case(qkv, q_weight)).run(qkv, q_weight, *args)
@@ -53,7 +58,7 @@ def rope_norm_quantize(qkv: mx.array, q_weight: mx.array, *args: Any) -> tuple[m
 
 def case_of(op: str, *args: Any, **options: Any) -> Case:
     """What the choice of a variant depends on, for a call with these arguments."""
-    if op == "decode_attention":
+    if op in ("decode_attention", "causal_attention"):
         return _attention_case(*args[:2])
     if op == "rope_norm_quantize":
         return _rope_case(*args[:2])
@@ -67,7 +72,7 @@ def _attention_case(queries: mx.array, kv: KeyValues) -> Case:
     return Case(
         device(),
         queries.dtype,
-        rows=queries.shape[0],
+        rows=queries.shape[0] * queries.shape[2],
         capacity=kv.keys.shape[2],
         head_dim=queries.shape[-1],
         group=queries.shape[1] // kv.keys.shape[1],

@@ -177,14 +177,27 @@ def decode_attention(
         q = rms_norm(
             rope(q, lengths - 1, query_rope.theta), float64(query_rope.weight), query_rope.eps
         )
+    return _attend(q, k, v, np.array(lengths)[:, None])
+
+
+def causal_attention(queries: mx.array, kv: KeyValues) -> np.ndarray:
+    """See `reference.causal_attention`."""
+    k = float64(kv.keys) * float64(kv.key_scale)
+    v = float64(kv.values) * float64(kv.value_scale)
+    batch, _, length, _ = queries.shape
+    seen = np.arange(k.shape[2] - length, k.shape[2]) + 1
+    return _attend(float64(queries), k, v, np.tile(seen, (batch, 1)))
+
+
+def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """Attention of every query over the first `seen[row, token]` tokens of its row."""
     group = q.shape[1] // k.shape[1]
     output = np.empty_like(q)
-    for row, length in enumerate(np.array(lengths).tolist()):
-        for head in range(q.shape[1]):
-            keys, values = k[row, head // group, :length], v[row, head // group, :length]
-            scores = keys @ q[row, head, 0] / np.sqrt(q.shape[-1])
-            weights = np.exp(scores - scores.max())
-            output[row, head, 0] = weights / weights.sum() @ values
+    for row, head, token in np.ndindex(q.shape[:3]):
+        keys, values = (x[row, head // group, : seen[row, token]] for x in (k, v))
+        scores = keys @ q[row, head, token] / np.sqrt(q.shape[-1])
+        weights = np.exp(scores - scores.max())
+        output[row, head, token] = weights / weights.sum() @ values
     return output
 
 

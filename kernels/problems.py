@@ -55,6 +55,9 @@ class Problem:
             queries, kv, lengths = self.args[:3]
             column = 2 * kv.keys.nbytes // (kv.keys.shape[0] * kv.keys.shape[2])
             return 2 * queries.nbytes + int(lengths.sum().item()) * column
+        if self.spec.op == "causal_attention":
+            queries, kv = self.args
+            return 2 * queries.nbytes + kv.keys.nbytes + kv.values.nbytes
         if self.spec.op == "packed_embedding":
             tokens, weight, dtype = self.args
             return tokens.size * (weight.nbytes // weight.out_dims + weight.in_dims * dtype.size)
@@ -214,16 +217,28 @@ def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
     return (qkv, *norms, offset, scales, spec.kv_heads, _THETA, _EPS), {}
 
 
-def _draw_attention(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
-    queries = _draw(rng.standard_normal((spec.batch, spec.heads, 1, spec.head_dim)), spec.dtype)
+def _draw_key_values(spec: Spec, rng: np.random.Generator) -> KeyValues:
     shape = (2, spec.batch, spec.kv_heads, spec.capacity, spec.head_dim)
     codes = rng.integers(-128, 128, shape, dtype=np.int8)
     # Uniform codes have a root mean square of 74: keys and values of about 1.
     scales = (_draw(s) for s in rng.uniform(0.8, 1.2, 2) / 74)
+    return KeyValues(*map(mx.array, codes), *scales)
+
+
+def _draw_queries(spec: Spec, rng: np.random.Generator) -> mx.array:
+    shape = (spec.batch, spec.heads, spec.tokens, spec.head_dim)
+    return _draw(rng.standard_normal(shape), spec.dtype)
+
+
+def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
+    return (_draw_queries(spec, rng), _draw_key_values(spec, rng)), {}
+
+
+def _draw_attention(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
     lengths = rng.integers(1, spec.capacity + 1, spec.batch)
     lengths[0] = max(1, spec.capacity - 3)
     rope = QueryRope(_head_norm(spec, rng), _THETA, _EPS) if spec.rope else None
-    kv = KeyValues(*map(mx.array, codes), *scales)
+    queries, kv = _draw_queries(spec, rng), _draw_key_values(spec, rng)
     return (queries, kv, mx.array(lengths.astype(np.int32)), rope), {}
 
 
@@ -235,6 +250,7 @@ _DRAWS = {
     "packed_embedding": _draw_embedding,
     "rope_norm_quantize": _draw_rope,
     "decode_attention": _draw_attention,
+    "causal_attention": _draw_causal,
 }
 
 
@@ -250,7 +266,11 @@ def _bound(spec: Spec, args: tuple, options: dict[str, Any]) -> float:
         # Two operations round in turn; a float32 angle at position p is off by some p units.
         return 3 * u + 4 * (int(args[3].max().item()) + spec.tokens) * 2.0**-24
     if spec.op == "decode_attention":
-        return _attention_bound(spec, args, u)
+        queries, kv, lengths, rope = args
+        return _attention_bound(queries, kv, int(lengths.max().item()), rope, u)
+    if spec.op == "causal_attention":
+        queries, kv = args
+        return _attention_bound(queries, kv, spec.capacity, None, u)
     bound = _product_bound(spec, args[0], args[1], options)
     # Both factors are off, and the slope of silu is up to 1.1.
     return 3 * bound if spec.op == "packed_swiglu" else bound
@@ -279,14 +299,14 @@ def _product_bound(spec: Spec, x: mx.array, weight: PackedWeight, options: dict)
     return float((5 if spec.rank else 4) * u + 2 * sums + 2 * integers)
 
 
-def _attention_bound(spec: Spec, args: tuple, u: float) -> float:
+def _attention_bound(
+    queries: mx.array, kv: KeyValues, length: int, rope: QueryRope | None, u: float
+) -> float:
     """Softmax turns an error of a score into a relative one, and scores may be rounded to the dtype.
 
     Queries and weights may be rounded to 16-bit integers, as activations are. S weights that are off by half a
     step, `1 / 65534` of the largest one, make an error of up to `sqrt(S / 12) / 32767` of the output's size.
     """
-    queries, kv, lengths, rope = args
-    length = int(lengths.max().item())
     # Queries that went through a norm are as large as its weight, all others as they were drawn.
     size = oracle.float64(rope.weight if rope else queries)
     norm = float(np.abs(size).max() if rope else np.sqrt((size**2).mean(-1)).max())

@@ -105,6 +105,19 @@ def decode_attention(
     return attention(queries, kv, visible)
 
 
+def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
+    """`attention` of L queries that are the last of S tokens over int8 keys and values: a prompt's.
+
+    Args:
+        queries: (B, n_heads, L, head_dim), float.
+        kv: int8 codes of S >= L tokens, with scales.
+
+    Returns:
+        (B, n_heads, L, head_dim) in the dtype of `queries`.
+    """
+    return attention(queries, kv, "causal")
+
+
 def rope_norm_quantize(
     qkv: mx.array,
     q_weight: mx.array,

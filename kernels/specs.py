@@ -163,6 +163,8 @@ def _attentions() -> Iterator[Spec]:
             yield Spec("rope_norm_quantize", dtype, batch, tokens, **shape)
         for batch, capacity, rope in ((1, 256, False), (2, 1280, True), (3, 40, True)):
             yield Spec("decode_attention", dtype, batch, capacity=capacity, rope=rope, **shape)
+        for batch, tokens, capacity in ((1, 5, 5), (2, 33, 40), (1, 17, 300)):
+            yield Spec("causal_attention", dtype, batch, tokens, capacity=capacity, **shape)
     yield Spec("decode_attention", heads=16, kv_heads=2, head_dim=128, capacity=4096, rope=True)
 
 
@@ -210,6 +212,7 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("rope_norm_quantize", dtype, **_HEADS),
         Spec("decode_attention", dtype, **_HEADS, capacity=512, rope=True),
         Spec("decode_attention", dtype, **_HEADS, capacity=4096, rope=True),
+        Spec("causal_attention", dtype, tokens=512, **_HEADS, capacity=512),
     ]
 
 
@@ -236,5 +239,6 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("packed_embedding", dtype, tokens=4, **embedding),
         Spec("rope_norm_quantize", dtype, tokens=2, **_HEADS),
         Spec("decode_attention", dtype, **_HEADS, capacity=300, rope=True),
+        Spec("causal_attention", dtype, tokens=9, **_HEADS, capacity=20),
         Spec("decode_attention", dtype, batch=2, **_HEADS, capacity=100),
     ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -22,6 +23,12 @@ import afm_mlx.kernels, afm_mlx.converters, afm_mlx.adapters
 from afm_mlx import load, generate
 print(json.dumps({"heavy": heavy, "seconds": seconds, "kernels": afm_mlx.kernels.__name__,
                   "blas": afm_mlx.blas.status()}))
+"""
+NATIVE_PROBE = """
+import json
+from afm_mlx.kernels.cpu import extension
+status = extension.status()
+print(json.dumps({"reason": status.reason, "path": str(status.path)}))
 """
 
 
@@ -56,7 +63,8 @@ def test_the_wheel_installs_one_package(wheel):
     ):
         assert f"afm_mlx/{name}" in names
     assert "afm_mlx/models/afm-nano/config.json" in names
-    assert not [name for name in names if name.endswith((".c", ".pyc"))]
+    sources = (".c", ".cpp", ".h", ".cmake", "CMakeLists.txt", "check_build.py", ".pyc")
+    assert not [name for name in names if name.endswith(sources)]
     assert wheel.stat().st_size < 12e6
 
 
@@ -76,7 +84,11 @@ def test_an_ordinary_install_works_from_anywhere(wheel, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment["PYTHONPATH"] = os.pathsep.join([site, sysconfig.get_path("platlib")])
     for folder in (ROOT, tmp_path):
-        for arguments in (["-c", PROBE], ["-m", "afm_mlx", "info", "--json"]):
+        for arguments in (
+            ["-c", PROBE],
+            ["-m", "afm_mlx", "info", "--json"],
+            ["-c", NATIVE_PROBE],
+        ):
             result = subprocess.run(
                 [python, *arguments],
                 cwd=folder,
@@ -86,6 +98,85 @@ def test_an_ordinary_install_works_from_anywhere(wheel, tmp_path):
                 check=False,
             )
             assert result.returncode == 0, result.stderr
-            json.loads(result.stdout)
-            if sys.platform == "linux":
+            answer = json.loads(result.stdout)
+            if NATIVE_PROBE in arguments:
+                assert answer["reason"] == ""
+                assert Path(answer["path"]).is_relative_to(site)
+            elif sys.platform == "linux":
                 assert "NumPy's OpenBLAS" in result.stdout
+
+
+def configure(folder, source=ROOT, **environment):
+    """What an install's build notes about the CPU kernels, and how its first step ends."""
+    command = [
+        "cmake",
+        "-S",
+        str(source),
+        "-B",
+        str(folder),
+        f"-DPython_EXECUTABLE={sys.executable}",
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | environment
+    )
+    note = folder / "native_reason.txt"
+    return note.read_text() if note.is_file() else None, result
+
+
+def shadow(folder, package, code):
+    """A package that hides the installed one from the build's Python."""
+    (folder / package).mkdir(parents=True)
+    (folder / package / "__init__.py").touch()
+    (folder / package / "__main__.py").write_text(code)
+    return str(folder)
+
+
+needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+
+
+@needs_cmake
+@pytest.mark.parametrize("wanted", ["there was no C++ compiler", "Python's package nanobind"])
+def test_an_install_goes_on_without_the_cpu_kernels(tmp_path, wanted):
+    """What is missing is noted for `doctor`; a developer may ask for an error instead."""
+    if "compiler" in wanted:
+        environment = {"CXX": str(tmp_path / "no-such-compiler")}
+    else:
+        code = "raise SystemExit('no nanobind here')"
+        environment = {"PYTHONPATH": shadow(tmp_path / "hidden", "nanobind", code)}
+    reason, result = configure(tmp_path / "build", **environment)
+    assert result.returncode == 0, result.stderr
+    assert wanted in reason
+    assert reason in " ".join(result.stderr.split())
+    _, result = configure(tmp_path / "strict", **environment, AFM_MLX_REQUIRE_NATIVE="1")
+    assert result.returncode != 0
+    assert wanted in " ".join(result.stderr.split())
+
+
+@pytest.mark.slow
+@needs_cmake
+def test_an_install_goes_on_when_the_cpu_kernels_do_not_compile(tmp_path):
+    source = tmp_path / "source"
+    for name in ("CMakeLists.txt", "kernels/cpu"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        copy(ROOT / name, source / name)
+    with (source / "kernels/cpu/pool.h").open("a") as header:
+        header.write('\n#error "a header that this compiler does not know"\n')
+    reason, result = configure(tmp_path / "build", source)
+    assert result.returncode == 0, result.stderr
+    assert reason.startswith("it did not compile")
+    assert "a header that this compiler does not know" in reason
+
+
+@pytest.mark.slow
+@needs_cmake
+def test_another_nanobind_than_that_of_mlx_is_found_at_build_time(tmp_path):
+    """It builds and imports with one; only a call with an array fails."""
+    folder = tmp_path / "old"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder)]
+    if subprocess.run([*command, "nanobind==2.15.0"], check=False).returncode:
+        pytest.skip("nanobind 2.15.0 can't be fetched")
+    reason, result = configure(tmp_path / "build", PYTHONPATH=str(folder))
+    assert result.returncode == 0, result.stderr
+    assert reason.startswith("it does not work here: nanobind 2.15.0 has other internals")
+    assert "build with the nanobind that afm-mlx's pyproject.toml names" in reason

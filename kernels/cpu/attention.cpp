@@ -1,0 +1,235 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "attention_kernel.h"
+#include "pool.h"
+
+namespace afm {
+namespace {
+
+// A tile is queries of one KV head: those of its query heads for some consecutive tokens.
+constexpr int64_t kTileRows = 32;
+// Keys of one piece of work where there are few tiles: long enough to pay for the merging.
+constexpr int64_t kSplitKeys = 512;
+constexpr float kNothingSeen = -std::numeric_limits<float>::infinity();
+
+std::atomic<const AttentionKernels*> kernels{&kAttentionPortable};
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// What is known of a tile's rows after some of the keys.
+struct Partial {
+  std::vector<float> top, sum;  // (rows,) largest exponent; sum of the weights relative to it
+  std::vector<float> values;    // (rows, dim) weighted sums
+
+  Partial(int64_t rows, int64_t dim) : top(rows, kNothingSeen), sum(rows), values(rows * dim) {}
+};
+
+class Attention {
+ public:
+  explicit Attention(const AttentionArguments& arguments);
+  void run();
+
+ private:
+  struct Tile {
+    int64_t batch, kv_head, first, tokens;  // queries [first, first + tokens)
+    int64_t rows;                           // tokens * group; row = token * group + head
+    int64_t keys;                           // that its last query sees
+  };
+  struct Piece {
+    int64_t tile, begin, end;  // keys
+  };
+
+  int64_t length(int64_t batch) const;
+  // Keys that a row of a tile sees.
+  int64_t seen(const Tile& tile, int64_t row) const;
+  void work(const Piece& piece, Partial& partial) const;
+  void quantize(const Tile& tile, int16_t* q, float* scales) const;
+  // `count` tokens from `token` on as rows of `dim_` codes: where they are, or copied with zeros behind.
+  const int8_t* block(const Codes& codes, const Tile& tile, int64_t token, int64_t count, int8_t* copy,
+                      int64_t* stride) const;
+  void merge(Partial& into, const Partial& other) const;
+  void finish(const Tile& tile, const Partial& partial) const;
+
+  const AttentionArguments& a_;
+  const AttentionKernels& kernels_;
+  const int64_t group_, dim_;  // query heads per KV head; head_dim rounded up for the kernels
+  std::vector<Tile> tiles_;
+  std::vector<Piece> pieces_;
+};
+
+Attention::Attention(const AttentionArguments& arguments)
+    : a_(arguments),
+      kernels_(attention_kernels()),
+      group_(arguments.heads / arguments.kv_heads),
+      dim_(divide_up(arguments.head_dim, kDimStep) * kDimStep) {
+  int64_t tokens = std::max<int64_t>(1, kTileRows / group_);
+  for (int64_t b = 0; b < a_.batch; ++b) {
+    for (int64_t h = 0; h < a_.kv_heads; ++h) {
+      for (int64_t first = 0; first < a_.queries; first += tokens) {
+        Tile tile = {b, h, first, std::min(tokens, a_.queries - first), 0, 0};
+        tile.rows = tile.tokens * group_;
+        tile.keys = seen(tile, tile.rows - 1);
+        tiles_.push_back(tile);
+      }
+    }
+  }
+  // Some pieces more than threads, so that they end together.
+  int64_t enough = 4 * ThreadPool::shared().threads();
+  bool split = static_cast<int64_t>(tiles_.size()) < enough;
+  for (size_t t = 0; t < tiles_.size(); ++t) {
+    int64_t keys = tiles_[t].keys, begin = 0;
+    do {
+      int64_t end = split ? std::min(begin + kSplitKeys, keys) : keys;
+      pieces_.push_back({static_cast<int64_t>(t), begin, end});
+      begin = end;
+    } while (begin < keys);
+  }
+  // The longest first.
+  std::stable_sort(pieces_.begin(), pieces_.end(),
+                   [](const Piece& x, const Piece& y) { return x.end - x.begin > y.end - y.begin; });
+}
+
+int64_t Attention::length(int64_t batch) const {
+  int64_t length = a_.lengths ? a_.lengths[batch] : a_.length;
+  return std::clamp<int64_t>(length, 0, a_.capacity);
+}
+
+int64_t Attention::seen(const Tile& tile, int64_t row) const {
+  int64_t after = a_.queries - 1 - (tile.first + row / group_);
+  return std::max<int64_t>(0, length(tile.batch) - after);
+}
+
+void Attention::run() {
+  std::vector<int64_t> of_tile(tiles_.size());
+  for (const Piece& piece : pieces_) ++of_tile[piece.tile];
+  std::unique_ptr<std::atomic<int64_t>[]> missing(new std::atomic<int64_t>[tiles_.size()]);
+  for (size_t t = 0; t < tiles_.size(); ++t) missing[t].store(of_tile[t]);
+  std::vector<std::unique_ptr<Partial>> partials(pieces_.size());
+
+  ThreadPool::shared().parallel_for(static_cast<int64_t>(pieces_.size()), 1, [&](int64_t i, int64_t) {
+    const Piece& piece = pieces_[i];
+    const Tile& tile = tiles_[piece.tile];
+    partials[i].reset(new Partial(tile.rows, dim_));
+    work(piece, *partials[i]);
+    // Who is last puts the tile's pieces together.
+    if (missing[piece.tile].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
+    for (size_t other = 0; other < pieces_.size(); ++other) {
+      if (static_cast<int64_t>(other) != i && pieces_[other].tile == piece.tile) merge(*partials[i], *partials[other]);
+    }
+    finish(tile, *partials[i]);
+  });
+}
+
+void Attention::work(const Piece& piece, Partial& partial) const {
+  const Tile& tile = tiles_[piece.tile];
+  int64_t rows = tile.rows;
+  std::vector<int16_t> q(rows * dim_), weights(rows * kBlock);
+  std::vector<float> scales(rows), decay(rows);
+  std::vector<int32_t> scores(rows * kBlock);
+  std::vector<int8_t> copy;
+  if (a_.head_dim != dim_ || a_.keys.step != 1 || a_.values.step != 1) copy.resize(kBlock * dim_);
+  quantize(tile, q.data(), scales.data());
+  for (int64_t begin = piece.begin; begin < piece.end; begin += kBlock) {
+    int64_t count = std::min(kBlock, piece.end - begin), stride;
+    const int8_t* keys = block(a_.keys, tile, begin, count, copy.data(), &stride);
+    kernels_.score(q.data(), rows, keys, stride, count, dim_, scores.data());
+    for (int64_t r = 0; r < rows; ++r) {
+      int64_t visible = std::min(count, seen(tile, r) - begin);
+      int16_t* row = weights.data() + r * kBlock;
+      if (visible <= 0) {
+        std::fill(row, row + kBlock, 0);
+        decay[r] = 1.0f;
+        continue;
+      }
+      int64_t sum = kernels_.weigh(scores.data() + r * kBlock, visible, scales[r], &partial.top[r], &decay[r], row);
+      partial.sum[r] = partial.sum[r] * decay[r] + static_cast<float>(sum);
+    }
+    const int8_t* values = block(a_.values, tile, begin, count, copy.data(), &stride);
+    kernels_.add(weights.data(), rows, values, stride, count, dim_, decay.data(), partial.values.data());
+  }
+}
+
+void Attention::quantize(const Tile& tile, int16_t* q, float* scales) const {
+  int64_t dim = a_.head_dim;
+  std::vector<float> raw(dim), turned(dim), scratch(dim);
+  float scale = a_.key_scale / std::sqrt(static_cast<float>(dim)) * 1.44269504f;  // of exponents of two
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    int64_t head = tile.kv_head * group_ + r % group_, token = tile.first + r / group_;
+    int64_t start = tile.batch * a_.q_strides[0] + head * a_.q_strides[1] + token * a_.q_strides[2];
+    load_numbers(a_.q, start, a_.q_strides[3], a_.type, raw.data(), dim);
+    if (a_.table) {
+      int64_t position = length(tile.batch) - a_.queries + token;
+      kernels_.turn(raw.data(), a_.table->row(position, scratch.data()), a_.norm, a_.eps, dim, turned.data());
+    }
+    scales[r] = kernels_.to_int16((a_.table ? turned : raw).data(), dim, q + r * dim_) * scale;
+  }
+}
+
+const int8_t* Attention::block(const Codes& codes, const Tile& tile, int64_t token, int64_t count, int8_t* copy,
+                               int64_t* stride) const {
+  const int8_t* from = codes.data + tile.batch * codes.batch_stride + tile.kv_head * codes.head_stride +
+                       token * codes.token_stride;
+  if (a_.head_dim == dim_ && codes.step == 1) {
+    *stride = codes.token_stride;
+    return from;
+  }
+  for (int64_t k = 0; k < count; ++k) {
+    for (int64_t d = 0; d < dim_; ++d) {
+      copy[k * dim_ + d] = d < a_.head_dim ? from[k * codes.token_stride + d * codes.step] : 0;
+    }
+  }
+  *stride = dim_;
+  return copy;
+}
+
+void Attention::merge(Partial& into, const Partial& other) const {
+  for (size_t r = 0; r < into.top.size(); ++r) {
+    float top = std::max(into.top[r], other.top[r]);
+    if (top == kNothingSeen) continue;
+    float mine = std::exp2(into.top[r] - top), theirs = std::exp2(other.top[r] - top);
+    into.top[r] = top;
+    into.sum[r] = into.sum[r] * mine + other.sum[r] * theirs;
+    float* out = into.values.data() + r * dim_;
+    const float* from = other.values.data() + r * dim_;
+    for (int64_t d = 0; d < dim_; ++d) out[d] = out[d] * mine + from[d] * theirs;
+  }
+}
+
+void Attention::finish(const Tile& tile, const Partial& partial) const {
+  std::vector<float> row(a_.head_dim);
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    float top = partial.top[r];
+    float factor = top == kNothingSeen ? 0.0f : a_.value_scale / partial.sum[r];
+    if (std::isnan(top)) factor = top;
+    for (int64_t d = 0; d < a_.head_dim; ++d) row[d] = partial.values[r * dim_ + d] * factor;
+    int64_t head = tile.kv_head * group_ + r % group_, token = tile.first + r / group_;
+    int64_t index = (tile.batch * a_.heads + head) * a_.queries + token;
+    store_numbers(row.data(), a_.head_dim, a_.out, index * a_.head_dim, a_.type);
+  }
+}
+
+}  // namespace
+
+const AttentionKernels& attention_kernels() { return *kernels.load(); }
+
+void attend(const AttentionArguments& arguments) {
+  if (arguments.batch * arguments.heads * arguments.queries > 0) Attention(arguments).run();
+}
+
+void use_attention_kernels([[maybe_unused]] const std::string& instruction_set) {
+  const AttentionKernels* chosen = &kAttentionPortable;
+#if defined(__x86_64__)
+  if (instruction_set == "avx2") chosen = &kAttentionAvx2;
+  if (instruction_set == "avx512" || instruction_set == "amx") chosen = &kAttentionAvx512;
+#endif
+  kernels.store(chosen);
+}
+
+}  // namespace afm

@@ -1,0 +1,46 @@
+// Attention over int8 keys and values with grouped heads; knows nothing of MLX.
+//
+// Queries become int16 with a scale per head, and a head's weights int16 relative to the largest so far, so
+// that both products are exact sums of integers. Rounding moves a score by at most |q|_max |k|_1 / 65534 and a
+// weight by 1 / 65534 of the largest one: less than bfloat16 activations would.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "numbers.h"
+#include "rope.h"
+
+namespace afm {
+
+// (B, n_kv_heads, S, head_dim) codes anywhere in memory; strides in elements.
+struct Codes {
+  const int8_t* data;
+  int64_t batch_stride, head_stride, token_stride, step;
+};
+
+struct AttentionArguments {
+  int64_t batch, heads, kv_heads, queries, head_dim;
+  const void* q;         // (B, heads, queries, head_dim) of `type` anywhere in memory
+  int64_t q_strides[4];  // in elements
+  Number type;           // of `q` and `out`
+  const RopeTable* table;  // none: queries are turned and normalized already
+  const float* norm;       // (head_dim,) weight, with a table
+  float eps;
+  Codes keys, values;
+  float key_scale, value_scale;
+  int64_t capacity;        // tokens in the buffers
+  const int32_t* lengths;  // (B,) tokens that the last query sees, the one before it one less; or none:
+  int64_t length;          // for all rows
+  void* out;               // (B, heads, queries, head_dim)
+};
+
+constexpr int64_t kMaxHeadDim = 512;  // more could overflow the int32 sums
+
+// Rows that see no token are zero.
+void attend(const AttentionArguments& arguments);
+
+// Uses the kernels of this instruction set, or the nearest that there are; see `matmul.h`.
+void use_attention_kernels(const std::string& instruction_set);
+
+}  // namespace afm

@@ -1,0 +1,126 @@
+// The Python module `_afm_cpu`: thin, as one token goes through it hundreds of times.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+
+#include "attention.h"
+#include "matmul.h"
+#include "mlx/version.h"
+#include "pool.h"
+#include "primitives.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Optional = std::optional<afm::mx::array>;
+
+Optional optional(nb::handle item) { return item.is_none() ? Optional() : Optional(nb::cast<afm::mx::array>(item)); }
+
+// From the named tuples of `kernels/formats.py`.
+afm::Packed packed(const nb::tuple& w) {
+  return {nb::cast<afm::mx::array>(w[0]), nb::cast<int>(w[1]), nb::cast<std::string>(w[2]), optional(w[3]),
+          optional(w[4]),                 optional(w[5]),      optional(w[6])};
+}
+
+std::optional<afm::LowRank> low_rank(nb::handle item) {
+  if (item.is_none()) return std::nullopt;
+  auto t = nb::cast<nb::tuple>(item);
+  auto array = [&](int i) { return nb::cast<afm::mx::array>(t[i]); };
+  return afm::LowRank{array(0), array(1), array(2), nb::cast<std::vector<int64_t>>(t[3])};
+}
+
+void define_products(nb::module_& m) {
+  m.def("packed_matmul",
+        [](const afm::mx::array& x, const nb::tuple& weight, const Optional& norm, float eps, const Optional& residual,
+           nb::object adapters, int activation_bits) {
+          return afm::packed_matmul({x, norm, eps, activation_bits}, packed(weight), residual, low_rank(adapters));
+        },
+        "x"_a, "weight"_a, "norm"_a.none(), "eps"_a, "residual"_a.none(), "low_rank"_a.none(), "activation_bits"_a);
+  m.def("packed_swiglu",
+        [](const afm::mx::array& x, const nb::tuple& gate, const nb::tuple& up, const Optional& norm, float eps,
+           nb::object of_gate, nb::object of_up, int activation_bits) {
+          return afm::packed_swiglu({x, norm, eps, activation_bits}, packed(gate), packed(up), low_rank(of_gate),
+                                    low_rank(of_up));
+        },
+        "x"_a, "gate"_a, "up"_a, "norm"_a.none(), "eps"_a, "of_gate"_a.none(), "of_up"_a.none(), "activation_bits"_a);
+  m.def("packed_top_k",
+        [](const afm::mx::array& x, const nb::tuple& weight, int k, bool keep_axis, const Optional& norm, float eps,
+           int activation_bits) {
+          auto out = afm::packed_top_k({x, norm, eps, activation_bits}, packed(weight), k, keep_axis);
+          return nb::make_tuple(out[0], out[1]);
+        },
+        "x"_a, "weight"_a, "k"_a, "keep_axis"_a, "norm"_a.none(), "eps"_a, "activation_bits"_a);
+  m.def("packed_embedding",
+        [](const afm::mx::array& tokens, const nb::tuple& weight, afm::mx::Dtype dtype) {
+          return afm::packed_embedding(tokens, packed(weight), dtype);
+        },
+        "tokens"_a, "weight"_a, "dtype"_a);
+}
+
+}  // namespace
+
+#define AFM_TEXT(x) #x
+#define AFM_NUMBER(x) AFM_TEXT(x)
+
+NB_MODULE(_afm_cpu, m) {
+  m.doc() = "The operations of afm_mlx.kernels.reference as primitives for MLX's CPU backend.";
+  m.attr("mlx_version") =
+      AFM_NUMBER(MLX_VERSION_MAJOR) "." AFM_NUMBER(MLX_VERSION_MINOR) "." AFM_NUMBER(MLX_VERSION_PATCH);
+  m.attr("nanobind_version") = AFM_NANOBIND_VERSION;
+  m.attr("compiler") = AFM_COMPILER;
+  m.attr("max_head_dim") = afm::kMaxHeadDim;
+
+  m.def("probe", [](const afm::mx::array& a) { return a.size(); }, "a"_a,
+        "Size of an array: works only when MLX's own module shares its types with this one.");
+  m.def("threads", [] { return afm::ThreadPool::shared().threads(); });
+  m.def("set_threads", &afm::ThreadPool::configure, "count"_a);
+  m.def("self_test",
+        [](int64_t count) {
+          std::atomic<int64_t> sum{0};
+          afm::ThreadPool::shared().parallel_for(count, 1, [&](int64_t i, int64_t) { sum += i; });
+          return sum.load();
+        },
+        "count"_a, "The sum of 0, 1, ... below `count`, each added by whichever thread comes first.");
+  m.def("available_cores", &afm::ThreadPool::available_cores);
+
+  m.def("instruction_sets", &afm::instruction_sets);
+  m.def("instruction_set", &afm::instruction_set);
+  m.def("use_instruction_set",
+        [](const std::string& name) {
+          if (!afm::use_instruction_set(name)) return false;
+          afm::use_attention_kernels(name);
+          return true;
+        },
+        "name"_a);
+  afm::use_attention_kernels(afm::instruction_set());
+
+  define_products(m);
+  m.def("decode_attention",
+        [](const afm::mx::array& queries, const afm::mx::array& keys, const afm::mx::array& values,
+           const afm::mx::array& key_scale, const afm::mx::array& value_scale, const afm::mx::array& lengths,
+           const std::optional<afm::mx::array>& weight, float theta, float eps) {
+          std::optional<afm::Rope> rope;
+          if (weight) rope = afm::Rope{*weight, theta, eps};
+          return afm::decode_attention(queries, keys, values, key_scale, value_scale, lengths, rope);
+        },
+        "queries"_a, "keys"_a, "values"_a, "key_scale"_a, "value_scale"_a, "lengths"_a, "weight"_a = nb::none(),
+        "theta"_a = 0.0f, "eps"_a = 0.0f);
+  m.def("causal_attention", &afm::causal_attention, "queries"_a, "keys"_a, "values"_a, "key_scale"_a,
+        "value_scale"_a);
+  m.def("rope_norm_quantize",
+        [](const afm::mx::array& qkv, const afm::mx::array& q_weight, const afm::mx::array& k_weight,
+           const afm::Offset& offset, const afm::mx::array& key_scale, const afm::mx::array& value_scale,
+           int n_kv_heads, float theta, float eps) {
+          auto out = afm::rope_norm_quantize(qkv, q_weight, k_weight, offset, key_scale, value_scale, n_kv_heads,
+                                             theta, eps);
+          return nb::make_tuple(out[0], out[1], out[2]);
+        },
+        "qkv"_a, "q_weight"_a, "k_weight"_a, "offset"_a, "key_scale"_a, "value_scale"_a, "n_kv_heads"_a, "theta"_a,
+        "eps"_a);
+}

@@ -1,0 +1,158 @@
+"""The C++ extension `_afm_cpu`: where it is, whether it can be used here, and with which settings.
+
+It is built when afm-mlx is installed, against the MLX of that moment. Without it, everything runs on plain
+MLX, and `status` says why. Read from the environment when it is first asked for:
+
+- `AFM_MLX_NATIVE=0` switches it off,
+- `AFM_MLX_THREADS` is the number of threads it uses, by default one per core that the process may run on,
+- `AFM_MLX_ISA` is the instruction set it uses, by default the best that the processor has.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+import sysconfig
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import mlx.core as mx
+
+SWITCH, THREADS, ISA = "AFM_MLX_NATIVE", "AFM_MLX_THREADS", "AFM_MLX_ISA"
+MAX_THREADS = 1024
+REINSTALL = (
+    "reinstall afm-mlx (`pip install --force-reinstall --no-deps afm-mlx`) to build it again"
+)
+
+_NAME = "_afm_cpu"
+
+
+class Status(NamedTuple):
+    """What `afm-mlx doctor` shows of the extension.
+
+    Args:
+        reason: why it isn't used, as a clause; empty when it is.
+        path: of the library, also of one that isn't used; None when there is none.
+        mlx: version of MLX that it was built against.
+        nanobind: version that it was built with.
+        compiler: that built it.
+        instruction_set: in use, one of `instruction_sets`.
+        instruction_sets: that this processor runs, best first.
+        threads: that take part in an operation.
+    """
+
+    reason: str = ""
+    path: Path | None = None
+    mlx: str = ""
+    nanobind: str = ""
+    compiler: str = ""
+    instruction_set: str = ""
+    instruction_sets: tuple[str, ...] = ()
+    threads: int = 0
+
+    @property
+    def available(self) -> bool:
+        return not self.reason
+
+
+def module() -> ModuleType | None:
+    """The extension, or None where it can't be used.
+
+    Raises:
+        ValueError: a setting in the environment that the extension can't follow.
+    """
+    return _loaded()[0]
+
+
+def unavailable() -> str:
+    """Why `module` is None, as a clause; empty when it isn't."""
+    return _loaded()[1]
+
+
+def status() -> Status:
+    """The extension as it is in this process."""
+    native, reason = _loaded()
+    if native is None:
+        return Status(reason, _find(_file_name()))
+    return Status(
+        "",
+        Path(native.__file__ or ""),
+        native.mlx_version,
+        native.nanobind_version,
+        native.compiler,
+        native.instruction_set(),
+        tuple(native.instruction_sets()),
+        native.threads(),
+    )
+
+
+@functools.cache
+def _loaded() -> tuple[ModuleType | None, str]:
+    if os.environ.get(SWITCH) == "0":
+        return None, f"switched off by {SWITCH}=0"
+    path = _find(_file_name())
+    if path is None:
+        return None, _why_not_built()
+    spec = importlib.util.spec_from_file_location(f"{__package__}.{_NAME}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        native = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(native)
+    except ImportError as error:
+        return None, f"{path.name} can't be loaded ({error}); {REINSTALL}"
+    if native.mlx_version != mx.__version__.split(".dev")[0].split("+")[0]:
+        built = f"built against MLX {native.mlx_version}, and this is MLX {mx.__version__}"
+        return (
+            None,
+            f"{built}; install that version (`pip install mlx=={native.mlx_version}`), or {REINSTALL}",
+        )
+    try:
+        native.probe(mx.array(0.0))
+    except TypeError:
+        other = f"nanobind {native.nanobind_version}, which MLX {mx.__version__} does not share types with"
+        return None, f"built with {other}; {REINSTALL}"
+    _configure(native)
+    sys.modules[spec.name] = native
+    return native, ""
+
+
+def _file_name() -> str:
+    return f"{_NAME}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def _find(name: str) -> Path | None:
+    """A built file in this folder, or in the installed package's when this is a source checkout."""
+    installed = Path(sysconfig.get_path("platlib")) / "afm_mlx" / "kernels" / "cpu"
+    for folder in (Path(__file__).parent, installed):
+        if (path := folder / name).is_file():
+            return path
+    return None
+
+
+def _why_not_built() -> str:
+    note = _find("native_reason.txt")
+    reason = note.read_text(encoding="utf-8").strip() if note is not None else ""
+    if not reason:
+        return f"{_file_name()} is not there; {REINSTALL}"
+    return f"{reason}; {REINSTALL} once that is mended"
+
+
+def _configure(native: ModuleType) -> None:
+    threads = os.environ.get(THREADS, "")
+    if threads:
+        if not threads.isdecimal() or not 1 <= int(threads) <= MAX_THREADS:
+            raise ValueError(
+                f"{THREADS} is {threads!r}: it must be a whole number from 1 to {MAX_THREADS}, or unset "
+                f"for the {native.available_cores()} cores that this process may run on"
+            )
+        native.set_threads(int(threads))
+    isa = os.environ.get(ISA, "")
+    if isa and not native.use_instruction_set(isa):
+        known = ", ".join(native.instruction_sets())
+        raise ValueError(
+            f"{ISA} is {isa!r}: this processor runs {known}; unset it for the first of these"
+        )

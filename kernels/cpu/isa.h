@@ -1,0 +1,120 @@
+// Kernels of the packed products, one table per instruction set; `matmul.cpp` drives them.
+//
+// Every isa_*.cpp is compiled with flags of its own and is empty where the compiler lacks them:
+//   isa_amx.cpp     -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mamx-tile -mamx-int8
+//   isa_avx512.cpp  -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma
+//   isa_avx2.cpp    -mavx2 -mfma
+//   isa_neon.cpp    -march=armv8.2-a+dotprod (nothing on macOS)
+//   isa_portable.cpp, isa.cpp, matmul.cpp: nothing
+// What such a unit defines has internal linkage: a function that two units share could be linked in its
+// AVX-512 version and run on a machine without.
+#pragma once
+
+#include <cstdint>
+
+#include "matmul.h"
+
+namespace afm {
+
+// Order of the digits of one vector. A block is `bytes` bytes of codes; field p of its byte j holds code
+// j * (8 / bits) + p, so the digits that meet field p of all bytes lie together:
+//   out[((block * digits + digit) * (8 / bits) + p) * bytes + j], the high digit first.
+// The last block is filled up with zeros.
+struct Layout {
+  int bits = 2;
+  int bytes = 64;
+  int digits = 2;
+};
+
+// Columns of a block, and bytes that the digits of `cols` of them take.
+static inline int64_t block_cols(const Layout& layout) { return layout.bytes * (8 / layout.bits); }
+static inline int64_t digit_bytes(const Layout& layout, int64_t cols) {
+  const int64_t step = block_cols(layout);
+  return (cols + step - 1) / step * step * layout.digits;
+}
+
+// Rows of codes times one vector.
+struct VectorJob {
+  const uint8_t* codes;  // (rows, row_bytes)
+  int64_t rows;
+  int64_t row_bytes;
+  const int8_t* x;  // digits in the layout of `vector_bytes`
+  int digits;
+  int bits;
+  // (rows, scale_stride), one per `group_bytes` of codes, zeros from the last one on to the next multiple of
+  // 16; null where a row has one scale, which is then left to the caller.
+  const float* scales;
+  int64_t scale_stride;
+  int64_t group_bytes;
+  float* out;  // (rows,): sums of scale * code * digit value
+};
+
+constexpr int64_t kScratchRows = 4;
+
+// Rows of codes times several vectors, one scale per row (left to the caller).
+struct MatrixJob {
+  const uint8_t* codes;  // (rows, row_bytes)
+  int64_t rows;
+  int64_t row_bytes;
+  const int8_t* x;  // what `arrange` made of all vectors
+  int64_t vectors;
+  int64_t x_row_bytes;  // of one vector: `digit_bytes`
+  int digits;
+  int bits;
+  float* out;  // (vectors, out_stride)
+  int64_t out_stride;
+  uint8_t* scratch;  // kScratchRows * x_row_bytes / digits, on a boundary of 64 bytes
+};
+
+struct Kernels {
+  const char* name;
+
+  // Bytes of a block that `vector` works on.
+  int vector_bytes;
+  void (*vector)(const VectorJob& job);
+
+  // For two vectors and more; null where `vector` is called for each. Blocks are 64 codes long.
+  void (*matrix)(const MatrixJob& job);
+  // How `matrix` wants vectors, `matrix_vectors` at a time: `count` of them and zeros up to `width`, each
+  // `row_bytes` long. Null where it wants them as they are.
+  int64_t matrix_vectors;
+  void (*arrange)(const int8_t* rows, int64_t count, int64_t width, int64_t row_bytes, int8_t* out);
+
+  // Element types from and to float32; indices count elements.
+  void (*load)(Floats from, int64_t start, int64_t count, float* out);
+  void (*store)(const float* from, int64_t count, void* out, int64_t start, Number type);
+
+  // x *= weight / sqrt(mean(x^2) + eps)
+  void (*rms_norm)(float* x, const float* weight, float eps, int64_t count);
+  // x *= by
+  void (*multiply)(float* x, const float* by, int64_t count);
+
+  // Digits of x in `layout`, the value of one unit in `scale`, and sums[g] = scale * the sum of group g.
+  void (*quantize)(const float* x, int64_t cols, Layout layout, int64_t groups, int8_t* out, float* scale,
+                   float* sums);
+
+  // out[i] = slope[i] * factor * out[i] + offset[i] * sum
+  void (*finish)(float* out, const float* slope, float factor, const float* offset, float sum,
+                 int64_t count);
+  // gate[i] = silu(gate[i]) * up[i]
+  void (*swiglu)(float* gate, const float* up, int64_t count);
+  // The sum of a[start + i] * x[i].
+  float (*dot)(Floats a, int64_t start, const float* x, int64_t count);
+  // out[i] += the sum over r of h[r] * b[r * stride + i].
+  void (*add_products)(const float* h, int64_t rank, const float* b, int64_t stride, float* out,
+                       int64_t count);
+  // out[i] = table[code i], the codes of a row from its first on.
+  void (*look_up)(const uint8_t* codes, int bits, const float* table, int64_t count, float* out);
+};
+
+// The tables; null where the unit was compiled for another processor.
+const Kernels* amx_kernels();
+const Kernels* avx512_kernels();
+const Kernels* avx2_kernels();
+const Kernels* neon_kernels();
+const Kernels* portable_kernels();
+
+// The one in use.
+const Kernels& kernels();
+
+}  // namespace afm

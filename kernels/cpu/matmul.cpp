@@ -1,0 +1,515 @@
+// Drives the kernels: activations to integers, rows of codes shared out among threads, and all that happens
+// to a product before it is written.
+#include "matmul.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <new>
+
+#include "isa.h"
+#include "pool.h"
+
+namespace afm {
+namespace {
+
+// Memory that is kept for the next call of its thread; contents don't survive `get`.
+class Scratch {
+ public:
+  ~Scratch() { release(); }
+  template <class T>
+  T* get(int64_t count) {
+    const size_t bytes = static_cast<size_t>(count) * sizeof(T) + 64;
+    if (bytes > size_) {
+      release();
+      data_ = ::operator new(bytes, std::align_val_t{64});
+      size_ = bytes;
+    }
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void release() {
+    if (data_ != nullptr) ::operator delete(data_, std::align_val_t{64});
+    data_ = nullptr;
+    size_ = 0;
+  }
+  void* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+enum class Path {
+  vector,  // integer kernels, one vector at a time
+  matrix,  // integer kernels, several vectors at a time
+  floats,  // rows are turned into float32: palettes, and groups that no register holds a whole number of
+};
+
+int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
+
+int64_t row_bytes(const PackedMatrix& w) { return w.cols * w.bits / 8; }
+
+const uint8_t* codes_of(const PackedMatrix& w, int64_t row) {
+  return reinterpret_cast<const uint8_t*>(w.codes) + row * row_bytes(w);
+}
+
+bool is_grouped(const PackedMatrix& w) { return w.groups > 1; }
+
+Path path_of(const PackedMatrix& w, int64_t vectors) {
+  if (w.mode == Mode::palette) return Path::floats;
+  if (!is_grouped(w)) return vectors > 1 && kernels().matrix != nullptr ? Path::matrix : Path::vector;
+  const int64_t bits = w.cols / w.groups * w.bits, reg = 8 * kernels().vector_bytes;
+  const bool fits = bits % reg == 0 || (reg % bits == 0 && bits % 32 == 0);
+  return fits ? Path::vector : Path::floats;
+}
+
+// ---- Activations
+
+// Vectors [start, start + count) of the activations, as the kernels want them.
+struct Prepared {
+  Path path = Path::vector;
+  Layout layout;
+  int64_t count = 0;
+  int64_t digit_bytes = 0;      // of one vector
+  const int8_t* digits = nullptr;
+  const float* scales = nullptr;  // (count,) value of one unit
+  const float* sums = nullptr;    // (count, sum_groups)
+  int64_t sum_groups = 1;
+  const float* floats = nullptr;  // (count, K) with the column scale; of Path::floats
+  const float* hidden[2] = {};    // (count, n_sections * rank) of up to two sets of adapters, or null
+
+  const int8_t* vector(int64_t m) const { return digits + m * digit_bytes; }
+};
+
+struct PrepareScratch {
+  Scratch digits, arranged, scales, sums, floats, hidden[2], norm, columns;
+};
+
+int32_t slot_of(const Adapters& adapters, int64_t vector, int64_t vectors) {
+  return adapters.slots == nullptr ? -1 : adapters.slots[vector * adapters.batch / vectors];
+}
+
+const float* loaded(Floats from, int64_t count, Scratch& scratch) {
+  if (!from) return nullptr;
+  float* out = scratch.get<float>(count);
+  kernels().load(from, 0, count, out);
+  return out;
+}
+
+int64_t hidden_size(const Adapters& adapters) { return adapters.n_sections * adapters.rank; }
+
+// hidden[r] = a[slot, r] . x for one vector
+void multiply_a(const Adapters& adapters, int32_t slot, const float* x, int64_t cols, float* hidden) {
+  const int64_t rows = hidden_size(adapters);
+  for (int64_t r = 0; r < rows; ++r) {
+    hidden[r] = slot < 0 ? 0 : kernels().dot(adapters.a, (slot * rows + r) * cols, x, cols);
+  }
+}
+
+Prepared prepare(const Activations& x, const PackedMatrix& w, std::array<Adapters, 2> adapters, int64_t start,
+                 int64_t count, PrepareScratch& scratch) {
+  const Kernels& k = kernels();
+  const int64_t cols = w.cols;
+  Prepared out;
+  out.path = path_of(w, x.rows);
+  out.count = count;
+  out.layout.bits = w.bits;
+  out.layout.digits = x.digits;
+  out.layout.bytes = out.path == Path::matrix ? 8 * w.bits : k.vector_bytes;
+  out.sum_groups = is_grouped(w) ? w.groups : 1;
+  const bool integers = out.path != Path::floats;
+  out.digit_bytes = integers ? digit_bytes(out.layout, cols) : 0;
+
+  const float* norm = loaded(x.norm, cols, scratch.norm);
+  const float* columns = loaded(w.column_scale, cols, scratch.columns);
+  int8_t* digits = scratch.digits.get<int8_t>(count * out.digit_bytes);
+  float* scales = scratch.scales.get<float>(count);
+  float* sums = scratch.sums.get<float>(count * out.sum_groups);
+  float* floats = scratch.floats.get<float>(integers ? 0 : count * cols);
+  float* hidden[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    if (adapters[i].slots != nullptr) hidden[i] = scratch.hidden[i].get<float>(count * hidden_size(adapters[i]));
+    out.hidden[i] = hidden[i];
+  }
+
+  auto prepare_vectors = [&](int64_t begin, int64_t end) {
+    static thread_local Scratch own;
+    for (int64_t m = begin; m < end; ++m) {
+      float* v = integers ? own.get<float>(cols) : floats + m * cols;
+      k.load(x.x, (start + m) * x.stride, cols, v);
+      if (norm != nullptr) k.rms_norm(v, norm, x.eps, cols);
+      for (int i = 0; i < 2; ++i) {
+        if (hidden[i] == nullptr) continue;
+        const int32_t slot = slot_of(adapters[i], start + m, x.rows);
+        multiply_a(adapters[i], slot, v, cols, hidden[i] + m * hidden_size(adapters[i]));
+      }
+      if (columns != nullptr) k.multiply(v, columns, cols);
+      if (integers) {
+        k.quantize(v, cols, out.layout, out.sum_groups, digits + m * out.digit_bytes, scales + m,
+                   sums + m * out.sum_groups);
+      }
+    }
+  };
+  ThreadPool& pool = ThreadPool::shared();
+  if (count > 1) {
+    pool.parallel_for(count, 4, prepare_vectors);
+  } else {
+    prepare_vectors(0, count);
+  }
+
+  out.digits = digits;
+  if (out.path == Path::matrix && k.arrange != nullptr) {
+    const int64_t step = k.matrix_vectors;
+    const int64_t stride = std::min(step, count) * out.digit_bytes;
+    int8_t* arranged = scratch.arranged.get<int8_t>((count + step - 1) / step * stride);
+    pool.parallel_for((count + step - 1) / step, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t b = begin; b < end; ++b) {
+        k.arrange(digits + b * step * out.digit_bytes, std::min(step, count - b * step),
+                  std::min(step, count), out.digit_bytes, arranged + b * stride);
+      }
+    });
+    out.digits = arranged;
+  }
+  out.scales = scales;
+  out.sums = sums;
+  out.floats = integers ? nullptr : floats;
+  return out;
+}
+
+// ---- Rows of the matrix
+
+float middle(const PackedMatrix& w) { return static_cast<float>((1 << w.bits) - 1) / 2; }
+
+// Scales or biases of rows [begin, end), (end - begin, groups) or, ungrouped, (end - begin,).
+void load_per_row(const PackedMatrix& w, Floats from, int64_t begin, int64_t end, int64_t stride, float* out) {
+  const Kernels& k = kernels();
+  if (w.groups == 0) {
+    float value;
+    k.load(from, 0, 1, &value);
+    std::fill(out, out + (end - begin), value);
+  } else if (!is_grouped(w)) {
+    k.load(from, begin, end - begin, out);
+  } else {
+    for (int64_t n = begin; n < end; ++n, out += stride) {
+      k.load(from, n * w.groups, w.groups, out);
+      std::fill(out + w.groups, out + stride, 0.0f);
+    }
+  }
+}
+
+// Row `row` as float32, without the column scale.
+void expand_row(const PackedMatrix& w, int64_t row, float* out) {
+  const Kernels& k = kernels();
+  static thread_local Scratch of_table, of_scales, of_biases;
+  const int64_t values = int64_t{1} << w.bits;
+  float* table = of_table.get<float>(values);
+  if (w.mode == Mode::palette) {
+    k.load(w.table, row * w.tables / w.rows * values, values, table);
+    k.look_up(codes_of(w, row), w.bits, table, w.cols, out);
+    return;
+  }
+  for (int64_t i = 0; i < values; ++i) table[i] = static_cast<float>(i);
+  const int64_t groups = std::max<int64_t>(w.groups, 1), size = w.cols / groups;
+  float* scales = of_scales.get<float>(groups);
+  float* biases = of_biases.get<float>(groups);
+  load_per_row(w, w.scales, row, row + 1, groups, scales);
+  if (w.mode == Mode::affine) load_per_row(w, w.biases, row, row + 1, groups, biases);
+  k.look_up(codes_of(w, row), w.bits, table, w.cols, out);
+  for (int64_t g = 0; g < groups; ++g, out += size) {
+    const float scale = scales[g], shift = w.mode == Mode::affine ? 0 : middle(w);
+    const float bias = w.mode == Mode::affine ? biases[g] : 0;
+    for (int64_t i = 0; i < size; ++i) out[i] = scale * (out[i] - shift) + bias;
+  }
+}
+
+struct RowScratch {
+  Scratch product, second, scales, biases, row, residual, b;
+};
+
+// out (count, end - begin) = products of all vectors with rows [begin, end)
+void multiply_floats(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
+                     RowScratch& scratch) {
+  float* row = scratch.row.get<float>(w.cols);
+  for (int64_t n = begin; n < end; ++n) {
+    expand_row(w, n, row);
+    for (int64_t m = 0; m < x.count; ++m) {
+      out[m * (end - begin) + n - begin] =
+          kernels().dot({row, Number::float32}, 0, x.floats + m * w.cols, w.cols);
+    }
+  }
+}
+
+void multiply_grouped(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
+                      RowScratch& scratch) {
+  const Kernels& k = kernels();
+  const int64_t rows = end - begin;
+  const int64_t stride = round_up(w.groups, 16) + 16;  // kernels load 16 scales at a time
+  float* scales = scratch.scales.get<float>(rows * stride);
+  load_per_row(w, w.scales, begin, end, stride, scales);
+  float* biases = scales;
+  if (w.mode == Mode::affine) {
+    biases = scratch.biases.get<float>(rows * stride);
+    load_per_row(w, w.biases, begin, end, stride, biases);
+  }
+  const float factor = w.mode == Mode::affine ? 1 : -middle(w);
+  const int64_t group_bytes = row_bytes(w) / w.groups;
+  for (int64_t m = 0; m < x.count; ++m, out += rows) {
+    k.vector({codes_of(w, begin), rows, row_bytes(w), x.vector(m), x.layout.digits, w.bits, scales, stride,
+              group_bytes, out});
+    const float* sums = x.sums + m * x.sum_groups;
+    for (int64_t n = 0; n < rows; ++n) {
+      const float offset = k.dot({biases + n * stride, Number::float32}, 0, sums, w.groups);
+      out[n] = x.scales[m] * out[n] + factor * offset;
+    }
+  }
+}
+
+void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
+                   RowScratch& scratch) {
+  const Kernels& k = kernels();
+  const int64_t rows = end - begin;
+  if (x.path == Path::matrix) {
+    uint8_t* bytes = scratch.row.get<uint8_t>(kScratchRows * x.digit_bytes / x.layout.digits);
+    k.matrix({codes_of(w, begin), rows, row_bytes(w), x.digits, x.count, x.digit_bytes, x.layout.digits,
+              w.bits, out, rows, bytes});
+  } else {
+    for (int64_t m = 0; m < x.count; ++m) {
+      k.vector({codes_of(w, begin), rows, row_bytes(w), x.vector(m), x.layout.digits, w.bits, nullptr, 0, 0,
+                out + m * rows});
+    }
+  }
+  float* slopes = scratch.scales.get<float>(rows);
+  float* offsets = scratch.biases.get<float>(rows);
+  load_per_row(w, w.scales, begin, end, 1, slopes);
+  if (w.mode == Mode::affine) {
+    load_per_row(w, w.biases, begin, end, 1, offsets);
+  } else {
+    for (int64_t n = 0; n < rows; ++n) offsets[n] = -middle(w) * slopes[n];
+  }
+  for (int64_t m = 0; m < x.count; ++m) {
+    k.finish(out + m * rows, slopes, x.scales[m], offsets, x.sums[m], rows);
+  }
+}
+
+void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
+              RowScratch& scratch) {
+  if (x.path == Path::floats) return multiply_floats(x, w, begin, end, out, scratch);
+  if (is_grouped(w)) return multiply_grouped(x, w, begin, end, out, scratch);
+  multiply_rows(x, w, begin, end, out, scratch);
+}
+
+// Vectors from which on it pays to turn B around, so that rows and not ranks lie side by side.
+constexpr int64_t kTransposeFrom = 8;
+
+// out += B h for rows [begin, end), which lie in one section whose hidden values start at `first`.
+void add_section(const Prepared& x, const float* hidden, const Adapters& adapters, const PackedMatrix& w, int64_t start,
+                 int64_t vectors, int64_t begin, int64_t end, int64_t first, float* out, int64_t stride,
+                 RowScratch& scratch) {
+  const Kernels& k = kernels();
+  const int64_t rank = adapters.rank, rows = end - begin, width = hidden_size(adapters);
+  float* b = nullptr;
+  int32_t loaded_slot = -1;
+  for (int64_t m = 0; m < x.count; ++m, out += stride) {
+    const int32_t slot = slot_of(adapters, start + m, vectors);
+    if (slot < 0) continue;
+    const float* h = hidden + m * width + first;
+    const int64_t at = (slot * w.rows + begin) * rank;
+    if (x.count < kTransposeFrom) {
+      for (int64_t n = 0; n < rows; ++n) out[n] += k.dot(adapters.b, at + n * rank, h, rank);
+      continue;
+    }
+    if (slot != loaded_slot) {
+      b = scratch.b.get<float>(2 * rows * rank);
+      float* plain = b + rows * rank;
+      k.load(adapters.b, at, rows * rank, plain);
+      for (int64_t n = 0; n < rows; ++n) {
+        for (int64_t r = 0; r < rank; ++r) b[r * rows + n] = plain[n * rank + r];
+      }
+      loaded_slot = slot;
+    }
+    k.add_products(h, rank, b, rows, out, rows);
+  }
+}
+
+void add_adapters(const Prepared& x, const float* hidden, const Adapters& adapters, const PackedMatrix& w, int64_t start,
+                  int64_t vectors, int64_t begin, int64_t end, float* out, RowScratch& scratch) {
+  if (hidden == nullptr) return;
+  int64_t from = begin;
+  for (int64_t s = 0; s < adapters.n_sections && from < end; ++s) {
+    const int64_t to = std::min(end, adapters.n_sections > 1 ? adapters.sections[s] : w.rows);
+    if (to <= from) continue;
+    add_section(x, hidden, adapters, w, start, vectors, from, to, s * adapters.rank, out + (from - begin),
+                end - begin, scratch);
+    from = to;
+  }
+}
+
+// ---- Sharing out
+
+// Vectors whose digits stay in the second-level cache while the whole matrix goes by.
+int64_t vectors_at_once(const Activations& x, const PackedMatrix& w) {
+  constexpr int64_t kCached = 1 << 20;
+  const int64_t fit = kCached / std::max<int64_t>(w.cols * x.digits, 1) / 16 * 16;
+  return std::min(x.rows, std::max<int64_t>(fit, 64));
+}
+
+// Rows that a thread takes at a time: enough for the prefetchers to get going, few enough for all threads
+// to have some when only a few are left.
+int64_t rows_at_once(const PackedMatrix& w, int64_t vectors) {
+  constexpr int64_t kBytes = 256 << 10;
+  constexpr int64_t kRows = 32;
+  if (vectors > 1) return kRows;
+  const int64_t by_size = kBytes / std::max<int64_t>(row_bytes(w), 1) / kRows * kRows;
+  const int64_t by_share = w.rows / (8 * ThreadPool::shared().threads()) / kRows * kRows;
+  return std::clamp<int64_t>(std::min(by_size, by_share), kRows, 2048);
+}
+
+// Calls work(start, count) for parts of the M vectors.
+template <class Work>
+void for_vectors(const Activations& x, const PackedMatrix& w, Work work) {
+  const int64_t step = vectors_at_once(x, w);
+  for (int64_t start = 0; start < x.rows; start += step) work(start, std::min(step, x.rows - start));
+}
+
+// Rows [begin, end) of `count` vectors from `start` on into y (M, N).
+void write(const float* product, int64_t start, int64_t count, int64_t begin, int64_t end, int64_t n, void* y,
+           Number type) {
+  const int64_t rows = end - begin;
+  for (int64_t m = 0; m < count; ++m) {
+    kernels().store(product + m * rows, rows, y, (start + m) * n + begin, type);
+  }
+}
+
+}  // namespace
+
+void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const Adapters& adapters, void* y,
+            Number type) {
+  static thread_local PrepareScratch scratch;
+  for_vectors(x, w, [&](int64_t start, int64_t count) {
+    const Prepared prepared = prepare(x, w, {adapters}, start, count, scratch);
+    auto body = [&](int64_t begin, int64_t end) {
+      static thread_local RowScratch own;
+      const int64_t rows = end - begin;
+      float* product = own.product.get<float>(count * rows);
+      multiply(prepared, w, begin, end, product, own);
+      add_adapters(prepared, prepared.hidden[0], adapters, w, start, x.rows, begin, end, product, own);
+      if (residual) {
+        float* added = own.residual.get<float>(rows);
+        for (int64_t m = 0; m < count; ++m) {
+          kernels().load(residual, (start + m) * w.rows + begin, rows, added);
+          for (int64_t n = 0; n < rows; ++n) product[m * rows + n] += added[n];
+        }
+      }
+      write(product, start, count, begin, end, w.rows, y, type);
+    };
+    ThreadPool::shared().parallel_for(w.rows, rows_at_once(w, count), body);
+  });
+}
+
+void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& up, const Adapters& of_gate,
+            const Adapters& of_up, void* y, Number type) {
+  static thread_local PrepareScratch scratch, second_scratch;
+  // One set of digits serves both unless they scale columns, or group them, differently.
+  const bool alike = gate.column_scale.data == up.column_scale.data && gate.groups == up.groups &&
+                     gate.bits == up.bits && path_of(gate, x.rows) == path_of(up, x.rows);
+  for_vectors(x, gate, [&](int64_t start, int64_t count) {
+    const Prepared of_g = prepare(x, gate, {of_gate, alike ? of_up : Adapters{}}, start, count, scratch);
+    const Prepared of_u = alike ? of_g : prepare(x, up, {Adapters{}, of_up}, start, count, second_scratch);
+    auto body = [&](int64_t begin, int64_t end) {
+      static thread_local RowScratch own;
+      const int64_t rows = end - begin;
+      float* g = own.product.get<float>(count * rows);
+      float* u = own.second.get<float>(count * rows);
+      multiply(of_g, gate, begin, end, g, own);
+      multiply(of_u, up, begin, end, u, own);
+      add_adapters(of_g, of_g.hidden[0], of_gate, gate, start, x.rows, begin, end, g, own);
+      add_adapters(of_u, of_u.hidden[1], of_up, up, start, x.rows, begin, end, u, own);
+      kernels().swiglu(g, u, count * rows);
+      write(g, start, count, begin, end, gate.rows, y, type);
+    };
+    ThreadPool::shared().parallel_for(gate.rows, rows_at_once(gate, count), body);
+  });
+}
+
+namespace {
+
+struct Candidate {
+  float value;
+  uint32_t index;
+};
+
+// Sorts before: the larger value, or the lower index.
+bool before(const Candidate& a, const Candidate& b) {
+  return a.value > b.value || (a.value == b.value && a.index < b.index);
+}
+
+// The k first of what was offered, as a heap with the last of them on top.
+class Best {
+ public:
+  void offer(const float* values, int64_t count, int64_t first_index, size_t k) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float value = std::isnan(values[i]) ? -std::numeric_limits<float>::infinity() : values[i];
+      if (heap_.size() == k && !(value >= heap_.front().value)) continue;
+      offer({value, static_cast<uint32_t>(first_index + i)}, k);
+    }
+  }
+  void offer(Candidate candidate, size_t k) {
+    if (heap_.size() == k) {
+      if (!before(candidate, heap_.front())) return;
+      std::pop_heap(heap_.begin(), heap_.end(), before);
+      heap_.back() = candidate;
+    } else {
+      heap_.push_back(candidate);
+    }
+    std::push_heap(heap_.begin(), heap_.end(), before);
+  }
+  std::vector<Candidate>& all() { return heap_; }
+
+ private:
+  std::vector<Candidate> heap_;
+};
+
+}  // namespace
+
+void top_k(const Activations& x, const PackedMatrix& w, int64_t k, uint32_t* indices, float* values) {
+  static thread_local PrepareScratch scratch;
+  ThreadPool& pool = ThreadPool::shared();
+  for_vectors(x, w, [&](int64_t start, int64_t count) {
+    const Prepared prepared = prepare(x, w, {}, start, count, scratch);
+    std::vector<Best> best(static_cast<size_t>(pool.threads() * count));
+    auto body = [&](int64_t begin, int64_t end, int thread) {
+      static thread_local RowScratch own;
+      const int64_t rows = end - begin;
+      float* product = own.product.get<float>(count * rows);
+      multiply(prepared, w, begin, end, product, own);
+      for (int64_t m = 0; m < count; ++m) {
+        best[thread * count + m].offer(product + m * rows, rows, begin, static_cast<size_t>(k));
+      }
+    };
+    pool.parallel_for(w.rows, rows_at_once(w, count), body);
+    for (int64_t m = 0; m < count; ++m) {
+      std::vector<Candidate>& found = best[m].all();
+      for (int t = 1; t < pool.threads(); ++t) {
+        const std::vector<Candidate>& more = best[t * count + m].all();
+        found.insert(found.end(), more.begin(), more.end());
+      }
+      std::partial_sort(found.begin(), found.begin() + k, found.end(), before);
+      for (int64_t i = 0; i < k; ++i) {
+        indices[(start + m) * k + i] = found[i].index;
+        values[(start + m) * k + i] = found[i].value;
+      }
+    }
+  });
+}
+
+void dequantize_row(const PackedMatrix& w, int64_t row, void* out, Number type) {
+  static thread_local Scratch of_row, of_columns;
+  float* values = of_row.get<float>(w.cols);
+  expand_row(w, row, values);
+  if (const float* columns = loaded(w.column_scale, w.cols, of_columns)) {
+    kernels().multiply(values, columns, w.cols);
+  }
+  kernels().store(values, w.cols, out, 0, type);
+}
+
+}  // namespace afm

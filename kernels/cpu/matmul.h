@@ -1,0 +1,94 @@
+// Products of packed matrices with activations: what `kernels/reference.py` defines, on plain pointers.
+//
+// Activations become integers once per vector: int16 by default (two int8 digits, 256 * hi + lo), int8 by
+// choice, with one float scale per vector. Codes are integers already, so every processor needs nothing
+// but dot products of unsigned with signed bytes, and those and their sums are exact. An int16 unit is
+// max|x| / 32639; each element moves by at most half of it, a vector by sqrt(K / 12) of it in the l2 norm (the
+// errors being spread evenly). As |x| >= max|x|, that is at most 0.0007 of the vector's norm for K <= 6656, and
+// far less unless one element stands out; bfloat16 rounds by 0.0011 in the mean, and by up to 0.002.
+// A palette is multiplied in float32.
+//
+// All arrays are row-major and contiguous but for the strides named. Nothing here checks shapes: the
+// callers do. Work is shared among the threads of `ThreadPool::shared()`.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "numbers.h"
+
+namespace afm {
+
+// An array of floating-point numbers; without data, an argument that is left out.
+struct Floats {
+  const void* data = nullptr;
+  Number type = Number::float32;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+enum class Mode : uint8_t { balanced, affine, palette };
+
+// A matrix of `rows` (N) outputs and `cols` (K) inputs; see `PackedWeight` in `kernels/formats.py`.
+struct PackedMatrix {
+  const uint32_t* codes = nullptr;  // (N, K * bits / 32)
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int bits = 2;  // 2, 4 or 8
+  Mode mode = Mode::balanced;
+  int64_t groups = 1;   // scales per row: 0 for one of the whole matrix
+  Floats scales;        // (), (N,) or (N, groups); absent in a palette
+  Floats biases;        // of an affine matrix, as `scales`
+  Floats table;         // (tables, 2**bits) of a palette
+  int64_t tables = 0;   // N / tables rows share a table
+  Floats column_scale;  // (K,) or absent
+};
+
+// LoRA adapters of one matrix; see `LowRank` in `kernels/formats.py`.
+struct Adapters {
+  Floats a;                         // (adapters, n_sections * rank, K)
+  Floats b;                         // (adapters, N, rank)
+  const int32_t* slots = nullptr;   // (batch,), -1 for none; without it there are no adapters
+  int64_t batch = 1;                // vectors m * batch / M share slot m
+  int64_t rank = 0;
+  const int64_t* sections = nullptr;  // last row + 1 of every section
+  int64_t n_sections = 1;
+};
+
+// M vectors, and what happens to them before they are multiplied.
+struct Activations {
+  Floats x;            // (M, K)
+  int64_t rows = 1;    // M
+  int64_t stride = 0;  // elements from one vector to the next
+  Floats norm;         // (K,) weight of an RMSNorm, or absent
+  float eps = 0;
+  int digits = 2;  // 2: int16 activations; 1: int8
+};
+
+// y (M, N) of `type` = residual + x' W^T + B A x'. `residual` is (M, N) or absent.
+void matmul(const Activations& x, const PackedMatrix& weight, Floats residual, const Adapters& adapters,
+            void* y, Number type);
+
+// y (M, N) of `type` = silu(x' G^T) * (x' U^T), each with its adapters. G and U have one shape.
+void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& up,
+            const Adapters& of_gate, const Adapters& of_up, void* y, Number type);
+
+// The k largest of each vector's N products, largest first, the lower index first on a tie.
+// indices and values are (M, k), 1 <= k <= N; a NaN counts as less than anything.
+void top_k(const Activations& x, const PackedMatrix& weight, int64_t k, uint32_t* indices, float* values);
+
+// The K numbers that row `row` stands for. For one thread: callers share rows among threads.
+void dequantize_row(const PackedMatrix& weight, int64_t row, void* out, Number type);
+
+// Instruction sets that this machine runs, best first: of "amx", "avx512", "avx2", "neon", "portable".
+std::vector<std::string> instruction_sets();
+
+// The one in use: the first of those, or what was chosen.
+std::string instruction_set();
+
+// Uses another of `instruction_sets()` from now on; false when the machine doesn't run it. For tests; call
+// it while no product is computed.
+bool use_instruction_set(const std::string& name);
+
+}  // namespace afm

@@ -1,0 +1,277 @@
+#include "primitives.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "attention.h"
+#include "attention_kernel.h"
+#include "mlx/allocator.h"
+#include "pool.h"
+#include "primitives_common.h"
+#include "rope.h"
+
+namespace afm {
+
+const void* View::dense(std::vector<char>& copy) const {
+  if (contiguous) return data;
+  size_t item = dtype.size();
+  int64_t count = size();
+  copy.resize(static_cast<size_t>(count) * item);
+  std::vector<int32_t> index(shape.size());
+  const char* from = static_cast<const char*>(data);
+  for (int64_t i = 0; i < count; ++i) {
+    std::memcpy(copy.data() + i * item, from, item);
+    for (int axis = static_cast<int>(shape.size()) - 1; axis >= 0; --axis) {
+      from += strides[axis] * static_cast<int64_t>(item);
+      if (++index[axis] < shape[axis]) break;
+      from -= strides[axis] * static_cast<int64_t>(item) * shape[axis];
+      index[axis] = 0;
+    }
+  }
+  return copy.data();
+}
+
+std::vector<float> View::floats() const {
+  std::vector<char> copy;
+  std::vector<float> numbers(size());
+  load_numbers(dense(copy), 0, 1, type(), numbers.data(), size());
+  return numbers;
+}
+
+void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())); }
+
+namespace {
+
+// Heads (B, n, L, head_dim) anywhere in memory.
+struct Heads {
+  View view;
+
+  explicit Heads(const mx::array& a) : view(a) {}
+
+  Codes codes() const {
+    return {static_cast<const int8_t*>(view.data), view.strides[0], view.strides[1], view.strides[2],
+            view.strides[3]};
+  }
+};
+
+// Pieces of loops over heads: enough work to be worth a thread's while.
+constexpr int64_t kHeadsPerPiece = 64;
+
+// Inputs: queries, keys, values, key_scale, value_scale[, lengths[, rope's weight]].
+class AttentionOp : public CpuPrimitive {
+ public:
+  AttentionOp(mx::Stream stream, float theta, float eps) : CpuPrimitive(stream), theta_(theta), eps_(eps) {}
+
+  const char* name() const override { return "AfmAttention"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& op = static_cast<const AttentionOp&>(other);
+    return theta_ == op.theta_ && eps_ == op.eps_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    return {inputs[0].shape()};
+  }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    allocate(outputs[0]);
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (auto& input : inputs) encoder.set_input_array(input);
+    encoder.set_output_array(outputs[0]);
+    Task task = {Heads(inputs[0]), Heads(inputs[1]), Heads(inputs[2]), View(inputs[3]), View(inputs[4]),
+                 std::nullopt,     std::nullopt,     theta_,           eps_,            outputs[0].data<char>()};
+    if (inputs.size() > 5) task.lengths.emplace(inputs[5]);
+    if (inputs.size() > 6) task.weight.emplace(inputs[6]);
+    encoder.dispatch(std::move(task));
+  }
+
+ private:
+  struct Task {
+    Heads queries, keys, values;
+    View key_scale, value_scale;
+    std::optional<View> lengths, weight;
+    float theta, eps;
+    void* out;
+
+    void operator()() const {
+      const mx::Shape& shape = queries.view.shape;
+      AttentionArguments a = {};
+      a.batch = shape[0], a.heads = shape[1], a.queries = shape[2], a.head_dim = shape[3];
+      a.kv_heads = keys.view.shape[1];
+      a.q = queries.view.data;
+      std::copy_n(queries.view.strides.begin(), 4, a.q_strides);
+      a.type = queries.view.type();
+      std::vector<float> norm = weight ? weight->floats() : std::vector<float>();
+      if (weight) a.table = &RopeTable::of(theta, static_cast<int>(a.head_dim));
+      a.norm = norm.data();
+      a.eps = eps;
+      a.keys = keys.codes();
+      a.values = values.codes();
+      a.key_scale = key_scale.number();
+      a.value_scale = value_scale.number();
+      a.capacity = keys.view.shape[2];
+      std::vector<char> copy;
+      a.lengths = lengths ? static_cast<const int32_t*>(lengths->dense(copy)) : nullptr;
+      a.length = a.capacity;
+      a.out = out;
+      attend(a);
+    }
+  };
+
+  float theta_, eps_;
+};
+
+void check_attention(const mx::array& queries, const mx::array& keys, const mx::array& values) {
+  number_type(queries, "queries");
+  require(queries.ndim() == 4 && keys.ndim() == 4 && values.shape() == keys.shape(),
+          "queries must be (B, n_heads, L, head_dim), and keys and values (B, n_kv_heads, S, head_dim) of one shape");
+  require(keys.dtype() == mx::int8 && values.dtype() == mx::int8, "keys and values must be int8 codes");
+  require(queries.shape(0) == keys.shape(0), "queries have ", queries.shape(0), " rows, keys ", keys.shape(0));
+  require(queries.shape(3) == keys.shape(3), "queries have head_dim ", queries.shape(3), ", keys ", keys.shape(3));
+  require(queries.shape(3) <= kMaxHeadDim, "head_dim is ", queries.shape(3), "; at most ", kMaxHeadDim);
+  require(keys.shape(1) > 0 && queries.shape(1) % keys.shape(1) == 0, queries.shape(1),
+          " query heads are no multiple of ", keys.shape(1), " KV heads");
+}
+
+// Inputs: qkv, weights of q and k, scales of k and v[, offsets].
+class RopeNormQuantize : public CpuPrimitive {
+ public:
+  RopeNormQuantize(mx::Stream stream, int offset, int kv_heads, float theta, float eps)
+      : CpuPrimitive(stream), offset_(offset), kv_heads_(kv_heads), theta_(theta), eps_(eps) {}
+
+  const char* name() const override { return "AfmRopeNormQuantize"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& op = static_cast<const RopeNormQuantize&>(other);
+    return offset_ == op.offset_ && kv_heads_ == op.kv_heads_ && theta_ == op.theta_ && eps_ == op.eps_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    int dim = inputs[1].shape(0), heads = inputs[0].shape(2) / dim - 2 * kv_heads_;
+    mx::Shape kv = {inputs[0].shape(0), kv_heads_, inputs[0].shape(1), dim};
+    return {{kv[0], heads, kv[2], dim}, kv, kv};
+  }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    for (auto& input : inputs) encoder.set_input_array(input);
+    for (auto& output : outputs) {
+      allocate(output);
+      encoder.set_output_array(output);
+    }
+    Task task = {View(inputs[0]), View(inputs[1]), View(inputs[2]), View(inputs[3]), View(inputs[4]),
+                 std::nullopt,    offset_,         kv_heads_,       theta_,          eps_,
+                 outputs[0].data<char>(), outputs[1].data<int8_t>(), outputs[2].data<int8_t>()};
+    if (inputs.size() > 5) task.offsets.emplace(inputs[5]);
+    encoder.dispatch(std::move(task));
+  }
+
+ private:
+  struct Task {
+    View qkv, q_weight, k_weight, key_scale, value_scale;
+    std::optional<View> offsets;
+    int64_t offset, kv_heads;
+    float theta, eps;
+    void* q;
+    int8_t *k, *v;
+
+    void operator()() const {
+      int64_t batch = qkv.shape[0], tokens = qkv.shape[1], dim = q_weight.shape[0];
+      int64_t all = qkv.shape[2] / dim, heads = all - 2 * kv_heads;
+      std::vector<float> of_q = q_weight.floats(), of_k = k_weight.floats();
+      float scale[2] = {key_scale.number(), value_scale.number()};
+      std::vector<char> copy;
+      auto starts = offsets ? static_cast<const int32_t*>(offsets->dense(copy)) : nullptr;
+      const RopeTable& table = RopeTable::of(theta, static_cast<int>(dim));
+      const AttentionKernels& kernels = attention_kernels();
+      auto work = [&](int64_t begin, int64_t end) {
+        std::vector<float> raw(dim), turned(dim), scratch(dim);
+        for (int64_t i = begin; i < end; ++i) {
+          int64_t head = i % all, token = i / all % tokens, b = i / all / tokens;
+          load_numbers(qkv.data, b * qkv.strides[0] + token * qkv.strides[1] + head * dim * qkv.strides[2],
+                       qkv.strides[2], qkv.type(), raw.data(), dim);
+          bool is_value = head >= heads + kv_heads;
+          if (!is_value) {
+            int64_t position = (starts ? starts[b] : offset) + token;
+            kernels.turn(raw.data(), table.row(position, scratch.data()), (head < heads ? of_q : of_k).data(), eps,
+                         dim, turned.data());
+          }
+          if (head < heads) {
+            store_numbers(turned.data(), dim, q, ((b * heads + head) * tokens + token) * dim, qkv.type());
+          } else {
+            int64_t kv_head = (head - heads) % kv_heads;
+            int8_t* out = (is_value ? v : k) + ((b * kv_heads + kv_head) * tokens + token) * dim;
+            kernels.to_int8((is_value ? raw : turned).data(), scale[is_value], dim, out);
+          }
+        }
+      };
+      ThreadPool::shared().parallel_for(batch * tokens * all, kHeadsPerPiece, work);
+    }
+  };
+
+  int offset_, kv_heads_;
+  float theta_, eps_;
+};
+
+}  // namespace
+
+mx::array decode_attention(const mx::array& queries, const mx::array& keys, const mx::array& values,
+                           const mx::array& key_scale, const mx::array& value_scale, const mx::array& lengths,
+                           const std::optional<Rope>& rope) {
+  check_attention(queries, keys, values);
+  number_type(key_scale, "the keys' scale");
+  number_type(value_scale, "the values' scale");
+  require(lengths.dtype() == mx::int32 && lengths.ndim() == 1 && lengths.shape(0) == queries.shape(0),
+          "lengths must be (B,) int32");
+  std::vector<mx::array> inputs = {queries, keys, values, key_scale, value_scale, lengths};
+  if (rope) {
+    number_type(rope->weight, "the norm's weight");
+    require(rope->weight.ndim() == 1 && rope->weight.shape(0) == queries.shape(3) && queries.shape(3) % 2 == 0,
+            "the norm's weight must be (head_dim,), and head_dim even");
+    inputs.push_back(rope->weight);
+  }
+  auto op = std::make_shared<AttentionOp>(cpu_stream(), rope ? rope->theta : 0.0f, rope ? rope->eps : 0.0f);
+  return mx::array(queries.shape(), queries.dtype(), std::move(op), std::move(inputs));
+}
+
+mx::array causal_attention(const mx::array& queries, const mx::array& keys, const mx::array& values,
+                           const mx::array& key_scale, const mx::array& value_scale) {
+  check_attention(queries, keys, values);
+  number_type(key_scale, "the keys' scale");
+  number_type(value_scale, "the values' scale");
+  require(queries.shape(2) <= keys.shape(2), queries.shape(2), " queries for ", keys.shape(2), " keys");
+  return mx::array(queries.shape(), queries.dtype(), std::make_shared<AttentionOp>(cpu_stream(), 0.0f, 0.0f),
+                   {queries, keys, values, key_scale, value_scale});
+}
+
+std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const mx::array& q_weight,
+                                          const mx::array& k_weight, const Offset& offset,
+                                          const mx::array& key_scale, const mx::array& value_scale,
+                                          int n_kv_heads, float theta, float eps) {
+  number_type(qkv, "qkv");
+  number_type(q_weight, "the queries' norm");
+  number_type(k_weight, "the keys' norm");
+  number_type(key_scale, "the keys' scale");
+  number_type(value_scale, "the values' scale");
+  require(qkv.ndim() == 3, "qkv must be (B, L, (n_heads + 2 * n_kv_heads) * head_dim)");
+  require(q_weight.ndim() == 1 && q_weight.shape() == k_weight.shape(), "norms must be (head_dim,) both");
+  int dim = q_weight.shape(0);
+  require(dim > 0 && dim % 2 == 0, "head_dim must be even, got ", dim);
+  require(n_kv_heads > 0 && qkv.shape(2) % dim == 0 && qkv.shape(2) / dim > 2 * n_kv_heads, "qkv of width ",
+          qkv.shape(2), " doesn't hold queries and twice ", n_kv_heads, " heads of ", dim);
+  std::vector<mx::array> inputs = {qkv, q_weight, k_weight, key_scale, value_scale};
+  int start = 0;
+  if (auto array = std::get_if<mx::array>(&offset)) {
+    require(array->dtype() == mx::int32 && array->ndim() == 1 && array->shape(0) == qkv.shape(0),
+            "offsets must be (B,) int32");
+    inputs.push_back(*array);
+  } else {
+    start = std::get<int>(offset);
+  }
+  auto op = std::make_shared<RopeNormQuantize>(cpu_stream(), start, n_kv_heads, theta, eps);
+  auto shapes = op->output_shapes(inputs);
+  return mx::array::make_arrays(std::move(shapes), {qkv.dtype(), mx::int8, mx::int8}, op, inputs);
+}
+
+}  // namespace afm

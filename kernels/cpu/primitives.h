@@ -1,0 +1,72 @@
+// The operations of `kernels/reference.py` as nodes of MLX's graph that run on the CPU.
+//
+// Each function checks what would otherwise read or write where it must not, and returns arrays whose numbers
+// are computed when MLX evaluates them, on the stream's thread and those of `ThreadPool`.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "mlx/array.h"
+#include "mlx/utils.h"
+
+namespace afm {
+
+namespace mx = mlx::core;
+
+// Offsets of the rows of a batch: one for all, or an array (B,) int32.
+using Offset = std::variant<int, mx::array>;
+
+struct Rope {
+  mx::array weight;
+  float theta, eps;
+};
+
+mx::array decode_attention(const mx::array& queries, const mx::array& keys, const mx::array& values,
+                           const mx::array& key_scale, const mx::array& value_scale, const mx::array& lengths,
+                           const std::optional<Rope>& rope);
+
+// The queries are the last tokens of the keys and values, and look at none after their own.
+mx::array causal_attention(const mx::array& queries, const mx::array& keys, const mx::array& values,
+                           const mx::array& key_scale, const mx::array& value_scale);
+
+std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const mx::array& q_weight,
+                                          const mx::array& k_weight, const Offset& offset,
+                                          const mx::array& key_scale, const mx::array& value_scale,
+                                          int n_kv_heads, float theta, float eps);
+
+// See `PackedWeight` and `LowRank` in `kernels/formats.py`.
+struct Packed {
+  mx::array codes;
+  int bits;
+  std::string mode;
+  std::optional<mx::array> scales, biases, table, column_scale;
+};
+
+struct LowRank {
+  mx::array a, b, slots;
+  std::vector<int64_t> sections;
+};
+
+// What is multiplied, after an RMSNorm where there is a weight of one.
+struct Input {
+  mx::array x;
+  std::optional<mx::array> norm;
+  float eps;
+  int activation_bits;
+};
+
+mx::array packed_matmul(const Input& x, const Packed& weight, const std::optional<mx::array>& residual,
+                        const std::optional<LowRank>& low_rank);
+
+mx::array packed_swiglu(const Input& x, const Packed& gate, const Packed& up, const std::optional<LowRank>& of_gate,
+                        const std::optional<LowRank>& of_up);
+
+// Indices and products; without `keep_axis`, k is 1 and has no axis.
+std::vector<mx::array> packed_top_k(const Input& x, const Packed& weight, int k, bool keep_axis);
+
+mx::array packed_embedding(const mx::array& tokens, const Packed& weight, mx::Dtype dtype);
+
+}  // namespace afm

@@ -1,0 +1,421 @@
+// Products of packed matrices: `matmul.h` as nodes of MLX's graph.
+#include <cstring>
+#include <memory>
+
+#include "matmul.h"
+#include "pool.h"
+#include "primitives.h"
+#include "primitives_common.h"
+
+namespace afm {
+namespace {
+
+Floats numbers(const View& view, std::vector<char>& copy) {
+  return {view.dense(copy), view.type()};
+}
+
+// Inputs of an operation, in the order in which they were named, and where each of them is.
+class Inputs {
+ public:
+  std::vector<mx::array> arrays;
+
+  int add(const mx::array& a) {
+    arrays.push_back(a);
+    return static_cast<int>(arrays.size()) - 1;
+  }
+  int add_numbers(const std::optional<mx::array>& a, const char* name) {
+    if (!a) return -1;
+    number_type(*a, name);
+    return add(*a);
+  }
+};
+
+// The inputs of a task that runs, in row-major order; -1 is an argument that was left out.
+class Data {
+ public:
+  explicit Data(const std::vector<View>& views) : views_(views), copies_(views.size()) {}
+
+  Floats floats(int index) { return index < 0 ? Floats{} : numbers(views_[index], copies_[index]); }
+  template <class T>
+  const T* integers(int index) {
+    return index < 0 ? nullptr : static_cast<const T*>(views_[index].dense(copies_[index]));
+  }
+  const View& view(int index) const { return views_[index]; }
+
+ private:
+  const std::vector<View>& views_;
+  std::vector<std::vector<char>> copies_;
+};
+
+// Where a packed matrix is among the inputs.
+struct MatrixPlace {
+  PackedMatrix shape;
+  int codes, scales, biases, table, column_scale;
+
+  bool same(const MatrixPlace& other) const {
+    return shape.bits == other.shape.bits && shape.mode == other.shape.mode && scales == other.scales &&
+           biases == other.biases && table == other.table && column_scale == other.column_scale;
+  }
+
+  PackedMatrix matrix(Data& data) const {
+    PackedMatrix matrix = shape;
+    matrix.codes = data.integers<uint32_t>(codes);
+    matrix.scales = data.floats(scales);
+    matrix.biases = data.floats(biases);
+    matrix.table = data.floats(table);
+    matrix.column_scale = data.floats(column_scale);
+    return matrix;
+  }
+};
+
+Mode mode_of(const std::string& name) {
+  if (name == "balanced") return Mode::balanced;
+  if (name == "affine") return Mode::affine;
+  require(name == "palette", "mode is ", name, "; it must be balanced, affine or palette");
+  return Mode::palette;
+}
+
+MatrixPlace place(const Packed& weight, Inputs& inputs) {
+  require(weight.bits == 2 || weight.bits == 4 || weight.bits == 8, "bits are ", weight.bits, "; 2, 4 or 8 can run");
+  require(weight.codes.dtype() == mx::uint32 && weight.codes.ndim() == 2, "codes must be (N, K * bits / 32) uint32");
+  MatrixPlace place = {};
+  PackedMatrix& shape = place.shape;
+  shape.rows = weight.codes.shape(0);
+  shape.cols = static_cast<int64_t>(weight.codes.shape(1)) * 32 / weight.bits;
+  shape.bits = weight.bits;
+  shape.mode = mode_of(weight.mode);
+  shape.groups = 0;
+  if (shape.mode == Mode::palette) {
+    require(weight.table && weight.table->ndim() == 2 && weight.table->shape(1) == 1 << weight.bits,
+            "a palette's table must be (T, 2**bits)");
+    shape.tables = weight.table->shape(0);
+    require(shape.tables > 0 && shape.rows % shape.tables == 0, shape.rows, " rows can't share ", shape.tables,
+            " tables");
+  } else {
+    require(weight.scales.has_value(), weight.mode, " needs scales");
+    const mx::array& scales = *weight.scales;
+    require(scales.ndim() == 0 || (scales.ndim() <= 2 && scales.shape(0) == shape.rows),
+            "scales must be (), (N,) or (N, G)");
+    if (scales.ndim() > 0) shape.groups = scales.ndim() == 1 ? 1 : scales.shape(1);
+    require(shape.groups == 0 || shape.cols % shape.groups == 0, shape.cols, " inputs aren't a multiple of ",
+            shape.groups, " groups");
+    if (shape.mode == Mode::affine) {
+      require(weight.biases && weight.biases->shape() == scales.shape(), "biases must have the scales' shape");
+    }
+  }
+  require(!weight.column_scale || (weight.column_scale->ndim() == 1 && weight.column_scale->shape(0) == shape.cols),
+          "column_scale must be (K,), K = ", shape.cols);
+  bool palette = shape.mode == Mode::palette;
+  place.codes = inputs.add(weight.codes);
+  place.scales = palette ? -1 : inputs.add_numbers(weight.scales, "scales");
+  place.biases = shape.mode == Mode::affine ? inputs.add_numbers(weight.biases, "biases") : -1;
+  place.table = palette ? inputs.add_numbers(weight.table, "a palette's table") : -1;
+  place.column_scale = inputs.add_numbers(weight.column_scale, "column_scale");
+  return place;
+}
+
+// Where adapters are among the inputs; nowhere without.
+struct AdaptersPlace {
+  int a = -1, b = -1, slots = -1;
+  int64_t batch = 1, rank = 0;
+  std::vector<int64_t> sections;
+
+  bool same(const AdaptersPlace& other) const {
+    return a == other.a && b == other.b && slots == other.slots && sections == other.sections;
+  }
+
+  Adapters adapters(Data& data) const {
+    if (slots < 0) return {};
+    return {data.floats(a), data.floats(b), data.integers<int32_t>(slots), batch, rank, sections.data(),
+            static_cast<int64_t>(sections.size())};
+  }
+};
+
+AdaptersPlace place(const std::optional<LowRank>& low_rank, const mx::array& x, const PackedMatrix& weight,
+                    Inputs& inputs) {
+  AdaptersPlace place;
+  if (!low_rank) return place;
+  const mx::array &a = low_rank->a, &b = low_rank->b, &slots = low_rank->slots;
+  require(b.ndim() == 3 && b.shape(1) == weight.rows, "adapters' b must be (adapters, N, rank), N = ", weight.rows);
+  place.rank = b.shape(2);
+  place.sections = low_rank->sections;
+  int64_t sections = static_cast<int64_t>(place.sections.size());
+  require(a.ndim() == 3 && a.shape(0) == b.shape(0) && a.shape(1) == sections * place.rank &&
+              a.shape(2) == weight.cols,
+          "adapters' a must be (adapters, sections * rank, K), K = ", weight.cols);
+  int64_t before = 0;
+  for (int64_t end : place.sections) {
+    require(end > before, "adapters' sections must ascend");
+    before = end;
+  }
+  require(before == weight.rows, "adapters' sections end at row ", before, " of ", weight.rows);
+  place.batch = x.ndim() > 1 ? x.shape(0) : 1;
+  require(slots.dtype() == mx::int32 && slots.ndim() == 1 && slots.shape(0) == place.batch,
+          "adapters' slots must be (B,) int32, B = ", place.batch);
+  place.a = inputs.add_numbers(a, "adapters' a");
+  place.b = inputs.add_numbers(b, "adapters' b");
+  place.slots = inputs.add(slots);
+  return place;
+}
+
+struct ActivationsPlace {
+  int x, norm;
+  float eps;
+  int digits;
+
+  bool same(const ActivationsPlace& other) const {
+    return norm == other.norm && eps == other.eps && digits == other.digits;
+  }
+
+  Activations activations(Data& data) const {
+    Floats all = data.floats(x);
+    const mx::Shape& shape = data.view(x).shape;
+    int64_t cols = shape.back();
+    return {all, data.view(x).size() / cols, cols, data.floats(norm), eps, digits};
+  }
+};
+
+ActivationsPlace place(const Input& input, const PackedMatrix& weight, Inputs& inputs) {
+  require(input.x.ndim() > 0 && input.x.shape(-1) == weight.cols, "x has ",
+          input.x.ndim() > 0 ? input.x.shape(-1) : 0, " inputs, the matrix ", weight.cols);
+  require(!input.norm || (input.norm->ndim() == 1 && input.norm->shape(0) == weight.cols),
+          "the norm's weight must be (K,), K = ", weight.cols);
+  require(input.activation_bits == 16 || input.activation_bits == 8, "activation_bits are ", input.activation_bits,
+          "; 16 or 8 can run");
+  ActivationsPlace place = {inputs.add_numbers(input.x, "x"), inputs.add_numbers(input.norm, "the norm's weight"),
+                            input.eps, input.activation_bits / 8};
+  return place;
+}
+
+// An operation whose task reads its inputs through `Data`.
+class MatmulPrimitive : public CpuPrimitive {
+ public:
+  using CpuPrimitive::CpuPrimitive;
+
+ protected:
+  // Runs `work(data, outputs)` on the stream's thread when the inputs are there.
+  template <class Work>
+  void dispatch(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs, Work work) {
+    auto& encoder = mx::cpu::get_command_encoder(stream());
+    std::vector<View> views;
+    views.reserve(inputs.size());
+    for (auto& input : inputs) {
+      encoder.set_input_array(input);
+      views.emplace_back(input);
+    }
+    std::vector<char*> out;
+    for (auto& output : outputs) {
+      allocate(output);
+      encoder.set_output_array(output);
+      out.push_back(output.data<char>());
+    }
+    if (outputs[0].size() == 0) return;
+    encoder.dispatch([views = std::move(views), out = std::move(out), work = std::move(work)] {
+      Data data(views);
+      work(data, out);
+    });
+  }
+};
+
+class Matmul : public MatmulPrimitive {
+ public:
+  Matmul(mx::Stream stream, ActivationsPlace x, MatrixPlace weight, int residual, AdaptersPlace adapters)
+      : MatmulPrimitive(stream), x_(x), weight_(weight), residual_(residual), adapters_(std::move(adapters)) {}
+
+  const char* name() const override { return "AfmPackedMatmul"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& op = static_cast<const Matmul&>(other);
+    return x_.same(op.x_) && weight_.same(op.weight_) && residual_ == op.residual_ && adapters_.same(op.adapters_);
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    mx::Shape shape = inputs[x_.x].shape();
+    shape.back() = inputs[weight_.codes].shape(0);
+    return {shape};
+  }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    dispatch(inputs, outputs,
+             [x = x_, weight = weight_, residual = residual_, adapters = adapters_](Data& data, auto& out) {
+               Activations input = x.activations(data);
+               matmul(input, weight.matrix(data), data.floats(residual), adapters.adapters(data), out[0],
+                      input.x.type);
+             });
+  }
+
+ private:
+  ActivationsPlace x_;
+  MatrixPlace weight_;
+  int residual_;
+  AdaptersPlace adapters_;
+};
+
+class Swiglu : public MatmulPrimitive {
+ public:
+  Swiglu(mx::Stream stream, ActivationsPlace x, MatrixPlace gate, MatrixPlace up, AdaptersPlace of_gate,
+         AdaptersPlace of_up)
+      : MatmulPrimitive(stream),
+        x_(x),
+        gate_(gate),
+        up_(up),
+        of_gate_(std::move(of_gate)),
+        of_up_(std::move(of_up)) {}
+
+  const char* name() const override { return "AfmPackedSwiglu"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& op = static_cast<const Swiglu&>(other);
+    return x_.same(op.x_) && gate_.same(op.gate_) && up_.same(op.up_) && of_gate_.same(op.of_gate_) &&
+           of_up_.same(op.of_up_);
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    mx::Shape shape = inputs[x_.x].shape();
+    shape.back() = inputs[gate_.codes].shape(0);
+    return {shape};
+  }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    dispatch(inputs, outputs,
+             [x = x_, gate = gate_, up = up_, of_gate = of_gate_, of_up = of_up_](Data& data, auto& out) {
+               Activations input = x.activations(data);
+               swiglu(input, gate.matrix(data), up.matrix(data), of_gate.adapters(data), of_up.adapters(data), out[0],
+                      input.x.type);
+             });
+  }
+
+ private:
+  ActivationsPlace x_;
+  MatrixPlace gate_, up_;
+  AdaptersPlace of_gate_, of_up_;
+};
+
+class TopK : public MatmulPrimitive {
+ public:
+  TopK(mx::Stream stream, ActivationsPlace x, MatrixPlace weight, int k, bool keep_axis)
+      : MatmulPrimitive(stream), x_(x), weight_(weight), k_(k), keep_axis_(keep_axis) {}
+
+  const char* name() const override { return "AfmPackedTopK"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& op = static_cast<const TopK&>(other);
+    return x_.same(op.x_) && weight_.same(op.weight_) && k_ == op.k_ && keep_axis_ == op.keep_axis_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    mx::Shape shape = inputs[x_.x].shape();
+    shape.pop_back();
+    if (keep_axis_) shape.push_back(k_);
+    return {shape, shape};
+  }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    dispatch(inputs, outputs, [x = x_, weight = weight_, k = k_](Data& data, auto& out) {
+      top_k(x.activations(data), weight.matrix(data), k, reinterpret_cast<uint32_t*>(out[0]),
+            reinterpret_cast<float*>(out[1]));
+    });
+  }
+
+ private:
+  ActivationsPlace x_;
+  MatrixPlace weight_;
+  int k_;
+  bool keep_axis_;
+};
+
+class Embedding : public MatmulPrimitive {
+ public:
+  Embedding(mx::Stream stream, int tokens, MatrixPlace weight, Number type)
+      : MatmulPrimitive(stream), tokens_(tokens), weight_(weight), type_(type) {}
+
+  const char* name() const override { return "AfmPackedEmbedding"; }
+
+  bool is_equivalent(const mx::Primitive& other) const override {
+    auto& op = static_cast<const Embedding&>(other);
+    return weight_.same(op.weight_) && type_ == op.type_;
+  }
+
+  std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
+    mx::Shape shape = inputs[tokens_].shape();
+    shape.push_back(static_cast<int>(inputs[weight_.codes].shape(1) * 32 / weight_.shape.bits));
+    return {shape};
+  }
+
+  void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
+    dispatch(inputs, outputs, [tokens = tokens_, place = weight_, type = type_](Data& data, auto& out) {
+      PackedMatrix weight = place.matrix(data);
+      const int32_t* index = data.integers<int32_t>(tokens);
+      int64_t row_bytes = weight.cols * size_of(type);
+      ThreadPool::shared().parallel_for(data.view(tokens).size(), 8, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          // As in MLX, a negative index counts from the end; no index may lead out of the matrix.
+          int64_t row = index[i] < 0 ? index[i] + weight.rows : index[i];
+          row = row < 0 ? 0 : row < weight.rows ? row : weight.rows - 1;
+          dequantize_row(weight, row, out[0] + i * row_bytes, type);
+        }
+      });
+    });
+  }
+
+ private:
+  int tokens_;
+  MatrixPlace weight_;
+  Number type_;
+};
+
+}  // namespace
+
+mx::array packed_matmul(const Input& x, const Packed& weight, const std::optional<mx::array>& residual,
+                        const std::optional<LowRank>& low_rank) {
+  Inputs inputs;
+  MatrixPlace matrix = place(weight, inputs);
+  ActivationsPlace activations = place(x, matrix.shape, inputs);
+  mx::Shape shape = x.x.shape();
+  shape.back() = weight.codes.shape(0);
+  require(!residual || residual->shape() == shape, "the residual must have the result's shape");
+  int residual_place = inputs.add_numbers(residual, "the residual");
+  AdaptersPlace adapters = place(low_rank, x.x, matrix.shape, inputs);
+  auto op = std::make_shared<Matmul>(cpu_stream(), activations, matrix, residual_place, std::move(adapters));
+  return mx::array(std::move(shape), x.x.dtype(), std::move(op), std::move(inputs.arrays));
+}
+
+mx::array packed_swiglu(const Input& x, const Packed& gate, const Packed& up, const std::optional<LowRank>& of_gate,
+                        const std::optional<LowRank>& of_up) {
+  Inputs inputs;
+  MatrixPlace gates = place(gate, inputs), ups = place(up, inputs);
+  require(gates.shape.rows == ups.shape.rows && gates.shape.cols == ups.shape.cols,
+          "gate and up must have one shape");
+  ActivationsPlace activations = place(x, gates.shape, inputs);
+  AdaptersPlace gate_adapters = place(of_gate, x.x, gates.shape, inputs);
+  AdaptersPlace up_adapters = place(of_up, x.x, ups.shape, inputs);
+  mx::Shape shape = x.x.shape();
+  shape.back() = gate.codes.shape(0);
+  auto op = std::make_shared<Swiglu>(cpu_stream(), activations, gates, ups, std::move(gate_adapters),
+                                     std::move(up_adapters));
+  return mx::array(std::move(shape), x.x.dtype(), std::move(op), std::move(inputs.arrays));
+}
+
+std::vector<mx::array> packed_top_k(const Input& x, const Packed& weight, int k, bool keep_axis) {
+  Inputs inputs;
+  MatrixPlace matrix = place(weight, inputs);
+  ActivationsPlace activations = place(x, matrix.shape, inputs);
+  require(k >= 1 && k <= matrix.shape.rows, "k is ", k, "; it must be from 1 to ", matrix.shape.rows);
+  auto op = std::make_shared<TopK>(cpu_stream(), activations, matrix, k, keep_axis);
+  auto shapes = op->output_shapes(inputs.arrays);
+  return mx::array::make_arrays(std::move(shapes), {mx::uint32, mx::float32}, op, inputs.arrays);
+}
+
+mx::array packed_embedding(const mx::array& tokens, const Packed& weight, mx::Dtype dtype) {
+  require(tokens.dtype() == mx::int32 || tokens.dtype() == mx::uint32, "tokens must be int32 or uint32");
+  Inputs inputs;
+  MatrixPlace matrix = place(weight, inputs);
+  int place = inputs.add(tokens);
+  require(matrix.shape.rows > 0 || tokens.size() == 0, "the matrix has no rows");
+  Number type = number_type(mx::array(0.0f, dtype), "the result");
+  auto op = std::make_shared<Embedding>(cpu_stream(), place, matrix, type);
+  auto shapes = op->output_shapes(inputs.arrays);
+  return mx::array(std::move(shapes[0]), dtype, std::move(op), std::move(inputs.arrays));
+}
+
+}  // namespace afm

@@ -1,0 +1,169 @@
+// Runs the kernels of one instruction set against plain loops in double, without MLX and without a C++
+// runtime library, so that they can be cross-compiled and run in an emulator. Prints what was wrong.
+//
+//   cpu_core_test SEED
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "isa.h"
+
+using namespace afm;
+
+namespace {
+
+uint64_t state;
+int failures = 0, checks = 0;
+
+uint32_t draw() {
+  state = state * 6364136223846793005u + 1442695040888963407u;
+  return static_cast<uint32_t>(state >> 32);
+}
+float draw_float() { return static_cast<float>(draw() % 20001) / 10000 - 1; }
+
+void expect(double got, double wanted, double allowed, const char* what) {
+  ++checks;
+  if (fabs(got - wanted) <= allowed) return;  // false for a NaN
+  if (++failures <= 10) printf("%s: got %.9g, wanted %.9g within %.3g\n", what, got, wanted, allowed);
+}
+
+template <class T>
+T* array(int64_t count) {
+  return static_cast<T*>(calloc(static_cast<size_t>(count) + 64, sizeof(T)));
+}
+
+int code_at(const uint8_t* row, int bits, int64_t k) {
+  return (row[k * bits / 8] >> (k * bits % 8)) & ((1 << bits) - 1);
+}
+
+// Digits in `layout` back to the integer of column k.
+int value_at(const int8_t* x, const Layout& layout, int64_t k) {
+  const int fields = 8 / layout.bits;
+  const int64_t step = block_cols(layout), block = k / step, at = k % step;
+  int value = 0;
+  for (int d = 0; d < layout.digits; ++d) {
+    value = value * 256 + x[((block * layout.digits + d) * fields + at % fields) * layout.bytes + at / fields];
+  }
+  return value;
+}
+
+// Quantizes a vector, checks that, and multiplies rows of codes with it; group 0 is one scale per row.
+void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t cols, int64_t group) {
+  const int64_t row_bytes = cols * bits / 8, groups = group > 0 ? cols / group : 1;
+  const int64_t stride = groups / 16 * 16 + 32;
+  uint8_t* codes = array<uint8_t>(rows * row_bytes);
+  for (int64_t i = 0; i < rows * row_bytes; ++i) codes[i] = static_cast<uint8_t>(draw());
+  float* x = array<float>(cols);
+  float largest = 0;
+  for (int64_t i = 0; i < cols; ++i) largest = fmaxf(largest, fabsf(x[i] = draw_float()));
+  float* scales = array<float>(rows * stride);
+  for (int64_t n = 0; n < rows; ++n) {
+    for (int64_t g = 0; g < groups; ++g) scales[n * stride + g] = draw_float();
+  }
+  const Layout layout = {bits, k.vector_bytes, digits};
+  int8_t* planes = array<int8_t>(digit_bytes(layout, cols));
+  float* sums = array<float>(groups);
+  float unit;
+  k.quantize(x, cols, layout, groups, planes, &unit, sums);
+  expect(unit, largest / (digits == 2 ? 32639 : 127), 1e-6 * unit, "unit");
+  for (int64_t g = 0; g < groups; ++g) {
+    double sum = 0;
+    for (int64_t i = g * (cols / groups); i < (g + 1) * (cols / groups); ++i) {
+      const double back = static_cast<double>(unit) * value_at(planes, layout, i);
+      expect(back, x[i], unit * 0.51, "digits");  // half a unit, and float32's error at 32639 units
+      sum += back;
+    }
+    expect(sums[g], sum, 1e-5 * largest * cols, "sums");
+  }
+  float* out = array<float>(rows);
+  k.vector({codes, rows, row_bytes, planes, digits, bits, group > 0 ? scales : nullptr, stride, row_bytes / groups,
+            out});
+  for (int64_t n = 0; n < rows; ++n) {
+    double wanted = 0, gross = 1;
+    for (int64_t i = 0; i < cols; ++i) {
+      const double scale = group > 0 ? scales[n * stride + i / group] : 1;
+      const double term = scale * code_at(codes + n * row_bytes, bits, i) * value_at(planes, layout, i);
+      wanted += term;
+      gross += fabs(term);
+    }
+    expect(out[n], wanted, 1e-6 * gross, "product");
+  }
+  free(codes), free(x), free(scales), free(planes), free(sums), free(out);
+}
+
+void test_floats(const Kernels& k, int64_t count) {
+  float *x = array<float>(count), *y = array<float>(count), *z = array<float>(count);
+  double squares = 0, product = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    x[i] = draw_float() * 30;
+    y[i] = draw_float();
+    squares += static_cast<double>(x[i]) * x[i];
+  }
+  memcpy(z, x, count * sizeof(float));
+  k.rms_norm(z, y, 1e-3f, count);
+  for (int64_t i = 0; i < count; ++i) expect(z[i], x[i] / sqrt(squares / count + 1e-3) * y[i], 1e-5, "norm");
+  memcpy(z, x, count * sizeof(float));
+  k.swiglu(z, y, count);
+  for (int64_t i = 0; i < count; ++i) {
+    const double silu = x[i] / (1 + exp(-static_cast<double>(x[i]))) * y[i];
+    expect(z[i], silu, 2e-6 * fabs(silu) + 1e-30, "swiglu");
+  }
+  for (const Number type : {Number::float32, Number::bfloat16, Number::float16}) {
+    const double rounding = type == Number::float32 ? 0 : (type == Number::bfloat16 ? 0x1p-9 : 0x1p-12);
+    uint32_t* stored = array<uint32_t>(count);
+    k.store(x, count, stored, 0, type);
+    k.load({stored, type}, 0, count, z);
+    product = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      expect(z[i], x[i], 2 * rounding * fabs(x[i]) + 0x1p-25, "store and load");
+      product += static_cast<double>(z[i]) * y[i];
+    }
+    expect(k.dot({stored, type}, 0, y, count), product, 1e-5 * count, "dot");
+    free(stored);
+  }
+  float* table = array<float>(256);
+  for (int i = 0; i < 256; ++i) table[i] = draw_float();
+  uint8_t* codes = array<uint8_t>(count);
+  for (int64_t i = 0; i < count; ++i) codes[i] = static_cast<uint8_t>(draw());
+  for (const int bits : {2, 4, 8}) {
+    k.look_up(codes, bits, table, count / 4 * 4, z);
+    for (int64_t i = 0; i < count / 4 * 4; ++i) expect(z[i], table[code_at(codes, bits, i)], 0, "look_up");
+  }
+  for (int64_t i = 0; i < count; ++i) z[i] = x[i];
+  k.add_products(table, 3, y, 0, z, count / 4);
+  for (int64_t i = 0; i < count / 4; ++i) {
+    expect(z[i], x[i] + (static_cast<double>(table[0]) + table[1] + table[2]) * y[i], 1e-5, "add_products");
+  }
+  free(x), free(y), free(z), free(table), free(codes);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  state = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
+#if defined(__aarch64__)
+  const Kernels* k = neon_kernels();
+#else
+  const Kernels* k = portable_kernels();
+#endif
+  if (k == nullptr) {
+    printf("compiled without the instruction set\n");
+    return 2;
+  }
+  for (const int bits : {2, 4, 8}) {
+    for (const int digits : {1, 2}) {
+      for (const int64_t rows : {1, 4, 11}) {
+        for (const int64_t words : {1, 3, 16, 37, 160}) test_vector(*k, bits, digits, rows, words * 32 / bits, 0);
+        // Groups of one word, of two, of a register and of four.
+        for (const int64_t words : {1, 2, 4, 16}) {
+          test_vector(*k, bits, digits, rows, 48 * 32 / bits, words * 32 / bits);
+        }
+      }
+    }
+  }
+  for (const int64_t count : {4, 16, 79, 640}) test_floats(*k, count);
+  printf("%s: %d checks, %d failures\n", k->name, checks, failures);
+  return failures != 0;
+}

@@ -1,0 +1,327 @@
+"""Products of packed matrices in C++, on every instruction set of this machine, against float64 NumPy.
+
+Activations are rounded to integers of one unit per vector, `u = max|x| / 32639` (or / 127), so an output moves
+by at most `u / 2 * sum|w|`; and, the roundings being independent, by more than `3.5 u ||w||` once in 10^10
+(Hoeffding). What comes on top is float32's: `GROSS` times the sum of the magnitudes that are added up.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.kernels.cpu import extension, ops
+from afm_mlx.kernels.formats import LowRank, PackedWeight
+from afm_mlx.kernels.packing import pack_codes
+
+native = extension.module()
+if native is None:
+    pytest.skip(extension.unavailable() or "", allow_module_level=True)
+
+LARGEST = {16: 32639, 8: 127}
+GROSS = 4e-6
+ROUNDING = {mx.float32: 2.0**-23, mx.bfloat16: 2.0**-8, mx.float16: 2.0**-10}
+ROWS = (1, 2, 3, 5, 8, 17, 64)
+# Whole registers, ragged ends, less than a register, more rows than a thread takes at once.
+SHAPES = ((33, 512), (5, 1120), (1, 64), (70, 2080))
+GRANULARITIES = ("tensor", "row", "groups of 32", "groups of 64", "groups of 16", "groups of 80")
+
+
+@pytest.fixture(params=native.instruction_sets())
+def isa(request):
+    before = native.instruction_set()
+    assert native.use_instruction_set(request.param)
+    yield request.param
+    native.use_instruction_set(before)
+
+
+def exact(array):
+    """What an MLX array holds, in float64."""
+    return np.array(array.astype(mx.float32)).astype(np.float64)
+
+
+def draw(rng, shape, dtype=mx.float32):
+    return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+class Matrix:
+    """A random packed matrix: as the kernels take it, its values, and the magnitudes summed on the way."""
+
+    def __init__(
+        self, rng, n, k, bits, mode, granularity="row", dtype=mx.float32, columns=False, tables=1
+    ):
+        self.codes = rng.integers(0, 2**bits, (n, k))
+        column_scale = draw(rng, k, dtype) if columns else None
+        packed = pack_codes(mx.array(self.codes), bits)
+        if mode == "palette":
+            table = draw(rng, (tables, 2**bits))
+            values = np.take_along_axis(exact(table).repeat(n // tables, 0), self.codes, -1)
+            self.gross = np.abs(values)
+            self.packed = PackedWeight(packed, bits, mode, None, None, table, column_scale)
+        else:
+            groups = k // int(granularity.split()[-1]) if granularity.startswith("groups") else 1
+            shape = {"tensor": (), "row": (n,)}.get(granularity, (n, groups))
+            scales, biases = draw(rng, shape, dtype), None
+            spread = np.broadcast_to(exact(scales).reshape(-1, groups), (n, groups)).repeat(
+                k // groups, -1
+            )
+            middle = (2**bits - 1) / 2
+            values = spread * (self.codes - middle)
+            self.gross = np.abs(spread) * (self.codes + middle)
+            if mode == "affine":
+                biases = draw(rng, shape, dtype)
+                shift = np.broadcast_to(exact(biases).reshape(-1, groups), (n, groups)).repeat(
+                    k // groups, -1
+                )
+                values = spread * self.codes + shift
+                self.gross = np.abs(spread) * self.codes + np.abs(shift)
+            self.packed = PackedWeight(packed, bits, mode, scales, biases, None, column_scale)
+        self.columns = np.ones(k) if column_scale is None else exact(column_scale)
+        self.inner = values  # before the columns' scale
+        self.values = values * self.columns
+
+
+def oracle(x, matrix, activation_bits):
+    """The product in float64, and how far a kernel may be from it."""
+    x = x * matrix.columns
+    wanted = x @ matrix.inner.T
+    gross = GROSS * np.abs(x) @ matrix.gross.T
+    if matrix.packed.mode == "palette":
+        return wanted, gross
+    unit = np.abs(x).max(-1, keepdims=True) / LARGEST[activation_bits]
+    certain = unit / 2 * np.abs(matrix.inner).sum(-1)
+    likely = 3.5 * unit * np.sqrt((matrix.inner**2).sum(-1))
+    return wanted, gross + np.minimum(certain, likely)
+
+
+def assert_within(got, wanted, allowed):
+    rounded = ROUNDING[got.dtype] * np.abs(wanted) + (2.0**-25 if got.dtype == mx.float16 else 0)
+    worst = (np.abs(exact(got) - wanted) - rounded - allowed).max()
+    assert worst <= 0, f"{worst} more than allowed, of outputs up to {np.abs(wanted).max()}"
+
+
+def cases():
+    for bits in (2, 4, 8):
+        yield bits, "palette", ""
+        for granularity in GRANULARITIES:
+            yield bits, "balanced", granularity
+            yield bits, "affine", granularity
+
+
+@pytest.mark.parametrize("activation_bits", [16, 8])
+@pytest.mark.parametrize(("bits", "mode", "granularity"), cases())
+def test_products(rng, isa, bits, mode, granularity, activation_bits):
+    for n, k in SHAPES:
+        if granularity.startswith("groups") and k % int(granularity.split()[-1]):
+            continue
+        matrix = Matrix(rng, n, k, bits, mode, granularity)
+        for rows in (1, *rng.choice(ROWS[1:], 2, replace=False)):
+            x = draw(rng, (int(rows), k))
+            y = ops.packed_matmul(x, matrix.packed, activation_bits=activation_bits)
+            assert_within(y, *oracle(exact(x), matrix, activation_bits))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_columns_that_fill_words_only(rng, isa, bits):
+    """K is a multiple of the codes in a word and of nothing else; nothing behind the codes is read."""
+    for words in range(1, 20):
+        k = words * 32 // bits
+        matrix = Matrix(rng, 3, k, bits, "balanced")
+        x = draw(rng, (int(rng.choice(ROWS)), k))
+        assert_within(ops.packed_matmul(x, matrix.packed), *oracle(exact(x), matrix, 16))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
+def test_number_formats_column_scales_and_shared_tables(rng, isa, mode, dtype, rows):
+    granularity = rng.choice(["tensor", "row", "groups of 64"])
+    matrix = Matrix(rng, 36, 320, 4, mode, granularity, dtype, columns=True, tables=12)
+    x = draw(rng, (rows, 320), dtype)
+    y = ops.packed_matmul(x, matrix.packed)
+    assert y.dtype == dtype
+    assert_within(y, *oracle(exact(x), matrix, 16))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_an_identity_shows_what_activations_become(rng, isa, bits):
+    """Every element is within half a unit, and the vector nearer than bfloat16's rounding is on average."""
+    k = 6656
+    codes = mx.array(np.eye(k, dtype=np.int32))
+    identity = PackedWeight(pack_codes(codes, bits), bits, "affine", mx.array(1.0), mx.array(0.0))
+    x = draw(rng, (1, k))
+    x[:, int(rng.integers(k))] = 100  # the worst case: one outlier sets the unit
+    for activation_bits, largest in LARGEST.items():
+        y = ops.packed_matmul(x, identity, activation_bits=activation_bits)
+        error = exact(y) - exact(x)
+        assert np.abs(error).max() <= 100 / largest / 2 * (1 + 1e-3)
+        assert np.linalg.norm(error) <= 1.1 * np.sqrt(k / 12) * 100 / largest
+    y = exact(ops.packed_matmul(x, identity)) - exact(x)
+    bfloat16 = exact(x.astype(mx.bfloat16)) - exact(x)
+    assert np.linalg.norm(y) / np.linalg.norm(exact(x)) < 2.0**-10
+    typical = draw(rng, (1, k))
+    y = exact(ops.packed_matmul(typical, identity)) - exact(typical)
+    bfloat16 = exact(typical.astype(mx.bfloat16)) - exact(typical)
+    assert np.linalg.norm(y) < np.linalg.norm(bfloat16)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_largest_sums_fit(rng, isa, bits):
+    """Codes at their maximum times digits at theirs: no int16 saturates, no int32 wraps around."""
+    n, k = 17, 16384
+    codes = mx.full((n, k), 2**bits - 1, dtype=mx.uint32)
+    packed = PackedWeight(pack_codes(codes, bits), bits, "affine", mx.array(1.0), mx.array(0.0))
+    # Of 32639 units, two digits of 127 each; and the largest whose lower digit is -128.
+    for value in (1.0, -1.0, -32384 / 32639, 32384 / 32639):
+        for rows in (1, 3, 17):
+            x = mx.full((rows, k), value)
+            x[:, 0] = 1.0
+            wanted = (value * (k - 1) + 1) * (2**bits - 1)
+            for activation_bits, largest in LARGEST.items():
+                y = exact(ops.packed_matmul(x, packed, activation_bits=activation_bits))
+                assert np.abs(y / wanted - 1).max() < 1 / largest
+
+
+@pytest.mark.parametrize("rows", [2, 18])
+def test_vectors_do_not_disturb_each_other(rng, isa, rows):
+    matrix = Matrix(rng, 20, 96, 2, "balanced")
+    x = exact(draw(rng, (rows, 96)))
+    wanted, allowed = oracle(x, matrix, 16)
+    x[0] = 0
+    wanted[0] = allowed[0] = 0
+    x[1, int(rng.integers(96))] = rng.choice([np.nan, np.inf, -np.inf])
+    y = ops.packed_matmul(mx.array(x.astype(np.float32)), matrix.packed)
+    assert np.isnan(exact(y)[1]).all()
+    keep = np.arange(rows) != 1
+    assert_within(y[mx.array(np.flatnonzero(keep))], wanted[keep], allowed[keep])
+
+
+def norm_oracle(x, weight, eps):
+    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+
+
+def low_rank_oracle(x, low_rank):
+    """Per row of the batch and per row of the matrix, in float64: (B, ..., N) for x (B, ..., K)."""
+    a, b, rank = exact(low_rank.a), exact(low_rank.b), low_rank.rank
+    out = np.zeros((*x.shape[:-1], b.shape[1]))
+    section = np.searchsorted(low_rank.sections, np.arange(b.shape[1]), side="right")
+    for i, slot in enumerate(low_rank.slots.tolist()):
+        if slot >= 0:
+            hidden = x[i] @ a[slot].T
+            for n, s in enumerate(section):
+                out[i, ..., n] = hidden[..., s * rank : (s + 1) * rank] @ b[slot, n]
+    return out
+
+
+def adapters(rng, batch, n, k, sections, rank, dtype=mx.float32):
+    a = draw(rng, (3, len(sections) * rank, k), dtype)
+    b = draw(rng, (3, n, rank), dtype)
+    slots = rng.integers(-1, 3, batch).astype(np.int32)
+    slots[0] = 2
+    return LowRank(a, b, mx.array(slots), sections)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 1), (2, 9), (20, 1)])
+@pytest.mark.parametrize("granularity", ["row", "groups of 64"])
+def test_norm_residual_and_adapters(rng, isa, batch, length, dtype, granularity):
+    n, k, rank = 75, 192, int(rng.choice([1, 8, 16, 20]))
+    matrix = Matrix(rng, n, k, 2, "balanced", granularity, columns=bool(rng.integers(2)))
+    x, residual = draw(rng, (batch, length, k), dtype), draw(rng, (batch, length, n), dtype)
+    norm = draw(rng, k, dtype)
+    low_rank = adapters(rng, batch, n, k, (40, 41, n), rank, dtype)
+    y = ops.packed_matmul(
+        x, matrix.packed, norm=norm, eps=1e-3, residual=residual, low_rank=low_rank
+    )
+    x64 = norm_oracle(exact(x), exact(norm), 1e-3)
+    wanted, allowed = oracle(x64, matrix, 16)
+    added = low_rank_oracle(x64, low_rank)
+    magnitude = low_rank_oracle(
+        np.abs(x64), low_rank._replace(a=mx.abs(low_rank.a), b=mx.abs(low_rank.b))
+    )
+    wanted = wanted + added + exact(residual)
+    assert_within(y, wanted, allowed + GROSS * (magnitude + np.abs(exact(residual)) + 1))
+
+
+@pytest.mark.parametrize("activation_bits", [16, 8])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (4, 1), (2, 20)])
+@pytest.mark.parametrize("kind", ["plain", "adapters", "unlike columns"])
+def test_swiglu(rng, isa, batch, length, kind, activation_bits):
+    n, k = 70, 128
+    gate, up = (
+        Matrix(rng, n, k, 2, "balanced", columns=kind == "unlike columns") for _ in range(2)
+    )
+    x, norm = draw(rng, (batch, length, k)), draw(rng, k)
+    pair = None
+    if kind == "adapters":
+        pair = tuple(adapters(rng, batch, n, k, (n,), 4) for _ in range(2))
+    y = ops.packed_swiglu(
+        x,
+        gate.packed,
+        up.packed,
+        norm=norm,
+        eps=1e-5,
+        low_rank=pair,
+        activation_bits=activation_bits,
+    )
+    x64 = norm_oracle(exact(x), exact(norm), 1e-5)
+    (g, of_g), (u, of_u) = (oracle(x64, m, activation_bits) for m in (gate, up))
+    if pair:
+        g, u = g + low_rank_oracle(x64, pair[0]), u + low_rank_oracle(x64, pair[1])
+        of_g, of_u = of_g + GROSS * np.abs(g).max(), of_u + GROSS * np.abs(u).max()
+    silu = g / (1 + np.exp(-g))
+    # |silu'| <= 1.1
+    allowed = 1.1 * of_g * (np.abs(u) + of_u) + np.abs(silu) * of_u
+    assert_within(y, silu * u, allowed + GROSS * np.abs(silu * u))
+
+
+def test_silu_from_one_end_to_the_other(isa):
+    """One input, scaled: gate values from -200 to 200, where an exponential over- and underflows."""
+    k = 64
+    codes = pack_codes(mx.zeros((401, k), dtype=mx.uint32) + 1, 2)
+    gates = np.arange(-200, 201).astype(np.float32)
+    gate = PackedWeight(codes, 2, "affine", mx.array(gates), mx.zeros(401))
+    up = gate._replace(scales=mx.ones(401))
+    x = mx.zeros((1, k))
+    x[0, 5] = 1
+    y = exact(ops.packed_swiglu(x, gate, up))[0]
+    g = gates.astype(np.float64)
+    assert np.abs(y - g / (1 + np.exp(-g))).max() <= 2e-6 * 200
+    assert (np.abs(y - g / (1 + np.exp(-g))) <= 1e-6 * np.abs(y) + 1e-30).all()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_largest_products(rng, isa, rows):
+    n, k = 3000, 64  # many pieces, so that threads share them out
+    matrix = Matrix(rng, n, k, 4, "balanced")
+    x, norm = draw(rng, (rows, k)), draw(rng, k)
+    products = exact(ops.packed_matmul(x, matrix.packed, norm=norm))
+    order = np.argsort(-products, -1, kind="stable")
+    for count in (1, 2, 40, n):
+        indices, values = ops.packed_top_k(x, matrix.packed, count, norm=norm)
+        assert indices.dtype == mx.uint32
+        assert np.array_equal(np.array(indices), order[:, :count])
+        assert np.array_equal(exact(values), np.take_along_axis(products, order[:, :count], -1))
+    index, value = ops.packed_argmax(x, matrix.packed, norm=norm)
+    assert np.array_equal(np.array(index), order[:, 0])
+    assert np.array_equal(exact(value), products.max(-1))
+
+
+def test_ties_go_to_the_lower_row(rng, isa):
+    row = rng.integers(0, 4, 64)
+    codes = np.tile(row, (900, 1))
+    packed = PackedWeight(pack_codes(mx.array(codes), 2), 2, "balanced", mx.ones(900))
+    x = draw(rng, (2, 64))
+    assert ops.packed_top_k(x, packed, 7)[0].tolist() == [list(range(7))] * 2
+    assert ops.packed_argmax(x, packed)[0].tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("bits", "mode", "granularity"), cases())
+def test_rows_as_numbers(rng, isa, bits, mode, granularity, dtype):
+    k = 960
+    matrix = Matrix(rng, 12, k, bits, mode, granularity, columns=bool(rng.integers(2)), tables=4)
+    tokens = mx.array(rng.integers(0, 12, (2, 5)).astype(np.int32))
+    got = ops.packed_embedding(tokens, matrix.packed, dtype)
+    assert got.dtype == dtype
+    gross = (matrix.gross * np.abs(matrix.columns))[np.array(tokens)]
+    assert_within(got, matrix.values[np.array(tokens)], GROSS * gross)

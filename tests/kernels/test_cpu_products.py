@@ -1,0 +1,128 @@
+"""The products as primitives of MLX: what lies between `ops.py` and the kernels that they call."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.kernels import LowRank, PackedWeight, oracle, pack_codes
+from afm_mlx.kernels.cpu import extension, ops
+
+pytestmark = pytest.mark.skipif(extension.module() is None, reason=extension.unavailable())
+
+N, K = 48, 96
+
+
+def floats(rng, *shape):
+    return mx.array(rng.standard_normal(shape).astype(np.float32))
+
+
+def draw_weight(rng, granularity="row", bits=4, mode="affine"):
+    codes = pack_codes(mx.array(rng.integers(0, 2**bits, (N, K)).astype(np.uint32)), bits)
+    shape = {"tensor": (), "row": (N,), "group": (N, 3)}[granularity]
+    scales, biases = (mx.array(rng.uniform(0.01, 0.03, shape).astype(np.float32)) for _ in range(2))
+    return PackedWeight(codes, bits, mode, scales, biases if mode == "affine" else None)
+
+
+def draw_adapters(rng, batch):
+    slots = mx.array(rng.integers(-1, 2, batch).astype(np.int32))
+    return LowRank(floats(rng, 2, 8, K), floats(rng, 2, N, 4), slots, (20, N))
+
+
+def assert_close(got, wanted):
+    """int16 activations are off by 2**-16 of the largest one; the sums here have 96 terms."""
+    assert got.shape == wanted.shape
+    error = np.abs(np.array(got.astype(mx.float32)) - wanted).max()
+    assert error <= 1e-3 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "row", "group"])
+@pytest.mark.parametrize("shape", [(K,), (1, 1, K), (3, 2, K), (2, 9, K)])
+def test_every_argument_arrives(rng, granularity, shape):
+    weight, up = draw_weight(rng, granularity), draw_weight(rng, mode="balanced", bits=2)
+    x, norm = floats(rng, *shape), floats(rng, K)
+    options = {"norm": norm, "eps": 1e-3, "residual": floats(rng, *shape[:-1], N)}
+    if len(shape) > 1:
+        options["low_rank"] = draw_adapters(rng, shape[0])
+    assert_close(
+        ops.packed_matmul(x, weight, **options), oracle.packed_matmul(x, weight, **options)
+    )
+    del options["residual"]
+    if len(shape) > 1:
+        options["low_rank"] = (options["low_rank"], draw_adapters(rng, shape[0]))
+    assert_close(
+        ops.packed_swiglu(x, weight, up, **options), oracle.packed_swiglu(x, weight, up, **options)
+    )
+
+
+def test_arrays_that_are_not_contiguous(rng):
+    """Every input as a view with strides: the same as a copy."""
+    weight = draw_weight(rng, "group")
+    x = floats(rng, K, 5, 2).transpose(2, 1, 0)
+    residual = floats(rng, N, 2, 5).transpose(1, 2, 0)
+    strided = PackedWeight(
+        mx.repeat(weight.codes, 2, axis=1)[:, ::2],
+        weight.bits,
+        weight.mode,
+        mx.contiguous(weight.scales.T).T,
+        mx.repeat(weight.biases, 2, axis=0)[::2],
+    )
+    norm = floats(rng, 2 * K)[::2]
+    got = ops.packed_matmul(x, strided, norm=norm, residual=residual)
+    copies = {"norm": mx.contiguous(norm), "residual": mx.contiguous(residual)}
+    assert mx.array_equal(got, ops.packed_matmul(mx.contiguous(x), weight, **copies))
+    assert_close(got, oracle.packed_matmul(x, weight, norm=norm, residual=residual))
+
+
+@pytest.mark.parametrize("shape", [(K,), (2, 3, K)])
+def test_top_k_and_argmax(rng, shape):
+    weight, x = draw_weight(rng), floats(rng, *shape)
+    exact = oracle.packed_matmul(x, weight)
+    for k, (indices, values) in (
+        (None, ops.packed_argmax(x, weight)),
+        (5, ops.packed_top_k(x, weight, 5)),
+        (N, ops.packed_top_k(x, weight, N)),
+    ):
+        assert indices.dtype == mx.uint32
+        assert indices.shape == values.shape == (shape[:-1] if k is None else (*shape[:-1], k))
+        chosen = np.array(indices).reshape(*shape[:-1], -1)
+        values = np.array(values).reshape(chosen.shape)
+        assert np.abs(np.take_along_axis(exact, chosen, -1) - values).max() <= 1e-3
+        assert (np.diff(values, axis=-1) <= 0).all()
+        left_out = np.sort(exact, axis=-1)[..., ::-1][..., chosen.shape[-1] :]
+        assert (left_out <= values[..., -1:] + 1e-3).all()
+
+
+def test_embedding_takes_all_kinds_of_tokens(rng):
+    weight = draw_weight(rng, "group")
+    rows = oracle.packed_embedding(mx.arange(N), weight, mx.float32)
+    tokens = rng.integers(0, N, (2, 7))
+    for dtype in (mx.int32, mx.uint32, mx.int64, mx.uint16):
+        got = ops.packed_embedding(mx.array(tokens).astype(dtype), weight, mx.float32)
+        assert np.abs(np.array(got) - rows[tokens]).max() <= 1e-6
+    negative = ops.packed_embedding(mx.array([-1, -N]), weight, mx.float32)
+    assert np.abs(np.array(negative) - rows[[-1, 0]]).max() <= 1e-6
+    assert ops.packed_embedding(mx.zeros((0,), mx.int32), weight, mx.float16).shape == (0, K)
+
+
+def test_what_does_not_fit_is_refused(rng):
+    weight, x = draw_weight(rng, "group"), floats(rng, 2, K)
+    adapters = draw_adapters(rng, 2)
+    cases = [
+        ((x[:, :-1], weight, {}), "x has 95 inputs, the matrix 96"),
+        ((x, weight, {"norm": mx.ones(K - 1)}), "norm's weight"),
+        ((x, weight, {"residual": mx.ones((2, N - 1))}), "residual"),
+        ((x, weight, {"activation_bits": 4}), "activation_bits are 4"),
+        ((x, weight._replace(bits=3), {}), "bits are 3"),
+        ((x, weight._replace(mode="ternary"), {}), "mode is ternary"),
+        ((x, weight._replace(biases=None), {}), "biases"),
+        ((x, weight._replace(scales=mx.ones((N, 5)), biases=mx.ones((N, 5))), {}), "5 groups"),
+        ((x, weight._replace(codes=weight.codes.astype(mx.int32)), {}), "uint32"),
+        ((x.astype(mx.int32), weight, {}), "x must be float32"),
+        ((x, weight, {"low_rank": adapters._replace(sections=(20, 40))}), "end at row 40"),
+        ((x, weight, {"low_rank": adapters._replace(slots=mx.array([0]))}), "slots"),
+    ]
+    for (given, matrix, options), message in cases:
+        with pytest.raises(ValueError, match=message):
+            ops.packed_matmul(given, matrix, **options)
+    with pytest.raises(ValueError, match=f"k is {N + 1}"):
+        ops.packed_top_k(x, weight, N + 1)
