@@ -1,5 +1,6 @@
 """The operations as Metal kernels."""
 
 from afm_mlx.kernels.dispatch import Variant
+from afm_mlx.kernels.metal import attention, matmul
 
-VARIANTS: tuple[Variant, ...] = ()
+VARIANTS: tuple[Variant, ...] = matmul.VARIANTS + attention.VARIANTS

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from afm_mlx.config import ModelConfig
+from afm_mlx.kernels import dispatch
 from afm_mlx.model import Model
 
 
@@ -37,5 +44,260 @@ def matmul_flops(config: ModelConfig, run: Callable, length: int) -> int:
         return run(model, tokens)
 
     weights = dict(tree_flatten(model.parameters()))
-    mx.export_function(count, traced, mx.zeros((1, length), mx.int32), **weights)
+    with dispatch.force("reference"):  # products show as such
+        mx.export_function(count, traced, mx.zeros((1, length), mx.int32), **weights)
     return flops
+
+
+# -- dispatches and bytes on Metal
+#
+# What MLX's Metal backend does with a primitive is read in its sources (`mlx/backend/gpu/primitives.cpp`,
+# `mlx/backend/common/common.cpp`, `mlx/backend/metal/*.cpp`).
+
+# New strides over the same buffer. A reshape is one where the strides allow, and a copy otherwise.
+VIEWS = {
+    "Broadcast",
+    "BroadcastAxes",
+    "Copy",
+    "Depends",
+    "ExpandDims",
+    "Flatten",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "StopGradient",
+    "Transpose",
+    "Unflatten",
+}
+# One kernel each, whatever the strides of their inputs are.
+SINGLE = set(
+    """
+    Abs Add AddMM Arange ArgReduce AsType BitwiseBinary Compiled Cos Divide Equal Exp Full Gather GatherAxis
+    Greater GreaterEqual Less LessEqual Log LogSumExp LogicalAnd LogicalNot LogicalOr Matmul Maximum
+    Minimum Multiply Negative NotEqual Power QuantizedMatmul Reduce Remainder Round Select Sigmoid Sin
+    Softmax Sqrt Square Subtract Tanh
+    """.split()
+)
+# A copy of the target unless its buffer can be taken over, then a kernel that writes the update.
+UPDATES = {"SliceUpdate", "Scatter", "ScatterAxis"}
+# Read as many numbers of the table as they return.
+LOOKUPS = ("Gather", "GatherAxis", "embedding")
+# Operations of `mx.fast` with a kernel of their own on Metal.
+FUSED = ("rms_norm", "rope", "scaled_dot_product_attention")
+# Keys from which on attention over one query takes two passes on the larger chips.
+TWO_PASSES = 1024
+
+
+@dataclass
+class Cost:
+    """What a traced function would do on Metal.
+
+    Args:
+        dispatches: kernels that are launched.
+        bytes_read: of arrays that were there before: weights and caches, once per kernel that reads them,
+            a cache at its whole capacity. Numbers that the function computes itself are not counted.
+        kernels: dispatches by name of the primitive or custom kernel.
+    """
+
+    dispatches: int = 0
+    bytes_read: int = 0
+    kernels: Counter[str] = field(default_factory=Counter)
+
+
+def count_dispatches(function: Callable, *args: Any, **options: Any) -> Cost:
+    """The cost of `function` on Metal, from its graph; nothing is computed, and no Metal is needed.
+
+    Raises:
+        NotImplementedError: when the graph has a primitive that no rule above describes.
+    """
+    events: list[dict] = []
+    with dispatch.force("metal"), _fused_as_on_metal():
+        mx.export_function(events.append, function, *args, **options)
+    return _Count(events).cost
+
+
+def decode_cost(
+    model: nn.Module,
+    run: Callable[[Any, mx.array, Any], Any],
+    tokens: mx.array,
+    cache: Sequence[Any],
+) -> Cost:
+    """The cost of `run(model, tokens, cache)`.
+
+    Args:
+        model: its weights may be arrays that were never computed; they are inputs of the graph.
+        run: returns arrays.
+        tokens: of the call.
+        cache: entries of `make_cache` that hold keys and values; they are used up.
+    """
+    filled = [entry for entry in cache if getattr(entry, "keys", None) is not None]
+
+    def traced(tokens: mx.array, **arrays: mx.array) -> list[mx.array]:
+        for i, entry in enumerate(filled):
+            entry.keys, entry.values = (
+                arrays.pop(f"cache.{i}.keys"),
+                arrays.pop(f"cache.{i}.values"),
+            )
+        model.update(tree_unflatten(arrays))
+        results = run(model, tokens, cache)
+        results = list(results) if isinstance(results, (tuple, list)) else [results]
+        return results + [array for entry in filled for array in (entry.keys, entry.values)]
+
+    arrays = dict(tree_flatten(model.parameters()))
+    for i, entry in enumerate(filled):
+        arrays |= {f"cache.{i}.keys": entry.keys, f"cache.{i}.values": entry.values}
+    return count_dispatches(traced, tokens, **arrays)
+
+
+class _Count:
+    """Walks the events of a trace.
+
+    Layouts are NumPy views of the arrays' shapes and strides over no memory worth the name, since NumPy
+    decides like MLX what is contiguous and which reshapes need a copy. Strides count elements.
+    """
+
+    def __init__(self, events: Sequence[dict]):
+        self.cost = Cost()
+        self._layouts: dict[str, np.ndarray] = {}
+        self._stored: set[str] = set()  # arrays that were there before, and views of them
+        self._uses: Counter[str] = Counter()
+        for event in events:
+            self._uses.update(
+                name for name, *_ in event.get("inputs", ()) if event["type"] == "primitive"
+            )
+        for event in events:
+            if event["type"] == "inputs":
+                self._given(event["inputs"])
+            elif event["type"] == "constants":
+                self._given(
+                    [(name, array.shape, array.dtype) for name, array in event["constants"]]
+                )
+            elif event["type"] == "primitive":
+                self._primitive(event)
+
+    def _given(self, arrays: Sequence[tuple]) -> None:
+        for name, shape, _ in arrays:
+            self._layouts[name] = _contiguous(shape)
+            self._stored.add(name)
+
+    def _primitive(self, event: dict) -> None:
+        name, inputs, outputs = event["name"], event["inputs"], event["outputs"]
+        for output, shape, _ in outputs:
+            self._layouts[output] = _contiguous(shape)
+        if name in VIEWS:
+            self._view(event)
+        elif name in UPDATES:
+            target = inputs[0][0]
+            # The cache lets go of its buffer, so an input of the function is taken over as well.
+            self._launch(name, 1 if self._uses[target] == 1 else 2, inputs[1:], outputs)
+            self._stored |= {outputs[0][0]} if target in self._stored else set()
+        elif name == "CustomKernel":
+            name = _kernel_name(event)
+            # Inputs that don't lie in a row are copied first.
+            strided = {i for i, *_ in inputs if not self._layouts[i].flags.c_contiguous}
+            twice = name.startswith("scaled") and inputs[1][1][2] >= TWO_PASSES
+            self._launch(name, 1 + len(strided) + twice, inputs, outputs)
+        elif name == "Concatenate":
+            self._launch(name, len(inputs), inputs, outputs)
+        elif name == "Pad":  # fills, then copies
+            self._launch(name, 2, inputs, outputs)
+        elif name in SINGLE:
+            self._launch(name, 1, inputs, outputs)
+        else:
+            raise NotImplementedError(f"no rule says what {name} costs on Metal; add one here.")
+
+    def _launch(
+        self, name: str, count: int, inputs: Sequence[tuple], outputs: Sequence[tuple]
+    ) -> None:
+        self.cost.dispatches += count
+        self.cost.kernels[name] += count
+        written = sum(math.prod(shape) * dtype.size for _, shape, dtype in outputs)
+        for source in {
+            source: array for array in inputs if (source := array[0]) in self._stored
+        }.values():
+            nbytes = _elements(self._layouts[source[0]]) * source[2].size
+            self.cost.bytes_read += min(nbytes, written) if name.endswith(LOOKUPS) else nbytes
+
+    def _view(self, event: dict) -> None:
+        source = event["inputs"][0][0]
+        shapes = [shape for _, shape, _ in event["outputs"]]
+        views = _views(event["name"], self._layouts[source], event["arguments"], shapes)
+        if views is None:
+            self._launch(event["name"], 1, event["inputs"], event["outputs"])
+            return
+        for (output, *_), view in zip(event["outputs"], views, strict=True):
+            self._layouts[output] = view
+            self._stored |= {output} if source in self._stored else set()
+
+
+def _contiguous(shape: Sequence[int]) -> np.ndarray:
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return np.lib.stride_tricks.as_strided(np.zeros(1, np.int8), shape, strides)
+
+
+def _elements(layout: np.ndarray) -> int:
+    """Numbers in memory; a broadcast repeats them."""
+    return math.prod(n for n, stride in zip(layout.shape, layout.strides, strict=True) if stride)
+
+
+def _views(
+    name: str, layout: np.ndarray, arguments: Sequence[Any], shapes: Sequence[tuple]
+) -> list[np.ndarray] | None:
+    """Layouts of a view's outputs; None where the strides demand a copy."""
+    if name == "Transpose":
+        return [layout.transpose(arguments[0])]
+    if name == "Slice":
+        return [layout[tuple(slice(*bounds) for bounds in zip(*arguments, strict=True))]]
+    if name == "Split":
+        return np.split(layout, arguments[0], axis=arguments[1])
+    if name in ("Broadcast", "BroadcastAxes"):
+        return [np.broadcast_to(layout, shapes[0])]
+    if name in ("Copy", "Depends", "StopGradient"):
+        return [layout] * len(shapes)
+    try:
+        return [layout.reshape(shapes[0], copy=False)]
+    except ValueError:
+        return None
+
+
+def _kernel_name(event: dict) -> str:
+    """The name that a custom kernel was given, without what MLX adds."""
+    return event["arguments"][0].removeprefix("custom_kernel_").split("__")[0]
+
+
+@contextlib.contextmanager
+def _fused_as_on_metal() -> Iterator[None]:
+    """Let MLX's fused operations count as the one kernel that they are on Metal.
+
+    On another device they are traced as the many operations of their fallback.
+    """
+    kept = {name: getattr(mx.fast, name) for name in FUSED}
+    try:
+        for name in FUSED:
+            setattr(mx.fast, name, _stand_in(name))
+        yield
+    finally:
+        for name, function in kept.items():
+            setattr(mx.fast, name, function)
+
+
+def _stand_in(name: str) -> Callable:
+    """A kernel of this name that is traced and never runs; the shape of its result is the first argument's."""
+
+    def run(*args: Any, **options: Any) -> mx.array:
+        arrays = [array for array in (*args, *options.values()) if isinstance(array, mx.array)]
+        kernel = mx.fast.metal_kernel(
+            name, [f"x{i}" for i in range(len(arrays))], ["out"], source=""
+        )
+        (out,) = kernel(
+            inputs=arrays,
+            template=[("stand_in", True)],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[arrays[0].shape],
+            output_dtypes=[arrays[0].dtype],
+        )
+        return out
+
+    return run

@@ -1,0 +1,273 @@
+"""What stands around the matrix products on Metal: embedding, RoPE with QK-norm, decode attention.
+
+Attention of a new token is a stream over int8 keys and values. Few query heads per simdgroup keep more
+threadgroups busy while a context is short; four of them halve the conversions per key once it is long.
+Above `SINGLE_PASS` columns a row's keys are split between threadgroups, and a second dispatch merges.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from afm_mlx.kernels.dispatch import Case, Variant
+from afm_mlx.kernels.formats import KeyValues, PackedWeight, QueryRope
+from afm_mlx.kernels.metal import runtime
+from afm_mlx.kernels.metal.runtime import Kernel
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are merged
+SINGLE_PASS = 1024  # columns that one pass reads; two dispatches beyond
+SPLIT = 512  # columns that are worth a threadgroup of their own
+MAX_SPLITS = 64
+THREADGROUPS = 256  # that fill the largest chip; more splits only cost their merging
+
+_EMBEDDING = Kernel(
+    "embedding",
+    ("tokens", "codes", "scales", "biases", "table", "column_scale"),
+    ("out",),
+)
+_ROPE = Kernel(
+    "rope_norm_quantize",
+    ("qkv", "q_weight", "k_weight", "offset", "key_scale", "value_scale", "constants"),
+    ("queries", "keys", "values"),
+    headers=("common", "rope"),
+)
+_DECODE = Kernel(
+    "attention_decode",
+    (
+        "queries",
+        "keys",
+        "values",
+        "lengths",
+        "key_scale",
+        "value_scale",
+        "norm_weight",
+        "constants",
+    ),
+    ("out",),
+    headers=("common", "rope", "attention"),
+)
+_MERGE = Kernel(
+    "attention_merge",
+    ("partial", "value_scale"),
+    ("out",),
+    headers=("common", "rope", "attention"),
+)
+
+
+@functools.cache
+def _constants(theta: float, eps: float) -> mx.array:
+    return mx.array([math.log2(theta), eps], dtype=mx.float32)
+
+
+@functools.lru_cache(maxsize=8)
+def _position(offset: int) -> mx.array:
+    """The same array for all blocks of a step."""
+    return mx.array([offset])
+
+
+def _obstacle(case: Case) -> str | None:
+    """What no kernel of this file can do."""
+    if case.dtype not in DTYPES:
+        return f"takes float32, float16 or bfloat16, not {case.dtype}"
+    return None if case.rows else "takes one row at least"
+
+
+# -- embedding
+
+
+def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
+    """See `reference.packed_embedding`. One dispatch."""
+    words = weight.codes.shape[1]
+    threads = min(256, -(-words // 32) * 32)
+    # Arrays that a mode lacks are bound to one that it has, and never read.
+    given = weight.scales if weight.scales is not None else weight.table
+    assert given is not None
+    inputs = [
+        tokens.reshape(-1),
+        weight.codes,
+        *(
+            (given if array is None else array).reshape(-1)
+            for array in (weight.scales, weight.biases, weight.table, weight.column_scale)
+        ),
+    ]
+    (out,) = runtime.launch(
+        _EMBEDDING,
+        inputs,
+        template=(
+            ("O", dtype),
+            ("bits", weight.bits),
+            ("palette", weight.mode == "palette"),
+            ("affine", weight.mode == "affine"),
+            ("scaled", weight.column_scale is not None),
+        ),
+        grid=(-(-words // threads) * threads, tokens.size, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(*tokens.shape, weight.in_dims)],
+        output_dtypes=[dtype],
+    )
+    return out
+
+
+# -- RoPE, QK-norm, int8 keys and values
+
+
+def rope_norm_quantize(
+    qkv: mx.array,
+    q_weight: mx.array,
+    k_weight: mx.array,
+    offset: int | mx.array,
+    scales: tuple[mx.array, mx.array],
+    n_kv_heads: int,
+    theta: float,
+    eps: float,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """See `reference.rope_norm_quantize`. One dispatch.
+
+    Nothing is rounded between the projection and the codes, so a key that lies between two of them may
+    get the other one than by way of `rope_norm` in a narrow dtype.
+    """
+    batch, length, width = qkv.shape
+    head_dim = q_weight.shape[0]
+    heads = width // head_dim
+    n_heads = heads - 2 * n_kv_heads
+    offsets = _position(offset) if isinstance(offset, int) else offset.reshape(-1)
+    kv_shape = (batch, n_kv_heads, length, head_dim)
+    queries, keys, values = runtime.launch(
+        _ROPE,
+        [qkv, q_weight, k_weight, offsets, *scales, _constants(theta, eps)],
+        template=(
+            ("T", qkv.dtype),
+            ("head_dim", head_dim),
+            ("n_heads", n_heads),
+            ("n_kv_heads", n_kv_heads),
+        ),
+        grid=(32, heads, batch * length),
+        threadgroup=(32, math.gcd(heads, 8), 1),
+        output_shapes=[(batch, n_heads, length, head_dim), kv_shape, kv_shape],
+        output_dtypes=[qkv.dtype, mx.int8, mx.int8],
+    )
+    return queries, keys, values
+
+
+def _rope_obstacle(case: Case) -> str | None:
+    if case.head_dim % 2 or case.head_dim > MAX_HEAD_DIM:
+        return f"takes even head sizes up to {MAX_HEAD_DIM}, not {case.head_dim}"
+    return _obstacle(case)
+
+
+# -- attention of one new token per row
+
+
+class Plan(NamedTuple):
+    """How `attention_decode` divides its work.
+
+    Args:
+        heads: query heads of one simdgroup; divides the heads that share a KV head.
+        lanes: lanes that share a key, a power of two.
+        units: runs of four dimensions per lane.
+        splits: ranges that a row's columns are divided into; a second pass merges more than one.
+    """
+
+    heads: int
+    lanes: int
+    units: int
+    splits: int
+
+
+@functools.cache
+def plan(batch: int, n_heads: int, n_kv_heads: int, capacity: int, head_dim: int) -> Plan:
+    """The division of work for a cache's shape."""
+    group = n_heads // n_kv_heads
+    single = capacity <= SINGLE_PASS
+    heads = max(h for h in range(1, 3 if single else 5) if group % h == 0)
+    threadgroups = batch * n_heads // heads
+    splits = min(-(-capacity // SPLIT), max(1, THREADGROUPS // threadgroups), MAX_SPLITS)
+    # A lane holds its dimensions of every query and of every sum: 64 registers at most.
+    units = min(4, 8 // heads)
+    lanes = 1
+    while lanes * units * 4 < head_dim:
+        lanes *= 2
+    units = -(-head_dim // (4 * lanes))
+    return Plan(heads, lanes, units, 1 if single else splits)
+
+
+def decode_attention(
+    queries: mx.array,
+    kv: KeyValues,
+    lengths: mx.array,
+    rope: QueryRope | None = None,
+) -> mx.array:
+    """See `reference.decode_attention`.
+
+    One dispatch up to `SINGLE_PASS` columns, and beyond for batches that fill the GPU by themselves; else two.
+    """
+    batch, n_heads, _, head_dim = queries.shape
+    _, n_kv_heads, capacity, _ = kv.keys.shape
+    work = plan(batch, n_heads, n_kv_heads, capacity, head_dim)
+    split = work.splits > 1
+    shape = (batch, n_heads, work.splits, head_dim + 2) if split else queries.shape
+    dtype = mx.float32 if split else queries.dtype
+    # Without a norm its weight is bound to the queries, and never read.
+    norm_weight, theta, eps = rope or (queries, 1.0, 0.0)
+    (out,) = runtime.launch(
+        _DECODE,
+        [
+            queries,
+            kv.keys,
+            kv.values,
+            lengths,
+            kv.key_scale,
+            kv.value_scale,
+            norm_weight,
+            _constants(theta, eps),
+        ],
+        template=(
+            ("O", dtype),
+            ("head_dim", head_dim),
+            ("heads", work.heads),
+            ("lanes", work.lanes),
+            ("units", work.units),
+            ("rope", rope is not None),
+            ("split", split),
+        ),
+        grid=(256 * n_heads // work.heads, batch, work.splits),
+        threadgroup=(256, 1, 1),
+        output_shapes=[shape],
+        output_dtypes=[dtype],
+    )
+    return _merge(out, kv.value_scale, queries) if split else out
+
+
+def _merge(partial: mx.array, value_scale: mx.array, queries: mx.array) -> mx.array:
+    batch, n_heads, _, head_dim = queries.shape
+    threads = -(-head_dim // 32) * 32
+    (out,) = runtime.launch(
+        _MERGE,
+        [partial, value_scale],
+        template=(("O", queries.dtype), ("head_dim", head_dim)),
+        grid=(threads, n_heads, batch),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[queries.shape],
+        output_dtypes=[queries.dtype],
+    )
+    return out
+
+
+def _attention_obstacle(case: Case) -> str | None:
+    if case.head_dim % 4 or case.head_dim > MAX_HEAD_DIM:
+        return f"takes head sizes that 4 divides up to {MAX_HEAD_DIM}, not {case.head_dim}"
+    if case.capacity * case.head_dim < 8:
+        return "takes buffers of 8 codes or more"
+    return _obstacle(case)
+
+
+VARIANTS: tuple[Variant, ...] = (
+    Variant("packed_embedding", "metal/embedding", packed_embedding, _obstacle),
+    Variant("rope_norm_quantize", "metal/rope_norm_quantize", rope_norm_quantize, _rope_obstacle),
+    Variant("decode_attention", "metal/attention", decode_attention, _attention_obstacle),
+)

@@ -1,0 +1,127 @@
+"""`packed_matmul` and `packed_swiglu` on Metal, by how many vectors they multiply.
+
+vector      up to 4 rows: a stream over the codes; all fusions in one dispatch
+matrix      up to 32 rows: 8x8 matrices, each code unpacked once for all rows; the same fusions
+many rows   the matrix is unpacked block by block for `mx.matmul`, or left to `mx.quantized_matmul`
+            where MLX knows the format: only MLX's own products reach the M5's neural accelerators
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from afm_mlx.kernels.dispatch import Case, Variant
+from afm_mlx.kernels.formats import LowRank, PackedWeight
+from afm_mlx.kernels.metal import head, products, unpacked
+from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+MLX_GROUPS = (32, 64, 128)
+
+Fused = Callable[[Product, mx.Dtype], mx.array]
+
+
+def _fused_matmul(multiply: Fused) -> Callable[..., mx.array]:
+    """`packed_matmul` by one of the kernels that fuse all of it."""
+
+    def packed_matmul(
+        x: mx.array,
+        weight: PackedWeight,
+        *,
+        norm: mx.array | None = None,
+        eps: float = 1e-5,
+        residual: mx.array | None = None,
+        low_rank: LowRank | None = None,
+        activation_bits: int = 16,
+    ) -> mx.array:
+        adapters = () if low_rank is None else (low_rank,)
+        return multiply(Product(x, (weight,), norm, eps, residual, adapters), x.dtype)
+
+    return packed_matmul
+
+
+def _fused_swiglu(multiply: Fused) -> Callable[..., mx.array]:
+    """`packed_swiglu` by one of the kernels that fuse all of it."""
+
+    def packed_swiglu(
+        x: mx.array,
+        gate: PackedWeight,
+        up: PackedWeight,
+        *,
+        norm: mx.array | None = None,
+        eps: float = 1e-5,
+        low_rank: tuple[LowRank, LowRank] | None = None,
+        activation_bits: int = 16,
+    ) -> mx.array:
+        if _is_pair(gate, up, low_rank):
+            return multiply(Product(x, (gate, up), norm, eps, adapters=low_rank or ()), x.dtype)
+        adapters = [(a,) for a in low_rank] if low_rank else [(), ()]
+        g, u = (
+            multiply(Product(x, (weight,), norm, eps, adapters=of_weight), mx.float32)
+            for weight, of_weight in zip((gate, up), adapters, strict=True)
+        )
+        return unpacked.silu_product(g, u).astype(x.dtype)
+
+    return packed_swiglu
+
+
+def _is_pair(gate: PackedWeight, up: PackedWeight, low_rank: tuple[LowRank, ...] | None) -> bool:
+    """Whether one kernel can take both matrices: it has one set of inputs and one format."""
+
+    def format_of(weight: PackedWeight) -> list:
+        arrays = products.matrix_arrays(weight)
+        return [products.format_template(weight), *((a.dtype, a.shape) for a in arrays)]
+
+    return (
+        format_of(gate) == format_of(up)
+        and gate.column_scale is up.column_scale
+        and all(len(adapter.sections) == 1 for adapter in low_rank or ())
+    )
+
+
+# -- which cases they take
+
+
+def _obstacle(case: Case) -> str | None:
+    if case.dtype not in DTYPES:
+        return f"takes float32, float16 or bfloat16, not {case.dtype}"
+    return None
+
+
+def _up_to(rows: int) -> Callable[[Case], str | None]:
+    def obstacle(case: Case) -> str | None:
+        if case.rows > rows:
+            return f"takes up to {rows} rows, not {case.rows}"
+        if not products.has_whole_groups(case):
+            return f"takes groups of a multiple of {VALUES} inputs, not of {case.group_size}"
+        return _obstacle(case)
+
+    return obstacle
+
+
+def _mlx_obstacle(case: Case) -> str | None:
+    if case.mode != "affine" or case.granularity != "group" or case.group_size not in MLX_GROUPS:
+        return (
+            "takes affine weights in groups of 32, 64 or 128, not "
+            f"{case.mode} ones per {case.granularity} of {case.group_size}"
+        )
+    return _obstacle(case)
+
+
+_few, _some = _up_to(VECTOR_ROWS), _up_to(MATRIX_ROWS)
+
+VARIANTS: tuple[Variant, ...] = (
+    Variant("packed_matmul", "metal/vector", _fused_matmul(products.vector), _few),
+    Variant("packed_matmul", "metal/matrix", _fused_matmul(products.matrix), _some),
+    Variant("packed_matmul", "metal/mlx_quantized", unpacked.mlx_matmul, _mlx_obstacle),
+    Variant("packed_matmul", "metal/unpacked", unpacked.matmul, _obstacle),
+    Variant("packed_swiglu", "metal/swiglu_vector", _fused_swiglu(products.vector), _few),
+    Variant("packed_swiglu", "metal/swiglu_matrix", _fused_swiglu(products.matrix), _some),
+    Variant("packed_swiglu", "metal/swiglu_mlx_quantized", unpacked.mlx_swiglu, _mlx_obstacle),
+    Variant("packed_swiglu", "metal/swiglu_unpacked", unpacked.swiglu, _obstacle),
+    Variant("packed_argmax", "metal/argmax", head.argmax, _few),
+    Variant("packed_argmax", "metal/argmax_of_products", head.argmax_of_products, _obstacle),
+    Variant("packed_top_k", "metal/top_k", head.top_k, _obstacle),
+)

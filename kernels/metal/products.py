@@ -1,0 +1,276 @@
+"""Launches of the kernels that multiply with packed matrices, and of the one that unpacks them.
+
+A product of up to 4 vectors is a stream over the codes (`vector`), one of up to 32 takes 8x8 matrices and
+unpacks each code once for all of them (`matrix`). Both have an RMSNorm, a residual, low-rank adapters and
+the SwiGLU of a pair of matrices in the same dispatch. Only the multiplication with the adapters' A is one of
+its own, and not even that where A is so small that every threadgroup can read it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from afm_mlx.kernels.dispatch import Case
+from afm_mlx.kernels.formats import LowRank, PackedWeight
+from afm_mlx.kernels.metal import runtime
+from afm_mlx.kernels.metal.runtime import Kernel, Template
+
+VECTOR_ROWS = 4  # vectors whose inputs fit into a lane's registers
+MATRIX_ROWS = 32
+VALUES = 16  # inputs of a lane's step, as in packed_codes.metal
+SIMDGROUPS = 2  # of a threadgroup
+# Of one that multiplies with A as well: the fewer threadgroups do so, the better.
+SHRINK_SIMDGROUPS = 8
+MAX_INNER = 1024  # products with A that fit, as in packed_vector.metal
+# Bytes of A that all threadgroups together may read, from the chip's caches, to save a dispatch of 2-5 us.
+MAX_SHRINK_BYTES = 8 << 20
+MANY_OUTPUTS = 8192  # rows of codes that keep all of a chip's simdgroups busy, eight for each
+
+_MODES = {"balanced": 0, "affine": 1, "palette": 2}
+_GRANULARITIES = {"tensor": 0, "row": 1, "group": 2, "table": 0}
+
+HEADERS = ("common", "packed_codes")
+MATRIX_INPUTS = ("codes", "scales", "biases")
+VECTOR_INPUTS = ("column_scale", "norm", "eps")
+_INPUTS = (
+    "x",
+    *MATRIX_INPUTS,
+    *(f"{name}2" for name in MATRIX_INPUTS),
+    *VECTOR_INPUTS,
+    "residual",
+    *("hidden", "lora_a", "lora_a2", "lora_b", "lora_b2", "slots", "slots2", "sections"),
+)
+_VECTOR = Kernel("packed_vector", _INPUTS, ("out",), HEADERS)
+_MATRIX = Kernel("packed_matrix", _INPUTS, ("out",), HEADERS)
+_SHRINK = Kernel(
+    "low_rank_shrink",
+    ("x", "norm", "eps", "lora_a", "lora_a2", "slots", "slots2"),
+    ("out",),
+    HEADERS,
+)
+_UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "column_scale", "start"), ("out",), HEADERS)
+
+
+class Product(NamedTuple):
+    """What a kernel computes in one dispatch; the parts are those of `reference.packed_matmul`.
+
+    Args:
+        x: (..., K).
+        matrices: one, or gate and up of the same format: `silu(x' G^T) * (x' U^T)`.
+        norm, eps: of the RMSNorm, if `norm` is given.
+        residual: (..., N), or None.
+        adapters: one for each matrix, or none.
+    """
+
+    x: mx.array
+    matrices: tuple[PackedWeight, ...]
+    norm: mx.array | None
+    eps: float
+    residual: mx.array | None = None
+    adapters: tuple[LowRank, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Vectors that are multiplied."""
+        return math.prod(self.x.shape[:-1])
+
+    @property
+    def out_dims(self) -> int:
+        return self.matrices[0].out_dims
+
+    @property
+    def code_rows(self) -> int:
+        """Rows of codes of all matrices."""
+        return self.out_dims * len(self.matrices)
+
+
+@functools.cache
+def floats(*values: float) -> mx.array:
+    """A float32 array, made once."""
+    return mx.array(values, dtype=mx.float32)
+
+
+@functools.cache
+def ints(*values: int) -> mx.array:
+    """An int32 array, made once."""
+    return mx.array(values, dtype=mx.int32)
+
+
+def _or_nothing(array: mx.array | None) -> mx.array:
+    """An input that a call may lack; what stands for it is never read."""
+    return floats(0.0) if array is None else array
+
+
+def vector(product: Product, dtype: mx.Dtype) -> mx.array:
+    """A product of 1 to `VECTOR_ROWS` vectors: (..., N) of `dtype`."""
+    shrinks = _shrinks_inside(product)
+    simdgroups = SHRINK_SIMDGROUPS if shrinks else SIMDGROUPS
+    code_rows = rows_per_simdgroup(product.rows, product.code_rows, shrinks)
+    template = (("ROWS", product.rows), ("CODE_ROWS", code_rows), ("SHRINK", shrinks))
+    hidden = None if shrinks else _shrink(product)
+    return _launch(_VECTOR, product, hidden, dtype, template, (simdgroups, code_rows))
+
+
+def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
+    """A product of 1 to `MATRIX_ROWS` vectors: (..., N) of `dtype`."""
+    template = (("BLOCKS", -(-product.rows // 8)),)
+    return _launch(_MATRIX, product, _shrink(product), dtype, template, (SIMDGROUPS, 16))
+
+
+def rows_per_simdgroup(rows: int, out_dims: int, shrinks: bool = False) -> int:
+    """Rows of codes per simdgroup: more of them share the work of preparing the vectors' inputs.
+
+    Fewer for small matrices, which must keep a whole chip busy, and for more vectors, which need their
+    registers.
+    """
+    return 8 if rows <= 2 and (out_dims >= MANY_OUTPUTS or shrinks) else 4
+
+
+def _shrinks_inside(product: Product) -> bool:
+    """Whether each threadgroup of a product may multiply with A for itself."""
+    if not product.adapters:
+        return False
+    code_rows = SHRINK_SIMDGROUPS * rows_per_simdgroup(
+        product.rows, product.code_rows, shrinks=True
+    )
+    outputs = code_rows // len(product.matrices)
+    sections = product.adapters[0].sections
+    touched = 1 + sum(end % outputs > 0 for end in sections[:-1])  # at most, by one threadgroup
+    ranks = [low_rank.rank for low_rank in product.adapters]
+    a = product.adapters[0].a
+    nbytes = sum(ranks) * a.shape[2] * a.dtype.size * product.adapters[0].slots.size
+    return (
+        product.rows * (touched * ranks[0] + sum(ranks[1:])) <= MAX_INNER
+        and -(-product.code_rows // code_rows) * touched * nbytes <= MAX_SHRINK_BYTES
+    )
+
+
+def _launch(
+    kernel: Kernel,
+    product: Product,
+    hidden: mx.array | None,
+    dtype: mx.Dtype,
+    template: Template,
+    shape: tuple[int, int],
+) -> mx.array:
+    """`shape`: simdgroups of a threadgroup, and rows of codes of each."""
+    simdgroups, code_rows = shape
+    groups = -(-product.code_rows // (simdgroups * code_rows))
+    (out,) = runtime.launch(
+        kernel,
+        _inputs(product, hidden),
+        template=(
+            ("T", dtype),
+            *format_template(product.matrices[0]),
+            ("PAIR", len(product.matrices) == 2),
+            ("NORM", product.norm is not None),
+            ("COLUMN_SCALE", product.matrices[0].column_scale is not None),
+            ("RESIDUAL", product.residual is not None),
+            ("LOW_RANK", bool(product.adapters)),
+            ("SIMDGROUPS", simdgroups),
+            *template,
+        ),
+        grid=(32, simdgroups * groups, 1),
+        threadgroup=(32, simdgroups, 1),
+        output_shapes=[(*product.x.shape[:-1], product.out_dims)],
+        output_dtypes=[dtype],
+    )
+    return out
+
+
+def _inputs(product: Product, hidden: mx.array | None) -> list[mx.array]:
+    """What `_INPUTS` names; a single matrix or adapter stands for the second one, too."""
+    first, last = product.matrices[0], product.matrices[-1]
+    inputs = [
+        product.x.reshape(product.rows, -1),
+        *matrix_arrays(first),
+        *matrix_arrays(last),
+        *vector_arrays(first, product.norm, product.eps),
+        _or_nothing(product.residual),
+        _or_nothing(hidden),
+    ]
+    if not product.adapters:
+        return inputs + [floats(0.0)] * 7
+    pair = product.adapters[0], product.adapters[-1]
+    adapters = [array for arrays in zip(*(p[:3] for p in pair), strict=True) for array in arrays]
+    return [*inputs, *adapters, ints(*pair[0].sections)]
+
+
+def has_whole_groups(format_: PackedWeight | Case) -> bool:
+    """Whether all inputs of a lane's step share a scale."""
+    return format_.granularity != "group" or format_.group_size % VALUES == 0
+
+
+def matrix_arrays(weight: PackedWeight) -> list[mx.array]:
+    """What `MATRIX_INPUTS` names."""
+    scales = weight.table if weight.scales is None else weight.scales
+    assert scales is not None
+    biases = scales if weight.biases is None else weight.biases
+    # MLX passes a 0-d array by reference, others by pointer.
+    return [weight.codes, *(a.reshape(1) if a.ndim == 0 else a for a in (scales, biases))]
+
+
+def vector_arrays(weight: PackedWeight, norm: mx.array | None, eps: float) -> list[mx.array]:
+    """What `VECTOR_INPUTS` names."""
+    return [_or_nothing(weight.column_scale), _or_nothing(norm), floats(eps)]
+
+
+def format_template(weight: PackedWeight) -> Template:
+    """Template arguments of `Format` in packed_codes.metal."""
+    return (
+        ("BITS", weight.bits),
+        ("MODE", _MODES[weight.mode]),
+        ("GRANULARITY", _GRANULARITIES[weight.granularity]),
+        ("GROUP", weight.group_size if weight.granularity == "group" else 0),
+        ("ALIGNED", weight.in_dims % VALUES == 0),
+    )
+
+
+def _shrink(product: Product) -> mx.array | None:
+    """`a[slot] (rms_norm(x) * norm)` of all adapters, side by side: (rows, ranks) float32, if there are any.
+
+    Rows whose slot is -1 get zeros.
+    """
+    if not product.adapters:
+        return None
+    first, last = product.adapters[0], product.adapters[-1]
+    width = sum(low_rank.a.shape[1] for low_rank in product.adapters)
+    (out,) = runtime.launch(
+        _SHRINK,
+        [
+            product.x,
+            _or_nothing(product.norm),
+            floats(product.eps),
+            *(first.a, last.a, first.slots, last.slots),
+        ],
+        template=(("PAIR", len(product.adapters) == 2), ("NORM", product.norm is not None)),
+        grid=(32, width, product.rows),
+        threadgroup=(32, math.gcd(width, 8), 1),
+        output_shapes=[(product.rows, width)],
+        output_dtypes=[mx.float32],
+    )
+    return out
+
+
+def unpack(weight: PackedWeight, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
+    """Rows `start` to `stop` of a packed matrix: (stop - start, K) of `dtype`. One dispatch."""
+    words = weight.codes.shape[1]
+    threads = min(256, -(-words // 32) * 32)
+    (out,) = runtime.launch(
+        _UNPACK,
+        [*matrix_arrays(weight), _or_nothing(weight.column_scale), ints(start)],
+        template=(
+            ("T", dtype),
+            *format_template(weight),
+            ("COLUMN_SCALE", weight.column_scale is not None),
+        ),
+        grid=(-(-words // threads) * threads, stop - start, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(stop - start, weight.in_dims)],
+        output_dtypes=[dtype],
+    )
+    return out

@@ -1,0 +1,2 @@
+// Nothing is logged here.
+#pragma once

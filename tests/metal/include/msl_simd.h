@@ -1,0 +1,445 @@
+// What threads do together: barriers, simdgroup and quadgroup functions, simdgroup matrices, atomics.
+//
+// Every lane hands its argument to the emulator at the place of the call, and the result is computed once all
+// lanes that exist have arrived there; anything else is reported as divergence.
+#pragma once
+
+#include "msl_math.h"
+
+namespace metal {
+
+using emulator::Site;
+
+enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
+inline constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
+
+inline void threadgroup_barrier(mem_flags flags, Site site = Site::here()) {
+  emulator::emulator_barrier("threadgroup_barrier", site, uint(flags));
+}
+inline void simdgroup_barrier(mem_flags, Site site = Site::here()) {
+  emulator::emulator_collective("simdgroup_barrier", site, nullptr, nullptr);
+}
+
+// The emulator's own work on lanes' arguments isn't an access of the kernel.
+#define MSL_UNCHECKED __attribute__((no_sanitize("thread"), noinline))
+
+namespace collective {
+
+template <typename T>
+struct Lane {
+  T value, result;
+  uint operand;
+};
+
+constexpr const uint MAX_LANES = 32;
+
+/// What a lane gets that reads one which doesn't exist.
+template <typename T>
+MSL_UNCHECKED T undefined() {
+  T r;
+  __builtin_memset(&r, 0xff, sizeof r);
+  return r;
+}
+
+struct Sum {
+  template <typename T> static T apply(T a, T b) { return a + b; }
+};
+struct Product {
+  template <typename T> static T apply(T a, T b) { return a * b; }
+};
+struct Min {
+  template <typename T> static T apply(T a, T b) { return b < a ? b : a; }
+};
+struct Max {
+  template <typename T> static T apply(T a, T b) { return a < b ? b : a; }
+};
+struct And {
+  template <typename T> static T apply(T a, T b) { return a & b; }
+};
+struct Or {
+  template <typename T> static T apply(T a, T b) { return a | b; }
+};
+struct Xor {
+  template <typename T> static T apply(T a, T b) { return a ^ b; }
+};
+
+/// Reduction over each group of `width` lanes, as a tree.
+template <typename Op, typename T, uint width>
+MSL_UNCHECKED void reduce(void** arguments, uint lanes) {
+  Lane<T>** lane = reinterpret_cast<Lane<T>**>(arguments);
+  for (uint begin = 0; begin < lanes; begin += width) {
+    uint n = lanes - begin < width ? lanes - begin : width;
+    T values[width];
+    for (uint i = 0; i < n; ++i) values[i] = lane[begin + i]->value;
+    for (uint step = width / 2; step; step /= 2)
+      for (uint i = 0; i < step && i + step < n; ++i) values[i] = Op::apply(values[i], values[i + step]);
+    for (uint i = 0; i < n; ++i) lane[begin + i]->result = values[0];
+  }
+}
+
+template <typename Op, typename T, bool is_inclusive>
+MSL_UNCHECKED void scan(void** arguments, uint lanes) {
+  Lane<T>** lane = reinterpret_cast<Lane<T>**>(arguments);
+  T sum = T(__is_same(Op, Product) ? 1 : 0);
+  for (uint i = 0; i < lanes; ++i) {
+    T next = Op::apply(sum, lane[i]->value);
+    lane[i]->result = is_inclusive ? next : sum;
+    sum = next;
+  }
+}
+
+struct Direct {
+  static uint source(uint, uint operand, uint) { return operand; }
+};
+struct ByXor {
+  static uint source(uint lane, uint operand, uint) { return lane ^ operand; }
+};
+// Lanes at the edge keep their own value.
+struct Up {
+  static uint source(uint lane, uint operand, uint) { return lane >= operand ? lane - operand : lane; }
+};
+struct Down {
+  static uint source(uint lane, uint operand, uint width) {
+    return lane + operand < width ? lane + operand : lane;
+  }
+};
+struct RotateUp {
+  static uint source(uint lane, uint operand, uint width) { return (lane + width - operand % width) % width; }
+};
+struct RotateDown {
+  static uint source(uint lane, uint operand, uint width) { return (lane + operand) % width; }
+};
+
+template <typename From, typename T, uint width>
+MSL_UNCHECKED void shuffle(void** arguments, uint lanes) {
+  Lane<T>** lane = reinterpret_cast<Lane<T>**>(arguments);
+  for (uint i = 0; i < lanes; ++i) {
+    uint begin = i / width * width;
+    uint source = From::source(i - begin, lane[i]->operand, width);
+    lane[i]->result = source < width && begin + source < lanes ? lane[begin + source]->value : undefined<T>();
+  }
+}
+
+template <typename T>
+MSL_UNCHECKED void first(void** arguments, uint lanes) {
+  Lane<T>** lane = reinterpret_cast<Lane<T>**>(arguments);
+  for (uint i = 0; i < lanes; ++i) lane[i]->result = lane[0]->value;
+}
+
+template <uint width>
+MSL_UNCHECKED void ballot(void** arguments, uint lanes) {
+  Lane<ulong>** lane = reinterpret_cast<Lane<ulong>**>(arguments);
+  for (uint begin = 0; begin < lanes; begin += width) {
+    uint end = begin + width < lanes ? begin + width : lanes;
+    ulong votes = 0;
+    for (uint i = begin; i < end; ++i) votes |= ulong(lane[i]->value != 0) << (i - begin);
+    for (uint i = begin; i < end; ++i) lane[i]->result = votes;
+  }
+}
+
+/// The mask of the lanes that exist.
+template <uint width>
+MSL_UNCHECKED void present(void** arguments, uint lanes) {
+  Lane<ulong>** lane = reinterpret_cast<Lane<ulong>**>(arguments);
+  for (uint i = 0; i < lanes; ++i) lane[i]->value = 1;
+  ballot<width>(arguments, lanes);
+}
+
+template <typename T>
+MSL_UNCHECKED T run(const char* name, Site site, T value, uint operand, emulator::Resolve resolve) {
+  Lane<T> lane;
+  lane.value = value;
+  lane.operand = operand;
+  emulator::emulator_collective(name, site, &lane, resolve);
+  return lane.result;
+}
+
+}  // namespace collective
+
+#define MSL_REDUCTION(name, Op) \
+  template <typename T> \
+  inline T simd_##name(T x, Site site = Site::here()) { \
+    return collective::run<T>("simd_" #name, site, x, 0, collective::reduce<collective::Op, T, 32>); \
+  } \
+  template <typename T> \
+  inline T quad_##name(T x, Site site = Site::here()) { \
+    return collective::run<T>("quad_" #name, site, x, 0, collective::reduce<collective::Op, T, 4>); \
+  }
+MSL_REDUCTION(sum, Sum)
+MSL_REDUCTION(product, Product)
+MSL_REDUCTION(min, Min)
+MSL_REDUCTION(max, Max)
+MSL_REDUCTION(and, And)
+MSL_REDUCTION(or, Or)
+MSL_REDUCTION(xor, Xor)
+#undef MSL_REDUCTION
+
+#define MSL_SCAN(name, Op, inclusive) \
+  template <typename T> \
+  inline T simd_prefix_##name(T x, Site site = Site::here()) { \
+    auto resolve = collective::scan<collective::Op, T, inclusive>; \
+    return collective::run<T>("simd_prefix_" #name, site, x, 0, resolve); \
+  }
+MSL_SCAN(inclusive_sum, Sum, true)
+MSL_SCAN(exclusive_sum, Sum, false)
+MSL_SCAN(inclusive_product, Product, true)
+MSL_SCAN(exclusive_product, Product, false)
+#undef MSL_SCAN
+
+#define MSL_SHUFFLE(name, From) \
+  template <typename T> \
+  inline T simd_##name(T x, ushort n, Site site = Site::here()) { \
+    return collective::run<T>("simd_" #name, site, x, n, collective::shuffle<collective::From, T, 32>); \
+  } \
+  template <typename T> \
+  inline T quad_##name(T x, ushort n, Site site = Site::here()) { \
+    return collective::run<T>("quad_" #name, site, x, n, collective::shuffle<collective::From, T, 4>); \
+  }
+MSL_SHUFFLE(shuffle, Direct)
+MSL_SHUFFLE(broadcast, Direct)
+MSL_SHUFFLE(shuffle_xor, ByXor)
+MSL_SHUFFLE(shuffle_up, Up)
+MSL_SHUFFLE(shuffle_down, Down)
+MSL_SHUFFLE(shuffle_rotate_up, RotateUp)
+MSL_SHUFFLE(shuffle_rotate_down, RotateDown)
+#undef MSL_SHUFFLE
+
+template <typename T>
+inline T simd_broadcast_first(T x, Site site = Site::here()) {
+  return collective::run<T>("simd_broadcast_first", site, x, 0, collective::first<T>);
+}
+
+class simd_vote {
+ public:
+  typedef ulong vote_t;
+  explicit constexpr simd_vote(vote_t votes) : votes_(votes) {}
+  explicit constexpr operator vote_t() const { return votes_; }
+  constexpr bool all() const { return votes_ == 0xffffffff; }
+  constexpr bool any() const { return votes_ != 0; }
+
+ private:
+  vote_t votes_;
+};
+
+inline simd_vote simd_ballot(bool x, Site site = Site::here()) {
+  return simd_vote(collective::run<ulong>("simd_ballot", site, x, 0, collective::ballot<32>));
+}
+inline simd_vote simd_active_threads_mask(Site site = Site::here()) {
+  return simd_vote(collective::run<ulong>("simd_active_threads_mask", site, 1, 0, collective::present<32>));
+}
+inline bool simd_any(bool x, Site site = Site::here()) {
+  return collective::run<ulong>("simd_any", site, x, 0, collective::ballot<32>) != 0;
+}
+inline bool simd_all(bool x, Site site = Site::here()) {
+  return collective::run<ulong>("simd_all", site, !x, 0, collective::ballot<32>) == 0;
+}
+inline bool quad_any(bool x, Site site = Site::here()) {
+  return collective::run<ulong>("quad_any", site, x, 0, collective::ballot<4>) != 0;
+}
+inline bool quad_all(bool x, Site site = Site::here()) {
+  return collective::run<ulong>("quad_all", site, !x, 0, collective::ballot<4>) == 0;
+}
+
+#define MSL_FILLING(name, position) \
+  template <typename T> \
+  inline T simd_shuffle_and_fill_##name(T x, T filling, ushort n, Site site = Site::here()) { \
+    uint lane = emulator::emulator_lane(); \
+    T inside = collective::run<T>("simd_shuffle_and_fill_" #name, site, x, n, \
+                                  collective::shuffle<collective::Rotate##position, T, 32>); \
+    T outside = collective::run<T>("simd_shuffle_and_fill_" #name, site, filling, n, \
+                                   collective::shuffle<collective::Rotate##position, T, 32>); \
+    bool is_up = __is_same(collective::Rotate##position, collective::RotateUp); \
+    bool is_inside = is_up ? lane >= n : lane + n < 32; \
+    return is_inside ? inside : outside; \
+  }
+MSL_FILLING(up, Up)
+MSL_FILLING(down, Down)
+#undef MSL_FILLING
+
+// ---- 8 x 8 matrices over a simdgroup ------------------------------------------------------------------------
+
+/// Lane `l` holds columns `column` and `column + 1` of one row, in the layout that MLX's kernels rely on.
+inline uint matrix_row(uint lane) { return ((lane / 4) & 4) + (lane / 2) % 4; }
+inline uint matrix_column(uint lane) { return ((lane / 4) & 2) * 2 + (lane % 2) * 2; }
+
+template <typename T, int Columns, int Rows>
+struct simdgroup_matrix {
+  static_assert(Columns == 8 && Rows == 8, "simdgroup_matrix: 8 x 8 only");
+  typedef vec<T, 2> storage_type;
+  storage_type elements;
+
+  simdgroup_matrix() = default;
+  /// The diagonal matrix.
+  explicit simdgroup_matrix(T diagonal) {
+    uint lane = emulator::emulator_lane(), row = matrix_row(lane), column = matrix_column(lane);
+    elements[0] = row == column ? diagonal : T(0);
+    elements[1] = row == column + 1 ? diagonal : T(0);
+  }
+  thread storage_type& thread_elements() { return elements; }
+  const thread storage_type& thread_elements() const { return elements; }
+};
+
+typedef simdgroup_matrix<float, 8, 8> simdgroup_float8x8;
+typedef simdgroup_matrix<half, 8, 8> simdgroup_half8x8;
+typedef simdgroup_matrix<bfloat, 8, 8> simdgroup_bfloat8x8;
+
+namespace collective {
+
+template <typename D, typename A, typename B, typename C>
+struct MultiplyArguments {
+  vec<A, 2> a;
+  vec<B, 2> b;
+  vec<C, 2> c;
+  vec<D, 2> d;
+  Site site;
+};
+
+template <typename D, typename A, typename B, typename C>
+MSL_UNCHECKED void multiply(void** arguments, uint lanes) {
+  typedef MultiplyArguments<D, A, B, C> Lane;
+  Lane** lane = reinterpret_cast<Lane**>(arguments);
+  if (lanes != MAX_LANES) emulator::emulator_fail("a simdgroup matrix needs 32 lanes", lane[0]->site);
+  float a[8][8], b[8][8];
+  for (uint l = 0; l < MAX_LANES; ++l)
+    for (uint i = 0; i < 2; ++i) {
+      a[matrix_row(l)][matrix_column(l) + i] = float(lane[l]->a[i]);
+      b[matrix_row(l)][matrix_column(l) + i] = float(lane[l]->b[i]);
+    }
+  for (uint l = 0; l < MAX_LANES; ++l)
+    for (uint i = 0; i < 2; ++i) {
+      float sum = float(lane[l]->c[i]);
+      for (uint k = 0; k < 8; ++k) sum += a[matrix_row(l)][k] * b[k][matrix_column(l) + i];
+      lane[l]->d[i] = D(sum);
+    }
+}
+
+struct Place {
+  ulong pointer, stride, x, y, is_transposed;
+  Site site;
+};
+
+/// All lanes must pass the same arguments.
+MSL_UNCHECKED inline void same(void** arguments, uint lanes) {
+  const Place& a = *static_cast<const Place*>(arguments[0]);
+  if (lanes != MAX_LANES) emulator::emulator_fail("a simdgroup matrix needs 32 lanes", a.site);
+  for (uint i = 1; i < lanes; ++i) {
+    const Place& b = *static_cast<const Place*>(arguments[i]);
+    bool is_same = a.pointer == b.pointer && a.stride == b.stride && a.x == b.x && a.y == b.y;
+    if (!is_same || a.is_transposed != b.is_transposed)
+      emulator::emulator_fail("the lanes disagree on where the simdgroup matrix lies", a.site);
+  }
+}
+
+/// Offset of the lane's element `i`, once all lanes have arrived.
+template <typename P>
+MSL_UNCHECKED inline ulong matrix_offset(
+    const char* name, Site site, P pointer, ulong stride, ulong2 origin, bool is_transposed) {
+  Place place = {ulong(pointer), stride, origin.x, origin.y, is_transposed, site};
+  emulator::emulator_collective(name, site, &place, same);
+  uint lane = emulator::emulator_lane(), row = matrix_row(lane), column = matrix_column(lane);
+  if (is_transposed) return (origin.y + column) * stride + origin.x + row;
+  return (origin.y + row) * stride + origin.x + column;
+}
+
+}  // namespace collective
+
+template <typename D, typename A, typename B, typename C>
+inline void simdgroup_multiply_accumulate(
+    thread simdgroup_matrix<D, 8, 8>& d,
+    thread simdgroup_matrix<A, 8, 8>& a,
+    thread simdgroup_matrix<B, 8, 8>& b,
+    thread simdgroup_matrix<C, 8, 8>& c,
+    Site site = Site::here()) {
+  collective::MultiplyArguments<D, A, B, C> lane = {a.elements, b.elements, c.elements, vec<D, 2>(D(0)), site};
+  emulator::emulator_collective("simdgroup_multiply_accumulate", site, &lane, collective::multiply<D, A, B, C>);
+  d.elements = lane.d;
+}
+
+template <typename D, typename A, typename B>
+inline void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread simdgroup_matrix<A, 8, 8>& a,
+                               thread simdgroup_matrix<B, 8, 8>& b, Site site = Site::here()) {
+  simdgroup_matrix<D, 8, 8> zero;
+  zero.elements = vec<D, 2>(D(0));
+  simdgroup_multiply_accumulate(d, a, b, zero, site);
+}
+
+template <typename T, int Columns, int Rows>
+inline simdgroup_matrix<T, Columns, Rows> make_filled_simdgroup_matrix(T value) {
+  simdgroup_matrix<T, Columns, Rows> m;
+  m.elements = vec<T, 2>(value);
+  return m;
+}
+
+// Pointers of every address space: a template on the pointer keeps its qualifier.
+template <typename T, typename P>
+inline void simdgroup_load(thread simdgroup_matrix<T, 8, 8>& m, P source, ulong elements_per_row = 8,
+                           ulong2 origin = ulong2(0), bool transpose = false, Site site = Site::here()) {
+  ulong at = collective::matrix_offset("simdgroup_load", site, source, elements_per_row, origin, transpose);
+  m.elements[0] = source[at];
+  m.elements[1] = source[at + (transpose ? elements_per_row : 1)];
+}
+
+template <typename T, typename P>
+inline void simdgroup_store(const thread simdgroup_matrix<T, 8, 8>& m, P target, ulong elements_per_row = 8,
+                            ulong2 origin = ulong2(0), bool transpose = false, Site site = Site::here()) {
+  ulong at = collective::matrix_offset("simdgroup_store", site, target, elements_per_row, origin, transpose);
+  target[at] = m.elements[0];
+  target[at + (transpose ? elements_per_row : 1)] = m.elements[1];
+}
+
+// ---- atomics ------------------------------------------------------------------------------------------------
+
+enum memory_order { memory_order_relaxed };
+
+template <typename T>
+struct atomic {
+  T value;
+};
+typedef atomic<int> atomic_int;
+typedef atomic<uint> atomic_uint;
+typedef atomic<bool> atomic_bool;
+typedef atomic<float> atomic_float;
+
+// One fiber runs at a time and none is interrupted, so a plain read and write is atomic.
+#define MSL_ATOMIC(name, expression) \
+  template <typename P, typename T> \
+  MSL_UNCHECKED T atomic_##name##_explicit(P object, T operand, memory_order) { \
+    emulator::emulator_access((const volatile void*)&object->value, sizeof object->value, 1, 1); \
+    auto old = object->value; \
+    object->value = expression; \
+    return old; \
+  }
+MSL_ATOMIC(exchange, operand)
+MSL_ATOMIC(fetch_add, old + operand)
+MSL_ATOMIC(fetch_sub, old - operand)
+MSL_ATOMIC(fetch_and, old & operand)
+MSL_ATOMIC(fetch_or, old | operand)
+MSL_ATOMIC(fetch_xor, old ^ operand)
+MSL_ATOMIC(fetch_min, operand < old ? operand : old)
+MSL_ATOMIC(fetch_max, old < operand ? operand : old)
+#undef MSL_ATOMIC
+
+template <typename P, typename T>
+MSL_UNCHECKED void atomic_store_explicit(P object, T value, memory_order) {
+  emulator::emulator_access((const volatile void*)&object->value, sizeof object->value, 1, 1);
+  object->value = value;
+}
+template <typename P>
+MSL_UNCHECKED auto atomic_load_explicit(P object, memory_order) {
+  emulator::emulator_access((const volatile void*)&object->value, sizeof object->value, 0, 1);
+  return remove_cv_t<decltype(object->value)>(object->value);
+}
+template <typename P, typename T>
+MSL_UNCHECKED bool atomic_compare_exchange_weak_explicit(
+    P object, T* expected, T desired, memory_order, memory_order) {
+  emulator::emulator_access((const volatile void*)&object->value, sizeof object->value, 1, 1);
+  T old = object->value;
+  bool is_equal = old == *expected;
+  if (is_equal) object->value = desired;
+  *expected = old;
+  return is_equal;
+}
+
+#undef MSL_UNCHECKED
+
+}  // namespace metal

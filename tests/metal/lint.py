@@ -1,0 +1,248 @@
+"""What Metal refuses and the emulator can't see: a reading of `.metal` texts, rule by rule.
+
+The rules follow the Metal Shading Language Specification (section 1.4 on what it leaves out of C++, section 4
+on address spaces) and what MLX's compiler versions accept (3.1 on macOS 14 and later ones).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .toolchain import CompileError
+from .translation import declaration_end, split
+
+MAX_BUFFERS = 31
+MAX_THREADS = 256
+
+
+class Problem(NamedTuple):
+    rule: str
+    line: int
+    text: str
+
+
+_TOKENS = {
+    "double": r"\bdouble\b",
+    "long double or long long": r"\blong\s+(?:double|long)\b",
+    "virtual functions": r"\bvirtual\b",
+    "run-time types": r"\b(?:dynamic_cast|typeid)\b",
+    "exceptions": r"\b(?:try|catch|throw|noexcept)\b",
+    "new and delete": r"\b(?:new|delete)\b",
+    "goto": r"\bgoto\b",
+    "thread_local": r"\bthread_local\b",
+    "inline assembly": r"\b(?:asm|__asm__)\b",
+    "the C++ library": r"\bstd::",
+    "volatile": r"\bvolatile\b",
+    "atomics": r"\batomic\w*",
+    "printing": r"\b(?:printf|os_log\w*)\b",
+    # bfloat's arithmetic needs newer GPUs, and conversions to it must be spelled out: kernels compute in float.
+    "bfloat by name": r"\bbfloat\w*",
+    "a lambda": (
+        r"\[\s*(?:[&=]|\w+(?:\s*,\s*[&\w]+)*)?\s*\]\s*(?:\([^()]*\)\s*)?"
+        r"(?:mutable\s*|->\s*\w+\s*)?\{(?!\s*\{)"
+    ),
+    # Casts of vectors reinterpret bits for one compiler and convert for another; constructors convert for both.
+    "a cast to a vector": (
+        r"(?:static_cast<|\()\s*(?:metal::)?(?:u?(?:char|short|int|long)|half|float)[234]\s*"
+        r"(?:>|\)\s*[\w(])"
+    ),
+    "a keyword of Metal as a name": (
+        r"\b(?:vertex|fragment|kernel|visible|stitchable|intersection|sampler|patch|texture\w*|depth2d\w*|"
+        r"imageblock|ray_data|object_data|threadgroup_imageblock)\b"
+    ),
+    "a GCC extension": r"\b(?:__attribute__|__restrict|typeof|__typeof__)\b",
+    "a literal of type double": r"(?<![\w.])(?:\d+\.\d*|\.\d+|\d+(?=[eE][+-]?\d))(?:[eE][+-]?\d+)?(?![\w.])",
+}
+
+_SPACE = re.compile(r"\b(?:device|constant|threadgroup|thread)\b")
+_INCLUDES = re.compile(r"^\s*#\s*include\s*(\S+)", re.MULTILINE)
+_FUNCTION = re.compile(r"\b(\w+)\s*\(")
+# A variable that is a pointer or reference, from the start of its statement.
+_DECLARED = re.compile(
+    r"(?:^|[;{}(])\s*((?:const\s+)?(?:auto|[A-Za-z_]\w*(?:<[^;<>]*>)?)(?:\s+const)?\s*[*&]\s*\w+\s*"
+    r"(?:=[^=]|;|\{))"
+)
+_NOT_FUNCTIONS = {
+    "if",
+    "for",
+    "while",
+    "switch",
+    "return",
+    "sizeof",
+    "alignas",
+    "static_assert",
+    "decltype",
+    "_Pragma",
+}
+
+
+def without_comments(text: str) -> str:
+    """The text with comments and strings blanked, and every line where it was."""
+
+    def blank(match: re.Match[str]) -> str:
+        return re.sub(r"[^\n]", " ", match.group())
+
+    return re.sub(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", blank, text, flags=re.DOTALL)
+
+
+def problems(text: str, *, is_header: bool) -> list[Problem]:
+    """What is wrong with the text of a `.metal` file.
+
+    Args:
+        text: of the file.
+        is_header: functions and constants; else the body of a kernel.
+    """
+    code = without_comments(text)
+    found = [*_tokens(code), *_includes(code), *_pointers(code), *_recursion(code)]
+    if is_header:
+        found += [*_program_scope(code), *_threadgroup_in_functions(code)]
+        if text and not text.endswith("\n"):
+            found.append(
+                Problem("a header that doesn't end its last line", code.count("\n") + 1, text[-40:])
+            )
+    found += _static_variables(code, is_header)
+    return sorted(set(found), key=lambda p: (p.line, p.rule))
+
+
+def _line(code: str, at: int) -> int:
+    return code.count("\n", 0, at) + 1
+
+
+def _problem(rule: str, code: str, at: int) -> Problem:
+    line = _line(code, at)
+    return Problem(rule, line, code.splitlines()[line - 1].strip())
+
+
+def _tokens(code: str) -> Iterator[Problem]:
+    for rule, pattern in _TOKENS.items():
+        for match in re.finditer(pattern, code):
+            yield _problem(rule, code, match.start())
+
+
+def _includes(code: str) -> Iterator[Problem]:
+    for match in _INCLUDES.finditer(code):
+        if not re.fullmatch(r"<metal_\w+>", match[1]):
+            yield _problem("a header that isn't Metal's", code, match.start(1))
+
+
+def _matching(code: str, at: int) -> int:
+    """Index of the bracket that closes the one at `at`."""
+    opening = code[at]
+    closing = {"(": ")", "{": "}", "[": "]"}[opening]
+    depth = 0
+    for i in range(at, len(code)):
+        depth += (code[i] == opening) - (code[i] == closing)
+        if depth == 0:
+            return i
+    raise CompileError(f"no `{closing}` for the `{opening}` of line {_line(code, at)}")
+
+
+class Function(NamedTuple):
+    name: str
+    parameters: tuple[int, int]
+    body: tuple[int, int]
+
+
+def functions(code: str) -> list[Function]:
+    """Definitions of functions, methods included: a name, parentheses, perhaps `const`, and a body."""
+    result = []
+    for match in _FUNCTION.finditer(code):
+        if match[1] in _NOT_FUNCTIONS:
+            continue
+        close = _matching(code, match.end() - 1)
+        after = re.match(
+            r"\s*(?:const\s*)?(?:thread\s*|device\s*|constant\s*|threadgroup\s*)?(?::[^{;]*)?\{",
+            code[close + 1 :],
+        )
+        if after:
+            begin = close + after.end()
+            result.append(Function(match[1], (match.end(), close), (begin, _matching(code, begin))))
+    return result
+
+
+def _pointers(code: str) -> Iterator[Problem]:
+    """Pointers and references need an address space, as parameters and as variables."""
+    rule = "a pointer or reference without address space"
+    for function in functions(code):
+        begin, end = function.parameters
+        at = begin
+        for parameter in split(code[begin:end]):
+            if re.search(r"[*&]", re.sub(r"\[[^\]]*\]", "", parameter)) and not _SPACE.search(
+                parameter
+            ):
+                yield _problem(rule, code, at + len(parameter) - len(parameter.lstrip()))
+            at += len(parameter) + 1
+    for match in _DECLARED.finditer(code):
+        if not re.match(r"\s*return\b", match[1]):
+            yield _problem(rule, code, match.start(1))
+
+
+def _recursion(code: str) -> Iterator[Problem]:
+    defined = functions(code)
+    calls: dict[str, set[str]] = {}
+    names = {f.name for f in defined}
+    for function in defined:
+        begin, end = function.body
+        inside = {
+            m[1] for m in re.finditer(r"(?<![.\w:])(\w+)\s*(?:<[^;(){}]*>)?\s*\(", code[begin:end])
+        }
+        calls.setdefault(function.name, set()).update(inside & names)
+    for function in defined:
+        reached, todo = set(), [function.name]
+        while todo:
+            for name in calls[todo.pop()] - reached:
+                reached.add(name)
+                todo.append(name)
+        if function.name in reached:
+            yield _problem("recursion", code, function.body[0])
+
+
+def _outside_functions(code: str) -> str:
+    """The code with the bodies of functions and of structs blanked."""
+    result = code
+    depth, begin = 0, 0
+    for i, c in enumerate(code):
+        if c == "{":
+            if depth == 0:
+                begin = i
+            depth += 1
+        elif c == "}":
+            depth -= 1
+            if depth == 0:
+                result = (
+                    result[: begin + 1] + re.sub(r"[^\n]", " ", code[begin + 1 : i]) + result[i:]
+                )
+    return result
+
+
+def _program_scope(code: str) -> Iterator[Problem]:
+    """Variables of the program must lie in constant memory."""
+    for match in re.finditer(r"[^;{}]+;", _outside_functions(code)):
+        statement = re.sub(r"^\s*#.*$", "", match.group(), flags=re.MULTILINE).strip()
+        statement = re.sub(r"^template\s*<.*?>\s*(?=\w)", "", statement, flags=re.DOTALL)
+        if not statement.strip(";").strip():
+            continue
+        if re.match(
+            r"(?:using|typedef|struct|class|enum|union|static_assert|friend|namespace|extern)\b",
+            statement,
+        ):
+            continue
+        is_function = re.match(r"[^=]*\w\s*\([^=]*\)\s*(?:const\s*)?;$", statement)
+        if not is_function and not re.search(r"\bconstant\b", statement):
+            yield _problem("a variable of the program that isn't constant", code, match.end() - 1)
+
+
+def _threadgroup_in_functions(code: str) -> Iterator[Problem]:
+    """Threadgroup memory is declared in kernels; functions take pointers to it."""
+    for match in re.finditer(r"(?:^|[;{}])\s*(threadgroup\s)", code, re.MULTILINE):
+        if declaration_end(code, match.end()) is not None:
+            yield _problem("threadgroup memory declared outside of a kernel", code, match.start(1))
+
+
+def _static_variables(code: str, is_header: bool) -> Iterator[Problem]:
+    bodies = [f.body for f in functions(code)] if is_header else [(0, len(code))]
+    for begin, end in bodies:
+        for match in re.finditer(r"\bstatic\b(?!_)", code[begin:end]):
+            yield _problem("a static variable of a function", code, begin + match.start())

@@ -1,0 +1,268 @@
+"""Launches on buffers of bytes: compiled programs, the processes that they run in, and what these report."""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import functools
+import mmap
+import os
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import toolchain
+from .toolchain import CompileError
+from .translation import entry
+
+THREADGROUP_BYTES = 32 * 1024
+MAX_THREADS = 1024
+MAX_BUFFERS = 31
+SECONDS = 120
+
+
+class EmulatorError(RuntimeError):
+    """What a kernel did that it must not do, with the thread and, where known, the line."""
+
+
+class Program:
+    """A compiled kernel, ready to launch on buffers.
+
+    Args:
+        name: for messages.
+        text: the translation unit, with a kernel function in it.
+        instance: the kernel to run, with its template arguments.
+        parameters: the text between the parentheses of its declaration.
+        include: folders of further headers.
+        strict, bfloat_arithmetic: see `toolchain.compile_library`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        instance: str,
+        parameters: str,
+        include: tuple[Path, ...] = (),
+        strict: bool = True,
+        bfloat_arithmetic: bool = True,
+    ):
+        self.name = name
+        unit = f'{text}\n#line 1 "emulator"\n{entry(instance, parameters)}'
+        try:
+            self.library = toolchain.compile_library(
+                unit, include=include, strict=strict, bfloat_arithmetic=bfloat_arithmetic
+            )
+        except CompileError as error:
+            raise CompileError(f"kernel `{name}` doesn't compile:\n{error}") from None
+        toolchain.runtime()
+        loaded = ctypes.CDLL(str(self.library))
+        self._loaded = loaded
+        span = (ctypes.c_ulong * 2)()
+        loaded.emulator_range(span)
+        self.code = (span[0], span[1])
+        self.entry = ctypes.cast(loaded.emulator_entry, ctypes.c_void_p).value
+        self.has_atomics = "atomic" in text.split("mlx_prelude.h", 1)[-1]
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("data", ctypes.c_void_p),
+        ("size", ctypes.c_ulong),
+        ("is_output", ctypes.c_int),
+        ("is_initialised", ctypes.c_int),
+        ("written", ctypes.c_void_p),
+    )
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("entry", ctypes.c_void_p),
+        ("buffers", ctypes.POINTER(_Buffer)),
+        ("n_buffers", ctypes.c_uint),
+        ("grid", ctypes.c_uint * 3),
+        ("threadgroup", ctypes.c_uint * 3),
+        ("seed", ctypes.c_ulong),
+        ("schedule", ctypes.c_int),
+        ("seconds", ctypes.c_uint),
+        ("threadgroup_bytes", ctypes.c_uint),
+        ("code_begin", ctypes.c_ulong),
+        ("code_end", ctypes.c_ulong),
+    )
+
+
+_ERROR_BYTES = 4096
+_launches: collections.Counter[str] = collections.Counter()
+
+
+def _seed() -> int:
+    """Of this launch: within a test run drawn from its seed, the test and the launch's number in it."""
+    run = os.environ.get("AFM_TEST_SEED")
+    if not run:
+        return random.getrandbits(48)
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    _launches[test] += 1
+    return random.Random(f"{run} {test} {_launches[test]}").getrandbits(48)
+
+
+class Output:
+    """An output buffer: its bytes before a launch (None: nothing was written), and its size."""
+
+    def __init__(self, name: str, size: int, initial: bytes | None = None):
+        self.name, self.size, self.initial = name, size, initial
+
+
+def run(
+    program: Program,
+    buffers: Sequence[tuple[str, bytes] | Output],
+    grid: tuple[int, int, int],
+    threadgroup: tuple[int, int, int],
+    *,
+    seed: int | None = None,
+    schedules: int = 2,
+) -> list[np.ndarray]:
+    """Bytes of the outputs of a launch, in the order of `buffers`, as uint8 arrays.
+
+    Raises:
+        EmulatorError: at the first thing that a kernel must not do, or when two schedules disagree.
+    """
+    _check_launch(program.name, buffers, grid, threadgroup)
+    seed = _seed() if seed is None else seed
+    with ThreadPoolExecutor(schedules) as pool:
+        runs = list(
+            pool.map(
+                lambda s: _run_once(program, buffers, grid, threadgroup, seed, s), range(schedules)
+            )
+        )
+    for error, _ in runs:
+        if error:
+            raise EmulatorError(
+                f"kernel `{program.name}`: {_with_line(program, error)} [seed {seed}]"
+            )
+    results = [outputs for _, outputs in runs]
+    if not program.has_atomics:
+        for other in results[1:]:
+            _compare(
+                program.name, [b for b in buffers if isinstance(b, Output)], results[0], other, seed
+            )
+    return [data for data, _ in results[0]]
+
+
+def _check_launch(
+    name: str, buffers: Sequence[Any], grid: Sequence[int], threadgroup: Sequence[int]
+) -> None:
+    if len(grid) != 3 or len(threadgroup) != 3 or min(*grid, *threadgroup) < 1:
+        raise EmulatorError(
+            f"kernel `{name}`: grid {grid} and threadgroup {threadgroup} must be three positive integers each"
+        )
+    if int(np.prod(threadgroup)) > MAX_THREADS:
+        raise EmulatorError(
+            f"kernel `{name}`: {int(np.prod(threadgroup))} threads in a threadgroup, at most {MAX_THREADS} run"
+        )
+    if len(buffers) > MAX_BUFFERS:
+        raise EmulatorError(
+            f"kernel `{name}`: {len(buffers)} buffers, Metal binds at most {MAX_BUFFERS}"
+        )
+
+
+def _run_once(
+    program: Program,
+    buffers: Sequence[tuple[str, bytes] | Output],
+    grid: Sequence[int],
+    threadgroup: Sequence[int],
+    seed: int,
+    schedule: int,
+) -> tuple[str, list[tuple[np.ndarray, np.ndarray]]]:
+    """One run in a forked process: its error, or the outputs' bytes and which of them were written."""
+    outputs = [b for b in buffers if isinstance(b, Output)]
+    # Shared with the forked process, which writes its report and the outputs there.
+    shared = mmap.mmap(-1, _ERROR_BYTES + sum(2 * b.size for b in outputs))
+    memory = np.frombuffer(shared, np.uint8)
+    base, offset = memory.ctypes.data, _ERROR_BYTES
+    table, results, keep = (_Buffer * len(buffers))(), [], []
+    for slot, b in zip(table, buffers, strict=True):
+        if isinstance(b, Output):
+            slot.name, slot.size, slot.is_output = b.name.encode(), b.size, 1
+            slot.data, slot.written = base + offset, base + offset + b.size
+            if b.initial is not None:
+                memory[offset : offset + b.size] = np.frombuffer(b.initial, np.uint8)
+                slot.is_initialised = 1
+            results.append((offset, b.size))
+            offset += 2 * b.size
+        else:
+            name, data = b
+            held = ctypes.c_char_p(data)
+            keep.append(held)
+            slot.name, slot.size = name.encode(), len(data)
+            slot.data = ctypes.cast(held, ctypes.c_void_p)
+    launch = _Launch(
+        name=program.name.encode(),
+        entry=program.entry,
+        buffers=table,
+        n_buffers=len(buffers),
+        grid=tuple(grid),
+        threadgroup=tuple(threadgroup),
+        seed=seed,
+        schedule=schedule,
+        seconds=SECONDS,
+        threadgroup_bytes=THREADGROUP_BYTES,
+        code_begin=program.code[0],
+        code_end=program.code[1],
+    )
+    failed = toolchain.runtime().emulator_run(
+        ctypes.byref(launch), ctypes.c_void_p(base), ctypes.c_ulong(_ERROR_BYTES)
+    )
+    if failed:
+        return memory[:_ERROR_BYTES].tobytes().split(b"\0", 1)[0].decode(errors="replace"), []
+    return "", [
+        (memory[o : o + n].copy(), memory[o + n : o + 2 * n].astype(bool)) for o, n in results
+    ]
+
+
+def _compare(
+    name: str,
+    outputs: Sequence[Output],
+    first: Sequence[tuple[np.ndarray, np.ndarray]],
+    second: Sequence[tuple[np.ndarray, np.ndarray]],
+    seed: int,
+) -> None:
+    """Two schedules must write the same bytes with the same values."""
+    for output, (a, in_a), (b, in_b) in zip(outputs, first, second, strict=True):
+        differs = (in_a != in_b) | (in_a & (a != b))
+        if differs.any():
+            at = int(differs.argmax())
+            raise EmulatorError(
+                f"kernel `{name}`: two schedules give different results: {int(differs.sum())} bytes of output "
+                f"`{output.name}`, the first at byte {at} of {output.size}. It uses memory that nothing wrote, "
+                f"or depends on the order of threads [seed {seed}]"
+            )
+
+
+@functools.lru_cache(256)
+def _line_of(library: Path, offset: int) -> str:
+    tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
+    if tool is None:
+        return ""
+    done = subprocess.run([tool, "-e", str(library), hex(offset)], capture_output=True, text=True)
+    place = done.stdout.strip().split(" ")[0]
+    return "" if place.startswith("?") or not place else f"({Path(place).name})"
+
+
+def _with_line(program: Program, message: str) -> str:
+    """Replace the address of an access by its line, where a tool that knows lines is installed."""
+    found = re.search(r" ?@(0x[0-9a-f]+)", message)
+    if not found:
+        return message
+    address = int(found[1], 16)
+    begin, end = program.code
+    place = _line_of(program.library, address - begin - 1) if begin <= address < end else ""
+    return message.replace(found.group(), f" {place}" if place else "")

@@ -1,0 +1,84 @@
+// What a kernel's code calls in the emulator; `runtime.cpp` implements it, outside the checks of memory.
+#pragma once
+
+namespace emulator {
+
+typedef unsigned long uptr;
+
+/// A place in the kernel's text: what a collective or a barrier is known by.
+struct Site {
+  const char* file;
+  unsigned line, column;
+
+  static constexpr Site here(
+      const char* file = __builtin_FILE(),
+      unsigned line = __builtin_LINE(),
+      unsigned column = __builtin_COLUMN()) {
+    return {file, line, column};
+  }
+};
+
+/// Combines the arguments of all lanes that exist, once every one of them has arrived.
+typedef void (*Resolve)(void** arguments, unsigned lanes);
+
+/// The attributes of one thread, under the names of the language.
+struct Thread {
+  unsigned thread_position_in_grid[3];
+  unsigned thread_position_in_threadgroup[3];
+  unsigned threadgroup_position_in_grid[3];
+  unsigned threadgroups_per_grid[3];
+  unsigned threads_per_grid[3];
+  unsigned threads_per_threadgroup[3];
+  unsigned dispatch_threads_per_threadgroup[3];
+  unsigned grid_size[3];
+  unsigned grid_origin[3];
+  unsigned thread_index_in_threadgroup[1];
+  unsigned thread_index_in_simdgroup[1];
+  unsigned thread_index_in_quadgroup[1];
+  unsigned simdgroup_index_in_threadgroup[1];
+  unsigned quadgroup_index_in_threadgroup[1];
+  unsigned simdgroups_per_threadgroup[1];
+  unsigned quadgroups_per_threadgroup[1];
+  unsigned dispatch_simdgroups_per_threadgroup[1];
+  unsigned dispatch_quadgroups_per_threadgroup[1];
+  unsigned thread_execution_width[1];
+  unsigned threads_per_simdgroup[1];
+};
+
+typedef void (*Entry)(const Thread*, void** buffers);
+
+struct Buffer {
+  const char* name;
+  void* data;  // the caller's memory: read for an input, written for an output
+  uptr size;
+  int is_output;
+  int is_initialised;  // an output with a first value
+  unsigned char* written;  // for outputs: 1 where the kernel wrote, one entry per byte
+};
+
+struct Launch {
+  const char* name;
+  Entry entry;
+  Buffer* buffers;
+  unsigned n_buffers;
+  unsigned grid[3], threadgroup[3];
+  unsigned long seed;
+  int schedule;  // which of the runs: sets poison and the buffers' placement
+  unsigned seconds;  // before a kernel that doesn't end is stopped
+  unsigned threadgroup_bytes;  // the most that a kernel may declare
+  uptr code_begin, code_end;  // of the kernel's library, for its tables
+};
+
+extern "C" {
+/// Run a kernel in a process of its own; 0, or 1 with what went wrong in `error`.
+int emulator_run(Launch* launch, char* error, uptr error_size);
+void emulator_collective(const char* name, Site site, void* argument, Resolve resolve);
+void emulator_barrier(const char* name, Site site, unsigned memory);
+void* emulator_threadgroup_variable(int id, const char* name, uptr size);
+void emulator_access(const volatile void* address, uptr size, int is_write, int is_atomic);
+/// Index of the running thread in its simdgroup.
+unsigned emulator_lane();
+[[noreturn]] void emulator_fail(const char* message, Site site);
+}
+
+}  // namespace emulator

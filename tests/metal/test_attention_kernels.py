@@ -1,0 +1,286 @@
+"""Metal kernels around the matrix products, run by the emulator, against float64 NumPy."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx import kernels
+from afm_mlx.kernels import KeyValues, PackedWeight, QueryRope, dispatch, oracle
+from afm_mlx.kernels.metal import attention
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+# Half the distance of neighbouring numbers, relative to them.
+ROUNDOFF = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
+THETA, EPS = 500000.0, 1e-5
+
+
+def draw(rng, shape, dtype=mx.float32, scale=1.0):
+    return mx.array((rng.standard_normal(shape) * scale).astype(np.float32)).astype(dtype)
+
+
+def assert_within(got, wanted, dtype, bound):
+    """`bound` is relative to the largest number, and comes on top of one rounding to `dtype`."""
+    assert got.dtype == dtype
+    assert got.shape == wanted.shape
+    error = np.abs(oracle.float64(got) - wanted).max() / np.abs(wanted).max()
+    assert error <= ROUNDOFF[dtype] + bound
+
+
+# -- RoPE, QK-norm, int8 keys and values
+
+ROPE_CASES = [
+    # batch, length, n_heads, n_kv_heads, head_dim
+    *(((1, 1, 16, 2, 128), dtype) for dtype in DTYPES),  # the 3B
+    ((2, 3, 4, 2, 64), mx.float32),
+    ((3, 2, 3, 1, 12), mx.bfloat16),
+    ((1, 1, 1, 1, 2), mx.float16),  # fewer than 8 numbers in every weight
+    ((9, 1, 2, 2, 6), mx.float32),  # 8 rows or more lie in another address space
+    ((1, 2, 2, 1, 256), mx.bfloat16),
+]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize(("case", "dtype"), ROPE_CASES, ids=str)
+def test_rope_norm_quantize(metal, rng, ragged, case, dtype):
+    batch, length, n_heads, n_kv_heads, head_dim = case
+    qkv = draw(rng, (batch, length, (n_heads + 2 * n_kv_heads) * head_dim), dtype)
+    weights = [draw(rng, (head_dim,), dtype) for _ in range(2)]
+    scales = tuple(mx.array(s, mx.float32) for s in rng.uniform(0.01, 0.03, 2))
+    positions = rng.integers(0, 4096, batch).astype(np.int32)
+    offset = mx.array(positions) if ragged else int(positions[0])
+    arguments = (qkv, *weights, offset, scales, n_kv_heads, THETA, EPS)
+    got = kernels.rope_norm_quantize(*arguments)
+    wanted = oracle.rope_norm_quantize(*arguments)
+    # An angle is off by a float32 rounding of its frequency and one of the product, at 4,096.
+    angles = 4 * 4096 * 2.0**-24
+    assert_within(got[0], wanted[0], dtype, angles)
+    for codes, exact in zip(got[1:], wanted[1:], strict=True):
+        assert codes.dtype == mx.int8
+        assert codes.shape == exact.shape
+        assert np.abs(oracle.float64(codes) - exact).max() <= 0.5 + 128 * angles
+
+
+def test_codes_are_rounded_half_to_even_and_clamped(metal):
+    dtype = mx.bfloat16
+    exact = [0.125, 0.375, -0.125, -0.375, 31.75, 40.0, -32.0, -40.0]
+    qkv = mx.array([0.0] * 16 + exact).astype(dtype).reshape(1, 1, 24)
+    one = mx.ones((8,), dtype)
+    scale = mx.array(0.25)
+    _, keys, values = kernels.rope_norm_quantize(qkv, one, one, 3, (scale, scale), 1, THETA, EPS)
+    assert keys.flatten().tolist() == [0] * 8
+    assert values.flatten().tolist() == [0, 2, 0, -2, 127, 127, -128, -128]
+
+
+def test_many_tokens_are_those_one_by_one(metal, rng):
+    qkv, weight = draw(rng, (2, 4, 8 * 16)), draw(rng, (16,))
+    offset = mx.array(rng.integers(0, 100, 2).astype(np.int32))
+    scales = (mx.array(0.02), mx.array(0.02))
+    together = kernels.rope_norm_quantize(qkv, weight, weight, offset, scales, 2, THETA, EPS)
+    for t in range(4):
+        alone = kernels.rope_norm_quantize(
+            qkv[:, t : t + 1], weight, weight, offset + t, scales, 2, THETA, EPS
+        )
+        for whole, part in zip(together, alone, strict=True):
+            assert mx.array_equal(whole[:, :, t : t + 1], part)
+
+
+# -- attention of one new token per row
+
+LONG = attention.SINGLE_PASS + 1  # columns that take two passes
+
+ATTENTION_CASES = [
+    # batch, n_heads, n_kv_heads, capacity, head_dim
+    *(((1, 16, 2, 96, 128), dtype) for dtype in DTYPES),  # the 3B
+    ((3, 4, 2, 40, 64), mx.bfloat16),  # the embedded model
+    ((2, 3, 1, 33, 12), mx.float32),
+    ((1, 5, 5, 7, 4), mx.float16),
+    ((1, 6, 1, 25, 256), mx.float32),
+    ((9, 2, 1, 9, 36), mx.bfloat16),  # 8 rows or more lie in another address space
+    ((1, 1, 1, 2, 4), mx.float32),
+    *(((1, 8, 1, LONG, 128), dtype) for dtype in DTYPES),
+    ((2, 3, 1, LONG + 500, 12), mx.float32),
+    ((1, 2, 1, LONG + 7, 256), mx.bfloat16),
+]
+
+
+def draw_attention(rng, case, dtype, lengths=None):
+    """Queries, int8 keys and values, and lengths; columns past a row's length hold the largest codes."""
+    batch, n_heads, n_kv_heads, capacity, head_dim = case
+    queries = draw(rng, (batch, n_heads, 1, head_dim), dtype)
+    codes = rng.integers(-128, 128, (2, batch, n_kv_heads, capacity, head_dim))
+    if lengths is None:
+        # The shortest row, the longest, and what lies between.
+        lengths = [1, capacity, *rng.integers(1, capacity + 1, batch)][:batch]
+        lengths = [int(rng.integers(1, capacity + 1))] if batch == 1 else lengths
+    for row, length in enumerate(lengths):
+        codes[:, row, :, length:] = 127
+    scales = (mx.array(s, mx.float32) for s in rng.uniform(0.01, 0.03, 2))
+    kv = KeyValues(*map(mx.array, codes.astype(np.int8)), *scales)
+    return queries, kv, mx.array(np.array(lengths, dtype=np.int32))
+
+
+def attention_bound(queries, kv):
+    """A float32 score is off by its size times some roundings, and softmax makes that relative."""
+    norms = np.linalg.norm(oracle.float64(queries), axis=-1).max() * float(kv.key_scale.item())
+    score = norms * 128  # the longest key has sqrt(head_dim) * 128 codes
+    return (8 + score) * 2.0**-21
+
+
+@pytest.mark.parametrize(("case", "dtype"), ATTENTION_CASES, ids=str)
+def test_decode_attention(metal, rng, case, dtype):
+    queries, kv, lengths = draw_attention(rng, case, dtype)
+    got = kernels.decode_attention(queries, kv, lengths)
+    wanted = oracle.decode_attention(queries, kv, lengths)
+    assert_within(got, wanted, dtype, attention_bound(queries, kv))
+
+
+@pytest.mark.parametrize(("case", "dtype"), ATTENTION_CASES[2:-1:2], ids=str)
+def test_decode_attention_of_raw_queries(metal, rng, case, dtype):
+    queries, kv, lengths = draw_attention(rng, case, dtype)
+    rope = QueryRope(draw(rng, case[-1:], dtype), THETA, EPS)
+    got = kernels.decode_attention(queries, kv, lengths, rope)
+    wanted = oracle.decode_attention(queries, kv, lengths, rope)
+    turned = oracle.float64(rope.weight) * np.ones(case[-1])
+    angles = 4 * case[3] * 2.0**-24 * 128 * float(kv.key_scale.item()) * np.linalg.norm(turned)
+    bound = attention_bound(mx.array(turned.astype(np.float32)), kv)
+    assert_within(got, wanted, dtype, bound + angles)
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+def test_every_size_of_a_group(metal, rng, group):
+    for capacity in (24, LONG):
+        queries, kv, lengths = draw_attention(rng, (1, 2 * group, 2, capacity, 12), mx.float32)
+        got = kernels.decode_attention(queries, kv, lengths)
+        wanted = oracle.decode_attention(queries, kv, lengths)
+        assert_within(got, wanted, mx.float32, attention_bound(queries, kv))
+
+
+@pytest.mark.parametrize("capacity", [48, LONG])
+def test_columns_past_the_length_are_never_looked_at(metal, rng, capacity):
+    case = (3, 3, 1, capacity, 12)
+    queries, kv, lengths = draw_attention(rng, case, mx.float32, lengths=[1, 17, 40])
+    outside = mx.arange(capacity)[:, None] >= lengths[:, None, None, None]
+    others = [mx.where(outside, mx.array(rng.integers(-128, 128), mx.int8), x) for x in kv[:2]]
+    got = kernels.decode_attention(queries, kv, lengths)
+    again = kernels.decode_attention(queries, KeyValues(*others, *kv[2:]), lengths)
+    assert mx.array_equal(got, again)
+
+
+@pytest.mark.parametrize("capacity", [64, LONG])
+def test_large_scores_overflow_nothing(metal, rng, capacity):
+    queries, kv, lengths = draw_attention(rng, (1, 3, 1, capacity, 12), mx.float32, lengths=[50])
+    queries = queries * 1000  # scores of some 10,000: one key gets all the weight
+    got = kernels.decode_attention(queries, kv, lengths)
+    wanted = oracle.decode_attention(queries, kv, lengths)
+    assert_within(got, wanted, mx.float32, attention_bound(queries, kv))
+
+
+def test_the_best_key_in_the_last_of_many_ranges(metal, rng):
+    capacity = 40 * attention.SPLIT  # more ranges than a simdgroup has lanes
+    case = (1, 1, 1, capacity, 4)
+    assert attention.plan(*case).splits == 40
+    queries, kv, lengths = draw_attention(rng, case, mx.float32, lengths=[capacity])
+    keys = np.array(kv.keys) // 2
+    keys[0, 0, -1] = np.where(np.array(queries[0, 0, 0]) > 0, 127, -128)
+    kv = kv._replace(keys=mx.array(keys))
+    for size in (0.1, 1000):  # all keys share the weight, or one has it
+        got = kernels.decode_attention(queries * size, kv, lengths)
+        wanted = oracle.decode_attention(queries * size, kv, lengths)
+        assert_within(got, wanted, mx.float32, attention_bound(queries * size, kv))
+
+
+@pytest.mark.parametrize("head_dim", range(4, 257, 4))
+def test_the_plan_covers_every_head_size(head_dim):
+    for batch, group, capacity in itertools.product((1, 8, 64), (1, 3, 8), (256, 1280, 65536)):
+        work = attention.plan(batch, 2 * group, 2, capacity, head_dim)
+        assert group % work.heads == 0
+        assert work.heads <= 4
+        assert 32 % work.lanes == 0
+        assert work.lanes * work.units * 4 >= head_dim
+        assert work.heads * work.units * 4 <= 32  # registers for queries, and as many for sums
+        assert 1 <= work.splits <= attention.MAX_SPLITS
+
+
+# -- embedding
+
+EMBEDDING_FORMATS = [
+    (mode, granularity)
+    for mode, granularities in (
+        ("balanced", ("tensor", "row", "group")),
+        ("affine", ("tensor", "row", "group")),
+        ("palette", ("table",)),
+    )
+    for granularity in granularities
+]
+
+
+def draw_packed(rng, bits, mode, granularity, n=12, k=96, group=24, column_scale=False):
+    codes = mx.array(rng.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32))
+    shape = {"tensor": (), "row": (n,), "group": (n, k // group), "table": None}[granularity]
+    column = mx.array(rng.uniform(0.5, 2, k).astype(np.float32)) if column_scale else None
+    if mode == "palette":
+        table = draw(rng, (4, 2**bits))
+        return PackedWeight(codes, bits, mode, table=table, column_scale=column)
+    scales = mx.array(rng.uniform(0.01, 1, shape).astype(np.float32))
+    biases = draw(rng, shape) if mode == "affine" else None
+    return PackedWeight(codes, bits, mode, scales, biases, column_scale=column)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("mode", "granularity"), EMBEDDING_FORMATS)
+@pytest.mark.parametrize("column_scale", [False, True])
+def test_packed_embedding(metal, rng, bits, mode, granularity, column_scale):
+    weight = draw_packed(rng, bits, mode, granularity, column_scale=column_scale)
+    dtype = {2: mx.float32, 4: mx.bfloat16, 8: mx.float16}[bits]
+    for shape in ((1, 1), (3,)):
+        tokens = mx.array(rng.integers(0, weight.out_dims, shape).astype(np.int32))
+        got = kernels.packed_embedding(tokens, weight, dtype)
+        wanted = oracle.packed_embedding(tokens, weight, dtype)
+        assert_within(got, wanted, dtype, 2.0**-22)
+
+
+@pytest.mark.parametrize(
+    ("index", "dtype"), [(mx.int32, mx.float32), (mx.uint32, mx.bfloat16), (mx.int64, mx.float16)]
+)
+def test_packed_embedding_of_many_wide_rows(metal, rng, index, dtype):
+    weight = draw_packed(rng, 4, "affine", "group", n=40, k=2208, group=32)
+    weight = weight._replace(scales=weight.scales.astype(dtype), biases=weight.biases.astype(dtype))
+    tokens = mx.array(rng.integers(0, 40, (2, 5))).astype(index)  # 8 or more lie elsewhere
+    wanted = oracle.packed_embedding(tokens, weight, dtype)
+    got = kernels.packed_embedding(tokens, weight, dtype)
+    assert_within(got, wanted, dtype, 2.0**-22)
+
+
+def test_packed_embedding_of_a_matrix_of_one_row(metal, rng):
+    for mode, granularity in EMBEDDING_FORMATS:
+        weight = draw_packed(rng, 8, mode, granularity, n=1, k=4, group=4)
+        if weight.table is not None:
+            weight = weight._replace(table=weight.table[:1])
+        tokens = mx.array([0, 0])
+        wanted = oracle.packed_embedding(tokens, weight, mx.float32)
+        got = kernels.packed_embedding(tokens, weight, mx.float32)
+        assert_within(got, wanted, mx.float32, 2.0**-22)
+
+
+# -- what they can't run
+
+
+@pytest.mark.parametrize(
+    ("op", "case", "says"),
+    [
+        ("rope_norm_quantize", {"head_dim": 13}, "even head sizes up to 256, not 13"),
+        ("rope_norm_quantize", {"head_dim": 258}, "not 258"),
+        ("decode_attention", {"head_dim": 30, "capacity": 256}, "4 divides up to 256, not 30"),
+        ("decode_attention", {"head_dim": 260, "capacity": 256}, "not 260"),
+        ("decode_attention", {"head_dim": 4, "capacity": 1}, "8 codes or more"),
+        ("decode_attention", {"head_dim": 64, "capacity": 9, "dtype": mx.int8}, "int8"),
+        ("packed_embedding", {"dtype": mx.int32}, "int32"),
+        ("packed_embedding", {"rows": 0}, "one row at least"),
+    ],
+)
+def test_obstacles(op, case, says):
+    case = dispatch.Case(**{"device": "gpu", "dtype": mx.float32, "rows": 1, **case})
+    (variant,) = (v for v in attention.VARIANTS if v.op == op)
+    assert says in (variant.obstacle(case) or "")

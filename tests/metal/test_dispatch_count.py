@@ -1,0 +1,229 @@
+"""What a decoded token costs on Metal, counted in the traced graph."""
+
+import functools
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from afm_mlx import fusion, kernels
+from afm_mlx.config import PRESETS, ModelConfig
+from afm_mlx.kernels import (
+    KeyValues,
+    LowRank,
+    PackedWeight,
+    QueryRope,
+    packed_matmul,
+    packed_swiglu,
+)
+from afm_mlx.kernels.metal import attention
+from afm_mlx.model import Model
+from afm_mlx.packed import PackedEmbedding, PackedLinear
+from afm_mlx.quantization import replace_modules
+from tests.tools.graph import count_dispatches, decode_cost
+
+ARRAY = mx.zeros((4, 6))
+
+
+@pytest.mark.parametrize(
+    ("function", "dispatches"),
+    [
+        (lambda x: x + 1, 1),
+        (lambda x: x.astype(mx.float16), 1),
+        (lambda x: x.astype(mx.float32), 0),  # it is float32
+        (lambda x: x.T, 0),
+        (lambda x: x.T.reshape(-1), 1),  # the order changes, so numbers have to move
+        (lambda x: x.reshape(2, 2, 6).swapaxes(0, 1), 0),
+        (lambda x: x[:1].swapaxes(0, 1).reshape(-1), 0),  # an axis of 1 has no order
+        (lambda x: x[:, None, :2], 0),
+        (lambda x: x.split(2, axis=1)[1].reshape(-1), 1),
+        (lambda x: x.split(2, axis=0)[1].reshape(-1), 0),
+        (lambda x: mx.concatenate([x, x, x]), 3),
+        (lambda x: mx.pad(x, 1), 2),
+        (lambda x: mx.fast.rms_norm(x, None, 1e-5), 1),
+        (lambda x: mx.softmax(x @ x.T, axis=-1), 2),
+        (lambda x: mx.argmax(x, axis=-1), 1),
+        (lambda x: x[mx.array([1, 2])], 1),
+        (lambda x: mx.slice_update(x, mx.ones((1, 6)), mx.array([0]), axes=[0]), None),
+    ],
+)
+def test_rules_of_the_count(function, dispatches):
+    if dispatches is None:
+        with pytest.raises(NotImplementedError, match="no rule says what DynamicSliceUpdate costs"):
+            count_dispatches(function, ARRAY)
+    else:
+        assert count_dispatches(function, ARRAY).dispatches == dispatches
+
+
+def test_a_write_takes_over_a_buffer_that_nobody_else_reads():
+    def write(x, row, keep):
+        old = x * 2 if keep else None
+        x[1:2] = row
+        return x if old is None else (x, old)
+
+    row = mx.zeros((1, 6))
+    assert count_dispatches(lambda x, row: write(x, row, False), ARRAY, row).dispatches == 1
+    cost = count_dispatches(lambda x, row: write(x, row, True), ARRAY, row)
+    assert cost.kernels == {"Multiply": 1, "SliceUpdate": 2}
+
+
+def test_bytes_are_those_of_stored_arrays_once_per_reader():
+    stored = mx.zeros((10, 6))
+    nbytes = stored.nbytes
+
+    def read(function):
+        return count_dispatches(function, ARRAY, stored).bytes_read - ARRAY.nbytes
+
+    assert read(lambda x, w: x @ w.T) == nbytes
+    assert read(lambda x, w: (x @ w.T) @ w) == 2 * nbytes
+    assert read(lambda x, w: x @ w[:5].T) == nbytes // 2
+    assert read(lambda x, w: x + w[mx.array([3])]) == 6 * 4 + 4  # a row and its index
+    assert read(lambda x, w: x + w[0, 0]) == 4
+
+
+def qkv_heads(head_dim, n_heads, n_kv_heads, capacity, dtype=mx.bfloat16):
+    """A fused projection's result, a norm's weight, KV buffers, and lengths."""
+    buffer = mx.zeros((1, n_kv_heads, capacity, head_dim), mx.int8)
+    width = (n_heads + 2 * n_kv_heads) * head_dim
+    weight = mx.zeros((head_dim,), dtype)
+    return mx.zeros((1, 1, width), dtype), weight, buffer, buffer * 1, mx.array([5], mx.int32)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "passes"), [(attention.SINGLE_PASS, 1), (attention.SINGLE_PASS + 1, 2)]
+)
+def test_attention_of_a_writing_block(capacity, passes):
+    def block(qkv, weight, keys, values, lengths):
+        scales = mx.array(0.1), mx.array(0.1)
+        q, k, v = kernels.rope_norm_quantize(qkv, weight, weight, 4, scales, 2, 1e4, 1e-5)
+        keys[:, :, 4:5], values[:, :, 4:5] = k, v
+        y = kernels.decode_attention(q, KeyValues(keys, values, *scales), lengths)
+        return y.swapaxes(1, 2).reshape(1, 1, -1), keys, values
+
+    inputs = qkv_heads(128, 16, 2, capacity)
+    cost = count_dispatches(block, *inputs)
+    # RoPE and norm and codes; two writes; attention.
+    assert cost.dispatches == 1 + 2 + passes
+    assert inputs[2].nbytes * 2 <= cost.bytes_read <= inputs[2].nbytes * 2 + 8192
+
+
+def test_attention_of_a_reuse_block_turns_its_queries_itself():
+    def block(qkv, weight, keys, values, lengths):
+        kv = KeyValues(keys, values, mx.array(0.1), mx.array(0.1))
+        queries = qkv[..., : 16 * 128].reshape(1, 1, 16, 128).swapaxes(1, 2)
+        y = kernels.decode_attention(queries, kv, lengths, QueryRope(weight, 1e4, 1e-5))
+        return y.swapaxes(1, 2).reshape(1, 1, -1)
+
+    assert count_dispatches(block, *qkv_heads(128, 16, 2, 512)).kernels == {
+        "afm_attention_decode": 1
+    }
+
+
+def test_an_embedding_reads_the_rows_it_returns():
+    words = mx.zeros((1000, 256), mx.uint32)
+    weight = PackedWeight(words, 4, "balanced", mx.ones((1000,)))
+
+    def embed(tokens, codes, scales):
+        packed = weight._replace(codes=codes, scales=scales)
+        return kernels.packed_embedding(tokens, packed, mx.bfloat16)
+
+    cost = count_dispatches(embed, mx.array([[3]]), weight.codes, weight.scales)
+    assert cost.kernels == {"afm_embedding": 1}
+    assert cost.bytes_read < 20 * 1024
+
+
+# -- the whole model
+
+
+def packed_shapes(config: ModelConfig) -> Model:
+    """A model with 2-bit rows and a 4-bit embedding, in bfloat16, of arrays that are never computed."""
+
+    def packed(matrix: mx.array, bits: int) -> PackedWeight:
+        rows, columns = matrix.shape
+        words = mx.zeros((rows, columns * bits // 32), mx.uint32)
+        return PackedWeight(words, bits, "balanced", mx.zeros((rows,)))
+
+    model, layers = Model(config), []
+    for path, module in model.named_modules():
+        if type(module) is nn.Linear:
+            layers.append((path, PackedLinear(packed(module.weight, 2))))
+        elif type(module) is nn.Embedding:
+            layers.append((path, PackedEmbedding(packed(module.weight, 4), mx.bfloat16)))
+        elif isinstance(module, nn.RMSNorm):
+            module.weight = mx.zeros(module.weight.shape, mx.bfloat16)
+    replace_modules(model, layers)
+    return model.eval()
+
+
+def filled_cache(model: Model, capacity: int) -> list:
+    """A cache that has room for the next token."""
+    config, cache = model.args, model.make_cache()
+    shape = (1, config.num_kv_heads, capacity, config.head_dim)
+    for entry in cache[: len(model.model.layers)]:
+        entry.keys, entry.values = mx.zeros(shape, mx.int8), mx.zeros(shape, mx.int8)
+        entry._lengths = [capacity - 1]
+    return cache
+
+
+@pytest.mark.parametrize(
+    "run",
+    [Model.__call__, Model.greedy],
+    ids=["logits", "greedy"],
+)
+def test_a_token_of_the_3b(run):
+    model = packed_shapes(PRESETS["afm-3b"])
+    token = mx.zeros((1, 1), mx.int32)
+    short = decode_cost(model, run, token, filled_cache(model, 512))
+    assert short.dispatches <= 430
+    assert short.bytes_read <= 0.90e9
+    assert set(short.kernels) - {"SliceUpdate"} == {
+        k for k in short.kernels if k.startswith("afm_")
+    }
+    # A long context splits the keys of every block, which takes a second pass.
+    long = decode_cost(model, run, token, filled_cache(model, 4096))
+    assert long.dispatches == short.dispatches + model.args.num_layers
+    keys_and_values = 2 * 2 * 128 * model.args.num_layers  # bytes per column
+    longer = (4096 - 512) * keys_and_values
+    assert long.bytes_read - short.bytes_read == pytest.approx(longer, rel=1e-4)
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32])
+def test_a_token_of_the_3b_with_an_adapter(monkeypatch, rank):
+    config = PRESETS["afm-3b"]
+    qkv = tuple(config.head_dim * n for n in (16, 18, 20))  # ends of queries, keys, values
+
+    @functools.cache
+    def adapter(rows: int, columns: int) -> LowRank:
+        sections = qkv if rows == qkv[-1] else (rows,)
+        a = mx.zeros((1, len(sections) * rank, columns), mx.bfloat16)
+        b = mx.zeros((1, rows, rank), mx.bfloat16)
+        slots = mx.zeros((1,), mx.int32)
+        mx.eval(a, b, slots)
+        return LowRank(a, b, slots, sections)
+
+    def of(weight: PackedWeight) -> LowRank:
+        return adapter(weight.out_dims, weight.in_dims)
+
+    def matmul(x, weight, **options):
+        head = weight.out_dims == config.vocab_size
+        return packed_matmul(x, weight, low_rank=None if head else of(weight), **options)
+
+    def swiglu(x, gate, up, **options):
+        return packed_swiglu(x, gate, up, low_rank=(of(gate), of(up)), **options)
+
+    monkeypatch.setattr(fusion, "packed_matmul", matmul)
+    monkeypatch.setattr(fusion, "packed_swiglu", swiglu)
+    model = packed_shapes(config)
+    cost = decode_cost(model, Model.__call__, mx.zeros((1, 1), mx.int32), filled_cache(model, 512))
+    assert cost.dispatches <= 520
+    assert set(cost.kernels) - {"SliceUpdate"} == {k for k in cost.kernels if k.startswith("afm_")}
+
+
+def test_a_batch_costs_no_more_dispatches_than_a_row():
+    model = packed_shapes(PRESETS["afm-nano"])
+    single = decode_cost(
+        model, Model.__call__, mx.zeros((1, 1), mx.int32), filled_cache(model, 256)
+    )
+    batch = [type(entry).merge([entry] * 3) for entry in filled_cache(model, 256)]
+    together = decode_cost(model, Model.__call__, mx.zeros((3, 1), mx.int32), batch)
+    assert together.dispatches == single.dispatches

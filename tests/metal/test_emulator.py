@@ -1,0 +1,583 @@
+"""The emulator itself: the signature that MLX generates, the language's functions, and seeded faults."""
+
+import os
+import re
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.kernels.metal import runtime as metal_runtime
+from afm_mlx.kernels.metal.runtime import Kernel
+from tests.metal import emulator, machine, toolchain
+from tests.metal.emulator import CompileError, EmulatorError, emulated, metal_kernel
+from tests.metal.signature import ATTRIBUTES, TYPES, generate
+
+_reason = toolchain.why_unavailable()
+pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))
+
+PRELUDE = "uint i = thread_position_in_grid.x; uint lane = thread_index_in_simdgroup; (void)lane;\n"
+
+
+def launch(
+    source,
+    *inputs,
+    n=64,
+    outputs=1,
+    dtype=mx.float32,
+    size=None,
+    template=(),
+    header="",
+    threads=None,
+    **options,
+):
+    """Outputs of a kernel over `n` threads with inputs `a`, `b`, ... and outputs `x`, `y`, ... of `size`."""
+    kernel = metal_kernel(
+        "probe",
+        "abcdefg"[: len(inputs)],
+        "xyz"[:outputs],
+        PRELUDE + source,
+        header=header,
+        **options,
+    )
+    return kernel(
+        inputs=list(inputs),
+        template=list(template),
+        grid=(n, 1, 1),
+        threadgroup=(threads or n, 1, 1),
+        output_shapes=[(n if size is None else size,)] * outputs,
+        output_dtypes=[dtype] * outputs,
+    )
+
+
+def draw(rng, *shape) -> mx.array:
+    return mx.array(rng.standard_normal(shape).astype(np.float32))
+
+
+# ---- signature ----------------------------------------------------------------------------------------------
+
+
+def generated_by_mlx(capfd, kernel, inputs, template, dtypes) -> str:
+    """What MLX prints of the text that it would compile, which it does while a function is exported."""
+
+    def call(*arrays):
+        return kernel(
+            inputs=list(arrays),
+            template=list(template),
+            grid=(32, 1, 1),
+            threadgroup=(32, 1, 1),
+            output_shapes=[(4,)] * len(dtypes),
+            output_dtypes=list(dtypes),
+            verbose=True,
+        )
+
+    capfd.readouterr()
+    mx.export_function(lambda event: None, call, *inputs)
+    return re.search(r"```\n(.*?)```", capfd.readouterr().out, re.DOTALL)[1]
+
+
+SOURCES = {
+    "nothing": "x[0] = 0;",
+    "attributes": "\n".join(ATTRIBUTES),
+    "shapes": "a_shape b_strides c_ndim a_ndim b_shape",
+    "prefix": "a_shapes my_thread_position_in_grid_too",
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize(
+    "template",
+    [(), (("T", mx.float16), ("N", 3), ("F", True), ("M", -1))],
+    ids=["plain", "template"],
+)
+@pytest.mark.parametrize(
+    "shapes", [((), (8,), (2, 3)), ((0,), (1,), (7,)), ((2, 4), (), (1, 1, 1))], ids=str
+)
+def test_signature_is_that_of_mlx(capfd, source, atomic, template, shapes):
+    dtypes = (mx.bfloat16, mx.uint32, mx.float16)
+    inputs = [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    outputs = (mx.float32, mx.int8)
+    text = SOURCES[source]
+    options = {"header": "// header\n", "atomic_outputs": atomic}
+    theirs = mx.fast.metal_kernel("probe", ["a", "b", "c"], ["x", "y"], text, **options)
+    printed = generated_by_mlx(capfd, theirs, inputs, template, outputs)
+    full, signature, instance = generate(
+        "probe",
+        text,
+        list(zip("abc", inputs, strict=True)),
+        list(zip("xy", outputs, strict=True)),
+        template,
+        atomic,
+    )
+    ours = f"// header\n{signature}{text}\n}}\n"
+    if template:
+        ours += f'\ntemplate [[host_name("{full}")]] [[kernel]] decltype({instance}) {instance};\n'
+    assert ours.strip() == printed.strip()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_name_of_every_dtype(capfd, dtype):
+    kernel = mx.fast.metal_kernel("probe", ["a"], ["x"], ";")
+    printed = generated_by_mlx(capfd, kernel, [mx.zeros((9,), dtype)], (), [dtype])
+    signature = generate("probe", ";", [("a", mx.zeros((9,), dtype))], [("x", dtype)])[1]
+    assert signature + ";\n}" == printed.strip()
+
+
+def test_where_mlx_ends_its_parameters_too_early_the_text_is_refused():
+    """Shapes, two outputs and no attribute: MLX's own text is broken there, on every machine."""
+    kernel = metal_kernel("probe", ["a"], ["x", "y"], "x[0] = a_ndim; y[0] = a_shape[0];")
+    with pytest.raises(CompileError):
+        kernel(
+            inputs=[mx.zeros(8)],
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(1,), (1,)],
+            output_dtypes=[mx.int32, mx.int32],
+        )
+
+
+# ---- the language -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_sum_over_a_threadgroup(rng, dtype):
+    a = draw(rng, 5, 100).astype(dtype)
+    source = """
+      uint row = threadgroup_position_in_grid.x, t = thread_position_in_threadgroup.x;
+      threadgroup float partial[4];
+      float sum = 0.0f;
+      for (uint k = t; k < K; k += 128) sum += float(a[row * K + k]);
+      sum = simd_sum(sum);
+      if (lane == 0) partial[simdgroup_index_in_threadgroup] = sum;
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      if (t == 0) x[row] = T(partial[0] + partial[1] + partial[2] + partial[3]);
+    """
+    template = (("T", dtype), ("K", 100))
+    got = launch(source, a, n=640, threads=128, size=5, dtype=dtype, template=template)[0]
+    wanted = np.array(a.astype(mx.float32)).astype(np.float64).sum(-1)
+    bound = {mx.float32: 2.0**-20, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}[dtype]
+    assert (
+        np.abs(np.array(got.astype(mx.float32)) - wanted).max()
+        <= bound * np.abs(np.array(a.astype(mx.float32))).sum(-1).max()
+    )
+
+
+SIMD = {
+    "simd_sum(v)": lambda v: np.full(32, v.sum()),
+    "simd_product(v)": lambda v: np.full(32, v.prod()),
+    "simd_max(v)": lambda v: np.full(32, v.max()),
+    "simd_min(v)": lambda v: np.full(32, v.min()),
+    "simd_or(v)": lambda v: np.full(32, np.bitwise_or.reduce(v)),
+    "simd_and(v)": lambda v: np.full(32, np.bitwise_and.reduce(v)),
+    "simd_xor(v)": lambda v: np.full(32, np.bitwise_xor.reduce(v)),
+    "simd_prefix_inclusive_sum(v)": np.cumsum,
+    "simd_prefix_exclusive_sum(v)": lambda v: np.cumsum(v) - v,
+    "simd_shuffle(v, 31 - lane)": lambda v: v[::-1],
+    "simd_shuffle_xor(v, 5)": lambda v: v[np.arange(32) ^ 5],
+    "simd_shuffle_down(v, 3)": lambda v: np.concatenate([v[3:], v[29:]]),
+    "simd_shuffle_up(v, 3)": lambda v: np.concatenate([v[:3], v[:29]]),
+    "simd_shuffle_rotate_down(v, 3)": lambda v: np.roll(v, -3),
+    "simd_shuffle_rotate_up(v, 3)": lambda v: np.roll(v, 3),
+    "simd_shuffle_and_fill_up(v, -v, 2)": lambda v: np.concatenate([-v[30:], v[:30]]),
+    "simd_shuffle_and_fill_down(v, -v, 2)": lambda v: np.concatenate([v[2:], -v[:2]]),
+    "simd_broadcast(v, 7)": lambda v: np.full(32, v[7]),
+    "simd_broadcast_first(v)": lambda v: np.full(32, v[0]),
+    "int(simd_any(v > 900))": lambda v: np.full(32, (v > 900).any()),
+    "int(simd_all(v < 1000))": lambda v: np.full(32, (v < 1000).all()),
+    "int(popcount(uint(ulong(simd_ballot(v > 500)))))": lambda v: np.full(32, (v > 500).sum()),
+    "quad_sum(v)": lambda v: v.reshape(-1, 4).sum(-1).repeat(4),
+    "quad_shuffle_xor(v, 1)": lambda v: v[np.arange(32) ^ 1],
+    "quad_broadcast(v, 2)": lambda v: v[2::4].repeat(4),
+}
+
+
+@pytest.mark.parametrize("call", SIMD)
+def test_simdgroup_functions(rng, call):
+    v = rng.integers(0, 1000, 32).astype(np.int32)
+    if "product" in call:
+        v = np.where(v < 900, 1, v % 8).astype(np.int32)
+    got = launch(f"int v = a[i]; x[i] = {call};", mx.array(v), n=32, dtype=mx.int32)[0]
+    np.testing.assert_array_equal(np.array(got), SIMD[call](v))
+
+
+def test_a_partial_simdgroup_has_the_lanes_that_exist(rng):
+    v = rng.integers(0, 1000, 40).astype(np.int32)
+    source = "x[i] = simd_sum(a[i]); y[i] = int(threads_per_threadgroup.x);"
+    got = launch(source, mx.array(v), n=40, threads=32, outputs=2, dtype=mx.int32)
+    np.testing.assert_array_equal(
+        np.array(got[0]), np.repeat([v[:32].sum(), v[32:].sum()], [32, 8])
+    )
+    np.testing.assert_array_equal(np.array(got[1]), np.repeat([32, 8], [32, 8]))
+
+
+def test_attributes_over_three_axes():
+    source = """
+      uint3 p = thread_position_in_grid, l = thread_position_in_threadgroup, g = threadgroup_position_in_grid;
+      uint at = (p.z * threads_per_grid.y + p.y) * threads_per_grid.x + p.x;
+      bool right = all(p == g * dispatch_threads_per_threadgroup + l) && grid_size.x == threads_per_grid.x;
+      right = right && thread_index_in_threadgroup ==
+          (l.z * threads_per_threadgroup.y + l.y) * threads_per_threadgroup.x + l.x;
+      right = right && thread_index_in_simdgroup == thread_index_in_threadgroup % threads_per_simdgroup;
+      right = right && simdgroup_index_in_threadgroup == thread_index_in_threadgroup / thread_execution_width;
+      right = right && all(threadgroups_per_grid == uint3(2, 2, 1));
+      x[at] = right ? 1 : 0;
+    """
+    kernel = metal_kernel("probe", [], ["x"], source)
+    got = kernel(
+        inputs=[],
+        grid=(9, 7, 2),
+        threadgroup=(8, 4, 2),
+        output_shapes=[(126,)],
+        output_dtypes=[mx.int32],
+    )[0]
+    assert mx.all(got == 1).item()
+
+
+@pytest.mark.parametrize("kind", ["float", "half", "bfloat16_t"])
+@pytest.mark.parametrize("transpose", ["false", "true"])
+def test_simdgroup_matrices(rng, kind, transpose):
+    a, b = (mx.array(rng.integers(-8, 8, (8, 16)).astype(np.float32)) for _ in range(2))
+    source = f"""
+      simdgroup_matrix<{kind}, 8, 8> left, right;
+      simdgroup_float8x8 sum = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      threadgroup {kind} tile[64], other[64];
+      for (uint part = 0; part < 2; ++part) {{
+        for (uint e = lane; e < 64; e += 32) {{
+          tile[e] = {kind}(a[e / 8 * 16 + part * 8 + e % 8]);
+          other[e] = {kind}(b[e / 8 * 16 + part * 8 + e % 8]);
+        }}
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+        simdgroup_load(left, tile, 8);
+        simdgroup_load(right, other, 8, ulong2(0, 0), {transpose});
+        simdgroup_multiply_accumulate(sum, left, right, sum);
+        simdgroup_barrier(mem_flags::mem_threadgroup);
+      }}
+      simdgroup_store(sum, x, 8);
+      uint row = (lane / 16) * 4 + (lane / 2) % 4, column = ((lane / 8) % 2) * 4 + (lane % 2) * 2;
+      y[row * 8 + column] = sum.thread_elements()[0];
+      y[row * 8 + column + 1] = sum.thread_elements()[1];
+    """
+    got = launch(source, a, b, n=32, size=64, outputs=2)
+    left, right = np.array(a), np.array(b)
+    blocks = [right[:, :8], right[:, 8:]]
+    wanted = sum(
+        left[:, 8 * p : 8 * p + 8] @ (blocks[p].T if transpose == "true" else blocks[p])
+        for p in range(2)
+    )
+    for x in got:
+        np.testing.assert_array_equal(np.array(x).reshape(8, 8), wanted)
+
+
+def test_vectors_and_bits(rng):
+    codes = rng.integers(0, 2**32, 64, dtype=np.uint32)
+    source = """
+      uchar4 bytes = as_type<uchar4>(a[i]);
+      float4 f = float4(bytes) + float4(1.0f, 2.0f, float2(3.0f)) * float4(2.0f);
+      half2 h = half2(f.xz);
+      x[i] = dot(f, float4(1.0f)) + float(h.x + h.y) + float(extract_bits(a[i], 3, 5));
+    """
+    got = np.array(launch(source, mx.array(codes))[0])
+    b = codes[:, None].view(np.uint8).astype(np.float32) + np.array([2, 4, 6, 6])
+    wanted = b.sum(-1) + b[:, 0] + b[:, 2] + (codes >> 3 & 31)
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("call", "wanted"),
+    [
+        ("exp(v)", np.exp),
+        ("fast::exp(v)", np.exp),
+        ("precise::log(fabs(v) + 1.0f)", lambda v: np.log(np.abs(v) + 1)),
+        ("rsqrt(v * v + 1.0f)", lambda v: 1 / np.sqrt(v * v + 1)),
+        ("tanh(v)", np.tanh),
+        ("rint(v)", np.rint),
+        ("select(v, -v, v < 0.0f)", np.abs),
+        ("clamp(v, -0.5f, 0.5f)", lambda v: np.clip(v, -0.5, 0.5)),
+        ("fma(v, v, 1.0f)", lambda v: v * v + 1),
+        ("max(min(v, 1.0f), -1.0f)", lambda v: np.clip(v, -1, 1)),
+        ("powr(fabs(v), 3.0f)", lambda v: np.abs(v) ** 3),
+    ],
+)
+def test_math(rng, call, wanted):
+    a = draw(rng, 64)
+    got = np.array(launch(f"float v = a[i]; x[i] = {call};", a)[0])
+    np.testing.assert_allclose(got, wanted(np.array(a).astype(np.float64)), rtol=2e-6, atol=1e-7)
+
+
+def test_half_and_bfloat_round_after_every_operation(rng):
+    a = mx.array(rng.uniform(1, 2, 64).astype(np.float32))
+    source = "half h = half(a[i]); x[i] = float(h * h + h); bfloat b = bfloat(a[i]); y[i] = float(b * b + b);"
+    got = launch(source, a, outputs=2)
+    h, b = a.astype(mx.float16), a.astype(mx.bfloat16)
+    for x, v in zip(got, (h, b), strict=True):
+        np.testing.assert_array_equal(np.array(x), np.array((v * v + v).astype(mx.float32)))
+
+
+def test_atomics(rng):
+    a = mx.array(rng.integers(0, 10, 64).astype(np.int32))
+    source = "atomic_fetch_add_explicit(&x[a[i]], 1, memory_order_relaxed);"
+    kernel = metal_kernel("probe", ["a"], ["x"], PRELUDE + source, atomic_outputs=True)
+    got = kernel(
+        inputs=[a],
+        grid=(64, 1, 1),
+        threadgroup=(32, 1, 1),
+        output_shapes=[(10,)],
+        output_dtypes=[mx.int32],
+        init_value=0,
+    )[0]
+    np.testing.assert_array_equal(np.array(got), np.bincount(np.array(a), minlength=10))
+
+
+def test_shapes_strides_and_scalars():
+    source = "x[i] = a_shape[0] * 1000 + int(a_strides[0]) * 100 + a_ndim * 10 + int(b) + c[1];"
+    got = launch(source, mx.zeros((2, 3)), mx.array(4.0), mx.array([0, 5]), n=1, dtype=mx.int32)[0]
+    assert got.item() == 2000 + 300 + 20 + 4 + 5
+
+
+# ---- seeded faults ------------------------------------------------------------------------------------------
+
+SWAP = "threadgroup float s[64]; s[i] = a[i]; {} x[i] = s[63 - i];"
+FAULTS = {
+    "dropped barrier": (SWAP.format(""), "race on byte"),
+    "barrier without memory": (
+        SWAP.format("threadgroup_barrier(mem_flags::mem_none);"),
+        "race on byte",
+    ),
+    "barrier of the wrong memory": (
+        SWAP.format("threadgroup_barrier(mem_flags::mem_device);"),
+        "race on byte",
+    ),
+    "barrier of the simdgroup only": (
+        SWAP.format("simdgroup_barrier(mem_flags::mem_threadgroup);"),
+        "race on byte",
+    ),
+    "divergent reduction": (
+        "if (lane < 16) x[i] = simd_sum(a[i]);",
+        r"divergent simd_sum \(probe.source:2:",
+    ),
+    "two reductions": ("x[i] = lane % 2 ? simd_sum(a[i]) : simd_max(a[i]);", "divergent simd_"),
+    "reduction after return": ("if (lane > 3) return; x[i] = simd_sum(a[i]);", "28 have returned"),
+    "barrier after return": (
+        "if (i > 31) return; threadgroup_barrier(mem_flags::mem_none);",
+        "divergent threadgroup_barrier",
+    ),
+    "barrier in a branch": (
+        "if (i % 2) threadgroup_barrier(mem_flags::mem_none);",
+        "divergent threadgroup_barrier",
+    ),
+    "read behind the end": (
+        "x[i] = a[i + 1];",
+        r"read of 4 bytes out of bounds: at byte 256 of buffer `a`",
+    ),
+    "read before the start": ("x[i] = a[int(i) - 1];", "4 bytes before buffer `a`"),
+    "read far away": ("x[i] = a[i + 100000000];", "read of 4 bytes"),
+    "write behind the end": (
+        "x[i + 1] = a[i];",
+        "write of 4 bytes out of bounds: at byte 256 of buffer `x`",
+    ),
+    "write to an input": ("((device float*)a)[i] = 0.0f; x[i] = 0.0f;", "write to input `a`"),
+    "misaligned vector": (
+        "x[i] = i < 63 ? ((const device float2*)(a + i))->x : 0.0f;",
+        "misaligned read of 8 bytes",
+    ),
+    "end of threadgroup memory": (
+        "threadgroup float s[64]; threadgroup float* p = s; p[i + 1] = 0.0f; x[i] = 0.0f;",
+        "threadgroup variable `s`, which has 256",
+    ),
+    "index of a private array": (
+        "float p[4] = {}; x[i] = p[i];",
+        "index out of bounds of an array",
+    ),
+    "threadgroup memory nobody wrote": (
+        "threadgroup float s[64]; x[i] = s[i];",
+        "memory that nothing wrote",
+    ),
+    "output nobody wrote": ("x[i] = x[i] + 1.0f;", "memory that nothing wrote"),
+    "too much threadgroup memory": (
+        "threadgroup float s[8193]; s[i] = 0.0f; x[i] = s[i];",
+        "brings threadgroup memory to 32784 bytes, the limit is 32768",
+    ),
+    "a matrix at several places": (
+        "simdgroup_float8x8 m; threadgroup float s[64]; s[i] = a[i]; "
+        "simdgroup_barrier(mem_flags::mem_threadgroup); simdgroup_load(m, s + lane % 2); x[i] = 0.0f;",
+        r"the lanes disagree on where the simdgroup matrix lies \(probe.source:2:",
+    ),
+    "two writers": ("x[0] = a[i]; if (i > 0) x[i] = 0.0f;", "two schedules"),
+    "device memory without barrier": (
+        "x[i] = a[i]; if (a[i] > 9.0f) return; x[i] += x[63 - i];",
+        "race on byte",
+    ),
+    "integer overflow": (
+        "int big = 2147483600; x[i] = float(big + int(i));",
+        "signed integer overflow",
+    ),
+    "shift too far": ("x[i] = float(1u << i);", "shift by more"),
+    "division by zero": ("x[i] = float(int(i + 1) / int(i / 32));", "division by zero"),
+    "no end": ("while (a[i] < 1e30f) { x[i] = 0.0f; }", "still running"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(rng, monkeypatch, fault):
+    source, message = FAULTS[fault]
+    monkeypatch.setattr(machine, "SECONDS", 1 if fault == "no end" else 60)
+    with pytest.raises(EmulatorError, match=message) as caught:
+        launch(source, draw(rng, 64))
+    assert "kernel `probe`" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["dropped barrier", "divergent reduction", "read behind the end", "write behind the end"],
+)
+def test_what_was_broken_is_right_otherwise(rng, fault):
+    """The same kernels without their faults run, so that it is the fault which is caught."""
+    a = draw(rng, 64)
+    whole = {
+        "dropped barrier": (
+            SWAP.format("threadgroup_barrier(mem_flags::mem_threadgroup);"),
+            lambda v: v[::-1],
+        ),
+        "divergent reduction": (
+            "float s = simd_max(a[i]); if (lane < 16) x[i] = s; else x[i] = 0.0f;",
+            None,
+        ),
+        "read behind the end": ("x[i] = i < 63 ? a[i + 1] : a[0];", lambda v: np.roll(v, -1)),
+        "write behind the end": ("x[(i + 1) % 64] = a[i];", lambda v: np.roll(v, 1)),
+    }
+    source, wanted = whole[fault]
+    v = np.array(a)
+    if wanted is None:
+        expected = np.where(np.arange(64) % 32 < 16, v.reshape(2, 32).max(-1).repeat(32), 0)
+    else:
+        expected = wanted(v)
+    np.testing.assert_array_equal(np.array(launch(source, a)[0]), expected)
+
+
+REFUSED = {
+    "device pointer to threadgroup memory": "threadgroup float s[64]; const device float* p = s; x[i] = p[i];",
+    "thread pointer to device memory": "const thread float* p = a; x[i] = p[i];",
+    "constant pointer to device memory": "const constant float* p = a; x[i] = p[i];",
+    "const lost": "device float* p = a; x[i] = p[i];",
+    "double": "double d = a[i]; x[i] = float(d);",
+    "double arithmetic": "x[i] = a[i] * double(2);",
+    "float to bfloat": "bfloat b = a[i]; x[i] = float(b);",
+    "wrong vector": "float4 v = float4(1.0f, 2.0f); x[i] = v.x;",
+    "unknown name": "x[i] = threads_per_galaxy;",
+    "ambiguous": "half h = half(a[i]); x[i] = max(h, 0.0f);",
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_text_that_metal_refuses_does_not_compile(rng, fault):
+    with pytest.raises(CompileError, match="kernel `probe` doesn't compile"):
+        launch(REFUSED[fault], draw(rng, 64))
+
+
+def test_a_small_input_changes_its_address_space(rng):
+    source = "const device float* p = a; x[i] = p[i];"
+    assert mx.array_equal(launch(source, mx.ones((8,)), n=8)[0], mx.ones((8,)))
+    with pytest.raises(CompileError):
+        launch(source, mx.ones((7,)), n=7)
+
+
+def test_too_many_threads_or_buffers():
+    with pytest.raises(EmulatorError, match="2048 threads in a threadgroup"):
+        launch("x[i] = 0;", n=2048)
+    names = [f"n{k}" for k in range(31)]
+    kernel = metal_kernel("probe", names, ["x"], "x[0] = 0;")
+    with pytest.raises(EmulatorError, match="32 buffers"):
+        kernel(
+            inputs=[mx.zeros(8)] * 31,
+            grid=(1, 1, 1),
+            threadgroup=(1, 1, 1),
+            output_shapes=[(1,)],
+            output_dtypes=[mx.int32],
+        )
+
+
+PROBE = Kernel("probe", ("a",), ("x",), headers=())
+
+
+@pytest.fixture
+def probe(tmp_path, monkeypatch):
+    """A kernel file of the project, with the launch that its wrappers use."""
+
+    def launch_file(source, a, grid, threadgroup, dtype=mx.float32):
+        (tmp_path / "probe.metal").write_text(source, encoding="utf-8")
+        monkeypatch.setattr(metal_runtime, "FOLDER", tmp_path)
+        for cached in (metal_runtime._read, emulator._project_kernel):
+            cached.cache_clear()
+        with emulated():
+            return metal_runtime.launch(
+                PROBE,
+                [a],
+                template=(("T", a.dtype),),
+                grid=grid,
+                threadgroup=threadgroup,
+                output_shapes=[a.shape],
+                output_dtypes=[dtype],
+            )[0]
+
+    yield launch_file
+    for cached in (metal_runtime._read, emulator._project_kernel):
+        cached.cache_clear()
+
+
+def test_launches_of_the_project_are_emulated(probe, rng):
+    a = draw(rng, 64)
+    got = probe(
+        "x[thread_position_in_grid.x] = T(2.0f * float(a[thread_position_in_grid.x]));",
+        a,
+        (64, 1, 1),
+        (32, 1, 1),
+    )
+    assert mx.array_equal(got, 2 * a)
+    with pytest.raises(EmulatorError, match=r"\(probe.metal:2"):
+        probe("\nx[thread_position_in_grid.x] = a[64];", a, (64, 1, 1), (32, 1, 1))
+
+
+def test_limits_of_the_project(probe):
+    source = "x[thread_position_in_grid.x] = 0.0f;"
+    with pytest.raises(EmulatorError, match="512 threads in a threadgroup"):
+        probe(source, mx.zeros(512), (512, 1, 1), (512, 1, 1))
+    with pytest.raises(EmulatorError, match="isn't a multiple"):
+        probe(source, mx.zeros(40), (40, 1, 1), (32, 1, 1))
+    sum_in_bfloat = "uint i = thread_position_in_grid.x;\nT y = a[i] + a[0];\nx[i] = float(y);"
+    probe(sum_in_bfloat, mx.zeros(32, mx.float16), (32, 1, 1), (32, 1, 1))
+    with pytest.raises(CompileError, match=r"arithmetic on bfloat, .* in lines 2"):
+        probe(sum_in_bfloat, mx.zeros(32, mx.bfloat16), (32, 1, 1), (32, 1, 1))
+
+
+def test_what_nobody_wrote_stays_poisoned():
+    got = np.array(launch("if (i % 2) x[i] = 1.0f;")[0])
+    assert np.isnan(got[::2]).all()
+    assert (got[1::2] == 1).all()
+
+
+def test_a_seed_repeats_a_failure(rng):
+    source, _ = FAULTS["dropped barrier"]
+    kernel = metal_kernel("probe", ["a"], ["x"], PRELUDE + source)
+    messages = set()
+    for _ in range(3):
+        with pytest.raises(EmulatorError) as caught:
+            kernel(
+                inputs=[draw(rng, 64)],
+                grid=(64, 1, 1),
+                threadgroup=(64, 1, 1),
+                output_shapes=[(64,)],
+                output_dtypes=[mx.float32],
+                seed=7,
+            )
+        messages.add(str(caught.value))
+    assert len(messages) == 1
+
+
+def test_the_tests_go_on_after_a_crash(rng):
+    """A launch is a process of its own: nothing of a kernel's faults stays."""
+    pid = os.getpid()
+    with pytest.raises(EmulatorError):
+        launch("((device float*)0)[i] = 1.0f; x[i] = 0.0f;", draw(rng, 64))
+    assert os.getpid() == pid
+    assert mx.array_equal(launch("x[i] = 1.0f;")[0], mx.ones((64,)))

@@ -1,0 +1,169 @@
+"""The lint over the project's Metal sources; and that each of its rules fires."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+from afm_mlx.kernels.metal.runtime import FOLDER, Kernel
+from tests.metal.lint import MAX_BUFFERS, MAX_THREADS, problems
+
+WRAPPERS = sorted(
+    path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "runtime")
+)
+
+
+def kernels() -> dict[str, Kernel]:
+    modules = [importlib.import_module(f"afm_mlx.kernels.metal.{name}") for name in WRAPPERS]
+    found = [v for module in modules for v in vars(module).values() if isinstance(v, Kernel)]
+    return {kernel.name: kernel for kernel in found}
+
+
+KERNELS = kernels()
+FILES = sorted(FOLDER.glob("*.metal"))
+
+
+def test_every_file_is_used():
+    used = {name for kernel in KERNELS.values() for name in (kernel.name, *kernel.headers)}
+    assert used == {path.stem for path in FILES}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_sources(path: Path):
+    found = problems(path.read_text(encoding="utf-8"), is_header=path.stem not in KERNELS)
+    assert not found, "\n".join(f"{path.name}:{p.line}: {p.rule}: {p.text}" for p in found)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_buffers(name):
+    kernel = KERNELS[name]
+    extra = sum(
+        f"{x}_{what}" in kernel.source
+        for x in kernel.inputs
+        for what in ("shape", "strides", "ndim")
+    )
+    assert len(kernel.inputs) + len(kernel.outputs) + extra <= MAX_BUFFERS
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_parameters_end_where_they_should(name):
+    """MLX generates a broken list for shapes and several outputs, unless the kernel names an attribute."""
+    kernel = KERNELS[name]
+    assert len(kernel.outputs) == 1 or "thread" in kernel.source
+
+
+def literal_threads(module) -> list[tuple[int, int]]:
+    """Line and threads of the launches whose `threadgroup` is written in numbers."""
+    found = []
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if (
+            not isinstance(node, ast.keyword)
+            or node.arg != "threadgroup"
+            or not isinstance(node.value, ast.Tuple)
+        ):
+            continue
+        sizes = [e.value for e in node.value.elts if isinstance(e, ast.Constant)]
+        threads = 1
+        for size in sizes:
+            threads *= size
+        found.append((node.value.lineno, threads))
+    return found
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_threads_of_launches(name):
+    for line, threads in literal_threads(importlib.import_module(f"afm_mlx.kernels.metal.{name}")):
+        assert threads <= MAX_THREADS, f"{name}.py:{line}"
+
+
+BODIES = {
+    "double": "double x = 1;",
+    "long double or long long": "long long x = 1;",
+    "exceptions": "try { } catch (int) { }",
+    "new and delete": "thread int* p = new int;",
+    "goto": "goto end; end: ;",
+    "thread_local": "thread_local int x;",
+    "inline assembly": 'asm("nop");',
+    "the C++ library": "int x = std::max(1, 2);",
+    "volatile": "volatile int x = 1;",
+    "atomics": "atomic_fetch_add_explicit(out, 1, memory_order_relaxed);",
+    "printing": 'printf("x");',
+    "bfloat by name": "bfloat x = bfloat(1.0f);",
+    "a lambda": "auto f = [&](int x) { return x; };",
+    "a cast to a vector": "float4 y = (float4)x;",
+    "a keyword of Metal as a name": "float fragment = 0.0f;",
+    "a GCC extension": "float x __attribute__((aligned(4)));",
+    "a literal of type double": "float x = 1.0;",
+    "a pointer or reference without address space": "float* p = q;",
+    "a static variable of a function": "static int calls = 0;",
+    "a header that isn't Metal's": "#include <cmath>",
+}
+HEADERS = {
+    "a pointer or reference without address space": "inline float f(const float* x) { return *x; }\n",
+    "recursion": "int f(int n);\nint g(int n) { return f(n - 1); }\nint f(int n) { return g(n); }\n",
+    "a variable of the program that isn't constant": "constexpr int N = 4;\n",
+    "threadgroup memory declared outside of a kernel": "inline void f() { threadgroup float x[4]; }\n",
+    "a static variable of a function": "inline int f() { static int n = 0; return ++n; }\n",
+    "a header that doesn't end its last line": "// the signature would join this comment",
+    "virtual functions": "struct A { virtual int f() { return 1; } };\n",
+    "run-time types": "inline bool f(thread A& a) { return typeid(a) == typeid(B); }\n",
+}
+MORE = [
+    ("a lambda", "auto f = [=] { return 1; };"),
+    ("a lambda", "auto f = [](float x) -> float { return x; };"),
+    ("a lambda", "auto f = [x, &y](float z) { return z; };"),
+    ("a cast to a vector", "uint4 y = static_cast<uint4>(x);"),
+    ("a literal of type double", "float x = 1e-6;"),
+    ("a literal of type double", "float x = 2.5e3 * y;"),
+    ("a pointer or reference without address space", "for (auto& x : y) { }\nauto& z = y[0];"),
+    ("long double or long long", "long double x;"),
+]
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "is_header"),
+    [
+        *((rule, text, False) for rule, text in [*BODIES.items(), *MORE]),
+        *((rule, text, True) for rule, text in HEADERS.items()),
+    ],
+)
+def test_rule_fires(rule, text, is_header):
+    assert rule in {p.rule for p in problems(text, is_header=is_header)}
+
+
+FINE = """// double, std::max and [&](int x) { } in a comment
+#include <metal_stdlib>
+using namespace metal;
+#define UNROLL _Pragma("clang loop unroll(full)")
+static constant constexpr const int N = 4;
+template <typename T>
+constant constexpr T ZERO = T(0);
+struct Pair {
+  float a, b;
+  float sum() const { return a + b; }
+};
+template <typename T, int COUNT>
+inline float total(const device T* x, const thread float (&weights)[COUNT], threadgroup float* scratch) {
+  float sum = 0.0f;
+  UNROLL for (int i = 0; i < COUNT; i++) sum += float(x[i]) * weights[i] * 1e-3f;
+  const thread float& first = weights[0];
+  float values[2] = {1.0f, 2.0f};
+  scratch[0] = sum * first - float2(values[0], 1.5f).x;
+  return sum;
+}
+inline float twice(float x) { return 2.0f * x; }
+inline float four_times(float x) { return twice(twice(x)); }
+"""
+
+
+def test_what_is_fine_is_let_through():
+    assert problems(FINE, is_header=True) == []
+    assert (
+        problems(
+            "threadgroup float x[4];\nconst device T* p = a + 1;\nout[i] = T(x[i] * 2.0f);",
+            is_header=False,
+        )
+        == []
+    )

@@ -1,0 +1,341 @@
+"""Metal kernels of products with packed matrices, run by the emulator, against float64 NumPy.
+
+Problems, their answers and the bounds that rounding explains come from `kernels.problems`.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx import kernels
+from afm_mlx.kernels import LowRank, PackedWeight, dispatch, problems
+from afm_mlx.kernels.metal import head, products, unpacked
+from afm_mlx.kernels.problems import Spec
+from tests.tools.graph import count_dispatches
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+FORMATS = [
+    (bits, mode, granularity)
+    for bits in (2, 4, 8)
+    for mode, granularity in [
+        ("balanced", "tensor"),
+        ("balanced", "row"),
+        ("balanced", "group"),
+        ("affine", "tensor"),
+        ("affine", "row"),
+        ("affine", "group"),
+        ("palette", "table"),
+    ]
+]
+
+
+# How often numbers are rounded to the dtype: the fused kernels do it once, at the end. The others round
+# both operands, and the product before they add to it.
+ROUNDINGS = {"unpacked": 4, "mlx_quantized": 4, "swiglu_unpacked": 6}
+
+
+def every(step, first=0):
+    """Formats by their index: each mode and width among those that are `step` apart; the others are slow."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(i, f, marks=[] if i % step == first else slow, id="-".join(map(str, f)))
+        for i, f in enumerate(FORMATS)
+    ]
+
+
+def assert_right(variant, rng, spec):
+    """The variant that is chosen for a random problem is the one meant, and its error within bounds."""
+    problem = problems.make(spec, rng)
+    assert dispatch.select(spec.op, problem.case).name == f"metal/{variant}", spec.label
+    result = getattr(kernels, spec.op)(*problem.args, **problem.options)
+    # Sums are float32; codes without their offset are up to three times as large as the product.
+    sums = 4 * (4 + spec.in_dims**0.5) * 2.0**-24 * (3 if spec.op == "packed_swiglu" else 1)
+    bound = ROUNDINGS.get(variant, 1) * problems.UNIT_ROUNDOFF[spec.dtype] + sums
+    # Products are drawn to be about 1; when there are few, chance may make all of them small.
+    size = min(1, np.sqrt((problem.wanted[0] ** 2).mean()))
+    assert problem.error(result) * size <= bound, spec.label
+
+
+def specs(op, format_, i, **options):
+    """Shapes with and without tails for one format, with dtypes and fusions dealt out by `i`."""
+    bits, mode, granularity = format_
+    options = {
+        "dtype": DTYPES[i % 3],
+        "bits": bits,
+        "mode": mode,
+        "granularity": granularity,
+        "group_size": (16, 32, 64)[i % 3] if granularity == "group" else 0,
+        "norm": i % 2 == 0,
+        "residual": op == "packed_matmul" and i % 3 != 1,
+        "rank": (0, 4, 0, 40)[i % 4] if op in ("packed_matmul", "packed_swiglu") else 0,
+        "column_scale": op != "packed_swiglu" and i % 5 == 0,
+        **options,
+    }
+    return [Spec(op, in_dims=k, out_dims=n, **options) for k, n in [(704, 21), (64, 8)]]
+
+
+# Rows in two batch entries where they are even, so that rows share adapters.
+@pytest.mark.parametrize(("i", "format_"), every(1))
+def test_vector(metal, rng, monkeypatch, i, format_):
+    monkeypatch.setattr(
+        products, "MAX_SHRINK_BYTES", i % 3 << 20
+    )  # some multiply with A beforehand
+    shape = [(1, 1), (2, 1), (3, 1), (2, 2)][(i + i // 4) % 4]
+    for spec in specs("packed_matmul", format_, i):
+        assert_right("vector", rng, spec._replace(batch=shape[0], tokens=shape[1]))
+
+
+@pytest.mark.parametrize(("i", "format_"), every(2))
+def test_matrix(metal, rng, i, format_):
+    shape = [(1, 5), (9, 1), (2, 16)][(i + i // 3) % 3]
+    for spec in specs("packed_matmul", format_, i):
+        assert_right("matrix", rng, spec._replace(batch=shape[0], tokens=shape[1]))
+
+
+@pytest.mark.parametrize(("i", "format_"), every(2, 1))
+def test_unpacked(metal, rng, monkeypatch, i, format_):
+    monkeypatch.setattr(unpacked, "BLOCK", 5 * 704)  # several blocks, the last one short
+    for spec in specs("packed_matmul", format_, i):
+        if format_[1:] == ("affine", "group"):
+            spec = spec._replace(in_dims=48, group_size=24)
+        assert_right("unpacked", rng, spec._replace(batch=3, tokens=11))
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_the_product_of_mlx(metal, rng, bits):
+    i = int(rng.integers(12))
+    for spec in specs("packed_matmul", (bits, "affine", "group"), i, group_size=64):
+        # MLX takes the scales in the dtype of the activations, and its CPU backend adds in it.
+        spec = spec._replace(dtype=mx.float32, batch=3, tokens=11)
+        assert_right("mlx_quantized", rng, spec)
+
+
+@pytest.mark.parametrize(("i", "format_"), every(5))
+@pytest.mark.parametrize(
+    ("variant", "shape"),
+    [("vector", (1, 1)), ("vector", (2, 2)), ("matrix", (3, 3)), ("unpacked", (3, 11))],
+)
+def test_swiglu(metal, rng, monkeypatch, i, format_, variant, shape):
+    monkeypatch.setattr(products, "MANY_OUTPUTS", i % 2 << 13)
+    for spec in specs("packed_swiglu", format_, i + len(variant)):
+        group = min(spec.group_size, 16) if variant == "unpacked" else spec.group_size
+        spec = spec._replace(batch=shape[0], tokens=shape[1], group_size=group)
+        assert_right(f"swiglu_{variant}", rng, spec)
+
+
+@pytest.mark.parametrize("variant", ["vector", "matrix"])
+def test_swiglu_of_matrices_that_differ(metal, rng, variant):
+    spec = Spec("packed_swiglu", mx.float16, 1 if variant == "vector" else 5, norm=True)
+    spec = spec._replace(in_dims=64, out_dims=9, bits=2, mode="balanced", granularity="row")
+    x, gate, _ = problems.make(spec, rng).args
+    up = problems.packed_weight(spec._replace(bits=4, column_scale=True), rng)
+    norm = mx.array(rng.standard_normal(64).astype(np.float32))
+    got = kernels.packed_swiglu(x, gate, up, norm=norm)
+    wanted = problems.oracle.packed_swiglu(x, gate, up, norm=norm)
+    assert got.dtype == mx.float16
+    assert np.abs(np.array(got) - wanted).max() <= 2**-10 * np.abs(wanted).max()
+
+
+# Rows of 4 to 16 inputs have a step's tail only; below 8 elements buffers lie in `constant` memory.
+@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (8, "matrix"), (33, "unpacked")])
+@pytest.mark.parametrize(
+    ("bits", "in_dims", "out_dims"), [(2, 16, 1), (4, 8, 7), (4, 8, 8), (8, 4, 1), (8, 12, 3)]
+)
+def test_the_smallest_matrices(metal, rng, rows, variant, bits, in_dims, out_dims):
+    spec = Spec("packed_matmul", batch=rows, in_dims=in_dims, out_dims=out_dims, bits=bits)
+    spec = spec._replace(mode="affine", granularity="row", norm=True, residual=True, rank=1)
+    assert_right(variant, rng, spec._replace(column_scale=True))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (3, "vector"), (7, "matrix")])
+@pytest.mark.parametrize("out_dims", [30, 150, 192])
+def test_adapters_of_sections(metal, rng, monkeypatch, rows, variant, out_dims, inside):
+    monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 20 if inside else 0)
+    spec = Spec("packed_matmul", mx.bfloat16, rows, in_dims=144, out_dims=out_dims, bits=2)
+    spec = spec._replace(mode="balanced", granularity="row", rank=5, sections=3, norm=True)
+    assert_right(variant, rng, spec)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("rows", [2, 6])
+def test_adapters_of_a_pair_may_differ_in_rank(metal, rng, monkeypatch, rows, inside):
+    monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 20 if inside else 0)
+    spec = Spec("packed_swiglu", batch=rows, in_dims=144, out_dims=40, bits=2, rank=6)
+    problem = problems.make(spec._replace(mode="balanced", granularity="row"), rng)
+    of_gate, of_up = problem.options["low_rank"]
+    of_up = of_up._replace(a=mx.contiguous(of_up.a[:, :3]), b=mx.contiguous(of_up.b[..., :3]))
+    got = kernels.packed_swiglu(*problem.args, low_rank=(of_gate, of_up))
+    wanted = problems.oracle.packed_swiglu(*problem.args, low_rank=(of_gate, of_up))
+    assert np.abs(np.array(got) - wanted).max() <= 2e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(("rows", "variant"), [(2, "vector"), (6, "matrix")])
+def test_rows_without_an_adapter_get_what_the_matrix_gives(metal, rng, rows, variant):
+    spec = Spec("packed_matmul", batch=rows, in_dims=64, out_dims=12, bits=2, rank=4)
+    problem = problems.make(spec._replace(mode="balanced", granularity="row"), rng)
+    x, weight = problem.args
+    slots = mx.array([-1, *[0] * (rows - 1)], mx.int32)
+    low_rank = problem.options["low_rank"]._replace(slots=slots)
+    plain = kernels.packed_matmul(x, weight)
+    adapted = kernels.packed_matmul(x, weight, low_rank=low_rank)
+    assert mx.array_equal(plain[0], adapted[0])
+    assert not mx.array_equal(plain[1], adapted[1])
+
+
+# -- the head
+
+
+def exact_head(rng, rows, in_dims, out_dims, distinct):
+    """Integers whose products are exact in float32, with rows that occur again and again."""
+    x = mx.array(rng.integers(-3, 4, (rows, in_dims)).astype(np.float32))
+    codes = rng.integers(0, 16, (distinct, in_dims))[rng.integers(0, distinct, out_dims)]
+    words = kernels.pack_codes(mx.array(codes), 4)
+    weight = PackedWeight(words, 4, "balanced", mx.array(2.0))
+    return x, weight, np.array(x).astype(np.float64) @ (2 * codes - 15).T
+
+
+@pytest.mark.parametrize(
+    ("rows", "out_dims"), [(1, 5), (1, 70), (4, 70), (2, 16384 + 37), (6, 70), (33, 70), (1, 1)]
+)
+def test_argmax_of_ties_is_the_lowest_row(metal, rng, rows, out_dims):
+    x, weight, logits = exact_head(rng, rows, 16, out_dims, max(1, out_dims // 9))
+    name = "argmax" if rows <= 4 else "argmax_of_products"
+    case = problems.case_of("packed_argmax", x, weight)
+    assert dispatch.select("packed_argmax", case).name == f"metal/{name}"
+    index, value = kernels.packed_argmax(x, weight)
+    assert index.dtype == mx.uint32
+    assert index.tolist() == logits.argmax(-1).tolist()
+    assert value.tolist() == logits.max(-1).tolist()
+
+
+@pytest.mark.parametrize(("rows", "out_dims"), [(1, 5), (1, 70), (5, 70), (2, 16384 + 37)])
+@pytest.mark.parametrize("k", [1, 7, 70])
+def test_top_k_of_ties_is_in_the_order_of_rows(metal, rng, rows, out_dims, k):
+    x, weight, logits = exact_head(rng, rows, 16, out_dims, max(1, out_dims // 9))
+    index, value = kernels.packed_top_k(x, weight, k)
+    wanted = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
+    assert index.dtype == mx.uint32
+    assert index.tolist() == wanted.tolist()
+    assert value.tolist() == np.take_along_axis(logits, wanted, axis=-1).tolist()
+
+
+def test_top_k_of_more_than_a_chunk_holds(metal, rng, monkeypatch):
+    monkeypatch.setattr(head, "MAX_SELECTED", 10)
+    x, weight, logits = exact_head(rng, 2, 16, 40, 40)
+    _, value = kernels.packed_top_k(x, weight, 20)
+    assert value.tolist() == (-np.sort(-logits, axis=-1))[:, :20].tolist()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("i", "format_"), every(8))
+def test_argmax_with_norm(metal, rng, rows, i, format_):
+    for spec in specs("packed_argmax", format_, i, batch=rows):
+        assert_right("argmax", rng, spec)
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_top_k_with_norm(metal, rng, rows):
+    spec = Spec("packed_top_k", mx.bfloat16, rows, in_dims=64, out_dims=50, bits=4, norm=True)
+    assert_right("top_k", rng, spec._replace(mode="balanced", granularity="row"))
+
+
+def test_what_is_no_number_is_never_the_largest(metal):
+    weight = PackedWeight(mx.zeros((9, 2), mx.uint32), 4, "balanced", mx.full((9,), float("nan")))
+    weight = weight._replace(scales=mx.array([float("nan")] * 8 + [-1.0]))
+    x = mx.ones((1, 16))
+    assert kernels.packed_argmax(x, weight)[0].tolist() == [8]
+    assert kernels.packed_top_k(x, weight, 3)[0].tolist() == [[8, 0, 1]]
+
+
+# -- what it costs
+
+
+def weight_of(out_dims, in_dims, bits=2):
+    codes = mx.zeros((out_dims, in_dims * bits // 32), mx.uint32)
+    scales = mx.ones((out_dims,))
+    mx.eval(codes, scales)  # weights are there before the graph
+    return PackedWeight(codes, bits, "balanced", scales)
+
+
+def adapters_of(out_dims, in_dims, rank):
+    a = mx.zeros((2, rank, in_dims), mx.bfloat16)
+    b = mx.zeros((2, out_dims, rank), mx.bfloat16)
+    slots = mx.zeros((1,), mx.int32)
+    mx.eval(a, b, slots)
+    return LowRank(a, b, slots, (out_dims,))
+
+
+# Hidden and feed-forward dimensions, and rows of queries, keys and values; adapters add a dispatch where
+# all threadgroups together would read too much of A.
+@pytest.mark.parametrize(
+    ("dims", "rows", "rank", "shrinks"),
+    [
+        ((2048, 6656, 2560), 1, 0, 0),  # the 3B
+        ((2048, 6656, 2560), 1, 32, 2),
+        ((2048, 6656, 2560), 1, 8, 1),
+        ((2048, 6656, 2560), 5, 32, 4),
+        ((256, 832, 512), 4, 32, 0),
+        ((256, 832, 512), 32, 0, 0),
+    ],
+)
+def test_dispatches_of_a_block(dims, rows, rank, shrinks):
+    hidden, wide, qkv = dims
+    x = mx.zeros((1, rows, hidden), mx.bfloat16)
+    norm = mx.array([1.0] * hidden, mx.bfloat16)
+    shapes = [(qkv, hidden), (hidden, hidden), (wide, hidden), (wide, hidden), (hidden, wide)]
+    weights = [weight_of(*shape) for shape in shapes]
+    adapters = [adapters_of(*shape, rank) for shape in shapes] if rank else [None] * 5
+    of_qkv = adapters[0]
+    if rank:
+        a = mx.concatenate([of_qkv.a] * 3, axis=1)
+        mx.eval(a)
+        of_qkv = of_qkv._replace(a=a, sections=(hidden, (hidden + qkv) // 2, qkv))
+
+    def block(x, attended):
+        projected = kernels.packed_matmul(x, weights[0], norm=norm, low_rank=of_qkv)
+        x = kernels.packed_matmul(attended, weights[1], residual=x, low_rank=adapters[1])
+        pair = tuple(adapters[2:4]) if rank else None
+        y = kernels.packed_swiglu(x, *weights[2:4], norm=norm, low_rank=pair)
+        return projected, kernels.packed_matmul(y, weights[4], residual=x, low_rank=adapters[4])
+
+    name = "afm_packed_vector" if rows <= 4 else "afm_packed_matrix"
+    wanted = {name: 4, "afm_low_rank_shrink": shrinks} if shrinks else {name: 4}
+    assert count_dispatches(block, x, x).kernels == wanted
+
+
+def test_dispatches_of_the_head():
+    x, weight = mx.zeros((1, 1, 64), mx.bfloat16), weight_of(153600, 64, 4)
+    norm = mx.array([1.0] * 64)
+
+    def greedy(x):
+        return kernels.packed_argmax(x, weight, norm=norm)
+
+    def sampled(x):
+        return kernels.packed_top_k(x, weight, 100, norm=norm)
+
+    assert count_dispatches(greedy, x).kernels == {"afm_packed_argmax": 1, "afm_packed_select": 1}
+    assert count_dispatches(sampled, x).kernels == {"afm_packed_vector": 1, "afm_packed_select": 2}
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_a_product_reads_its_matrix_once(rows):
+    weight = weight_of(512, 256)
+
+    def product(x, codes, scales):
+        return kernels.packed_matmul(x, weight._replace(codes=codes, scales=scales))
+
+    x = mx.zeros((rows, 256), mx.bfloat16)
+    cost = count_dispatches(product, x, weight.codes, weight.scales)
+    # A matrix stands for the second one of a pair that isn't there.
+    assert weight.nbytes <= cost.bytes_read <= weight.nbytes + x.nbytes + 64
+
+
+def test_why_a_variant_cannot_run():
+    case = dispatch.Case("gpu", mx.bfloat16, 5, 96, 8, 4, "balanced", "group", 24)
+    with dispatch.force("metal"):
+        reasons = {v.name: reason for v, reason in dispatch.explain("packed_matmul", case)}
+    assert reasons["metal/vector"] == "takes up to 4 rows, not 5"
+    assert reasons["metal/matrix"] == "takes groups of a multiple of 16 inputs, not of 24"
+    assert "not balanced ones per group of 24" in reasons["metal/mlx_quantized"]
+    assert reasons["metal/unpacked"] is None

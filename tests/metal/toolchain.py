@@ -1,0 +1,284 @@
+"""clang from PyPI (`ziglang`) as the emulator uses it: Metal text to a shared library of the host.
+
+The text is compiled with address spaces, which clang checks; then they are dropped from the LLVM IR, so that
+the instrumentation of memory accesses, which skips them, sees every access.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import functools
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+INCLUDE = FOLDER / "include"
+
+TARGETS = {
+    "x86_64": ("x86_64-unknown-linux-gnu", "x86-64-v3"),
+    "aarch64": ("aarch64-unknown-linux-gnu", "generic"),
+}
+
+WARNINGS = (
+    "-Wno-unknown-attributes",
+    "-Wno-duplicate-decl-specifier",
+    "-Wno-user-defined-literals",
+    "-Wno-reserved-user-defined-literal",
+    "-Wno-c++17-extensions",
+    "-Wno-unused-value",
+    "-Wdouble-promotion",
+    "-Wimplicit-float-conversion",
+    "-Wreturn-type",
+    "-Werror=uninitialized",
+    "-Werror=return-type",
+)
+LANGUAGE = (
+    *("-nostdsysteminc", "-nobuiltininc", "-fno-rtti", "-fdeprecated-macro"),
+    # A literal without suffix is a float in Metal; half and bfloat round after every operation.
+    *("-cl-single-precision-constant", "-ffloat16-excess-precision=none"),
+    *("-fbfloat16-excess-precision=none", "-ftrivial-auto-var-init=pattern", "-fno-finite-loops"),
+)
+UNDEFINED = (
+    "array-bounds,shift-exponent,signed-integer-overflow,integer-divide-by-zero,float-cast-overflow"
+)
+
+# What Metal's compiler refuses and clang only warns of.
+REFUSED = re.compile(
+    r"implicit conversion .*(?: to 'double'| to '(?:bfloat|__bf16)[^']*'| to 'long double')|"
+    r"implicit conversion .* to '[^']*' \(aka '__bf16"
+)
+
+
+class CompileError(RuntimeError):
+    """Text that Metal's compiler would refuse, with clang's reasons."""
+
+
+def why_unavailable() -> str | None:
+    """Why kernels can't be compiled and run here, or None."""
+    if platform.system() != "Linux" or platform.machine() not in TARGETS:
+        return (
+            f"the emulator runs on Linux, on {' or '.join(TARGETS)}; this is {platform.platform()}"
+        )
+    try:
+        import ziglang  # noqa: F401
+    except ImportError:
+        return "clang comes from the package `ziglang`, which isn't installed"
+    return None
+
+
+@functools.cache
+def zig() -> str:
+    import ziglang
+
+    return str(Path(ziglang.__file__).parent / "zig")
+
+
+@functools.cache
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "afm-mlx" / "emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@functools.cache
+def _salt() -> str:
+    """What a library depends on besides its text: this file, the shim, the compiler."""
+    digest = hashlib.sha256(Path(zig()).stat().st_size.to_bytes(8, "little"))
+    headers = sorted(path for path in INCLUDE.rglob("*") if path.is_file())
+    for path in (Path(__file__), FOLDER / "runtime.h", FOLDER / "runtime.cpp", *headers):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _clang(*arguments: str) -> str:
+    triple, cpu = TARGETS[platform.machine()]
+    done = subprocess.run(
+        [
+            *(zig(), "clang", "-cc1", "-triple", triple, "-target-cpu", cpu, "-disable-free"),
+            *(
+                "-mrelocation-model",
+                "pic",
+                "-pic-level",
+                "2",
+                "-fgnuc-version=4.2.1",
+                "-ffp-contract=on",
+            ),
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        raise CompileError(done.stderr)
+    return done.stderr
+
+
+def _search(include: tuple[Path, ...]) -> list[str]:
+    return [a for path in (INCLUDE, *include) for a in ("-isystem", str(path))]
+
+
+@functools.cache
+def _parser(*options: str) -> tuple[str, ...]:
+    """Flags that read Metal text, with the shim's headers parsed once for all texts."""
+    flags = ("-x", "c++", *LANGUAGE, *WARNINGS, *options)
+    key = hashlib.sha256(f"{_salt()}{INCLUDE}{flags}".encode()).hexdigest()[:32]
+    parsed = cache_folder() / f"{key}.pch"
+    if not parsed.exists():
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
+            out = Path(name) / "shim.pch"
+            options = (
+                "-x",
+                "c++-header",
+                *flags[2:],
+                "-emit-pch",
+                "-fno-pch-timestamp",
+                "-o",
+                str(out),
+            )
+            _clang(*options, *_search(()), str(INCLUDE / "metal_stdlib"))
+            os.replace(out, parsed)
+    return (*flags, "-include-pch", str(parsed))
+
+
+def _without_address_spaces(ir: str) -> str:
+    ir = re.sub(r" addrspace\(\d+\)", "", ir)
+    ir = ir.replace("addrspacecast", "bitcast")
+    ir = re.sub(
+        r"@llvm\.mem(cpy|move|set)[.\w]*",
+        lambda m: re.sub(r"\.p\d+", ".p0", m.group()),
+        ir,
+    )
+    lines, declared = [], set()
+    for line in ir.splitlines():
+        if line.startswith("declare "):
+            if line in declared:
+                continue
+            declared.add(line)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _refuse(messages: str) -> None:
+    refused = [line for line in messages.splitlines() if REFUSED.search(line)]
+    if refused:
+        raise CompileError(
+            "conversions that Metal doesn't make implicitly (to bfloat), or has no type for (double):\n"
+            + "\n".join(refused)
+        )
+
+
+def _refuse_bfloat_arithmetic(ir: str) -> None:
+    operations = re.findall(r"= f(?:add|sub|mul|div|neg)\b[^\n]*\bbfloat\b[^\n]*!dbg !(\d+)", ir)
+    if operations:
+        lines = {
+            int(n): line
+            for n, line in re.findall(r"^!(\d+) = !DILocation\(line: (\d+)", ir, re.MULTILINE)
+        }
+        where = sorted({lines.get(int(n), "?") for n in operations})
+        raise CompileError(
+            f"arithmetic on bfloat, which older GPUs lack, in lines {', '.join(where)}: convert to float first"
+        )
+
+
+def compile_library(
+    text: str,
+    *,
+    include: tuple[Path, ...] = (),
+    strict: bool = True,
+    bfloat_arithmetic: bool = True,
+) -> Path:
+    """A shared library of a Metal text; the same one for the same text.
+
+    Args:
+        text: a translation unit, with the shim's headers included.
+        include: folders of further headers.
+        strict: refuse implicit conversions to bfloat and double, and require C++14 as well as C++17.
+        bfloat_arithmetic: whether it is allowed.
+
+    Raises:
+        CompileError: with clang's messages.
+    """
+    key = hashlib.sha256(
+        f"{_salt()}{include}{strict}{bfloat_arithmetic}{text}".encode()
+    ).hexdigest()[:32]
+    library = cache_folder() / f"{key}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
+        folder = Path(name)
+        source, ir, obj, out = (folder / f"kernel.{suffix}" for suffix in ("cpp", "ll", "o", "so"))
+        source.write_text(text, encoding="utf-8")
+        paths = _search(include)
+        if strict:
+            _clang(*_parser("-std=c++14"), "-fsyntax-only", *paths, str(source))
+        messages = _clang(
+            *_parser("-std=c++17", "-O1", f"-fsanitize=thread,{UNDEFINED}"),
+            *("-disable-llvm-passes", "-emit-llvm", "-debug-info-kind=line-tables-only"),
+            *("-dwarf-version=4", "-o", str(ir), *paths, str(source)),
+        )
+        if strict:
+            _refuse(messages)
+        intermediate = ir.read_text(encoding="utf-8")
+        if not bfloat_arithmetic:
+            _refuse_bfloat_arithmetic(intermediate)
+        ir.write_text(_without_address_spaces(intermediate), encoding="utf-8")
+        _clang("-O1", "-fsanitize=thread", "-x", "ir", "-emit-obj", "-o", str(obj), str(ir))
+        _link(obj, out)
+        os.replace(out, library)
+    return library
+
+
+def check(text: str, *, include: tuple[Path, ...] = ()) -> None:
+    """Compile a Metal text without making anything of it.
+
+    Raises:
+        CompileError: with clang's messages.
+    """
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
+        source = Path(name) / "kernel.cpp"
+        source.write_text(text, encoding="utf-8")
+        _clang(*_parser("-std=c++14"), "-fsyntax-only", *_search(include), str(source))
+
+
+def _link(obj: Path, out: Path) -> None:
+    done = subprocess.run(
+        [zig(), "ld.lld", "-shared", "-o", str(out), str(obj)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise CompileError(done.stderr)
+
+
+@functools.cache
+def runtime() -> ctypes.CDLL:
+    """The machine that kernels run on, loaded so that their libraries find it."""
+    library = cache_folder() / f"runtime-{_salt()[:32]}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
+            obj, out = Path(name) / "runtime.o", Path(name) / "runtime.so"
+            command = [
+                *(
+                    zig(),
+                    "c++",
+                    "-std=c++17",
+                    "-O2",
+                    "-fPIC",
+                    "-fno-exceptions",
+                    "-fno-rtti",
+                    "-g0",
+                ),
+                *("-fno-sanitize=all", "-c", str(FOLDER / "runtime.cpp"), "-o", str(obj)),
+            ]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise CompileError(done.stderr)
+            _link(obj, out)
+            os.replace(out, library)
+    ctypes.CDLL(ctypes.util.find_library("m"), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
