@@ -36,6 +36,12 @@ def install() -> None:
     _status = _install()
 
 
+def set_threads(threads: int) -> None:
+    """Let NumPy's OpenBLAS, where there is one, compute with so many threads."""
+    if (openblas := _numpy_openblas()) is not None:
+        ctypes.CDLL(str(openblas)).scipy_openblas_set_num_threads64_(ctypes.c_int(threads))
+
+
 def _install() -> str:
     if sys.platform != "linux":
         return "MLX's own (Accelerate)" if sys.platform == "darwin" else "MLX's own"

@@ -56,7 +56,7 @@ def _print_lines(facts: dict[str, Any], indent: str = "") -> None:
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(item)}" for name, item in value.items())
+        return ", ".join(f"{name.replace('_', ' ')} {_text(item)}" for name, item in value.items())
     if isinstance(value, list):
         return ", ".join(map(_text, value))
     if isinstance(value, bool):

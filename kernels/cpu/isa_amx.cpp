@@ -175,10 +175,10 @@ inline void write_sums(const int32_t* sums, int64_t rows, int64_t vectors, int64
   }
 }
 
-// Up to 16 vectors: codes are unpacked two steps ahead of the tiles, and sums stay in their registers.
+// Up to 16 vectors: codes are unpacked four steps ahead of the tiles, and sums stay in their registers.
 template <int BITS, int DIGITS>
 void multiply_few(const MatrixJob& job, const uint8_t* codes, int64_t rows, int64_t steps, float* out) {
-  constexpr int64_t kAhead = 2;
+  constexpr int64_t kAhead = 4;
   alignas(64) static thread_local uint8_t unpacked[2][kAhead * 2 * kTile];
   alignas(64) int32_t sums[4 * 256];
   if (rows < kRows) std::memset(unpacked, 0, sizeof unpacked);

@@ -120,9 +120,10 @@ void look_up_in_register(const uint8_t* codes, int bits, const float* table, int
   for (; i + 16 <= count; i += 16, codes += 2 * bits) {
     int64_t word = 0;
     std::memcpy(&word, codes, 2 * bits);
-    // The lower 8 lanes take the first 32 bits, the others the last of 64, or of 32, bits.
-    const __m512i words = _mm512_inserti64x4(_mm512_set1_epi32(static_cast<int32_t>(word)),
-                                             _mm256_set1_epi32(static_cast<int32_t>(bits == 4 ? word >> 32 : word)), 1);
+    // 16 codes of 2 bits are in one word; of 4 bits, the upper lanes' are in the next.
+    const __m256i low = _mm256_set1_epi32(static_cast<int32_t>(word));
+    const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(bits == 4 ? word >> 32 : word));
+    const __m512i words = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
     const __m512i index = _mm512_and_si512(_mm512_srlv_epi32(words, shifts), mask);
     _mm512_storeu_ps(out + i, _mm512_permutexvar_ps(index, values));
   }

@@ -207,7 +207,9 @@ template <int BITS>
 void typed_look_up(const uint8_t* codes, const float* table, int64_t count, float* out) {
   constexpr int kFields = 8 / BITS;
   for (int64_t i = 0; i < count / kFields; ++i) {
-    for (int p = 0; p < kFields; ++p) out[i * kFields + p] = table[(codes[i] >> (BITS * p)) & ((1 << BITS) - 1)];
+    for (int p = 0; p < kFields; ++p) {
+      out[i * kFields + p] = table[(codes[i] >> (BITS * p)) & ((1 << BITS) - 1)];
+    }
   }
 }
 

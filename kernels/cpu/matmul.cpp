@@ -128,8 +128,8 @@ Prepared prepare(const Activations& x, const PackedMatrix& w, std::array<Adapter
   float* floats = scratch.floats.get<float>(integers ? 0 : count * cols);
   float* hidden[2] = {};
   for (int i = 0; i < 2; ++i) {
-    if (adapters[i].slots != nullptr) hidden[i] = scratch.hidden[i].get<float>(count * hidden_size(adapters[i]));
-    out.hidden[i] = hidden[i];
+    if (adapters[i].slots == nullptr) continue;
+    out.hidden[i] = hidden[i] = scratch.hidden[i].get<float>(count * hidden_size(adapters[i]));
   }
 
   auto prepare_vectors = [&](int64_t begin, int64_t end) {
@@ -302,9 +302,9 @@ void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t e
 constexpr int64_t kTransposeFrom = 8;
 
 // out += B h for rows [begin, end), which lie in one section whose hidden values start at `first`.
-void add_section(const Prepared& x, const float* hidden, const Adapters& adapters, const PackedMatrix& w, int64_t start,
-                 int64_t vectors, int64_t begin, int64_t end, int64_t first, float* out, int64_t stride,
-                 RowScratch& scratch) {
+void add_section(const Prepared& x, const float* hidden, const Adapters& adapters, const PackedMatrix& w,
+                 int64_t start, int64_t vectors, int64_t begin, int64_t end, int64_t first, float* out,
+                 int64_t stride, RowScratch& scratch) {
   const Kernels& k = kernels();
   const int64_t rank = adapters.rank, rows = end - begin, width = hidden_size(adapters);
   float* b = nullptr;
@@ -331,8 +331,8 @@ void add_section(const Prepared& x, const float* hidden, const Adapters& adapter
   }
 }
 
-void add_adapters(const Prepared& x, const float* hidden, const Adapters& adapters, const PackedMatrix& w, int64_t start,
-                  int64_t vectors, int64_t begin, int64_t end, float* out, RowScratch& scratch) {
+void add_adapters(const Prepared& x, const float* hidden, const Adapters& adapters, const PackedMatrix& w,
+                  int64_t start, int64_t vectors, int64_t begin, int64_t end, float* out, RowScratch& scratch) {
   if (hidden == nullptr) return;
   int64_t from = begin;
   for (int64_t s = 0; s < adapters.n_sections && from < end; ++s) {
@@ -353,15 +353,16 @@ int64_t vectors_at_once(const Activations& x, const PackedMatrix& w) {
   return std::min(x.rows, std::max<int64_t>(fit, 64));
 }
 
-// Rows that a thread takes at a time: enough for the prefetchers to get going, few enough for all threads
-// to have some when only a few are left.
+// Rows that a thread takes at a time. Few vectors wait for memory: a long stretch of it keeps the prefetchers
+// going, as long as all threads have some when only a few rows are left. For many vectors, and where each of
+// them reads the codes again, these stay in the second-level and in the first-level cache.
 int64_t rows_at_once(const PackedMatrix& w, int64_t vectors) {
-  constexpr int64_t kBytes = 256 << 10;
-  constexpr int64_t kRows = 32;
-  if (vectors > 1) return kRows;
-  const int64_t by_size = kBytes / std::max<int64_t>(row_bytes(w), 1) / kRows * kRows;
-  const int64_t by_share = w.rows / (8 * ThreadPool::shared().threads()) / kRows * kRows;
-  return std::clamp<int64_t>(std::min(by_size, by_share), kRows, 2048);
+  constexpr int64_t kBytes = 256 << 10, kStep = 32, kFew = 16;
+  if (vectors > 1 && path_of(w, vectors) != Path::matrix) return kStep;
+  if (vectors > kFew) return 2 * kStep;
+  const int64_t by_size = kBytes / std::max<int64_t>(row_bytes(w), 1) / kStep * kStep;
+  const int64_t by_share = w.rows / (8 * ThreadPool::shared().threads()) / kStep * kStep;
+  return std::clamp<int64_t>(std::min(by_size, by_share), kStep, 2048);
 }
 
 // Calls work(start, count) for parts of the M vectors.

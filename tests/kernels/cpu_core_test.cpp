@@ -78,8 +78,8 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
     expect(sums[g], sum, 1e-5 * largest * cols, "sums");
   }
   float* out = array<float>(rows);
-  k.vector({codes, rows, row_bytes, planes, digits, bits, group > 0 ? scales : nullptr, stride, row_bytes / groups,
-            out});
+  const float* per_group = group > 0 ? scales : nullptr;
+  k.vector({codes, rows, row_bytes, planes, digits, bits, per_group, stride, row_bytes / groups, out});
   for (int64_t n = 0; n < rows; ++n) {
     double wanted = 0, gross = 1;
     for (int64_t i = 0; i < cols; ++i) {
@@ -155,7 +155,9 @@ int main(int argc, char** argv) {
   for (const int bits : {2, 4, 8}) {
     for (const int digits : {1, 2}) {
       for (const int64_t rows : {1, 4, 11}) {
-        for (const int64_t words : {1, 3, 16, 37, 160}) test_vector(*k, bits, digits, rows, words * 32 / bits, 0);
+        for (const int64_t words : {1, 3, 16, 37, 160}) {
+          test_vector(*k, bits, digits, rows, words * 32 / bits, 0);
+        }
         // Groups of one word, of two, of a register and of four.
         for (const int64_t words : {1, 2, 4, 16}) {
           test_vector(*k, bits, digits, rows, 48 * 32 / bits, words * 32 / bits);
