@@ -1,9 +1,11 @@
 """Which implementation of an operation runs: decided here, by device and shape, and nowhere else.
 
-Every backend lists its variants (`VARIANTS` of `kernels/metal` and `kernels/cpu`), each with a function of
-the reference's signature and a rule that says why it can't run a case, or nothing. The
-first one whose rule is silent runs. A variant that failed the self-test on this machine is disabled, and
-the next one runs; `afm-mlx doctor` and `explain` show what was chosen and why the others weren't.
+Every backend lists its variants (`VARIANTS` of `kernels/metal`, `kernels/cpu` and `kernels/stock.py`), each
+with a function of the reference's signature and a rule that says why it can't run a case, or nothing. The
+first one whose rule is silent runs: kernels of ours, made for one device, before MLX's own operations (the
+backend "mlx", on any device), before the reference. A variant that failed the self-test on this machine is
+disabled, and the next one runs; `afm-mlx doctor` and `explain` show what was chosen and why the others
+weren't.
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ OPS = (
     "packed_top_k",
     "packed_embedding",
     "rope_norm_quantize",
+    "write_tokens",
     "decode_attention",
     "causal_attention",
 )
-BACKENDS = ("metal", "cpu", "reference")
+BACKENDS = ("metal", "cpu", "mlx", "reference")
 SWITCH = "AFM_MLX_KERNELS"
 
 
@@ -77,7 +80,9 @@ _forced: list[str] = []
 @functools.cache
 def variants(op: str) -> tuple[Variant, ...]:
     """Every implementation of an operation, in order of preference; the reference is the last."""
-    modules = [importlib.import_module(f"afm_mlx.kernels.{name}") for name in ("metal", "cpu")]
+    modules = [
+        importlib.import_module(f"afm_mlx.kernels.{name}") for name in ("metal", "cpu", "stock")
+    ]
     listed = [v for module in modules for v in module.VARIANTS if v.op == op]
     reference = importlib.import_module("afm_mlx.kernels.reference")
     return (*listed, Variant(op, "reference", getattr(reference, op), lambda case: None))
@@ -103,9 +108,9 @@ def _obstacle(variant: Variant, case: Case) -> str | None:
     if wanted:
         if wanted not in (variant.backend, variant.name):
             return f"{wanted} was asked for"
-    elif variant.backend != {"gpu": "metal", "cpu": "cpu"}[case.device]:
+    elif variant.backend not in ("mlx", {"gpu": "metal", "cpu": "cpu"}[case.device]):
         return f"runs on {variant.backend} only"
-    elif case.device == "gpu" and not mx.metal.is_available():
+    elif variant.backend == "metal" and not mx.metal.is_available():
         return "MLX has no Metal here"
     return variant.obstacle(case)
 

@@ -25,6 +25,7 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(verdict.FOLDER, str(tmp_path / "cache"))
     monkeypatch.delenv(dispatch.SWITCH, raising=False)
+    monkeypatch.delenv(selftest.SWITCH, raising=False)
     monkeypatch.setattr(dispatch, "_disabled", {})
     monkeypatch.setattr(doctor, "measure_bandwidth", lambda threads: Bandwidth(1e11, "a stub"))
     monkeypatch.setattr(

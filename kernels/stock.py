@@ -1,0 +1,236 @@
+"""Products with packed matrices by MLX's own operations, for machines where no kernel of ours runs.
+
+    quantized      `mx.quantized_matmul` multiplies with the codes
+    dequantized    the numbers are written down, block by block, for a dense product
+
+MLX's format has a scale and a bias for every 32, 64 or 128 inputs. Coarser ones are repeated, and a balanced
+matrix gets the biases of the affine one that it is; both are made anew by each call, from 1/32 of the matrix's
+elements at most.
+
+Nothing here is compiled (`mx.compile`): on the CPU that takes a compiler, and these are the machines that
+may have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from afm_mlx.kernels import dispatch
+from afm_mlx.kernels.dispatch import Case, Variant
+from afm_mlx.kernels.formats import LowRank, PackedWeight
+from afm_mlx.kernels.reference import low_rank_product
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+GROUPS = (128, 64, 32)  # that MLX knows, the cheapest first
+# On a CPU, MLX multiplies with codes on one thread and without vectors, 0.7 to 1.3 ns per weight and row;
+# dequantizing takes 3 to 10 ns, once. That pays from 4 (256 inputs) to 9 rows (2,048) on where dense products
+# run on OpenBLAS, and from 12 to 28 where they run on the BLAS of MLX's own wheel.
+CPU_ROWS = 8
+BLOCK = 1 << 21  # numbers that are written down at a time: 8 MB in float32, 24 MB while it is made
+
+Multiply = Callable[[mx.array, PackedWeight], mx.array]
+
+
+def _quantized(x: mx.array, weight: PackedWeight) -> mx.array:
+    """`x W^T` from the codes."""
+    if weight.column_scale is not None:
+        x = x * weight.column_scale.astype(x.dtype)
+    scales, biases, group_size = _affine(weight, x.dtype)
+    return mx.quantized_matmul(
+        x,
+        weight.codes,
+        scales,
+        biases,
+        transpose=True,
+        group_size=group_size,
+        bits=weight.bits,
+    )
+
+
+def _dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
+    """`x W^T` from the numbers, some rows of the matrix at a time."""
+    if weight.column_scale is not None:
+        x = x * weight.column_scale.astype(x.dtype)
+    rows = max(1, BLOCK // weight.in_dims)
+    parts: list[mx.array] = []
+    for start in range(0, weight.out_dims, rows):
+        block = _rows(weight, slice(start, start + rows))
+        if parts:  # or MLX takes memory for many blocks ahead, which is slower, too
+            (codes,) = mx.depends([block.codes], [parts[-1]])
+            block = block._replace(codes=codes)
+        parts.append(x @ _dequantize(block, x.dtype).T)
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+
+
+def _dequantize(weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
+    """(N, K), without the column scale."""
+    scales, biases, group_size = _affine(weight, dtype)
+    return mx.dequantize(weight.codes, scales, biases, group_size, weight.bits)
+
+
+def _affine(weight: PackedWeight, dtype: mx.Dtype) -> tuple[mx.array, mx.array, int]:
+    """Scales and biases, (N, K / group_size), and the group size, as MLX takes them."""
+    assert weight.scales is not None
+    scales, biases = weight.scales.astype(mx.float32), weight.biases
+    if biases is None:
+        biases = scales * (-(2**weight.bits - 1) / 2)
+    size = _mlx_group(weight.group_size)
+    assert size is not None
+    shape = (weight.out_dims, weight.in_dims // size)
+
+    def spread(array: mx.array) -> mx.array:
+        if array.ndim == 2:
+            repeats = weight.group_size // size
+            return array if repeats == 1 else mx.repeat(array, repeats, axis=1)
+        return mx.broadcast_to(array[:, None] if array.ndim else array, shape)
+
+    return spread(scales).astype(dtype), spread(biases).astype(dtype), size
+
+
+def _mlx_group(group_size: int) -> int | None:
+    return next((size for size in GROUPS if group_size % size == 0), None)
+
+
+def _rows(weight: PackedWeight, index: slice | mx.array) -> PackedWeight:
+    """The same matrix with these rows only."""
+    scales, biases = (
+        array if array is None or array.ndim == 0 else array[index]
+        for array in (weight.scales, weight.biases)
+    )
+    return weight._replace(codes=weight.codes[index], scales=scales, biases=biases)
+
+
+def _inner_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """What products are computed in: on a CPU, MLX adds up in the operands' type, and slowly in half types."""
+    return mx.float32 if dispatch.device() == "cpu" else dtype
+
+
+# -- operations, given what multiplies
+
+
+def _matmul(multiply: Multiply) -> Callable[..., mx.array]:
+    def packed_matmul(
+        x: mx.array,
+        weight: PackedWeight,
+        *,
+        norm: mx.array | None = None,
+        eps: float = 1e-5,
+        residual: mx.array | None = None,
+        low_rank: LowRank | None = None,
+        activation_bits: int = 16,
+    ) -> mx.array:
+        """See `reference.packed_matmul`."""
+        y = _product(
+            multiply, _normed(x.astype(_inner_dtype(x.dtype)), norm, eps), weight, low_rank
+        )
+        return (y if residual is None else y + residual).astype(x.dtype)
+
+    return packed_matmul
+
+
+def _swiglu(multiply: Multiply) -> Callable[..., mx.array]:
+    def packed_swiglu(
+        x: mx.array,
+        gate: PackedWeight,
+        up: PackedWeight,
+        *,
+        norm: mx.array | None = None,
+        eps: float = 1e-5,
+        low_rank: tuple[LowRank, LowRank] | None = None,
+        activation_bits: int = 16,
+    ) -> mx.array:
+        """See `reference.packed_swiglu`."""
+        wide = _normed(x.astype(_inner_dtype(x.dtype)), norm, eps)
+        of_gate, of_up = low_rank or (None, None)
+        g = _product(multiply, wide, gate, of_gate)
+        u = _product(multiply, wide, up, of_up)
+        return (g * mx.sigmoid(g) * u).astype(x.dtype)
+
+    return packed_swiglu
+
+
+def _argmax(multiply: Multiply) -> Callable[..., tuple[mx.array, mx.array]]:
+    def packed_argmax(
+        x: mx.array,
+        weight: PackedWeight,
+        *,
+        norm: mx.array | None = None,
+        eps: float = 1e-5,
+        activation_bits: int = 16,
+    ) -> tuple[mx.array, mx.array]:
+        """See `reference.packed_argmax`."""
+        products = multiply(_normed(x.astype(mx.float32), norm, eps), weight)
+        return mx.argmax(products, axis=-1), mx.max(products, axis=-1)
+
+    return packed_argmax
+
+
+def _top_k(multiply: Multiply) -> Callable[..., tuple[mx.array, mx.array]]:
+    def packed_top_k(
+        x: mx.array,
+        weight: PackedWeight,
+        k: int,
+        *,
+        norm: mx.array | None = None,
+        eps: float = 1e-5,
+        activation_bits: int = 16,
+    ) -> tuple[mx.array, mx.array]:
+        """See `reference.packed_top_k`."""
+        products = multiply(_normed(x.astype(mx.float32), norm, eps), weight)
+        order = mx.argsort(-products, axis=-1)[..., :k]
+        return order, mx.take_along_axis(products, order, axis=-1)
+
+    return packed_top_k
+
+
+def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
+    """See `reference.packed_embedding`."""
+    values = _dequantize(_rows(weight, tokens.reshape(-1)), mx.float32)
+    if weight.column_scale is not None:
+        values = values * weight.column_scale
+    return values.astype(dtype).reshape(*tokens.shape, weight.in_dims)
+
+
+def _normed(x: mx.array, norm: mx.array | None, eps: float) -> mx.array:
+    return x if norm is None else mx.fast.rms_norm(x, norm.astype(x.dtype), eps)
+
+
+def _product(
+    multiply: Multiply, x: mx.array, weight: PackedWeight, low_rank: LowRank | None
+) -> mx.array:
+    y = multiply(x, weight)
+    return y if low_rank is None else y + low_rank_product(x, low_rank)
+
+
+# -- which cases they take
+
+
+def _obstacle(case: Case) -> str | None:
+    if case.dtype not in DTYPES:
+        return f"takes float32, float16 or bfloat16, not {case.dtype}"
+    if case.mode not in ("affine", "balanced"):
+        return f"MLX knows no {case.mode}"
+    if _mlx_group(case.group_size) is None:
+        return f"MLX takes groups of a multiple of 32 inputs, not of {case.group_size}"
+    return None
+
+
+def _few_rows(case: Case) -> str | None:
+    if case.device == "cpu" and case.rows > CPU_ROWS:
+        return f"takes up to {CPU_ROWS} rows on a CPU, not {case.rows}"
+    return _obstacle(case)
+
+
+VARIANTS: tuple[Variant, ...] = (
+    Variant("packed_matmul", "mlx/quantized", _matmul(_quantized), _few_rows),
+    Variant("packed_matmul", "mlx/dequantized", _matmul(_dequantized), _obstacle),
+    Variant("packed_swiglu", "mlx/quantized_swiglu", _swiglu(_quantized), _few_rows),
+    Variant("packed_swiglu", "mlx/dequantized_swiglu", _swiglu(_dequantized), _obstacle),
+    Variant("packed_argmax", "mlx/quantized_argmax", _argmax(_quantized), _few_rows),
+    Variant("packed_argmax", "mlx/dequantized_argmax", _argmax(_dequantized), _obstacle),
+    Variant("packed_top_k", "mlx/quantized_top_k", _top_k(_quantized), _few_rows),
+    Variant("packed_top_k", "mlx/dequantized_top_k", _top_k(_dequantized), _obstacle),
+    Variant("packed_embedding", "mlx/dequantized_embedding", packed_embedding, _obstacle),
+)
