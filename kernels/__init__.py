@@ -22,6 +22,7 @@ from afm_mlx.kernels.ops import (
     packed_swiglu,
     packed_top_k,
     rope_norm_quantize,
+    write_tokens,
 )
 from afm_mlx.kernels.packing import dequantize, pack_codes, unpack_codes
 from afm_mlx.kernels.reference import attention, dequantize_int8, quantize_int8, rope_norm
@@ -48,4 +49,5 @@ __all__ = [
     "rope_norm",
     "rope_norm_quantize",
     "unpack_codes",
+    "write_tokens",
 ]

@@ -75,6 +75,7 @@ class Variant(NamedTuple):
 
 _disabled: dict[str, str] = {}
 _forced: list[str] = []
+_generation = 0
 
 
 @functools.cache
@@ -115,16 +116,28 @@ def _obstacle(variant: Variant, case: Case) -> str | None:
     return variant.obstacle(case)
 
 
+def invalidate() -> None:
+    """Choose anew: what a choice depends on has changed."""
+    global _generation
+    _generation += 1
+    select.cache_clear()
+
+
+def generation() -> int:
+    """A number that is another one after every change of what choices depend on."""
+    return _generation
+
+
 def disable(name: str, reason: str) -> None:
     """Don't choose this variant in this process any more."""
     _disabled[name] = reason
-    select.cache_clear()
+    invalidate()
 
 
 def enable(name: str) -> None:
     """Undo `disable`."""
     _disabled.pop(name, None)
-    select.cache_clear()
+    invalidate()
 
 
 def disabled() -> dict[str, str]:
@@ -139,12 +152,12 @@ def force(name: str) -> Iterator[None]:
     `AFM_MLX_KERNELS` in the environment does the same for a whole process.
     """
     _forced.append(name)
-    select.cache_clear()
+    invalidate()
     try:
         yield
     finally:
         _forced.pop()
-        select.cache_clear()
+        invalidate()
 
 
 def forced() -> str:

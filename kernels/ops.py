@@ -51,6 +51,11 @@ def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
     return select("causal_attention", _attention_case(queries, kv)).run(queries, kv)
 
 
+def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:
+    """See `reference.write_tokens`."""
+    return select("write_tokens", _write_case(buffer, tokens)).run(buffer, tokens, lengths)
+
+
 def rope_norm_quantize(qkv: mx.array, q_weight: mx.array, *args: Any) -> tuple[mx.array, ...]:
     """See `reference.rope_norm_quantize`."""
     return select("rope_norm_quantize", _rope_case(qkv, q_weight)).run(qkv, q_weight, *args)
@@ -60,6 +65,8 @@ def case_of(op: str, *args: Any, **options: Any) -> Case:
     """What the choice of a variant depends on, for a call with these arguments."""
     if op in ("decode_attention", "causal_attention"):
         return _attention_case(*args[:2])
+    if op == "write_tokens":
+        return _write_case(*args[:2])
     if op == "rope_norm_quantize":
         return _rope_case(*args[:2])
     if op == "packed_embedding":
@@ -76,6 +83,16 @@ def _attention_case(queries: mx.array, kv: KeyValues) -> Case:
         capacity=kv.keys.shape[2],
         head_dim=queries.shape[-1],
         group=queries.shape[1] // kv.keys.shape[1],
+    )
+
+
+def _write_case(buffer: mx.array, tokens: mx.array) -> Case:
+    return Case(
+        device(),
+        buffer.dtype,
+        rows=tokens.shape[1] * tokens.shape[3],
+        capacity=buffer.shape[3],
+        head_dim=buffer.shape[4],
     )
 
 

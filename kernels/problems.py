@@ -55,6 +55,8 @@ class Problem:
             queries, kv, lengths = self.args[:3]
             column = 2 * kv.keys.nbytes // (kv.keys.shape[0] * kv.keys.shape[2])
             return 2 * queries.nbytes + int(lengths.sum().item()) * column
+        if self.spec.op == "write_tokens":
+            return 2 * self.args[1].nbytes
         if self.spec.op == "causal_attention":
             queries, kv = self.args
             return 2 * queries.nbytes + kv.keys.nbytes + kv.values.nbytes
@@ -242,6 +244,16 @@ def _draw_attention(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
     return (queries, kv, mx.array(lengths.astype(np.int32)), rope), {}
 
 
+def _draw_write(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
+    heads = (2, spec.batch, spec.kv_heads)
+    buffer, tokens = (
+        mx.array(rng.integers(-128, 128, (*heads, n, spec.head_dim), dtype=np.int8))
+        for n in (spec.capacity, spec.tokens)
+    )
+    lengths = rng.integers(spec.tokens, spec.capacity + 1, spec.batch)
+    return (buffer, tokens, mx.array(lengths.astype(np.int32))), {}
+
+
 _DRAWS = {
     "packed_matmul": _draw_product,
     "packed_swiglu": _draw_swiglu,
@@ -251,6 +263,7 @@ _DRAWS = {
     "rope_norm_quantize": _draw_rope,
     "decode_attention": _draw_attention,
     "causal_attention": _draw_causal,
+    "write_tokens": _draw_write,
 }
 
 
@@ -259,6 +272,8 @@ _DRAWS = {
 
 def _bound(spec: Spec, args: tuple, options: dict[str, Any]) -> float:
     """What rounding explains, in the measure of `Problem.error`."""
+    if spec.op == "write_tokens":
+        return 2.0**-24  # codes are moved, not rounded
     u = UNIT_ROUNDOFF[spec.dtype]
     if spec.op == "packed_embedding":
         return 2 * u + 2.0**-23

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 
 from afm_mlx.kernels.formats import KeyValues, LowRank, PackedWeight, QueryRope
 from afm_mlx.kernels.packing import dequantize, dequantize_rows
@@ -116,6 +117,26 @@ def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
         (B, n_heads, L, head_dim) in the dtype of `queries`.
     """
     return attention(queries, kv, "causal")
+
+
+def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:
+    """A cache's buffer with the newest tokens of every row in its last columns.
+
+    Args:
+        buffer: (2, B, heads, capacity, head_dim), keys and values.
+        tokens: (2, B, heads, L, head_dim), of the same dtype.
+        lengths: (B,) int32, columns in use per row, the L new ones included; at most `capacity`.
+
+    Returns:
+        The buffer, written in place where nobody else holds it.
+    """
+    _, rows, heads, count, _ = tokens.shape
+    # Indices made on the host cost a GPU nothing.
+    row, head = np.arange(rows)[:, None, None], np.arange(heads)[:, None]
+    column = lengths[:, None, None] - mx.array(np.arange(count, 0, -1, dtype=np.int32))
+    written = buffer[...]
+    written[:, mx.array(row), mx.array(head), column] = tokens
+    return written
 
 
 def rope_norm_quantize(

@@ -165,6 +165,10 @@ def _attentions() -> Iterator[Spec]:
             yield Spec("decode_attention", dtype, batch, capacity=capacity, rope=rope, **shape)
         for batch, tokens, capacity in ((1, 5, 5), (2, 33, 40), (1, 17, 300)):
             yield Spec("causal_attention", dtype, batch, tokens, capacity=capacity, **shape)
+    for batch, tokens, capacity in ((1, 1, 256), (3, 1, 40), (2, 7, 9)):
+        yield Spec(
+            "write_tokens", mx.int8, batch, tokens, kv_heads=2, head_dim=64, capacity=capacity
+        )
     yield Spec("decode_attention", heads=16, kv_heads=2, head_dim=128, capacity=4096, rope=True)
 
 
@@ -210,6 +214,7 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("packed_argmax", dtype, **_EMBEDDING, norm=True),
         Spec("packed_embedding", dtype, tokens=512, **_EMBEDDING),
         Spec("rope_norm_quantize", dtype, **_HEADS),
+        Spec("write_tokens", mx.int8, **_HEADS, capacity=512),
         Spec("decode_attention", dtype, **_HEADS, capacity=512, rope=True),
         Spec("decode_attention", dtype, **_HEADS, capacity=4096, rope=True),
         Spec("causal_attention", dtype, tokens=512, **_HEADS, capacity=512),
@@ -240,5 +245,6 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("rope_norm_quantize", dtype, tokens=2, **_HEADS),
         Spec("decode_attention", dtype, **_HEADS, capacity=300, rope=True),
         Spec("causal_attention", dtype, tokens=9, **_HEADS, capacity=20),
+        Spec("write_tokens", mx.int8, batch=2, **_HEADS, capacity=20),
         Spec("decode_attention", dtype, batch=2, **_HEADS, capacity=100),
     ]

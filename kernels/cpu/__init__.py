@@ -31,6 +31,11 @@ def _attention_obstacle(case: Case) -> str | None:
     return f"head_dim is at most {limit}" if case.head_dim > limit else None
 
 
+def _write_obstacle(case: Case) -> str | None:
+    reason = extension.unavailable()
+    return f"the C++ extension isn't there: {reason}" if reason else None
+
+
 def _rope_obstacle(case: Case) -> str | None:
     return _obstacle(case) or ("head_dim must be even" if case.head_dim % 2 else None)
 
@@ -47,5 +52,6 @@ VARIANTS: tuple[Variant, ...] = (
     _variant(ops.packed_top_k, _obstacle),
     _variant(ops.decode_attention, _attention_obstacle),
     _variant(ops.causal_attention, _attention_obstacle),
+    _variant(ops.write_tokens, _write_obstacle),
     _variant(ops.rope_norm_quantize, _rope_obstacle),
 )

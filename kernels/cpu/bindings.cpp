@@ -113,6 +113,7 @@ NB_MODULE(_afm_cpu, m) {
         "theta"_a = 0.0f, "eps"_a = 0.0f);
   m.def("causal_attention", &afm::causal_attention, "queries"_a, "keys"_a, "values"_a, "key_scale"_a,
         "value_scale"_a);
+  m.def("write_tokens", &afm::write_tokens, "buffer"_a, "tokens"_a, "lengths"_a);
   m.def("rope_norm_quantize",
         [](const afm::mx::array& qkv, const afm::mx::array& q_weight, const afm::mx::array& k_weight,
            const afm::Offset& offset, const afm::mx::array& key_scale, const afm::mx::array& value_scale,

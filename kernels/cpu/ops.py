@@ -91,6 +91,11 @@ def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
     return _native.causal_attention(queries, *kv)
 
 
+def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:
+    """See `reference.write_tokens`."""
+    return _native.write_tokens(buffer, tokens, lengths)
+
+
 def rope_norm_quantize(
     qkv: mx.array,
     q_weight: mx.array,

@@ -37,6 +37,10 @@ std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const mx::array&
                                           const mx::array& key_scale, const mx::array& value_scale,
                                           int n_kv_heads, float theta, float eps);
 
+// Columns [lengths - L, lengths) of a buffer (2, B, heads, capacity, head_dim) become tokens
+// (2, B, heads, L, head_dim).
+mx::array write_tokens(const mx::array& buffer, const mx::array& tokens, const mx::array& lengths);
+
 // See `PackedWeight` and `LowRank` in `kernels/formats.py`.
 struct Packed {
   mx::array codes;
