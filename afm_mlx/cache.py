@@ -2,7 +2,8 @@
 
 One `KVCache` holds one block's, for one row or a batch. Column c of a row holds its c-th token, so rows of
 different lengths lie side by side, each with its own offset; a row joins, leaves, or is trimmed without
-moving the others. The arrays grow by `STEP` columns and are written in place between growths.
+moving the others. One buffer holds keys and values, so that a new token is one write. It grows by `STEP`
+columns and is written in place between growths.
 
 The methods are those of mlx-lm's caches (`mlx_lm/models/cache.py`), batch ones included, so that both this
 engine and mlx-lm's own loops can drive either kind of model.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import numpy as np
@@ -23,13 +24,34 @@ STEP = 256  # columns that are added at a time
 KEEP = 4  # first tokens that a sliding window never forgets, as in mlx-lm's rotating cache
 
 
+Offset: TypeAlias = int | mx.array  # position of the first new token: of all rows, or (B,)
+
+
+class Positions(NamedTuple):
+    """Where the new tokens stand, and what they may look at; the same for every block.
+
+    Args:
+        offset: position of the first new token.
+        mask: as `attention` takes it.
+        lengths: (B,) int32, set when there is one new token per row and int8 codes are read straight from
+            the cache's buffers, each row's up to its length.
+    """
+
+    offset: Offset
+    mask: mx.array | str | None
+    lengths: mx.array | None = None
+
+
 def causal_mask(length: int) -> str | None:
     """The mask of `length` tokens that see only themselves and what lies before."""
     return "causal" if length > 1 else None
 
 
 class KVCache:
-    """Keys and values of one block, (B, n_kv_heads, capacity, head_dim), with one offset per row.
+    """Keys and values of one block, with one offset per row.
+
+    `buffer` is (B, 2 * n_kv_heads, capacity, head_dim), heads of keys and then of values; None before the first
+    token.
 
     Args:
         int8: whether the block hands over int8 codes; otherwise floats.
@@ -54,11 +76,20 @@ class KVCache:
         self.max_size = max_size
         self.sliding_window = sliding_window
         self._window = max_size if sliding_window and max_size else 0
-        self.keys: Any = None  # mx.array once something was written
-        self.values: Any = None
+        self.buffer: Any = None  # mx.array once something was written
         self._lengths = [0] * rows  # tokens seen, per row
         self._forgotten = [0] * rows  # of them, those that a sliding window dropped
         self._padding: list[int] | None = None  # of a ragged prompt, until `finalize`
+
+    @property
+    def keys(self) -> mx.array | None:
+        """(B, n_kv_heads, capacity, head_dim): a view. While it lives, the next write copies the buffer."""
+        return None if self.buffer is None else _heads(self.buffer)[0]
+
+    @property
+    def values(self) -> mx.array | None:
+        """As `keys`."""
+        return None if self.buffer is None else _heads(self.buffer)[1]
 
     @property
     def kind(self) -> tuple[str, int | None, bool]:
@@ -89,12 +120,12 @@ class KVCache:
         return max(self._columns)
 
     def empty(self) -> bool:
-        return self.keys is None
+        return self.buffer is None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, spare capacity included."""
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+        """Bytes of the buffer, spare capacity included."""
+        return 0 if self.buffer is None else self.buffer.nbytes
 
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
@@ -148,48 +179,49 @@ class KVCache:
         Raises:
             ContextLengthError: past `max_size` without a sliding window.
         """
-        self.update(keys, values)
+        self.update(mx.concatenate([keys, values], axis=1))
         return self.keys_and_values()
 
-    def update(self, keys: mx.array, values: mx.array) -> None:
-        """Append as `update_and_fetch` does; `keys` and `values` then hold all columns, spare ones too."""
-        length = keys.shape[2]
-        self._make_room(keys, values, length)
+    def update(self, kv: mx.array) -> None:
+        """Append as `update_and_fetch` does: `kv` is (B, 2 * n_kv_heads, L, head_dim), keys and then values."""
+        length = kv.shape[2]
+        if self.buffer is None:
+            self.buffer = kv[:, :, :0]
+        self.make_room(length)
         columns = self._columns
         if len(set(columns)) == 1:
-            span = slice(columns[0], columns[0] + length)
-            self.keys[:, :, span] = keys
-            self.values[:, :, span] = values
+            self.buffer[:, :, columns[0] : columns[0] + length] = kv
         else:
-            place = _ragged_index(tuple(columns), keys.shape[1], length)
-            self.keys[place] = keys
-            self.values[place] = values
+            self.buffer[_ragged_index(tuple(columns), kv.shape[1], length)] = kv
         self._lengths = [n + length for n in self._lengths]
+
+    def take(self, buffer: mx.array, length: int) -> None:
+        """Take over a buffer in which the next `length` tokens of every row were written elsewhere."""
+        self.buffer = buffer
+        self._lengths = [n + length for n in self._lengths]
+
+    def in_use(self) -> mx.array:
+        """The buffer's columns in use; only once something was written."""
+        return self.buffer[:, :, : self.size()]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Keys and values of all columns in use; only once something was written."""
-        used = self.size()
-        return self.keys[:, :, :used], self.values[:, :, :used]
+        return _heads(self.in_use())
 
-    def _make_room(self, keys: mx.array, values: mx.array, length: int) -> None:
+    def make_room(self, length: int) -> None:
+        """See to it that the buffer, which has to be there, takes `length` more tokens of every row.
+
+        Raises:
+            ContextLengthError: past `max_size` without a sliding window.
+        """
         if self.sliding_window:
             self._forget(length)
         elif self._padding is None:
             self._check_bound(max(self._lengths) + length)
         needed = self.size() + length
-        capacity = 0 if self.keys is None else self.keys.shape[2]
+        capacity = self.buffer.shape[2]
         if needed > capacity:
-            self._grow(keys, values, -(-needed // STEP) * STEP)
-
-    def _grow(self, keys: mx.array, values: mx.array, capacity: int) -> None:
-        def grown(old: mx.array | None, new: mx.array) -> mx.array:
-            rows, heads, _, dim = new.shape
-            if old is None:
-                return mx.zeros((rows, heads, capacity, dim), dtype=new.dtype)
-            spare = mx.zeros((rows, heads, capacity - old.shape[2], dim), dtype=old.dtype)
-            return mx.concatenate([old, spare], axis=2)
-
-        self.keys, self.values = grown(self.keys, keys), grown(self.values, values)
+            self.buffer = _padded(self.buffer, -(-needed // STEP) * STEP - capacity)
 
     def _check_bound(self, needed: int) -> None:
         if self.max_size is not None and needed > self.max_size:
@@ -208,8 +240,7 @@ class KVCache:
     def _forget(self, length: int) -> None:
         drops = self._drops(length)
         if any(drops):
-            self.keys = _drop_columns(self.keys, drops)
-            self.values = _drop_columns(self.values, drops)
+            self.buffer = _drop_columns(self.buffer, drops)
             self._forgotten = [f + d for f, d in zip(self._forgotten, drops, strict=True)]
 
     # -- ragged prompts, in mlx-lm's protocol: right padding is written and then disowned
@@ -250,25 +281,23 @@ class KVCache:
     def extract(self, row: int) -> KVCache:
         """A cache of one row's own."""
         cache = self._like([row])
-        if self.keys is not None:
+        if self.buffer is not None:
             used = self._columns[row]
-            cache.keys = mx.contiguous(self.keys[row : row + 1, :, :used])
-            cache.values = mx.contiguous(self.values[row : row + 1, :, :used])
+            cache.buffer = mx.contiguous(self.buffer[row : row + 1, :, :used])
         return cache
 
     def filter(self, rows: Any) -> None:
         """Keep only these rows, in this order: a sequence of indices, or an integer array."""
         rows = rows.tolist() if isinstance(rows, mx.array) else list(rows)
-        if self.keys is not None:
-            index = mx.array(rows, dtype=mx.int32)
-            self.keys, self.values = self.keys[index], self.values[index]
+        if self.buffer is not None:
+            self.buffer = self.buffer[mx.array(rows, dtype=mx.int32)]
         self._lengths = [self._lengths[r] for r in rows]
         self._forgotten = [self._forgotten[r] for r in rows]
 
     def extend(self, other: KVCache) -> None:
         """Append the rows of another cache of the same block."""
         merged = KVCache.merge([self, other])
-        self.keys, self.values = merged.keys, merged.values
+        self.buffer = merged.buffer
         self._lengths, self._forgotten = merged._lengths, merged._forgotten
 
     @staticmethod
@@ -288,25 +317,19 @@ class KVCache:
         merged = first._like([0])
         merged._lengths = [n for c in caches for n in c._lengths]
         merged._forgotten = [n for c in caches for n in c._forgotten]
-        filled = next((c for c in caches if c.keys is not None), None)
+        filled = [cache.buffer for cache in caches if cache.buffer is not None]
         if len(caches) == 1:
-            merged.keys, merged.values = _handle(first.keys), _handle(first.values)
-        elif filled is not None:
-            capacity = max(c.keys.shape[2] for c in caches if c.keys is not None)
-
-            def stacked(name: str) -> mx.array:
-                _, heads, _, dim = getattr(filled, name).shape
-                dtype = getattr(filled, name).dtype
-                parts = []
-                for cache in caches:
-                    part = getattr(cache, name)
-                    if part is None:
-                        part = mx.zeros((len(cache._lengths), heads, 0, dim), dtype=dtype)
-                    spare = capacity - part.shape[2]
-                    parts.append(mx.pad(part, [(0, 0), (0, 0), (0, spare), (0, 0)]))
-                return mx.concatenate(parts, axis=0)
-
-            merged.keys, merged.values = stacked("keys"), stacked("values")
+            merged.buffer = _handle(first.buffer)
+        elif filled:
+            _, heads, _, dim = filled[0].shape
+            capacity = max(buffer.shape[2] for buffer in filled)
+            parts = []
+            for cache in caches:
+                part = cache.buffer
+                if part is None:
+                    part = mx.zeros((len(cache._lengths), heads, 0, dim), dtype=filled[0].dtype)
+                parts.append(_padded(part, capacity - part.shape[2]))
+            merged.buffer = mx.concatenate(parts, axis=0)
         return merged
 
     def _like(self, rows: Sequence[int]) -> KVCache:
@@ -330,7 +353,7 @@ class KVCache:
     def copy(self, length: int | None = None) -> KVCache:
         """An independent cache of the first `length` tokens of every row; None for all of them.
 
-        The arrays are shared until one of the two is written to.
+        The buffer is shared until one of the two is written to.
 
         Raises:
             ValueError: when a row has fewer tokens, or its first ones were forgotten.
@@ -343,25 +366,26 @@ class KVCache:
                     f"{min(self._lengths)}, and {max(self._forgotten)} were forgotten by the window."
                 )
             cache._lengths = [length] * len(self._lengths)
-        cache.keys, cache.values = _handle(self.keys), _handle(self.values)
+        cache.buffer = _handle(self.buffer)
         return cache
 
     # -- state, for evaluation and files
 
     @property
     def state(self) -> Any:
-        """Arrays of the columns in use, and what is needed to restore them."""
-        if self.keys is None:
+        """Keys and values of the columns in use, and what is needed to restore them."""
+        if self.buffer is None:
             return []
         return [*self.keys_and_values(), mx.array([self._lengths, self._forgotten], dtype=mx.int32)]
 
     @state.setter
     def state(self, state: Any) -> None:
         if not state:
-            self.keys = self.values = None
+            self.buffer = None
             self._lengths, self._forgotten = [0], [0]
             return
-        self.keys, self.values, rows = state
+        keys, values, rows = state
+        self.buffer = mx.concatenate([keys, values], axis=1)
         self._lengths, self._forgotten = rows.tolist()
 
 
@@ -428,10 +452,22 @@ def _handle(x: mx.array | None) -> mx.array | None:
     return None if x is None else x[...]
 
 
-def _drop_columns(x: mx.array, drops: Sequence[int]) -> mx.array:
+def _heads(buffer: mx.array) -> tuple[mx.array, mx.array]:
+    """Views of the keys' heads and of the values'."""
+    keys, values = buffer.split(2, axis=1)
+    return keys, values
+
+
+def _padded(buffer: mx.array, columns: int) -> mx.array:
+    """With so many columns of zeros behind the others."""
+    return mx.pad(buffer, [(0, 0), (0, 0), (0, columns), (0, 0)])
+
+
+def _drop_columns(buffer: mx.array, drops: Sequence[int]) -> mx.array:
     """Per row, remove `drops[row]` columns after the first KEEP; zeros fill the end."""
     rows = []
     for row, drop in enumerate(drops):
-        kept = [x[row : row + 1, :, :KEEP], x[row : row + 1, :, KEEP + drop :]]
-        rows.append(mx.pad(mx.concatenate(kept, axis=2), [(0, 0), (0, 0), (0, drop), (0, 0)]))
+        own = buffer[row : row + 1]
+        kept = mx.concatenate([own[:, :, :KEEP], own[:, :, KEEP + drop :]], axis=2)
+        rows.append(_padded(kept, drop))
     return mx.concatenate(rows, axis=0)

@@ -17,13 +17,14 @@ Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.cache import KVCache, NoKVCache, causal_mask
+from afm_mlx.cache import KVCache, NoKVCache, Positions, causal_mask
 from afm_mlx.config import MODEL_TYPE, ModelConfig
+from afm_mlx.decode_step import DecodeStep
 from afm_mlx.fusion import head_argmax, project, project_head, swiglu
 from afm_mlx.kernels import (
     KeyValues,
@@ -35,23 +36,6 @@ from afm_mlx.kernels import (
     rope_norm,
     rope_norm_quantize,
 )
-
-Offset: TypeAlias = int | mx.array  # position of the first new token: of all rows, or (B,)
-
-
-class Positions(NamedTuple):
-    """Where the new tokens stand, and what they may look at; the same for every block.
-
-    Args:
-        offset: position of the first new token.
-        mask: as `attention` takes it.
-        lengths: (B,) int32, set when there is one new token per row and int8 codes are read straight from
-            the cache's buffers, each row's up to its length.
-    """
-
-    offset: Offset
-    mask: mx.array | str | None
-    lengths: mx.array | None = None
 
 
 def _heads(x: mx.array, head_dim: int) -> mx.array:
@@ -70,6 +54,15 @@ def _attention(queries: mx.array, kv: KeyValues, mask: mx.array | str | None) ->
     if mask == "causal" and kv.key_scale is not None:
         return causal_attention(queries, kv)
     return attention(queries, kv, mask)
+
+
+def _appended(keys: mx.array, values: mx.array, cache: KVCache | None) -> KeyValues:
+    """Float keys and values of every token so far, the new ones included."""
+    kv = mx.concatenate([keys, values], axis=1)
+    if cache is None:
+        return KeyValues(kv)
+    cache.update(kv)
+    return KeyValues(cache.in_use())
 
 
 class WritingAttention(nn.Module):
@@ -108,7 +101,7 @@ class WritingAttention(nn.Module):
         self, qkv: mx.array, positions: Positions, cache: KVCache | None
     ) -> tuple[mx.array, KeyValues]:
         config, scales = self._config, (self.quant_key_scale, self.quant_value_scale)
-        q, *codes = rope_norm_quantize(
+        q, codes = rope_norm_quantize(
             qkv,
             self.q_norm.weight,
             self.k_norm.weight,
@@ -119,12 +112,14 @@ class WritingAttention(nn.Module):
             config.rms_norm_eps,
         )
         if cache is not None and cache.int8:
-            cache.update(*codes)
+            cache.update(codes)
             whole = positions.lengths is not None
-            stored = (cache.keys, cache.values) if whole else cache.keys_and_values()
-            return q, KeyValues(*stored, *scales)
-        k, v = (dequantize_int8(c, s, q.dtype) for c, s in zip(codes, scales, strict=True))
-        return q, KeyValues(*(cache.update_and_fetch(k, v) if cache is not None else (k, v)))
+            return q, KeyValues(cache.buffer if whole else cache.in_use(), *scales)
+        k, v = (
+            dequantize_int8(part, scale, q.dtype)
+            for part, scale in zip(codes.split(2, axis=1), scales, strict=True)
+        )
+        return q, _appended(k, v, cache)
 
     def _float_heads(
         self, qkv: mx.array, positions: Positions, cache: KVCache | None
@@ -136,7 +131,7 @@ class WritingAttention(nn.Module):
         )
         turn = (positions.offset, config.rope_theta, config.rms_norm_eps)
         q, k = rope_norm(q, self.q_norm.weight, *turn), rope_norm(k, self.k_norm.weight, *turn)
-        return q, KeyValues(*(cache.update_and_fetch(k, v) if cache is not None else (k, v)))
+        return q, _appended(k, v, cache)
 
 
 class ReuseAttention(nn.Module):
@@ -253,6 +248,7 @@ class Model(nn.Module):
         self.args = config  # mlx-lm's name
         self.model_type = MODEL_TYPE
         self.model = Transformer(config)
+        self._step = DecodeStep()
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         """Logits for every given token; the cache, when there is one, grows by L.
@@ -264,8 +260,7 @@ class Model(nn.Module):
         Returns:
             (B, L, vocab_size) in the activation dtype.
         """
-        h = self._hidden(inputs, cache)
-        return project_head(self.model.embedding, h, norm=self.model.output_norm)
+        return self._next(inputs, cache, "logits")
 
     def greedy(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
         """The most likely next token of every row, without its logits where the head can do that.
@@ -277,13 +272,36 @@ class Model(nn.Module):
         Returns:
             (B,) uint32.
         """
-        h = self._hidden(inputs, cache)
-        return head_argmax(self.model.embedding, h[:, -1], norm=self.model.output_norm)
+        return self._next(inputs, cache, "argmax")
 
-    def _hidden(self, inputs: mx.array, cache: Sequence[Any] | None) -> mx.array:
+    def _next(self, inputs: mx.array, cache: Sequence[Any] | None, head: str) -> mx.array:
         positions, cache = self._positions(inputs, cache)
+        writing = cache[: len(self.model.layers)]
+        if positions.lengths is not None and self._step.applies(self, writing):
+            return self._step(self, inputs, positions.lengths, writing, head)
+        return self.forward(inputs, positions, writing, head)
+
+    def forward(
+        self,
+        inputs: mx.array,
+        positions: Positions,
+        cache: Sequence[Any],
+        head: str,
+    ) -> mx.array:
+        """Every block, and the head.
+
+        Args:
+            inputs: (B, L) integers.
+            positions: where they stand.
+            cache: of the writing blocks.
+            head: "logits" for those of every token, (B, L, vocab_size); "argmax" for the most likely token
+                after the last of each row, (B,) uint32.
+        """
         h, kv = self.model.write(inputs, positions, cache)
-        return self.model.read(h, positions, kv)
+        h = self.model.read(h, positions, kv)
+        if head == "argmax":
+            return head_argmax(self.model.embedding, h[:, -1], norm=self.model.output_norm)
+        return project_head(self.model.embedding, h, norm=self.model.output_norm)
 
     def prefill(self, inputs: mx.array, cache: Sequence[Any]) -> None:
         """Write the keys and values of prompt tokens, and compute nothing else.
@@ -300,7 +318,7 @@ class Model(nn.Module):
 
     def _positions(
         self, inputs: mx.array, cache: Sequence[Any] | None
-    ) -> tuple[Positions, Sequence[KVCache | None]]:
+    ) -> tuple[Positions, Sequence[Any]]:
         length = inputs.shape[1]
         if cache is None:
             return Positions(0, causal_mask(length)), [None] * len(self.model.layers)

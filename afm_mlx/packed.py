@@ -16,6 +16,7 @@ from afm_mlx.kernels import (
     MODES,
     PackedWeight,
     dequantize,
+    dispatch,
     pack_codes,
     packed_embedding,
     packed_matmul,
@@ -44,6 +45,16 @@ class _Packed(nn.Module):
             if getattr(packed, name) is not None:
                 self[name] = getattr(packed, name)
         self.freeze()
+
+    @property
+    def activation_bits(self) -> int:
+        """16, or 8 where a kernel may round its input to int8."""
+        return self._activation_bits
+
+    @activation_bits.setter
+    def activation_bits(self, bits: int) -> None:
+        object.__setattr__(self, "_activation_bits", bits)
+        dispatch.invalidate()
 
     @property
     def packed(self) -> PackedWeight:
@@ -154,8 +165,13 @@ class PackedEmbedding(_Packed):
         self, packed: PackedWeight, dtype: mx.Dtype = mx.float32, activation_bits: int = 16
     ):
         super().__init__(packed)
-        self.dtype = dtype
+        self._dtype = str(dtype).rpartition(".")[2]  # a Dtype can't be copied or pickled
         self.activation_bits = activation_bits
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Of the rows that a lookup returns."""
+        return getattr(mx, self._dtype)
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """(...) integers to (..., K)."""

@@ -92,19 +92,31 @@ class LowRank(NamedTuple):
 
 
 class KeyValues(NamedTuple):
-    """Keys and values that a block attends to.
+    """Keys and values that a block attends to, in one array, so that a cache is written once per token.
 
     Args:
-        keys: (B, n_kv_heads, S, head_dim), float, or int8 codes.
-        values: the same shape and dtype.
+        buffer: (B, 2 * n_kv_heads, S, head_dim), heads of keys and then of values, float, or int8 codes.
         key_scale: 0-d float32 that a code is multiplied by, or None for float keys.
         value_scale: likewise for the values.
     """
 
-    keys: mx.array
-    values: mx.array
+    buffer: mx.array
     key_scale: mx.array | None = None
     value_scale: mx.array | None = None
+
+    @property
+    def n_kv_heads(self) -> int:
+        return self.buffer.shape[1] // 2
+
+    @property
+    def keys(self) -> mx.array:
+        """(B, n_kv_heads, S, head_dim), a view."""
+        return self.buffer[:, : self.n_kv_heads]
+
+    @property
+    def values(self) -> mx.array:
+        """(B, n_kv_heads, S, head_dim), a view."""
+        return self.buffer[:, self.n_kv_heads :]
 
 
 class QueryRope(NamedTuple):

@@ -80,9 +80,9 @@ def _attention_case(queries: mx.array, kv: KeyValues) -> Case:
         device(),
         queries.dtype,
         rows=queries.shape[0] * queries.shape[2],
-        capacity=kv.keys.shape[2],
+        capacity=kv.buffer.shape[2],
         head_dim=queries.shape[-1],
-        group=queries.shape[1] // kv.keys.shape[1],
+        group=queries.shape[1] // kv.n_kv_heads,
     )
 
 
@@ -90,9 +90,9 @@ def _write_case(buffer: mx.array, tokens: mx.array) -> Case:
     return Case(
         device(),
         buffer.dtype,
-        rows=tokens.shape[1] * tokens.shape[3],
-        capacity=buffer.shape[3],
-        head_dim=buffer.shape[4],
+        rows=tokens.shape[0] * tokens.shape[2],
+        capacity=buffer.shape[2],
+        head_dim=buffer.shape[3],
     )
 
 

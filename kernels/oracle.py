@@ -151,7 +151,7 @@ def rope_norm_quantize(
     n_kv_heads: int,
     theta: float,
     eps: float,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray]:
     """See `reference.rope_norm_quantize`; keys and values in units of a code, clamped but not rounded."""
     head_dim = q_weight.shape[0]
     heads = float64(qkv).reshape(*qkv.shape[:2], -1, head_dim).swapaxes(1, 2)
@@ -159,11 +159,8 @@ def rope_norm_quantize(
     q, k, v = np.split(heads, [n_heads, n_heads + n_kv_heads], axis=1)
     q = rms_norm(rope(q, offset, theta), float64(q_weight), eps)
     k = rms_norm(rope(k, offset, theta), float64(k_weight), eps)
-    k, v = (
-        np.clip(part / float64(scale), -128, 127)
-        for part, scale in zip((k, v), scales, strict=True)
-    )
-    return q, k, v
+    codes = [part / float64(scale) for part, scale in zip((k, v), scales, strict=True)]
+    return q, np.clip(np.concatenate(codes, axis=1), -128, 127)
 
 
 def decode_attention(
@@ -205,7 +202,7 @@ def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> np.nd
     """See `reference.write_tokens`."""
     output = float64(buffer)
     for row, length in enumerate(np.array(lengths).tolist()):
-        output[:, row, :, length - tokens.shape[3] : length] = float64(tokens)[:, row]
+        output[row, :, length - tokens.shape[2] : length] = float64(tokens)[row]
     return output
 
 

@@ -53,13 +53,13 @@ class Problem:
         """Bytes that one call has to read and write: each array once, of a cache the columns in use."""
         if self.spec.op == "decode_attention":
             queries, kv, lengths = self.args[:3]
-            column = 2 * kv.keys.nbytes // (kv.keys.shape[0] * kv.keys.shape[2])
+            column = kv.buffer.nbytes // (kv.buffer.shape[0] * kv.buffer.shape[2])
             return 2 * queries.nbytes + int(lengths.sum().item()) * column
         if self.spec.op == "write_tokens":
             return 2 * self.args[1].nbytes
         if self.spec.op == "causal_attention":
             queries, kv = self.args
-            return 2 * queries.nbytes + kv.keys.nbytes + kv.values.nbytes
+            return 2 * queries.nbytes + kv.buffer.nbytes
         if self.spec.op == "packed_embedding":
             tokens, weight, dtype = self.args
             return tokens.size * (weight.nbytes // weight.out_dims + weight.in_dims * dtype.size)
@@ -108,8 +108,7 @@ def _with_codes(arg: Any, salt: int) -> Any:
     if isinstance(arg, PackedWeight):
         return arg._replace(codes=arg.codes ^ mx.array(salt, mx.uint32))
     if isinstance(arg, KeyValues):
-        flip = mx.array(salt % 128, arg.keys.dtype)
-        return arg._replace(keys=arg.keys ^ flip, values=arg.values ^ flip)
+        return arg._replace(buffer=arg.buffer ^ mx.array(salt % 128, arg.buffer.dtype))
     return arg
 
 
@@ -220,11 +219,11 @@ def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
 
 
 def _draw_key_values(spec: Spec, rng: np.random.Generator) -> KeyValues:
-    shape = (2, spec.batch, spec.kv_heads, spec.capacity, spec.head_dim)
+    shape = (spec.batch, 2 * spec.kv_heads, spec.capacity, spec.head_dim)
     codes = rng.integers(-128, 128, shape, dtype=np.int8)
     # Uniform codes have a root mean square of 74: keys and values of about 1.
     scales = (_draw(s) for s in rng.uniform(0.8, 1.2, 2) / 74)
-    return KeyValues(*map(mx.array, codes), *scales)
+    return KeyValues(mx.array(codes), *scales)
 
 
 def _draw_queries(spec: Spec, rng: np.random.Generator) -> mx.array:
@@ -245,7 +244,7 @@ def _draw_attention(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
 
 
 def _draw_write(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
-    heads = (2, spec.batch, spec.kv_heads)
+    heads = (spec.batch, 2 * spec.kv_heads)
     buffer, tokens = (
         mx.array(rng.integers(-128, 128, (*heads, n, spec.head_dim), dtype=np.int8))
         for n in (spec.capacity, spec.tokens)
@@ -362,8 +361,9 @@ def _check_floats(problem: Problem, results: Sequence[mx.array]) -> float:
 
 def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
     """Codes may be off by half a code, and by what the error of the number before rounding adds."""
-    wanted_k, wanted_v = problem.wanted[1:]
-    k, v = (_float64(result, wanted_k.shape, mx.int8) for result in results[1:])
+    wanted = problem.wanted[1]
+    wanted_k, wanted_v = np.split(wanted, 2, axis=1)
+    k, v = np.split(_float64(results[1], wanted.shape, mx.int8), 2, axis=1)
     # Values are not computed but divided, in float32.
     if (off := np.abs(v - wanted_v).max()) > 0.5 + 2.0**-14:
         raise ValueError(f"a value's code is off by {off:.3f}; rounding explains 0.5")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import mlx.core as mx
 import numpy as np
 
@@ -102,7 +104,7 @@ def decode_attention(
     """
     if rope is not None:
         queries = rope_norm(queries, rope.weight, lengths - 1, rope.theta, rope.eps)
-    visible = mx.arange(kv.keys.shape[2]) < lengths[:, None, None, None]
+    visible = mx.arange(kv.buffer.shape[2]) < lengths[:, None, None, None]
     return attention(queries, kv, visible)
 
 
@@ -123,20 +125,31 @@ def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.ar
     """A cache's buffer with the newest tokens of every row in its last columns.
 
     Args:
-        buffer: (2, B, heads, capacity, head_dim), keys and values.
-        tokens: (2, B, heads, L, head_dim), of the same dtype.
+        buffer: (B, heads, capacity, head_dim); heads of keys and of values.
+        tokens: (B, heads, L, head_dim), of the same dtype.
         lengths: (B,) int32, columns in use per row, the L new ones included; at most `capacity`.
 
     Returns:
         The buffer, written in place where nobody else holds it.
     """
-    _, rows, heads, count, _ = tokens.shape
-    # Indices made on the host cost a GPU nothing.
-    row, head = np.arange(rows)[:, None, None], np.arange(heads)[:, None]
-    column = lengths[:, None, None] - mx.array(np.arange(count, 0, -1, dtype=np.int32))
+    row, head, back = _places(*tokens.shape[:3])
     written = buffer[...]
-    written[:, mx.array(row), mx.array(head), column] = tokens
+    written[row, head, lengths[:, None, None] - back] = tokens
     return written
+
+
+@functools.lru_cache(maxsize=8)
+def _places(rows: int, heads: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Rows, heads, and how far before a row's end `count` tokens lie.
+
+    Made on the host they cost a GPU nothing, and the same arrays in every block let a trace share what it
+    computes of them.
+    """
+    row, head = np.arange(rows)[:, None, None], np.arange(heads)[:, None]
+    row, head, back = (
+        mx.array(places.astype(np.int32)) for places in (row, head, np.arange(count, 0, -1))
+    )
+    return row, head, back
 
 
 def rope_norm_quantize(
@@ -148,7 +161,7 @@ def rope_norm_quantize(
     n_kv_heads: int,
     theta: float,
     eps: float,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, mx.array]:
     """What stands between a fused QKV projection and attention: RoPE, QK-norm, int8 keys and values.
 
     Args:
@@ -159,8 +172,8 @@ def rope_norm_quantize(
         theta, eps: see `rope_norm`.
 
     Returns:
-        queries (B, n_heads, L, head_dim) in the dtype of `qkv`; codes of keys and of values,
-        (B, n_kv_heads, L, head_dim) int8.
+        queries (B, n_heads, L, head_dim) in the dtype of `qkv`; codes of keys and then of values,
+        (B, 2 * n_kv_heads, L, head_dim) int8.
     """
     head_dim = q_weight.shape[0]
     heads = qkv.reshape(*qkv.shape[:2], -1, head_dim).swapaxes(1, 2)
@@ -168,7 +181,8 @@ def rope_norm_quantize(
     q, k, v = heads.split([n_heads, n_heads + n_kv_heads], axis=1)
     q = rope_norm(q, q_weight, offset, theta, eps)
     k = rope_norm(k, k_weight, offset, theta, eps)
-    return q, quantize_int8(k, scales[0]), quantize_int8(v, scales[1])
+    codes = [quantize_int8(k, scales[0]), quantize_int8(v, scales[1])]
+    return q, mx.concatenate(codes, axis=1)
 
 
 def packed_matmul(

@@ -102,17 +102,16 @@ NB_MODULE(_afm_cpu, m) {
 
   define_products(m);
   m.def("decode_attention",
-        [](const afm::mx::array& queries, const afm::mx::array& keys, const afm::mx::array& values,
-           const afm::mx::array& key_scale, const afm::mx::array& value_scale, const afm::mx::array& lengths,
+        [](const afm::mx::array& queries, const afm::mx::array& kv, const afm::mx::array& key_scale,
+           const afm::mx::array& value_scale, const afm::mx::array& lengths,
            const std::optional<afm::mx::array>& weight, float theta, float eps) {
           std::optional<afm::Rope> rope;
           if (weight) rope = afm::Rope{*weight, theta, eps};
-          return afm::decode_attention(queries, keys, values, key_scale, value_scale, lengths, rope);
+          return afm::decode_attention(queries, kv, key_scale, value_scale, lengths, rope);
         },
-        "queries"_a, "keys"_a, "values"_a, "key_scale"_a, "value_scale"_a, "lengths"_a, "weight"_a = nb::none(),
-        "theta"_a = 0.0f, "eps"_a = 0.0f);
-  m.def("causal_attention", &afm::causal_attention, "queries"_a, "keys"_a, "values"_a, "key_scale"_a,
-        "value_scale"_a);
+        "queries"_a, "kv"_a, "key_scale"_a, "value_scale"_a, "lengths"_a, "weight"_a = nb::none(), "theta"_a = 0.0f,
+        "eps"_a = 0.0f);
+  m.def("causal_attention", &afm::causal_attention, "queries"_a, "kv"_a, "key_scale"_a, "value_scale"_a);
   m.def("write_tokens", &afm::write_tokens, "buffer"_a, "tokens"_a, "lengths"_a);
   m.def("rope_norm_quantize",
         [](const afm::mx::array& qkv, const afm::mx::array& q_weight, const afm::mx::array& k_weight,
@@ -120,7 +119,7 @@ NB_MODULE(_afm_cpu, m) {
            int n_kv_heads, float theta, float eps) {
           auto out = afm::rope_norm_quantize(qkv, q_weight, k_weight, offset, key_scale, value_scale, n_kv_heads,
                                              theta, eps);
-          return nb::make_tuple(out[0], out[1], out[2]);
+          return nb::make_tuple(out[0], out[1]);
         },
         "qkv"_a, "q_weight"_a, "k_weight"_a, "offset"_a, "key_scale"_a, "value_scale"_a, "n_kv_heads"_a, "theta"_a,
         "eps"_a);

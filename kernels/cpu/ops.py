@@ -80,10 +80,9 @@ def decode_attention(
     queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
 ) -> mx.array:
     """See `reference.decode_attention`."""
-    keys, values, key_scale, value_scale = kv
     if rope is None:
-        return _native.decode_attention(queries, keys, values, key_scale, value_scale, lengths)
-    return _native.decode_attention(queries, keys, values, key_scale, value_scale, lengths, *rope)
+        return _native.decode_attention(queries, *kv, lengths)
+    return _native.decode_attention(queries, *kv, lengths, *rope)
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
@@ -105,7 +104,7 @@ def rope_norm_quantize(
     n_kv_heads: int,
     theta: float,
     eps: float,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, mx.array]:
     """See `reference.rope_norm_quantize`."""
     return _native.rope_norm_quantize(
         qkv, q_weight, k_weight, offset, *scales, n_kv_heads, theta, eps

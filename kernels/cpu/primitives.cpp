@@ -43,22 +43,16 @@ void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())
 
 namespace {
 
-// Heads (B, n, L, head_dim) anywhere in memory.
-struct Heads {
-  View view;
-
-  explicit Heads(const mx::array& a) : view(a) {}
-
-  Codes codes() const {
-    return {static_cast<const int8_t*>(view.data), view.strides[0], view.strides[1], view.strides[2],
-            view.strides[3]};
-  }
-};
+// Heads of (B, n, S, head_dim) codes anywhere in memory, from one of them on.
+Codes heads_from(const View& kv, int64_t first) {
+  return {static_cast<const int8_t*>(kv.data) + first * kv.strides[1], kv.strides[0], kv.strides[1], kv.strides[2],
+          kv.strides[3]};
+}
 
 // Pieces of loops over heads: enough work to be worth a thread's while.
 constexpr int64_t kHeadsPerPiece = 64;
 
-// Inputs: queries, keys, values, key_scale, value_scale[, lengths[, rope's weight]].
+// Inputs: queries, keys and values, key_scale, value_scale[, lengths[, rope's weight]].
 class AttentionOp : public CpuPrimitive {
  public:
   AttentionOp(mx::Stream stream, float theta, float eps) : CpuPrimitive(stream), theta_(theta), eps_(eps) {}
@@ -79,38 +73,37 @@ class AttentionOp : public CpuPrimitive {
     auto& encoder = mx::cpu::get_command_encoder(stream());
     for (auto& input : inputs) encoder.set_input_array(input);
     encoder.set_output_array(outputs[0]);
-    Task task = {Heads(inputs[0]), Heads(inputs[1]), Heads(inputs[2]), View(inputs[3]), View(inputs[4]),
-                 std::nullopt,     std::nullopt,     theta_,           eps_,            outputs[0].data<char>()};
-    if (inputs.size() > 5) task.lengths.emplace(inputs[5]);
-    if (inputs.size() > 6) task.weight.emplace(inputs[6]);
+    Task task = {View(inputs[0]), View(inputs[1]), View(inputs[2]), View(inputs[3]),       std::nullopt,
+                 std::nullopt,    theta_,          eps_,            outputs[0].data<char>()};
+    if (inputs.size() > 4) task.lengths.emplace(inputs[4]);
+    if (inputs.size() > 5) task.weight.emplace(inputs[5]);
     encoder.dispatch(std::move(task));
   }
 
  private:
   struct Task {
-    Heads queries, keys, values;
-    View key_scale, value_scale;
+    View queries, kv, key_scale, value_scale;
     std::optional<View> lengths, weight;
     float theta, eps;
     void* out;
 
     void operator()() const {
-      const mx::Shape& shape = queries.view.shape;
+      const mx::Shape& shape = queries.shape;
       AttentionArguments a = {};
       a.batch = shape[0], a.heads = shape[1], a.queries = shape[2], a.head_dim = shape[3];
-      a.kv_heads = keys.view.shape[1];
-      a.q = queries.view.data;
-      std::copy_n(queries.view.strides.begin(), 4, a.q_strides);
-      a.type = queries.view.type();
+      a.kv_heads = kv.shape[1] / 2;
+      a.q = queries.data;
+      std::copy_n(queries.strides.begin(), 4, a.q_strides);
+      a.type = queries.type();
       std::vector<float> norm = weight ? weight->floats() : std::vector<float>();
       if (weight) a.table = &RopeTable::of(theta, static_cast<int>(a.head_dim));
       a.norm = norm.data();
       a.eps = eps;
-      a.keys = keys.codes();
-      a.values = values.codes();
+      a.keys = heads_from(kv, 0);
+      a.values = heads_from(kv, a.kv_heads);
       a.key_scale = key_scale.number();
       a.value_scale = value_scale.number();
-      a.capacity = keys.view.shape[2];
+      a.capacity = kv.shape[2];
       std::vector<char> copy;
       a.lengths = lengths ? static_cast<const int32_t*>(lengths->dense(copy)) : nullptr;
       a.length = a.capacity;
@@ -122,16 +115,19 @@ class AttentionOp : public CpuPrimitive {
   float theta_, eps_;
 };
 
-void check_attention(const mx::array& queries, const mx::array& keys, const mx::array& values) {
+void check_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
+                     const mx::array& value_scale) {
   number_type(queries, "queries");
-  require(queries.ndim() == 4 && keys.ndim() == 4 && values.shape() == keys.shape(),
-          "queries must be (B, n_heads, L, head_dim), and keys and values (B, n_kv_heads, S, head_dim) of one shape");
-  require(keys.dtype() == mx::int8 && values.dtype() == mx::int8, "keys and values must be int8 codes");
-  require(queries.shape(0) == keys.shape(0), "queries have ", queries.shape(0), " rows, keys ", keys.shape(0));
-  require(queries.shape(3) == keys.shape(3), "queries have head_dim ", queries.shape(3), ", keys ", keys.shape(3));
+  number_type(key_scale, "the keys' scale");
+  number_type(value_scale, "the values' scale");
+  require(queries.ndim() == 4 && kv.ndim() == 4 && kv.shape(1) > 0 && kv.shape(1) % 2 == 0,
+          "queries must be (B, n_heads, L, head_dim), and keys and values (B, 2 * n_kv_heads, S, head_dim)");
+  require(kv.dtype() == mx::int8, "keys and values must be int8 codes");
+  require(queries.shape(0) == kv.shape(0), "queries have ", queries.shape(0), " rows, keys ", kv.shape(0));
+  require(queries.shape(3) == kv.shape(3), "queries have head_dim ", queries.shape(3), ", keys ", kv.shape(3));
   require(queries.shape(3) <= kMaxHeadDim, "head_dim is ", queries.shape(3), "; at most ", kMaxHeadDim);
-  require(keys.shape(1) > 0 && queries.shape(1) % keys.shape(1) == 0, queries.shape(1),
-          " query heads are no multiple of ", keys.shape(1), " KV heads");
+  require(queries.shape(1) % (kv.shape(1) / 2) == 0, queries.shape(1), " query heads are no multiple of ",
+          kv.shape(1) / 2, " KV heads");
 }
 
 // Inputs: qkv, weights of q and k, scales of k and v[, offsets].
@@ -149,8 +145,8 @@ class RopeNormQuantize : public CpuPrimitive {
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
     int dim = inputs[1].shape(0), heads = inputs[0].shape(2) / dim - 2 * kv_heads_;
-    mx::Shape kv = {inputs[0].shape(0), kv_heads_, inputs[0].shape(1), dim};
-    return {{kv[0], heads, kv[2], dim}, kv, kv};
+    int batch = inputs[0].shape(0), tokens = inputs[0].shape(1);
+    return {{batch, heads, tokens, dim}, {batch, 2 * kv_heads_, tokens, dim}};
   }
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
@@ -162,7 +158,7 @@ class RopeNormQuantize : public CpuPrimitive {
     }
     Task task = {View(inputs[0]), View(inputs[1]), View(inputs[2]), View(inputs[3]), View(inputs[4]),
                  std::nullopt,    offset_,         kv_heads_,       theta_,          eps_,
-                 outputs[0].data<char>(), outputs[1].data<int8_t>(), outputs[2].data<int8_t>()};
+                 outputs[0].data<char>(), outputs[1].data<int8_t>()};
     if (inputs.size() > 5) task.offsets.emplace(inputs[5]);
     encoder.dispatch(std::move(task));
   }
@@ -174,7 +170,7 @@ class RopeNormQuantize : public CpuPrimitive {
     int64_t offset, kv_heads;
     float theta, eps;
     void* q;
-    int8_t *k, *v;
+    int8_t* codes;
 
     void operator()() const {
       int64_t batch = qkv.shape[0], tokens = qkv.shape[1], dim = q_weight.shape[0];
@@ -200,9 +196,8 @@ class RopeNormQuantize : public CpuPrimitive {
           if (head < heads) {
             store_numbers(turned.data(), dim, q, ((b * heads + head) * tokens + token) * dim, qkv.type());
           } else {
-            int64_t kv_head = (head - heads) % kv_heads;
-            int8_t* out = (is_value ? v : k) + ((b * kv_heads + kv_head) * tokens + token) * dim;
-            kernels.to_int8((is_value ? raw : turned).data(), scale[is_value], dim, out);
+            int64_t at = ((b * 2 * kv_heads + head - heads) * tokens + token) * dim;
+            kernels.to_int8((is_value ? raw : turned).data(), scale[is_value], dim, codes + at);
           }
         }
       };
@@ -216,15 +211,12 @@ class RopeNormQuantize : public CpuPrimitive {
 
 }  // namespace
 
-mx::array decode_attention(const mx::array& queries, const mx::array& keys, const mx::array& values,
-                           const mx::array& key_scale, const mx::array& value_scale, const mx::array& lengths,
-                           const std::optional<Rope>& rope) {
-  check_attention(queries, keys, values);
-  number_type(key_scale, "the keys' scale");
-  number_type(value_scale, "the values' scale");
+mx::array decode_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
+                           const mx::array& value_scale, const mx::array& lengths, const std::optional<Rope>& rope) {
+  check_attention(queries, kv, key_scale, value_scale);
   require(lengths.dtype() == mx::int32 && lengths.ndim() == 1 && lengths.shape(0) == queries.shape(0),
           "lengths must be (B,) int32");
-  std::vector<mx::array> inputs = {queries, keys, values, key_scale, value_scale, lengths};
+  std::vector<mx::array> inputs = {queries, kv, key_scale, value_scale, lengths};
   if (rope) {
     number_type(rope->weight, "the norm's weight");
     require(rope->weight.ndim() == 1 && rope->weight.shape(0) == queries.shape(3) && queries.shape(3) % 2 == 0,
@@ -235,14 +227,12 @@ mx::array decode_attention(const mx::array& queries, const mx::array& keys, cons
   return mx::array(queries.shape(), queries.dtype(), std::move(op), std::move(inputs));
 }
 
-mx::array causal_attention(const mx::array& queries, const mx::array& keys, const mx::array& values,
-                           const mx::array& key_scale, const mx::array& value_scale) {
-  check_attention(queries, keys, values);
-  number_type(key_scale, "the keys' scale");
-  number_type(value_scale, "the values' scale");
-  require(queries.shape(2) <= keys.shape(2), queries.shape(2), " queries for ", keys.shape(2), " keys");
+mx::array causal_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
+                           const mx::array& value_scale) {
+  check_attention(queries, kv, key_scale, value_scale);
+  require(queries.shape(2) <= kv.shape(2), queries.shape(2), " queries for ", kv.shape(2), " keys");
   return mx::array(queries.shape(), queries.dtype(), std::make_shared<AttentionOp>(cpu_stream(), 0.0f, 0.0f),
-                   {queries, keys, values, key_scale, value_scale});
+                   {queries, kv, key_scale, value_scale});
 }
 
 std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const mx::array& q_weight,
@@ -271,7 +261,7 @@ std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const mx::array&
   }
   auto op = std::make_shared<RopeNormQuantize>(cpu_stream(), start, n_kv_heads, theta, eps);
   auto shapes = op->output_shapes(inputs);
-  return mx::array::make_arrays(std::move(shapes), {qkv.dtype(), mx::int8, mx::int8}, op, inputs);
+  return mx::array::make_arrays(std::move(shapes), {qkv.dtype(), mx::int8}, op, inputs);
 }
 
 }  // namespace afm

@@ -24,21 +24,21 @@ struct Rope {
   float theta, eps;
 };
 
-mx::array decode_attention(const mx::array& queries, const mx::array& keys, const mx::array& values,
-                           const mx::array& key_scale, const mx::array& value_scale, const mx::array& lengths,
-                           const std::optional<Rope>& rope);
+// `kv`: codes of keys, then of values, (B, 2 * n_kv_heads, S, head_dim) int8.
+mx::array decode_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
+                           const mx::array& value_scale, const mx::array& lengths, const std::optional<Rope>& rope);
 
 // The queries are the last tokens of the keys and values, and look at none after their own.
-mx::array causal_attention(const mx::array& queries, const mx::array& keys, const mx::array& values,
-                           const mx::array& key_scale, const mx::array& value_scale);
+mx::array causal_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
+                           const mx::array& value_scale);
 
+// Queries, and codes as above.
 std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const mx::array& q_weight,
                                           const mx::array& k_weight, const Offset& offset,
                                           const mx::array& key_scale, const mx::array& value_scale,
                                           int n_kv_heads, float theta, float eps);
 
-// Columns [lengths - L, lengths) of a buffer (2, B, heads, capacity, head_dim) become tokens
-// (2, B, heads, L, head_dim).
+// Columns [lengths - L, lengths) of a buffer (B, heads, capacity, head_dim) become tokens (B, heads, L, head_dim).
 mx::array write_tokens(const mx::array& buffer, const mx::array& tokens, const mx::array& lengths);
 
 // See `PackedWeight` and `LowRank` in `kernels/formats.py`.

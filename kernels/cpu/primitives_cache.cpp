@@ -45,15 +45,14 @@ class WriteTokens : public CpuPrimitive {
       }
       const char* from = static_cast<const char*>(tokens.dense(copy));
       const int32_t* length = static_cast<const int32_t*>(lengths.dense(of_lengths));
-      int64_t rows = buffer.shape[1], heads = buffer.shape[2], capacity = buffer.shape[3], count = tokens.shape[3];
-      int64_t column = buffer.shape[4] * static_cast<int64_t>(buffer.dtype.size());
-      for (int64_t i = 0; i < 2 * rows; ++i) {  // keys of every row, then values
-        int64_t row = i % rows;
+      int64_t heads = buffer.shape[1], capacity = buffer.shape[2], count = tokens.shape[2];
+      int64_t column = buffer.shape[3] * static_cast<int64_t>(buffer.dtype.size());
+      for (int64_t row = 0; row < buffer.shape[0]; ++row) {
         int64_t first = length[row] - count;
         // Whoever calls makes room first; memory is not the place to find out that it was forgotten.
         bool fits = first >= 0 && length[row] <= capacity;
         for (int64_t head = 0; head < heads; ++head, from += count * column) {
-          if (fits) std::memcpy(out + ((i * heads + head) * capacity + first) * column, from, count * column);
+          if (fits) std::memcpy(out + ((row * heads + head) * capacity + first) * column, from, count * column);
         }
       }
     }
@@ -63,11 +62,11 @@ class WriteTokens : public CpuPrimitive {
 }  // namespace
 
 mx::array write_tokens(const mx::array& buffer, const mx::array& tokens, const mx::array& lengths) {
-  require(buffer.ndim() == 5 && tokens.ndim() == 5 && buffer.dtype() == tokens.dtype() && buffer.shape(0) == 2 &&
-              tokens.shape(0) == 2 && buffer.shape(1) == tokens.shape(1) && buffer.shape(2) == tokens.shape(2) &&
-              buffer.shape(4) == tokens.shape(4),
-          "buffer and tokens must be (2, B, heads, capacity, head_dim) and (2, B, heads, L, head_dim) of one dtype");
-  require(lengths.ndim() == 1 && lengths.shape(0) == buffer.shape(1) && lengths.dtype() == mx::int32,
+  require(buffer.ndim() == 4 && tokens.ndim() == 4 && buffer.dtype() == tokens.dtype() &&
+              buffer.shape(0) == tokens.shape(0) && buffer.shape(1) == tokens.shape(1) &&
+              buffer.shape(3) == tokens.shape(3),
+          "buffer and tokens must be (B, heads, capacity, head_dim) and (B, heads, L, head_dim) of one dtype");
+  require(lengths.ndim() == 1 && lengths.shape(0) == buffer.shape(0) && lengths.dtype() == mx::int32,
           "lengths must be (B,) int32");
   return mx::array(buffer.shape(), buffer.dtype(), std::make_shared<WriteTokens>(cpu_stream()),
                    {buffer, tokens, lengths});

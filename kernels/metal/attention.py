@@ -33,21 +33,12 @@ _EMBEDDING = Kernel(
 _ROPE = Kernel(
     "rope_norm_quantize",
     ("qkv", "q_weight", "k_weight", "offset", "key_scale", "value_scale", "constants"),
-    ("queries", "keys", "values"),
+    ("queries", "codes"),
     headers=("common", "rope"),
 )
 _DECODE = Kernel(
     "attention_decode",
-    (
-        "queries",
-        "keys",
-        "values",
-        "lengths",
-        "key_scale",
-        "value_scale",
-        "norm_weight",
-        "constants",
-    ),
+    ("queries", "kv", "lengths", "key_scale", "value_scale", "norm_weight", "constants"),
     ("out",),
     headers=("common", "rope", "attention"),
 )
@@ -125,7 +116,7 @@ def rope_norm_quantize(
     n_kv_heads: int,
     theta: float,
     eps: float,
-) -> tuple[mx.array, mx.array, mx.array]:
+) -> tuple[mx.array, mx.array]:
     """See `reference.rope_norm_quantize`. One dispatch.
 
     Nothing is rounded between the projection and the codes, so a key that lies between two of them may
@@ -136,8 +127,7 @@ def rope_norm_quantize(
     heads = width // head_dim
     n_heads = heads - 2 * n_kv_heads
     offsets = _position(offset) if isinstance(offset, int) else offset.reshape(-1)
-    kv_shape = (batch, n_kv_heads, length, head_dim)
-    queries, keys, values = runtime.launch(
+    queries, codes = runtime.launch(
         _ROPE,
         [qkv, q_weight, k_weight, offsets, *scales, _constants(theta, eps)],
         template=(
@@ -148,10 +138,13 @@ def rope_norm_quantize(
         ),
         grid=(32, heads, batch * length),
         threadgroup=(32, math.gcd(heads, 8), 1),
-        output_shapes=[(batch, n_heads, length, head_dim), kv_shape, kv_shape],
-        output_dtypes=[qkv.dtype, mx.int8, mx.int8],
+        output_shapes=[
+            (batch, n_heads, length, head_dim),
+            (batch, 2 * n_kv_heads, length, head_dim),
+        ],
+        output_dtypes=[qkv.dtype, mx.int8],
     )
-    return queries, keys, values
+    return queries, codes
 
 
 def _rope_obstacle(case: Case) -> str | None:
@@ -207,8 +200,7 @@ def decode_attention(
     One dispatch up to `SINGLE_PASS` columns, and beyond for batches that fill the GPU by themselves; else two.
     """
     batch, n_heads, _, head_dim = queries.shape
-    _, n_kv_heads, capacity, _ = kv.keys.shape
-    work = plan(batch, n_heads, n_kv_heads, capacity, head_dim)
+    work = plan(batch, n_heads, kv.n_kv_heads, kv.buffer.shape[2], head_dim)
     split = work.splits > 1
     shape = (batch, n_heads, work.splits, head_dim + 2) if split else queries.shape
     dtype = mx.float32 if split else queries.dtype
@@ -218,8 +210,7 @@ def decode_attention(
         _DECODE,
         [
             queries,
-            kv.keys,
-            kv.values,
+            kv.buffer,
             lengths,
             kv.key_scale,
             kv.value_scale,
@@ -261,8 +252,6 @@ def _merge(partial: mx.array, value_scale: mx.array, queries: mx.array) -> mx.ar
 def _attention_obstacle(case: Case) -> str | None:
     if case.head_dim % 4 or case.head_dim > MAX_HEAD_DIM:
         return f"takes head sizes that 4 divides up to {MAX_HEAD_DIM}, not {case.head_dim}"
-    if case.capacity * case.head_dim < 8:
-        return "takes buffers of 8 codes or more"
     return _obstacle(case)
 
 

@@ -5,7 +5,7 @@
 // dimensions of it; eight simdgroups take turns over the keys. What they know is merged at the end.
 //
 // queries        (B, n_heads, 1, head_dim), raw ones with `rope`
-// keys, values   (B, n_kv_heads, capacity, head_dim) int8
+// kv             (B, 2 n_kv_heads, capacity, head_dim) int8: keys, then values
 // lengths        (B,): columns in use
 // key_scale      0-d, and value_scale
 // norm_weight    (head_dim,) with `rope`
@@ -25,7 +25,8 @@ const int row = threadgroup_position_in_grid.y;
 const int range = threadgroup_position_in_grid.z;
 const int ranges = threadgroups_per_grid.z;
 const int n_heads = queries_shape[1];
-const int group = n_heads / keys_shape[1];
+const int n_kv_heads = kv_shape[1] / 2;
+const int group = n_heads / n_kv_heads;
 const int length = int(lengths[row]);
 
 Query<units> query[heads];
@@ -42,9 +43,10 @@ for (int h = 0; h < heads; h++) {
 
 const int range_size = (length + ranges - 1) / ranges;
 const int end = metal::min(range_size * (range + 1), length);
-const size_t plane = (size_t(row) * keys_shape[1] + first_head / group) * keys_shape[2] * head_dim;
-const device char4* all_keys = (const device char4*)(keys + plane) + first_unit;
-const device char4* all_values = (const device char4*)(values + plane) + first_unit;
+const size_t plane = size_t(kv_shape[2]) * head_dim;
+const size_t kv_head = size_t(row) * 2 * n_kv_heads + first_head / group;
+const device char4* all_keys = (const device char4*)(kv + kv_head * plane) + first_unit;
+const device char4* all_values = (const device char4*)(kv + (kv_head + n_kv_heads) * plane) + first_unit;
 
 // Lanes past the end go along with the last column, since shuffles need all of them. Codes are fetched a
 // step ahead.

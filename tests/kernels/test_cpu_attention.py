@@ -31,10 +31,11 @@ def draw(rng, shape, dtype):
 
 
 def draw_kv(rng, batch, kv_heads, capacity, dim):
-    codes = rng.integers(-128, 128, (2, batch, kv_heads, capacity, dim)).astype(np.int8)
+    codes = rng.integers(-128, 128, (batch, 2 * kv_heads, capacity, dim)).astype(np.int8)
     scales = rng.uniform(0.005, 0.03, 2).astype(np.float32)
-    kv = KeyValues(*map(mx.array, codes), *map(mx.array, scales))
-    return kv, *(codes * scales.astype(np.float64)[:, None, None, None, None])
+    kv = KeyValues(mx.array(codes), *map(mx.array, scales))
+    keys, values = np.split(codes, 2, axis=1)
+    return kv, keys * scales[0].astype(np.float64), values * scales[1].astype(np.float64)
 
 
 def oracle_rope_norm(x, weight, positions):
@@ -106,14 +107,14 @@ def test_decode_attention_turns_and_normalizes_raw_queries(rng, instruction_set,
 def test_decode_attention_reads_buffers_where_they_are(rng):
     """A slice of a cache, transposed queries and a step along the head: no copy that changes the result."""
     kv, k64, v64 = draw_kv(rng, 2, 4, 90, 64)
-    q, q64 = draw(rng, (2, 1, 8, 32), mx.float32)
-    part = KeyValues(
-        kv.keys[:, 1:3, 10:60, ::2], kv.values[:, 1:3, 10:60, 5:37], kv.key_scale, kv.value_scale
-    )
+    q, q64 = draw(rng, (2, 1, 9, 32), mx.float32)
+    part = kv._replace(buffer=kv.buffer[:, 1:7, 10:60, ::2][:, ::-1])
     lengths = np.array([50, 17])
     visible = (np.arange(50) < lengths[:, None])[:, None, None]
     got = ops.decode_attention(q.swapaxes(1, 2), part, mx.array(lengths.astype(np.int32)))
-    k64, v64 = k64[:, 1:3, 10:60, ::2], v64[:, 1:3, 10:60, 5:37]
+    both = np.concatenate([k64 / kv.key_scale.item(), v64 / kv.value_scale.item()], axis=1)
+    k64, v64 = np.split(both[:, 1:7, 10:60, ::2][:, ::-1], 2, axis=1)
+    k64, v64 = k64 * kv.key_scale.item(), v64 * kv.value_scale.item()
     assert_close(got, *oracle_attention(q64.swapaxes(1, 2), k64, v64, visible), mx.float32)
 
 
@@ -148,13 +149,14 @@ def test_rope_norm_quantize(rng, dtype, offset, heads, kv_heads, dim):
     starts = rng.integers(0, 5000, 2) if offset == "rows" else np.array([offset, offset])
     given = mx.array(starts.astype(np.int32)) if offset == "rows" else offset
     scales = rng.uniform(0.01, 0.05, 2).astype(np.float32)
-    q, k, v = ops.rope_norm_quantize(
+    q, codes = ops.rope_norm_quantize(
         qkv, q_weight, k_weight, given, tuple(map(mx.array, scales)), kv_heads, THETA, EPS
     )
     parts = qkv64.reshape(2, 3, -1, dim).swapaxes(1, 2)
     positions = starts[:, None] + np.arange(3)
     wanted = oracle_rope_norm(parts[:, :heads], qw64, positions)
     assert_close(q, wanted, 2e-6 * np.abs(wanted).max(), dtype)
+    k, v = codes.split(2, axis=1)
     for got, exact in (
         (k, oracle_rope_norm(parts[:, heads : heads + kv_heads], kw64, positions) / scales[0]),
         (v, parts[:, heads + kv_heads :] / scales[1].astype(np.float64)),
@@ -169,8 +171,8 @@ def test_quantization_rounds_half_to_even_and_clamps():
     values = [0.125, 0.375, -0.125, -0.375, 31.75, 40.0, -32.0, -40.0]
     qkv = mx.array([0.0] * 16 + values).reshape(1, 1, 24)
     ones, scale = mx.ones(8), mx.array(0.25)
-    _, _, v = ops.rope_norm_quantize(qkv, ones, ones, 0, (scale, scale), 1, THETA, EPS)
-    assert v.reshape(-1).tolist() == [0, 2, 0, -2, 127, 127, -128, -128]
+    _, codes = ops.rope_norm_quantize(qkv, ones, ones, 0, (scale, scale), 1, THETA, EPS)
+    assert codes[:, 1].reshape(-1).tolist() == [0, 2, 0, -2, 127, 127, -128, -128]
 
 
 def test_shapes_that_do_not_fit_are_refused(rng):
@@ -179,7 +181,9 @@ def test_shapes_that_do_not_fit_are_refused(rng):
     cases = [
         (mx.zeros((1, 3, 1, 8)), kv, lengths, "3 query heads are no multiple of 2"),
         (mx.zeros((1, 4, 1, 6)), kv, lengths, "head_dim 6"),
-        (q, kv._replace(keys=kv.keys.astype(mx.float32)), lengths, "int8"),
+        (q, kv._replace(buffer=kv.buffer.astype(mx.float32)), lengths, "int8"),
+        (q, kv._replace(buffer=kv.buffer[:, :3]), lengths, r"keys and values \(B, 2 \* n_kv_heads"),
+        (q, kv._replace(buffer=kv.buffer[0]), lengths, r"keys and values \(B, 2 \* n_kv_heads"),
         (q, kv, mx.array([4, 4]), "lengths"),
         (q.astype(mx.int32), kv, lengths, "float32, bfloat16 or float16"),
     ]

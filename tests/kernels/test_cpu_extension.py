@@ -60,7 +60,7 @@ def test_status_says_what_runs():
 def test_it_can_be_switched_off():
     answer = probe(AFM_MLX_NATIVE="0")
     assert answer["reason"] == "switched off by AFM_MLX_NATIVE=0"
-    assert answer["chosen"] == "reference"
+    assert answer["chosen"] == "mlx/quantized"
 
 
 @needs_native
@@ -91,7 +91,7 @@ def test_settings_that_can_not_be_followed_are_errors(name, value, allowed):
 def test_another_mlx_than_it_was_built_against_is_refused():
     answer = probe("import afm_mlx; import mlx.core as mx; mx.__version__ = '0.99.0'")
     assert f"built against MLX {native.mlx_version}, and this is MLX 0.99.0" in answer["reason"]
-    assert answer["chosen"] == "reference"
+    assert answer["chosen"] == "mlx/quantized"
 
 
 def test_a_build_that_failed_says_why(tmp_path, monkeypatch):

@@ -47,7 +47,8 @@ def test_attention_over_int8_codes(rng, dtype, heads, kv_heads, length, seen, di
     q, q64 = draw(rng, (2, heads, length, dim), dtype)
     codes = rng.integers(-128, 128, (2, 2, kv_heads, seen, dim)).astype(np.int8)
     key_scale, value_scale = np.float32(rng.uniform(0.005, 0.03, 2))
-    kv = KeyValues(*map(mx.array, codes), mx.array(key_scale), mx.array(value_scale))
+    buffer = mx.array(np.concatenate(codes, axis=1))
+    kv = KeyValues(buffer, mx.array(key_scale), mx.array(value_scale))
     visible = np.arange(seen) <= np.arange(seen - length, seen)[:, None]
     wanted = oracle_attention(
         q64, codes[0] * np.float64(key_scale), codes[1] * np.float64(value_scale), visible
@@ -64,7 +65,7 @@ def test_attention_over_floats_with_a_mask_per_row(rng, dtype):
     v, v64 = draw(rng, (3, 2, 9, 16), dtype)
     lengths = rng.integers(1, 10, 3)
     visible = (np.arange(9) < lengths[:, None])[:, None, None]
-    got = attention(q, KeyValues(k, v), mx.array(visible))
+    got = attention(q, KeyValues(mx.concatenate([k, v], axis=1)), mx.array(visible))
     wanted = oracle_attention(q64, k64, v64, visible)
     assert_within(got, wanted, dtype, score_slack(q64, k64))
 

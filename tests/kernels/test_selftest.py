@@ -227,10 +227,12 @@ def next_position(qkv, q_weight, k_weight, offset, *rest):
 
 
 def rounded_down(qkv, q_weight, k_weight, offset, scales, *rest):
-    q, k, v = reference.rope_norm_quantize(qkv, q_weight, k_weight, offset, scales, *rest)
+    q, codes = reference.rope_norm_quantize(qkv, q_weight, k_weight, offset, scales, *rest)
+    k, v = codes.split(2, axis=1)
     head_dim = q_weight.shape[0]
     raw = qkv.reshape(*qkv.shape[:2], -1, head_dim).swapaxes(1, 2)[:, -v.shape[1] :]
-    return q, k, mx.clip(mx.floor(raw.astype(mx.float32) / scales[1]), -128, 127).astype(mx.int8)
+    v = mx.clip(mx.floor(raw.astype(mx.float32) / scales[1]), -128, 127).astype(mx.int8)
+    return q, mx.concatenate([k, v], axis=1)
 
 
 def past_the_end(queries, kv, lengths, rope=None):
@@ -238,7 +240,7 @@ def past_the_end(queries, kv, lengths, rope=None):
 
 
 def other_heads(queries, kv, lengths, rope=None):
-    swapped = kv._replace(keys=kv.keys[:, ::-1])
+    swapped = kv._replace(buffer=mx.concatenate([kv.keys[:, ::-1], kv.values], axis=1))
     return reference.decode_attention(queries, swapped, lengths, rope)
 
 

@@ -131,22 +131,19 @@ def decode_cost(
         tokens: of the call.
         cache: entries of `make_cache` that hold keys and values; they are used up.
     """
-    filled = [entry for entry in cache if getattr(entry, "keys", None) is not None]
+    filled = [entry for entry in cache if not entry.empty()]
 
     def traced(tokens: mx.array, **arrays: mx.array) -> list[mx.array]:
         for i, entry in enumerate(filled):
-            entry.keys, entry.values = (
-                arrays.pop(f"cache.{i}.keys"),
-                arrays.pop(f"cache.{i}.values"),
-            )
+            entry.buffer = arrays.pop(f"cache.{i}")
         model.update(tree_unflatten(arrays))
         results = run(model, tokens, cache)
         results = list(results) if isinstance(results, (tuple, list)) else [results]
-        return results + [array for entry in filled for array in (entry.keys, entry.values)]
+        return results + [entry.buffer for entry in filled]
 
     arrays = dict(tree_flatten(model.parameters()))
     for i, entry in enumerate(filled):
-        arrays |= {f"cache.{i}.keys": entry.keys, f"cache.{i}.values": entry.values}
+        arrays[f"cache.{i}"] = entry.buffer
     return count_dispatches(traced, tokens, **arrays)
 
 

@@ -1,0 +1,110 @@
+"""A decode step that is traced once for each shape, and then replayed.
+
+A step is some 400 operations, and calling them one by one from Python takes longer than a fast GPU takes to run
+them. `mx.compile` keeps the graph: what changes from token to token (the token, lengths, buffers of the
+cache, and every parameter) goes in as an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from afm_mlx.cache import KVCache, Positions
+from afm_mlx.kernels import dispatch, write_tokens
+from afm_mlx.packed import PackedLinear
+
+if TYPE_CHECKING:
+    from afm_mlx.model import Model
+
+
+class _TracedCache:
+    """A block's cache while a step is traced; its buffer is an argument of the trace."""
+
+    int8 = True
+
+    def __init__(self, buffer: mx.array, lengths: mx.array):
+        self.buffer = buffer
+        self._lengths = lengths
+
+    def update(self, codes: mx.array) -> None:
+        self.buffer = write_tokens(self.buffer, codes, self._lengths)
+
+
+class DecodeStep:
+    """One new token per row over int8 caches: `Model.forward` as a replayed graph."""
+
+    def __init__(self) -> None:
+        self._replay: Any = None
+        self._packed: bool | None = None
+
+    def applies(self, model: Model, cache: Sequence[KVCache]) -> bool:
+        """Whether the model's steps are worth a trace, and the caches ready for one.
+
+        On a CPU, MLX fuses elementwise operations with a compiler that it looks for at run time. A step of
+        packed layers has none to fuse; that of a float model does.
+        """
+        if model.training or not all(entry.int8 and entry.buffer is not None for entry in cache):
+            return False
+        if self._packed is None:
+            self._packed = _is_packed(model)
+        return self._packed or dispatch.device() == "gpu"
+
+    def __reduce__(self) -> tuple[type[DecodeStep], tuple[()]]:
+        return DecodeStep, ()  # a copied or pickled model traces anew
+
+    def __call__(
+        self,
+        model: Model,
+        inputs: mx.array,
+        lengths: mx.array,
+        cache: Sequence[KVCache],
+        head: str,
+    ) -> mx.array:
+        """What `Model.forward` returns; the caches grow by a token.
+
+        Args:
+            model: whose step this is.
+            inputs: (B, 1) integers.
+            lengths: (B,) int32, of `KVCache.decode_lengths`.
+            cache: of every writing block, with a buffer.
+            head: see `Model.forward`.
+        """
+        if self._replay is None:
+            self._replay = _compiled(model)
+        for entry in cache:
+            entry.make_room(1)
+        buffers = [entry.buffer for entry in cache]
+        chosen = (dispatch.device(), dispatch.generation())
+        result, buffers = self._replay(inputs, lengths, buffers, head, *chosen)
+        for entry, buffer in zip(cache, buffers, strict=True):
+            entry.take(buffer, 1)
+        return result
+
+
+def _is_packed(model: Model) -> bool:
+    return all(
+        isinstance(layer, PackedLinear) and "bias" not in layer
+        for block in model.layers
+        for name, layer in [*block.self_attn.items(), *block.mlp.items()]
+        if name.endswith("_proj")
+    )
+
+
+def _compiled(model: Model) -> Any:
+    def step(
+        inputs: mx.array,
+        lengths: mx.array,
+        buffers: list[mx.array],
+        head: str,
+        device: str,
+        generation: int,
+    ) -> tuple[mx.array, list[mx.array]]:
+        # The last two are there because another choice of kernels needs another trace.
+        cache = [_TracedCache(buffer, lengths) for buffer in buffers]
+        result = model.forward(inputs, Positions(lengths - 1, None, lengths), cache, head)
+        return result, [entry.buffer for entry in cache]
+
+    return mx.compile(step, inputs=[model.state])
