@@ -106,7 +106,7 @@ def stream_generate(
         max_kv_size: tokens that the cache may hold; None takes the model's context length.
         sliding_window: past that, forget the oldest tokens; without it the run ends with an error.
         prompt_cache: tokens that come before the prompt; updated in place.
-        prefill_step_size: prompt tokens that are processed at a time.
+        prefill_step_size: prompt tokens that are processed at a time, at most.
         kv_bits: storage of an AFM model's keys and values: None takes int8 when the model has scales
             for it, 8 insists on that, and 16 stores floats.
         prompt_progress_callback: called with (tokens done, tokens in all).

@@ -33,7 +33,7 @@ BLOCK = 1 << 21  # numbers that are written down at a time: 8 MB in float32, 24 
 Multiply = Callable[[mx.array, PackedWeight], mx.array]
 
 
-def _quantized(x: mx.array, weight: PackedWeight) -> mx.array:
+def multiply_quantized(x: mx.array, weight: PackedWeight) -> mx.array:
     """`x W^T` from the codes."""
     if weight.column_scale is not None:
         x = x * weight.column_scale.astype(x.dtype)
@@ -49,7 +49,7 @@ def _quantized(x: mx.array, weight: PackedWeight) -> mx.array:
     )
 
 
-def _dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
+def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
     """`x W^T` from the numbers, some rows of the matrix at a time."""
     if weight.column_scale is not None:
         x = x * weight.column_scale.astype(x.dtype)
@@ -110,7 +110,9 @@ def _inner_dtype(dtype: mx.Dtype) -> mx.Dtype:
 # -- operations, given what multiplies
 
 
-def _matmul(multiply: Multiply) -> Callable[..., mx.array]:
+def matmul_by(multiply: Multiply) -> Callable[..., mx.array]:
+    """`packed_matmul` around a product that does nothing else."""
+
     def packed_matmul(
         x: mx.array,
         weight: PackedWeight,
@@ -130,7 +132,16 @@ def _matmul(multiply: Multiply) -> Callable[..., mx.array]:
     return packed_matmul
 
 
-def _swiglu(multiply: Multiply) -> Callable[..., mx.array]:
+def silu_product(gate: mx.array, up: mx.array) -> mx.array:
+    """`silu(gate) * up`."""
+    return gate * mx.sigmoid(gate) * up
+
+
+def swiglu_by(
+    multiply: Multiply, combine: Callable[[mx.array, mx.array], mx.array] = silu_product
+) -> Callable[..., mx.array]:
+    """`packed_swiglu` around a product that does nothing else; `combine` does what `silu_product` does."""
+
     def packed_swiglu(
         x: mx.array,
         gate: PackedWeight,
@@ -146,7 +157,7 @@ def _swiglu(multiply: Multiply) -> Callable[..., mx.array]:
         of_gate, of_up = low_rank or (None, None)
         g = _product(multiply, wide, gate, of_gate)
         u = _product(multiply, wide, up, of_up)
-        return (g * mx.sigmoid(g) * u).astype(x.dtype)
+        return combine(g, u).astype(x.dtype)
 
     return packed_swiglu
 
@@ -224,13 +235,13 @@ def _few_rows(case: Case) -> str | None:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant("packed_matmul", "mlx/quantized", _matmul(_quantized), _few_rows),
-    Variant("packed_matmul", "mlx/dequantized", _matmul(_dequantized), _obstacle),
-    Variant("packed_swiglu", "mlx/quantized_swiglu", _swiglu(_quantized), _few_rows),
-    Variant("packed_swiglu", "mlx/dequantized_swiglu", _swiglu(_dequantized), _obstacle),
-    Variant("packed_argmax", "mlx/quantized_argmax", _argmax(_quantized), _few_rows),
-    Variant("packed_argmax", "mlx/dequantized_argmax", _argmax(_dequantized), _obstacle),
-    Variant("packed_top_k", "mlx/quantized_top_k", _top_k(_quantized), _few_rows),
-    Variant("packed_top_k", "mlx/dequantized_top_k", _top_k(_dequantized), _obstacle),
+    Variant("packed_matmul", "mlx/quantized", matmul_by(multiply_quantized), _few_rows),
+    Variant("packed_matmul", "mlx/dequantized", matmul_by(multiply_dequantized), _obstacle),
+    Variant("packed_swiglu", "mlx/quantized_swiglu", swiglu_by(multiply_quantized), _few_rows),
+    Variant("packed_swiglu", "mlx/dequantized_swiglu", swiglu_by(multiply_dequantized), _obstacle),
+    Variant("packed_argmax", "mlx/quantized_argmax", _argmax(multiply_quantized), _few_rows),
+    Variant("packed_argmax", "mlx/dequantized_argmax", _argmax(multiply_dequantized), _obstacle),
+    Variant("packed_top_k", "mlx/quantized_top_k", _top_k(multiply_quantized), _few_rows),
+    Variant("packed_top_k", "mlx/dequantized_top_k", _top_k(multiply_dequantized), _obstacle),
     Variant("packed_embedding", "mlx/dequantized_embedding", packed_embedding, _obstacle),
 )

@@ -152,7 +152,7 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
         "--prefill-step-size",
         type=integer(1),
         default=2048,
-        help="prompt tokens at a time; fewer need less memory",
+        help="prompt tokens at a time, at most; fewer need less memory",
     )
     reason = "an AFM model's int8 keys and values have the checkpoint's own scales; only --kv-bits 8 or 16"
     for name in ("--kv-group-size", "--quantized-kv-start"):

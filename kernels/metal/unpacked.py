@@ -5,18 +5,13 @@ Only these reach the M5's neural accelerators. They are plain: what goes along w
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import mlx.core as mx
 
-from afm_mlx.kernels.formats import LowRank, PackedWeight
+from afm_mlx.kernels import stock
+from afm_mlx.kernels.formats import PackedWeight
 from afm_mlx.kernels.metal import products
-from afm_mlx.kernels.reference import low_rank_product
 
 BLOCK = 1 << 25  # numbers that are unpacked at a time: 64 MB at 16 bits
-
-Multiply = Callable[[mx.array, PackedWeight], mx.array]
 
 
 def multiply_unpacked(x: mx.array, weight: PackedWeight) -> mx.array:
@@ -32,75 +27,9 @@ def multiply_unpacked(x: mx.array, weight: PackedWeight) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
-def multiply_by_mlx(x: mx.array, weight: PackedWeight) -> mx.array:
-    """`x W^T`, (..., N), of a matrix in MLX's own format."""
-    assert weight.scales is not None
-    assert weight.biases is not None
-    if weight.column_scale is not None:
-        x = x * weight.column_scale.astype(x.dtype)
-    return mx.quantized_matmul(
-        x,
-        weight.codes,
-        weight.scales.astype(x.dtype),
-        weight.biases.astype(x.dtype),
-        transpose=True,
-        group_size=weight.group_size,
-        bits=weight.bits,
-    )
+silu_product = mx.compile(stock.silu_product, shapeless=True)  # one kernel
 
-
-def around_matmul(multiply: Multiply) -> Callable[..., mx.array]:
-    """`packed_matmul` around a product that does nothing else."""
-
-    def packed_matmul(
-        x: mx.array,
-        weight: PackedWeight,
-        *,
-        norm: mx.array | None = None,
-        eps: float = 1e-5,
-        residual: mx.array | None = None,
-        low_rank: LowRank | None = None,
-        activation_bits: int = 16,
-    ) -> mx.array:
-        if norm is not None:
-            x = mx.fast.rms_norm(x, norm.astype(x.dtype), eps)
-        y = multiply(x, weight)
-        if low_rank is not None:
-            y = (y + low_rank_product(x, low_rank)).astype(x.dtype)
-        return y if residual is None else y + residual.astype(x.dtype)
-
-    return packed_matmul
-
-
-def around_swiglu(multiply: Multiply) -> Callable[..., mx.array]:
-    """`packed_swiglu` around a product that does nothing else."""
-    product = around_matmul(multiply)
-
-    def packed_swiglu(
-        x: mx.array,
-        gate: PackedWeight,
-        up: PackedWeight,
-        *,
-        norm: mx.array | None = None,
-        eps: float = 1e-5,
-        low_rank: tuple[LowRank, LowRank] | None = None,
-        activation_bits: int = 16,
-    ) -> mx.array:
-        if norm is not None:
-            x = mx.fast.rms_norm(x, norm.astype(x.dtype), eps)
-        of_gate, of_up = low_rank or (None, None)
-        return silu_product(product(x, gate, low_rank=of_gate), product(x, up, low_rank=of_up))
-
-    return packed_swiglu
-
-
-@functools.partial(mx.compile, shapeless=True)
-def silu_product(gate: mx.array, up: mx.array) -> mx.array:
-    """`silu(gate) * up`, one kernel."""
-    return gate * mx.sigmoid(gate) * up
-
-
-matmul = around_matmul(multiply_unpacked)
-swiglu = around_swiglu(multiply_unpacked)
-mlx_matmul = around_matmul(multiply_by_mlx)
-mlx_swiglu = around_swiglu(multiply_by_mlx)
+matmul = stock.matmul_by(multiply_unpacked)
+swiglu = stock.swiglu_by(multiply_unpacked, silu_product)
+mlx_matmul = stock.matmul_by(stock.multiply_quantized)
+mlx_swiglu = stock.swiglu_by(stock.multiply_quantized, silu_product)

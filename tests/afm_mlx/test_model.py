@@ -25,8 +25,8 @@ def assert_close(request):
     """Compares logits, while the operations run on one backend.
 
     Plain MLX computes in float32, and every logit has to agree. Native attention rounds queries and softmax
-    weights to int16, which may move a key over a rounding boundary of int8. A code that differs moves the logits
-    after it by some 1e-3; a wrong scale or position moves them by their own size.
+    weights to int16, which may move a key over a rounding boundary of int8. A code that differs moves the
+    logits after it by some 1e-3; a wrong scale or position moves them by their own size.
     """
 
     def compare(got, wanted):
