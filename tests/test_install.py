@@ -131,6 +131,12 @@ def shadow(folder, package, code):
     return str(folder)
 
 
+@pytest.fixture(autouse=True)
+def lenient(monkeypatch):
+    """CI asks for an error when the CPU kernels can't be built; here it is the other case that counts."""
+    monkeypatch.delenv("AFM_MLX_REQUIRE_NATIVE", raising=False)
+
+
 needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
 
 
