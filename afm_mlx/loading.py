@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
 from afm_mlx.errors import AFMError
+from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest import ensure_checked
 from afm_mlx.model import Model
 from afm_mlx.packed import (
@@ -156,6 +157,7 @@ def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool
     model.eval()
     if not lazy:
         mx.eval(model.parameters())
+        prefer_huge_pages(array for _, array in tree_flatten(model.parameters()))
     return model
 
 

@@ -15,10 +15,12 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from afm_mlx.config import MODEL_TYPE, ModelConfig
 from afm_mlx.errors import ConfigError
 from afm_mlx.kernels import BITS, MODES, PackedWeight
+from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.model import Model
 from afm_mlx.packed import PackedEmbedding, PackedLinear, activation_dtype, check_width
 from afm_mlx.rounding import pack
@@ -299,6 +301,7 @@ def random_packed_model(
             layer.self_attn.quant_key_scale = mx.array(4 / 127)
             layer.self_attn.quant_value_scale = mx.array(4 / 127)
     mx.eval(model.parameters())
+    prefer_huge_pages(array for _, array in tree_flatten(model.parameters()))
     return model.eval()
 
 

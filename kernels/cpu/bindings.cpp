@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "attention.h"
+#include "huge_pages.h"
 #include "matmul.h"
 #include "mlx/version.h"
 #include "pool.h"
@@ -87,6 +88,14 @@ NB_MODULE(_afm_cpu, m) {
           return sum.load();
         },
         "count"_a, "The sum of 0, 1, ... below `count`, each added by whichever thread comes first.");
+  m.def("use_huge_pages",
+        [](const std::vector<afm::mx::array>& arrays) {
+          std::vector<std::pair<const void*, size_t>> ranges;
+          for (auto& a : arrays) ranges.emplace_back(a.data<char>(), a.nbytes());
+          nb::gil_scoped_release release;
+          return afm::use_huge_pages(std::move(ranges));
+        },
+        "arrays"_a, "Bytes of huge pages that the system put under evaluated arrays.");
   m.def("available_cores", &afm::ThreadPool::available_cores);
 
   m.def("instruction_sets", &afm::instruction_sets);

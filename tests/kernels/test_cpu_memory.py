@@ -1,0 +1,33 @@
+"""Huge pages under weights: contents stay, and where there is nothing to gain nothing happens."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.kernels.cpu import extension, memory
+
+needs_native = pytest.mark.skipif(extension.module() is None, reason="needs the C++ extension")
+
+
+@needs_native
+def test_contents_stay_while_they_are_read(rng):
+    numbers = [rng.integers(0, 2**32, size, dtype=np.uint32) for size in (9 << 20, 9 << 20, 1000)]
+    arrays = [mx.array(n) for n in numbers]
+    mx.eval(arrays)
+    thread = memory.prefer_huge_pages(arrays)
+    assert (thread is not None) == (mx.default_device() == mx.Device(mx.cpu))
+    sums = [int(a.astype(mx.uint64).sum().item()) for a in arrays]
+    if thread is not None:
+        thread.join()
+    assert sums == [int(n.astype(np.uint64).sum()) for n in numbers]
+    for array, wanted in zip(arrays, numbers, strict=True):
+        assert np.array_equal(np.array(array), wanted)
+
+
+@needs_native
+def test_what_is_small_or_switched_off_is_left_alone(monkeypatch):
+    large = mx.zeros((memory.WORTH_IT,), mx.uint8)
+    mx.eval(large)
+    assert memory.prefer_huge_pages([large[:1000]]) is None
+    monkeypatch.setenv(memory.SWITCH, "0")
+    assert memory.prefer_huge_pages([large]) is None
