@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from afm_mlx.kernels.errors import SettingError
+
 OPS = (
     "packed_matmul",
     "packed_swiglu",
@@ -164,11 +166,11 @@ def forced() -> str:
     """The backend or variant that `force` or `AFM_MLX_KERNELS` asks for; empty when neither does.
 
     Raises:
-        ValueError: for a backend that doesn't exist.
+        SettingError: for a backend that doesn't exist.
     """
     wanted = _forced[-1] if _forced else os.environ.get(SWITCH, "")
     if wanted and wanted.split("/")[0] not in BACKENDS:
-        raise ValueError(
+        raise SettingError(
             f"{SWITCH} is {wanted!r}; allowed are {', '.join(BACKENDS)}, and names of variants, "
             "which `afm-mlx doctor` lists."
         )

@@ -65,9 +65,8 @@ def _run(argv: list[str]) -> int:
         return int(done.code or 0)
     except UsageError as error:
         return _fail(f"error: {error}", USAGE_ERROR)
-    except (AFMError, OSError) as error:
-        # An error of the system is the user's to mend when it is about a file.
-        if debug or not (isinstance(error, AFMError) or error.filename):
+    except (AFMError, OSError, ValueError) as error:
+        if debug or not _is_for_the_user(error):
             raise
         return _fail(f"error: {error}", USAGE_ERROR)
 
@@ -84,6 +83,15 @@ def _top_level(argv: list[str]) -> int:
         return int(done.code or 0)
     except UsageError as error:
         return _fail(f"error: {error}", USAGE_ERROR)
+
+
+def _is_for_the_user(error: Exception) -> bool:
+    """Whether whoever called can mend it; an error of the system when it is about a file."""
+    from afm_mlx.kernels.errors import SettingError
+
+    if isinstance(error, OSError):
+        return bool(error.filename)
+    return isinstance(error, (AFMError, SettingError))
 
 
 def _fail(message: str, status: int) -> int:

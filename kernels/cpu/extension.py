@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from afm_mlx.kernels.errors import SettingError
+
 SWITCH, THREADS, ISA = "AFM_MLX_NATIVE", "AFM_MLX_THREADS", "AFM_MLX_ISA"
 MAX_THREADS = 1024
 REINSTALL = (
@@ -62,7 +64,7 @@ def module() -> ModuleType | None:
     """The extension, or None where it can't be used.
 
     Raises:
-        ValueError: a setting in the environment that the extension can't follow.
+        SettingError: a setting in the environment that the extension can't follow.
     """
     return _loaded()[0]
 
@@ -145,7 +147,7 @@ def _configure(native: ModuleType) -> None:
     threads = os.environ.get(THREADS, "")
     if threads:
         if not threads.isdecimal() or not 1 <= int(threads) <= MAX_THREADS:
-            raise ValueError(
+            raise SettingError(
                 f"{THREADS} is {threads!r}: it must be a whole number from 1 to {MAX_THREADS}, or unset "
                 f"for the {native.available_cores()} cores that this process may run on"
             )
@@ -153,6 +155,6 @@ def _configure(native: ModuleType) -> None:
     isa = os.environ.get(ISA, "")
     if isa and not native.use_instruction_set(isa):
         known = ", ".join(native.instruction_sets())
-        raise ValueError(
+        raise SettingError(
             f"{ISA} is {isa!r}: this processor runs {known}; unset it for the first of these"
         )

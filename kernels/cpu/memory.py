@@ -1,7 +1,7 @@
 """Huge pages under weights, which a decoded token reads from end to end.
 
-Measured on a virtual machine with two cores: single products with 2-bit matrices gain 6 to 16 %, decoding the 3B
-1 to 15 %, with noise of that size.
+Measured on a virtual machine with two cores: single products with 2-bit matrices gain 6 to 16 %, decoding the
+3B 1 to 15 %, with noise of that size.
 """
 
 from __future__ import annotations

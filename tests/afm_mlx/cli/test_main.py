@@ -12,6 +12,7 @@ import pytest
 import afm_mlx
 from afm_mlx import loading
 from afm_mlx.cli import COMMANDS, main, options
+from afm_mlx.kernels.cpu import extension
 from tests.tools.cli import ROOT, process, write_folder
 
 # -- help, version, and what they import
@@ -221,3 +222,15 @@ def test_choices_hold_in_yaml(tmp_path, fails):
     file = tmp_path / "c.yaml"
     file.write_text("dtype: int3")
     assert "allowed are float16" in fails("convert", "-c", file)
+
+
+@pytest.mark.parametrize("name", ["AFM_MLX_KERNELS", "AFM_MLX_ISA", "AFM_MLX_THREADS"])
+def test_settings_that_cannot_be_used(name):
+    if name != "AFM_MLX_KERNELS" and not extension.status().available:
+        pytest.skip("needs the C++ extension")
+    command = [sys.executable, "-m", "afm_mlx", "generate", "--prompt", "hi"]
+    environment = {**os.environ, name: "nonsense"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"afm-mlx: error: {name} is 'nonsense'")
+    assert result.stderr.count("\n") == 1
