@@ -81,7 +81,7 @@ def test_settings_are_followed():
 )
 def test_settings_that_can_not_be_followed_are_errors(name, value, allowed):
     error = probe(**{name: value}).splitlines()[-1]
-    assert error.startswith("ValueError")
+    assert error.startswith("afm_mlx.kernels.errors.SettingError")
     assert name in error
     assert repr(value) in error
     assert allowed in error
