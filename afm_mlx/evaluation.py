@@ -21,7 +21,7 @@ import mlx.nn as nn
 from afm_mlx.engine import Engine
 from afm_mlx.errors import AFMError, ContextLengthError, DataError
 from afm_mlx.generation import wired_memory
-from afm_mlx.perplexity import read_jsonl
+from afm_mlx.records import read_jsonl
 from afm_mlx.request import Request
 
 Progress = Callable[[int, int], None]

@@ -12,10 +12,9 @@ mlx-lm's perplexity differs in one point: it joins all documents and cuts them w
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.errors import DataError, TokenizerError
+from afm_mlx.records import KINDS, Text, document_of, encode_text, read_jsonl, read_text
 
 SEQUENCE_LENGTH = 512  # tokens of a piece, mlx-lm's default
 SPLITS = ("test.jsonl", "valid.jsonl", "train.jsonl")
-_KINDS = '{"text": ...}, {"messages": [...]} or {"prompt": ..., "completion": ...}'
 
 Progress = Callable[[int, int], None]
 
@@ -79,7 +78,7 @@ def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
             f"{path} is neither a .jsonl nor a .txt file, nor a folder with .jsonl files."
         )
     if path.suffix == ".txt":
-        return [_encode_text(read_text(path), tokenizer)]
+        return [encode_text(read_text(path), tokenizer)]
     documents = []
     for where, record in read_jsonl(path):
         try:
@@ -87,41 +86,8 @@ def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
         except (TokenizerError, DataError) as error:
             raise DataError(f"{where}: {error}") from None
     if not documents:
-        raise DataError(f"{path} holds no documents; each line must be one of {_KINDS}.")
+        raise DataError(f"{path} holds no documents; each line must be one of {KINDS}.")
     return documents
-
-
-def read_text(path: Path) -> str:
-    """The content of a UTF-8 file.
-
-    Raises:
-        DataError: when it is missing or is no text.
-    """
-    try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise DataError(
-            f"{path} can't be read: {error.strerror}. Data sets are local files; none is fetched."
-        ) from None
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: this is not UTF-8 text ({error.reason}).") from None
-
-
-def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield "file:line" and the JSON of every line that is not blank.
-
-    Raises:
-        DataError: names the line that is no JSON.
-    """
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            yield where, json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: this is not JSON: {error}.") from None
 
 
 def _split_of(folder: Path) -> Path:
@@ -132,31 +98,12 @@ def _split_of(folder: Path) -> Path:
 
 
 def _encode_record(record: Any, tokenizer: Any) -> list[int]:
-    if isinstance(record, list):
-        record = {"messages": record}
-    if not isinstance(record, Mapping):
-        raise DataError(f"a JSON {type(record).__name__} is no document; allowed are {_KINDS}.")
-    is_chat = "messages" in record or {"prompt", "completion"} <= record.keys()
-    if is_chat and not tokenizer.has_chat_template:
+    document = document_of(record)
+    if isinstance(document, Text):
+        return encode_text(document.text, tokenizer)
+    if not tokenizer.has_chat_template:
         raise DataError("a chat, and the model's folder has no chat template.")
-    if "messages" in record:
-        return tokenizer.apply_chat_template(record["messages"], tools=record.get("tools"))
-    if is_chat:
-        roles = {"user": record["prompt"], "assistant": record["completion"]}
-        messages = [{"role": role, "content": content} for role, content in roles.items()]
-        return tokenizer.apply_chat_template(messages)
-    if "text" not in record:
-        keys = ", ".join(map(str, record)) or "none"
-        raise DataError(f"a document with the keys {keys}; allowed are {_KINDS}.")
-    if not isinstance(record["text"], str):
-        raise DataError(f"'text' is a {type(record['text']).__name__}; a string is needed.")
-    return _encode_text(record["text"], tokenizer)
-
-
-def _encode_text(text: str, tokenizer: Any) -> list[int]:
-    tokens = list(tokenizer.encode(text, add_special_tokens=True))
-    end = getattr(tokenizer, "separator_id", tokenizer.eos_token_id)
-    return tokens if end is None or tokens[-1:] == [end] else [*tokens, end]
+    return tokenizer.apply_chat_template(document.messages, tools=document.tools)
 
 
 # -- scoring
