@@ -24,14 +24,15 @@ STEP = 256  # columns that are added at a time
 KEEP = 4  # first tokens that a sliding window never forgets, as in mlx-lm's rotating cache
 
 
-Offset: TypeAlias = int | mx.array  # position of the first new token: of all rows, or (B,)
+# Position of the first new token: of all rows, or (B,); (B, L) is that of every token.
+Offset: TypeAlias = int | mx.array
 
 
 class Positions(NamedTuple):
     """Where the new tokens stand, and what they may look at; the same for every block.
 
     Args:
-        offset: position of the first new token.
+        offset: position of the first new token, or of every token in rows that hold several samples.
         mask: as `attention` takes it.
         lengths: (B,) int32, set when there is one new token per row and int8 codes are read straight from
             the cache's buffers, each row's up to its length.
@@ -40,6 +41,11 @@ class Positions(NamedTuple):
     offset: Offset
     mask: mx.array | str | None
     lengths: mx.array | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows hold several samples, each with positions of its own."""
+        return isinstance(self.offset, mx.array) and self.offset.ndim == 2
 
 
 def causal_mask(length: int) -> str | None:

@@ -8,6 +8,8 @@ Notable choices:
   head run where logits are wanted, in `Model.__call__`.
 - RoPE rotates adjacent pairs and comes before the norm of queries and keys.
 - Keys and values pass through static int8 quantization on their way into the cache, as in training.
+- The kernels have no gradient. In training mode, and in rows that hold several samples, heads are made by
+  plain MLX operations, and rounding to int8 passes gradients straight through.
 - Parameter names are those of mlx-lm's `afm7`, so folders are exchanged without renaming, and the model
   keeps mlx-lm's protocol (`model(tokens, cache)`, `make_cache`, `layers`).
 
@@ -16,6 +18,7 @@ Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py`.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +36,7 @@ from afm_mlx.kernels import (
     causal_attention,
     decode_attention,
     dequantize_int8,
+    fake_int8,
     rope_norm,
     rope_norm_quantize,
 )
@@ -79,18 +83,25 @@ class WritingAttention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         if config.kv_bits:
-            self.quant_key_scale = mx.array(1.0)
-            self.quant_value_scale = mx.array(1.0)
+            self.take_scales(config)
+
+    def take_scales(self, config: ModelConfig) -> None:
+        """Round keys and values to int8 from now on, with scales of 1."""
+        self._config = config
+        self.quant_key_scale = mx.array(1.0)
+        self.quant_value_scale = mx.array(1.0)
 
     def __call__(
         self, x: mx.array, norm: nn.RMSNorm, positions: Positions, cache: KVCache | None
     ) -> tuple[mx.array, KeyValues]:
         """Returns `x` (B, L, D) plus the output, and the keys and values that were attended to."""
         qkv = project(self.qkv_proj, x, norm=norm)
-        if self._config.kv_bits:
+        plain = cache is None and (self.training or positions.packed)
+        if self._config.kv_bits and not plain:
             q, kv = self._int8_heads(qkv, positions, cache)
         else:
-            q, kv = self._float_heads(qkv, positions, cache)
+            q, k, v = self.heads(qkv, positions)
+            kv = _appended(*self._fake_int8(k, v), cache)
         if positions.lengths is not None:
             y = decode_attention(q, kv, positions.lengths)
         else:
@@ -121,17 +132,33 @@ class WritingAttention(nn.Module):
         )
         return q, _appended(k, v, cache)
 
-    def _float_heads(
-        self, qkv: mx.array, positions: Positions, cache: KVCache | None
-    ) -> tuple[mx.array, KeyValues]:
+    def heads(self, qkv: mx.array, positions: Positions) -> tuple[mx.array, mx.array, mx.array]:
+        """Float queries, keys and values with RoPE and norm, by operations that have gradients.
+
+        Args:
+            qkv: the fused projection, (B, L, (num_heads + 2 * num_kv_heads) * head_dim).
+            positions: where the tokens stand.
+
+        Returns:
+            queries (B, num_heads, L, head_dim); keys and values (B, num_kv_heads, L, head_dim).
+        """
         config = self._config
         q_dim, kv_dim = config.hidden_dim, config.num_kv_heads * config.head_dim
         q, k, v = (
             _heads(part, config.head_dim) for part in qkv.split([q_dim, q_dim + kv_dim], axis=-1)
         )
         turn = (positions.offset, config.rope_theta, config.rms_norm_eps)
-        q, k = rope_norm(q, self.q_norm.weight, *turn), rope_norm(k, self.k_norm.weight, *turn)
-        return q, _appended(k, v, cache)
+        return rope_norm(q, self.q_norm.weight, *turn), rope_norm(k, self.k_norm.weight, *turn), v
+
+    def _fake_int8(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        if not self._config.kv_bits:
+            return k, v
+        # LSQ's gradient scale of an activation: one over the root of its features times the largest code.
+        share = (k.shape[1] * k.shape[3] * 127) ** -0.5
+        return (
+            fake_int8(k, self.quant_key_scale, share),
+            fake_int8(v, self.quant_value_scale, share),
+        )
 
 
 class ReuseAttention(nn.Module):
@@ -236,6 +263,25 @@ class Transformer(nn.Module):
         return h
 
 
+def packed_positions(segments: mx.array) -> Positions:
+    """Positions and mask of rows that hold several samples: each starts at 0 and sees only itself.
+
+    Args:
+        segments: (B, L) integers, the same number for the tokens of one sample, which lie together; padding
+            has a number of its own, sees itself, and so leaves no query without a key.
+
+    Returns:
+        offsets (B, L) int32, one per token, and a boolean mask (B, 1, L, L), true where a query may look.
+    """
+    column = mx.arange(segments.shape[1], dtype=mx.int32)
+    fresh = mx.concatenate(
+        [mx.zeros_like(segments[:, :1]), segments[:, 1:] != segments[:, :-1]], axis=1
+    )
+    starts = mx.cummax(mx.where(fresh, column, 0), axis=1)
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    return Positions(column - starts, same & (column[:, None] >= column))
+
+
 class Model(nn.Module):
     """A causal language model with a tied head.
 
@@ -303,6 +349,38 @@ class Model(nn.Module):
             return head_argmax(self.model.embedding, h[:, -1], norm=self.model.output_norm)
         return project_head(self.model.embedding, h, norm=self.model.output_norm)
 
+    def hidden_at(
+        self, inputs: mx.array, positions: mx.array, segments: mx.array | None = None
+    ) -> mx.array:
+        """Hidden states of chosen tokens before the final norm: what `head` takes. There is no cache.
+
+        Losses take it, so that logits are only made where a token is scored.
+
+        Args:
+            inputs: (B, L) integers.
+            positions: (T,) integers, indices into the B * L tokens.
+            segments: (B, L) integers, the number of the sample that a token of a packed row belongs to, see
+                `packed_positions`; None when a row is one sample.
+
+        Returns:
+            (T, hidden_dim).
+        """
+        where = self.positions(inputs, segments)
+        h, kv = self.model.write(inputs, where, [None] * len(self.model.layers))
+        h = self.model.read(h, where, kv)
+        return h.reshape(-1, h.shape[-1])[positions]
+
+    def head(self, h: mx.array) -> mx.array:
+        """Logits of hidden states: the final norm, and the product with the embedding.
+
+        Args:
+            h: (..., hidden_dim), of `hidden_at`.
+
+        Returns:
+            (..., vocab_size).
+        """
+        return project_head(self.model.embedding, h, norm=self.model.output_norm)
+
     def prefill(self, inputs: mx.array, cache: Sequence[Any]) -> None:
         """Write the keys and values of prompt tokens, and compute nothing else.
 
@@ -316,12 +394,18 @@ class Model(nn.Module):
         positions, cache = self._positions(inputs, cache)
         self.model.write(inputs, positions, cache)
 
+    def positions(self, inputs: mx.array, segments: mx.array | None = None) -> Positions:
+        """Where the tokens of whole rows stand; arguments as of `hidden_at`."""
+        if segments is not None:
+            return packed_positions(segments)
+        return Positions(0, causal_mask(inputs.shape[1]))
+
     def _positions(
         self, inputs: mx.array, cache: Sequence[Any] | None
     ) -> tuple[Positions, Sequence[Any]]:
-        length = inputs.shape[1]
         if cache is None:
-            return Positions(0, causal_mask(length)), [None] * len(self.model.layers)
+            return self.positions(inputs), [None] * len(self.model.layers)
+        length = inputs.shape[1]
         first = cache[0]
         lengths = first.decode_lengths() if length == 1 and first.int8 else None
         mask = first.make_mask(length) if lengths is None else None
@@ -345,6 +429,17 @@ class Model(nn.Module):
             KVCache(int8=int8, max_size=max_size, sliding_window=sliding_window)
             for _ in self.model.layers
         ] + [NoKVCache() for _ in self.model.kv_reuse_layers]
+
+    def add_kv_scales(self) -> None:
+        """Give a model without int8 scales (`kv_bits` null) scales of 1, for calibration to set."""
+        self.args = dataclasses.replace(self.args, kv_bits=8)
+        for block in self.model.layers:
+            block.self_attn.take_scales(self.args)
+
+    def train(self, mode: bool = True) -> Model:
+        """As `nn.Module.train`; steps are traced anew, for layers may have been replaced."""
+        self._step = DecodeStep()
+        return super().train(mode)
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -25,7 +25,13 @@ from afm_mlx.kernels.ops import (
     write_tokens,
 )
 from afm_mlx.kernels.packing import dequantize, pack_codes, unpack_codes
-from afm_mlx.kernels.reference import attention, dequantize_int8, quantize_int8, rope_norm
+from afm_mlx.kernels.reference import (
+    attention,
+    dequantize_int8,
+    fake_int8,
+    quantize_int8,
+    rope_norm,
+)
 
 __all__ = [
     "BITS",
@@ -39,6 +45,7 @@ __all__ = [
     "decode_attention",
     "dequantize",
     "dequantize_int8",
+    "fake_int8",
     "pack_codes",
     "packed_argmax",
     "packed_embedding",

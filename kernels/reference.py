@@ -36,6 +36,32 @@ def dequantize_int8(codes: mx.array, scale: mx.array, dtype: mx.Dtype) -> mx.arr
     return (codes.astype(mx.float32) * scale).astype(dtype)
 
 
+def fake_int8(x: mx.array, scale: mx.array, gradient_scale: float = 1.0) -> mx.array:
+    """`dequantize_int8(quantize_int8(x))` with gradients, which go straight through the rounding:
+
+        d/dx = 1 where the rounded value is within the codes, else 0
+        d/dscale = gradient_scale * (code - x / scale) within, gradient_scale * code outside
+
+    Args:
+        x: any shape, float.
+        scale: 0-d, float, positive.
+        gradient_scale: factor of the gradient of `scale`; the value does not depend on it.
+
+    Returns:
+        The shape and dtype of `x`; computed in float32.
+
+    Source: LSQ, Esser et al. 2020, equations 1 to 5.
+    """
+    fixed = mx.stop_gradient(scale)
+    scale = fixed + gradient_scale * (scale - fixed)
+    steps = x.astype(mx.float32) / scale
+    rounded = mx.round(mx.stop_gradient(steps))
+    codes = mx.clip(rounded, INT8_MIN, INT8_MAX)
+    # Adds 0, and the gradient of `steps` where nothing was cut off.
+    codes = codes + mx.where(rounded == codes, steps - mx.stop_gradient(steps), 0)
+    return (codes * scale).astype(x.dtype)
+
+
 def rope_norm(
     x: mx.array, weight: mx.array, offset: int | mx.array, theta: float, eps: float
 ) -> mx.array:
@@ -44,14 +70,23 @@ def rope_norm(
     Args:
         x: queries or keys, (B, n_heads, L, head_dim).
         weight: of the norm, (head_dim,).
-        offset: position of the first of the L tokens: one for all rows, or (B,) int32.
+        offset: position of the first of the L tokens: one for all rows, or (B,) int32; or (B, L) int32,
+            of every token.
         theta: base of the frequencies, `theta ** (-2i / head_dim)`.
         eps: added to the mean square.
 
     Returns:
         The shape and dtype of `x`.
     """
-    x = mx.fast.rope(x, x.shape[-1], traditional=True, base=theta, scale=1.0, offset=offset)
+    rope = functools.partial(
+        mx.fast.rope, dims=x.shape[-1], traditional=True, base=theta, scale=1.0
+    )
+    if isinstance(offset, mx.array) and offset.ndim == 2:
+        tokens = x.swapaxes(1, 2)  # (B, L, n_heads, head_dim), as rows of one token
+        rows = rope(tokens.reshape(-1, *tokens.shape[2:])[:, :, None], offset=offset.reshape(-1))
+        x = rows.reshape(tokens.shape).swapaxes(1, 2)
+    else:
+        x = rope(x, offset=offset)
     return mx.fast.rms_norm(x, weight, eps)
 
 
@@ -213,12 +248,28 @@ def packed_matmul(
     x = x.astype(mx.float32)
     if norm is not None:
         x = mx.fast.rms_norm(x, norm.astype(mx.float32), eps)
-    y = x @ dequantize(weight).T
+    y = _product(x, weight)
     if low_rank is not None:
         y = y + low_rank_product(x, low_rank)
     if residual is not None:
         y = y + residual
     return y.astype(dtype)
+
+
+def _product(x: mx.array, weight: PackedWeight) -> mx.array:
+    """`x W^T`, whose gradient (of `x` only) multiplies W out again instead of keeping it."""
+
+    @mx.custom_function
+    def product(x: mx.array) -> mx.array:
+        return x @ dequantize(weight).T
+
+    @product.vjp
+    def gradient(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
+        # Waits for the cotangent: what it does not need, MLX would compute in the forward pass and keep.
+        codes = mx.depends([weight.codes], [cotangent])[0]
+        return cotangent @ dequantize(weight._replace(codes=codes))
+
+    return product(x)
 
 
 def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:

@@ -1,11 +1,14 @@
 """The model against tamm, Apple's own PyTorch implementation, and against mlx-lm where that is right."""
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 from afm_mlx.config import ModelConfig
-from afm_mlx.kernels import dispatch
+from afm_mlx.kernels import dispatch, fake_int8
 from tests.tools.graph import matmul_flops
 from tests.tools.models import (
     mlx_lm_twin,
@@ -171,3 +174,145 @@ def test_prefill_work_at_the_3b_shape():
     prompt = matmul_flops(config, prompt_pass, length=512)
     assert full > 512 * 2 * 2.79e9  # the 3B's 2.797 G block weights, once per token
     assert prompt / full <= 0.66
+
+
+# -- training
+
+
+def random_segments(rng, rows, length):
+    """Rows of samples numbered from 1, with padding (0) at the end."""
+    segments = np.zeros((rows, length), np.int32)
+    for row in segments:
+        start, number = 0, 1
+        while start < length - 2:
+            stop = min(start + int(rng.integers(1, 7)), length - int(rng.integers(0, 3)))
+            row[start:stop] = number
+            start, number = stop, number + 1
+    return segments
+
+
+@pytest.mark.parametrize("kv_bits", [8, None])
+def test_the_training_forward_equals_the_evaluating_one(rng, kv_bits):
+    config = random_config(rng, kv_bits=kv_bits)
+    model = random_model(config, rng)
+    tokens = mx.array(rng.integers(0, config.vocab_size, (2, 11)))
+    with dispatch.force("reference"):
+        wanted = np.array(model(tokens))
+    got = np.array(model.train()(tokens))
+    assert np.abs(got - wanted).max() <= TOLERANCE * wanted.std()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("kv_bits", [8, None])
+def test_packed_rows_equal_their_samples_alone(rng, kv_bits, training):
+    config = random_config(rng, kv_bits=kv_bits)
+    model = random_model(config, rng).train(training)
+    segments = random_segments(rng, 3, 20)
+    tokens = rng.integers(0, config.vocab_size, segments.shape)
+    everywhere = mx.arange(tokens.size)
+    h = model.hidden_at(mx.array(tokens), everywhere, mx.array(segments))
+    logits = np.array(model.head(h)).reshape(*tokens.shape, -1)
+    assert np.isfinite(logits).all()
+    for row, numbers in enumerate(segments):
+        for number in np.unique(numbers[numbers > 0]):
+            own = numbers == number
+            with dispatch.force("reference"):
+                wanted = np.array(model(mx.array(tokens[row, own][None])))[0]
+            assert np.abs(logits[row, own] - wanted).max() <= TOLERANCE * logits.std()
+
+
+def test_hidden_states_at_chosen_tokens_give_their_logits(rng):
+    config = random_config(rng)
+    model = random_model(config, rng).train()
+    tokens = mx.array(rng.integers(0, config.vocab_size, (3, 9)))
+    chosen = rng.integers(0, tokens.size, 8)
+    got = np.array(model.head(model.hidden_at(tokens, mx.array(chosen))))
+    wanted = np.array(model(tokens)).reshape(-1, config.vocab_size)[chosen]
+    assert np.abs(got - wanted).max() <= TOLERANCE * wanted.std()
+
+
+def training_loss(model, tokens, segments):
+    """A loss of every token's hidden state, and of the head."""
+
+    def loss(parameters):
+        model.update(parameters)
+        h = model.hidden_at(tokens, mx.arange(tokens.size), segments)
+        return mx.logsumexp(model.head(h), axis=-1).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_every_parameter_gets_a_gradient_recomputed_and_compiled_too(rng, packed):
+    # Fixed sizes: compiled operations hold them as constants, and are kept on disk from run to run.
+    sizes = {"hidden_dim": 32, "num_heads": 4, "num_kv_heads": 2, "rope_theta": 10000.0}
+    config = random_config(rng, num_layers=2, num_kv_reuse_layers=1, **sizes)
+    model = random_model(config, rng).train()
+    segments = mx.array(random_segments(rng, 2, 12)) if packed else None
+    tokens = mx.array(rng.integers(0, config.vocab_size, (2, 12)))
+    loss = training_loss(model, tokens, segments)
+    parameters = model.parameters()
+    wanted = dict(tree_flatten(mx.grad(loss)(parameters)))
+    assert len(wanted) == len(tree_flatten(parameters))
+    for name, gradient in wanted.items():
+        assert 0 < mx.abs(gradient).max() < mx.inf, name
+    others = [mx.grad(mx.checkpoint(loss))] + [mx.compile(mx.grad(loss))] * packed
+    for other in others:
+        for name, gradient in tree_flatten(other(parameters)):
+            error = mx.abs(gradient - wanted[name]).max()
+            assert error <= 1e-3 * mx.abs(wanted[name]).max(), name
+    model.update(parameters)
+
+
+def test_gradients_reach_weights_through_int8_keys_and_values(rng):
+    """Against finite differences of the same model with keys and values in float."""
+    config = random_config(rng, num_layers=2, num_kv_reuse_layers=1)
+    model = random_model(config, rng).train()
+    for (
+        layer
+    ) in model.model.layers:  # fine steps: the straight-through gradient is then the true one
+        layer.self_attn.quant_key_scale = mx.array(0.06)
+        layer.self_attn.quant_value_scale = mx.array(0.06)
+    tokens = mx.array(rng.integers(0, config.vocab_size, (2, 12)))
+    loss = training_loss(model, tokens, None)
+    parameters = model.parameters()
+    name = "model.layers.0.self_attn.qkv_proj.weight"
+    got = dict(tree_flatten(mx.grad(loss)(parameters)))[name]
+    model.update(parameters)
+    twin = random_model(dataclasses.replace(config, kv_bits=None), rng).train()
+    floats = [(n, a) for n, a in tree_flatten(parameters) if "quant_" not in n]
+    twin.load_weights(floats)
+    wanted = dict(tree_flatten(mx.grad(training_loss(twin, tokens, None))(twin.parameters())))[name]
+    assert mx.abs(got - wanted).max() <= 0.2 * mx.abs(wanted).max()
+
+
+@pytest.mark.parametrize("spread", [10, 100, 300])
+def test_fake_int8_equals_tamms_and_its_gradients_those_of_torch(rng, spread):
+    import torch
+    from tamm.ao.layers import functional
+
+    scale = np.float32(rng.uniform(0.01, 0.1))
+    x = rng.normal(0, spread * scale, (5, 7)).astype(np.float32)
+    weights = rng.normal(0, 1, x.shape).astype(np.float32)
+    inputs = torch.tensor(x, requires_grad=True), torch.tensor(scale, requires_grad=True)
+    steps = inputs[0] / inputs[1]
+    straight = steps + (steps.round() - steps).detach()
+    (straight.clamp(-128, 127) * inputs[1] * torch.tensor(weights)).sum().backward()
+    limits = {"zero_point": torch.tensor(0.0), "quant_min": -128, "quant_max": 127}
+    values = functional.fake_quantize(torch.tensor(x), scale=torch.tensor(scale), **limits)
+    assert np.array_equal(np.array(fake_int8(mx.array(x), mx.array(scale))), values.numpy())
+    gradients = mx.grad(lambda x, s: (fake_int8(x, s) * mx.array(weights)).sum(), argnums=(0, 1))
+    of_x, of_scale = gradients(mx.array(x), mx.array(scale))
+    assert np.allclose(np.array(of_x), inputs[0].grad.numpy())
+    slack = 1e-5 * np.abs(weights * x / scale).sum()
+    assert abs(of_scale.item() - inputs[1].grad.item()) <= slack
+
+
+def test_the_gradient_scale_of_fake_int8_scales_that_of_the_scale_only(rng):
+    x, scale = mx.array(rng.normal(0, 1, (4, 6)).astype(np.float32)), mx.array(0.02)
+    share = float(rng.uniform(0.1, 0.9))
+    plain = mx.grad(lambda x, s: fake_int8(x, s).square().sum(), argnums=(0, 1))(x, scale)
+    scaled = mx.grad(lambda x, s: fake_int8(x, s, share).square().sum(), argnums=(0, 1))(x, scale)
+    assert mx.array_equal(plain[0], scaled[0])
+    assert abs(scaled[1].item() - share * plain[1].item()) <= 1e-4 * abs(plain[1].item())
+    assert mx.array_equal(fake_int8(x, scale), fake_int8(x, scale, share))
