@@ -1,4 +1,4 @@
-"""The architecture in one frozen dataclass, and its three presets.
+"""The architecture in one frozen dataclass, and its presets.
 
 A model has `num_layers` transformer blocks. The first `num_layers - num_kv_reuse_layers` write keys and
 values; the others have no key and value projections and attend to those of the last block that writes.
@@ -232,6 +232,19 @@ PRESETS: dict[str, ModelConfig] = {
         num_heads=8,
         num_kv_heads=4,
         hidden_dim_scale_factor=3.0,
+        rope_theta=500000.0,
+        kv_bits=None,
+    ),
+    # The first generation, on devices since 2024 (arXiv 2407.21075, table 1): 2.58 B parameters and 0.15 B of
+    # embedding. The feed-forward width is not published; 8,032 gives that count. Neither is a KV quantizer.
+    "afm-2024": ModelConfig(
+        vocab_size=49152,
+        hidden_dim=3072,
+        num_layers=26,
+        num_kv_reuse_layers=0,
+        num_heads=24,
+        num_kv_heads=8,
+        hidden_dim_scale_factor=8032 / 3072,
         rope_theta=500000.0,
         kv_bits=None,
     ),

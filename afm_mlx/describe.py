@@ -105,6 +105,15 @@ def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts
     }
 
 
+def describe_stored_weights(folder: Path) -> Facts:
+    """`describe_weights` for a model folder of any architecture."""
+    values = read_config_json(folder / "config.json")
+    tensors = stored_tensors(folder)
+    if values.get("model_type") != MODEL_TYPE:
+        return describe_weights(tensors, _count_parameters(tensors, values))
+    return describe_weights(tensors, ModelConfig.from_dict(values).num_parameters)
+
+
 def describe_packed_layers(
     tensors: dict[str, StoredTensor], quantization: Facts, source: Path
 ) -> Facts:

@@ -18,6 +18,7 @@ Array: TypeAlias = np.ndarray[Any, Any]
 _NORMAL_STEP = {2: 0.9957, 4: 0.3352, 8: 0.0308}
 _LEVELS_TRIED = 24
 _LLOYD_STEPS = 40
+_BINS = 128
 _SAMPLE = 1 << 18
 
 
@@ -197,8 +198,9 @@ def affine_codes(units: Array, scale: Array, bias: Array, bits: int) -> Array:
 def k_means(values: Array, entries: int) -> tuple[Array, Array]:
     """Tables (T, entries) near the least squared error of weights (T, M), each table for its own row.
 
-    Lloyd's algorithm on sorted weights, from equal shares of them; sums of a cluster are differences of
-    running sums.
+    Lloyd's algorithm on sorted weights; sums of a cluster are differences of running sums. It finds the
+    optimum nearest to its start: from equal shares of the weights, 16 entries never reach the tails, which
+    costs 20 to 50 % of squared error. So tables of up to 16 entries start at the best clusters of whole bins.
 
     Returns:
         the tables, ascending, and (T,) whether a table holds all the weights there are.
@@ -220,8 +222,11 @@ def k_means(values: Array, entries: int) -> tuple[Array, Array]:
 
 
 def _lloyd(ordered: Array, sums: Array, entries: int) -> Array:
-    shares = (np.arange(entries) * 2 + 1) * len(ordered) // (2 * entries)
-    table = ordered[shares].astype(np.float64)
+    if entries <= 16:
+        table = _best_of_bins(ordered, entries)
+    else:
+        shares = (np.arange(entries) * 2 + 1) * len(ordered) // (2 * entries)
+        table = ordered[shares].astype(np.float64)
     for _ in range(_LLOYD_STEPS):
         ends = np.searchsorted(ordered, (table[1:] + table[:-1]) / 2)
         edges = np.concatenate([[0], ends, [len(ordered)]])
@@ -231,6 +236,34 @@ def _lloyd(ordered: Array, sums: Array, entries: int) -> Array:
             break
         table = moved
     return table.astype(np.float32)
+
+
+def _best_of_bins(ordered: Array, entries: int) -> Array:
+    """The table of least squared error whose clusters end where bins end, by dynamic programming.
+
+    Half of the edges cut the weights into equal shares, and half into equal widths, which follow the tails.
+    """
+    width = np.linspace(ordered[0], ordered[-1], _BINS // 2 + 1)[1:-1]
+    share = np.linspace(0, len(ordered), _BINS // 2 + 1).astype(np.int64)
+    edges = np.union1d(share, np.searchsorted(ordered, width))
+    values = ordered.astype(np.float64)
+    sums = np.concatenate([[0], np.cumsum(values)])[edges]
+    squares = np.concatenate([[0], np.cumsum(values * values)])[edges]
+    counts = edges - edges[:, None]
+    # error[i, j] is that of one entry for the weights between edges i and j.
+    error = np.full(counts.shape, np.inf)
+    error = np.divide(np.square(sums - sums[:, None]), counts, out=error, where=counts > 0)
+    error = np.where(counts > 0, squares - squares[:, None] - error, np.inf)
+    least, begins = error[0], []
+    for _ in range(entries - 1):
+        total = least[:, None] + error
+        begins.append(total.argmin(axis=0))
+        least = total.min(axis=0)
+    cuts = [len(edges) - 1]
+    for begin in reversed(begins):
+        cuts.append(begin[cuts[-1]])
+    ends = np.array([0, *reversed(cuts)])
+    return np.diff(sums[ends]) / np.diff(edges[ends])
 
 
 def nearest_entries(values: Array, tables: Array) -> Array:

@@ -7,6 +7,7 @@ layer's path what differs there. Ours adds `granularity`; a folder of mlx-lm has
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -130,6 +131,19 @@ class QuantizationRule:
         parts["scales"] = per
         return parts | {"biases": per} if self.mode == "affine" else parts
 
+    def nbytes(self, shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> int:
+        """Bytes of a packed matrix (N, K) in a folder, scales and tables included.
+
+        Args:
+            shape: (N, K).
+            dtype: of the folder's floats, which MLX's own format takes for its scales; ours are float32.
+        """
+        width = dtype.size if self.is_stock else 4
+        return sum(
+            math.prod(part) * (4 if name == "weight" else width)
+            for name, part in self.part_shapes(shape).items()
+        )
+
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
     if value not in allowed or isinstance(value, bool):
@@ -140,6 +154,15 @@ AFM_RULE = QuantizationRule()
 """Body of the 3B: two bits, balanced, one scale per row."""
 
 AFM_EMBEDDING_RULE = QuantizationRule(bits=4)
+
+PRESET_RULES = {
+    "afm-2024": (QuantizationRule(4, "palette"), QuantizationRule(8)),
+}
+"""Presets that were published with other rules of body and embedding than the 3B's.
+
+Source: arXiv 2407.21075, its part on compression: every 16 rows share a table of 16 entries, and the
+embedding is int8 per row. The mix with 2-bit layers that brings the average to 3.7 bits is not published.
+"""
 
 Predicate: TypeAlias = Callable[[str, nn.Module], "QuantizationRule | bool | Mapping[str, Any]"]
 """What the layer at a path is packed to: a rule or its keys, True for the default, False for nothing."""
@@ -182,8 +205,7 @@ def quantize_model(
         rules[path] = own
     if not rules:
         raise ConfigError("No layer was chosen to be packed; the rule says no to all of them.")
-    entries = quantization_entries(rules, fused=_fused_in_stock(config, rules))
-    return model, {**config, "quantization": entries, "quantization_config": entries}
+    return model, quantized_config(config, rules)
 
 
 def rule_chooser(
@@ -198,8 +220,7 @@ def rule_chooser(
     outer = embedding_rule or dataclasses.replace(rule, bits=max(rule.bits, 4))
 
     def choose(path: str, module: nn.Module) -> QuantizationRule | None:
-        is_outer = isinstance(module, nn.Embedding) or path.split(".")[-1] == "lm_head"
-        default = outer if is_outer else rule
+        default = outer if is_outer(path, module) else rule
         answer = True if predicate is None else predicate(path, module)
         if isinstance(answer, QuantizationRule):
             return answer
@@ -216,6 +237,11 @@ def rule_chooser(
         )
 
     return choose
+
+
+def is_outer(path: str, module: nn.Module) -> bool:
+    """Whether a layer is an embedding or a head, which follow the rule of embeddings."""
+    return isinstance(module, nn.Embedding) or path.split(".")[-1] == "lm_head"
 
 
 def pack_layer(module: nn.Module, rule: QuantizationRule, name: str) -> nn.Module:
@@ -239,6 +265,14 @@ def dequantize_model(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Modul
 
 
 # -- config.json
+
+
+def quantized_config(
+    config: Mapping[str, Any], rules: Mapping[str, QuantizationRule]
+) -> dict[str, Any]:
+    """The content of config.json with the rules, by path of the layer, that its model was packed by."""
+    entries = quantization_entries(rules, fused=_fused_in_stock(config, rules))
+    return {**config, "quantization": entries, "quantization_config": entries}
 
 
 def quantization_entries(

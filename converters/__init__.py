@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 
 import mlx.core as mx
 
 from afm_mlx.config import MODEL_TYPE
-from afm_mlx.converters import mlx_lm, toolkit, zoo
+from afm_mlx.converters import mixed_bits, mlx_lm, toolkit, zoo
 from afm_mlx.converters.output import write_config
 from afm_mlx.converters.quantize import QuantizationWishes
 from afm_mlx.converters.toolkit_config import is_toolkit_config, read_toolkit_config
@@ -47,9 +48,14 @@ def convert(
     q_group_size: int | None = None,
     q_granularity: str | None = None,
     q_embedding_bits: int | None = None,
+    q_embedding_mode: str | None = None,
+    q_embedding_granularity: str | None = None,
     quant_predicate: str | Predicate | None = None,
+    target_bpw: float | None = None,
+    data: str | Path | None = None,
     dequantize: bool = False,
     progress: Progress | None = None,
+    measuring: Progress | None = None,
 ) -> Path:
     """Convert a checkpoint to a model folder.
 
@@ -68,10 +74,18 @@ def convert(
         q_group_size: inputs that share a scale, or rows that share a palette's table.
         q_granularity: "tensor", "row" or "group"; see `QuantizationRule`.
         q_embedding_bits: of embeddings and heads; `q_bits`, and 4 at least, by default.
+        q_embedding_mode, q_embedding_granularity: of embeddings and heads; those of the other layers by
+            default.
         quant_predicate: a recipe's name (`converters.quantize.RECIPES`; mlx-lm's for other
             architectures), or a function of path and module, see `quantize_model`.
+        target_bpw: bits that a weight of the folder takes on average, at most, scales and tables included.
+            Layers get 2 or 4 bits, or what the recipe's name says, by what they suffer on text; see
+            `sensitivity`. The model is read into memory for that, and the folder gets a `sensitivity.json`.
+        data: the text: a `.jsonl` or `.txt` file, or a folder with `train.jsonl`; the model folder's
+            `heldout.jsonl` by default.
         dequantize: write packed layers as the numbers that they stand for.
         progress: called with bytes written and bytes in all.
+        measuring: called with passes over the text that are done, and passes in all.
 
     Returns:
         `mlx_path`.
@@ -88,6 +102,10 @@ def convert(
         q_embedding_bits,
         quant_predicate,
         dequantize,
+        q_embedding_mode,
+        q_embedding_granularity,
+        target_bpw,
+        data,
     )
     wishes.check()
     refuse_existing(mlx_path)
@@ -100,10 +118,18 @@ def convert(
     kind = detect(source)
     stock = to == "mlx-lm"
     try:
-        if kind == "toolkit":
-            _convert_toolkit(source, mlx_path, dtype, stock, wishes, progress)
-        elif kind == MODEL_TYPE:
+        if kind not in ("toolkit", MODEL_TYPE):
             with atomic_folder(mlx_path) as folder:
+                zoo.write_zoo(source, folder, kind, dtype, wishes, measuring)
+            return mlx_path
+        mix = None
+        if target_bpw is not None:
+            mix = _mix_of(source, kind, mlx_path, dtype, stock, wishes, measuring)
+            wishes = mix.wishes
+        with atomic_folder(mlx_path) as folder:
+            if kind == "toolkit":
+                _write_toolkit(source, folder, mlx_path.name, dtype, stock, wishes, progress)
+            else:
                 mlx_lm.write_mlx_lm(
                     source,
                     folder,
@@ -114,9 +140,8 @@ def convert(
                     dequantize=dequantize,
                     progress=progress,
                 )
-        else:
-            with atomic_folder(mlx_path) as folder:
-                zoo.write_zoo(source, folder, kind, dtype, wishes)
+            if mix is not None:
+                mix.write(folder)
     except OSError as error:
         raise AFMError(
             f"Converting {model} to {mlx_path} failed: {error}. Check that the source can be read and that "
@@ -166,9 +191,31 @@ def detect(source: Path) -> str:
     return kind
 
 
-def _convert_toolkit(
+def _mix_of(
     source: Path,
+    kind: str,
     mlx_path: Path,
+    dtype: str | None,
+    stock: bool,
+    wishes: QuantizationWishes,
+    progress: Progress | None,
+) -> mixed_bits.Mix:
+    data = mixed_bits.calibration_file(wishes, source)
+    if stock:
+        mixed_bits.check_stock(wishes, "balanced")
+    if kind != "toolkit":
+        return mixed_bits.mix_of_folder(source, wishes, data, DTYPES.get(dtype or ""), progress)
+    mlx_path.parent.mkdir(parents=True, exist_ok=True)
+    # Float weights lie beside the output for a while: only a folder can be read into a model.
+    with tempfile.TemporaryDirectory(prefix=f".{mlx_path.name}-", dir=mlx_path.parent) as place:
+        folder = convert(source, Path(place) / "float")
+        return mixed_bits.mix_of_folder(folder, wishes, data, DTYPES.get(dtype or ""), progress)
+
+
+def _write_toolkit(
+    source: Path,
+    folder: Path,
+    name: str,
     dtype: str | None,
     stock: bool,
     wishes: QuantizationWishes,
@@ -181,20 +228,19 @@ def _convert_toolkit(
     if wishes.dequantize:
         raise AFMError(f"{files.weights} holds float weights: there is nothing to dequantize.")
     rules = wishes.afm_rules(config.model) if wishes.quantize else None
-    with atomic_folder(mlx_path) as folder:
-        packed = toolkit.write_toolkit(
-            files,
-            config,
-            folder,
-            name=mlx_path.name,
-            dtype=DTYPES.get(dtype or ""),
-            with_adapters=not stock,
-            rules=rules,
-            stock=stock,
-            progress=progress,
-        )
-        tokenizer = load_tokenizer(folder)
-        # Stock mlx-lm would otherwise stop at the end of a turn only.
-        ends = [tokenizer.eos_token_id, tokenizer.separator_id]
-        values = config.model.to_dict() | {"eos_token_id": ends} | packed
-        write_config(folder, mlx_lm.without_our_keys(values) if stock else values)
+    packed = toolkit.write_toolkit(
+        files,
+        config,
+        folder,
+        name=name,
+        dtype=DTYPES.get(dtype or ""),
+        with_adapters=not stock,
+        rules=rules,
+        stock=stock,
+        progress=progress,
+    )
+    tokenizer = load_tokenizer(folder)
+    # Stock mlx-lm would otherwise stop at the end of a turn only.
+    ends = [tokenizer.eos_token_id, tokenizer.separator_id]
+    values = config.model.to_dict() | {"eos_token_id": ends} | packed
+    write_config(folder, mlx_lm.without_our_keys(values) if stock else values)

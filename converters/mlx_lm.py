@@ -10,7 +10,6 @@ Source: mlx-lm 0.32.2, `mlx_lm/models/afm7.py` and `mlx_lm/utils.py`.
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 
 from afm_mlx.adapters.files import load_adapter, save_adapter
 from afm_mlx.config import ModelConfig, read_config_json
-from afm_mlx.converters.output import write_card, write_config
+from afm_mlx.converters.output import copy_tokenizer_files, write_card, write_config
 from afm_mlx.converters.quantize import (
     PackedLayer,
     PackedLayers,
@@ -51,13 +50,6 @@ from afm_mlx.weights import (
     write_weights,
 )
 
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template*",
-    "generation_config.json",
-)
 _OUR_KEYS = ("kv_bits", "context_length")
 _CHUNK_BYTES = 32 << 20
 
@@ -143,7 +135,7 @@ def write_mlx_lm(
     quantization = quantization_of(values, source / "config.json")
     if stock:
         check_stock(config, source)
-    _check_wishes(source, bool(quantization), dtype, rules is not None, dequantize)
+    check_wishes(source, bool(quantization), dtype, rules is not None, dequantize)
     shapes = parameter_shapes(config)
     check_weights(stored_shapes(shapes, quantization, tensors, source), tensors, source)
     copied = _copy_tokenizer(source, folder)
@@ -176,9 +168,10 @@ def write_mlx_lm(
     )
 
 
-def _check_wishes(
+def check_wishes(
     source: Path, quantized: bool, dtype: mx.Dtype | None, quantize: bool, dequantize: bool
 ) -> None:
+    """Raise `AFMError` when a folder, quantized or not, can't become what is asked for."""
     if quantized and quantize:
         raise AFMError(
             f"{source} is quantized already; rounding it again would add one error to the other. Convert the "
@@ -304,11 +297,7 @@ def _copy_adapters(
 
 
 def _copy_tokenizer(source: Path, folder: Path) -> list[str]:
-    files = sorted({file for pattern in _TOKENIZER_FILES for file in source.glob(pattern)})
-    for file in files:
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
-    names = [file.name for file in files]
+    names = copy_tokenizer_files(source, folder)
     if not {"tokenizer.json", "tokenizer.model"} & set(names):
         raise CheckpointError(f"{source} has no tokenizer.json and no tokenizer.model.")
     return names

@@ -114,6 +114,10 @@ class QuantizationWishes:
     embedding_bits: int | None = None
     predicate: str | Predicate | None = None
     dequantize: bool = False
+    embedding_mode: str | None = None
+    embedding_granularity: str | None = None
+    target_bpw: float | None = None
+    data: str | Path | None = None
 
     def check(self) -> None:
         """Raise `AFMError` on options that contradict each other or would do nothing."""
@@ -127,16 +131,47 @@ class QuantizationWishes:
             )
         if self.bits is not None and isinstance(self.predicate, str):
             raise AFMError("--q-bits and --quant-predicate both say how many bits; choose one.")
+        if self.bits is not None and self.target_bpw is not None:
+            raise AFMError(
+                "--q-bits and --target-bpw both say how many bits; choose one. A mix of other bits than 2 "
+                "and 4 is asked for by name, as in --quant-predicate mixed_4_8."
+            )
+        if self.data is not None and self.target_bpw is None:
+            raise AFMError(
+                "--data without --target-bpw would do nothing: only a choice of bits is measured on text."
+            )
+
+    @property
+    def bits_to_mix(self) -> tuple[int, int]:
+        """Fewer and more bits, between which `target_bpw` chooses.
+
+        Raises:
+            ConfigError: for a recipe of mlx-lm's own, which has other bits.
+        """
+        if not isinstance(self.predicate, str):
+            return 2, 4
+        if self.predicate not in RECIPES:
+            raise ConfigError(
+                f"The recipe {self.predicate!r} does not go with --target-bpw, which takes "
+                f"{', '.join(RECIPES)}."
+            )
+        return RECIPES[self.predicate]
 
     def rule(self, mode: str) -> QuantizationRule:
-        """The rule of most layers, with a mode for when none was asked for."""
+        """The rule of most layers, with a mode for when none was asked for; of the better ones in a mix."""
         mode = self.mode or mode
         bits = self.bits or (2 if mode == "balanced" else 4)
+        if self.target_bpw is not None:
+            bits = self.bits_to_mix[1]
         return QuantizationRule(bits, mode, self.granularity, self.group_size)
 
     def embedding_rule(self, rule: QuantizationRule) -> QuantizationRule:
+        """That of embeddings and heads: `rule` but for what was asked for."""
         bits = self.embedding_bits or max(rule.bits, 4)
-        return dataclasses.replace(rule, bits=bits)
+        if self.embedding_mode is None and self.embedding_granularity is None:
+            return dataclasses.replace(rule, bits=bits)
+        mode = self.embedding_mode or rule.mode
+        return QuantizationRule(bits, mode, self.embedding_granularity)
 
     def afm_rules(self, config: ModelConfig) -> dict[str, QuantizationRule]:
         """The rules of an AFM model's layers, by their paths."""
@@ -154,6 +189,10 @@ _OPTIONS = {
     "granularity": "--q-granularity",
     "embedding_bits": "--q-embedding-bits",
     "predicate": "--quant-predicate",
+    "embedding_mode": "--q-embedding-mode",
+    "embedding_granularity": "--q-embedding-granularity",
+    "target_bpw": "--target-bpw",
+    "data": "--data",
 }
 
 

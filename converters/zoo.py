@@ -16,19 +16,33 @@ import mlx.core as mx
 from mlx.utils import tree_map
 
 from afm_mlx.config import read_config_json
+from afm_mlx.converters.mixed_bits import calibration_file, choose_mix
 from afm_mlx.converters.quantize import MLX_LM_RECIPES, QuantizationWishes
 from afm_mlx.errors import AFMError
 from afm_mlx.quantization import dequantize_model, quantize_model
 from afm_mlx.stored_layers import quantization_of
+from afm_mlx.weights import Progress
 from afm_mlx.zoo import has_packed_layers, load_zoo_model
 
 _MLX_LM_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 
 
 def write_zoo(
-    source: Path, folder: Path, kind: str, dtype: str | None, wishes: QuantizationWishes
+    source: Path,
+    folder: Path,
+    kind: str,
+    dtype: str | None,
+    wishes: QuantizationWishes,
+    measuring: Progress | None = None,
 ) -> None:
     """Convert a model of architecture `kind` into an empty folder.
+
+    Args:
+        source, folder: where from and where to.
+        kind: of config.json.
+        dtype: of float weights; as in `source` when None.
+        wishes: how to quantize.
+        measuring: see `convert`.
 
     Raises:
         AFMError: when neither mlx-lm nor this package can.
@@ -40,7 +54,7 @@ def write_zoo(
         # mlx-lm reports on stdout, which belongs to the caller.
         with contextlib.redirect_stdout(sys.stderr):
             if packed or ours:
-                _write_packed(source, inner, dtype, wishes, packed)
+                _write_packed(source, inner, dtype, wishes, packed, measuring)
             else:
                 _write_by_mlx_lm(source, inner, dtype, wishes)
     except AFMError:
@@ -60,6 +74,9 @@ def _is_mlx_lms(wishes: QuantizationWishes) -> bool:
         (wishes.mode or "affine") in _MLX_LM_MODES
         and wishes.granularity in (None, "group")
         and wishes.embedding_bits is None
+        and wishes.embedding_mode is None
+        and wishes.embedding_granularity is None
+        and wishes.target_bpw is None
     )
 
 
@@ -88,7 +105,12 @@ def _write_by_mlx_lm(
 
 
 def _write_packed(
-    source: Path, inner: Path, dtype: str | None, wishes: QuantizationWishes, packed: bool
+    source: Path,
+    inner: Path,
+    dtype: str | None,
+    wishes: QuantizationWishes,
+    packed: bool,
+    measuring: Progress | None,
 ) -> None:
     from mlx_lm import utils
 
@@ -97,7 +119,7 @@ def _write_packed(
             f"{source} is packed already, in a format that is only loaded here. Dequantize it (-d), or convert "
             "the model that it was made of."
         )
-    if isinstance(wishes.predicate, str):
+    if isinstance(wishes.predicate, str) and wishes.target_bpw is None:
         raise AFMError(
             f"The recipe {wishes.predicate!r} is affine in mlx-lm; leave --q-mode, --q-granularity and "
             "--q-embedding-bits out."
@@ -111,11 +133,21 @@ def _write_packed(
         )
         model.update(floats)
     config = {k: v for k, v in config.items() if not k.startswith("quantization")}
+    tokenizer = utils.load_tokenizer(source, eos_token_ids=config.get("eos_token_id"))
+    mix = None
+    if wishes.target_bpw is not None:
+        data = calibration_file(wishes, source)
+        mix = choose_mix(
+            model, tokenizer, wishes, data, mode="affine", dtype=None, progress=measuring
+        )
+        wishes = mix.wishes
     if wishes.dequantize:
         dequantize_model(model, getattr(mx, dtype or "float32"))
     else:
+        assert not isinstance(wishes.predicate, str)
         rule = wishes.rule("affine")
         embedding = wishes.embedding_rule(rule)
         _, config = quantize_model(model, config, rule, embedding, wishes.predicate)
-    tokenizer = utils.load_tokenizer(source, eos_token_ids=config.get("eos_token_id"))
     utils.save(inner, source, model, tokenizer, config)
+    if mix is not None:
+        mix.write(inner)

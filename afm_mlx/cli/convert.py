@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 
 from afm_mlx.cli import options
 from afm_mlx.cli.output import progress_bar
-from afm_mlx.cli.parser import UsageError, integer
+from afm_mlx.cli.parser import UsageError, integer, number
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +67,33 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         help="of the embedding, which is the head too; --q-bits by default, and 4 at least",
     )
     group.add_argument(
+        "--q-embedding-mode",
+        choices=["balanced", "affine", "palette"],
+        help="of the embedding; --q-mode by default",
+    )
+    group.add_argument(
+        "--q-embedding-granularity",
+        choices=["tensor", "row", "group"],
+        help="of the embedding; that of its mode by default",
+    )
+    group.add_argument(
         "--quant-predicate",
         metavar="RECIPE",
         help="more bits for layers that suffer most: mixed_2_4, mixed_2_8 or mixed_4_8, and mlx-lm's recipes "
-        "for other architectures",
+        "for other architectures; with --target-bpw, the bits to choose from",
+    )
+    group.add_argument(
+        "--target-bpw",
+        type=number(0),
+        metavar="BITS",
+        help="bits that a weight takes on average, scales and tables included: layers get 2 or 4 bits by what "
+        "they suffer on text, which needs the model in memory and takes minutes",
+    )
+    group.add_argument(
+        "--data",
+        metavar="PATH",
+        help="that text: a .jsonl or .txt file, or a folder with train.jsonl; the model folder's heldout.jsonl "
+        "by default",
     )
     group.add_argument(
         "-d", "--dequantize", action="store_true", help="write packed layers as float weights"
@@ -82,8 +106,12 @@ def run(args: argparse.Namespace) -> None:
             "--model is missing; it says what to convert. afm-mlx convert --help explains."
         )
     from afm_mlx.converters import convert
+    from afm_mlx.describe import describe_stored_weights
 
-    with progress_bar("converting", "B") as progress:
+    measuring_bar = (
+        contextlib.nullcontext() if args.target_bpw is None else progress_bar("measuring", "pass")
+    )
+    with measuring_bar as measuring, progress_bar("converting", "B") as progress:
         folder = convert(
             args.model,
             args.mlx_path,
@@ -95,9 +123,15 @@ def run(args: argparse.Namespace) -> None:
             q_group_size=args.q_group_size,
             q_granularity=args.q_granularity,
             q_embedding_bits=args.q_embedding_bits,
+            q_embedding_mode=args.q_embedding_mode,
+            q_embedding_granularity=args.q_embedding_granularity,
             quant_predicate=args.quant_predicate,
+            target_bpw=args.target_bpw,
+            data=args.data,
             dequantize=args.dequantize,
             progress=progress,
+            measuring=measuring,
         )
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    print(f"{folder}: {size / 1e6:,.1f} MB")
+    weights = describe_stored_weights(folder)
+    print(f"{folder}: {size / 1e6:,.1f} MB, {weights['bits_per_weight']:.3f} bits per weight")

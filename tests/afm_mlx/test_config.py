@@ -25,6 +25,11 @@ def test_presets_have_the_published_sizes():
     assert PRESETS["afm-3b-draft"].num_parameters == 48_765_952
     assert (base.num_kv_layers, base.num_kv_reuse_layers) == (35, 21)
     assert (base.head_dim, base.ffn_dim) == (128, 6656)
+    first = PRESETS["afm-2024"]
+    embedding = first.vocab_size * first.hidden_dim
+    assert round(embedding / 1e9, 2) == 0.15
+    assert round((first.num_parameters - embedding) / 1e9, 2) == 2.58
+    assert (first.head_dim, first.num_kv_layers, first.num_kv_reuse_layers) == (128, 26, 0)
     nano = PRESETS["afm-nano"]
     assert (nano.num_kv_layers, nano.num_kv_reuse_layers, nano.hidden_dim) == (5, 3, 256)
 

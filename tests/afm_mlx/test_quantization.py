@@ -1,5 +1,6 @@
 """Rules, and models packed by them: ours and mlx-lm's."""
 
+import dataclasses
 import json
 
 import mlx.core as mx
@@ -15,12 +16,14 @@ from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.kernels import dispatch
 from afm_mlx.packed import PackedEmbedding, PackedLinear
 from afm_mlx.quantization import (
+    PRESET_RULES,
     QuantizationRule,
     dequantize_model,
     quantization_entries,
     quantize_model,
     random_packed_model,
 )
+from afm_mlx.rounding import pack
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_config, zoo_model
 
@@ -79,6 +82,19 @@ def test_rules_survive_json():
     }
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
+@pytest.mark.parametrize("per", ["tensor", "row", "group"])
+def test_bytes_are_those_of_the_parts(rng, mode, per, dtype):
+    shape = (16 * int(rng.integers(1, 4)), 64 * int(rng.integers(1, 4)))
+    weight = mx.array(rng.normal(0, 1, shape)).astype(dtype)
+    for bits in (2, 4):
+        rule = QuantizationRule(bits, mode, per)
+        packed = pack(weight, rule).packed
+        parts = [packed.codes, packed.scales, packed.biases, packed.table]
+        assert rule.nbytes(shape, dtype) == sum(part.nbytes for part in parts if part is not None)
+
+
 def test_the_commonest_rule_is_the_common_one():
     low, high = QuantizationRule(2), QuantizationRule(4, "affine")
     entries = quantization_entries({"a": high, "b": low, "c": low})
@@ -106,6 +122,30 @@ def test_a_packed_model_equals_its_dequantized_twin(rng, mode, bits):
     assert not any(isinstance(m, PackedLinear) for m in model.modules())
     assert near(plain, wanted, 1e-4)
     assert near(got, wanted, 2e-3)  # kernels may round activations to 16 bits
+
+
+def test_the_first_generation_decodes_over_float_keys(rng):
+    """Its heads and its formats at a small width: 24 query and 8 KV heads, no reuse, no KV scales."""
+    config = dataclasses.replace(
+        PRESETS["afm-2024"],
+        vocab_size=VOCAB,
+        hidden_dim=192,
+        num_layers=2,
+        hidden_dim_scale_factor=2.5,
+    )
+    model = random_packed_model(config, *PRESET_RULES["afm-2024"], seed=int(rng.integers(2**31)))
+    tokens = mx.array(rng.integers(0, VOCAB, (1, 9)))
+    for kv in ("int8", "float"):
+        cache = model.make_cache(kv)
+        assert not any(part.int8 for part in cache)
+        steps = [model(tokens[:, :4], cache)]
+        steps += [model(tokens[:, i : i + 1], cache) for i in range(4, 9)]
+        got = mx.concatenate(steps, axis=1)
+        assert near(got, model(tokens), 2e-3)
+    tables = model.layers[0].mlp.up_proj.packed.table
+    assert tables.shape == (config.ffn_dim // 16, 16)
+    assert model.model.embedding.granularity == "row"
+    assert near(got, dequantize_model(model)(tokens), 2e-3)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen2"])

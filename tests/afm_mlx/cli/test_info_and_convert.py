@@ -1,5 +1,6 @@
 """`afm-mlx info` and `afm-mlx convert`."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import afm_mlx
 from afm_mlx.config import PRESETS
 from afm_mlx.loading import load
 from afm_mlx.tokenizer import load_tokenizer
+from tests.tools.cli import CONFIG, lines, write_folder
 
 
 def test_convert(folder, run, fails, tmp_path, monkeypatch):
@@ -38,6 +40,22 @@ def test_convert_packs_and_unpacks(folder, run, tmp_path):
     assert run("convert", "--model", packed, "--mlx-path", whole, "-d")[0] == 0
     ours, theirs = (load(path)[0].layers[0].mlp.up_proj for path in (packed, whole))
     assert mx.array_equal(ours.dequantize(), theirs.weight)
+
+
+def test_convert_to_a_size(run, fails, tmp_path, spm_bpe, rng):
+    config = dataclasses.replace(CONFIG, hidden_dim=64, hidden_dim_scale_factor=2.0)
+    folder = write_folder(tmp_path / "model", spm_bpe, rng, config)
+    text = lines(tmp_path / "text.jsonl", {"text": "The fox said that it was night."})
+    flags = ("convert", "--model", folder, "-q", "--q-mode", "palette", "--q-embedding-bits", 8)
+    flags += ("--q-embedding-mode", "balanced", "--q-embedding-granularity", "row", "--data", text)
+    status, out, err = run(*flags, "--target-bpw", 6, "--mlx-path", tmp_path / "out")
+    assert (status, err) == (0, "")
+    said = float(out.split(", ")[-1].removesuffix(" bits per weight\n"))
+    assert 5.5 < said <= 6
+    facts = json.loads(run("info", "--model", tmp_path / "out", "--json")[1])
+    assert said == pytest.approx(facts["weights"]["bits_per_weight"], abs=1e-3)
+    assert len(facts["packed_layers"]) == 3
+    assert "can be met" in fails(*flags, "--target-bpw", 12, "--mlx-path", tmp_path / "no")
 
 
 def test_info_json(folder, run):

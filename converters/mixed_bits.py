@@ -1,0 +1,214 @@
+"""Layers of two kinds of bits, chosen by what they suffer on text: `convert --target-bpw`.
+
+The model is read into memory for that, once, and forgotten before its folder is written; nothing else in
+`convert` needs it whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from afm_mlx.config import read_config_json
+from afm_mlx.converters.mlx_lm import check_wishes, read_config
+from afm_mlx.converters.quantize import QuantizationWishes
+from afm_mlx.errors import AFMError, DataError
+from afm_mlx.loading import load_model
+from afm_mlx.perplexity import cut, load_documents
+from afm_mlx.quantization import Predicate, QuantizationRule
+from afm_mlx.sensitivity import (
+    LayerSensitivity,
+    check_target,
+    choose_bits,
+    measure_sensitivity,
+    plan_layers,
+    stored_size,
+)
+from afm_mlx.stored_layers import quantization_of
+from afm_mlx.tokenizer import load_tokenizer
+from afm_mlx.weights import Progress, stored_tensors
+
+REPORT = "sensitivity.json"
+HELD_OUT = "heldout.jsonl"
+TOKENS = 2048
+_PIECE = 256
+
+
+@dataclass(frozen=True)
+class Mix:
+    """A choice of bits.
+
+    Args:
+        wishes: what was asked for, with a predicate in the place of the target.
+        report: the content of `sensitivity.json`.
+    """
+
+    wishes: QuantizationWishes
+    report: dict[str, Any]
+
+    def write(self, folder: Path) -> None:
+        """Put the table of sensitivities into a model folder."""
+        text = json.dumps(self.report, indent=2)
+        (folder / REPORT).write_text(text, encoding="utf-8")
+
+
+def calibration_file(wishes: QuantizationWishes, source: Path) -> Path:
+    """Where the text comes from: what was given, or the model folder's own.
+
+    Raises:
+        DataError: when there is neither.
+    """
+    if wishes.data is not None:
+        path = Path(wishes.data)
+        if not path.exists():
+            raise DataError(
+                f"There is no file or folder {path}; data sets of the hub are not fetched."
+            )
+        # Texts that a model will be judged by are not those to choose its bits by.
+        names = ("train.jsonl", "valid.jsonl")
+        return next((path / name for name in names if (path / name).is_file()), path)
+    path = (source if source.is_dir() else source.parent) / HELD_OUT
+    if not path.is_file():
+        raise DataError(
+            f"--target-bpw measures layers on text, and {path.parent} has no {HELD_OUT}. Give --data: a .jsonl "
+            "file, a .txt file, or a folder with train.jsonl; a few thousand words are enough."
+        )
+    return path
+
+
+def mix_of_folder(
+    source: Path,
+    wishes: QuantizationWishes,
+    data: Path,
+    dtype: mx.Dtype | None = None,
+    progress: Progress | None = None,
+) -> Mix:
+    """`choose_mix` for an AFM model folder.
+
+    Args:
+        source: a folder with float weights.
+        wishes, data, progress: see `choose_mix`.
+        dtype: of the folder that is made; as in `source` when None.
+    """
+    tensors = stored_tensors(source)
+    config = read_config(source, tensors)
+    values = read_config_json(source / "config.json")
+    quantization = quantization_of(values, source / "config.json")
+    check_wishes(source, bool(quantization), dtype, quantize=True, dequantize=False)
+    model = load_model(source, values | config.to_dict())
+    dtype = dtype or tensors["model.output_norm.weight"].dtype
+    return choose_mix(
+        model,
+        load_tokenizer(source),
+        wishes,
+        data,
+        mode="balanced",
+        dtype=dtype,
+        progress=progress,
+    )
+
+
+def choose_mix(
+    model: nn.Module,
+    tokenizer: Any,
+    wishes: QuantizationWishes,
+    data: Path,
+    *,
+    mode: str,
+    dtype: mx.Dtype | None,
+    progress: Progress | None = None,
+) -> Mix:
+    """Measure a model's layers and choose the bits of each.
+
+    Args:
+        model: with float weights.
+        tokenizer: of the model.
+        wishes: with a target.
+        data: of `calibration_file`.
+        mode: of layers when none was asked for.
+        dtype: of the folder's floats; as in the model when None.
+        progress: called with passes done and passes in all.
+
+    Raises:
+        AFMError: when the text can't be used, a layer can't be packed, or the target can't be met.
+    """
+    assert wishes.target_bpw is not None
+    high = wishes.rule(mode)
+    low = dataclasses.replace(high, bits=wishes.bits_to_mix[0])
+    embedding = wishes.embedding_rule(high)
+    own = None if isinstance(wishes.predicate, str) else wishes.predicate
+    rules, free = plan_layers(model, high, embedding, own)
+    size = stored_size(model, rules, dtype)
+    _, least = stored_size(model, rules | dict.fromkeys(free, low), dtype)
+    check_target(wishes.target_bpw, size[0], least, size[1])  # before minutes of measuring
+    pieces = calibration_pieces(data, tokenizer)
+    layers = measure_sensitivity(
+        model, pieces, low, high, progress, embedding_rule=embedding, predicate=own, dtype=dtype
+    )
+    chosen = choose_bits(layers, wishes.target_bpw, size)
+
+    def predicate(path: str, module: nn.Module) -> Any:
+        if path in chosen:
+            return chosen[path]
+        return True if own is None else own(path, module)
+
+    report = {
+        "target_bpw": wishes.target_bpw,
+        "data": data.name,
+        "tokens": sum(map(len, pieces)),
+        "rise": "of KL(float || packed) in nats per token, when this layer alone goes to the low bits",
+        "layers": [_entry(layer, chosen[layer.path]) for layer in _by_rise(layers)],
+    }
+    return Mix(_settled(wishes, high, predicate), report)
+
+
+def _settled(
+    wishes: QuantizationWishes, high: QuantizationRule, predicate: Predicate
+) -> QuantizationWishes:
+    """The same wishes without a target: what layers of the float model are packed to is known."""
+    return dataclasses.replace(
+        wishes, bits=high.bits, predicate=predicate, target_bpw=None, data=None
+    )
+
+
+def calibration_pieces(data: Path, tokenizer: Any) -> list[list[int]]:
+    """Pieces of a text's documents, drawn at random with a fixed seed until they have some 2,000 tokens."""
+    pieces = cut(load_documents(data, tokenizer), _PIECE)
+    order = np.random.default_rng(0).permutation(len(pieces))
+    chosen: list[list[int]] = []
+    for index in order:
+        if sum(map(len, chosen)) >= TOKENS:
+            break
+        chosen.append(pieces[index])
+    return chosen
+
+
+def _by_rise(layers: list[LayerSensitivity]) -> list[LayerSensitivity]:
+    return sorted(layers, key=lambda layer: (-layer.rise_per_byte, layer.path))
+
+
+def _entry(layer: LayerSensitivity, chosen: QuantizationRule) -> dict[str, Any]:
+    return {
+        "path": layer.path,
+        "bits": chosen.bits,
+        "rise": layer.rise,
+        "weights": layer.weights,
+        "low": {**layer.low.to_dict(), "bytes": layer.low_bytes},
+        "high": {**layer.high.to_dict(), "bytes": layer.high_bytes},
+    }
+
+
+def check_stock(wishes: QuantizationWishes, mode: str) -> None:
+    """Raise `AFMError` for formats whose bytes in a folder for stock mlx-lm are not those that are counted."""
+    if not wishes.rule(mode).is_stock:
+        raise AFMError(
+            "--target-bpw counts the bytes of this package's formats, and a folder for stock mlx-lm has "
+            "others. Choose --q-mode affine, or leave --to out."
+        )
