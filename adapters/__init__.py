@@ -1,1 +1,1 @@
-"""LoRA adapters. Today their files; layers, the pool that swaps them, and training have their place here."""
+"""LoRA adapters: `files` reads and writes their folders, `lora` has layers to train, `attach` runs them."""

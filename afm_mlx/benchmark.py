@@ -9,10 +9,10 @@ through the engine, as a user's request does, with random tokens and no end toke
 (The engine submits a step before it reads the step before it; nothing is submitted beside the last one, so
 its time is not that of a step.)
 
-A decode step must read every weight once (the tied embedding as the head) and, in each block, the keys and
-values that it attends to: `StepCost` counts those bytes. Times the steps per second that is the rate at
-which memory was read, and over the machine's measured bandwidth (`afm_mlx.bandwidth`) the share of what is
-possible.
+A decode step must read every weight once (the tied embedding as the head), the adapter, and, in each block,
+the keys and values that it attends to: `StepCost` counts those bytes. Times the steps per second that is the
+rate at which memory was read, and over the machine's measured bandwidth (`afm_mlx.bandwidth`) the share of
+what is possible.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
+from afm_mlx.adapters.attach import adapter_arrays, attach_random_adapter, detach_adapter
 from afm_mlx.config import ModelConfig
 from afm_mlx.engine import Engine
 from afm_mlx.errors import RequestError
+from afm_mlx.fingerprint import base_parameters
 from afm_mlx.loading import activation_dtype
 from afm_mlx.request import Request
 
@@ -70,15 +71,23 @@ class Case:
         generated_tokens: per row, the first one included, which comes with the prompt.
         batch: rows side by side.
         depth: tokens in each row's cache before the prompt.
+        adapter_rank: of a random adapter on every linear layer of every block; 0 for none.
     """
 
     prompt_tokens: int = 512
     generated_tokens: int = 128
     batch: int = 1
     depth: int = 0
+    adapter_rank: int = 0
 
     def __post_init__(self) -> None:
-        allowed = {"prompt_tokens": 1, "generated_tokens": 3, "batch": 1, "depth": 0}
+        allowed = {
+            "prompt_tokens": 1,
+            "generated_tokens": 3,
+            "batch": 1,
+            "depth": 0,
+            "adapter_rank": 0,
+        }
         for name, least in allowed.items():
             if getattr(self, name) < least:
                 raise RequestError(
@@ -116,6 +125,7 @@ class StepCost:
 
     Args:
         weight_bytes: every parameter once, scales and norms included.
+        adapter_bytes: of the adapter's arrays, which all rows share.
         kv_bytes: keys and values that the blocks read, those of reuse blocks counted again.
         cache_bytes: keys and values in the cache at the end of the case.
         operations: primitives in the graph of the step that compute something. On a GPU each is a dispatch, or
@@ -123,9 +133,15 @@ class StepCost:
     """
 
     weight_bytes: int
+    adapter_bytes: int
     kv_bytes: int
     cache_bytes: int
     operations: int
+
+    @property
+    def model_bytes(self) -> int:
+        """Weights and adapter."""
+        return self.weight_bytes + self.adapter_bytes
 
 
 @dataclass(frozen=True)
@@ -156,7 +172,7 @@ class Result:
         """Bytes that a token takes: those of a step, shared by its rows."""
         if self.cost is None:
             return None
-        return (self.cost.weight_bytes + self.cost.kv_bytes) / self.case.batch
+        return (self.cost.model_bytes + self.cost.kv_bytes) / self.case.batch
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -165,10 +181,10 @@ class Result:
 
     @property
     def memory_ratio(self) -> float | None:
-        """MLX's peak over weights and cache, which is the least that a run needs."""
+        """MLX's peak over weights, adapter and cache, which is the least that a run needs."""
         if self.cost is None:
             return None
-        return self.peak_memory / (self.cost.weight_bytes + self.cost.cache_bytes)
+        return self.peak_memory / (self.cost.model_bytes + self.cost.cache_bytes)
 
 
 def run_case(
@@ -184,7 +200,7 @@ def run_case(
     """Measure one case, after a warm-up that does not count.
 
     Args:
-        model: an AFM `Model`, or one of mlx-lm's zoo.
+        model: an AFM `Model`, or one of mlx-lm's zoo. With `adapter_rank`, it has no adapter afterwards.
         case: what to run.
         repetitions: measured runs.
         kv: "int8" or "float" storage of keys and values.
@@ -195,8 +211,18 @@ def run_case(
     Raises:
         RequestError: for a case that can't be run.
     """
-    rng = np.random.default_rng(seed)
-    bench = Bench(model, case, kv, tokenizer, rng)
+    if case.adapter_rank:
+        attach_random_adapter(model, case.adapter_rank, seed)
+    try:
+        bench = Bench(model, case, kv, tokenizer, np.random.default_rng(seed))
+        return _measure(bench, repetitions, on_run)
+    finally:
+        if case.adapter_rank:
+            detach_adapter(model)
+
+
+def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None] | None) -> Result:
+    case = bench.case
     bench.run(min(case.generated_tokens, WARM_UP_TOKENS))
     mx.reset_peak_memory()
     can_reset = _reset_peak_resident()
@@ -216,7 +242,7 @@ def run_case(
         prefill=Spread.of([prompt / first for first, _ in times]),
         decode=Spread.of([new / decoding for _, decoding in times]),
         first_token=Spread.of([first for first, _ in times]),
-        cost=step_cost(model, case, kv) if bench.is_afm else None,
+        cost=bench.cost(),
         peak_memory=peak,
         peak_resident=resident,
     )
@@ -234,7 +260,7 @@ class Bench:
         self, model: nn.Module, case: Case, kv: str, tokenizer: Any, rng: np.random.Generator
     ):
         self._model = model
-        self._case = case
+        self.case = case
         self._kv = kv
         self._rng = rng
         self.is_afm = isinstance(getattr(model, "args", None), ModelConfig)
@@ -246,9 +272,13 @@ class Bench:
         detokenizer = tokenizer.detokenizer if tokenizer is not None else _NoText()
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
 
+    def cost(self) -> StepCost | None:
+        """Of a decode step; None for a model of mlx-lm's zoo."""
+        return step_cost(self._model, self.case, self._kv) if self.is_afm else None
+
     def run(self, generated: int) -> tuple[float, float]:
         """Returns the seconds to the first token, and from there to the last but one."""
-        case = self._case
+        case = self.case
         engine = Engine(
             self._model,
             self._tokenizer,
@@ -284,12 +314,12 @@ class Bench:
         """
         if not self.is_afm:
             raise RequestError(
-                f"depth is {self._case.depth}: only the cache of an AFM model can be filled beforehand. "
+                f"depth is {self.case.depth}: only the cache of an AFM model can be filled beforehand. "
                 "Use a longer prompt."
             )
         config = self._model.args
         cache = engine.make_cache()
-        shape = (1, config.num_kv_heads, self._case.depth, config.head_dim)
+        shape = (1, config.num_kv_heads, self.case.depth, config.head_dim)
         if cache[0].int8:
             numbers: Any = self._rng.integers(-127, 128, (2, *shape), dtype=np.int8)
         else:
@@ -324,9 +354,9 @@ def step_cost(model: Any, case: Case, kv: str) -> StepCost:
     config: ModelConfig = model.args
     width = 1 if kv == "int8" and config.kv_bits == 8 else activation_dtype().size
     per_block = 2 * config.num_kv_heads * config.head_dim * width
-    weights = sum(array.nbytes for _, array in tree_flatten(model.parameters()))
     return StepCost(
-        weight_bytes=weights,
+        weight_bytes=sum(array.nbytes for array in base_parameters(model).values()),
+        adapter_bytes=sum(array.nbytes for array in adapter_arrays(model).values()),
         kv_bytes=round(case.batch * config.num_layers * per_block * case.mean_length),
         cache_bytes=case.batch * config.num_kv_layers * per_block * case.tokens,
         operations=count_operations(model, case.batch, kv),

@@ -2,7 +2,7 @@
 
 A step is some 400 operations, and calling them one by one from Python takes longer than a fast GPU takes to run
 them. `mx.compile` keeps the graph: what changes from token to token (the token, lengths, buffers of the
-cache, and every parameter) goes in as an argument.
+cache, every parameter, and the adapter) goes in as an argument.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DecodeStep:
 
     def __init__(self) -> None:
         self._replay: Any = None
-        self._packed: bool | None = None
+        self._packed: tuple[int, bool] = (-1, False)
 
     def applies(self, model: Model, cache: Sequence[KVCache]) -> bool:
         """Whether the model's steps are worth a trace, and the caches ready for one.
@@ -48,9 +48,9 @@ class DecodeStep:
         """
         if model.training or not all(entry.int8 and entry.buffer is not None for entry in cache):
             return False
-        if self._packed is None:
-            self._packed = _is_packed(model)
-        return self._packed or dispatch.device() == "gpu"
+        if self._packed[0] != dispatch.generation():  # layers were wrapped or unwrapped, perhaps
+            self._packed = (dispatch.generation(), _is_packed(model))
+        return self._packed[1] or dispatch.device() == "gpu"
 
     def __reduce__(self) -> tuple[type[DecodeStep], tuple[()]]:
         return DecodeStep, ()  # a copied or pickled model traces anew

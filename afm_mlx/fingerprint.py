@@ -17,16 +17,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.weights import StoredTensor, array_bytes, stored_tensors
 
 _SAMPLES = 256
+_Sampled = tuple[str, Iterable[int], mx.Dtype, np.ndarray]
+_LORA = re.compile(r"(?P<layer>.+)\.lora_[ab](\.\d+)?")
 
 
 def model_fingerprint(config: ModelConfig, parameters: Mapping[str, mx.array]) -> str:
@@ -37,15 +43,37 @@ def model_fingerprint(config: ModelConfig, parameters: Mapping[str, mx.array]) -
         parameters: arrays by name, as `load_weights` or the flattened parameters of a model give them.
             A lazy array is evaluated, which reads it whole; `folder_fingerprint` does not.
     """
-    samples = {name: _sample_array(array) for name, array in parameters.items()}
-    mx.eval(samples)
-    return _digest(
-        config,
-        (
-            (name, parameters[name].shape, parameters[name].dtype, array_bytes(samples[name]))
-            for name in sorted(parameters)
-        ),
-    )
+    return _digest(_architecture(config), _sampled(parameters))
+
+
+def base_model_fingerprint(model: nn.Module) -> str:
+    """Fingerprint of an AFM model in memory as it is without adapters, LoRA layers included."""
+    return model_fingerprint(model.args, base_parameters(model))
+
+
+def base_parameters(model: nn.Module) -> dict[str, mx.array]:
+    """Parameters by their names in the model's folder: those of LoRA layers left out, or unwrapped."""
+    parameters = dict(tree_flatten(model.parameters()))
+    found = {name: match for name in parameters if (match := _LORA.fullmatch(name))}
+    wrapped = {match["layer"] + ".linear" for match in found.values()}
+    base = {}
+    for name, array in parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        if owner in wrapped:
+            name = f"{owner.removesuffix('.linear')}.{leaf}"
+        if name not in found:
+            base[name] = array
+    return base
+
+
+def arrays_fingerprint(head: Any, arrays: Mapping[str, mx.array]) -> str:
+    """Fingerprint of any arrays by name, and of what else tells them apart, such as an adapter's scale.
+
+    Args:
+        head: anything that JSON can hold.
+        arrays: see `model_fingerprint`.
+    """
+    return _digest(head, _sampled(arrays))
 
 
 def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
@@ -56,7 +84,7 @@ def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
     """
     tensors = stored_tensors(folder)
     return _digest(
-        config,
+        _architecture(config),
         (
             (name, tensors[name].shape, tensors[name].dtype, _sample_stored(tensors[name]))
             for name in sorted(tensors)
@@ -86,12 +114,21 @@ def _sample_stored(tensor: StoredTensor) -> np.ndarray:
     return rows[: stride * count : stride].reshape(-1)
 
 
-def _digest(
-    config: ModelConfig,
-    tensors: Iterable[tuple[str, Iterable[int], mx.Dtype, np.ndarray]],
-) -> str:
-    architecture = {k: v for k, v in config.to_dict().items() if k != "context_length"}
-    digest = hashlib.sha256(json.dumps(architecture, sort_keys=True).encode())
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    return {k: v for k, v in config.to_dict().items() if k != "context_length"}
+
+
+def _sampled(arrays: Mapping[str, mx.array]) -> Iterable[_Sampled]:
+    samples = {name: _sample_array(array) for name, array in arrays.items()}
+    mx.eval(samples)
+    return (
+        (name, arrays[name].shape, arrays[name].dtype, array_bytes(samples[name]))
+        for name in sorted(arrays)
+    )
+
+
+def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     for name, shape, dtype, raw in tensors:
         floating = mx.issubdtype(dtype, mx.floating)
         kind = "float" if floating else str(dtype).removeprefix("mlx.core.")

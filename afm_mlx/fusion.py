@@ -1,7 +1,7 @@
 """A layer together with what stands before and after it, as one operation where the layer can.
 
-A packed layer does the norm before it and the addition after it in its own kernel; any other layer (float,
-MLX's quantized ones, adapters) is called between them.
+A packed layer does the norm before it, its adapter and the addition after it in its own kernel; any other
+layer (float, MLX's quantized ones, LoRA layers around them) is called between them.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def project(
             x,
             layer.packed,
             residual=residual,
+            low_rank=layer.low_rank(x.shape[0]),
             activation_bits=layer.activation_bits,
             **_norm_options(norm),
         )
@@ -45,10 +46,12 @@ def project(
 def swiglu(gate: nn.Module, up: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:
     """`silu(gate(norm(x))) * up(norm(x))`: (..., N) for x (..., K)."""
     if _is_fusable(gate) and _is_fusable(up) and _alike(gate, up):
+        adapters = gate.low_rank(x.shape[0]), up.low_rank(x.shape[0])
         return packed_swiglu(
             x,
             gate.packed,
             up.packed,
+            low_rank=None if adapters[0] is None else adapters,
             activation_bits=gate.activation_bits,
             **_norm_options(norm),
         )
@@ -97,6 +100,7 @@ def _alike(a: PackedLinear, b: PackedLinear) -> bool:
         and first.group_size == second.group_size
         and (first.column_scale is None) == (second.column_scale is None)
         and a.activation_bits == b.activation_bits
+        and (a.low_rank(1) is None) == (b.low_rank(1) is None)
     )
 
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
 from afm_mlx.errors import AFMError
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
@@ -92,7 +93,7 @@ def load(
         path_or_hf_repo: folder, hub id, or "afm-nano", the model that this package carries.
         tokenizer_config: options of the tokenizer; for mlx-lm's zoo only.
         model_config: keys that replace those of config.json.
-        adapter_path: folder of a LoRA adapter; for mlx-lm's zoo only.
+        adapter_path: folder of a LoRA adapter that was made for this model.
         lazy: leave the weights unread until they are used.
         return_config: return config.json's content too.
         revision: of a hub id.
@@ -121,16 +122,14 @@ def load(
         )
         set_activation_bits(loaded[0], activation_bits)
         return loaded
-    if adapter_path is not None:
-        raise AFMError(
-            f"adapter_path is {adapter_path}: adapters for AFM models are not available in this version."
-        )
     if tokenizer_config:
         raise AFMError(
             f"tokenizer_config is {dict(tokenizer_config)}: an AFM folder's tokenizer has no options."
         )
     model = load_model(folder, values, lazy=lazy)
     set_activation_bits(model, activation_bits)
+    if adapter_path is not None:
+        attach_adapter(model, adapter_path, base_folder=folder)
     tokenizer = load_tokenizer(folder)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
+from afm_mlx.adapters.attach import adapter_fingerprint
 from afm_mlx.cache import KVCache, NoKVCache
 from afm_mlx.errors import CacheFileError, CheckpointError
 from afm_mlx.files import atomic_write
-from afm_mlx.fingerprint import model_fingerprint
+from afm_mlx.fingerprint import base_model_fingerprint
 from afm_mlx.model import Model
 from afm_mlx.weights import read_header, save_file
 
@@ -35,7 +35,7 @@ def save_prompt_cache(
         path: of the file, ending in `.safetensors`.
         cache: of `Model.make_cache`, with at least one token in it.
         model: that filled it.
-        adapter: fingerprint of the adapter that was active, None for none.
+        adapter: fingerprint of the adapter that was active; None for the one that the model has, if any.
         metadata: the caller's own strings.
 
     Raises:
@@ -55,8 +55,8 @@ def save_prompt_cache(
     header = {
         "format": FORMAT,
         "version": VERSION,
-        "model": _fingerprint(model),
-        "adapter": adapter or "",
+        "model": base_model_fingerprint(model),
+        "adapter": adapter or adapter_fingerprint(model) or "",
         "kind": json.dumps(layers[0].kind),
         "metadata": json.dumps(dict(metadata or {})),
     }
@@ -72,7 +72,7 @@ def load_prompt_cache(
     Args:
         path: of the file.
         model: that will go on with it.
-        adapter: fingerprint of the adapter that is active, None for none.
+        adapter: fingerprint of the adapter that is active; None for the one that the model has, if any.
 
     Returns:
         The cache, and the metadata that `save_prompt_cache` was given.
@@ -94,7 +94,10 @@ def load_prompt_cache(
             f"{path} is {header.get('format', 'of an unknown format')!r} in version "
             f"{header.get('version')}; version {VERSION} of {FORMAT!r} is read here. Make it anew."
         )
-    for part, wanted in (("model", _fingerprint(model)), ("adapter", adapter or "")):
+    for part, wanted in (
+        ("model", base_model_fingerprint(model)),
+        ("adapter", adapter or adapter_fingerprint(model) or ""),
+    ):
         if header.get(part) != wanted:
             raise CacheFileError(
                 f"{path} was made with another {part}: its fingerprint is {header.get(part) or 'none'}, "
@@ -110,7 +113,3 @@ def load_prompt_cache(
             raise CacheFileError(f"{path} lacks the tensor {error}; it is damaged.") from None
     mx.eval([layer.state for layer in cache])
     return cache, json.loads(header["metadata"])
-
-
-def _fingerprint(model: Model) -> str:
-    return model_fingerprint(model.args, dict(tree_flatten(model.parameters())))

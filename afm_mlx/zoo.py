@@ -9,8 +9,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import CheckpointError
+from afm_mlx.packed import PackedLinear
 from afm_mlx.stored_layers import (
     place_stored_layers,
     quantization_of,
@@ -32,7 +34,8 @@ def load_zoo(
 ) -> Any:
     """`mlx_lm.load` for a folder, with packed layers where this package has kernels for their format.
 
-    Adapters of mlx-lm look for MLX's own layers, so with `adapter_path` these stay as they are.
+    Adapters of mlx-lm look for MLX's own layers, so with `adapter_path` these stay as they are. A model that
+    is stored in this package's formats gets its adapter from this package.
 
     Raises:
         CheckpointError: why mlx-lm can't load it, or what is wrong with its packed layers.
@@ -41,7 +44,8 @@ def load_zoo(
 
     try:
         model, config = load_zoo_model(folder, model_config, trust_remote_code)
-        if adapter_path is not None:
+        ours = any(isinstance(module, PackedLinear) for module in model.modules())
+        if adapter_path is not None and not ours:
             model = utils.load_adapters(model, adapter_path)
         else:
             repack_mlx_layers(model)
@@ -57,6 +61,8 @@ def load_zoo(
         ) from error
     settle_scales(model)
     model.eval()
+    if adapter_path is not None and ours:
+        attach_adapter(model, adapter_path)
     if not lazy:
         mx.eval(model.parameters())
     return (model, tokenizer, config) if return_config else (model, tokenizer)

@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument(
         "--random-weights",
         action="store_true",
-        help="fill the preset with random codes: 2 bits, and 4 for the embedding",
+        help="fill the preset with random codes: 2 bits, and 4 for the embedding; afm-2024 has palettes of "
+        "4 bits, and 8",
     )
     source.add_argument(
         "--trust-remote-code",
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (("--generation-tokens", "-g"), 3, "128", "tokens of an answer"),
         (("--batch-size", "-b"), 1, "1", "rows side by side"),
         (("--depth", "-d"), 0, "0", "tokens that lie in the cache before the prompt"),
+        (("--adapter-rank",), 0, "0", "of a random adapter on every linear layer; 0 for none"),
     ):
         cases.add_argument(*flags, type=integers(low), default=default, metavar="N,...", help=text)
     parser.add_argument(
@@ -77,9 +79,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", "-o", choices=["md", "csv", "json"], default="md", help="form of the results"
     )
-    options.add_unavailable(
-        parser, "adapters of AFM models are not available in this version", "--adapter-rank"
-    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -92,7 +91,11 @@ def run(args: argparse.Namespace) -> None:
     cases = [
         Case(*sizes)
         for sizes in itertools.product(
-            args.prompt_tokens, args.generation_tokens, args.batch_size, args.depth
+            args.prompt_tokens,
+            args.generation_tokens,
+            args.batch_size,
+            args.depth,
+            args.adapter_rank,
         )
     ]
     threads = threads_in_use()
@@ -150,9 +153,15 @@ def _limit_threads(threads: int | None) -> None:
 def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
     """The name of the model, the model, and its tokenizer; a random one has none."""
     if args.preset is not None:
-        from afm_mlx.quantization import random_packed_model
+        from afm_mlx.quantization import (
+            AFM_EMBEDDING_RULE,
+            AFM_RULE,
+            PRESET_RULES,
+            random_packed_model,
+        )
 
-        model = random_packed_model(PRESETS[args.preset], seed=args.seed)
+        rules = PRESET_RULES.get(args.preset, (AFM_RULE, AFM_EMBEDDING_RULE))
+        model = random_packed_model(PRESETS[args.preset], *rules, seed=args.seed)
         return f"{args.preset} (random)", model, None
     from afm_mlx.loading import load
 
@@ -194,6 +203,7 @@ def _row(result: Result, bandwidth: Bandwidth) -> dict[str, Any]:
         "peak_resident_bytes": result.peak_resident,
         "peak_over_weights_and_cache": result.memory_ratio,
         "bytes_per_token": result.bytes_per_token,
+        "adapter_bytes": result.cost.adapter_bytes if result.cost else None,
         "operations_per_step": result.cost.operations if result.cost else None,
         "bytes_per_second": rate,
         "share_of_bandwidth": None if rate is None else rate / bandwidth.bytes_per_second,
@@ -235,7 +245,7 @@ def _print_markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
     )
     print(
         f"mean ± deviation of {facts['trials']} runs after a warm-up; memory is MLX's peak, and its share "
-        "of what weights and cache take"
+        "of what weights, adapter and cache take"
     )
 
 
@@ -262,6 +272,7 @@ _SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
     "new": lambda row: str(row["generated_tokens"]),
     "rows": lambda row: str(row["batch"]),
     "depth": lambda row: str(row["depth"]),
+    "rank": lambda row: str(row["adapter_rank"]),
     "prefill tok/s": lambda row: _spread(row, "prefill", "tokens_per_second"),
     "decode tok/s": lambda row: _spread(row, "decode", "tokens_per_second"),
     "first token ms": lambda row: _spread(row, "first_token", "seconds", 1e3),

@@ -9,9 +9,11 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx import bandwidth, benchmark
+from afm_mlx.adapters.attach import adapter_arrays, attach_random_adapter
 from afm_mlx.benchmark import Bench, Case, Spread, count_operations, run_case, step_cost
 from afm_mlx.engine import Engine
 from afm_mlx.errors import RequestError
+from afm_mlx.quantization import QuantizationRule, quantize_model
 from tests.tools.models import WordTokenizer, random_config, random_model
 
 
@@ -137,6 +139,48 @@ def test_operations_grow_by_a_block_at_a_time(rng):
     assert count(2, 1, batch=3) == count(2, 1)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_adapters_are_there_while_their_case_runs(rng, monkeypatch, packed):
+    """And are counted, in bytes and in operations."""
+    sizes = {"num_layers": 2, "num_kv_reuse_layers": 1, "num_heads": 2, "hidden_dim": 32}
+    config = random_config(rng, **sizes, num_kv_heads=1, hidden_dim_scale_factor=2.0)
+    model = random_model(config, rng)
+    if packed:
+        quantize_model(model, {}, QuantizationRule(2), QuantizationRule(4))
+    tokens = mx.array([[1, 2, 3]])
+    before, logits = step_cost(model, Case(), "int8"), model(tokens)
+    rank, seen = int(rng.integers(1, 9)), []
+
+    class Watched(Engine):
+        def __init__(self, model, *args, **options):
+            super().__init__(model, *args, **options)
+            seen.append((len(adapter_arrays(model)), model(tokens)))
+
+    monkeypatch.setattr(benchmark, "Engine", Watched)
+    result = run_case(model, Case(4, 3, adapter_rank=rank), repetitions=1)
+    # Five linear layers a block; queries, keys and values have a pair each until a kernel takes them.
+    assert [count for count, _ in seen] == [20 if packed else 14 + 10] * 2
+    assert not any(mx.allclose(adapted, logits, atol=1e-4) for _, adapted in seen)
+    assert adapter_arrays(model) == {}
+    assert mx.array_equal(model(tokens), logits)
+    cost = result.cost
+    assert cost.weight_bytes == before.weight_bytes
+    width = 2 if packed else 4
+    pairs = 2 * (4 * 32 + 3 * (32 + 64)) + 2 * (32 + config.head_dim)
+    assert cost.adapter_bytes == rank * pairs * width
+    assert cost.model_bytes == cost.weight_bytes + cost.adapter_bytes
+    assert result.bytes_per_token == cost.model_bytes + cost.kv_bytes
+    assert result.memory_ratio == result.peak_memory / (cost.model_bytes + cost.cache_bytes)
+    assert cost.operations >= before.operations
+
+
+def test_operations_of_an_adapter_without_a_kernel_for_it(model):
+    before = count_operations(model)
+    attach_random_adapter(model, 4)
+    linear = 5 * model.args.num_layers
+    assert count_operations(model) >= before + 3 * linear, "x A, its product with B, and a sum each"
+
+
 def test_operations_leave_the_state_alone(model):
     count_operations(model)
     tokens = mx.array([[1, 2, 3]])
@@ -158,7 +202,14 @@ def test_a_tokenizer_s_text_is_made_too(model, rng):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"prompt_tokens": 0}, {"generated_tokens": 2}, {"batch": 0}, {"depth": -1}]
+    "bad",
+    [
+        {"prompt_tokens": 0},
+        {"generated_tokens": 2},
+        {"batch": 0},
+        {"depth": -1},
+        {"adapter_rank": -1},
+    ],
 )
 def test_cases_that_say_nothing(bad):
     (name,) = bad

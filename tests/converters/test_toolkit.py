@@ -11,7 +11,9 @@ from tamm.adapters import LoRAModelAdapter, unset_active_adapter
 from tamm.ao.arch_optimizers import KVQuantArchOptimizer
 from tamm.models.afm_text import AFMTextV7
 
+from afm_mlx.adapters.attach import attach_adapter, detach_adapter
 from afm_mlx.adapters.files import load_adapter
+from afm_mlx.adapters.lora import add_lora, load_lora
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.converters import convert
 from afm_mlx.converters.toolkit_config import read_toolkit_config
@@ -115,7 +117,13 @@ def test_adapter_computes_what_tamm_computes(make_checkpoint, rng, tmp_path, ran
 
     adapted, _ = stock_load_model(folder)
     check_parity(apply_lora(adapted, adapter), checkpoint, rng)
+    attached = attach_adapter(load_model(folder), adapter, base_folder=folder)
+    check_parity(attached, checkpoint, rng)
+    layers = add_lora(load_model(folder), rank, config["lora_parameters"]["scale"])
+    load_lora(layers, adapter)
+    check_parity(layers, checkpoint, rng)
     unset_active_adapter(checkpoint.model, ADAPTER)
+    check_parity(detach_adapter(attached), checkpoint, rng)
     plain, _ = stock_load_model(folder)
     check_parity(plain, checkpoint, rng)
 

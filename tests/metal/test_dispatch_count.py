@@ -6,16 +6,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from afm_mlx import fusion, kernels
+from afm_mlx import kernels
+from afm_mlx.adapters.lora import places
 from afm_mlx.config import PRESETS, ModelConfig
-from afm_mlx.kernels import (
-    KeyValues,
-    LowRank,
-    PackedWeight,
-    QueryRope,
-    packed_matmul,
-    packed_swiglu,
-)
+from afm_mlx.kernels import KeyValues, PackedWeight, QueryRope
 from afm_mlx.kernels.metal import attention
 from afm_mlx.model import Model
 from afm_mlx.packed import PackedEmbedding, PackedLinear
@@ -190,32 +184,20 @@ def test_a_token_of_the_3b(run):
 
 
 @pytest.mark.parametrize("rank", [8, 16, 32])
-def test_a_token_of_the_3b_with_an_adapter(monkeypatch, rank):
-    config = PRESETS["afm-3b"]
-    qkv = tuple(config.head_dim * n for n in (16, 18, 20))  # ends of queries, keys, values
+def test_a_token_of_the_3b_with_an_adapter(rank):
+    model = packed_shapes(PRESETS["afm-3b"])
 
     @functools.cache
-    def adapter(rows: int, columns: int) -> LowRank:
-        sections = qkv if rows == qkv[-1] else (rows,)
-        a = mx.zeros((1, len(sections) * rank, columns), mx.bfloat16)
-        b = mx.zeros((1, rows, rank), mx.bfloat16)
-        slots = mx.zeros((1,), mx.int32)
-        mx.eval(a, b, slots)
-        return LowRank(a, b, slots, sections)
+    def adapter(inputs: int, outputs: int, sections: int) -> tuple[mx.array, mx.array]:
+        a = mx.zeros((1, sections * rank, inputs), mx.bfloat16)
+        b = mx.zeros((1, outputs, rank), mx.bfloat16)
+        mx.eval(a, b)
+        return a, b
 
-    def of(weight: PackedWeight) -> LowRank:
-        return adapter(weight.out_dims, weight.in_dims)
-
-    def matmul(x, weight, **options):
-        head = weight.out_dims == config.vocab_size
-        return packed_matmul(x, weight, low_rank=None if head else of(weight), **options)
-
-    def swiglu(x, gate, up, **options):
-        return packed_swiglu(x, gate, up, low_rank=(of(gate), of(up)), **options)
-
-    monkeypatch.setattr(fusion, "packed_matmul", matmul)
-    monkeypatch.setattr(fusion, "packed_swiglu", swiglu)
-    model = packed_shapes(config)
+    for place in places(model):
+        packed = place.layer.packed
+        ends = place.sections or (packed.out_dims,)
+        place.layer.attach(*adapter(packed.in_dims, packed.out_dims, len(ends)), ends)
     cost = decode_cost(model, Model.__call__, mx.zeros((1, 1), mx.int32), filled_cache(model, 512))
     assert cost.dispatches <= 520
     assert set(cost.kernels) - WRITING == {k for k in cost.kernels if k.startswith("afm_")}

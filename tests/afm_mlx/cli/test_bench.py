@@ -1,6 +1,7 @@
 """`afm-mlx bench`."""
 
 import csv
+import dataclasses
 import io
 import json
 
@@ -43,8 +44,29 @@ def test_bench_prints_every_case(run, quick):
     status, out, _ = run("bench", *SMALL)
     table = out.split("\n\n")[0].splitlines()
     assert len(table) == 2 + 4
-    assert {line.count("|") for line in table} == {14}
+    assert {line.count("|") for line in table} == {15}
     assert "2.0 GB/s (by hand)" in out
+
+
+def test_bench_counts_random_adapters(run, quick):
+    argv = ("bench", "-p", "4", "-g", "3", "-n", "1", "--adapter-rank", "0,4,8")
+    status, out, err = run(*argv, "-o", "json")
+    assert (status, err) == (0, "")
+    none, four, eight = json.loads(out)["results"]
+    assert [row["adapter_rank"] for row in (none, four, eight)] == [0, 4, 8]
+    assert none["adapter_bytes"] == 0
+    # A and B of every pair, 16 bits a number: inputs and outputs of each projection.
+    config = PRESETS["afm-nano"]
+    d, kv = config.hidden_dim, config.num_kv_heads * config.head_dim
+    pairs = config.num_layers * (4 * d + 3 * (d + config.ffn_dim))
+    pairs += config.num_kv_layers * 2 * (d + kv)
+    assert four["adapter_bytes"] == 2 * 4 * pairs
+    assert eight["adapter_bytes"] == 2 * four["adapter_bytes"]
+    assert four["bytes_per_token"] - none["bytes_per_token"] == four["adapter_bytes"]
+    status, out, _ = run(*argv)
+    cells = [line.split("|") for line in out.split("\n\n")[0].splitlines()]
+    column = [cell.strip() for cell in cells[0]].index("rank")
+    assert [line[column].strip() for line in cells[2:]] == ["0", "4", "8"]
 
 
 def test_bench_of_a_preset(run, quick, monkeypatch):
@@ -70,6 +92,18 @@ def test_bench_of_a_preset(run, quick, monkeypatch):
     assert {m.bits for m in packed} == {2, 4}
 
 
+def test_the_first_generation_has_its_own_formats(run, quick, monkeypatch):
+    monkeypatch.setitem(PRESETS, "afm-2024", dataclasses.replace(PRESETS["afm-nano"], kv_bits=None))
+    seen = []
+    monkeypatch.setattr(
+        benchmark, "run_case", lambda model, *a, **o: seen.append(model) or run_case(model, *a, **o)
+    )
+    argv = ("bench", "--preset", "afm-2024", "--random-weights", "-p", "4", "-g", "3", "-n", "1")
+    assert run(*argv)[0] == 0
+    packed = [m for m in seen[0].modules() if hasattr(m, "activation_bits")]
+    assert {(m.mode, m.bits) for m in packed} == {("palette", 4), ("balanced", 8)}
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -79,7 +113,7 @@ def test_bench_of_a_preset(run, quick, monkeypatch):
         (["-p", "0"], "0 is out of range; allowed is 1 or more"),
         (["-g", "2"], "2 is out of range; allowed is 3 or more"),
         (["-b", "1,two"], "'two' is not an integer"),
-        (["--adapter-rank", "8"], "adapters of AFM models are not available"),
+        (["--adapter-rank", "0,-8"], "-8 is out of range; allowed is 0 or more"),
         (["-o", "yaml"], "choose from"),
     ],
 )

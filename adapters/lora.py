@@ -1,0 +1,350 @@
+"""LoRA layers, to train: `y = linear(x) + scale * (x A) B` with a frozen `linear`.
+
+Notable choices:
+
+- `LoRALinear` wraps any linear layer, packed ones too, and is plain MLX, so gradients pass. To run an
+  adapter over packed layers, `afm_mlx.adapters.attach` has their kernels add it.
+- Trainable parameters have the names that adapter files have, which are mlx-lm's.
+- Fused queries, keys and values are three adapters, one for each.
+- An adapter is never merged: at 2 bits, rounding would lose it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from afm_mlx.adapters.files import AdapterConfig, load_adapter, save_adapter
+from afm_mlx.config import ModelConfig
+from afm_mlx.errors import CheckpointError, RequestError
+from afm_mlx.fingerprint import base_model_fingerprint, folder_fingerprint
+from afm_mlx.kernels import dispatch
+from afm_mlx.packed import PackedLinear
+from afm_mlx.quantization import replace_modules
+
+Pair = tuple[mx.array, mx.array]
+
+
+class LoRALinear(nn.Module):
+    """`y = linear(x) + scale * (dropout(x) A_i) B_i`, with a pair A_i, B_i for every section of the output.
+
+    `lora_a` (K, rank) and `lora_b` (rank, N_i) are arrays, or lists of arrays where the layer is several
+    projections in one. At the start A is normal with variance 1 / K and B is zero, so that the layer gives
+    what `linear` gives.
+
+    Args:
+        linear: maps (..., K) to (..., N); it is frozen.
+        rank: of every pair.
+        scale: alpha / rank.
+        dropout: share of the adapter's inputs that are zeroed while training.
+        sections: last output + 1 of each projection; None for one.
+        key: of the random A; None takes MLX's global stream.
+
+    Source: `tamm` 0.2.0, `LoRA` and `LoRAFusedMultiOutputLinear`.
+    """
+
+    def __init__(
+        self,
+        linear: nn.Module,
+        rank: int,
+        scale: float,
+        dropout: float = 0.0,
+        sections: Sequence[int] | None = None,
+        key: mx.array | None = None,
+    ):
+        super().__init__()
+        inputs, outputs = linear_shape(linear)
+        ends = [outputs] if sections is None else list(sections)
+        keys = [None] * len(ends) if key is None else list(mx.random.split(key, len(ends)))
+        a = [mx.random.normal((inputs, rank), scale=inputs**-0.5, key=each) for each in keys]
+        b = [mx.zeros((rank, end - start)) for start, end in pairwise([0, *ends])]
+        self.linear = linear
+        self.linear.freeze()
+        self.scale = scale
+        self.dropout = nn.Dropout(dropout)
+        self.dropout_rate = dropout
+        self.lora_a = a[0] if sections is None else a
+        self.lora_b = b[0] if sections is None else b
+        self.train(linear.training)
+
+    @property
+    def rank(self) -> int:
+        return self.pairs[0][0].shape[1]
+
+    @property
+    def pairs(self) -> list[Pair]:
+        """A and B of every section."""
+        if isinstance(self.lora_a, list):
+            return list(zip(self.lora_a, self.lora_b, strict=True))
+        return [(self.lora_a, self.lora_b)]
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """(..., K) to (..., N) in the dtype that `linear` gives."""
+        y, dropped = self.linear(x), self.dropout(x)
+        parts = [(dropped @ a) @ b for a, b in self.pairs]
+        added = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        return y + (self.scale * added).astype(y.dtype)
+
+    def _extra_repr(self) -> str:
+        return f"rank={self.rank}, scale={self.scale}, sections={len(self.pairs)}"
+
+
+class Place(NamedTuple):
+    """A linear layer of a block, which may carry an adapter.
+
+    Args:
+        path: from the model, such as `model.layers.0.mlp.up_proj`.
+        key: from the block, such as `mlp.up_proj`.
+        block: index of the block.
+        layer: the linear layer, or the `LoRALinear` around it.
+        sections: last output + 1 of each projection in it; None for one.
+    """
+
+    path: str
+    key: str
+    block: int
+    layer: nn.Module
+    sections: tuple[int, ...] | None
+
+    @property
+    def linear(self) -> nn.Module:
+        return self.layer.linear if isinstance(self.layer, LoRALinear) else self.layer
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each pair, by the end of its tensors' names: "", or ".0", ".1", ..."""
+        inputs, outputs = linear_shape(self.linear)
+        if self.sections is None:
+            return {"": (inputs, outputs)}
+        widths = (end - start for start, end in pairwise([0, *self.sections]))
+        return {f".{i}": (inputs, width) for i, width in enumerate(widths)}
+
+
+def linear_shape(layer: nn.Module) -> tuple[int, int]:
+    """Inputs K and outputs N of a float, packed or MLX-quantized linear layer."""
+    if isinstance(layer, PackedLinear):
+        return layer.packed.in_dims, layer.packed.out_dims
+    outputs, inputs = layer.weight.shape
+    return (inputs * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else inputs), outputs
+
+
+def places(model: nn.Module) -> list[Place]:
+    """Every linear layer of every block, in the blocks' order."""
+    blocks = {id(block): index for index, block in enumerate(model.layers)}
+    paths = {blocks[id(m)]: path for path, m in model.named_modules() if id(m) in blocks}
+    found = []
+    for index, block in enumerate(model.layers):
+        inside: tuple[str, ...] = ()
+        # Owners come before what they own when sorted by name.
+        for key, layer in sorted(block.named_modules(), key=lambda item: item[0]):
+            if key.startswith(inside):
+                continue
+            if isinstance(layer, LoRALinear):
+                inside = (*inside, f"{key}.")
+            elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear):
+                continue
+            path = f"{paths[index]}.{key}"
+            found.append(Place(path, key, index, layer, _sections(model, key)))
+    return found
+
+
+def _sections(model: nn.Module, key: str) -> tuple[int, ...] | None:
+    config = getattr(model, "args", None)
+    if not isinstance(config, ModelConfig) or not key.endswith("qkv_proj"):
+        return None
+    heads = (config.num_heads, *[config.num_kv_heads] * 2)
+    return tuple(sum(heads[: i + 1]) * config.head_dim for i in range(3))
+
+
+def add_lora(
+    model: nn.Module,
+    rank: int,
+    scale: float,
+    keys: Iterable[str] | None = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    num_layers: int = -1,
+) -> nn.Module:
+    """Freeze a model and wrap linear layers of its blocks in LoRA layers, in place.
+
+    Args:
+        model: of this package or of mlx-lm's zoo; float, packed, or quantized by MLX.
+        rank: of every pair.
+        scale: alpha / rank.
+        keys: layers by their names within a block, such as `mlp.up_proj`; None for all linear ones.
+        dropout: see `LoRALinear`.
+        seed: of the random A.
+        num_layers: how many blocks, counted from the last; -1 for all.
+
+    Returns:
+        The model; only LoRA parameters are trainable.
+
+    Raises:
+        RequestError: for a setting that can't be honoured, or a model that has an adapter.
+    """
+    found, blocks = places(model), len(model.layers)
+    wanted = None if keys is None else set(keys)
+    _check_settings(rank, dropout, num_layers, blocks)
+    if any(isinstance(p.layer, LoRALinear) or has_attached(p.layer) for p in found):
+        raise RequestError("The model has an adapter already; detach it, or load the model anew.")
+    unknown = (wanted or set()) - {place.key for place in found}
+    if unknown or not found:
+        raise RequestError(
+            f"There is no layer {', '.join(sorted(unknown))} in a block; linear layers are "
+            f"{', '.join(sorted({place.key for place in found})) or 'none'}."
+        )
+    first = 0 if num_layers == -1 else blocks - num_layers
+    chosen = [p for p in found if p.block >= first and (wanted is None or p.key in wanted)]
+    model.freeze()
+    random = mx.random.split(mx.random.key(seed), len(chosen))
+    replace_modules(
+        model,
+        [
+            (place.path, LoRALinear(place.layer, rank, scale, dropout, place.sections, key))
+            for place, key in zip(chosen, random, strict=True)
+        ],
+    )
+    dispatch.invalidate()
+    mx.eval(model.trainable_parameters())
+    return model
+
+
+def _check_settings(rank: int, dropout: float, num_layers: int, blocks: int) -> None:
+    for name, value, holds, allowed in (
+        ("rank", rank, rank >= 1, "1 or more"),
+        ("dropout", dropout, 0 <= dropout < 1, "in [0, 1)"),
+        (
+            "num_layers",
+            num_layers,
+            num_layers == -1 or 0 < num_layers <= blocks,
+            f"1 to {blocks}, or -1",
+        ),
+    ):
+        if not holds:
+            raise RequestError(f"{name} of LoRA is {value}; it must be {allowed}.")
+
+
+def has_attached(layer: nn.Module) -> bool:
+    """Whether a packed layer's kernel adds an adapter."""
+    return isinstance(layer, PackedLinear) and layer.low_rank(1) is not None
+
+
+def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
+    """LoRA layers by their paths."""
+    return {path: m for path, m in model.named_modules() if isinstance(m, LoRALinear)}
+
+
+def lora_tensors(model: nn.Module) -> dict[str, mx.array]:
+    """The parameters of all LoRA layers, by their names in adapter files."""
+    tensors: dict[str, mx.array] = {}
+    for path, layer in lora_layers(model).items():
+        lora = {name: layer[name] for name in ("lora_a", "lora_b")}
+        tensors |= {f"{path}.{name}": array for name, array in tree_flatten(lora)}
+    return tensors
+
+
+def load_lora(model: nn.Module, folder: str | Path) -> None:
+    """Start LoRA layers from an adapter folder, such as a recovery adapter's.
+
+    Args:
+        model: with LoRA layers, on the very places that the folder has tensors for, of its rank and scale.
+        folder: see `load_adapter`.
+
+    Raises:
+        CheckpointError: names what differs.
+    """
+    tensors, config = load_adapter(folder)
+    mine = lora_tensors(model)
+    scales = {layer.scale for layer in lora_layers(model).values()}
+    if scales != {config.scale}:
+        raise CheckpointError(
+            f"{folder} has scale {config.scale}, and the LoRA layers have {sorted(scales)}; give both the same."
+        )
+    differing = sorted(
+        name
+        for name in set(mine) | set(tensors)
+        if name not in mine or name not in tensors or mine[name].shape != tensors[name].shape
+    )
+    if differing:
+        name = differing[0]
+        shapes = [f"{list(t[name].shape)}" if name in t else "none" for t in (tensors, mine)]
+        raise CheckpointError(
+            f"{folder} does not fit the LoRA layers: {name} is {shapes[0]} there and {shapes[1]} here "
+            f"({len(differing)} tensors differ). Train with the same rank and the same layers."
+        )
+    model.load_weights([(n, t.astype(mine[n].dtype)) for n, t in tensors.items()], strict=False)
+
+
+def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> AdapterConfig:
+    """What an adapter folder of the model's LoRA layers says of itself.
+
+    Args:
+        model: with LoRA layers.
+        base_folder: that the base was loaded from; its fingerprint does not depend on the device. Without
+            it, that of the arrays in memory is taken. Models of mlx-lm's zoo have none.
+    """
+    layers = lora_layers(model)
+    if not layers:
+        raise RequestError("The model has no LoRA layers; add_lora makes them.")
+    first = next(iter(layers.values()))
+    fingerprint = None
+    if isinstance(getattr(model, "args", None), ModelConfig):
+        folder = base_folder
+        fingerprint = (
+            base_model_fingerprint(model)
+            if folder is None
+            else folder_fingerprint(model.args, folder)
+        )
+    return AdapterConfig(
+        rank=first.rank,
+        scale=first.scale,
+        num_layers=len(model.layers),
+        keys=tuple(sorted({place.key for place in places(model) if place.path in layers})),
+        dropout=first.dropout_rate,
+        base_model_fingerprint=fingerprint,
+    )
+
+
+def save_lora(model: nn.Module, folder: str | Path, base_folder: str | Path | None = None) -> None:
+    """Write the model's LoRA layers as an adapter folder; see `lora_config` and `save_adapter`."""
+    save_adapter(folder, lora_tensors(model), lora_config(model, base_folder))
+
+
+def pairs_by_layer(
+    tensors: Mapping[str, mx.array], model: nn.Module, source: str | Path
+) -> dict[str, list[Pair | None]]:
+    """Pairs of every section, by the layer's path; None for a section without an adapter.
+
+    Raises:
+        CheckpointError: names a tensor that is not of this model, or its shape.
+    """
+    rest, result = dict(tensors), {}
+    for place in places(model):
+        pairs: list[Pair | None] = []
+        for end, (inputs, outputs) in place.shapes.items():
+            a = rest.pop(f"{place.path}.lora_a{end}", None)
+            b = rest.pop(f"{place.path}.lora_b{end}", None)
+            if a is None or b is None:
+                pairs.append(None)
+                continue
+            if (a.shape[0], b.shape[1]) != (inputs, outputs):
+                raise CheckpointError(
+                    f"{source}: the adapter of {place.path}{end} is [{a.shape[0]}, rank] and "
+                    f"[rank, {b.shape[1]}], and the layer needs [{inputs}, rank] and [rank, {outputs}]. It was "
+                    "made for another model."
+                )
+            pairs.append((a, b))
+        if any(pair is not None for pair in pairs):
+            result[place.path] = pairs
+    if rest:
+        raise CheckpointError(
+            f"{source}: this model has no layer for {min(rest)} ({len(rest)} such tensors). It was made for "
+            "another model."
+        )
+    return result
