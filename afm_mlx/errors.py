@@ -35,3 +35,7 @@ class RequestError(AFMError):
 
 class DataError(AFMError):
     """A data file with a line that can't be used."""
+
+
+class TrainingError(AFMError):
+    """A training run that can't go on, or a run folder that can't be continued."""

@@ -1,0 +1,424 @@
+"""Training data: tokens and weights against tamm's labels, three shapes of records, and bad lines by name."""
+
+import copy
+import itertools
+import json
+import warnings
+
+import numpy as np
+import pytest
+
+from afm_mlx.errors import DataError
+from afm_mlx.tokenizer import load_tokenizer, save_tokenizer
+from afm_mlx.training.data import Sample, encode_chat, has_split, load_split
+from tests.tools.tokenizers import docstrings, random_text
+
+USER = {"role": "user", "content": "Who?"}
+ANSWER = {"role": "assistant", "content": "The fox."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {
+    "id": "7",
+    "type": "function",
+    "function": {"name": "look", "arguments": '{"at": [1, "x"]}'},
+}
+TOOL = {"type": "function", "function": {"name": "look", "description": "é <b>", "parameters": {}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "A", "schema": {"type": "object"}}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(spm_bpe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(spm_bpe, folder)
+    return load_tokenizer(folder)
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def load_one(tmp_path, tokenizer, record, max_seq_length=2000, **options):
+    file = write(tmp_path / "one.jsonl", record)
+    (sample,) = load_split(file, "train", tokenizer, max_seq_length=max_seq_length, **options)
+    assert sample.where == f"{file}:1"
+    return sample
+
+
+def targets(sample, tokenizer):
+    """The text that has full weight."""
+    return tokenizer.decode(np.asarray(sample.tokens)[np.asarray(sample.weights) == 1].tolist())
+
+
+# -- chats of AFM
+
+
+def plain_text(rng):
+    """Text without the markers that mislead tamm's search for turns."""
+    while True:
+        text = random_text(rng)
+        if "<turn_" not in text:
+            return text
+
+
+def random_chat(rng):
+    """A chat that the toolkit takes: tools, tool results and response formats among its turns."""
+    messages = [{"role": "system", "content": plain_text(rng)}] if rng.integers(2) else []
+    for _ in range(rng.integers(1, 4)):
+        user = {"role": "user", "content": plain_text(rng)}
+        messages.append(user | ({"response_format": SCHEMA} if rng.integers(4) == 0 else {}))
+        for _ in range(rng.integers(3)):
+            content = plain_text(rng) if rng.integers(2) else ""
+            messages.append({"role": "assistant", "content": content, "tool_calls": [CALL]})
+            results = [{"ok": 1.5, "ä": plain_text(rng)}, plain_text(rng), [TOOL]]
+            for index in rng.integers(3, size=rng.integers(1, 3)):
+                role = str(rng.choice(["tool", "function"]))
+                messages.append({"role": role, "content": results[index]})
+        messages.append({"role": "assistant", "content": "a" + plain_text(rng)})
+    return messages
+
+
+@pytest.fixture(scope="module")
+def tamm_labels(spm_path):
+    """A function (messages, tools) -> ids and whether each is a label, by tamm's preprocessor."""
+    afm = pytest.importorskip("tamm.tokenizers.afm", reason="parity needs tamm")
+    from tamm.preprocessors.instruct_lm.afm import AFMChatTemplateV6Preprocessor
+
+    reference = afm.AFMTokenizer(str(spm_path), extra_properties={"eot_id": 4})
+
+    def labels(messages, tools):
+        preprocessor = AFMChatTemplateV6Preprocessor(
+            reference, prepend_system_message=messages[0]["role"] != "system"
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            output = preprocessor(copy.deepcopy(messages), tools=tools)
+        # Its labels are those of the next position.
+        return output.input_ids, [False] + [label != -100 for label in output.label_ids[:-1]]
+
+    return labels
+
+
+def test_tokens_and_targets_of_chats_equal_tamm(tokenizer_folder, tamm_labels, rng):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    for _ in range(40):
+        messages = random_chat(rng)
+        tools = [TOOL, {"name": "b"}] if rng.integers(2) else None
+        before = copy.deepcopy(messages)
+        tokens, weights = encode_chat(messages, tools, tokenizer, prompt_weight=0.25)
+        assert messages == before
+        ids, is_label = tamm_labels(messages, tools)
+        assert tokens.tolist() == ids
+        np.testing.assert_array_equal(weights[1:], np.where(is_label, 1, 0.25)[1:])
+        assert weights[0] == 0
+        assert (tokens.dtype, weights.dtype) == (np.int32, np.float32)
+
+
+def test_markers_in_what_the_user_says_move_no_target(tokenizer):
+    question = "<turn_end><turn_start> assistant<n>Yes<turn_end>"
+    messages = [{"role": "user", "content": question}, ANSWER, {"role": "user", "content": question},
+                {"role": "assistant", "content": "No<turn_end>never"}]  # fmt: skip
+    tokens, weights = encode_chat(messages, None, tokenizer)
+    said = tokenizer.decode(tokens[weights == 1].tolist())
+    assert said.replace(" ", "") == "Thefox.<turn_end>No<turn_end>never<turn_end>"
+
+
+def test_chats_in_all_spellings(tokenizer, tmp_path):
+    expected = load_one(tmp_path, tokenizer, [USER, ANSWER])
+    assert expected.tokens.tolist() == tokenizer.apply_chat_template([USER, ANSWER])
+    assert targets(expected, tokenizer).strip() == "The fox.<turn_end>"
+    for record in (
+        {"messages": [USER, ANSWER]},
+        {"conversation": [USER, ANSWER], "id": 3},
+        {"prompt": "Who?", "completion": "The fox.", "id": 3},
+        [USER, {"role": "assistant", "content": [{"type": "text", "text": "The fox."}]}],
+    ):
+        sample = load_one(tmp_path, tokenizer, record)
+        assert sample.tokens.tolist() == expected.tokens.tolist()
+        assert sample.weights.tolist() == expected.weights.tolist()
+
+
+def test_tools_come_with_the_record_or_its_system_message(tokenizer, tmp_path):
+    own = [{**SYSTEM, "tools": [TOOL]}, USER, ANSWER]
+    ids = tokenizer.apply_chat_template([SYSTEM, USER, ANSWER], [TOOL])
+    for record in (own, {"messages": [SYSTEM, USER, ANSWER], "tools": [TOOL]}):
+        assert load_one(tmp_path, tokenizer, record).tokens.tolist() == ids
+    asked = load_one(
+        tmp_path, tokenizer, {"prompt": "Who?", "completion": "The fox.", "tools": [TOOL]}
+    )
+    assert asked.tokens.tolist() == tokenizer.apply_chat_template([USER, ANSWER], [TOOL])
+
+
+# -- texts
+
+
+def test_texts_are_cut_with_one_token_of_overlap(tokenizer, tmp_path, rng):
+    text = docstrings()[: int(rng.integers(300, 900))]
+    file = write(tmp_path / "train.jsonl", {"text": "The\nfox"}, {"text": text}, {"text": "end"})
+    length = int(rng.integers(8, 40))
+    seen = []
+    samples = load_split(
+        tmp_path,
+        "train",
+        tokenizer,
+        max_seq_length=length,
+        progress=lambda *line: seen.append(line),
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert samples[0].tokens.tolist() == [2, *tokenizer.encode("The\nfox"), 2][:length]
+    long = [sample for sample in samples if sample.where == f"{file}:2"]
+    assert len(long) > 2
+    joined = long[0].tokens.tolist()
+    for before, after in itertools.pairwise(long):
+        assert before.tokens[-1] == after.tokens[0]
+        assert len(before.tokens) == length
+        joined += after.tokens[1:].tolist()
+    assert joined == [2, *tokenizer.encode(text), 2]
+    for sample in samples:
+        assert sample.weights.tolist() == [0] + [1] * (len(sample.tokens) - 1)
+        assert (sample.tokens.dtype, sample.weights.dtype) == (np.int32, np.float32)
+
+
+# -- files
+
+
+def test_a_folder_has_splits_and_a_file_is_one(tokenizer, tmp_path):
+    for split in ("train", "valid"):
+        write(tmp_path / f"{split}.jsonl", {"text": split})
+        (sample,) = load_split(tmp_path, split, tokenizer, max_seq_length=50)
+        assert sample.tokens.tolist() == [2, *tokenizer.encode(split), 2]
+        assert has_split(tmp_path, split)
+    assert not has_split(tmp_path, "test")
+    with pytest.raises(
+        DataError, match=r"no test\.jsonl; its .jsonl files: train.jsonl, valid.jsonl"
+    ):
+        load_split(tmp_path, "test", tokenizer, max_seq_length=50)
+    file = tmp_path / "valid.jsonl"
+    (sample,) = load_split(file, "train", tokenizer, max_seq_length=50)
+    assert tokenizer.decode(sample.tokens.tolist()).strip() == "valid"
+    assert has_split(file, "train")
+    assert not has_split(file, "valid")
+
+
+def test_files_that_are_no_data(tokenizer, tmp_path):
+    (tmp_path / "a.csv").write_text("text")
+    (tmp_path / "empty.jsonl").write_text("\n  \n")
+    for name, message in (
+        ("a.csv", r"a\.csv is no \.jsonl file"),
+        ("missing.jsonl", r"missing\.jsonl can't be read: No such file.*none is fetched"),
+        ("owner/name", "none is fetched"),
+        ("empty.jsonl", r"empty\.jsonl holds no samples; each line must be"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_split(tmp_path / name, "train", tokenizer, max_seq_length=50)
+
+
+BAD_RECORDS = [
+    (b'{"text": "a"', "not JSON: Expecting"),
+    (b'{"text": "\xff"}', "not UTF-8 text"),
+    (b"[" * 100_000, "not JSON"),
+    ("a", "a JSON str is no document; allowed are"),
+    ({}, "with the keys none; allowed are"),
+    ({"txt": "a"}, "with the keys txt; allowed are"),
+    ({"prompt": "a"}, "with the keys prompt; allowed are"),
+    ({"text": "a", "messages": [USER, ANSWER]}, "'messages' and 'text'; which one is meant"),
+    ({"text": 3}, "'text' is a int; a string is needed"),
+    ({"text": ""}, "'text' is empty"),
+    ({"text": "half \ud800"}, "surrogate"),
+    ({"prompt": "a", "completion": ["b"]}, "'completion' is a list; a string is needed"),
+    ({"prompt": "a", "completion": " "}, r"messages\[1\] is an empty assistant turn"),
+    ({"messages": "Hi"}, "messages must be a list .* got str"),
+    ({"messages": {"role": "user"}}, "messages must be a list .* got dict"),
+    ([], "messages is empty"),
+    ([3, 4], r"messages\[0\] must be a dict .* got int"),
+    ([USER], "a chat of one message"),
+    ([ANSWER, USER], r"messages\[0\] is the assistant's and follows nothing"),
+    ([SYSTEM, ANSWER], r"messages\[1\] is the assistant's and follows system"),
+    ([USER, USER, ANSWER], r"messages\[0\] and messages\[1\] both have the role 'user'"),
+    ([USER, ANSWER, ANSWER], r"messages\[1\] and messages\[2\] both have the role 'assistant'"),
+    ([USER, SYSTEM, USER, ANSWER], r"messages\[1\] has the role 'system'"),
+    ([USER, ANSWER, USER], "ends with the role 'user'"),
+    ([USER, {"role": "assistant", "content": ""}], r"messages\[1\] is an empty assistant turn"),
+    ([USER, {"role": "assistant", "content": "", "tool_calls": []}], "empty assistant turn"),
+    ([USER, {"role": "assistant", "content": None}], "null together with tool_calls"),
+    ([USER, {"role": "bot", "content": "Hi"}], r"messages\[1\] has the role 'bot'; allowed are"),
+    ([USER, {"role": "assistant", "content": 3}], "has int as 'content'"),
+    ([USER, {"role": "assistant", "tool_calls": [{}]}], r"'tool_calls'\]\[0\] must be"),
+    ([{**USER, "response_format": {"type": "x"}}, ANSWER], r"\['response_format'\] must be"),
+    ({"messages": [USER, ANSWER], "tools": [3]}, r"tools\[0\] must be a tool definition"),
+    ({"messages": [{**SYSTEM, "tools": [TOOL]}, USER, ANSWER], "tools": [TOOL]}, "given twice"),
+    ([USER, {"role": "assistant", "content": "word " * 300}],
+     r"a chat of \d+ tokens, and max_seq_length is 200\. Chats are not cut"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("record", "message"), BAD_RECORDS)
+def test_a_bad_line_is_named(tokenizer, tmp_path, record, message):
+    line = record if isinstance(record, bytes) else json.dumps(record).encode()
+    good = json.dumps([USER, ANSWER]).encode()
+    (tmp_path / "train.jsonl").write_bytes(good + b"\n\n" + line + b"\r\n" + good)
+    with pytest.raises(DataError, match=rf"train\.jsonl:3: .*{message}") as caught:
+        load_split(tmp_path, "train", tokenizer, max_seq_length=200)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_bad_lines_are_found_before_training(tokenizer, tmp_path, rng):
+    bad = sorted(
+        rng.choice(np.arange(1, 41), size=int(rng.integers(2, 12)), replace=False).tolist()
+    )
+    faulty = [b"{", b"\xff", json.dumps([USER]).encode(), b"[]"]
+    lines = [
+        faulty[int(rng.integers(4))] if number in bad else b'{"text": "a b c"}'
+        for number in range(1, 41)
+    ]
+    (tmp_path / "train.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.raises(DataError) as caught:
+        load_split(tmp_path, "train", tokenizer, max_seq_length=20)
+    faults = str(caught.value).split("\n")
+    for number, fault in zip(bad[:5], faults, strict=False):
+        assert fault.startswith(f"{tmp_path / 'train.jsonl'}:{number}: ")
+    if len(bad) > 5:
+        assert faults[5:] == [f"... and {len(bad) - 5} more."]
+    else:
+        assert len(faults) == len(bad)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"split": "dev"},
+        {"max_seq_length": 1},
+        {"prompt_weight": -1},
+        {"prompt_weight": float("nan")},
+    ],
+)
+def test_bad_options(tokenizer, tmp_path, options):
+    write(tmp_path / "train.jsonl", {"text": "a b"})
+    arguments = {"split": "train", "max_seq_length": 20, **options}
+    with pytest.raises(DataError, match=f"{next(iter(options))}|There is no split"):
+        load_split(tmp_path, tokenizer=tokenizer, **arguments)
+
+
+@pytest.mark.parametrize("weights", [[0, 1], [0.5, 1, 1], [0, -1, 1], [0, np.inf, 1]])
+def test_samples_have_fitting_weights(weights):
+    with pytest.raises(DataError, match="a:3: "):
+        Sample([1, 2, 3], weights, "a:3")
+
+
+# -- tokenizers of mlx-lm's zoo
+
+CHATML = (
+    "{%- for m in messages -%}{%- if m.role == 'tool' -%}<|im_start|>user\nresult: {{ m.content }}"
+    "{%- else -%}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{%- endif -%}"
+    "{%- for c in m.tool_calls or [] -%}<call>{{ c.function | tojson }}{%- endfor -%}"
+    "<|im_end|>\n{% endfor -%}"
+    "{%- if tools -%}{%- endif -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
+)
+# As reasoning models have it: only the last answer keeps a thought, and the prompt starts one.
+THINKING = (
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{%- if m.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}"
+    "{{ m.content + '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}"
+)
+# The system message goes into the last user's turn, wherever that is.
+MOVING = (
+    "{%- for m in messages -%}{%- if m.role == 'user' -%}[{{ 'LAST ' if loop.index >= loop.length - 1 }}"
+    "{{ m.content }}]{%- else -%}{{ m.content }}<|im_end|>{%- endif -%}{%- endfor -%}"
+)
+# Past answers lose their end, so that nothing says where they stop.
+ENDLESS = (
+    "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{%- if loop.last and m.role == 'assistant' -%}!{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
+)
+
+
+@pytest.fixture(scope="module")
+def zoo_tokenizer():
+    """A function (chat template) -> a tokenizer as mlx-lm loads them: byte-level BPE."""
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([docstrings()[:20_000], "a\n\n\n\n" * 500], trainer)
+
+    def make(template):
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
+        tokenizer.chat_template = template
+        return TokenizerWrapper(tokenizer)
+
+    return make
+
+
+CONVERSATION = [SYSTEM, USER, ANSWER, {"role": "user", "content": "And\n?"},
+                {"role": "assistant", "content": "A dog,\n\n  a <n> cat."}]  # fmt: skip
+
+
+def test_assistant_turns_of_a_zoo_template(zoo_tokenizer, tmp_path, rng):
+    tokenizer = zoo_tokenizer(CHATML)
+    for _ in range(20):
+        messages = random_chat(rng)
+        for message in messages:
+            message.pop("response_format", None)
+            if isinstance(message["content"], list):
+                message["content"] = "text"
+        sample = load_one(tmp_path, tokenizer, messages, max_seq_length=10**5)
+        call = '<call>{"name": "look", "arguments": {"at": [1, "x"]}}'
+        answers = [
+            message["content"] + (call if "tool_calls" in message else "") + "<|im_end|>"
+            for message in messages
+            if message["role"] == "assistant"
+        ]
+        # A newline behind the head may be in one token with those of the answer.
+        said = targets(sample, tokenizer).split("<|im_end|>")
+        for text, answer in zip(said, "".join(answers).split("<|im_end|>"), strict=True):
+            assert text in (answer, "\n" + answer)
+
+
+def test_an_answers_first_newlines_are_targets(zoo_tokenizer, tmp_path):
+    tokenizer = zoo_tokenizer(CHATML)
+    answer = {"role": "assistant", "content": "\n\n\nfox"}
+    sample = load_one(tmp_path, tokenizer, [USER, answer])
+    assert targets(sample, tokenizer) == "\n\n\n\nfox<|im_end|>"
+
+
+def test_thoughts_that_a_template_takes_out_of_past_answers(zoo_tokenizer, tmp_path):
+    tokenizer = zoo_tokenizer(THINKING)
+    sample = load_one(tmp_path, tokenizer, CONVERSATION)
+    said = targets(sample, tokenizer)
+    assert said == "The fox.<|im_end|>\n</think>\n\nA dog,\n\n  a <n> cat.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "message"),
+    [
+        (MOVING, CONVERSATION[1:], r"messages\[1\]: .*renders the messages before it differently"),
+        (ENDLESS, CONVERSATION, r"messages\[2\]: .*ends it with no stop token"),
+        ("{{ raise_exception('no roles') }}", [USER, ANSWER], "can't take this chat .*no roles"),
+        ("x", [USER, ANSWER], "renders nothing for this turn"),
+        ("{{ messages }}", {"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which"),
+        ("x", [{**USER, "response_format": SCHEMA}, ANSWER], "has response_format, which the model's"),
+        (None, [USER, ANSWER], "no chat template"),
+    ],
+)  # fmt: skip
+def test_templates_that_hide_turns_are_named(zoo_tokenizer, tmp_path, template, record, message):
+    with pytest.raises(DataError, match=rf"one\.jsonl:1: .*{message}"):
+        load_one(tmp_path, zoo_tokenizer(template), record)
+
+
+def test_texts_of_the_zoo_end_with_the_stop_token(zoo_tokenizer, tmp_path):
+    tokenizer = zoo_tokenizer(None)
+    sample = load_one(tmp_path, tokenizer, {"text": "A fox"})
+    assert sample.tokens.tolist() == [*tokenizer.encode("A fox"), tokenizer.eos_token_id]
+    with pytest.raises(DataError, match=r"one\.jsonl:1: .*can't take this text"):
+        load_one(tmp_path, tokenizer, {"text": "half \ud800"})
