@@ -1,0 +1,76 @@
+"""What a training run tells while it runs, for progress bars and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The run goes on after the checkpoint of `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One step is done.
+
+    Args:
+        step: its number, from 1.
+        loss: weighted mean of its batch, before its update.
+    """
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """A line of metrics.jsonl.
+
+    Args:
+        step: the last that counts.
+        loss: weighted mean over the steps since the report before.
+        learning_rate: of this step.
+        grad_norm: global norm of this step's gradient, before clipping.
+        tokens: targets that were trained on since step 1.
+        tokens_per_second: of the steps since the report before, evaluation and saving left out.
+        peak_memory: bytes that MLX held at most in this process.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    tokens_per_second: float
+    peak_memory: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A line of metrics.jsonl.
+
+    Args:
+        step: after which the weights were evaluated; 0 before the first.
+        valid_loss: weighted mean.
+        valid_perplexity: its exponential, which means something where the loss is a cross-entropy.
+    """
+
+    step: int
+    valid_loss: float
+    valid_perplexity: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint was written."""
+
+    step: int
+    path: Path
+
+
+Event: TypeAlias = Resumed | Stepped | Report | Evaluation | Saved

@@ -1,0 +1,261 @@
+"""The kinds of training: what is trainable, and what is saved at the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import mlx.nn as nn
+
+from afm_mlx.adapters.files import load_adapter
+from afm_mlx.adapters.lora import add_lora, load_lora, lora_config, lora_tensors, places, save_lora
+from afm_mlx.config import ModelConfig
+from afm_mlx.errors import CheckpointError, ConfigError
+from afm_mlx.fingerprint import arrays_fingerprint, folder_fingerprint
+from afm_mlx.quantization import Predicate, QuantizationRule
+from afm_mlx.training.kv_scales import calibrate_kv_scales
+from afm_mlx.training.model_folder import save_model_folder
+from afm_mlx.training.options import TrainingOptions
+from afm_mlx.training.qat import KV_SCALES, QATEmbedding, QATLinear, pack_qat, prepare_qat
+from afm_mlx.training.recipe import Data
+from afm_mlx.training.source import Source
+
+QAT_RULE = QuantizationRule(bits=2, mode="balanced", granularity="tensor")
+"""As Apple describes it: balanced levels, and one factor to learn for each matrix (arXiv 2507.13575)."""
+
+QAT_EMBEDDING_RULE = QuantizationRule(bits=4, mode="balanced", granularity="row")
+"""Four bits; rows, whose norms differ by the frequency of their tokens, have scales of their own."""
+
+
+class Method(Protocol):
+    """What is trained."""
+
+    @property
+    def kind(self) -> str:
+        """Its name."""
+
+    def check(self, source: Source) -> None:
+        """Raise `AFMError` on a model that can't be trained so, before anything is loaded."""
+
+    def settled(self, options: TrainingOptions) -> TrainingOptions:
+        """The loop's options, with this method's own defaults."""
+
+    def prepare(self, model: nn.Module, source: Source, data: Data, seed: int) -> nn.Module:
+        """Make trainable what is to be trained, in place."""
+
+    def manifest(self, model: nn.Module) -> dict[str, Any]:
+        """What a prepared model's run must keep when it resumes."""
+
+    def save(self, path: Path, model: nn.Module, source: Source, facts: Mapping[str, str]) -> None:
+        """Write the folder of the trained model, which holds the best weights."""
+
+
+@dataclass(frozen=True)
+class FullTraining:
+    """Float weights of the last `num_layers` blocks; of the whole model when -1.
+
+    The scales of int8 keys and values stay as they are.
+    """
+
+    num_layers: int = -1
+    kind: str = "full"
+
+    def check(self, source: Source) -> None:
+        source.refuse_quantized("training of all weights")
+
+    def settled(self, options: TrainingOptions) -> TrainingOptions:
+        return options
+
+    def prepare(self, model: nn.Module, source: Source, data: Data, seed: int) -> nn.Module:
+        blocks = model.layers
+        if self.num_layers == -1:
+            model.unfreeze()
+        elif 1 <= self.num_layers <= len(blocks):
+            model.freeze()
+            for block in blocks[-self.num_layers :]:
+                block.unfreeze()
+        else:
+            raise ConfigError(
+                f"num_layers is {self.num_layers}; allowed are 1 to {len(blocks)}, and -1 for the whole model."
+            )
+        return model.freeze(keys=list(KV_SCALES), strict=False)
+
+    def manifest(self, model: nn.Module) -> dict[str, Any]:
+        return {"num_layers": self.num_layers}
+
+    def save(self, path: Path, model: nn.Module, source: Source, facts: Mapping[str, str]) -> None:
+        what = "Float weights, all of them trained further."
+        if self.num_layers != -1:
+            what = (
+                f"Float weights; those of the last {self.num_layers} blocks were trained further."
+            )
+        save_model_folder(path, model, source.values, source, what=what, facts=facts)
+
+
+@dataclass(frozen=True)
+class LoRATraining:
+    """LoRA pairs on a frozen model, see `adapters.lora.add_lora`.
+
+    What is None comes from `initial_adapter`, or is rank 16 and scale 0.5.
+
+    Args:
+        rank: of every pair.
+        scale: alpha / rank.
+        keys: layers by their names within a block; None for all linear ones.
+        num_layers: blocks, counted from the last; -1 for all.
+        dropout: of the adapter's input.
+        initial_adapter: folder of an adapter to start from, such as a recovery adapter.
+    """
+
+    rank: int | None = None
+    scale: float | None = None
+    keys: tuple[str, ...] | None = None
+    num_layers: int = -1
+    dropout: float = 0.0
+    initial_adapter: str | Path | None = None
+    kind: str = "lora"
+
+    def check(self, source: Source) -> None:
+        if self.initial_adapter is None:
+            return
+        config = load_adapter(self.initial_adapter)[1]
+        for name, wanted, found in (
+            ("rank", self.rank, config.rank),
+            ("scale", self.scale, config.scale),
+        ):
+            if wanted is not None and wanted != found:
+                raise ConfigError(
+                    f"{name} is {wanted}, and that of the initial adapter {self.initial_adapter} is {found}. "
+                    "Leave it out, or give the same."
+                )
+        made_for = config.base_model_fingerprint
+        if made_for is None or not source.is_afm:
+            return
+        mine = folder_fingerprint(ModelConfig.from_dict(source.values), source.folder)
+        if made_for != mine:
+            raise CheckpointError(
+                f"The initial adapter {self.initial_adapter} was made for a model with the fingerprint "
+                f"{made_for[:16]}..., and {source.folder} has {mine[:16]}.... Train it on the model that it "
+                "was made for."
+            )
+
+    def settled(self, options: TrainingOptions) -> TrainingOptions:
+        return options
+
+    def prepare(self, model: nn.Module, source: Source, data: Data, seed: int) -> nn.Module:
+        rank, scale, keys, blocks = self.rank or 16, self.scale, self.keys, self.num_layers
+        if self.initial_adapter is not None:
+            tensors, config = load_adapter(self.initial_adapter)
+            rank, scale, keys = config.rank, config.scale, keys or config.keys or None
+            blocks = _adapted_blocks(model, tensors) if blocks == -1 else blocks
+        scale = 0.5 if scale is None else scale
+        add_lora(model, rank, scale, keys, self.dropout, seed, blocks)
+        if self.initial_adapter is not None:
+            load_lora(model, self.initial_adapter)
+        return model
+
+    def manifest(self, model: nn.Module) -> dict[str, Any]:
+        config = lora_config(model)
+        values: dict[str, Any] = {
+            "rank": config.rank,
+            "scale": config.scale,
+            "keys": config.keys,
+            "num_layers": self.num_layers,
+            "dropout": self.dropout,
+        }
+        if self.initial_adapter is not None:
+            values["initial_adapter"] = arrays_fingerprint(None, lora_tensors(model))
+        return values
+
+    def save(self, path: Path, model: nn.Module, source: Source, facts: Mapping[str, str]) -> None:
+        save_lora(model, path, source.folder)
+
+
+def _adapted_blocks(model: nn.Module, tensors: Mapping[str, Any]) -> int:
+    """How many blocks, counted from the last, reach back to the first that has tensors; -1 for all."""
+    layers = {name.rpartition(".lora_")[0] for name in tensors}
+    has_adapter: dict[str, bool] = {}  # by the paths of blocks, in their order
+    for place in places(model):
+        block = place.path.removesuffix(f".{place.key}")
+        has_adapter[block] = has_adapter.get(block, False) or place.path in layers
+    flags = list(has_adapter.values())
+    return len(flags) - flags.index(True) if any(flags) else -1
+
+
+@dataclass(frozen=True)
+class QATTraining:
+    """Weights that are seen through their grid, packed at the end; see `training.qat`.
+
+    Args:
+        rule, embedding_rule, predicate: see `quantization.quantize_model`.
+        calibrate_kv: batches that the int8 scales of keys and values are set by before training; 0 keeps
+            the model's own.
+        learn_kv_scales: train these scales.
+        average: of weights, where the loop's options name no decay: 0.999, less in runs under 10,000 steps.
+    """
+
+    rule: QuantizationRule = QAT_RULE
+    embedding_rule: QuantizationRule | None = QAT_EMBEDDING_RULE
+    predicate: Predicate | None = None
+    calibrate_kv: int = 0
+    learn_kv_scales: bool = False
+    average: bool = True
+    kind: str = "qat"
+
+    def check(self, source: Source) -> None:
+        source.refuse_quantized("quantization-aware training")
+        if not source.is_afm:
+            wanted = [name for name in ("calibrate_kv", "learn_kv_scales") if getattr(self, name)]
+            if wanted:
+                raise ConfigError(
+                    f"{wanted[0]}: {source.folder} has no int8 scales of keys and values; AFM models do."
+                )
+        elif self.learn_kv_scales and not (self.calibrate_kv or source.values.get("kv_bits")):
+            raise ConfigError(
+                f"learn_kv_scales: {source.folder} stores keys and values as floats. Let calibrate_kv give it "
+                "scales to start from."
+            )
+
+    def settled(self, options: TrainingOptions) -> TrainingOptions:
+        if options.ema_decay is not None or not self.average:
+            return options
+        # The average then covers the last tenth of the run or so.
+        decay = min(0.999, 1 - 10 / options.iters)
+        return dataclasses.replace(options, ema_decay=decay) if decay > 0 else options
+
+    def prepare(self, model: nn.Module, source: Source, data: Data, seed: int) -> nn.Module:
+        model.unfreeze()
+        if self.calibrate_kv:
+            calibrate_kv_scales(model, (data.train.batches(i) for i in range(self.calibrate_kv)))
+        return prepare_qat(
+            model,
+            self.rule,
+            self.embedding_rule,
+            self.predicate,
+            learn_kv_scales=self.learn_kv_scales,
+        )
+
+    def manifest(self, model: nn.Module) -> dict[str, Any]:
+        layers = {p: m for p, m in model.named_modules() if isinstance(m, QATLinear | QATEmbedding)}
+        rules = {path: layer.rule.to_dict() for path, layer in sorted(layers.items())}
+        return {
+            "q_rule": self.rule.to_dict(),
+            "q_layers": sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest(),
+            "calibrate_kv": self.calibrate_kv,
+            "learn_kv_scales": self.learn_kv_scales,
+        }
+
+    def save(self, path: Path, model: nn.Module, source: Source, facts: Mapping[str, str]) -> None:
+        packed, values = pack_qat(model, source.values)
+        if source.is_afm:
+            values["kv_bits"] = (
+                model.args.kv_bits
+            )  # calibration may have given the model its scales
+        bits = f"{self.rule.bits}-bit"
+        what = f"Packed weights ({bits}, {self.rule.mode}), trained as such (quantization-aware)."
+        save_model_folder(path, packed, values, source, what=what, facts=facts)

@@ -1,0 +1,204 @@
+"""What training makes small: cross-entropy of the data, and the distance from a teacher's predictions.
+
+    CrossEntropy = sum over targets of  w * -log softmax(logits)[label]
+    Distillation = sum over targets of  w * ((1 - a) * cross-entropy + a * T^2 * KL(teacher_T || student_T))
+
+with `x_T = softmax(logits / T)`. T^2 keeps gradients of one size whatever T is (Hinton et al. 2015,
+arXiv 1503.02531, section 2). Both are sums: the training loop divides by the sum of weights, so that
+accumulated micro-batches weigh what their targets do.
+
+Only targets have logits, and of a large vocabulary never all of them at once: the head runs over
+`CHUNK` targets at a time, and once more in the backward pass instead of being kept. The 3B's logits of 8,192
+targets would be 5 GB in float32, and their gradient as much again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.errors import ConfigError
+from afm_mlx.model import Model
+from afm_mlx.training.recomputed import recomputed
+
+if TYPE_CHECKING:
+    from afm_mlx.training.batches import Batch, Batches
+
+CHUNK = 1024
+"""Targets whose logits exist at a time."""
+
+WHOLE = 1 << 24
+"""Logits that are not worth computing twice: 64 MB of float32."""
+
+TargetLoss: TypeAlias = Callable[[mx.array, "mx.array | None", mx.array], mx.array]
+"""Logits (n, V), the teacher's (n, V) or None, and labels (n,) to losses (n,), all float32."""
+
+
+class Loss(Protocol):
+    """A weighted sum over the targets of a batch, () float32."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> mx.array: ...
+
+
+class CrossEntropy:
+    """The negative log-likelihood of the data, in nats."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
+        return _weighted_sum(model, None, batch, _cross_entropy)
+
+
+class Distillation:
+    """How far the predictions are from those of a teacher, mixed with cross-entropy.
+
+    Args:
+        teacher: a model of the same vocabulary. It is put in eval mode, and no gradient goes into it.
+        weight: a in [0, 1]; 1 looks at the teacher only.
+        temperature: T > 0; above 1 the teacher's unlikely tokens count more.
+
+    Raises:
+        ConfigError: for a weight or temperature out of range; when called, for a teacher of another vocabulary.
+    """
+
+    def __init__(self, teacher: nn.Module, weight: float = 1.0, temperature: float = 1.0):
+        if not 0 <= weight <= 1:
+            raise ConfigError(f"The distillation weight is {weight}; allowed are 0 to 1.")
+        if not 0 < temperature < float("inf"):
+            raise ConfigError(
+                f"The distillation temperature is {temperature}; allowed are positive numbers."
+            )
+        teacher.freeze()
+        self.teacher = teacher.eval()
+        self.weight = weight
+        self.temperature = temperature
+
+    def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
+        return _weighted_sum(model, self.teacher, batch, self._of_targets)
+
+    def _of_targets(self, logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
+        assert taught is not None
+        if taught.shape != logits.shape:
+            raise ConfigError(
+                f"The teacher has {taught.shape[-1]} tokens and the model {logits.shape[-1]}; a teacher must "
+                "have the model's vocabulary. Choose the model that this one was made of."
+            )
+        loss = self.weight * _divergence(taught, logits, self.temperature)
+        if self.weight < 1:
+            loss = loss + (1 - self.weight) * _cross_entropy(logits, None, labels)
+        return loss
+
+
+def _cross_entropy(logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(logits, labels, reduction="none")
+
+
+def _divergence(taught: mx.array, logits: mx.array, temperature: float) -> mx.array:
+    """T^2 * KL(softmax(taught / T) || softmax(logits / T)), (n,)."""
+    wanted = _log_softmax(taught / temperature)
+    found = _log_softmax(logits / temperature)
+    return temperature**2 * mx.sum(mx.exp(wanted) * (wanted - found), axis=-1)
+
+
+def _log_softmax(x: mx.array) -> mx.array:
+    return x - mx.logsumexp(x, axis=-1, keepdims=True)
+
+
+def mean_loss(model: nn.Module, loss: Loss, batches: Batches) -> float:
+    """The weighted mean of a loss over an epoch, without dropout."""
+    model.eval()
+    total = weight = 0.0
+    for index in range(batches.per_epoch):
+        batch = batches(index)
+        total += loss(model, batch).item()
+        weight += batch.weights.sum().item()
+    return total / weight
+
+
+# -- targets, a chunk at a time
+
+
+def _weighted_sum(
+    model: nn.Module, teacher: nn.Module | None, batch: Batch, of_targets: TargetLoss
+) -> mx.array:
+    """The sum over targets of weight * loss, () float32."""
+    h = _states(model, batch)
+    taught = None if teacher is None else mx.stop_gradient(_states(teacher, batch))
+
+    def loss(rows: slice, h: mx.array) -> mx.array:
+        logits = _logits(model, h)
+        others = None
+        if teacher is not None:
+            assert taught is not None
+            others = mx.stop_gradient(_logits(teacher, taught[rows]))
+        return mx.sum(batch.weights[rows] * of_targets(logits, others, batch.labels[rows]))
+
+    targets, vocabulary = batch.labels.size, _vocabulary(model, h)
+    if targets * vocabulary <= WHOLE:
+        return loss(slice(targets), h)
+    total = mx.array(0.0)
+    for start in range(0, targets, CHUNK):
+        rows = slice(start, min(start + CHUNK, targets))
+        total = _recomputed_head(model, loss, rows, h[rows], total)
+    return total
+
+
+def _recomputed_head(
+    model: nn.Module,
+    loss: Callable[[slice, mx.array], mx.array],
+    rows: slice,
+    h: mx.array,
+    total: mx.array,
+) -> mx.array:
+    """`total + loss(rows, h)`; logits are computed again in the backward pass, and not kept until then."""
+    head = _head_modules(model)
+
+    def run(parameters: list[Any], h: mx.array, total: mx.array) -> mx.array:
+        before = [module.trainable_parameters() for module in head]
+        _update(head, parameters)
+        try:
+            # MLX would run chunks side by side; one that waits for the sum so far comes after the others. So it
+            # is in the backward pass, where the sum's gradient comes from the chunk behind.
+            return total + loss(rows, mx.depends([h], [total])[0])
+        finally:
+            # The traced arrays are this call's own; the model must not keep them.
+            _update(head, before)
+
+    # Gradients reach the arguments of such a function only, so the parameters are among them.
+    return recomputed(run)([module.trainable_parameters() for module in head], h, total)
+
+
+def _update(modules: list[nn.Module], parameters: list[Any]) -> None:
+    for module, values in zip(modules, parameters, strict=True):
+        module.update(values)
+
+
+# -- both kinds of model
+
+
+def _states(model: nn.Module, batch: Batch) -> mx.array:
+    """What the head reads of every target, (T, D); of mlx-lm's models, whose head is inside, the logits."""
+    if isinstance(model, Model):
+        return model.hidden_at(batch.inputs, batch.positions, batch.segments)
+    if batch.segments is not None:
+        raise ConfigError(
+            "Rows that hold several samples need a mask that models of mlx-lm don't take. Give each sample a "
+            "row of its own (packed=False, --no-packing)."
+        )
+    logits = model(batch.inputs)
+    return logits.reshape(-1, logits.shape[-1])[batch.positions]
+
+
+def _logits(model: nn.Module, h: mx.array) -> mx.array:
+    return (model.head(h) if isinstance(model, Model) else h).astype(mx.float32)
+
+
+def _vocabulary(model: nn.Module, h: mx.array) -> int:
+    return model.args.vocab_size if isinstance(model, Model) else h.shape[-1]
+
+
+def _head_modules(model: nn.Module) -> list[nn.Module]:
+    if not isinstance(model, Model):
+        return []
+    return [model.model.embedding, model.model.output_norm]

@@ -1,0 +1,307 @@
+"""One call for each kind of training: all weights, LoRA adapters, or weights on a grid.
+
+The three share one way: the data is read first, then the model; a method makes it trainable; the loop
+trains it, in a run folder that it can be resumed from; the method saves the best weights.
+
+| call | trains | saves |
+| --- | --- | --- |
+| `train_full` | float weights | a model folder |
+| `train_lora` | LoRA pairs on a frozen model, float or packed | an adapter folder |
+| `train_qat` | float weights that are seen through their grid | a packed model folder |
+
+A recovery adapter is `train_lora` on a packed model with the float model as the teacher
+(arXiv 2407.21075, section 5.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from afm_mlx.adapters.files import CONFIG_NAME, TENSORS_NAME
+from afm_mlx.adapters.lora import lora_layers
+from afm_mlx.errors import ConfigError, TrainingError
+from afm_mlx.files import refuse_existing
+from afm_mlx.kernels import BITS
+from afm_mlx.packed import PARTS, activation_dtype
+from afm_mlx.stored_layers import quantization_of
+from afm_mlx.training.events import Event
+from afm_mlx.training.kinds import FullTraining, LoRATraining, Method, QATTraining
+from afm_mlx.training.losses import CrossEntropy, Distillation, Loss, mean_loss
+from afm_mlx.training.memory import estimate_memory
+from afm_mlx.training.options import TrainingOptions
+from afm_mlx.training.recipe import Data, Plan, Recipe, read_data
+from afm_mlx.training.run_folder import RunFolder
+from afm_mlx.training.source import Source, open_teacher
+from afm_mlx.training.trainer import Outcome, train
+
+
+@dataclass(frozen=True)
+class Result:
+    """A training that came to its end.
+
+    Args:
+        path: of the folder that was saved.
+        run_path: of the run's checkpoints and metrics.
+        outcome: of the loop.
+        test_loss: cross-entropy of the test split, in nats a token; None without.
+    """
+
+    path: Path
+    run_path: Path
+    outcome: Outcome
+    test_loss: float | None
+
+
+# -- one call each
+
+
+def train_full(
+    recipe: Recipe, save_path: str | Path, method: FullTraining | None = None, **options: Any
+) -> Result:
+    """Train float weights, and save a model folder.
+
+    Args:
+        recipe: model, data, and the loop's options.
+        save_path: folder to make; it must not exist.
+        method: which weights; all by default.
+        options: of `train_by`, but `run_path` may be left out: it is `<save_path>-run` then.
+
+    Raises:
+        AFMError: what is wrong with an argument, the data, the model or the run.
+    """
+    return _into_model_folder(recipe, method or FullTraining(), Path(save_path), **options)
+
+
+def train_qat(
+    recipe: Recipe, save_path: str | Path, method: QATTraining | None = None, **options: Any
+) -> Result:
+    """Train weights that are seen through their grid, pack them, and save a model folder.
+
+    Args:
+        recipe: model, data, and the loop's options.
+        save_path: folder to make; it must not exist.
+        method: the grids; 2 bits, one scale per matrix, and a 4-bit embedding by default.
+        options: see `train_full`.
+
+    Raises:
+        AFMError: what is wrong with an argument, the data, the model or the run.
+    """
+    return _into_model_folder(recipe, method or QATTraining(), Path(save_path), **options)
+
+
+def train_lora(
+    recipe: Recipe, adapter_path: str | Path, method: LoRATraining | None = None, **options: Any
+) -> Result:
+    """Train LoRA layers on a frozen model, and save an adapter folder.
+
+    Args:
+        recipe: model, data, and the loop's options.
+        adapter_path: folder of the adapter; its run is `<adapter_path>/run`, if not said otherwise.
+        method: rank, scale and layers; rank 16 and scale 0.5 on all linear layers by default.
+        options: see `train_full`.
+
+    Raises:
+        AFMError: what is wrong with an argument, the data, the model or the run.
+    """
+    path = Path(adapter_path)
+    taken = [name for name in (TENSORS_NAME, CONFIG_NAME) if (path / name).exists()]
+    if taken and not options.get("resume"):
+        raise TrainingError(
+            f"{path} holds an adapter already ({taken[0]}). Choose another folder, or remove it first."
+        )
+    options["run_path"] = options.get("run_path") or path / "run"
+    return train_by(method or LoRATraining(), recipe, path, **options)
+
+
+def _into_model_folder(recipe: Recipe, method: Method, path: Path, **options: Any) -> Result:
+    refuse_existing(path)
+    options["run_path"] = options.get("run_path") or path.with_name(f"{path.name}-run")
+    return train_by(method, recipe, path, **options)
+
+
+def train_by(
+    method: Method,
+    recipe: Recipe,
+    path: Path,
+    *,
+    run_path: str | Path,
+    resume: bool = False,
+    on_plan: Callable[[Plan], None] | None = None,
+    on_event: Callable[[Event], None] | None = None,
+) -> Result:
+    """The way that all methods share.
+
+    Args:
+        method: what is trained.
+        recipe: model, data, and the loop's options.
+        path: folder of what is saved.
+        run_path: folder of checkpoints and metrics.
+        resume: go on with the run that is there, which was started with the same arguments.
+        on_plan: called before training starts.
+        on_event: called by the loop.
+
+    Raises:
+        AFMError: what is wrong with an argument, the data, the model or the run.
+    """
+    _check_run(Path(run_path), resume)
+    source = Source.open(recipe.model)
+    method.check(source)
+    teacher = _teacher_of(recipe, source, method)
+    data = read_data(recipe, source)
+    options = method.settled(recipe.settled(data.train.batches.per_epoch))
+    model = source.load()
+    manifest = {
+        "kind": method.kind,
+        "model": source.name,
+        "model_weights": source.fingerprint(model),
+    }
+    loss: Loss = CrossEntropy()
+    taught = None
+    if teacher is not None:
+        taught = teacher.load_teacher(source)
+        manifest |= {"teacher": teacher.name, "teacher_weights": teacher.fingerprint(taught)}
+        loss = Distillation(taught, recipe.distillation_weight, recipe.distillation_temperature)
+    method.prepare(model, source, data, options.seed)
+    manifest |= method.manifest(model) | _manifest(recipe, data, options)
+    run = (RunFolder.open if resume else RunFolder.create)(run_path, manifest)
+    if on_plan is not None:
+        on_plan(_plan(model, source, method, taught, data, options))
+    valid = data.valid.batches if data.valid else None
+    outcome = train(model, loss, data.train.batches, options, run, valid, on_event)
+    test_loss = mean_loss(model, CrossEntropy(), data.test.batches) if data.test else None
+    facts = _facts(recipe, data, options, outcome, teacher, test_loss)
+    method.save(path, model, source, facts)
+    return Result(path, Path(run_path), outcome, test_loss)
+
+
+def _check_run(path: Path, resume: bool) -> None:
+    # Again when the run is opened; this is before any model is loaded.
+    if (path / "run.json").exists() and not resume:
+        raise TrainingError(
+            f"{path} holds a training run already. Resume it (--resume) with the arguments that it was started "
+            "with, choose another path, or remove it."
+        )
+
+
+def _teacher_of(recipe: Recipe, source: Source, method: Method) -> Source | None:
+    if recipe.teacher is None:
+        return None
+    teacher = open_teacher(recipe.teacher, source)
+    if method.kind != "qat" and teacher.folder.resolve() == source.folder.resolve():
+        raise ConfigError(
+            f"The teacher {recipe.teacher} is the very model that is trained: there is nothing to learn from "
+            "it. A packed model learns from the float model that it was made of."
+        )
+    return teacher
+
+
+_NOT_IN_MANIFEST = ("steps_per_report", "save_every")  # they change no number
+
+
+def _manifest(recipe: Recipe, data: Data, options: TrainingOptions) -> dict[str, Any]:
+    """What a run must keep when it resumes, by the names of the arguments."""
+    values = dataclasses.asdict(options)
+    values |= {
+        name: getattr(recipe, name) for name in ("batch_size", "max_seq_length", "prompt_weight")
+    }
+    if recipe.teacher is not None:
+        values["distillation_weight"] = recipe.distillation_weight
+        values["distillation_temperature"] = recipe.distillation_temperature
+    values["packing"] = data.train.batches.packed
+    values["data"] = data.train.batches.fingerprint
+    values["valid_data"] = data.valid.batches.fingerprint if data.valid else None
+    return {key: value for key, value in values.items() if key not in _NOT_IN_MANIFEST}
+
+
+def _plan(
+    model: nn.Module,
+    source: Source,
+    method: Method,
+    teacher: nn.Module | None,
+    data: Data,
+    options: TrainingOptions,
+) -> Plan:
+    trainable = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+    memory = None
+    if source.is_afm:
+        memory = _memory(model, source, method, data, options)
+        # A frozen model keeps nothing for a backward pass.
+        memory += 0 if teacher is None else _nbytes(teacher)
+    return Plan(_count(model), trainable, data, options, memory)
+
+
+def _memory(
+    model: nn.Module, source: Source, method: Method, data: Data, options: TrainingOptions
+) -> int:
+    batch = data.train.batches(0)
+    rows, length = batch.inputs.shape
+    ranks = [layer.rank for layer in lora_layers(model).values()]
+    bits = quantization_of(source.values, source.folder).get("bits")
+    return estimate_memory(
+        model.args,
+        method.kind,
+        batch_size=rows,
+        length=length,
+        rank=ranks[0] if ranks else 1,
+        base_bits=bits if bits in BITS else None,
+        dtype=activation_dtype(),
+        grad_checkpoint=options.grad_checkpoint,
+        ema=options.ema_decay is not None,
+        accumulates=options.grad_accumulation_steps > 1,
+        targets=batch.labels.size,
+    ).total
+
+
+def _nbytes(model: nn.Module) -> int:
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+def _count(model: nn.Module) -> int:
+    """Parameters of a model; of a packed matrix the numbers that it stands for, and not its scales."""
+    packed = [m for m in model.modules() if m.get("weight", _FLOAT).dtype == mx.uint32]
+    more = sum(m["weight"].size * 32 // m.bits for m in packed)
+    less = sum(m[part].size for m in packed for part in PARTS if part in m)
+    return more - less + sum(array.size for _, array in tree_flatten(model.parameters()))
+
+
+_FLOAT = mx.array(0.0)
+
+
+def _facts(
+    recipe: Recipe,
+    data: Data,
+    options: TrainingOptions,
+    outcome: Outcome,
+    teacher: Source | None,
+    test_loss: float | None,
+) -> dict[str, str]:
+    """Rows for the card."""
+    rows = recipe.batch_size * options.grad_accumulation_steps
+    rate = f"{options.learning_rate:g}, warm-up of {options.warmup_iters} steps, {options.schedule}"
+    kept = f"after step {outcome.best_step}"
+    if options.ema_decay is not None:
+        kept = f"averaged with decay {options.ema_decay:g}, {kept}"
+    facts = {
+        "data": f"{data.train.samples:,} samples, {data.train.tokens:,} tokens",
+        "steps": f"{outcome.steps:,} of {rows} rows, {outcome.tokens:,} predicted tokens",
+        "learning rate": rate,
+        "weights": kept,
+    }
+    if teacher is not None:
+        facts["teacher"] = (
+            f"{teacher.name}, weight {recipe.distillation_weight:g}, "
+            f"temperature {recipe.distillation_temperature:g}"
+        )
+    if outcome.best_loss is not None:
+        facts["validation loss"] = f"{outcome.best_loss:.4f}"
+    if test_loss is not None:
+        facts["test cross-entropy"] = f"{test_loss:.4f} nats a token"
+    return facts

@@ -1,0 +1,125 @@
+"""What moves the weights: AdamW in float32, a learning rate that warms up and decays, an average of weights.
+
+Notable choices:
+
+- All arithmetic is float32. A step of 1e-5 times a weight of 16 bits vanishes in its rounding (bfloat16 keeps
+  8 bits), and so does the running mean of squares at beta2 = 0.999. A parameter of 16 bits has a float32 master
+  copy in the optimizer's state, and the model gets it rounded.
+- No weight decay by default, as in Apple's quantization-aware training (arXiv 2507.13575).
+- The average of weights is free of bias from the first step on: after t steps it is
+  `sum_i d^(t-i) w_i / sum_i d^(t-i)` for i = 1 .. t. The start weights are not among them; before the first
+  step they are the average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import mlx.optimizers as optim
+from mlx.utils import tree_map
+
+Tree: TypeAlias = Any
+"""Nested dictionaries and lists of arrays, as `nn.Module.parameters` gives them."""
+
+Schedule: TypeAlias = Callable[[mx.array], mx.array]
+"""Steps done, () integer, to the learning rate of the next."""
+
+SCHEDULES = ("cosine", "constant")
+
+
+def learning_rate_schedule(
+    learning_rate: float,
+    iters: int,
+    warmup_iters: int = 0,
+    schedule: str = "cosine",
+    final_learning_rate: float = 0.0,
+) -> Schedule:
+    """Linear warm-up, then a half cosine, or a constant.
+
+    With w = warmup_iters, step t = 0, 1, ... takes `learning_rate * (t + 1) / (w + 1)` while t < w; after that
+    `final + (learning_rate - final) * (1 + cos(pi * (t - w) / (iters - w))) / 2`.
+
+    Args:
+        learning_rate: the highest.
+        iters: steps of the whole run.
+        warmup_iters: w, less than `iters`.
+        schedule: "cosine", or "constant" after the warm-up.
+        final_learning_rate: at the end of the cosine.
+    """
+    after: Schedule
+    if schedule == "constant":
+        after = optim.linear_schedule(learning_rate, learning_rate, 1)
+    else:
+        after = optim.cosine_decay(learning_rate, iters - warmup_iters, final_learning_rate)
+    if warmup_iters == 0:
+        return after
+    warmup = optim.linear_schedule(learning_rate / (warmup_iters + 1), learning_rate, warmup_iters)
+    return optim.join_schedules([warmup, after], [warmup_iters])
+
+
+class AdamW(optim.AdamW):
+    """`mlx.optimizers.AdamW` with bias correction, in float32 whatever the parameters are.
+
+    A parameter of another type has its float32 copy under "master" in the state, where the update happens;
+    4 bytes a parameter on top of the 8 of both moments.
+
+    Args:
+        learning_rate: a number or a schedule.
+        weight_decay: of all parameters.
+    """
+
+    def __init__(self, learning_rate: float | Schedule, weight_decay: float = 0.0):
+        super().__init__(learning_rate, weight_decay=weight_decay, bias_correction=True)
+
+    def init_single(self, parameter: mx.array, state: dict[str, mx.array]) -> None:
+        super().init_single(parameter.astype(mx.float32), state)
+        if parameter.dtype != mx.float32:
+            state["master"] = parameter.astype(mx.float32)
+
+    def apply_single(
+        self, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]
+    ) -> mx.array:
+        exact = super().apply_single(
+            gradient.astype(mx.float32), state.get("master", parameter), state
+        )
+        if "master" in state:
+            state["master"] = exact
+        return exact.astype(parameter.dtype)
+
+    def exact(self, parameters: Tree) -> Tree:
+        """The parameters in float32: the master copies where there are any."""
+        return tree_map(lambda p, state: state.get("master", p), parameters, self.state)
+
+
+def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tree:
+    """The next exponential moving average, free of bias.
+
+    `average + (1 - d) / (1 - d^t) * (weights - average)`
+
+    Args:
+        average: float32; has no effect where t is 1.
+        weights: after step t, float32.
+        decay: d in (0, 1).
+        steps: t, () integer, 1 after the first step.
+    """
+    # 1 - d^t by expm1: for d near 1 the difference itself has few bits left in float32.
+    share = (1 - decay) / -mx.expm1(steps.astype(mx.float32) * math.log(decay))
+    return tree_map(lambda a, w: a + share * (w - a), average, weights)
+
+
+def scaled_to_norm(gradients: Tree, max_norm: float | None) -> tuple[Tree, mx.array]:
+    """Clip gradients to a global norm.
+
+    Args:
+        gradients: any tree.
+        max_norm: that they may have at most, None for any.
+
+    Returns:
+        The gradients, and their norm before, () float32.
+    """
+    if max_norm is None:
+        return gradients, optim.clip_grad_norm(gradients, math.inf)[1]
+    return optim.clip_grad_norm(gradients, max_norm)

@@ -1,0 +1,169 @@
+"""What every kind of training takes, and the data that it reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from afm_mlx.errors import ConfigError
+from afm_mlx.loading import EMBEDDED_MODEL
+from afm_mlx.training.batches import ROW_MULTIPLE, Batches
+from afm_mlx.training.data import Sample, has_split, load_split
+from afm_mlx.training.options import TrainingOptions
+from afm_mlx.training.source import Source
+
+MAX_WARMUP = 100  # steps, where a share is asked for
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every kind of training takes.
+
+    Args:
+        data: a folder with train.jsonl, and valid.jsonl and test.jsonl where there are any; or one file.
+        options: of the loop; its seed is that of the shuffle and of new LoRA layers too.
+        model: what training starts from: a folder, a hub id, or the embedded model.
+        epochs: passes over the data, in the place of `options.iters`.
+        warmup_share: of the steps, in the place of `options.warmup_iters`; 100 steps at most.
+        batch_size: rows of a micro-batch.
+        max_seq_length: the most tokens of a sample, and of a row.
+        packing: put several samples into a row; None does where the model can keep them apart.
+        prompt_weight: of the loss of what the assistant did not write.
+        teacher: model to be imitated; "self" is `model` before quantization-aware training.
+        distillation_weight, distillation_temperature: see `losses.Distillation`.
+        test: measure the cross-entropy of test.jsonl at the end.
+    """
+
+    data: str | Path
+    options: TrainingOptions
+    model: str | Path = EMBEDDED_MODEL
+    epochs: float | None = None
+    warmup_share: float | None = None
+    batch_size: int = 4
+    max_seq_length: int = 2048
+    packing: bool | None = None
+    prompt_weight: float = 0.0
+    teacher: str | Path | None = None
+    distillation_weight: float = 1.0
+    distillation_temperature: float = 1.0
+    test: bool = False
+
+    def settled(self, per_epoch: int) -> TrainingOptions:
+        """The options, once the number of micro-batches in an epoch is known."""
+        options = self.options
+        if self.epochs is not None:
+            steps = self.epochs * per_epoch / options.grad_accumulation_steps
+            options = dataclasses.replace(options, iters=max(1, math.ceil(steps)), warmup_iters=0)
+            if self.options.warmup_iters >= options.iters and self.warmup_share is None:
+                raise ConfigError(
+                    f"warmup_iters is {self.options.warmup_iters}, and {self.epochs:g} epochs are "
+                    f"{options.iters} steps; allowed are fewer than these."
+                )
+            options = dataclasses.replace(options, warmup_iters=self.options.warmup_iters)
+        if self.warmup_share is not None:
+            warmup = min(MAX_WARMUP, int(self.warmup_share * options.iters))
+            options = dataclasses.replace(options, warmup_iters=warmup)
+        return options
+
+
+@dataclass(frozen=True)
+class Split:
+    """Batches, and what they are made of.
+
+    Args:
+        batches: see there.
+        samples, tokens: how many.
+        targets: tokens that are predicted.
+    """
+
+    batches: Batches
+    samples: int
+    tokens: int
+    targets: int
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set; None for what has no file or is not asked for."""
+
+    train: Split
+    valid: Split | None
+    test: Split | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is about to happen, to be shown before it does.
+
+    Args:
+        parameters: of the model, LoRA's among them; a packed matrix counts as the numbers that it stands for.
+        trainable: of those.
+        data: that is trained on.
+        options: of the loop, settled.
+        memory: estimated bytes; None where there is no estimate.
+    """
+
+    parameters: int
+    trainable: int
+    data: Data
+    options: TrainingOptions
+    memory: int | None
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.data.train.batches.per_epoch / self.options.grad_accumulation_steps
+
+
+def read_data(recipe: Recipe, source: Source) -> Data:
+    """Read and tokenize all splits.
+
+    Raises:
+        DataError: names the lines that can't be used.
+        ConfigError: for packed rows and a model that can't keep their samples apart.
+    """
+    packed = source.is_afm if recipe.packing is None else recipe.packing
+    if packed and not source.is_afm:
+        raise ConfigError(
+            "Several samples in a row need a mask that models of mlx-lm don't take. Leave packing out "
+            "(--no-packing)."
+        )
+    # Positions start anew with each sample of a row, so only samples are bound by the context.
+    limit = min(recipe.max_seq_length, source.values.get("context_length") or recipe.max_seq_length)
+
+    def read(split: str) -> Split:
+        samples = load_split(
+            recipe.data,
+            split,
+            source.tokenizer,
+            max_seq_length=limit,
+            prompt_weight=recipe.prompt_weight,
+        )
+        batches = Batches(
+            samples,
+            batch_size=recipe.batch_size,
+            length=_row_length(samples, recipe) if packed else recipe.max_seq_length,
+            packed=packed,
+            seed=recipe.options.seed,
+            shuffle=split == "train",
+        )
+        tokens = sum(len(sample.tokens) for sample in samples)
+        targets = sum(int(np.count_nonzero(sample.weights)) for sample in samples)
+        return Split(batches, len(samples), tokens, targets)
+
+    return Data(
+        read("train"),
+        read("valid") if has_split(recipe.data, "valid") else None,
+        read("test") if recipe.test else None,
+    )
+
+
+def _row_length(samples: Sequence[Sample], recipe: Recipe) -> int:
+    """Tokens of a packed row: no more than it takes to put all samples into one batch."""
+    inputs = [len(sample.tokens) - 1 for sample in samples]
+    wanted = max(*inputs, math.ceil(sum(inputs) / recipe.batch_size), 1)
+    return min(-(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE, recipe.max_seq_length)

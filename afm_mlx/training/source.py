@@ -1,0 +1,123 @@
+"""The model folder that training starts from: its tokenizer first, its weights when all else is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from afm_mlx.config import MODEL_TYPE, read_config_json
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError
+from afm_mlx.fingerprint import arrays_fingerprint
+from afm_mlx.loading import load_model, resolve_model
+from afm_mlx.packed import PackedEmbedding, PackedLinear, activation_dtype
+from afm_mlx.stored_layers import quantization_of
+from afm_mlx.tokenizer import load_tokenizer
+from afm_mlx.zoo import load_zoo
+
+_QUANTIZED = (PackedLinear, PackedEmbedding, nn.QuantizedLinear, nn.QuantizedEmbedding)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model folder, ours or of mlx-lm's zoo.
+
+    Args:
+        folder: holds config.json, weights, and tokenizer files.
+        values: content of config.json.
+    """
+
+    folder: Path
+    values: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, model: str | Path) -> Source:
+        """Find a model by its path, its hub id, or the name of the embedded one.
+
+        Raises:
+            AFMError: when there is none.
+        """
+        folder = resolve_model(model)
+        return cls(folder, read_config_json(folder / "config.json"))
+
+    @property
+    def name(self) -> str:
+        """The folder's bare name, for cards."""
+        return self.folder.resolve().name
+
+    @property
+    def is_afm(self) -> bool:
+        return self.values.get("model_type") == MODEL_TYPE
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        if self.is_afm:
+            return load_tokenizer(self.folder)
+        from mlx_lm.utils import load_tokenizer as load_of_zoo
+
+        try:
+            return load_of_zoo(self.folder, eos_token_ids=self.values.get("eos_token_id"))
+        except (ValueError, OSError) as error:
+            raise CheckpointError(
+                f"mlx-lm can't load the tokenizer of {self.folder}: {' '.join(str(error).split())}."
+            ) from None
+
+    def refuse_quantized(self, purpose: str) -> None:
+        """Raise `ConfigError` when weights are packed, which have no gradient."""
+        if quantization_of(self.values, self.folder / "config.json"):
+            raise ConfigError(
+                f"{self.folder} is quantized, and {purpose} starts from float weights. Train the model that it "
+                f"was made of, or make float weights of it: afm-mlx convert --model {self.folder} "
+                "--mlx-path FLOAT -d."
+            )
+
+    def load(self) -> nn.Module:
+        """The model in eval mode; on a CPU all its floats are float32, whose gradients are quick there."""
+        if self.is_afm:
+            return load_model(self.folder, self.values)
+        model, _ = load_zoo(self.folder)
+        packed = any(isinstance(module, _QUANTIZED) for module in model.modules())
+        if activation_dtype() == mx.float32 and not packed:
+            model.update(tree_map(_as_float32, model.parameters()))
+            mx.eval(model.parameters())
+        return model
+
+    def fingerprint(self, model: nn.Module) -> str:
+        """What tells this model from others; `model` is what `load` gave."""
+        return arrays_fingerprint(dict(self.values), dict(tree_flatten(model.parameters())))
+
+    def load_teacher(self, student: Source) -> nn.Module:
+        """The model, to be imitated by `student`.
+
+        Raises:
+            ConfigError: when the vocabularies differ.
+        """
+        if self.folder.resolve() != student.folder.resolve():
+            mine, other = self.tokenizer.get_vocab(), student.tokenizer.get_vocab()
+            if mine != other:
+                raise ConfigError(
+                    f"The teacher {self.name} and {student.name} have different vocabularies ({len(mine)} and "
+                    f"{len(other)} pieces): its predictions can't be imitated. Choose the model that "
+                    f"{student.name} was made of."
+                )
+        return self.load()
+
+
+def _as_float32(array: mx.array) -> mx.array:
+    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def open_teacher(teacher: str | Path, student: Source) -> Source:
+    """The folder of a teacher; "self" is the student's own, as it was before training."""
+    if str(teacher) == "self":
+        return student
+    try:
+        return Source.open(teacher)
+    except AFMError as error:
+        raise type(error)(f"The teacher: {error}") from None

@@ -1,0 +1,286 @@
+"""Each kind of training end to end: what is trained, what is saved, and what is refused."""
+
+import dataclasses
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from afm_mlx.adapters.files import load_adapter
+from afm_mlx.adapters.lora import add_lora, save_lora
+from afm_mlx.errors import CheckpointError, ConfigError, DataError, TrainingError
+from afm_mlx.fingerprint import folder_fingerprint
+from afm_mlx.loading import load
+from afm_mlx.packed import PackedEmbedding, PackedLinear
+from afm_mlx.quantization import QuantizationRule, quantize_model
+from afm_mlx.training.events import Evaluation, Report, Stepped
+from afm_mlx.training.kinds import FullTraining, LoRATraining, QATTraining
+from afm_mlx.training.losses import CrossEntropy, mean_loss
+from afm_mlx.training.methods import train_full, train_lora, train_qat
+from afm_mlx.training.model_folder import save_model_folder
+from afm_mlx.training.options import TrainingOptions
+from afm_mlx.training.recipe import Recipe, read_data
+from afm_mlx.training.source import Source
+from tests.tools.cli import write_folder
+from tests.tools.training_data import TRAINABLE, write_data
+from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
+
+OPTIONS = TrainingOptions(iters=6, learning_rate=5e-3, steps_per_eval=3, save_every=2, seed=3)
+
+
+@pytest.fixture
+def model(tmp_path, spm_bpe, rng):
+    return write_folder(tmp_path / "model", spm_bpe, rng, TRAINABLE)
+
+
+@pytest.fixture
+def recipe(model, tmp_path, rng):
+    return Recipe(
+        write_data(tmp_path / "data", rng), OPTIONS, model, batch_size=2, max_seq_length=96
+    )
+
+
+@pytest.fixture
+def packed(model, tmp_path):
+    """The model in 2 bits, as a folder."""
+    source = Source.open(model)
+    quantized, values = quantize_model(source.load(), source.values)
+    return save_model_folder(
+        tmp_path / "packed", quantized, values, source, what="Rounded.", facts={}
+    )
+
+
+def parameters(folder):
+    return dict(tree_flatten(load(folder)[0].parameters()))
+
+
+def changed(before, after):
+    return {name for name in before if not mx.array_equal(before[name], after[name])}
+
+
+class Watcher:
+    """Keeps what a run tells."""
+
+    def __init__(self):
+        self.plan, self.events = None, []
+
+    def hooks(self):
+        return {"on_plan": lambda plan: setattr(self, "plan", plan), "on_event": self.events.append}
+
+    def losses(self, kind, field):
+        return [getattr(event, field) for event in self.events if isinstance(event, kind)]
+
+
+def test_full_training(recipe, model, tmp_path):
+    watcher = Watcher()
+    result = train_full(
+        dataclasses.replace(recipe, test=True), tmp_path / "full", **watcher.hooks()
+    )
+    before, after = parameters(model), parameters(tmp_path / "full")
+    fixed = {name for name in before if name.endswith(("key_scale", "value_scale"))}
+    assert len(fixed) == 4
+    assert changed(before, after) == set(before) - fixed
+    losses = watcher.losses(Evaluation, "valid_loss")
+    assert losses[-1] < losses[0]
+    assert result.outcome.best_loss == min(losses)
+    assert len(watcher.losses(Stepped, "loss")) == 6
+    assert watcher.losses(Report, "step") == [6]
+    plan = watcher.plan
+    assert plan.parameters == TRAINABLE.num_parameters + len(fixed)
+    assert plan.trainable == plan.parameters - len(fixed)
+    assert plan.memory > 16 * plan.trainable
+    assert plan.data.train.samples == 9
+    assert 0 < plan.data.train.targets < plan.data.train.tokens
+    card = (tmp_path / "full" / "README.md").read_text()
+    assert f"| validation loss | {result.outcome.best_loss:.4f} |\n" in card
+    assert f"| test cross-entropy | {result.test_loss:.4f} nats a token |\n" in card
+    assert str(tmp_path) not in card
+    tokenizers = [load(folder)[1] for folder in (model, tmp_path / "full")]
+    assert tokenizers[0].encode("a word") == tokenizers[1].encode("a word")
+    assert result.run_path == tmp_path / "full-run"
+
+
+def test_full_training_of_the_last_blocks(recipe, model, tmp_path):
+    train_full(recipe, tmp_path / "full", FullTraining(num_layers=1))
+    names = changed(parameters(model), parameters(tmp_path / "full"))
+    assert names
+    assert all(name.startswith("model.kv_reuse_layers.0.") for name in names)
+    with pytest.raises(ConfigError, match="num_layers is 4; allowed are 1 to 3"):
+        train_full(recipe, tmp_path / "other", FullTraining(num_layers=4))
+    assert not (tmp_path / "other-run").exists()
+
+
+def test_lora_on_a_packed_model_with_a_teacher(recipe, model, packed, tmp_path):
+    watcher = Watcher()
+    recipe = dataclasses.replace(recipe, model=packed, teacher=model)
+    train_lora(recipe, tmp_path / "adapter", LoRATraining(rank=4), **watcher.hooks())
+    losses = watcher.losses(Evaluation, "valid_loss")
+    assert 0 < losses[-1] < losses[0]
+    tensors, config = load_adapter(tmp_path / "adapter")
+    assert (config.rank, config.scale) == (4, 0.5)
+    assert config.base_model_fingerprint == folder_fingerprint(TRAINABLE, packed)
+    assert all(mx.abs(tensor).max() > 0 for tensor in tensors.values())
+    tokens = mx.array([[5, 6, 7]])
+    adapted = load(packed, adapter_path=str(tmp_path / "adapter"))[0](tokens)
+    assert not mx.allclose(adapted, load(packed)[0](tokens), atol=1e-3)
+    assert watcher.plan.trainable == sum(tensor.size for tensor in tensors.values())
+    scales = 2 * TRAINABLE.num_kv_layers
+    assert watcher.plan.parameters == (TRAINABLE.num_parameters + scales + watcher.plan.trainable)
+
+
+def test_a_task_adapter_starts_from_a_recovery_adapter(recipe, model, tmp_path, rng):
+    base, first = load(model)[0], tmp_path / "first"
+    add_lora(base, 4, 2.0, ["mlp.up_proj"])
+    drawn = [
+        (name, mx.array(rng.normal(0, 0.1, array.shape).astype(np.float32)))
+        for name, array in tree_flatten(base.trainable_parameters())
+    ]
+    base.load_weights(drawn, strict=False)
+    save_lora(base, first, model)
+    tiny = dataclasses.replace(recipe.options, learning_rate=1e-7)
+    recipe = dataclasses.replace(recipe, options=tiny)
+    train_lora(recipe, tmp_path / "second", LoRATraining(initial_adapter=first))
+    (before, old), (after, new) = load_adapter(first), load_adapter(tmp_path / "second")
+    assert old == new
+    for name, array in before.items():
+        np.testing.assert_allclose(after[name], array, atol=1e-5)
+    with pytest.raises(ConfigError, match="rank is 8, and that of the initial adapter"):
+        train_lora(recipe, tmp_path / "third", LoRATraining(rank=8, initial_adapter=first))
+    add_lora(stranger := load(model)[0], 4, 2.0)
+    stranger.model.output_norm.weight *= 2
+    save_lora(stranger, tmp_path / "stranger")
+    with pytest.raises(CheckpointError, match="was made for a model with the fingerprint"):
+        train_lora(recipe, tmp_path / "x", LoRATraining(initial_adapter=tmp_path / "stranger"))
+
+
+def test_qat_saves_a_packed_model(recipe, tmp_path):
+    watcher = Watcher()
+    recipe = dataclasses.replace(recipe, test=True, options=dataclasses.replace(OPTIONS, iters=12))
+    result = train_qat(recipe, tmp_path / "qat", QATTraining(calibrate_kv=2), **watcher.hooks())
+    losses = watcher.losses(Evaluation, "valid_loss")
+    assert losses[-1] < losses[0]
+    model = load(tmp_path / "qat")[0]
+    linear = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert {(m.bits, m.mode, m.granularity) for m in linear} == {(2, "balanced", "tensor")}
+    embedding = model.model.embedding
+    assert isinstance(embedding, PackedEmbedding)
+    assert (embedding.bits, embedding.granularity) == (4, "row")
+    # The folder's loss is that of the weights that were trained.
+    tested = read_data(recipe, Source.open(tmp_path / "qat")).test.batches
+    assert mean_loss(model, CrossEntropy(), tested) == pytest.approx(result.test_loss, rel=1e-2)
+    assert watcher.plan.options.ema_decay == pytest.approx(1 - 10 / 12)
+
+
+def test_qat_gives_scales_to_a_model_without(recipe, model, tmp_path):
+    values = json.loads((model / "config.json").read_text()) | {"kv_bits": None}
+    weights = {
+        n: a for n, a in mx.load(str(model / "model.safetensors")).items() if "quant_" not in n
+    }
+    (model / "model.safetensors.index.json").unlink()
+    mx.save_safetensors(str(model / "model.safetensors"), weights)
+    (model / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ConfigError, match="stores keys and values as floats"):
+        train_qat(recipe, tmp_path / "qat", QATTraining(learn_kv_scales=True))
+    method = QATTraining(calibrate_kv=2, learn_kv_scales=True, average=False)
+    train_qat(recipe, tmp_path / "qat", method)
+    assert load(tmp_path / "qat")[0].args.kv_bits == 8
+
+
+def test_qat_of_a_model_of_the_zoo(tmp_path, rng):
+    model = zoo_model("llama", 96, int(rng.integers(1 << 30)))
+    write_zoo_folder(tmp_path / "zoo", "llama", model, word_tokenizer_json(96))
+    data = tmp_path / "train.jsonl"
+    rows = [{"text": " ".join(f"w{i}" for i in rng.integers(2, 96, 20))} for _ in range(6)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = Recipe(
+        data, OPTIONS, tmp_path / "zoo", batch_size=2, max_seq_length=64, teacher="self"
+    )
+    rule = QuantizationRule(4, "affine", "group", 32)
+    train_qat(recipe, tmp_path / "qat", QATTraining(rule=rule, embedding_rule=rule))
+    from mlx_lm import load as load_by_mlx_lm
+
+    tokens = mx.array([[5, 6, 7]])
+    theirs, ours = load_by_mlx_lm(str(tmp_path / "qat"))[0], load(tmp_path / "qat")[0]
+    np.testing.assert_allclose(theirs(tokens), ours(tokens), atol=1e-2)
+    with pytest.raises(ConfigError, match="no int8 scales"):
+        train_qat(recipe, tmp_path / "other", QATTraining(calibrate_kv=1))
+    with pytest.raises(ConfigError, match="--no-packing"):
+        train_qat(dataclasses.replace(recipe, packing=True), tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["full", "qat"])
+def test_a_quantized_model_has_no_float_weights_to_train(recipe, packed, tmp_path, kind):
+    train = {"full": train_full, "qat": train_qat}[kind]
+    with pytest.raises(ConfigError, match=r"is quantized, and .* afm-mlx convert --model .* -d"):
+        train(dataclasses.replace(recipe, model=packed), tmp_path / "out")
+
+
+def test_a_resumed_run_saves_the_same_folder(recipe, tmp_path):
+    options = dataclasses.replace(OPTIONS, grad_accumulation_steps=2)
+    recipe = dataclasses.replace(recipe, options=options)
+    train_qat(recipe, tmp_path / "unbroken")
+
+    def interrupt(event):
+        if isinstance(event, Stepped) and event.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_qat(recipe, tmp_path / "broken", on_event=interrupt)
+    assert not (tmp_path / "broken").exists()
+    with pytest.raises(TrainingError, match="--resume"):
+        train_qat(recipe, tmp_path / "broken")
+    other = dataclasses.replace(recipe, batch_size=3)
+    with pytest.raises(TrainingError, match="batch_size was 2 and is now 3"):
+        train_qat(other, tmp_path / "broken", resume=True)
+    train_qat(recipe, tmp_path / "broken", resume=True)
+    one, two = parameters(tmp_path / "unbroken"), parameters(tmp_path / "broken")
+    assert not changed(one, two)
+
+
+def test_an_adapter_is_not_overwritten(recipe, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    with pytest.raises(TrainingError, match="holds an adapter already"):
+        train_lora(recipe, tmp_path / "adapter")
+
+
+def test_a_teacher_must_be_of_use(recipe, model, tmp_path, spm_unigram, rng):
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        train_lora(dataclasses.replace(recipe, teacher=model), tmp_path / "adapter")
+    other = write_folder(tmp_path / "other", spm_unigram, rng, TRAINABLE)
+    with pytest.raises(ConfigError, match="different vocabularies"):
+        train_lora(dataclasses.replace(recipe, teacher=other), tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
+def test_bad_data_is_named_before_a_model_is_loaded(recipe, model, tmp_path):
+    (model / "model.safetensors").unlink()
+    with (tmp_path / "data" / "valid.jsonl").open("a") as file:
+        file.write('{"messages": [{"role": "king", "content": "x"}]}\n')
+    with pytest.raises(DataError, match=r"valid\.jsonl:10: "):
+        train_qat(recipe, tmp_path / "qat")
+
+
+def test_rows_are_no_longer_than_the_data(recipe):
+    data = read_data(recipe, Source.open(recipe.model))
+    assert data.train.batches.length == 96
+    roomy = dataclasses.replace(recipe, max_seq_length=4096)
+    batches = read_data(roomy, Source.open(recipe.model)).train.batches
+    assert batches.length % 64 == 0
+    assert batches.per_epoch <= 2
+    assert batches.fill > 0.5
+
+
+def test_epochs_and_shares_become_steps(recipe):
+    options = dataclasses.replace(OPTIONS, grad_accumulation_steps=2)
+    recipe = dataclasses.replace(recipe, options=options, epochs=1.5, warmup_share=0.1)
+    settled = recipe.settled(100)
+    assert (settled.iters, settled.warmup_iters) == (75, 7)
+    assert recipe.settled(10000).warmup_iters == 100
+    late = dataclasses.replace(options, iters=51, warmup_iters=50)
+    recipe = dataclasses.replace(recipe, options=late, warmup_share=None)
+    assert recipe.settled(100).warmup_iters == 50
+    with pytest.raises(ConfigError, match=r"1\.5 epochs are 8 steps"):
+        recipe.settled(10)
