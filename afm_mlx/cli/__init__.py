@@ -21,6 +21,8 @@ COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk with a model, turn by turn",
     "convert": "make a model folder of a checkpoint or of another folder",
+    "lora": "train an adapter, or all float weights",
+    "qat": "train weights that keep their quality in 2 or 4 bits",
     "bench": "measure tokens per second, memory, and the share of its speed",
     "info": "show what a model is, and what would run it here",
     "doctor": "test every kernel on this machine, and write a report",

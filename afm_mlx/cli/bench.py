@@ -181,7 +181,8 @@ def _facts(
         "weight_bytes": sum(array.nbytes for _, array in tree_flatten(model.parameters())),
         "trials": args.num_trials,
         "activation_bits": args.activation_bits,
-        "kv": args.kv,
+        # A model without int8 scales, as those of mlx-lm's zoo, keeps floats whatever was asked for.
+        "kv": args.kv if getattr(getattr(model, "args", None), "kv_bits", None) == 8 else "float",
         "threads": threads,
         "bandwidth_bytes_per_second": bandwidth.bytes_per_second,
         "bandwidth_measured_with": bandwidth.how,
