@@ -257,9 +257,15 @@ def test_a_layer_that_saves_nothing_stays_high(rng):
 # -- what it is for
 
 
-def test_the_chosen_mix_beats_its_reverse_on_the_embedded_model():
+def test_the_chosen_mix_beats_its_reverse_on_the_embedded_model(rng):
     model, tokenizer = load()
     dequantize_model(model)
+    # Its weights lie on a 2-bit grid, on which a palette loses nothing.
+    for _, module in model.named_modules():
+        if type(module) is nn.Linear:
+            weight = np.array(module.weight)
+            noise = rng.normal(0, 0.1 * weight.std(), weight.shape)
+            module.weight = mx.array((weight + noise).astype(np.float32))
     documents = load_documents(resolve_model(EMBEDDED_MODEL) / "heldout.jsonl", tokenizer)
     pieces = [piece for piece in cut(documents, 64) if len(piece) > 30]
     measured, judged = pieces[:3], pieces[3:6]
