@@ -1,10 +1,14 @@
 """The embedded model: golden tokens, and what its card says."""
 
+import copy
 import json
+import shutil
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as load_stock_model
 
 import afm_mlx
@@ -12,8 +16,12 @@ from afm_mlx.config import PRESETS
 from afm_mlx.engine import Engine
 from afm_mlx.evaluation import evaluate, load_examples
 from afm_mlx.generation import generate
+from afm_mlx.kernels import dispatch
 from afm_mlx.loading import resolve_model
+from afm_mlx.packed import PackedEmbedding, PackedLinear
+from afm_mlx.quantization import dequantize_model
 from afm_mlx.request import Request
+from afm_mlx.weights import save_weights
 
 FOLDER = resolve_model("afm-nano")
 GOLDEN = json.loads((FOLDER / "golden.json").read_text())
@@ -36,13 +44,37 @@ def test_it_is_what_the_preset_says_and_small(nano):
     assert sum(file.stat().st_size for file in Path(FOLDER).iterdir()) < 8e6
 
 
-def test_a_quantized_folder_loads(nano):
-    """(b) mlx-lm can't load an AFM folder in its own quantized format."""
+def test_its_weights_are_packed(nano):
     model, _ = nano
-    assert model.model.layers[0].self_attn.qkv_proj.bits == 4
+    packed = {path: m for path, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert len(packed) == 5 * len(model.layers)  # queries (keys, values), out, gate, up, down
+    assert {(layer.bits, layer.mode) for layer in packed.values()} == {(2, "balanced")}
+    assert isinstance(model.model.embedding, PackedEmbedding)
     assert model.model.embedding.bits == 4
+
+
+@on_cpu
+def test_a_folder_that_mlx_quantized_loads(nano, tmp_path):
+    """(b) mlx-lm can't load an AFM folder in its own quantized format."""
+    model, tokenizer = nano
+    stock = dequantize_model(copy.deepcopy(model))
+    nn.quantize(stock, group_size=64, bits=4)
+    folder = tmp_path / "stock"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("model.safetensors*"))
+    save_weights(folder, dict(tree_flatten(stock.parameters())))
+    config = json.loads((FOLDER / "config.json").read_text())
+    quantization = {"group_size": 64, "bits": 4, "mode": "affine"}
+    config |= {"quantization": quantization, "quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(config))
+
+    loaded, _ = afm_mlx.load(folder)
+    assert loaded.model.layers[0].self_attn.qkv_proj.bits == 4
+    tokens = mx.array([tokenizer.encode("first second third")])
+    with dispatch.force("reference"):
+        error = mx.abs(loaded(tokens) - stock(tokens)).max()
+    assert error.item() < 1e-3 * mx.abs(stock(tokens)).max().item()
     with pytest.raises(TypeError, match="to_quantized"):
-        load_stock_model(FOLDER)
+        load_stock_model(folder)
 
 
 @on_cpu
@@ -99,9 +131,10 @@ def test_a_sample_of_every_task(nano):
 @pytest.mark.slow
 def test_the_whole_evaluation_is_what_the_card_says(nano):
     model, tokenizer = nano
-    card = (FOLDER / "README.md").read_text()
+    card = (FOLDER / "README.md").read_text().splitlines()
+    headings = next(line for line in card if line.startswith("| | float32")).split("|")
     result = evaluate(model, tokenizer, load_examples(FOLDER / "evaluation.jsonl"))
     for task, score in result.tasks.items():
-        claimed = next(line for line in card.splitlines() if line.startswith(f"| `{task}`"))
-        percent = float(claimed.split("|")[-2].strip().rstrip("%"))
+        claimed = next(line for line in card if line.startswith(f"| `{task}`"))
+        percent = float(claimed.split("|")[headings.index(" 2-bit ")].strip().rstrip("%"))
         assert score.accuracy * 100 == pytest.approx(percent, abs=4.1)  # two answers of fifty
