@@ -87,8 +87,7 @@ def check_base(
     if found != wanted:
         raise CheckpointError(
             f"The adapter {source} was made for the model with fingerprint {wanted}, and this one has {found}. "
-            "Load the model that it was trained on, or train it on this one; force=True in Python takes it all "
-            "the same."
+            "Take the model that it was trained on, or train an adapter for this one."
         )
 
 
@@ -144,12 +143,16 @@ def _attach(place: Place, pairs: list[Pair], scale: float) -> None:
 
 
 def _wrapped(place: Place, pairs: list[Pair], scale: float) -> LoRALinear:
-    rank = pairs[0][0].shape[1]
-    layer = LoRALinear(place.linear, rank, scale, sections=place.sections)
+    rank, trainable = pairs[0][0].shape[1], list(place.linear.trainable_parameters())
+    # With a key of its own: the random A is replaced, and the caller's random numbers must not depend on it.
+    key = mx.random.key(0)
+    layer = LoRALinear(place.linear, rank, scale, sections=place.sections, key=key)
     a, b = ([pair[side].astype(activation_dtype()) for pair in pairs] for side in (0, 1))
     mx.eval(a, b)
     layer.lora_a, layer.lora_b = (a[0], b[0]) if place.sections is None else (a, b)
     layer.freeze()
+    if trainable:  # only training an adapter freezes its base
+        place.linear.unfreeze(recurse=False, keys=trainable)
     return layer.eval()
 
 

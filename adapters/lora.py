@@ -201,6 +201,11 @@ def add_lora(
         )
     first = 0 if num_layers == -1 else blocks - num_layers
     chosen = [p for p in found if p.block >= first and (wanted is None or p.key in wanted)]
+    if not chosen:
+        raise RequestError(
+            f"No layer is left to adapt: the last {blocks - first} blocks have none of the keys "
+            f"{sorted(wanted or ())}. Name others, or take more blocks (num_layers)."
+        )
     model.freeze()
     random = mx.random.split(mx.random.key(seed), len(chosen))
     replace_modules(

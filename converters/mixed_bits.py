@@ -207,8 +207,9 @@ def _entry(layer: LayerSensitivity, chosen: QuantizationRule) -> dict[str, Any]:
 
 def check_stock(wishes: QuantizationWishes, mode: str) -> None:
     """Raise `AFMError` for formats whose bytes in a folder for stock mlx-lm are not those that are counted."""
-    if not wishes.rule(mode).is_stock:
+    rule = wishes.rule(mode)
+    if not (rule.is_stock and wishes.embedding_rule(rule).is_stock):
         raise AFMError(
             "--target-bpw counts the bytes of this package's formats, and a folder for stock mlx-lm has "
-            "others. Choose --q-mode affine, or leave --to out."
+            "others. Choose --q-mode affine for all layers, the embedding too, or leave --to out."
         )

@@ -92,7 +92,7 @@ def write_card(
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
-# -- trained models
+# -- tokenizers
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -104,6 +104,19 @@ _TOKENIZER_FILES = (
     "chat_template*",
     "generation_config.json",
 )
+
+
+def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
+    """Copy what makes the tokenizer of a model folder; returns the names of the files."""
+    files = {
+        file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()
+    }
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    return sorted(file.name for file in files)
+
+
+# -- trained models
 
 _TRAINED_CARD = """\
 ---
@@ -132,16 +145,6 @@ afm-mlx generate --model {name} --prompt "Hello"
 Training changes numbers, not terms. The weights stay under the licence of the model that they came from, and
 the data may have terms of its own: read both before you use this folder, and before you give it to anybody.
 """
-
-
-def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
-    """Copy what makes the tokenizer of a model folder; returns the names of the files."""
-    files = {
-        file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()
-    }
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
-    return sorted(file.name for file in files)
 
 
 def write_trained_card(

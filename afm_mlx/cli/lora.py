@@ -15,7 +15,17 @@ if TYPE_CHECKING:
     from afm_mlx.training.kinds import LoRATraining
 
 LEARNING_RATES = {"lora": 1e-3, "full": 1e-5}
-_OF_LORA = ("rank", "alpha", "scale", "dropout", "keys", "lora_parameters", "initial_adapter")
+ADAPTER_PATH = "adapters"  # mlx-lm's default
+_OF_LORA = (
+    "adapter_path",
+    "rank",
+    "alpha",
+    "scale",
+    "dropout",
+    "keys",
+    "lora_parameters",
+    "initial_adapter",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--adapter-path",
-        default="adapters",
-        help="folder of the adapter; its run is the folder run in it",
+        help=f"folder of the adapter, {ADAPTER_PATH} by default; its run is the folder run in it",
     )
     parser.add_argument(
         "--save-path", help="of full: model folder to make, whose run is SAVE_PATH-run"
@@ -87,9 +96,8 @@ def run(args: argparse.Namespace) -> None:
     if args.save_path is not None:
         raise UsageError("--save-path is for --fine-tune-type full; an adapter is --adapter-path.")
     method = _lora(args)
-    run_training(
-        args, partial(train_lora, recipe, args.adapter_path, method), Path(args.adapter_path, "run")
-    )
+    path = Path(args.adapter_path or ADAPTER_PATH)
+    run_training(args, partial(train_lora, recipe, path, method), path / "run")
 
 
 def _run_full(args: argparse.Namespace, recipe: Any) -> None:
@@ -109,7 +117,7 @@ def _run_full(args: argparse.Namespace, recipe: Any) -> None:
 
 
 def _lora(args: argparse.Namespace) -> LoRATraining:
-    from afm_mlx.training.kinds import LoRATraining
+    from afm_mlx.training.kinds import RANK, LoRATraining
 
     values = {name: getattr(args, name) for name in ("rank", "scale", "dropout", "keys")}
     for name, value in _parameters(args).items():
@@ -119,7 +127,7 @@ def _lora(args: argparse.Namespace) -> LoRATraining:
             raise UsageError("--alpha and --scale both say how strong; choose one.")
         if values["rank"] is None and args.initial_adapter is not None:
             raise UsageError("--alpha needs --rank beside it; with --initial-adapter leave it out.")
-        values["scale"] = args.alpha / (values["rank"] or 16)
+        values["scale"] = args.alpha / (values["rank"] or RANK)
     return LoRATraining(
         rank=values["rank"],
         scale=values["scale"],

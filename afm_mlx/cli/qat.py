@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quant-predicate",
         metavar="RECIPE",
-        help="more bits for layers that suffer most: mixed_2_4, mixed_2_8 or mixed_4_8",
+        help="more bits for the layers that mlx-lm's recipes choose: mixed_2_4, mixed_2_8 or mixed_4_8",
     )
     group.add_argument(
         "--calibrate-kv",

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,8 +246,23 @@ def _check(args: argparse.Namespace) -> None:
                     f"--{name.replace('_', '-')} without --teacher would do nothing. Add --teacher, or "
                     "leave it out."
                 )
-    if args.plot is not None and not args.plot.endswith(".png"):
-        raise UsageError(f"--plot is {args.plot}; a name that ends in .png is needed.")
+    if args.plot is not None:
+        _check_plot(args.plot)
+
+
+def _check_plot(path: str) -> None:
+    """What would only be found when hours of training are over."""
+    if not path.endswith(".png"):
+        raise UsageError(f"--plot is {path}; a name that ends in .png is needed.")
+    if not Path(path).parent.is_dir():
+        raise UsageError(
+            f"--plot is {path}; there is no folder {Path(path).parent}. Make it first."
+        )
+    if find_spec("matplotlib") is None:
+        raise UsageError(
+            "--plot needs matplotlib, which is not installed. Install it (pip install 'afm-mlx[train]'), or "
+            "leave --plot out."
+        )
 
 
 def _prompt_weight(args: argparse.Namespace) -> float:

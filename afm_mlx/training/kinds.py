@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 import mlx.nn as nn
 
+from afm_mlx.adapters.attach import check_base
 from afm_mlx.adapters.files import load_adapter
 from afm_mlx.adapters.lora import add_lora, load_lora, lora_config, lora_tensors, places, save_lora
-from afm_mlx.config import ModelConfig
-from afm_mlx.errors import CheckpointError, ConfigError
-from afm_mlx.fingerprint import arrays_fingerprint, folder_fingerprint
+from afm_mlx.errors import ConfigError
+from afm_mlx.fingerprint import arrays_fingerprint
+from afm_mlx.packed import PackedEmbedding, PackedLinear
 from afm_mlx.quantization import Predicate, QuantizationRule
 from afm_mlx.training.kv_scales import calibrate_kv_scales
 from afm_mlx.training.model_folder import save_model_folder
@@ -30,6 +31,9 @@ QAT_RULE = QuantizationRule(bits=2, mode="balanced", granularity="tensor")
 
 QAT_EMBEDDING_RULE = QuantizationRule(bits=4, mode="balanced", granularity="row")
 """Four bits; rows, whose norms differ by the frequency of their tokens, have scales of their own."""
+
+RANK, SCALE = 16, 0.5
+"""Of a new LoRA adapter."""
 
 
 class Method(Protocol):
@@ -101,7 +105,7 @@ class FullTraining:
 class LoRATraining:
     """LoRA pairs on a frozen model, see `adapters.lora.add_lora`.
 
-    What is None comes from `initial_adapter`, or is rank 16 and scale 0.5.
+    What is None comes from `initial_adapter`, or is `RANK` and `SCALE`.
 
     Args:
         rank: of every pair.
@@ -133,27 +137,19 @@ class LoRATraining:
                     f"{name} is {wanted}, and that of the initial adapter {self.initial_adapter} is {found}. "
                     "Leave it out, or give the same."
                 )
-        made_for = config.base_model_fingerprint
-        if made_for is None or not source.is_afm:
-            return
-        mine = folder_fingerprint(ModelConfig.from_dict(source.values), source.folder)
-        if made_for != mine:
-            raise CheckpointError(
-                f"The initial adapter {self.initial_adapter} was made for a model with the fingerprint "
-                f"{made_for[:16]}..., and {source.folder} has {mine[:16]}.... Train it on the model that it "
-                "was made for."
-            )
 
     def settled(self, options: TrainingOptions) -> TrainingOptions:
         return options
 
     def prepare(self, model: nn.Module, source: Source, data: Data, seed: int) -> nn.Module:
-        rank, scale, keys, blocks = self.rank or 16, self.scale, self.keys, self.num_layers
+        rank, scale, keys, blocks = self.rank, self.scale, self.keys, self.num_layers
         if self.initial_adapter is not None:
             tensors, config = load_adapter(self.initial_adapter)
+            check_base(model, config, self.initial_adapter, source.folder)
             rank, scale, keys = config.rank, config.scale, keys or config.keys or None
             blocks = _adapted_blocks(model, tensors) if blocks == -1 else blocks
-        scale = 0.5 if scale is None else scale
+        rank = RANK if rank is None else rank
+        scale = SCALE if scale is None else scale
         add_lora(model, rank, scale, keys, self.dropout, seed, blocks)
         if self.initial_adapter is not None:
             load_lora(model, self.initial_adapter)
@@ -253,9 +249,10 @@ class QATTraining:
     def save(self, path: Path, model: nn.Module, source: Source, facts: Mapping[str, str]) -> None:
         packed, values = pack_qat(model, source.values)
         if source.is_afm:
-            values["kv_bits"] = (
-                model.args.kv_bits
-            )  # calibration may have given the model its scales
-        bits = f"{self.rule.bits}-bit"
-        what = f"Packed weights ({bits}, {self.rule.mode}), trained as such (quantization-aware)."
+            # Calibration may have given the model its scales.
+            values["kv_bits"] = model.args.kv_bits
+        layers = (m for m in packed.modules() if isinstance(m, PackedLinear | PackedEmbedding))
+        bits = sorted({layer.bits for layer in layers})
+        kind = f"{' and '.join(map(str, bits))} bits, {self.rule.mode}"
+        what = f"Packed weights ({kind}), trained as such (quantization-aware)."
         save_model_folder(path, packed, values, source, what=what, facts=facts)

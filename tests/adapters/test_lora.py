@@ -218,6 +218,8 @@ def test_layers_can_be_chosen(make_model):
         ({"rank": 0}, "rank of LoRA is 0; it must be 1 or more"),
         ({"dropout": 1.0}, r"dropout of LoRA is 1\.0"),
         ({"num_layers": 9}, "num_layers of LoRA is 9; it must be 1 to 4, or -1"),
+        ({"keys": []}, r"the last 4 blocks have none of the keys \[\]"),
+        ({"keys": ["self_attn.qkv_proj"], "num_layers": 2}, "the last 2 blocks have none of the keys"),
         ({"keys": ["mlp.gate"]}, r"no layer mlp\.gate in a block; linear layers are mlp\.down_proj, mlp"),
     ],
 )  # fmt: skip
@@ -293,6 +295,21 @@ def test_layers_can_start_from_a_folder(rng, make_model, write_adapter):
         load_lora(add_lora(make_model(), 2, 0.5), folder)
     with pytest.raises(CheckpointError, match=r"is \[128, 4\] there and none here"):
         load_lora(add_lora(make_model(), 4, 0.5, keys=["mlp.up_proj"]), folder)
+
+
+def test_detaching_leaves_parameters_as_trainable_as_they_were(make_model, write_adapter):
+    folder, model = write_adapter(make_model("float")), make_model("float")
+    model.layers[0].mlp.freeze()
+    before = dict(tree_flatten(model.trainable_parameters())).keys()
+    detach_adapter(attach_adapter(model, folder))
+    assert dict(tree_flatten(model.trainable_parameters())).keys() == before
+
+
+def test_attaching_draws_no_random_numbers(make_model, write_adapter):
+    folder, model = write_adapter(make_model("float")), make_model("float")
+    before = mx.random.state[0].tolist()
+    attach_adapter(model, folder)
+    assert mx.random.state[0].tolist() == before
 
 
 def test_an_adapter_of_another_model_is_refused(make_model, write_adapter):

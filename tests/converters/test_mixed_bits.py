@@ -146,6 +146,10 @@ WISHES = [
     ({"target_bpw": None}, "--data without --target-bpw"),
     ({"target_bpw": 3.5, "data": "nowhere.jsonl"}, "no file or folder nowhere"),
     ({"target_bpw": 3.5, "q_embedding_mode": "mxfp4"}, "mode is 'mxfp4'"),
+    (
+        {"target_bpw": 3.5, "q_mode": "affine", "q_embedding_mode": "balanced", "to": "mlx-lm"},
+        "the embedding too",
+    ),
 ]
 
 

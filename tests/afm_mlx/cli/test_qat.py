@@ -134,6 +134,14 @@ def test_a_plot(folder, data, run, tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_plot_that_can_not_be_drawn_is_known_before_training(data, fails, monkeypatch, tmp_path):
+    monkeypatch.setattr("afm_mlx.cli.training.find_spec", lambda name: None)
+    err = fails(
+        "qat", "--data", data, "--save-path", tmp_path / "qat", "--plot", tmp_path / "x.png"
+    )
+    assert "--plot needs matplotlib" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -150,6 +158,7 @@ def test_a_plot(folder, data, run, tmp_path):
         (("--distillation-weight", 0.5), "without --teacher"),
         (("--no-mask-prompt", "--prompt-weight", 0.5), "contradict"),
         (("--plot", "loss.pdf"), "ends in .png"),
+        (("--plot", "nowhere/loss.png"), "there is no folder nowhere"),
         (("--warmup-iters", 4), "warmup_iters is 4; allowed are 0 and more, less than iters"),
         (("--warmup-iters", 1000, "--epochs", 1), "allowed are fewer"),
         (("--max-seq-length", 8), "shorten it"),

@@ -73,6 +73,48 @@ def test_a_gradient():
     assert "and those of" in text
 
 
+def test_a_gradient_of_parameters_in_lists():
+    """Gradients of all layers are bad; the one nearest to the loss is named, whatever holds its numbers."""
+
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = [mx.ones(1), mx.ones(1)]
+
+        def __call__(self, x):
+            return x * self.parts[0] * self.parts[1]
+
+    model = ToyModel()
+    for layer in model.layers:
+        layer.dropout = Listed()
+
+    def loss(model, batch):
+        # The square root of 0 is 0, and its derivative is not finite.
+        return toy_loss(model, batch) + mx.sqrt(
+            0 * sum(mx.square(layer.dropout(mx.ones(1))).sum() for layer in model.layers)
+        )
+
+    assert found(model, loss).startswith("the gradient of layers.1.dropout.parts.")
+
+
+def test_gradients_have_the_dropout_of_the_step():
+    model = ToyModel(dropout=0.5).train()
+    step = TrainingStep(model, toy_loss, AdamW(0.1))
+    batches = [ToyBatches()(i) for i in range(2)]
+    keys = []
+
+    def gradients(batch, weight):
+        keys.append(mx.random.state[0].tolist())
+        return step.gradients(batch, weight)
+
+    mx.random.seed(5)
+    for batch in batches:
+        mx.eval(gradients(batch, mx.array(1.0)))
+    mx.random.seed(5)
+    find_non_finite(model, toy_loss, batches, gradients)
+    assert keys[2:] == keys[:2]
+
+
 def test_a_norm():
     # Its gradient is finite, and the square of it is not.
     def loss(model, batch):

@@ -7,7 +7,8 @@ import pytest
 from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.kernels import dispatch
 from afm_mlx.quantization import QuantizationRule
-from afm_mlx.training.batches import Batch
+from afm_mlx.training.batches import Batch, Batches
+from afm_mlx.training.data import Sample
 from afm_mlx.training.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat import pack_qat, prepare_qat
 from tests.tools.models import random_config, random_model, tamm_model, twin_of_tamm
@@ -15,10 +16,10 @@ from tests.tools.zoo import zoo_model
 
 
 def batch_of(tokens, segments=None):
-    """What calibration reads of a batch; it has no targets."""
-    none = mx.zeros((0,), mx.int32)
+    """A batch that scores every token."""
     segments = None if segments is None else mx.array(segments)
-    return Batch(mx.array(tokens), segments, none, none, none.astype(mx.float32))
+    positions = mx.arange(tokens.size, dtype=mx.int32)
+    return Batch(mx.array(tokens), segments, positions, positions, mx.ones(tokens.size))
 
 
 def scales_of(model):
@@ -69,6 +70,25 @@ def test_packed_rows_have_their_samples_ranges_without_padding(rng):
         alone.append(scales_of(model)[0])
     calibrate_kv_scales(model, [batch_of(row[None], segments[None])])
     assert np.allclose(scales_of(model)[0], np.max(alone, axis=0), rtol=1e-4)
+
+
+def test_padding_of_rows_of_one_sample_counts_for_nothing(rng):
+    config = random_config(rng, num_layers=2, num_kv_reuse_layers=0)
+    model = random_model(config, rng)
+    # Its keys and values are those of a large outlier.
+    scale = np.ones((config.vocab_size, 1))
+    scale[0] = 1e3
+    embedding = model.model.embedding
+    embedding.weight = embedding.weight * mx.array(scale, dtype=mx.float32)
+    for block in model.model.layers:
+        block.input_layernorm.eps = 1e6  # so that the norm does not take the outlier away
+    tokens = rng.integers(1, config.vocab_size, 9).tolist()
+    samples = [Sample(tokens, [0, 0, 0, 1, 1, 1, 1, 1, 1], "memory:1")]
+    calibrate_kv_scales(model, [batch_of(np.array([tokens[:-1]]))])
+    wanted = scales_of(model)[0]
+    padded = Batches(samples, batch_size=2, length=24, packed=False)(0)
+    calibrate_kv_scales(model, [padded])
+    np.testing.assert_allclose(scales_of(model)[0], wanted, rtol=1e-4)
 
 
 def test_a_model_without_scales_gets_them(rng):

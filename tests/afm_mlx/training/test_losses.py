@@ -1,5 +1,7 @@
 """Losses against float64 numpy, in chunks and whole, for models of both kinds."""
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -214,3 +216,46 @@ def test_chunks_in_a_compiled_step(rng, monkeypatch):
         ):
             scale = max(1e-2, float(mx.abs(one).max()))
             assert float(mx.abs(one - two).max()) < 1e-3 * scale, name
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_compiled_step_keeps_no_logits(rng, monkeypatch):
+    """Neither the model's nor the teacher's: chunks are computed again in the backward pass."""
+    vocabulary, targets, dims = 4096, 1024, 8
+
+    class Head(nn.Module):
+        """An AFM model's embedding and head, and nothing between them."""
+
+        def __init__(self):
+            super().__init__()
+            self.model = nn.Module()
+            self.model.embedding = nn.Embedding(vocabulary, dims)
+            self.model.output_norm = nn.RMSNorm(dims)
+            self.args = SimpleNamespace(vocab_size=vocabulary)
+
+        def hidden_at(self, inputs, positions, segments):
+            return self.model.embedding(inputs).reshape(-1, dims)[positions]
+
+        def head(self, h):
+            return self.model.embedding.as_linear(self.model.output_norm(h))
+
+    monkeypatch.setattr(losses, "Model", Head)
+    monkeypatch.setattr(losses, "CHUNK", 64)
+    monkeypatch.setattr(losses, "WHOLE", 0)
+    tokens = mx.array(rng.integers(0, vocabulary, targets), dtype=mx.int32)
+    batch = Batch(
+        tokens[None], None, mx.arange(targets, dtype=mx.int32), tokens[::-1], mx.ones(targets)
+    )
+    model, loss = Head(), Distillation(Head())
+    parameters = model.trainable_parameters()
+    mx.eval(batch, parameters, loss.teacher.parameters())
+
+    def of(traced):
+        model.update(traced)
+        return loss(model, batch)
+
+    held = mx.get_active_memory()
+    mx.reset_peak_memory()
+    mx.eval(mx.compile(mx.value_and_grad(of))(parameters))
+    # Kept logits alone are that much, and their gradients as much again.
+    assert mx.get_peak_memory() - held < 1.2 * targets * vocabulary * 4

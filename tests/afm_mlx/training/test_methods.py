@@ -151,8 +151,23 @@ def test_a_task_adapter_starts_from_a_recovery_adapter(recipe, model, tmp_path, 
     add_lora(stranger := load(model)[0], 4, 2.0)
     stranger.model.output_norm.weight *= 2
     save_lora(stranger, tmp_path / "stranger")
-    with pytest.raises(CheckpointError, match="was made for a model with the fingerprint"):
+    with pytest.raises(CheckpointError, match="was made for the model with fingerprint"):
         train_lora(recipe, tmp_path / "x", LoRATraining(initial_adapter=tmp_path / "stranger"))
+
+
+def test_an_adapter_may_start_from_one_of_the_arrays_in_memory(
+    recipe, model, tmp_path, monkeypatch
+):
+    # As on a GPU, where they are not the folder's: its float32 numbers are rounded.
+    monkeypatch.setattr("afm_mlx.loading.activation_dtype", lambda: mx.bfloat16)
+    base = add_lora(load(model)[0], 4, 2.0, ["mlp.up_proj"])
+    save_lora(base, tmp_path / "first")
+    fingerprint = load_adapter(tmp_path / "first")[1].base_model_fingerprint
+    assert fingerprint != folder_fingerprint(TRAINABLE, model)
+    recipe = dataclasses.replace(recipe, options=TrainingOptions(iters=1, learning_rate=1e-3))
+    method = LoRATraining(initial_adapter=tmp_path / "first")
+    train_lora(recipe, tmp_path / "second", method)
+    assert load_adapter(tmp_path / "second")[1].rank == 4
 
 
 def test_qat_saves_a_packed_model(recipe, tmp_path):

@@ -121,6 +121,33 @@ def test_the_best_replaces_the_best(run):
         assert tensors["half"].tolist() == [step, step]
 
 
+def test_checkpoints_without_a_manifest_are_no_new_run(run):
+    save(run, 3)
+    (run.path / "run.json").unlink()
+    with pytest.raises(TrainingError, match="holds a training run already"):
+        RunFolder.create(run.path, MANIFEST)
+
+
+def test_metrics_are_json_whatever_they_are(run):
+    run.log({"step": 1, "valid_loss": 800.0, "valid_perplexity": float("inf")})
+    run.log({"step": 2, "valid_loss": float("nan")})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = [json.loads(line, parse_constant=refuse) for line in run.metrics_path.open()]
+    assert found == [
+        {"step": 1, "valid_loss": 800.0, "valid_perplexity": None},
+        {"step": 2, "valid_loss": None},
+    ]
+
+
+def test_metrics_that_cannot_be_written(run):
+    run.metrics_path.mkdir()
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl could not be written"):
+        run.log({"step": 1})
+
+
 def test_metrics_are_cut_at_a_step(run):
     for step in (0, 3, 6, 6, 9):
         run.log({"step": step, "loss": 0.1})

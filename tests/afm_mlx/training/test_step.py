@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from afm_mlx.errors import ConfigError
 from afm_mlx.training.optimizer import AdamW
 from afm_mlx.training.step import TrainingStep
 from tests.tools.training import ToyBatches, ToyModel, joined, toy_loss
@@ -92,6 +93,22 @@ def test_a_step_that_is_not_finite_changes_nothing(micro_batches, bad):
         np.testing.assert_array_equal(value, before[name], err_msg=name)
     taken(step, *batches)
     assert any((value != before[name]).any() for name, value in everything(step).items())
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_error_leaves_model_and_generator_as_they_were(micro_batches):
+    def loss(model, batch):
+        toy_loss(model, batch)
+        raise ConfigError("another vocabulary")
+
+    step = new_step(loss, dropout=0.3)
+    before, key = everything(step)["model.norm.weight"], mx.random.state[0].tolist()
+    with pytest.raises(ConfigError):
+        step([ToyBatches(1)(i) for i in range(micro_batches)])
+    np.testing.assert_array_equal(step.model.norm.weight, before)
+    assert np.isfinite(np.array(step.model(ToyBatches(1)(0).inputs))).all()
+    assert mx.random.state[0].tolist() == key
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
