@@ -366,7 +366,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         f"{plan.steps_per_epoch:,.1f}"
     )
     if plan.memory is not None:
-        yield f"Memory: about {plan.memory / 1e9:.2f} GB"
+        yield f"Memory: up to about {plan.memory / 1e9:.2f} GB"
 
 
 def run_training(args: argparse.Namespace, start: Callable[..., Result], run_path: Path) -> None:

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from afm_mlx.training.optimizer import Tree
+from afm_mlx.training.step import random_key
 
 if TYPE_CHECKING:
     from afm_mlx.training.batches import Batch
@@ -50,9 +51,11 @@ def find_non_finite(
         return "no target of the batch has a weight"
     order: list[str] = []
     for batch in batches:
+        key = random_key()
         with _watched(model) as calls:
             value = loss(model, batch)
             mx.eval(value)
+        mx.random.seed(key)  # the gradients, and the next batch, have the step's dropout
         order = [name for name, _, _ in calls]
         for name, text, reason in calls:
             if text:
@@ -67,11 +70,18 @@ def find_non_finite(
 def _bad_gradient(gradients: Tree, order: list[str]) -> str:
     """The parameter nearest to the loss whose gradient is not finite; empty when there is none."""
     place = {name: i for i, name in enumerate(order)}
+
+    def place_of(name: str) -> int:
+        # Parameters may lie in lists of a layer's (`lora_a.0`), so its name is what was called.
+        while name and name not in place:
+            name = name.rpartition(".")[0]
+        return place.get(name, -1)
+
     flat = tree_flatten(gradients)
     bad = {name: text for name, gradient in flat if (text := _not_finite(gradient))}
     if bad:
         # Gradients flow from the last layer to the first, so the last bad one comes first.
-        name = max(bad, key=lambda name: place.get(name.rpartition(".")[0], -1))
+        name = max(bad, key=place_of)
         others = f", and those of {len(bad) - 1} parameters before it" if len(bad) > 1 else ""
         return f"the gradient of {name} is not finite ({bad[name]}){others}"
     largest = {name: mx.abs(gradient).max().item() for name, gradient in flat if gradient.size}

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
+import numpy as np
 
 from afm_mlx.cache import Positions
 from afm_mlx.errors import ConfigError, DataError
@@ -23,8 +24,8 @@ def calibrate_kv_scales(model: Model, batches: Iterable[Batch], momentum: float 
 
     `scale = max(low / -128, high / 127)`, where low and high are moving averages over batches of the least and
     the greatest key (value) before quantization; `average += (1 - momentum) * (seen - average)`, from the first
-    batch's. A block sees what the blocks before it give with the scales that they have by then. Padding of
-    packed rows counts for nothing.
+    batch's. A block sees what the blocks before it give with the scales that they have by then. Padding, and in
+    rows of one sample what lies behind the last target, counts for nothing.
 
     Args:
         model: float, training on grids, or packed. One without scales (`kv_bits` null) gets them:
@@ -66,9 +67,7 @@ def _observe(
     model: Model, batch: Batch, ranges: list[mx.array | None], share: float
 ) -> list[mx.array | None]:
     """Run the writing blocks, each with its new scales; returns ranges (2, 2): keys, values; low, high."""
-    positions, used = model.positions(batch.inputs, batch.segments), None
-    if batch.segments is not None:
-        used = (batch.segments != 0)[:, None, :, None]
+    positions, used = model.positions(batch.inputs, batch.segments), _used(batch)
     h, averages = model.model.embedding(batch.inputs), []
     for block, average in zip(model.model.layers, ranges, strict=True):
         seen = mx.stack([_range(x, used) for x in _keys_and_values(block, h, positions)])
@@ -89,9 +88,21 @@ def _keys_and_values(
     return attention.heads(qkv, positions)[1:]
 
 
-def _range(x: mx.array, used: mx.array | None) -> mx.array:
+def _used(batch: Batch) -> mx.array:
+    """Which tokens are no padding, (B, 1, L, 1) booleans."""
+    if batch.segments is not None:
+        used = batch.segments != 0
+    else:
+        rows, length = batch.inputs.shape
+        # Padding has no target, and is all that lies behind a row's last one, but for unscored tokens.
+        scored = np.array(batch.positions)[np.array(batch.weights) > 0]
+        last = np.full(rows, -1)
+        np.maximum.at(last, scored // length, scored % length)
+        used = mx.array(np.arange(length) <= last[:, None])
+    return used[:, None, :, None]
+
+
+def _range(x: mx.array, used: mx.array) -> mx.array:
     """(2,) float32: least and greatest number of the tokens in use, (B, 1, L, 1)."""
-    low = high = x.astype(mx.float32)
-    if used is not None:
-        low, high = mx.where(used, low, mx.inf), mx.where(used, high, -mx.inf)
-    return mx.stack([low.min(), high.max()])
+    x = x.astype(mx.float32)
+    return mx.stack([mx.where(used, x, mx.inf).min(), mx.where(used, x, -mx.inf).max()])

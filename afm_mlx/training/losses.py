@@ -22,7 +22,7 @@ import mlx.nn as nn
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.model import Model
-from afm_mlx.training.recomputed import recomputed
+from afm_mlx.training.ordered_checkpoint import recomputed
 
 if TYPE_CHECKING:
     from afm_mlx.training.batches import Batch, Batches
@@ -131,7 +131,9 @@ def _weighted_sum(
         others = None
         if teacher is not None:
             assert taught is not None
-            others = mx.stop_gradient(_logits(teacher, taught[rows]))
+            # Waits for `h`: where the forward pass and what is computed again are equal expressions,
+            # `mx.compile` keeps the first one's logits.
+            others = mx.stop_gradient(_logits(teacher, mx.depends([taught[rows]], [h])[0]))
         return mx.sum(batch.weights[rows] * of_targets(logits, others, batch.labels[rows]))
 
     targets, vocabulary = batch.labels.size, _vocabulary(model, h)

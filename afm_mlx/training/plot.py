@@ -7,6 +7,7 @@ from typing import Any
 
 from afm_mlx.errors import AFMError, DataError
 from afm_mlx.files import atomic_write
+from afm_mlx.records import read_jsonl
 
 
 def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
@@ -45,8 +46,6 @@ def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    from afm_mlx.perplexity import read_jsonl
-
     records = [record for _, record in read_jsonl(path)]
     if not any("loss" in record or "valid_loss" in record for record in records):
         raise DataError(f"{path} has no line with a loss yet. Train for some steps first.")

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.errors import TrainingError
-from afm_mlx.training.recomputed import recomputed
+from afm_mlx.training.ordered_checkpoint import recomputed
 
 
 @contextmanager

@@ -14,6 +14,7 @@ the weights.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -67,7 +68,7 @@ class RunFolder:
             TrainingError: when there is a run already.
         """
         run = cls(Path(path))
-        if run._manifest_path.exists():
+        if run._manifest_path.exists() or run.steps():
             raise TrainingError(
                 f"{path} holds a training run already. Resume it, choose another folder, or remove it."
             )
@@ -204,9 +205,22 @@ class RunFolder:
     # -- metrics
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl; NaN and infinities become null."""
-        with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        """Append a line to metrics.jsonl; NaN and infinities, which JSON lacks, become null.
+
+        Raises:
+            TrainingError: when it can't be written.
+        """
+        values = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        try:
+            with self.metrics_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise TrainingError(
+                f"{self.metrics_path} could not be written: {error}. {self.what_remains()}"
+            ) from None
 
     def truncate_metrics(self, step: int) -> None:
         """Forget the lines of later steps, and a half one at the end."""

@@ -79,6 +79,16 @@ class TrainingStep:
 
     def __call__(self, batches: Sequence[Batch]) -> StepResult:
         """One step on its micro-batches; the result is not evaluated yet when there is only one."""
+        before, key = self.model.parameters(), random_key()
+        try:
+            return self._taken(batches)
+        except BaseException:
+            # A trace that ends early leaves what it traced in the model and in MLX's generator.
+            self.model.update(before)
+            mx.random.seed(key)
+            raise
+
+    def _taken(self, batches: Sequence[Batch]) -> StepResult:
         self._kind = type(batches[0])
         weight = sum((batch.weights.sum() for batch in batches[1:]), batches[0].weights.sum())
         targets = sum((batch.weights != 0).sum() for batch in batches)
@@ -149,3 +159,9 @@ class TrainingStep:
             self.average.update(chosen(average, self.average))
         optimizer.state.update(chosen(optimizer.state, state_before))
         return norm
+
+
+def random_key() -> int:
+    """The seed that puts MLX's generator in the state that it is in."""
+    high, low = mx.random.state[0].tolist()
+    return high << 32 | low

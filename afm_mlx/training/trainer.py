@@ -4,8 +4,9 @@
     every now and then: a report, an evaluation that may find the best weights so far, a checkpoint
 
 A run is a function of its seed, options and data: one that resumes from a checkpoint takes the steps that it
-would have taken, bit for bit on one machine. A step that gives a number that is not finite changes no weight
-and ends the run, and the error names the layer.
+would have taken, bit for bit on one machine's CPU. (A GPU adds up the gradients of an embedding's row in any
+order, which shows in the last bits.) A step that gives a number that is not finite changes no weight and ends
+the run, and the error names the layer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from afm_mlx.training.optimizer import AdamW, Tree, learning_rate_schedule
 from afm_mlx.training.options import TrainingOptions as TrainingOptions
 from afm_mlx.training.recompute import recomputed_blocks
 from afm_mlx.training.run_folder import TRAINABLE, RunFolder
-from afm_mlx.training.step import StepResult, TrainingStep
+from afm_mlx.training.step import StepResult, TrainingStep, random_key
 
 if TYPE_CHECKING:
     from afm_mlx.training.batches import Batch, Batches
@@ -181,7 +182,7 @@ class _Trainer:
         return [self.batches(i) for i in range((step - 1) * n, step * n)]
 
     def _take_step(self) -> None:
-        progress, key = self.progress, _random_key()
+        progress, key = self.progress, random_key()
         start = time.perf_counter()
         batches = self._micro_batches(progress.step + 1)
         self.model.train()
@@ -337,7 +338,7 @@ class _Trainer:
         state = {
             "progress": dataclasses.asdict(progress),
             "grad_norm": self._grad_norm,
-            "random_key": _random_key(),
+            "random_key": random_key(),
         }
         path = self.run.save(progress.step, tensors, state)
         self.on_event(Saved(progress.step, path))
@@ -365,12 +366,6 @@ _NONE = mx.zeros((0, 0, 0, 0, 0))
 
 def _perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def _random_key() -> int:
-    """The seed that puts MLX's generator in the state that it is in."""
-    high, low = mx.random.state[0].tolist()
-    return high << 32 | low
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def test_perplexity(folder, run, fails, tmp_path):
         (b'{"text": "a"}\n\n{"words": "b"}', "d.jsonl:3: a document with the keys words"),
         (b'{"text": 5}', "d.jsonl:1: 'text' is a int"),
         (b'{"messages": [{"role": "robot", "content": "x"}]}', "d.jsonl:1: messages[0]"),
-        (b'{"prompt": 1, "completion": "x"}', "d.jsonl:1: messages[0]"),
+        (b'{"prompt": 1, "completion": "x"}', "d.jsonl:1: 'prompt' is a int"),
         (b"5", "d.jsonl:1: a JSON int is no document"),
         (b'{"text": "a"}\n{"text": "\xff"}', "d.jsonl:2: this is not UTF-8"),
         (b"\n\n", "holds no documents"),

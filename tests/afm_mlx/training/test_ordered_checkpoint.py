@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from afm_mlx.training.recomputed import recomputed
+from afm_mlx.training.ordered_checkpoint import recomputed
 
 
 class Pair(NamedTuple):
