@@ -239,8 +239,8 @@ def _expanded_bytes(
     """Float matrices that were made of others, and that the gradient of the activations is a product with."""
     if kind == "full" or (kind == "lora" and base_bits is None):
         return 0
-    if kind == "lora":  # multiplied out in float32 for a product, and once more for its gradient
-        return min(2, config.num_layers) * _body(config) * _FLOAT32 // config.num_layers
+    if kind == "lora":  # one matrix multiplied out in float32 for a product, and the next one
+        return 2 * config.hidden_dim * config.ffn_dim * _FLOAT32
     blocks = 1 if grad_checkpoint else config.num_layers
     return blocks * _body(config) * size // config.num_layers
 
