@@ -202,6 +202,7 @@ def test_a_disk_that_fills_up(make_checkpoint, tmp_path, listing):
 INTERRUPTED = """
 import os, signal, sys
 from afm_mlx.converters import convert
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
 def progress(done, total):
     os.kill(os.getpid(), signal.SIGINT)
 convert(sys.argv[1], sys.argv[2], progress=progress)
