@@ -1,5 +1,6 @@
 """The wheel, and that an ordinary install works from anywhere, the clone's own root included."""
 
+import importlib.util
 import json
 import os
 import shutil
@@ -138,6 +139,10 @@ def lenient(monkeypatch):
 
 
 needs_cmake = pytest.mark.skipif(shutil.which("cmake") is None, reason="needs CMake")
+needs_nanobind = pytest.mark.skipif(
+    importlib.util.find_spec("nanobind") is None,
+    reason="needs nanobind, which is there for builds only",
+)
 
 
 @needs_cmake
@@ -160,6 +165,7 @@ def test_an_install_goes_on_without_the_cpu_kernels(tmp_path, wanted):
 
 @pytest.mark.slow
 @needs_cmake
+@needs_nanobind
 def test_an_install_goes_on_when_the_cpu_kernels_do_not_compile(tmp_path):
     source = tmp_path / "source"
     for name in ("CMakeLists.txt", "kernels/cpu"):
