@@ -79,8 +79,8 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--quant-predicate",
         metavar="RECIPE",
-        help="more bits for layers that suffer most: mixed_2_4, mixed_2_8 or mixed_4_8, and mlx-lm's recipes "
-        "for other architectures; with --target-bpw, the bits to choose from",
+        help="more bits for the layers that mlx-lm's recipes choose: mixed_2_4, mixed_2_8 or mixed_4_8, and "
+        "mlx-lm's own for other architectures; with --target-bpw, the bits to choose from",
     )
     group.add_argument(
         "--target-bpw",

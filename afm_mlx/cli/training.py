@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -398,12 +397,11 @@ def run_training(args: argparse.Namespace, start: Callable[..., Result], run_pat
     if outcome.best_loss is not None:
         print(f"Best: Val loss {outcome.best_loss:.3f} after step {outcome.best_step}")
     if result.test_loss is not None:
-        print(f"Test loss {result.test_loss:.3f}, Test ppl {math.exp(result.test_loss):.3f}.")
+        print(f"Test loss {result.test_loss:.3f}, Test ppl {result.test_perplexity:.3f}.")
     print(f"Saved to {result.path}")
 
 
 def _facts(args: argparse.Namespace, result: Result, trainable: int) -> dict[str, Any]:
-    test = result.test_loss
     return {
         "model": str(args.model),
         "data": str(args.data),
@@ -411,8 +409,8 @@ def _facts(args: argparse.Namespace, result: Result, trainable: int) -> dict[str
         "run_path": str(result.run_path),
         "trainable_parameters": trainable,
         **dataclasses.asdict(result.outcome),
-        "test_loss": test,
-        "test_perplexity": None if test is None else math.exp(test),
+        "test_loss": result.test_loss,
+        "test_perplexity": result.test_perplexity,
     }
 
 

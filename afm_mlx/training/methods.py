@@ -34,7 +34,7 @@ from afm_mlx.packed import PARTS, activation_dtype
 from afm_mlx.stored_layers import quantization_of
 from afm_mlx.training.events import Event
 from afm_mlx.training.kinds import FullTraining, LoRATraining, Method, QATTraining
-from afm_mlx.training.losses import CrossEntropy, Distillation, Loss, mean_loss
+from afm_mlx.training.losses import CrossEntropy, Distillation, Loss, mean_loss, perplexity
 from afm_mlx.training.memory import estimate_memory
 from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.recipe import Data, Plan, Recipe, read_data
@@ -58,6 +58,10 @@ class Result:
     run_path: Path
     outcome: Outcome
     test_loss: float | None
+
+    @property
+    def test_perplexity(self) -> float | None:
+        return None if self.test_loss is None else perplexity(self.test_loss)
 
 
 # -- one call each

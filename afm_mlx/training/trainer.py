@@ -29,6 +29,7 @@ from afm_mlx.errors import CheckpointError, TrainingError
 from afm_mlx.generation import wired_memory
 from afm_mlx.training.diagnosis import find_non_finite
 from afm_mlx.training.events import Evaluation, Event, Report, Resumed, Saved, Stepped
+from afm_mlx.training.losses import mean_loss, perplexity
 from afm_mlx.training.optimizer import AdamW, Tree, learning_rate_schedule
 from afm_mlx.training.options import TrainingOptions as TrainingOptions
 from afm_mlx.training.recompute import recomputed_blocks
@@ -243,27 +244,19 @@ class _Trainer:
                 self._save_best()
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
         progress.stopped_early = progress.evaluations_since_best == self.options.patience
-        self._tell(Evaluation(progress.step, loss, _perplexity(loss)))
+        self._tell(Evaluation(progress.step, loss, perplexity(loss)))
 
     def _valid_loss(self) -> float:
-        """Weighted mean over the validation batches, which are the same every time."""
-        valid = self.valid
-        assert valid is not None
-        count = valid.per_epoch if self.options.val_batches == -1 else self.options.val_batches
-        self.model.eval()
-        total, weight = 0.0, 0.0
-        for i in range(min(count, valid.per_epoch)):
-            batch = valid(i)
-            value = self.loss(self.model, batch).item()
-            if not math.isfinite(value):
-                cause = find_non_finite(self.model, self.loss, [batch])
-                raise TrainingError(
-                    f"The loss of validation batch {i} after step {self.progress.step} is {value:g}: {cause}. "
-                    f"{self.run.what_remains()} Try a lower learning rate (now {self.options.learning_rate:g})."
-                )
-            total += value
-            weight += batch.weights.sum().item()
-        return total / weight
+        """Over the validation batches, which are the same every time."""
+        assert self.valid is not None
+        options = self.options
+        try:
+            return mean_loss(self.model, self.loss, self.valid, options.val_batches)
+        except TrainingError as error:
+            raise TrainingError(
+                f"Validation after step {self.progress.step}: {error} {self.run.what_remains()} Try a lower "
+                f"learning rate (now {options.learning_rate:g})."
+            ) from None
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
@@ -362,10 +355,6 @@ def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
 
 
 _NONE = mx.zeros((0, 0, 0, 0, 0))
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pathlib import Path
 
 STAGES = ("ptq", "qat", "recover")
 
-# One sample per row: attention over rows of 512 packed tokens would take longer than all products on a CPU.
+# One sample per row: attention then has fewer scores to exponentiate, which is slow on a CPU.
 _BATCH = "--batch-size 16 --no-packing --max-seq-length 512 --val-batches 10 --seed 0"
 _QAT = (
     "qat --model {float} --teacher {float} --distillation-weight 0.5 --data {data} --save-path {out} "

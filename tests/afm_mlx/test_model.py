@@ -32,12 +32,12 @@ def assert_close(request):
     logits after it by some 1e-3; a wrong scale or position moves them by their own size.
     """
 
-    def compare(got, wanted):
+    def compare(got, wanted, kv_bits=8):
         got, wanted = np.asarray(got), np.asarray(wanted)
         assert got.shape == wanted.shape
         errors = np.abs(got - wanted) / wanted.std()
         if request.param == "reference":
-            assert_close_but_for_ties(errors)
+            assert_close_but_for_ties(errors, kv_bits)
         else:
             assert np.median(errors) <= 100 * TOLERANCE
             assert errors.max() <= 0.1
@@ -71,17 +71,17 @@ def test_parity_with_tamm(rng, case, assert_close):
     wanted = tamm_logits(reference, tokens)
     tokens = mx.array(tokens)
 
-    assert_close(model(tokens), wanted)
+    assert_close(model(tokens), wanted, config.kv_bits)
     for kind in ("int8", "float"):
         cache = model.make_cache(kind)
         first = model.make_cache(kind)
         steps = [model(tokens[:1, i : i + 1], first) for i in range(length)]
-        assert_close(mx.concatenate(steps, axis=1), wanted[:1])
+        assert_close(mx.concatenate(steps, axis=1), wanted[:1], config.kv_bits)
 
         cut = int(rng.integers(1, length))
         cache = [layer.merge([layer] * rows) for layer in model.make_cache(kind)]
         chunks = [model(tokens[:, :cut], cache), model(tokens[:, cut:], cache)]
-        assert_close(mx.concatenate(chunks, axis=1), wanted)
+        assert_close(mx.concatenate(chunks, axis=1), wanted, config.kv_bits)
 
 
 @pytest.mark.parametrize("case", range(6))
@@ -278,12 +278,11 @@ def test_every_parameter_gets_a_gradient_recomputed_and_compiled_too(rng, packed
 
 
 def test_gradients_reach_weights_through_int8_keys_and_values(rng):
-    """Against finite differences of the same model with keys and values in float."""
+    """They are near those of the same model with keys and values in float."""
     config = random_config(rng, num_layers=2, num_kv_reuse_layers=1)
     model = random_model(config, rng).train()
-    for (
-        layer
-    ) in model.model.layers:  # fine steps: the straight-through gradient is then the true one
+    # In steps this fine, the straight-through gradient is nearly the true one.
+    for layer in model.model.layers:
         layer.self_attn.quant_key_scale = mx.array(0.06)
         layer.self_attn.quant_value_scale = mx.array(0.06)
     tokens = mx.array(rng.integers(0, config.vocab_size, (2, 12)))
@@ -296,7 +295,7 @@ def test_gradients_reach_weights_through_int8_keys_and_values(rng):
     floats = [(n, a) for n, a in tree_flatten(parameters) if "quant_" not in n]
     twin.load_weights(floats)
     wanted = dict(tree_flatten(mx.grad(training_loss(twin, tokens, None))(twin.parameters())))[name]
-    assert mx.abs(got - wanted).max() <= 0.2 * mx.abs(wanted).max()
+    assert mx.linalg.norm(got - wanted) <= 0.35 * mx.linalg.norm(wanted)
 
 
 @pytest.mark.parametrize("spread", [10, 100, 300])

@@ -3,15 +3,35 @@
 import io
 import sys
 
+import mlx.core as mx
 import pytest
 
 from afm_mlx.cli import main
 from tests.tools.cli import write_folder
+from tests.tools.training_data import TRAINABLE, write_data
 
 
 @pytest.fixture
 def folder(tmp_path, spm_bpe, rng):
     return write_folder(tmp_path / "model", spm_bpe, rng)
+
+
+@pytest.fixture
+def trainable_folder(tmp_path, spm_bpe, rng):
+    return write_folder(tmp_path / "model", spm_bpe, rng, TRAINABLE)
+
+
+@pytest.fixture
+def data(tmp_path, rng):
+    return write_data(tmp_path / "data", rng)
+
+
+@pytest.fixture
+def uncompiled():
+    """Compiling takes longer than short runs of training."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
 
 
 @pytest.fixture

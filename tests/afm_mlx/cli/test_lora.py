@@ -7,28 +7,16 @@ import pytest
 
 from afm_mlx.adapters.files import load_adapter
 from afm_mlx.loading import load
-from tests.tools.cli import write_folder
-from tests.tools.training_data import TRAINABLE, write_data
 
 SHORT = ("--iters", 3, "--batch-size", 2, "--max-seq-length", 96)
 
 
-@pytest.fixture(autouse=True)
-def uncompiled():
-    """Compiling takes longer than these runs."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 @pytest.fixture
-def folder(tmp_path, spm_bpe, rng):
-    return write_folder(tmp_path / "model", spm_bpe, rng, TRAINABLE)
-
-
-@pytest.fixture
-def data(tmp_path, rng):
-    return write_data(tmp_path / "data", rng)
+def folder(trainable_folder):
+    return trainable_folder
 
 
 def test_an_adapter_in_mlx_lms_words(folder, data, run, tmp_path):

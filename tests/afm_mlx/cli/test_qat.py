@@ -6,32 +6,20 @@ import signal
 import subprocess
 import sys
 
-import mlx.core as mx
 import pytest
 
 from afm_mlx.loading import load
-from tests.tools.cli import ROOT, write_folder
-from tests.tools.training_data import TRAINABLE, write_data
+from tests.tools.cli import ROOT
 
 SHORT = ("--iters", 4, "--batch-size", 2, "--max-seq-length", 96, "--learning-rate", 5e-3)
 
 
-@pytest.fixture(autouse=True)
-def uncompiled():
-    """Compiling takes longer than these runs."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
+pytestmark = pytest.mark.usefixtures("uncompiled")
 
 
 @pytest.fixture
-def folder(tmp_path, spm_bpe, rng):
-    return write_folder(tmp_path / "model", spm_bpe, rng, TRAINABLE)
-
-
-@pytest.fixture
-def data(tmp_path, rng):
-    return write_data(tmp_path / "data", rng)
+def folder(trainable_folder):
+    return trainable_folder
 
 
 def test_it_trains_reports_and_saves(folder, data, run, tmp_path):
