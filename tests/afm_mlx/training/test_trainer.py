@@ -278,7 +278,8 @@ def test_weights_that_are_not_finite(tmp_path):
 def test_a_validation_loss_that_is_not_finite(tmp_path):
     run = RunFolder.create(tmp_path / "run", {})
     options = TrainingOptions(9, 0.01)
-    with pytest.raises(TrainingError, match="Validation after step 0: The loss of batch 2 is (inf|nan)"):
+    message = "Validation after step 0: The loss of batch 2 is "
+    with pytest.raises(TrainingError, match=message):
         train(ToyModel(), toy_loss, ToyBatches(1), options, run, spoiled_at(2, math.inf))
 
 
