@@ -77,6 +77,11 @@ class AdapterConfig:
             raise ConfigError(
                 f"{source}: fine_tune_type is {kind!r}; 'lora' is the kind that works here."
             )
+        if "peft_type" in values:
+            raise ConfigError(
+                f"{source} is of PEFT. Convert the folder: afm-mlx adapter convert --adapter-path FOLDER --to "
+                "mlx-lm --output OUT."
+            )
         parameters = values.get("lora_parameters")
         if not isinstance(parameters, dict):
             raise ConfigError(f"{source}: lora_parameters is missing; it holds rank and scale.")
@@ -112,11 +117,11 @@ def save_adapter(
         CheckpointError: when the tensors are no LoRA pairs of the config's rank, or the disk is full.
     """
     folder = Path(folder)
-    _check_pairs(tensors, config, folder)
+    check_pairs(tensors, config, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(folder / TENSORS_NAME) as path:
-            save_file(path, tensors)
+            save_file(path, dict(sorted(tensors.items())))
         with atomic_write(folder / CONFIG_NAME) as path:
             path.write_text(
                 json.dumps(config.to_dict(), indent=4, sort_keys=True), encoding="utf-8"
@@ -135,19 +140,42 @@ def load_adapter(folder: str | Path) -> tuple[dict[str, mx.array], AdapterConfig
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} is no folder; an adapter is a folder with {TENSORS_NAME} and {CONFIG_NAME}."
+            f"{folder} is no folder; an adapter is a folder with {TENSORS_NAME} and {CONFIG_NAME}. Other "
+            "formats become one: afm-mlx adapter convert --adapter-path PATH --to mlx-lm --output OUT."
         )
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise ConfigError(f"{path} is missing; an adapter folder holds it beside {TENSORS_NAME}.")
+        raise ConfigError(
+            f"{path} is missing; an adapter folder holds it beside {TENSORS_NAME}. Other formats become such a "
+            "folder: afm-mlx adapter convert."
+        )
     config = AdapterConfig.from_dict(read_config_json(path), path)
-    _check_pairs(read_header(folder / TENSORS_NAME), config, folder)
+    check_pairs(read_header(folder / TENSORS_NAME), config, folder)
     tensors = mx.load(str(folder / TENSORS_NAME))
     assert isinstance(tensors, dict)
     return tensors, config
 
 
-def _check_pairs(tensors: Mapping[str, Any], config: AdapterConfig, source: Path) -> None:
+def check_finite(tensors: Mapping[str, mx.array], source: str | Path) -> None:
+    """Raise `CheckpointError` for NaN and infinity, naming a tensor that has one."""
+    if bad := not_finite(tensors):
+        more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
+        raise CheckpointError(
+            f"{source}: {bad[0]}{more} holds NaN or infinity: the training diverged, the file is damaged, or "
+            "the numbers are too large for their type."
+        )
+
+
+def not_finite(tensors: Mapping[str, mx.array]) -> list[str]:
+    """Names of the tensors that hold NaN or infinity."""
+    if not tensors:
+        return []
+    found = mx.stack([mx.all(mx.isfinite(tensor)) for tensor in tensors.values()]).tolist()
+    return [name for name, fine in zip(tensors, found, strict=True) if not fine]
+
+
+def check_pairs(tensors: Mapping[str, Any], config: AdapterConfig, source: str | Path) -> None:
+    """Raise `CheckpointError` when tensors, of which only shapes count, are no LoRA pairs of one rank."""
     for name, tensor in tensors.items():
         match = _TENSOR_NAME.fullmatch(name)
         if match is None:

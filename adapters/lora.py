@@ -2,8 +2,8 @@
 
 Notable choices:
 
-- `LoRALinear` wraps any linear layer, packed ones too, and is plain MLX, so gradients pass. To run an
-  adapter over packed layers, `afm_mlx.adapters.attach` has their kernels add it.
+- `LoRALinear` wraps any linear layer, packed ones too, and is plain MLX, so gradients pass. To run adapters,
+  `afm_mlx.adapters.active` has the layers' kernels add them.
 - Trainable parameters have the names that adapter files have, which are mlx-lm's.
 - Fused queries, keys and values are three adapters, one for each.
 - An adapter is never merged: at 2 bits, rounding would lose it.
@@ -14,24 +14,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.files import AdapterConfig, load_adapter, save_adapter
+from afm_mlx.adapters.places import LinearWrapper, linear_shape, places
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, RequestError
 from afm_mlx.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.kernels import dispatch
-from afm_mlx.packed import PackedLinear
 from afm_mlx.quantization import replace_modules
 
 Pair = tuple[mx.array, mx.array]
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(LinearWrapper):
     """`y = linear(x) + scale * (dropout(x) A_i) B_i`, with a pair A_i, B_i for every section of the output.
 
     `lora_a` (K, rank) and `lora_b` (rank, N_i) are arrays, or lists of arrays where the layer is several
@@ -95,73 +95,6 @@ class LoRALinear(nn.Module):
         return f"rank={self.rank}, scale={self.scale}, sections={len(self.pairs)}"
 
 
-class Place(NamedTuple):
-    """A linear layer of a block, which may carry an adapter.
-
-    Args:
-        path: from the model, such as `model.layers.0.mlp.up_proj`.
-        key: from the block, such as `mlp.up_proj`.
-        block: index of the block.
-        layer: the linear layer, or the `LoRALinear` around it.
-        sections: last output + 1 of each projection in it; None for one.
-    """
-
-    path: str
-    key: str
-    block: int
-    layer: nn.Module
-    sections: tuple[int, ...] | None
-
-    @property
-    def linear(self) -> nn.Module:
-        return self.layer.linear if isinstance(self.layer, LoRALinear) else self.layer
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of each pair, by the end of its tensors' names: "", or ".0", ".1", ..."""
-        inputs, outputs = linear_shape(self.linear)
-        if self.sections is None:
-            return {"": (inputs, outputs)}
-        widths = (end - start for start, end in pairwise([0, *self.sections]))
-        return {f".{i}": (inputs, width) for i, width in enumerate(widths)}
-
-
-def linear_shape(layer: nn.Module) -> tuple[int, int]:
-    """Inputs K and outputs N of a float, packed or MLX-quantized linear layer."""
-    if isinstance(layer, PackedLinear):
-        return layer.packed.in_dims, layer.packed.out_dims
-    outputs, inputs = layer.weight.shape
-    return (inputs * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else inputs), outputs
-
-
-def places(model: nn.Module) -> list[Place]:
-    """Every linear layer of every block, in the blocks' order."""
-    blocks = {id(block): index for index, block in enumerate(model.layers)}
-    paths = {blocks[id(m)]: path for path, m in model.named_modules() if id(m) in blocks}
-    found = []
-    for index, block in enumerate(model.layers):
-        inside: tuple[str, ...] = ()
-        # Owners come before what they own when sorted by name.
-        for key, layer in sorted(block.named_modules(), key=lambda item: item[0]):
-            if key.startswith(inside):
-                continue
-            if isinstance(layer, LoRALinear):
-                inside = (*inside, f"{key}.")
-            elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear):
-                continue
-            path = f"{paths[index]}.{key}"
-            found.append(Place(path, key, index, layer, _sections(model, key)))
-    return found
-
-
-def _sections(model: nn.Module, key: str) -> tuple[int, ...] | None:
-    config = getattr(model, "args", None)
-    if not isinstance(config, ModelConfig) or not key.endswith("qkv_proj"):
-        return None
-    heads = (config.num_heads, *[config.num_kv_heads] * 2)
-    return tuple(sum(heads[: i + 1]) * config.head_dim for i in range(3))
-
-
 def add_lora(
     model: nn.Module,
     rank: int,
@@ -191,7 +124,8 @@ def add_lora(
     found, blocks = places(model), len(model.layers)
     wanted = None if keys is None else set(keys)
     _check_settings(rank, dropout, num_layers, blocks)
-    if any(isinstance(p.layer, LoRALinear) or has_attached(p.layer) for p in found):
+    active = active_adapters(model)
+    if any(isinstance(p.layer, LoRALinear) for p in found) or (active and active.batch):
         raise RequestError("The model has an adapter already; detach it, or load the model anew.")
     unknown = (wanted or set()) - {place.key for place in found}
     if unknown or not found:
@@ -235,11 +169,6 @@ def _check_settings(rank: int, dropout: float, num_layers: int, blocks: int) -> 
             raise RequestError(f"{name} of LoRA is {value}; it must be {allowed}.")
 
 
-def has_attached(layer: nn.Module) -> bool:
-    """Whether a packed layer's kernel adds an adapter."""
-    return isinstance(layer, PackedLinear) and layer.low_rank(1) is not None
-
-
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
     """LoRA layers by their paths."""
     return {path: m for path, m in model.named_modules() if isinstance(m, LoRALinear)}
@@ -265,6 +194,13 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
         CheckpointError: names what differs.
     """
     tensors, config = load_adapter(folder)
+    start_lora(model, tensors, config, folder)
+
+
+def start_lora(
+    model: nn.Module, tensors: Mapping[str, mx.array], config: AdapterConfig, folder: str | Path
+) -> None:
+    """What `load_lora` does, with what was read from `folder`."""
     mine = lora_tensors(model)
     scales = {layer.scale for layer in lora_layers(model).values()}
     if scales != {config.scale}:
@@ -319,37 +255,3 @@ def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> Adap
 def save_lora(model: nn.Module, folder: str | Path, base_folder: str | Path | None = None) -> None:
     """Write the model's LoRA layers as an adapter folder; see `lora_config` and `save_adapter`."""
     save_adapter(folder, lora_tensors(model), lora_config(model, base_folder))
-
-
-def pairs_by_layer(
-    tensors: Mapping[str, mx.array], model: nn.Module, source: str | Path
-) -> dict[str, list[Pair | None]]:
-    """Pairs of every section, by the layer's path; None for a section without an adapter.
-
-    Raises:
-        CheckpointError: names a tensor that is not of this model, or its shape.
-    """
-    rest, result = dict(tensors), {}
-    for place in places(model):
-        pairs: list[Pair | None] = []
-        for end, (inputs, outputs) in place.shapes.items():
-            a = rest.pop(f"{place.path}.lora_a{end}", None)
-            b = rest.pop(f"{place.path}.lora_b{end}", None)
-            if a is None or b is None:
-                pairs.append(None)
-                continue
-            if (a.shape[0], b.shape[1]) != (inputs, outputs):
-                raise CheckpointError(
-                    f"{source}: the adapter of {place.path}{end} is [{a.shape[0]}, rank] and "
-                    f"[rank, {b.shape[1]}], and the layer needs [{inputs}, rank] and [rank, {outputs}]. It was "
-                    "made for another model."
-                )
-            pairs.append((a, b))
-        if any(pair is not None for pair in pairs):
-            result[place.path] = pairs
-    if rest:
-        raise CheckpointError(
-            f"{source}: this model has no layer for {min(rest)} ({len(rest)} such tensors). It was made for "
-            "another model."
-        )
-    return result

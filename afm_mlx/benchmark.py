@@ -34,11 +34,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.adapters.attach import adapter_arrays, attach_random_adapter, detach_adapter
+from afm_mlx.adapters.attach import adapter_arrays, attach_random_adapters, detach_adapter
 from afm_mlx.config import ModelConfig
 from afm_mlx.engine import Engine
 from afm_mlx.errors import RequestError
 from afm_mlx.fingerprint import base_parameters
+from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.loading import activation_dtype
 from afm_mlx.request import Request
 
@@ -72,6 +73,7 @@ class Case:
         batch: rows side by side.
         depth: tokens in each row's cache before the prompt.
         adapter_rank: of a random adapter on every linear layer of every block; 0 for none.
+        adapters: how many different ones the rows use.
     """
 
     prompt_tokens: int = 512
@@ -79,6 +81,7 @@ class Case:
     batch: int = 1
     depth: int = 0
     adapter_rank: int = 0
+    adapters: int = 1
 
     def __post_init__(self) -> None:
         allowed = {
@@ -87,12 +90,19 @@ class Case:
             "batch": 1,
             "depth": 0,
             "adapter_rank": 0,
+            "adapters": 1,
         }
         for name, least in allowed.items():
             if getattr(self, name) < least:
                 raise RequestError(
                     f"{name} of a benchmark is {getattr(self, name)}; at least {least} is needed."
                 )
+        most = min(self.batch, MAX_ADAPTERS) if self.adapter_rank else 1
+        if self.adapters > most:
+            raise RequestError(
+                f"adapters of a benchmark is {self.adapters}; {self.batch} rows with adapters of rank "
+                f"{self.adapter_rank} take at most {most}."
+            )
 
     @property
     def tokens(self) -> int:
@@ -125,7 +135,7 @@ class StepCost:
 
     Args:
         weight_bytes: every parameter once, scales and norms included.
-        adapter_bytes: of the adapter's arrays, which all rows share.
+        adapter_bytes: of the adapters' arrays.
         kv_bytes: keys and values that the blocks read, those of reuse blocks counted again.
         cache_bytes: keys and values in the cache at the end of the case.
         operations: primitives in the graph of the step that compute something. On a GPU each is a dispatch, or
@@ -212,7 +222,7 @@ def run_case(
         RequestError: for a case that can't be run.
     """
     if case.adapter_rank:
-        attach_random_adapter(model, case.adapter_rank, seed)
+        attach_random_adapters(model, case.adapter_rank, seed, case.adapters, case.batch)
     try:
         bench = Bench(model, case, kv, tokenizer, np.random.default_rng(seed))
         return _measure(bench, repetitions, on_run)
@@ -367,8 +377,8 @@ def count_operations(model: Any, batch: int = 1, kv: str = "int8") -> int:
     """Primitives that compute something in the graph of one decode step of an AFM model."""
     cache = model.make_cache(kv)
     # Rows are at a position past the first, as in any decode step.
-    model.prefill(mx.zeros((1, 1), mx.int32), cache)
     cache = [layer.merge([layer] * batch) for layer in cache]
+    model.prefill(mx.zeros((batch, 1), mx.int32), cache)
     mx.eval([layer.state for layer in cache])
     tokens = model.greedy(mx.zeros((batch, 1), mx.int32), cache)
     # Unlike tracing (`mx.export_function`) this knows compiled and custom primitives too.

@@ -2,7 +2,7 @@
 
 A step is some 400 operations, and calling them one by one from Python takes longer than a fast GPU takes to run
 them. `mx.compile` keeps the graph: what changes from token to token (the token, lengths, buffers of the
-cache, every parameter, and the adapter) goes in as an argument.
+cache, every parameter, and the adapters' numbers) goes in as an argument.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class DecodeStep:
         for entry in cache:
             entry.make_room(1)
         buffers = [entry.buffer for entry in cache]
-        chosen = (dispatch.device(), dispatch.generation())
+        active = getattr(model, "active_adapters", None)
+        layout = "" if active is None else active.layout
+        chosen = (dispatch.device(), dispatch.generation(), layout)
         result, buffers = self._replay(inputs, lengths, buffers, head, *chosen)
         for entry, buffer in zip(cache, buffers, strict=True):
             entry.take(buffer, 1)
@@ -101,8 +103,10 @@ def _compiled(model: Model) -> Any:
         head: str,
         device: str,
         generation: int,
+        layout: str,
     ) -> tuple[mx.array, list[mx.array]]:
-        # The last two are there because another choice of kernels needs another trace.
+        # The last three are there because another choice of kernels needs another trace, and so do adapters
+        # whose numbers lie elsewhere.
         cache = [_TracedCache(buffer, lengths) for buffer in buffers]
         result = model.forward(inputs, Positions(lengths - 1, None, lengths), cache, head)
         return result, [entry.buffer for entry in cache]

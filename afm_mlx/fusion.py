@@ -1,7 +1,7 @@
 """A layer together with what stands before and after it, as one operation where the layer can.
 
-A packed layer does the norm before it, its adapter and the addition after it in its own kernel; any other
-layer (float, MLX's quantized ones, LoRA layers around them) is called between them.
+A packed layer does the norm before it, its adapters and the addition after it in its own kernel; any other
+layer (float, MLX's quantized ones, LoRA layers around them) is called between them, and adapters are added.
 """
 
 from __future__ import annotations
@@ -9,7 +9,15 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.kernels import PackedWeight, packed_argmax, packed_matmul, packed_swiglu
+from afm_mlx.kernels import (
+    LowRank,
+    PackedWeight,
+    Part,
+    packed_argmax,
+    packed_matmul,
+    packed_swiglu,
+)
+from afm_mlx.kernels.reference import low_rank_product
 from afm_mlx.packed import PackedEmbedding, PackedLinear
 
 
@@ -39,24 +47,41 @@ def project(
             activation_bits=layer.activation_bits,
             **_norm_options(norm),
         )
-    y = layer(x if norm is None else norm(x))
+    y = _adapted(layer, x if norm is None else norm(x))
     return y if residual is None else residual + y
 
 
 def swiglu(gate: nn.Module, up: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:
     """`silu(gate(norm(x))) * up(norm(x))`: (..., N) for x (..., K)."""
     if _is_fusable(gate) and _is_fusable(up) and _alike(gate, up):
-        adapters = gate.low_rank(x.shape[0]), up.low_rank(x.shape[0])
         return packed_swiglu(
             x,
             gate.packed,
             up.packed,
-            low_rank=None if adapters[0] is None else adapters,
+            low_rank=_both(gate.low_rank(x.shape[0]), up.low_rank(x.shape[0])),
             activation_bits=gate.activation_bits,
             **_norm_options(norm),
         )
     x = norm(x)
-    return nn.silu(gate(x)) * up(x)
+    return nn.silu(_adapted(gate, x)) * _adapted(up, x)
+
+
+def _adapted(layer: nn.Module, x: mx.array) -> mx.array:
+    """`layer(x)`, and what the active adapters add."""
+    y, place = layer(x), getattr(layer, "adapter_place", None)
+    low_rank = None
+    if place is not None and not isinstance(layer, PackedLinear):  # which adds them itself
+        low_rank = place.low_rank(x.shape[0])
+    return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)
+
+
+def _both(gate: LowRank | None, up: LowRank | None) -> tuple[LowRank, LowRank] | None:
+    """The adapters of two matrices, one of which may have none."""
+    some = gate or up
+    if some is None:
+        return None
+    none = some._replace(parts=(Part(0, 0, 0),) * len(some.parts))
+    return gate or none, up or none
 
 
 def project_head(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:
@@ -100,7 +125,6 @@ def _alike(a: PackedLinear, b: PackedLinear) -> bool:
         and first.group_size == second.group_size
         and (first.column_scale is None) == (second.column_scale is None)
         and a.activation_bits == b.activation_bits
-        and (a.low_rank(1) is None) == (b.low_rank(1) is None)
     )
 
 

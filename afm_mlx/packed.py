@@ -7,11 +7,10 @@ They take the place of `nn.Linear` and `nn.Embedding` in any model. Parameters a
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 
 from afm_mlx.errors import CheckpointError, RequestError
 from afm_mlx.kernels import (
@@ -98,14 +97,10 @@ class _Packed(nn.Module):
 
 
 class PackedLinear(_Packed):
-    """`y = x W^T + bias` with a packed `W`, and `+ B A x` while an adapter is attached.
+    """`y = x W^T + bias` with a packed `W`, and `+ scale * B A x` where its model runs with adapters.
 
     While the layer trains (`self.training`), the product is the differentiable reference; otherwise the
     fastest kernel for the device and the shape runs.
-
-    An attached adapter's arrays are no parameters: they are not saved, counted or trained with the model. But
-    they are part of its `state`, so a traced decode step takes them as inputs, and one adapter's arrays may
-    take another's place without a new trace.
 
     Args:
         packed: the matrix, (N, K).
@@ -113,6 +108,8 @@ class PackedLinear(_Packed):
         activation_bits: 16 for products of the activations as they are; 8 lets a kernel round them to
             int8, which is faster and less exact.
     """
+
+    adapter_place: Any = None  # of `afm_mlx.adapters.active.bind`
 
     def __init__(
         self, packed: PackedWeight, bias: mx.array | None = None, activation_bits: int = 16
@@ -130,40 +127,9 @@ class PackedLinear(_Packed):
         y = matmul(x, self.packed, **options)
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
-    def attach(self, a: mx.array, b: mx.array, sections: tuple[int, ...]) -> None:
-        """Add a low-rank adapter to every product, in the place of the one that is attached.
-
-        Args:
-            a: (1, sections * rank, K) float.
-            b: (1, N, rank) float, with alpha / rank multiplied in.
-            sections: last row + 1 of each; see `kernels.LowRank`.
-
-        Raises:
-            CheckpointError: when the arrays don't fit the matrix or each other.
-        """
-        packed = self.packed
-        rank, count = b.shape[-1], len(sections)
-        wanted = ((1, count * rank, packed.in_dims), (1, packed.out_dims, rank))
-        if (a.shape, b.shape) != wanted or sections[-1] != packed.out_dims:
-            raise CheckpointError(
-                f"An adapter of {list(a.shape)} and {list(b.shape)} with sections {list(sections)} does not "
-                f"fit a matrix [{packed.out_dims}, {packed.in_dims}], which takes {list(wanted[0])} and "
-                f"{list(wanted[1])}."
-            )
-        # MLX counts no name with an underscore as a parameter.
-        self._adapter_a, self._adapter_b, self._sections = a, b, sections
-
-    def detach(self) -> None:
-        """Take the adapter off, if there is one."""
-        for name in ("_adapter_a", "_adapter_b", "_sections"):
-            self.pop(name, None)
-
     def low_rank(self, batch: int) -> LowRank | None:
-        """The attached adapter, as the operations of `kernels` take it for rows of this batch; or None."""
-        a = self.get("_adapter_a")
-        if a is None:
-            return None
-        return LowRank(a, self["_adapter_b"], _first_slots(batch), self["_sections"])
+        """The adapters of a batch's rows, as the operations of `kernels` take them; None for none."""
+        return None if self.adapter_place is None else self.adapter_place.low_rank(batch)
 
     @classmethod
     def from_codes(
@@ -194,12 +160,6 @@ class PackedLinear(_Packed):
             f"input_dims={packed.in_dims}, output_dims={packed.out_dims}, bias={'bias' in self}, "
             f"{self._format()}"
         )
-
-
-@functools.lru_cache(maxsize=64)
-def _first_slots(batch: int) -> mx.array:
-    """Every row uses the first adapter. Made on the host: no operation in the graph."""
-    return mx.array(np.zeros(batch, np.int32))
 
 
 class PackedEmbedding(_Packed):

@@ -7,10 +7,13 @@ them. This package imports MLX and NumPy, and nothing of `afm_mlx`.
 
 from afm_mlx.kernels.formats import (
     BITS,
+    BLOCK,
+    MAX_ADAPTERS,
     MODES,
     KeyValues,
     LowRank,
     PackedWeight,
+    Part,
     QueryRope,
 )
 from afm_mlx.kernels.ops import (
@@ -35,10 +38,13 @@ from afm_mlx.kernels.reference import (
 
 __all__ = [
     "BITS",
+    "BLOCK",
+    "MAX_ADAPTERS",
     "MODES",
     "KeyValues",
     "LowRank",
     "PackedWeight",
+    "Part",
     "QueryRope",
     "attention",
     "causal_attention",

@@ -68,27 +68,58 @@ class PackedWeight(NamedTuple):
         return sum(array.nbytes for array in self if isinstance(array, mx.array))
 
 
-class LowRank(NamedTuple):
-    """LoRA adapters of one matrix, and which rows of the batch use which: `y += b[slot] (a[slot] x)`.
+BLOCK = 16
+"""Outputs of a low-rank adapter's B that lie side by side."""
 
-    A matrix whose rows are several projections (fused QKV) has one pair per section: rows of section i
-    use `a[slot, i * rank : (i + 1) * rank]`.
+MAX_ADAPTERS = 8
+"""Adapters that one product takes: as many as Metal has room for among a kernel's buffers."""
+
+
+class Part(NamedTuple):
+    """Where the numbers of an adapter for one matrix lie in its flat array.
+
+    A is (sections * rank, K), row by row. B (N, rank) comes in blocks of `BLOCK` outputs, the last one filled
+    up with zeros, as (blocks, rank, BLOCK): `B[n, j]` is at `b + ((n // 16) * rank + j) * 16 + n % 16`. So a
+    CPU multiplies a whole block at once, and a simdgroup's rows are neighbours.
 
     Args:
-        a: (adapters, sections * rank, K) float.
-        b: (adapters, N, rank) float, with alpha / rank multiplied in.
-        slots: (B,) int32, index of each batch row's adapter; -1 for none.
+        a: index of A's first number, a multiple of `BLOCK`.
+        b: of B's.
+        rank: 0 for an adapter that leaves the matrix alone; `a` and `b` then mean nothing.
+    """
+
+    a: int
+    b: int
+    rank: int
+
+
+class LowRank(NamedTuple):
+    """LoRA adapters of one matrix, and which rows of the batch use which.
+
+        y[m] += scales[s] * B_s (A_s x[m]),  s = slots[m]
+
+    A matrix whose rows are several projections (fused QKV) has one A per section: rows of section i use
+    `A[i * rank : (i + 1) * rank]`. An adapter is one array for all matrices of a model, so that another one
+    takes its place by a change of that array alone; ranks may differ.
+
+    Args:
+        numbers: up to `MAX_ADAPTERS` flat arrays, of one floating type.
+        parts: of each adapter, what is this matrix's.
+        scales: (adapters,) float32, alpha / rank.
+        slots: (B,) int32, index of each batch row's adapter; any other number, such as -1, for none.
         sections: last row + 1 of every section; (N,) for a plain matrix.
     """
 
-    a: mx.array
-    b: mx.array
+    numbers: tuple[mx.array, ...]
+    parts: tuple[Part, ...]
+    scales: mx.array
     slots: mx.array
     sections: tuple[int, ...]
 
     @property
     def rank(self) -> int:
-        return self.b.shape[-1]
+        """The largest of the adapters."""
+        return max(part.rank for part in self.parts)
 
 
 class KeyValues(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.kernels.formats import KeyValues, LowRank, PackedWeight, QueryRope
+from afm_mlx.kernels.formats import BLOCK, KeyValues, LowRank, PackedWeight, QueryRope
 
 _ROWS_AT_A_TIME = 4096  # of a matrix: the head's is gigabytes in float64
 
@@ -85,14 +85,19 @@ def packed_matmul(
 
 
 def _low_rank(x: np.ndarray, low_rank: LowRank) -> np.ndarray:
-    a, b = float64(low_rank.a), float64(low_rank.b)
-    y = np.zeros((*x.shape[:-1], b.shape[1]))
+    scales = float64(low_rank.scales)
+    y = np.zeros((*x.shape[:-1], low_rank.sections[-1]))
     for row, slot in enumerate(np.array(low_rank.slots).tolist()):
+        if not 0 <= slot < len(low_rank.parts):
+            continue
+        numbers, (first_a, first_b, rank) = float64(low_rank.numbers[slot]), low_rank.parts[slot]
         start = 0
-        for section, end in enumerate(low_rank.sections if slot >= 0 else ()):
-            first = section * low_rank.rank
-            hidden = x[row] @ a[slot, first : first + low_rank.rank].T
-            y[row, ..., start:end] = hidden @ b[slot, start:end].T
+        for section, end in enumerate(low_rank.sections if rank else ()):
+            first = first_a + section * rank * x.shape[-1]
+            a = numbers[first : first + rank * x.shape[-1]].reshape(rank, -1)
+            n, j = np.arange(start, end)[:, None], np.arange(rank)
+            b = numbers[first_b + (n // BLOCK * rank + j) * BLOCK + n % BLOCK]
+            y[row, ..., start:end] = scales[slot] * (x[row] @ a.T @ b.T)
             start = end
     return y
 

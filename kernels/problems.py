@@ -15,7 +15,14 @@ import numpy as np
 
 from afm_mlx.kernels import oracle
 from afm_mlx.kernels.dispatch import Case, device
-from afm_mlx.kernels.formats import KeyValues, LowRank, PackedWeight, QueryRope
+from afm_mlx.kernels.formats import (
+    BLOCK,
+    KeyValues,
+    LowRank,
+    PackedWeight,
+    Part,
+    QueryRope,
+)
 from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.specs import Spec
 
@@ -101,7 +108,7 @@ def _arrays(values: Sequence[Any]) -> list[mx.array]:
 def _used(low_rank: LowRank) -> LowRank:
     """The adapters that some row uses."""
     slots = {slot for slot in np.array(low_rank.slots).tolist() if slot >= 0}
-    return low_rank._replace(a=low_rank.a[: len(slots)], b=low_rank.b[: len(slots)])
+    return low_rank._replace(numbers=tuple(low_rank.numbers[slot] for slot in sorted(slots)))
 
 
 def _with_codes(arg: Any, salt: int) -> Any:
@@ -159,17 +166,39 @@ def _activations(spec: Spec, rng: np.random.Generator, *last: int) -> mx.array:
     return _draw(rng.standard_normal((spec.batch, spec.tokens, *last)), spec.dtype)
 
 
-def _low_rank(spec: Spec, rng: np.random.Generator) -> LowRank:
+def _low_rank(spec: Spec, rng: np.random.Generator, shared: LowRank | None = None) -> LowRank:
+    """Adapters of different ranks; `shared` ones lie in the same arrays, as those of gate and up do."""
     ends = [spec.out_dims * (i + 1) // spec.sections for i in range(spec.sections)]
-    a = (_ADAPTERS, spec.sections * spec.rank, spec.in_dims)
+    ranks = [max(1, spec.rank - 3 * i) for i in range(_ADAPTERS)]
+    if spec.batch > _ADAPTERS:
+        ranks[0] = 0  # an adapter that leaves this matrix alone
+    k, blocks = spec.in_dims, -(-spec.out_dims // BLOCK)
+    numbers, parts = [], []
+    for slot, rank in enumerate(ranks):
+        a = rng.normal(0, k**-0.5, spec.sections * rank * k)
+        b = rng.normal(0, max(1, rank) ** -0.5, (blocks * BLOCK, rank))
+        b[spec.out_dims :] = 0
+        b = b.reshape(blocks, BLOCK, rank).swapaxes(1, 2)
+        before = [np.array(shared.numbers[slot].astype(mx.float32))] if shared else []
+        pieces = [
+            *before,
+            rng.normal(size=BLOCK),
+            a,
+            rng.normal(size=-a.size % BLOCK),
+            b.reshape(-1),
+        ]
+        starts = np.cumsum([0, *(piece.size for piece in pieces)]).tolist()
+        parts.append(Part(starts[-4], starts[-2], rank))
+        numbers.append(_draw(np.concatenate(pieces), spec.adapter_dtype or spec.dtype))
     slots = rng.integers(-1, _ADAPTERS, spec.batch)
     slots[0] = _ADAPTERS - 1  # one row at least has an adapter
-    return LowRank(
-        _draw(rng.normal(0, spec.in_dims**-0.5, a), spec.dtype),
-        _draw(rng.normal(0, spec.rank**-0.5, (_ADAPTERS, spec.out_dims, spec.rank)), spec.dtype),
+    scales, slots = (
+        mx.array(rng.uniform(0.5, 2, _ADAPTERS).astype(np.float32)),
         mx.array(slots.astype(np.int32)),
-        tuple(ends),
     )
+    if shared:
+        scales, slots = shared.scales, shared.slots
+    return LowRank(tuple(numbers), tuple(parts), scales, slots, tuple(ends))
 
 
 def _product_options(spec: Spec, rng: np.random.Generator) -> dict[str, Any]:
@@ -191,7 +220,10 @@ def _draw_product(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
 def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
     args, options = _draw_product(spec, rng)
     if spec.rank:
-        options["low_rank"] = (options["low_rank"], _low_rank(spec, rng))
+        gate = options["low_rank"]
+        up = _low_rank(spec, rng, shared=gate)
+        # One array per adapter holds both.
+        options["low_rank"] = (gate._replace(numbers=up.numbers), up)
     return (*args, packed_weight(spec, rng)), options
 
 

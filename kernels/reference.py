@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.kernels.formats import KeyValues, LowRank, PackedWeight, QueryRope
+from afm_mlx.kernels.formats import BLOCK, KeyValues, LowRank, PackedWeight, QueryRope
 from afm_mlx.kernels.packing import dequantize, dequantize_rows
 
 INT8_MIN, INT8_MAX = -128, 127
@@ -273,18 +274,31 @@ def _product(x: mx.array, weight: PackedWeight) -> mx.array:
 
 
 def low_rank_product(x: mx.array, low_rank: LowRank) -> mx.array:
-    """What the adapters add: (B, ..., N) float32 for x (B, ..., K); rows with slot -1 get zeros."""
-    slots = mx.maximum(low_rank.slots, 0)
-    active = (low_rank.slots >= 0).reshape(-1, *[1] * (x.ndim - 1))
+    """What the adapters add: (B, ..., N) float32 for x (B, ..., K); rows without an adapter get zeros."""
     rows = x.astype(mx.float32).reshape(x.shape[0], -1, x.shape[-1])
-    hidden = rows @ low_rank.a[slots].astype(mx.float32).swapaxes(-1, -2)
-    b, start, parts = low_rank.b[slots].astype(mx.float32), 0, []
-    for i, end in enumerate(low_rank.sections):
-        part = hidden[..., i * low_rank.rank : (i + 1) * low_rank.rank]
-        parts.append(part @ b[:, start:end].swapaxes(-1, -2))
-        start = end
-    y = mx.concatenate(parts, axis=-1).reshape(*x.shape[:-1], -1)
-    return mx.where(active, y, 0)
+    y = mx.zeros((*rows.shape[:2], low_rank.sections[-1]))
+    for slot, part in enumerate(low_rank.parts):
+        if part.rank:
+            a, b = low_rank_factors(low_rank, slot, x.shape[-1])
+            hidden = (rows @ a.T) * low_rank.scales[slot]
+            added = [
+                hidden[..., i * part.rank : (i + 1) * part.rank] @ b[start:end].T
+                for i, (start, end) in enumerate(pairwise([0, *low_rank.sections]))
+            ]
+            mine = (low_rank.slots == slot)[:, None, None]
+            y = mx.where(mine, mx.concatenate(added, axis=-1), y)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def low_rank_factors(low_rank: LowRank, slot: int, in_dims: int) -> tuple[mx.array, mx.array]:
+    """A (sections * rank, K) and B (N, rank) of one adapter, float32."""
+    numbers, (first_a, first_b, rank) = low_rank.numbers[slot], low_rank.parts[slot]
+    rows, out_dims = len(low_rank.sections) * rank, low_rank.sections[-1]
+    blocks = -(-out_dims // BLOCK)
+    a = numbers[first_a : first_a + rows * in_dims].reshape(rows, in_dims)
+    b = numbers[first_b : first_b + blocks * rank * BLOCK].reshape(blocks, rank, BLOCK)
+    b = b.swapaxes(1, 2).reshape(blocks * BLOCK, rank)[:out_dims]
+    return a.astype(mx.float32), b.astype(mx.float32)
 
 
 def packed_swiglu(

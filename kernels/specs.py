@@ -33,7 +33,8 @@ class Spec(NamedTuple):
         in_dims, out_dims: K and N of the matrix.
         bits, mode, granularity, group_size: of its format; the last two as in `PackedWeight`.
         column_scale, norm, residual: whether there is one.
-        rank: of the adapters, 0 for none.
+        rank: the largest of the adapters', 0 for none.
+        adapter_dtype: of their numbers; None takes that of the activations.
         sections: projections that share the matrix, as far as adapters are concerned.
         activation_bits: 16 or 8.
         k: of top-k.
@@ -57,6 +58,7 @@ class Spec(NamedTuple):
     residual: bool = False
     rank: int = 0
     sections: int = 1
+    adapter_dtype: mx.Dtype | None = None
     activation_bits: int = 16
     k: int = 8
     heads: int = 0
@@ -191,9 +193,13 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
     def body(op: str, **fields: Any) -> Spec:
         return Spec(op, dtype, **_BODY, **fields)
 
+    adapters: _Fields = {"rank": 32, "adapter_dtype": mx.float16}
     products = [
         body("packed_matmul", in_dims=2048, out_dims=2560, norm=True),
-        body("packed_matmul", in_dims=2048, out_dims=2560, norm=True, rank=32, sections=3),
+        body("packed_matmul", in_dims=2048, out_dims=2560, norm=True, sections=3, **adapters),
+        body(
+            "packed_matmul", in_dims=2048, out_dims=2560, norm=True, sections=3, batch=8, **adapters
+        ),
         body("packed_swiglu", **up, norm=True),
         body("packed_matmul", **down, residual=True),
         body("packed_matmul", **down, residual=True, activation_bits=8),
@@ -226,15 +232,18 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
     small: _Fields = {"in_dims": 512, "out_dims": 136}
     nano: _Fields = {"bits": 4, "mode": "affine", "granularity": "group", "group_size": 64, **small}
     embedding: _Fields = {"bits": 4, "mode": "balanced", "granularity": "row", **small}
+    adapters: _Fields = {"rank": 16, "adapter_dtype": mx.float16}
 
     def body(op: str, **fields: Any) -> Spec:
         return Spec(op, dtype, **_BODY, **small, **fields)
 
     return [
         body("packed_matmul", norm=True),
-        body("packed_matmul", batch=2, residual=True, rank=16),
+        body("packed_matmul", batch=2, residual=True, **adapters),
+        body("packed_matmul", batch=5, norm=True, sections=3, **adapters),
         body("packed_matmul", tokens=40, norm=True),
         body("packed_swiglu", norm=True),
+        body("packed_swiglu", batch=5, norm=True, **adapters),
         body("packed_swiglu", tokens=40, norm=True),
         Spec("packed_matmul", dtype, **nano, norm=True),
         Spec("packed_swiglu", dtype, **nano, norm=True),

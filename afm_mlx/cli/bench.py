@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (("--batch-size", "-b"), 1, "1", "rows side by side"),
         (("--depth", "-d"), 0, "0", "tokens that lie in the cache before the prompt"),
         (("--adapter-rank",), 0, "0", "of a random adapter on every linear layer; 0 for none"),
+        (("--adapters",), 1, "1", "different adapters, which the rows use in turn"),
     ):
         cases.add_argument(*flags, type=integers(low), default=default, metavar="N,...", help=text)
     parser.add_argument(
@@ -96,6 +97,7 @@ def run(args: argparse.Namespace) -> None:
             args.batch_size,
             args.depth,
             args.adapter_rank,
+            args.adapters,
         )
     ]
     threads = threads_in_use()
@@ -273,7 +275,7 @@ _SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
     "new": lambda row: str(row["generated_tokens"]),
     "rows": lambda row: str(row["batch"]),
     "depth": lambda row: str(row["depth"]),
-    "rank": lambda row: str(row["adapter_rank"]),
+    "rank": lambda row: str(row["adapter_rank"]) + f" x {row['adapters']}" * (row["adapters"] > 1),
     "prefill tok/s": lambda row: _spread(row, "prefill", "tokens_per_second"),
     "decode tok/s": lambda row: _spread(row, "decode", "tokens_per_second"),
     "first token ms": lambda row: _spread(row, "first_token", "seconds", 1e3),

@@ -32,8 +32,13 @@ afm::Packed packed(const nb::tuple& w) {
 std::optional<afm::LowRank> low_rank(nb::handle item) {
   if (item.is_none()) return std::nullopt;
   auto t = nb::cast<nb::tuple>(item);
-  auto array = [&](int i) { return nb::cast<afm::mx::array>(t[i]); };
-  return afm::LowRank{array(0), array(1), array(2), nb::cast<std::vector<int64_t>>(t[3])};
+  std::vector<afm::Part> parts;
+  for (nb::handle part : nb::cast<nb::tuple>(t[1])) {
+    auto numbers = nb::cast<nb::tuple>(part);
+    parts.push_back({nb::cast<int64_t>(numbers[0]), nb::cast<int64_t>(numbers[1]), nb::cast<int64_t>(numbers[2])});
+  }
+  return afm::LowRank{nb::cast<std::vector<afm::mx::array>>(t[0]), std::move(parts), nb::cast<afm::mx::array>(t[2]),
+                      nb::cast<afm::mx::array>(t[3]), nb::cast<std::vector<int64_t>>(t[4])};
 }
 
 void define_products(nb::module_& m) {
@@ -96,6 +101,15 @@ NB_MODULE(_afm_cpu, m) {
           return afm::use_huge_pages(std::move(ranges));
         },
         "arrays"_a, "Bytes of huge pages that the system put under evaluated arrays.");
+  m.def("stop_huge_pages", &afm::stop_huge_pages, "Ends `use_huge_pages` wherever it runs, for good.");
+  m.def("unfilled",
+        [](int size, bool huge_pages) {
+          const size_t bytes = size_t(size) * afm::mx::float16.size();
+          auto data = afm::mx::allocator::malloc(bytes);
+          if (huge_pages) afm::expect_huge_pages(data.buffer().raw_ptr(), bytes);
+          return afm::mx::array(std::move(data), afm::mx::Shape{size}, afm::mx::float16);
+        },
+        "size"_a, "huge_pages"_a, "A float16 array whose memory nobody has touched yet.");
   m.def("available_cores", &afm::ThreadPool::available_cores);
 
   m.def("instruction_sets", &afm::instruction_sets);

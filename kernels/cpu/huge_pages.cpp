@@ -1,6 +1,7 @@
 #include "huge_pages.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 
 #ifdef __linux__
@@ -8,6 +9,14 @@
 #endif
 
 namespace afm {
+
+namespace {
+
+std::atomic<bool> stopped{false};
+
+}  // namespace
+
+void stop_huge_pages() { stopped = true; }
 
 #ifdef __linux__
 namespace {
@@ -22,7 +31,7 @@ size_t collapse(uintptr_t begin, uintptr_t end) {
   end = end / kHugePage * kHugePage;
   size_t granted = 0;
   // Page by page: where one fails, for a hole in between, the others don't.
-  for (; begin < end; begin += kHugePage) {
+  for (; begin < end && !stopped; begin += kHugePage) {
     void* page = reinterpret_cast<void*>(begin);
     madvise(page, kHugePage, MADV_HUGEPAGE);  // an older kernel gets to it in its own time
     if (madvise(page, kHugePage, kCollapse) == 0) granted += kHugePage;
@@ -46,7 +55,15 @@ size_t use_huge_pages(std::vector<std::pair<const void*, size_t>> ranges) {
   }
   return granted + collapse(begin, end);
 }
+
+void expect_huge_pages(const void* data, size_t bytes) {
+  auto begin = (reinterpret_cast<uintptr_t>(data) + kHugePage - 1) / kHugePage * kHugePage;
+  auto end = (reinterpret_cast<uintptr_t>(data) + bytes) / kHugePage * kHugePage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
+}
 #else
+void expect_huge_pages(const void*, size_t) {}
+
 size_t use_huge_pages(std::vector<std::pair<const void*, size_t>>) { return 0; }
 #endif
 

@@ -20,7 +20,10 @@ namespace {
 
 #if defined(__x86_64__)
 bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  constexpr unsigned kHalves = 1u << 29;  // of compilers, not all know "f16c" by name
+  unsigned a, b, c, d;
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __get_cpuid(1, &a, &b, &c, &d) &&
+         (c & kHalves) != 0;
 }
 
 bool has_avx512() {

@@ -3,7 +3,7 @@
 // Every isa_*.cpp is compiled with flags of its own and is empty where the compiler lacks them:
 //   isa_amx.cpp     -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mamx-tile -mamx-int8
 //   isa_avx512.cpp  -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma
-//   isa_avx2.cpp    -mavx2 -mfma
+//   isa_avx2.cpp    -mavx2 -mfma -mf16c
 //   isa_neon.cpp    -march=armv8.2-a+dotprod (nothing on macOS)
 //   isa_portable.cpp, isa.cpp, matmul.cpp: nothing
 // What such a unit defines has internal linkage: a function that two units share could be linked in its
@@ -66,6 +66,37 @@ struct MatrixJob {
   uint8_t* scratch;  // kScratchRows * x_row_bytes / digits, on a boundary of 64 bytes
 };
 
+// Rows of an adapter's A times some vectors:
+//   hidden[v * hidden_stride + r] = scale * the sum over k of numbers[start + r * cols + k] * x[v * x_stride + k]
+struct ShrinkJob {
+  Floats numbers;
+  int64_t start;
+  int64_t rows;
+  int64_t cols;
+  const float* x;
+  int64_t x_stride;
+  const int32_t* vectors;  // (count,): every v
+  int64_t count;
+  float scale;
+  float* hidden;
+  int64_t hidden_stride;
+};
+
+// Rows [begin, end) of an adapter's B, which lies in blocks of kBlock of them (see `Adapter`), times hidden values:
+//   out[v * out_stride + n - begin] += the sum over j of hidden[v * hidden_stride + j] * B[n, j]
+struct ExpandJob {
+  Floats numbers;
+  int64_t start;
+  int64_t rank;
+  int64_t begin, end;
+  const float* hidden;
+  int64_t hidden_stride;
+  const int32_t* vectors;  // (count,): every v
+  int64_t count;
+  float* out;
+  int64_t out_stride;
+};
+
 struct Kernels {
   const char* name;
 
@@ -98,11 +129,11 @@ struct Kernels {
                  int64_t count);
   // gate[i] = silu(gate[i]) * up[i]
   void (*swiglu)(float* gate, const float* up, int64_t count);
-  // The sum of a[start + i] * x[i].
-  float (*dot)(Floats a, int64_t start, const float* x, int64_t count);
-  // out[i] += the sum over r of h[r] * b[r * stride + i].
-  void (*add_products)(const float* h, int64_t rank, const float* b, int64_t stride, float* out,
-                       int64_t count);
+  // The sum of a[i] * x[i].
+  float (*dot)(const float* a, const float* x, int64_t count);
+  // A and B of adapters; each vector's numbers come out the same whatever other vectors there are.
+  void (*shrink)(const ShrinkJob& job);
+  void (*expand)(const ExpandJob& job);
   // out[i] = table[code i], the codes of a row from its first on.
   void (*look_up)(const uint8_t* codes, int bits, const float* table, int64_t count, float* out);
 };

@@ -68,17 +68,19 @@ void arrange(const int8_t* rows, int64_t count, int64_t width, int64_t row_bytes
 // Steps [begin, end) of `rows` rows as tiles: out is (end - begin, 2, 16, 64).
 //
 // The rows are one stretch of memory, of which this reads a column: no hardware prefetcher sees through that.
-// So each call asks for its share of the next 32 rows, in the order of memory.
+// So each call asks for its share of the next 32 rows, in the order of memory, and a little at a time: a core waits
+// when it asks for more lines than it can keep track of.
 template <int BITS>
 inline void unpack_steps(const MatrixJob& job, const uint8_t* codes, int64_t rows, int64_t begin, int64_t end,
                          uint8_t* out) {
   constexpr int64_t kStep = 8 * BITS;
   const int64_t whole = smaller(end, job.row_bytes / kStep);
   const uint8_t* ahead = codes + kRows * (job.row_bytes + begin * kStep);
-  for (int64_t i = 0; i < (end - begin) * kRows * kStep; i += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(ahead + i), _MM_HINT_T1);
-  }
+  const int64_t lines = (end - begin) * kRows * kStep / 64;
   for (int64_t r = 0; r < rows; ++r, out += 64) {
+    for (int64_t i = lines * r / kRows; i < lines * (r + 1) / kRows; ++i) {
+      _mm_prefetch(reinterpret_cast<const char*>(ahead + 64 * i), _MM_HINT_T1);
+    }
     const uint8_t* row = codes + r * job.row_bytes;
     uint8_t* to = out;
     int64_t step = begin;

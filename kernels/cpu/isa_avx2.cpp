@@ -1,7 +1,7 @@
 // AVX2: `vpmaddubsw` multiplies 32 codes with 32 digits and adds them up in twos, in int16.
 #include "isa.h"
 
-#if defined(__AVX2__) && defined(__FMA__)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 
 namespace afm {
@@ -80,7 +80,16 @@ struct Isa {
     return 2;
   }
 
+  static constexpr int kShrinkVectors = 2, kExpandVectors = 4;
+
+  static Lanes from_floats(const float* p) { return _mm256_loadu_ps(p); }
+  static Lanes from_bfloats(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_halves(p)), 16));
+  }
+  static Lanes from_halves(const uint16_t* p) { return _mm256_cvtph_ps(load_halves(p)); }
+  static void store(float* p, Lanes v) { _mm256_storeu_ps(p, v); }
   static Lanes zero() { return _mm256_setzero_ps(); }
+  static Lanes add(Lanes a, Lanes b) { return _mm256_add_ps(a, b); }
   static Lanes set1(float v) { return _mm256_set1_ps(v); }
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm256_fmadd_ps(a, b, c); }
   // Lane i gets scales[i * count / 8].
@@ -95,6 +104,9 @@ struct Isa {
     const __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
     _mm256_storeu_ps(out, _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31));
   }
+
+ private:
+  static __m128i load_halves(const uint16_t* p) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)); }
 };
 
 }  // namespace

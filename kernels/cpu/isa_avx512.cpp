@@ -74,7 +74,7 @@ inline void multiply_tile(const uint8_t* codes, int64_t steps, const int8_t* con
 template <int BITS, int DIGITS>
 void multiply_matrix(const MatrixJob& job) {
   constexpr int kTile = 4 / DIGITS, kVectors = 4;
-    const int64_t steps = job.x_row_bytes / (64 * DIGITS);
+  const int64_t steps = job.x_row_bytes / (64 * DIGITS);
   uint8_t* codes = job.scratch;
   alignas(64) float out[kVectors * kRows];
   for (int64_t row = 0; row < job.rows; row += kRows) {

@@ -95,7 +95,16 @@ struct Isa {
     return BITS * 2 / DIGITS > 8 ? 8 : BITS * 2 / DIGITS;
   }
 
+  static constexpr int kShrinkVectors = 4, kExpandVectors = 8;
+
+  static Lanes from_floats(const float* p) { return _mm512_loadu_ps(p); }
+  static Lanes from_bfloats(const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(load_halves(p)), 16));
+  }
+  static Lanes from_halves(const uint16_t* p) { return _mm512_cvtph_ps(load_halves(p)); }
+  static void store(float* p, Lanes v) { _mm512_storeu_ps(p, v); }
   static Lanes zero() { return _mm512_setzero_ps(); }
+  static Lanes add(Lanes a, Lanes b) { return _mm512_add_ps(a, b); }
   static Lanes set1(float v) { return _mm512_set1_ps(v); }
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return _mm512_fmadd_ps(a, b, c); }
   // Lane i gets scales[i * count / 16].
@@ -121,6 +130,7 @@ struct Isa {
   }
 
  private:
+  static __m256i load_halves(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static __m512 pairs(__m512 a, __m512 b) {
     return _mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b);
   }

@@ -7,8 +7,11 @@
 //   prefetch           asks for a line that will be read soon
 //   Sums<BITS, DIGITS> clear(), add(Bytes codes, const int8_t* block), total(): per lane, the sum of
 //                      code * digit value over the 4 bytes of that lane in all blocks added
-//   multiply_add, set1, zero, spread, reduce   see the portable one, which defines them in plain C++
+//   from_floats, from_bfloats, from_halves     kLanes numbers as floats
+//   multiply_add, add, set1, zero, store, spread, reduce
+//                      see the portable one, which defines them in plain C++
 //   rows<BITS, DIGITS>()   matrix rows whose sums fit into the registers side by side
+//   kShrinkVectors, kExpandVectors   vectors of which four sums each, or 16 numbers each, do
 #include <cstring>
 
 #include "isa.h"
@@ -155,52 +158,16 @@ void swiglu(float* gate, const float* up, int64_t count) {
   }
 }
 
-template <Number TYPE>
-inline Floats16 load16(const void* data, int64_t start) {
-  if constexpr (TYPE == Number::float32) {
-    return load16(static_cast<const float*>(data) + start);
-  } else {
-    const uint16_t* p = static_cast<const uint16_t*>(data) + start;
-    Floats16 v;
-    for (int i = 0; i < 16; ++i) v[i] = TYPE == Number::bfloat16 ? from_bf16(p[i]) : from_f16(p[i]);
-    return v;
-  }
-}
-
-template <Number TYPE>
-float typed_dot(Floats a, int64_t start, const float* x, int64_t count) {
+float dot(const float* a, const float* x, int64_t count) {
   Floats16 sums[4] = {};
   int64_t i = 0;
   for (; i + 64 <= count; i += 64) {
-    for (int j = 0; j < 4; ++j) sums[j] += load16<TYPE>(a.data, start + i + 16 * j) * load16(x + i + 16 * j);
+    for (int j = 0; j < 4; ++j) sums[j] += load16(a + i + 16 * j) * load16(x + i + 16 * j);
   }
-  for (; i + 16 <= count; i += 16) sums[0] += load16<TYPE>(a.data, start + i) * load16(x + i);
+  for (; i + 16 <= count; i += 16) sums[0] += load16(a + i) * load16(x + i);
   float sum = sum16((sums[0] + sums[1]) + (sums[2] + sums[3]));
-  float rest[16];
-  load(a, start + i, count - i, rest);
-  for (int64_t j = 0; i < count; ++i, ++j) sum += rest[j] * x[i];
+  for (; i < count; ++i) sum += a[i] * x[i];
   return sum;
-}
-
-float dot(Floats a, int64_t start, const float* x, int64_t count) {
-  if (a.type == Number::float32) return typed_dot<Number::float32>(a, start, x, count);
-  if (a.type == Number::bfloat16) return typed_dot<Number::bfloat16>(a, start, x, count);
-  return typed_dot<Number::float16>(a, start, x, count);
-}
-
-void add_products(const float* h, int64_t rank, const float* b, int64_t stride, float* out, int64_t count) {
-  int64_t i = 0;
-  for (; i + 32 <= count; i += 32) {
-    Floats16 sums[2] = {load16(out + i), load16(out + i + 16)};
-    for (int64_t r = 0; r < rank; ++r) {
-      sums[0] += h[r] * load16(b + r * stride + i);
-      sums[1] += h[r] * load16(b + r * stride + i + 16);
-    }
-    std::memcpy(out + i, sums, sizeof sums);
-  }
-  for (; i < count; ++i) {
-    for (int64_t r = 0; r < rank; ++r) out[i] += h[r] * b[r * stride + i];
-  }
 }
 
 template <int BITS>
@@ -386,6 +353,14 @@ void vector(const VectorJob& job) {
   return two ? multiply_vector<8, 2>(job) : multiply_vector<8, 1>(job);
 }
 
+}  // namespace
+}  // namespace afm
+
+#include "isa_low_rank.h"
+
+namespace afm {
+namespace {
+
 inline Kernels common_kernels(const char* name) {
   Kernels k{};
   k.name = name;
@@ -399,7 +374,8 @@ inline Kernels common_kernels(const char* name) {
   k.finish = finish;
   k.swiglu = swiglu;
   k.dot = dot;
-  k.add_products = add_products;
+  k.shrink = shrink;
+  k.expand = expand;
   k.look_up = look_up;
   return k;
 }

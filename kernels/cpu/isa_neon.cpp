@@ -76,7 +76,14 @@ struct Isa {
     return 4;
   }
 
+  static constexpr int kShrinkVectors = 4, kExpandVectors = 4;
+
+  static Lanes from_floats(const float* p) { return vld1q_f32(p); }
+  static Lanes from_bfloats(const uint16_t* p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
+  static Lanes from_halves(const uint16_t* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+  static void store(float* p, Lanes v) { vst1q_f32(p, v); }
   static Lanes zero() { return vdupq_n_f32(0); }
+  static Lanes add(Lanes a, Lanes b) { return vaddq_f32(a, b); }
   static Lanes set1(float v) { return vdupq_n_f32(v); }
   static Lanes multiply_add(Lanes a, Lanes b, Lanes c) { return vfmaq_f32(c, a, b); }
   // Lane i gets scales[i * count / 4], for 2 or 4 of them.

@@ -54,7 +54,20 @@ struct Isa {
     return 1;
   }
 
+  static constexpr int kShrinkVectors = 2, kExpandVectors = 4;
+
+  static Lanes from_floats(const float* p) { return {{p[0], p[1], p[2], p[3]}}; }
+  static Lanes from_bfloats(const uint16_t* p);
+  static Lanes from_halves(const uint16_t* p);
+  static void store(float* p, const Lanes& v) {
+    for (int i = 0; i < kLanes; ++i) p[i] = v.v[i];
+  }
   static Lanes zero() { return {}; }
+  static Lanes add(const Lanes& a, const Lanes& b) {
+    Lanes lanes;
+    for (int i = 0; i < kLanes; ++i) lanes.v[i] = a.v[i] + b.v[i];
+    return lanes;
+  }
   static Lanes set1(float v) { return {{v, v, v, v}}; }
   static Lanes multiply_add(const Lanes& a, const Lanes& b, const Lanes& c) {
     Lanes lanes;
@@ -79,6 +92,16 @@ struct Isa {
 #include "isa_common.h"
 
 namespace afm {
+namespace {
+
+inline Isa::Lanes Isa::from_bfloats(const uint16_t* p) {
+  return {{from_bf16(p[0]), from_bf16(p[1]), from_bf16(p[2]), from_bf16(p[3])}};
+}
+inline Isa::Lanes Isa::from_halves(const uint16_t* p) {
+  return {{from_f16(p[0]), from_f16(p[1]), from_f16(p[2]), from_f16(p[3])}};
+}
+
+}  // namespace
 
 const Kernels* portable_kernels() {
   static const Kernels table = common_kernels("portable");

@@ -3,41 +3,17 @@
 #include "matmul.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <cstring>
 #include <limits>
-#include <new>
 
 #include "isa.h"
+#include "low_rank.h"
 #include "pool.h"
+#include "scratch.h"
 
 namespace afm {
 namespace {
-
-// Memory that is kept for the next call of its thread; contents don't survive `get`.
-class Scratch {
- public:
-  ~Scratch() { release(); }
-  template <class T>
-  T* get(int64_t count) {
-    const size_t bytes = static_cast<size_t>(count) * sizeof(T) + 64;
-    if (bytes > size_) {
-      release();
-      data_ = ::operator new(bytes, std::align_val_t{64});
-      size_ = bytes;
-    }
-    return static_cast<T*>(data_);
-  }
-
- private:
-  void release() {
-    if (data_ != nullptr) ::operator delete(data_, std::align_val_t{64});
-    data_ = nullptr;
-    size_ = 0;
-  }
-  void* data_ = nullptr;
-  size_t size_ = 0;
-};
 
 enum class Path {
   vector,  // integer kernels, one vector at a time
@@ -76,18 +52,15 @@ struct Prepared {
   const float* sums = nullptr;    // (count, sum_groups)
   int64_t sum_groups = 1;
   const float* floats = nullptr;  // (count, K) with the column scale; of Path::floats
-  const float* hidden[2] = {};    // (count, n_sections * rank) of up to two sets of adapters, or null
+  const float* inputs = nullptr;  // (count, K) without it, for adapters; null where there are none
 
   const int8_t* vector(int64_t m) const { return digits + m * digit_bytes; }
 };
 
 struct PrepareScratch {
-  Scratch digits, arranged, scales, sums, floats, hidden[2], norm, columns;
+  Scratch digits, arranged, scales, sums, floats, inputs, norm, columns;
+  LowRankScratch low_rank[2];
 };
-
-int32_t slot_of(const Adapters& adapters, int64_t vector, int64_t vectors) {
-  return adapters.slots == nullptr ? -1 : adapters.slots[vector * adapters.batch / vectors];
-}
 
 const float* loaded(Floats from, int64_t count, Scratch& scratch) {
   if (!from) return nullptr;
@@ -96,18 +69,9 @@ const float* loaded(Floats from, int64_t count, Scratch& scratch) {
   return out;
 }
 
-int64_t hidden_size(const Adapters& adapters) { return adapters.n_sections * adapters.rank; }
-
-// hidden[r] = a[slot, r] . x for one vector
-void multiply_a(const Adapters& adapters, int32_t slot, const float* x, int64_t cols, float* hidden) {
-  const int64_t rows = hidden_size(adapters);
-  for (int64_t r = 0; r < rows; ++r) {
-    hidden[r] = slot < 0 ? 0 : kernels().dot(adapters.a, (slot * rows + r) * cols, x, cols);
-  }
-}
-
-Prepared prepare(const Activations& x, const PackedMatrix& w, std::array<Adapters, 2> adapters, int64_t start,
-                 int64_t count, PrepareScratch& scratch) {
+// `adapted`: whether adapters need the vectors as well.
+Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int64_t start, int64_t count,
+                 PrepareScratch& scratch) {
   const Kernels& k = kernels();
   const int64_t cols = w.cols;
   Prepared out;
@@ -126,11 +90,7 @@ Prepared prepare(const Activations& x, const PackedMatrix& w, std::array<Adapter
   float* scales = scratch.scales.get<float>(count);
   float* sums = scratch.sums.get<float>(count * out.sum_groups);
   float* floats = scratch.floats.get<float>(integers ? 0 : count * cols);
-  float* hidden[2] = {};
-  for (int i = 0; i < 2; ++i) {
-    if (adapters[i].slots == nullptr) continue;
-    out.hidden[i] = hidden[i] = scratch.hidden[i].get<float>(count * hidden_size(adapters[i]));
-  }
+  float* inputs = adapted ? scratch.inputs.get<float>(count * cols) : nullptr;
 
   auto prepare_vectors = [&](int64_t begin, int64_t end) {
     static thread_local Scratch own;
@@ -138,11 +98,7 @@ Prepared prepare(const Activations& x, const PackedMatrix& w, std::array<Adapter
       float* v = integers ? own.get<float>(cols) : floats + m * cols;
       k.load(x.x, (start + m) * x.stride, cols, v);
       if (norm != nullptr) k.rms_norm(v, norm, x.eps, cols);
-      for (int i = 0; i < 2; ++i) {
-        if (hidden[i] == nullptr) continue;
-        const int32_t slot = slot_of(adapters[i], start + m, x.rows);
-        multiply_a(adapters[i], slot, v, cols, hidden[i] + m * hidden_size(adapters[i]));
-      }
+      if (adapted) std::memcpy(inputs + m * cols, v, cols * sizeof(float));
       if (columns != nullptr) k.multiply(v, columns, cols);
       if (integers) {
         k.quantize(v, cols, out.layout, out.sum_groups, digits + m * out.digit_bytes, scales + m,
@@ -173,6 +129,7 @@ Prepared prepare(const Activations& x, const PackedMatrix& w, std::array<Adapter
   out.scales = scales;
   out.sums = sums;
   out.floats = integers ? nullptr : floats;
+  out.inputs = inputs;
   return out;
 }
 
@@ -223,7 +180,7 @@ void expand_row(const PackedMatrix& w, int64_t row, float* out) {
 }
 
 struct RowScratch {
-  Scratch product, second, scales, biases, row, residual, b;
+  Scratch product, second, scales, biases, row, residual;
 };
 
 // out (count, end - begin) = products of all vectors with rows [begin, end)
@@ -234,7 +191,7 @@ void multiply_floats(const Prepared& x, const PackedMatrix& w, int64_t begin, in
     expand_row(w, n, row);
     for (int64_t m = 0; m < x.count; ++m) {
       out[m * (end - begin) + n - begin] =
-          kernels().dot({row, Number::float32}, 0, x.floats + m * w.cols, w.cols);
+          kernels().dot(row, x.floats + m * w.cols, w.cols);
     }
   }
 }
@@ -258,7 +215,7 @@ void multiply_grouped(const Prepared& x, const PackedMatrix& w, int64_t begin, i
               group_bytes, out});
     const float* sums = x.sums + m * x.sum_groups;
     for (int64_t n = 0; n < rows; ++n) {
-      const float offset = k.dot({biases + n * stride, Number::float32}, 0, sums, w.groups);
+      const float offset = k.dot(biases + n * stride, sums, w.groups);
       out[n] = x.scales[m] * out[n] + factor * offset;
     }
   }
@@ -298,52 +255,6 @@ void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t e
   multiply_rows(x, w, begin, end, out, scratch);
 }
 
-// Vectors from which on it pays to turn B around, so that rows and not ranks lie side by side.
-constexpr int64_t kTransposeFrom = 8;
-
-// out += B h for rows [begin, end), which lie in one section whose hidden values start at `first`.
-void add_section(const Prepared& x, const float* hidden, const Adapters& adapters, const PackedMatrix& w,
-                 int64_t start, int64_t vectors, int64_t begin, int64_t end, int64_t first, float* out,
-                 int64_t stride, RowScratch& scratch) {
-  const Kernels& k = kernels();
-  const int64_t rank = adapters.rank, rows = end - begin, width = hidden_size(adapters);
-  float* b = nullptr;
-  int32_t loaded_slot = -1;
-  for (int64_t m = 0; m < x.count; ++m, out += stride) {
-    const int32_t slot = slot_of(adapters, start + m, vectors);
-    if (slot < 0) continue;
-    const float* h = hidden + m * width + first;
-    const int64_t at = (slot * w.rows + begin) * rank;
-    if (x.count < kTransposeFrom) {
-      for (int64_t n = 0; n < rows; ++n) out[n] += k.dot(adapters.b, at + n * rank, h, rank);
-      continue;
-    }
-    if (slot != loaded_slot) {
-      b = scratch.b.get<float>(2 * rows * rank);
-      float* plain = b + rows * rank;
-      k.load(adapters.b, at, rows * rank, plain);
-      for (int64_t n = 0; n < rows; ++n) {
-        for (int64_t r = 0; r < rank; ++r) b[r * rows + n] = plain[n * rank + r];
-      }
-      loaded_slot = slot;
-    }
-    k.add_products(h, rank, b, rows, out, rows);
-  }
-}
-
-void add_adapters(const Prepared& x, const float* hidden, const Adapters& adapters, const PackedMatrix& w,
-                  int64_t start, int64_t vectors, int64_t begin, int64_t end, float* out, RowScratch& scratch) {
-  if (hidden == nullptr) return;
-  int64_t from = begin;
-  for (int64_t s = 0; s < adapters.n_sections && from < end; ++s) {
-    const int64_t to = std::min(end, adapters.n_sections > 1 ? adapters.sections[s] : w.rows);
-    if (to <= from) continue;
-    add_section(x, hidden, adapters, w, start, vectors, from, to, s * adapters.rank, out + (from - begin),
-                end - begin, scratch);
-    from = to;
-  }
-}
-
 // ---- Sharing out
 
 // Vectors whose digits stay in the second-level cache while the whole matrix goes by.
@@ -372,6 +283,19 @@ void for_vectors(const Activations& x, const PackedMatrix& w, Work work) {
   for (int64_t start = 0; start < x.rows; start += step) work(start, std::min(step, x.rows - start));
 }
 
+// Calls body(begin, end) for stretches of the matrix's rows on all threads, after the adapters' pieces.
+template <class Body>
+void for_rows(const PackedMatrix& w, int64_t vectors, LowRankProduct& first, LowRankProduct* second, Body body) {
+  const int64_t step = rows_at_once(w, vectors), stretches = (w.rows + step - 1) / step;
+  const int64_t of_first = first.pieces(), pieces = of_first + (second != nullptr ? second->pieces() : 0);
+  ThreadPool::shared().parallel_for(pieces + stretches, 1, [&](int64_t piece, int64_t) {
+    if (piece < of_first) return first.shrink(piece);
+    if (piece < pieces) return second->shrink(piece - of_first);
+    const int64_t begin = (piece - pieces) * step;
+    body(begin, std::min(begin + step, w.rows));
+  });
+}
+
 // Rows [begin, end) of `count` vectors from `start` on into y (M, N).
 void write(const float* product, int64_t start, int64_t count, int64_t begin, int64_t end, int64_t n, void* y,
            Number type) {
@@ -387,13 +311,14 @@ void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const 
             Number type) {
   static thread_local PrepareScratch scratch;
   for_vectors(x, w, [&](int64_t start, int64_t count) {
-    const Prepared prepared = prepare(x, w, {adapters}, start, count, scratch);
-    auto body = [&](int64_t begin, int64_t end) {
+    const Prepared prepared = prepare(x, w, adapters.count > 0, start, count, scratch);
+    LowRankProduct low_rank(adapters, w, prepared.inputs, start, count, x.rows, scratch.low_rank[0]);
+    for_rows(w, count, low_rank, nullptr, [&](int64_t begin, int64_t end) {
       static thread_local RowScratch own;
       const int64_t rows = end - begin;
       float* product = own.product.get<float>(count * rows);
       multiply(prepared, w, begin, end, product, own);
-      add_adapters(prepared, prepared.hidden[0], adapters, w, start, x.rows, begin, end, product, own);
+      low_rank.add(begin, end, product, rows);
       if (residual) {
         float* added = own.residual.get<float>(rows);
         for (int64_t m = 0; m < count; ++m) {
@@ -402,8 +327,7 @@ void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const 
         }
       }
       write(product, start, count, begin, end, w.rows, y, type);
-    };
-    ThreadPool::shared().parallel_for(w.rows, rows_at_once(w, count), body);
+    });
   });
 }
 
@@ -414,21 +338,23 @@ void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& 
   const bool alike = gate.column_scale.data == up.column_scale.data && gate.groups == up.groups &&
                      gate.bits == up.bits && path_of(gate, x.rows) == path_of(up, x.rows);
   for_vectors(x, gate, [&](int64_t start, int64_t count) {
-    const Prepared of_g = prepare(x, gate, {of_gate, alike ? of_up : Adapters{}}, start, count, scratch);
-    const Prepared of_u = alike ? of_g : prepare(x, up, {Adapters{}, of_up}, start, count, second_scratch);
-    auto body = [&](int64_t begin, int64_t end) {
+    const bool adapted = of_gate.count > 0 || of_up.count > 0;
+    const Prepared of_g = prepare(x, gate, adapted, start, count, scratch);
+    const Prepared of_u = alike ? of_g : prepare(x, up, false, start, count, second_scratch);
+    LowRankProduct gate_low_rank(of_gate, gate, of_g.inputs, start, count, x.rows, scratch.low_rank[0]);
+    LowRankProduct up_low_rank(of_up, up, of_g.inputs, start, count, x.rows, scratch.low_rank[1]);
+    for_rows(gate, count, gate_low_rank, &up_low_rank, [&](int64_t begin, int64_t end) {
       static thread_local RowScratch own;
       const int64_t rows = end - begin;
       float* g = own.product.get<float>(count * rows);
       float* u = own.second.get<float>(count * rows);
       multiply(of_g, gate, begin, end, g, own);
       multiply(of_u, up, begin, end, u, own);
-      add_adapters(of_g, of_g.hidden[0], of_gate, gate, start, x.rows, begin, end, g, own);
-      add_adapters(of_u, of_u.hidden[1], of_up, up, start, x.rows, begin, end, u, own);
+      gate_low_rank.add(begin, end, g, rows);
+      up_low_rank.add(begin, end, u, rows);
       kernels().swiglu(g, u, count * rows);
       write(g, start, count, begin, end, gate.rows, y, type);
-    };
-    ThreadPool::shared().parallel_for(gate.rows, rows_at_once(gate, count), body);
+    });
   });
 }
 
@@ -476,7 +402,7 @@ void top_k(const Activations& x, const PackedMatrix& w, int64_t k, uint32_t* ind
   static thread_local PrepareScratch scratch;
   ThreadPool& pool = ThreadPool::shared();
   for_vectors(x, w, [&](int64_t start, int64_t count) {
-    const Prepared prepared = prepare(x, w, {}, start, count, scratch);
+    const Prepared prepared = prepare(x, w, false, start, count, scratch);
     std::vector<Best> best(static_cast<size_t>(pool.threads() * count));
     auto body = [&](int64_t begin, int64_t end, int thread) {
       static thread_local RowScratch own;

@@ -45,13 +45,25 @@ struct PackedMatrix {
   Floats column_scale;  // (K,) or absent
 };
 
+constexpr int64_t kBlock = 16;
+constexpr int64_t kMaxAdapters = 8;
+
+// What one LoRA adapter has for a matrix; see `Part` in `kernels/formats.py`. Without a rank, nothing.
+struct Adapter {
+  Floats numbers;
+  int64_t a = 0;  // first number of A (sections * rank, K)
+  int64_t b = 0;  // of B (N / kBlock, rank, kBlock), the last block filled up: B[n, j] is at
+                  // b + (n / kBlock * rank + j) * kBlock + n % kBlock
+  int64_t rank = 0;
+};
+
 // LoRA adapters of one matrix; see `LowRank` in `kernels/formats.py`.
 struct Adapters {
-  Floats a;                         // (adapters, n_sections * rank, K)
-  Floats b;                         // (adapters, N, rank)
-  const int32_t* slots = nullptr;   // (batch,), -1 for none; without it there are no adapters
-  int64_t batch = 1;                // vectors m * batch / M share slot m
-  int64_t rank = 0;
+  Adapter list[kMaxAdapters];
+  int64_t count = 0;
+  const float* scales = nullptr;      // (count,)
+  const int32_t* slots = nullptr;     // (batch,); what is no index of an adapter means none
+  int64_t batch = 1;                  // vectors m * batch / M share slot m
   const int64_t* sections = nullptr;  // last row + 1 of every section
   int64_t n_sections = 1;
 };
@@ -66,7 +78,7 @@ struct Activations {
   int digits = 2;  // 2: int16 activations; 1: int8
 };
 
-// y (M, N) of `type` = residual + x' W^T + B A x'. `residual` is (M, N) or absent.
+// y (M, N) of `type` = residual + x' W^T + scale B A x'. `residual` is (M, N) or absent.
 void matmul(const Activations& x, const PackedMatrix& weight, Floats residual, const Adapters& adapters,
             void* y, Number type);
 

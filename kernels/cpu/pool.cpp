@@ -149,4 +149,8 @@ void ThreadPool::work(int thread) {
   }
 }
 
+void Countdown::wait() const {
+  spin_until([&] { return left_.load(std::memory_order_acquire) == 0; });
+}
+
 }  // namespace afm

@@ -69,4 +69,16 @@ class ThreadPool {
   std::atomic<bool> failed_{false};
 };
 
+// What pieces of a loop wait for that need the work of earlier ones. As pieces are handed out in order, some
+// thread is at work on whatever a later one waits for; earlier pieces must not throw.
+class Countdown {
+ public:
+  void set(int64_t count) { left_.store(count, std::memory_order_relaxed); }
+  void count_down() { left_.fetch_sub(1, std::memory_order_release); }
+  void wait() const;
+
+ private:
+  alignas(64) std::atomic<int64_t> left_{0};
+};
+
 }  // namespace afm

@@ -49,8 +49,14 @@ struct Packed {
   std::optional<mx::array> scales, biases, table, column_scale;
 };
 
+struct Part {
+  int64_t a, b, rank;
+};
+
 struct LowRank {
-  mx::array a, b, slots;
+  std::vector<mx::array> numbers;
+  std::vector<Part> parts;
+  mx::array scales, slots;
   std::vector<int64_t> sections;
 };
 

@@ -1,4 +1,5 @@
 // Products of packed matrices: `matmul.h` as nodes of MLX's graph.
+#include <algorithm>
 #include <cstring>
 #include <memory>
 
@@ -22,6 +23,13 @@ class Inputs {
   int add(const mx::array& a) {
     arrays.push_back(a);
     return static_cast<int>(arrays.size()) - 1;
+  }
+  // As `add`, but an array that is there already keeps its place.
+  int add_once(const mx::array& a) {
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      if (arrays[i].id() == a.id()) return static_cast<int>(i);
+    }
+    return add(a);
   }
   int add_numbers(const std::optional<mx::array>& a, const char* name) {
     if (!a) return -1;
@@ -116,45 +124,79 @@ MatrixPlace place(const Packed& weight, Inputs& inputs) {
 
 // Where adapters are among the inputs; nowhere without.
 struct AdaptersPlace {
-  int a = -1, b = -1, slots = -1;
-  int64_t batch = 1, rank = 0;
+  std::vector<int> numbers;
+  std::vector<Part> parts;
+  int scales = -1, slots = -1;
+  int64_t batch = 1;
   std::vector<int64_t> sections;
 
   bool same(const AdaptersPlace& other) const {
-    return a == other.a && b == other.b && slots == other.slots && sections == other.sections;
+    auto equal = [](const Part& p, const Part& q) { return p.a == q.a && p.b == q.b && p.rank == q.rank; };
+    return numbers == other.numbers && scales == other.scales && slots == other.slots && sections == other.sections &&
+           std::equal(parts.begin(), parts.end(), other.parts.begin(), other.parts.end(), equal);
   }
 
   Adapters adapters(Data& data) const {
-    if (slots < 0) return {};
-    return {data.floats(a), data.floats(b), data.integers<int32_t>(slots), batch, rank, sections.data(),
-            static_cast<int64_t>(sections.size())};
+    Adapters adapters;
+    adapters.count = static_cast<int64_t>(numbers.size());
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      adapters.list[i] = {data.floats(numbers[i]), parts[i].a, parts[i].b, parts[i].rank};
+    }
+    adapters.scales = data.integers<float>(scales);
+    adapters.slots = data.integers<int32_t>(slots);
+    adapters.batch = batch;
+    adapters.sections = sections.data();
+    adapters.n_sections = static_cast<int64_t>(sections.size());
+    return adapters;
   }
 };
+
+// Whether `count` numbers from `first` on are in an array of `size`.
+bool inside(int64_t first, int64_t count, int64_t size) {
+  return first >= 0 && first % kBlock == 0 && count <= size && first <= size - count;
+}
+
+void check(const mx::array& numbers, const Part& part, int64_t sections, const PackedMatrix& weight, size_t adapter) {
+  number_type(numbers, "adapters' numbers");
+  require(numbers.ndim() == 1, "adapter ", adapter, " must be a flat array, not one of ", numbers.ndim(), " axes");
+  constexpr int64_t kMaxRank = 1 << 20;  // products of what follows fit into 64 bits
+  require(part.rank >= 0 && part.rank <= kMaxRank, "adapter ", adapter, " has rank ", part.rank);
+  if (part.rank == 0) return;
+  const int64_t size = static_cast<int64_t>(numbers.size()), blocks = (weight.rows + kBlock - 1) / kBlock;
+  const int64_t of_a = sections * part.rank * weight.cols, of_b = blocks * part.rank * kBlock;
+  require(inside(part.a, of_a, size), "A of adapter ", adapter, ", ", of_a, " numbers from ", part.a,
+          " on, must start at a multiple of ", kBlock, " and lie in its ", size, " numbers");
+  require(inside(part.b, of_b, size), "B of adapter ", adapter, ", ", of_b, " numbers from ", part.b,
+          " on, must start at a multiple of ", kBlock, " and lie in its ", size, " numbers");
+}
 
 AdaptersPlace place(const std::optional<LowRank>& low_rank, const mx::array& x, const PackedMatrix& weight,
                     Inputs& inputs) {
   AdaptersPlace place;
   if (!low_rank) return place;
-  const mx::array &a = low_rank->a, &b = low_rank->b, &slots = low_rank->slots;
-  require(b.ndim() == 3 && b.shape(1) == weight.rows, "adapters' b must be (adapters, N, rank), N = ", weight.rows);
-  place.rank = b.shape(2);
-  place.sections = low_rank->sections;
-  int64_t sections = static_cast<int64_t>(place.sections.size());
-  require(a.ndim() == 3 && a.shape(0) == b.shape(0) && a.shape(1) == sections * place.rank &&
-              a.shape(2) == weight.cols,
-          "adapters' a must be (adapters, sections * rank, K), K = ", weight.cols);
+  const auto& [numbers, parts, scales, slots, sections] = *low_rank;
+  const size_t count = numbers.size();
+  require(count >= 1 && count <= kMaxAdapters, count, " adapters; from 1 to ", kMaxAdapters, " can run at once");
+  require(parts.size() == count, count, " adapters need as many parts, not ", parts.size());
   int64_t before = 0;
-  for (int64_t end : place.sections) {
+  for (int64_t end : sections) {
     require(end > before, "adapters' sections must ascend");
     before = end;
   }
   require(before == weight.rows, "adapters' sections end at row ", before, " of ", weight.rows);
+  for (size_t i = 0; i < count; ++i) {
+    check(numbers[i], parts[i], static_cast<int64_t>(sections.size()), weight, i);
+    place.numbers.push_back(inputs.add_once(numbers[i]));
+  }
+  require(scales.dtype() == mx::float32 && scales.ndim() == 1 && scales.shape(0) == static_cast<int>(count),
+          "adapters' scales must be (", count, ",) float32");
   place.batch = x.ndim() > 1 ? x.shape(0) : 1;
   require(slots.dtype() == mx::int32 && slots.ndim() == 1 && slots.shape(0) == place.batch,
           "adapters' slots must be (B,) int32, B = ", place.batch);
-  place.a = inputs.add_numbers(a, "adapters' a");
-  place.b = inputs.add_numbers(b, "adapters' b");
-  place.slots = inputs.add(slots);
+  place.parts = parts;
+  place.sections = sections;
+  place.scales = inputs.add_once(scales);
+  place.slots = inputs.add_once(slots);
   return place;
 }
 

@@ -125,7 +125,7 @@ def _select(values: mx.array, indices: mx.array | None, count: int) -> tuple[mx.
         chunks = -(-length // CHUNK)
         values, indices = runtime.launch(
             _SELECT,
-            [values, products.ints(0) if indices is None else indices, products.ints(count)],
+            [values, runtime.ints(0) if indices is None else indices, runtime.ints(count)],
             template=(("NAMED", indices is not None),),
             grid=(256 * chunks, rows, 1),
             threadgroup=(256, 1, 1),

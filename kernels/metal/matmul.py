@@ -16,6 +16,7 @@ from afm_mlx.kernels import stock
 from afm_mlx.kernels.dispatch import Case, Variant
 from afm_mlx.kernels.formats import LowRank, PackedWeight
 from afm_mlx.kernels.metal import head, products, unpacked
+from afm_mlx.kernels.metal.low_rank import adapters_of, is_pair
 from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -36,7 +37,7 @@ def _fused_matmul(multiply: Fused) -> Callable[..., mx.array]:
         low_rank: LowRank | None = None,
         activation_bits: int = 16,
     ) -> mx.array:
-        adapters = () if low_rank is None else (low_rank,)
+        adapters = adapters_of(low_rank)
         return multiply(Product(x, (weight,), norm, eps, residual, adapters), x.dtype)
 
     return packed_matmul
@@ -55,11 +56,12 @@ def _fused_swiglu(multiply: Fused) -> Callable[..., mx.array]:
         low_rank: tuple[LowRank, LowRank] | None = None,
         activation_bits: int = 16,
     ) -> mx.array:
-        if _is_pair(gate, up, low_rank):
-            return multiply(Product(x, (gate, up), norm, eps, adapters=low_rank or ()), x.dtype)
-        adapters = [(a,) for a in low_rank] if low_rank else [(), ()]
+        adapters = low_rank or (None, None)
+        if _is_pair(gate, up) and (low_rank is None or is_pair(*low_rank)):
+            product = Product(x, (gate, up), norm, eps, adapters=adapters_of(*adapters))
+            return multiply(product, x.dtype)
         g, u = (
-            multiply(Product(x, (weight,), norm, eps, adapters=of_weight), mx.float32)
+            multiply(Product(x, (weight,), norm, eps, adapters=adapters_of(of_weight)), mx.float32)
             for weight, of_weight in zip((gate, up), adapters, strict=True)
         )
         return unpacked.silu_product(g, u).astype(x.dtype)
@@ -67,18 +69,14 @@ def _fused_swiglu(multiply: Fused) -> Callable[..., mx.array]:
     return packed_swiglu
 
 
-def _is_pair(gate: PackedWeight, up: PackedWeight, low_rank: tuple[LowRank, ...] | None) -> bool:
+def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
     """Whether one kernel can take both matrices: it has one set of inputs and one format."""
 
     def format_of(weight: PackedWeight) -> list:
         arrays = products.matrix_arrays(weight)
         return [products.format_template(weight), *((a.dtype, a.shape) for a in arrays)]
 
-    return (
-        format_of(gate) == format_of(up)
-        and gate.column_scale is up.column_scale
-        and all(len(adapter.sections) == 1 for adapter in low_rank or ())
-    )
+    return format_of(gate) == format_of(up) and gate.column_scale is up.column_scale
 
 
 # -- which cases they take

@@ -27,6 +27,7 @@ const uint column = ((lane / 4) & 2) * 2 + (lane % 2) * 2;
 auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
 auto vectors = make_vectors<NORM, COLUMN_SCALE>(x, norm, column_scale, eps[0]);
+auto table = make_parts(parts);
 const uint in_dims = first.in_dims();
 
 // Rows past the last repeat it.
@@ -90,19 +91,17 @@ UNROLL for (uint b = 0; b < BLOCKS; b++) {
     UNROLL for (uint r = 0; r < 2; r++) {
       y[r] = sums[r][b].thread_elements()[e] * scale;
       if (LOW_RANK) {
-        const uint batch = slots_shape[0];
-        const uint rank = lora_b_shape[2];
-        const uint rank2 = lora_b2_shape[2];
-        const uint first_width = sections_shape[0] * rank;
-        const uint h = m * (first_width + (PAIR ? rank2 : 0));
-        const bool is_second = PAIR && r == 1;
-        const int slot = is_second ? slots2[m * batch / rows] : slots[m * batch / rows];
-        if (slot < 0) continue;
-        const uint section = section_of(sections, sections_shape[0], outputs[r]);
-        const uint output = slot * out_dims + outputs[r];
-        y[r] += is_second
-            ? low_rank(lora_b2, hidden + h + first_width, output, rank2, 0, 1)
-            : low_rank(lora_b, hidden + h + section * rank, output, rank, 0, 1);
+        const uint slot = slots[m * slots_shape[0] / rows];
+        const uint matrix = PAIR ? r : 0;
+        const uint rank = table.rank(slot, matrix);
+        if (rank == 0) continue;
+        auto numbers = adapter_of(
+            slot, adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
+        // Sections come before a second matrix, of which there are none in a pair.
+        const uint before = matrix ? table.rank(slot, 0) : table.section(outputs[r]) * rank;
+        y[r] += expand(
+            numbers + table.b(slot, matrix), rank, outputs[r], hidden + m * table.width() + before,
+            0, 1);
       }
     }
     if (PAIR) y[0] = silu(y[0]) * y[1];

@@ -1,7 +1,8 @@
-// out[m, n] = residual[m, n] + x'[m] . W[n] + B[slot of m][n] . hidden[m],  x' = rms_norm(x) * norm
+// out[m, n] = residual[m, n] + x'[m] . W[n] + B[n] . hidden[m],  x' = rms_norm(x) * norm
 // or, of a pair of matrices, silu(gate) * up.  ROWS vectors, all in registers.
 //
-// hidden = A[slot of m] x'[m] is an input or, with SHRINK, found by every threadgroup for itself.
+// A and B are those of the adapter of m; hidden[m] = scale * A x'[m] is an input or, with SHRINK, found by
+// every threadgroup for itself.
 //
 // A simdgroup has CODE_ROWS rows of codes, of a pair half as many of each matrix. Preparing a vector costs
 // about as much as two rows of 2-bit codes.
@@ -28,51 +29,54 @@ float sums[ROWS][CODE_ROWS];
 lane_products<F, ROWS, CODE_ROWS, PAIR>(vectors, first, second, rows, lane, sums);
 
 if (LOW_RANK) {
-  const uint batch = slots_shape[0];
-  const uint rank = lora_b_shape[2];
-  const uint rank2 = lora_b2_shape[2];
+  auto table = make_parts(parts);
   // A threadgroup needs the products with A of the sections that its own rows lie in.
   const uint group_start = threadgroup_position_in_grid.y * SIMDGROUPS * OUTPUTS;
   const uint group_end = min(group_start + SIMDGROUPS * OUTPUTS, out_dims);
-  const uint n_sections = sections_shape[0];
-  const uint begin = SHRINK ? section_of(sections, n_sections, group_start) : 0;
-  const uint end = SHRINK ? section_of(sections, n_sections, group_end - 1) + 1 : n_sections;
-  const uint first_width = (end - begin) * rank;
-  const uint width = first_width + (PAIR ? rank2 : 0);
-  if (SHRINK) {
-    auto unscaled = make_vectors<NORM, false>(x, norm, norm, eps[0]);
-    const uint in_dims = first.in_dims();
-    for (uint m = 0; m < ROWS; m++) {
-      const int slot = slots[m * batch / ROWS];
-      const int slot2 = slots2[m * batch / ROWS];
-      if (slot >= 0) {
-        const uint row = (slot * n_sections + begin) * rank;
-        shrink_together(
-            unscaled, m, lora_a, row, first_width, in_dims, lane, simdgroup, SIMDGROUPS, inner + m * width);
-      }
-      if (PAIR && slot2 >= 0) {
-        shrink_together(
-            unscaled, m, lora_a2, slot2 * rank2, rank2, in_dims, lane, simdgroup, SIMDGROUPS,
-            inner + m * width + first_width);
-      }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
+  const uint begin = SHRINK ? table.section(group_start) : 0;
+  const uint end = SHRINK ? table.section(group_end - 1) + 1 : table.sections();
+  // Which adapter a vector uses, and where its products with A begin.
+  uint of[ROWS], places[ROWS];
+  uint place = 0;
   UNROLL for (uint m = 0; m < ROWS; m++) {
+    of[m] = slots[m * slots_shape[0] / ROWS];
+    places[m] = SHRINK ? place : m * table.width();
+    place += (end - begin) * table.rank(of[m], 0) + (PAIR ? table.rank(of[m], 1) : 0);
+  }
+  // An adapter is read once for all vectors that use it.
+  for (uint slot = 0; slot < (SHRINK ? table.adapters() : 0); slot++) {
+    bool mine[ROWS], used = false;
+    UNROLL for (uint m = 0; m < ROWS; m++) used |= mine[m] = of[m] == slot;
+    if (!used) continue;
+    auto unscaled = make_vectors<NORM, false>(x, norm, norm, eps[0]);
+    auto numbers = adapter_of(
+        slot, adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
+    uint start_of[ROWS];
+    UNROLL for (uint m = 0; m < ROWS; m++) start_of[m] = places[m];
+    for (uint matrix = 0; matrix < (PAIR ? 2u : 1u); matrix++) {
+      const uint rank = table.rank(slot, matrix);
+      if (rank == 0) continue;
+      const uint n_rows = matrix ? rank : (end - begin) * rank;
+      shrink_together(
+          unscaled, mine, numbers + table.a(slot, matrix), matrix ? 0 : begin * rank, n_rows,
+          first.in_dims(), adapter_scales[slot], lane, simdgroup, SIMDGROUPS, start_of, inner);
+      UNROLL for (uint m = 0; m < ROWS; m++) start_of[m] += n_rows;
+    }
+  }
+  if (SHRINK) threadgroup_barrier(mem_flags::mem_threadgroup);
+  UNROLL for (uint m = 0; m < ROWS; m++) {
+    auto numbers = adapter_of(
+        of[m], adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
+    const uint rank = table.rank(of[m], 0);
+    const uint rank2 = PAIR ? table.rank(of[m], 1) : 0;
     UNROLL for (uint r = 0; r < CODE_ROWS; r++) {
-      const bool is_second = PAIR && r >= OUTPUTS;
-      const int slot = is_second ? slots2[m * batch / ROWS] : slots[m * batch / ROWS];
-      if (slot < 0) continue;
-      const uint row = slot * out_dims + rows[r];
-      const uint section = section_of(sections, n_sections, rows[r]) - begin;
-      const uint h = m * width + (is_second ? first_width : section * rank);
-      if (SHRINK) {
-        sums[m][r] += is_second ? low_rank(lora_b2, inner + h, row, rank2, lane, LANES)
-                                : low_rank(lora_b, inner + h, row, rank, lane, LANES);
-      } else {
-        sums[m][r] += is_second ? low_rank(lora_b2, hidden + h, row, rank2, lane, LANES)
-                                : low_rank(lora_b, hidden + h, row, rank, lane, LANES);
-      }
+      const uint matrix = PAIR && r >= OUTPUTS ? 1 : 0;
+      const uint own = matrix ? rank2 : rank;
+      if (own == 0) continue;
+      const uint before = matrix ? (end - begin) * rank : (table.section(rows[r]) - begin) * rank;
+      auto b = numbers + table.b(of[m], matrix);
+      sums[m][r] += SHRINK ? expand(b, own, rows[r], inner + places[m] + before, lane, LANES)
+                           : expand(b, own, rows[r], hidden + places[m] + before, lane, LANES);
     }
   }
 }

@@ -8,7 +8,6 @@ its own, and not even that where A is so small that every threadgroup can read i
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -16,8 +15,8 @@ import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case
 from afm_mlx.kernels.formats import LowRank, PackedWeight
-from afm_mlx.kernels.metal import runtime
-from afm_mlx.kernels.metal.runtime import Kernel, Template
+from afm_mlx.kernels.metal import low_rank, runtime
+from afm_mlx.kernels.metal.runtime import Kernel, Template, floats, ints
 
 VECTOR_ROWS = 4  # vectors whose inputs fit into a lane's registers
 MATRIX_ROWS = 32
@@ -41,17 +40,11 @@ _INPUTS = (
     *MATRIX_INPUTS,
     *(f"{name}2" for name in MATRIX_INPUTS),
     *VECTOR_INPUTS,
-    "residual",
-    *("hidden", "lora_a", "lora_a2", "lora_b", "lora_b2", "slots", "slots2", "sections"),
+    *("residual", "hidden"),
+    *low_rank.INPUTS,
 )
-_VECTOR = Kernel("packed_vector", _INPUTS, ("out",), HEADERS)
-_MATRIX = Kernel("packed_matrix", _INPUTS, ("out",), HEADERS)
-_SHRINK = Kernel(
-    "low_rank_shrink",
-    ("x", "norm", "eps", "lora_a", "lora_a2", "slots", "slots2"),
-    ("out",),
-    HEADERS,
-)
+_VECTOR = Kernel("packed_vector", _INPUTS, ("out",), (*HEADERS, "low_rank"))
+_MATRIX = Kernel("packed_matrix", _INPUTS, ("out",), (*HEADERS, "low_rank"))
 _UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "column_scale", "start"), ("out",), HEADERS)
 
 
@@ -63,7 +56,7 @@ class Product(NamedTuple):
         matrices: one, or gate and up of the same format: `silu(x' G^T) * (x' U^T)`.
         norm, eps: of the RMSNorm, if `norm` is given.
         residual: (..., N), or None.
-        adapters: one for each matrix, or none.
+        adapters: of each matrix, or none; those of a pair are the same ones, see `low_rank.is_pair`.
     """
 
     x: mx.array
@@ -86,18 +79,6 @@ class Product(NamedTuple):
     def code_rows(self) -> int:
         """Rows of codes of all matrices."""
         return self.out_dims * len(self.matrices)
-
-
-@functools.cache
-def floats(*values: float) -> mx.array:
-    """A float32 array, made once."""
-    return mx.array(values, dtype=mx.float32)
-
-
-@functools.cache
-def ints(*values: int) -> mx.array:
-    """An int32 array, made once."""
-    return mx.array(values, dtype=mx.int32)
 
 
 def _or_nothing(array: mx.array | None) -> mx.array:
@@ -138,13 +119,13 @@ def _shrinks_inside(product: Product) -> bool:
         product.rows, product.code_rows, shrinks=True
     )
     outputs = code_rows // len(product.matrices)
-    sections = product.adapters[0].sections
-    touched = 1 + sum(end % outputs > 0 for end in sections[:-1])  # at most, by one threadgroup
-    ranks = [low_rank.rank for low_rank in product.adapters]
-    a = product.adapters[0].a
-    nbytes = sum(ranks) * a.shape[2] * a.dtype.size * product.adapters[0].slots.size
+    first = product.adapters[0]
+    # Sections that one threadgroup touches, at most.
+    touched = 1 + sum(end % outputs > 0 for end in first.sections[:-1])
+    nbytes = low_rank.most_rows(product.adapters) * product.x.shape[-1]
+    nbytes *= first.numbers[0].dtype.size
     return (
-        product.rows * (touched * ranks[0] + sum(ranks[1:])) <= MAX_INNER
+        product.rows * low_rank.width(product.adapters, touched) <= MAX_INNER
         and -(-product.code_rows // code_rows) * touched * nbytes <= MAX_SHRINK_BYTES
     )
 
@@ -183,7 +164,7 @@ def _launch(
 
 
 def _inputs(product: Product, hidden: mx.array | None) -> list[mx.array]:
-    """What `_INPUTS` names; a single matrix or adapter stands for the second one, too."""
+    """What `_INPUTS` names; a single matrix stands for the second one, too."""
     first, last = product.matrices[0], product.matrices[-1]
     inputs = [
         product.x.reshape(product.rows, -1),
@@ -193,11 +174,7 @@ def _inputs(product: Product, hidden: mx.array | None) -> list[mx.array]:
         _or_nothing(product.residual),
         _or_nothing(hidden),
     ]
-    if not product.adapters:
-        return inputs + [floats(0.0)] * 7
-    pair = product.adapters[0], product.adapters[-1]
-    adapters = [array for arrays in zip(*(p[:3] for p in pair), strict=True) for array in arrays]
-    return [*inputs, *adapters, ints(*pair[0].sections)]
+    return [*inputs, *low_rank.arrays(product.adapters)]
 
 
 def has_whole_groups(format_: PackedWeight | Case) -> bool:
@@ -231,29 +208,11 @@ def format_template(weight: PackedWeight) -> Template:
 
 
 def _shrink(product: Product) -> mx.array | None:
-    """`a[slot] (rms_norm(x) * norm)` of all adapters, side by side: (rows, ranks) float32, if there are any.
-
-    Rows whose slot is -1 get zeros.
-    """
+    """The products with A, if there are adapters."""
     if not product.adapters:
         return None
-    first, last = product.adapters[0], product.adapters[-1]
-    width = sum(low_rank.a.shape[1] for low_rank in product.adapters)
-    (out,) = runtime.launch(
-        _SHRINK,
-        [
-            product.x,
-            _or_nothing(product.norm),
-            floats(product.eps),
-            *(first.a, last.a, first.slots, last.slots),
-        ],
-        template=(("PAIR", len(product.adapters) == 2), ("NORM", product.norm is not None)),
-        grid=(32, width, product.rows),
-        threadgroup=(32, math.gcd(width, 8), 1),
-        output_shapes=[(product.rows, width)],
-        output_dtypes=[mx.float32],
-    )
-    return out
+    x = product.x.reshape(product.rows, -1)
+    return low_rank.shrink(x, product.norm, product.eps, product.adapters)
 
 
 def unpack(weight: PackedWeight, start: int, stop: int, dtype: mx.Dtype) -> mx.array:

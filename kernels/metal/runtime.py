@@ -51,6 +51,18 @@ def _read(name: str) -> str:
 
 
 @functools.cache
+def floats(*values: float) -> mx.array:
+    """A float32 array, made once."""
+    return mx.array(values, dtype=mx.float32)
+
+
+@functools.cache
+def ints(*values: int) -> mx.array:
+    """An int32 array, made once."""
+    return mx.array(values, dtype=mx.int32)
+
+
+@functools.cache
 def _compiled(kernel: Kernel) -> Any:
     return mx.fast.metal_kernel(
         name=f"afm_{kernel.name}",

@@ -95,7 +95,7 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
 
 void test_floats(const Kernels& k, int64_t count) {
   float *x = array<float>(count), *y = array<float>(count), *z = array<float>(count);
-  double squares = 0, product = 0;
+  double squares = 0;
   for (int64_t i = 0; i < count; ++i) {
     x[i] = draw_float() * 30;
     y[i] = draw_float();
@@ -115,14 +115,12 @@ void test_floats(const Kernels& k, int64_t count) {
     uint32_t* stored = array<uint32_t>(count);
     k.store(x, count, stored, 0, type);
     k.load({stored, type}, 0, count, z);
-    product = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      expect(z[i], x[i], 2 * rounding * fabs(x[i]) + 0x1p-25, "store and load");
-      product += static_cast<double>(z[i]) * y[i];
-    }
-    expect(k.dot({stored, type}, 0, y, count), product, 1e-5 * count, "dot");
+    for (int64_t i = 0; i < count; ++i) expect(z[i], x[i], 2 * rounding * fabs(x[i]) + 0x1p-25, "store and load");
     free(stored);
   }
+  double product = 0;
+  for (int64_t i = 0; i < count; ++i) product += static_cast<double>(x[i]) * y[i];
+  expect(k.dot(x, y, count), product, 1e-5 * count, "dot");
   float* table = array<float>(256);
   for (int i = 0; i < 256; ++i) table[i] = draw_float();
   uint8_t* codes = array<uint8_t>(count);
@@ -131,12 +129,43 @@ void test_floats(const Kernels& k, int64_t count) {
     k.look_up(codes, bits, table, count / 4 * 4, z);
     for (int64_t i = 0; i < count / 4 * 4; ++i) expect(z[i], table[code_at(codes, bits, i)], 0, "look_up");
   }
-  for (int64_t i = 0; i < count; ++i) z[i] = x[i];
-  k.add_products(table, 3, y, 0, z, count / 4);
-  for (int64_t i = 0; i < count / 4; ++i) {
-    expect(z[i], x[i] + (static_cast<double>(table[0]) + table[1] + table[2]) * y[i], 1e-5, "add_products");
-  }
   free(x), free(y), free(z), free(table), free(codes);
+}
+
+// Both matrices of an adapter, for some of five vectors: rows [begin, end) of B.
+void test_low_rank(const Kernels& k, Number type, int64_t rank, int64_t cols, int64_t begin, int64_t end) {
+  const int64_t vectors = 5, of_a = rank * cols, of_b = (end + kBlock - 1) / kBlock * kBlock * rank;
+  float *plain = array<float>(of_a + of_b), *x = array<float>(vectors * cols), *hidden = array<float>(vectors * rank);
+  for (int64_t i = 0; i < of_a + of_b; ++i) plain[i] = draw_float();
+  for (int64_t i = 0; i < vectors * cols; ++i) x[i] = draw_float();
+  uint32_t* stored = array<uint32_t>(of_a + of_b);
+  k.store(plain, of_a + of_b, stored, 0, type);
+  k.load({stored, type}, 0, of_a + of_b, plain);
+  float *out = array<float>(vectors * (end - begin)), *before = array<float>(vectors * (end - begin));
+  for (int64_t i = 0; i < vectors * (end - begin); ++i) out[i] = before[i] = draw_float();
+  const int32_t chosen[] = {3, 0, 4, 1}, all = static_cast<int32_t>(1 + draw() % 4);
+  k.shrink({{stored, type}, 0, rank, cols, x, cols, chosen, all, 0.5f, hidden, rank});
+  k.expand({{stored, type}, of_a, rank, begin, end, hidden, rank, chosen, all, out, end - begin});
+  for (int32_t v = 0; v < vectors; ++v) {
+    bool used = false;
+    for (int i = 0; i < all; ++i) used = used || chosen[i] == v;
+    for (int64_t r = 0; r < rank; ++r) {
+      double wanted = 0;
+      for (int64_t c = 0; used && c < cols; ++c) wanted += 0.5 * plain[r * cols + c] * x[v * cols + c];
+      expect(hidden[v * rank + r], wanted, 1e-6 * (cols + 10), "A");
+    }
+    for (int64_t n = begin; n < end; ++n) {
+      const int64_t at = v * (end - begin) + n - begin;
+      double wanted = before[at], gross = 1;
+      for (int64_t j = 0; used && j < rank; ++j) {
+        const double b = plain[of_a + (n / kBlock * rank + j) * kBlock + n % kBlock];
+        wanted += hidden[v * rank + j] * b;
+        gross += fabs(hidden[v * rank + j] * b);
+      }
+      expect(out[at], wanted, 1e-6 * gross, "B");
+    }
+  }
+  free(plain), free(x), free(hidden), free(stored), free(out), free(before);
 }
 
 }  // namespace
@@ -166,6 +195,13 @@ int main(int argc, char** argv) {
     }
   }
   for (const int64_t count : {4, 16, 79, 640}) test_floats(*k, count);
+  for (const Number type : {Number::float32, Number::bfloat16, Number::float16}) {
+    for (const int64_t rank : {1, 4, 7, 16}) {
+      test_low_rank(*k, type, rank, 64, 0, 48);
+      test_low_rank(*k, type, rank, 21, 5, 12);  // within a block
+      test_low_rank(*k, type, rank, 3, 9, 41);
+    }
+  }
   printf("%s: %d checks, %d failures\n", k->name, checks, failures);
   return failures != 0;
 }

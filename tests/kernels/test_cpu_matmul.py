@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from afm_mlx.kernels.cpu import extension, ops
-from afm_mlx.kernels.formats import LowRank, PackedWeight
+from afm_mlx.kernels.formats import MAX_ADAPTERS, LowRank, PackedWeight
 from afm_mlx.kernels.packing import pack_codes
+from tests.tools.low_rank import draw_low_rank, exact
 
 native = extension.module()
 if native is None:
@@ -32,11 +33,6 @@ def isa(request):
     assert native.use_instruction_set(request.param)
     yield request.param
     native.use_instruction_set(before)
-
-
-def exact(array):
-    """What an MLX array holds, in float64."""
-    return np.array(array.astype(mx.float32)).astype(np.float64)
 
 
 def draw(rng, shape, dtype=mx.float32):
@@ -199,47 +195,34 @@ def norm_oracle(x, weight, eps):
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
-def low_rank_oracle(x, low_rank):
-    """Per row of the batch and per row of the matrix, in float64: (B, ..., N) for x (B, ..., K)."""
-    a, b, rank = exact(low_rank.a), exact(low_rank.b), low_rank.rank
-    out = np.zeros((*x.shape[:-1], b.shape[1]))
-    section = np.searchsorted(low_rank.sections, np.arange(b.shape[1]), side="right")
-    for i, slot in enumerate(low_rank.slots.tolist()):
-        if slot >= 0:
-            hidden = x[i] @ a[slot].T
-            for n, s in enumerate(section):
-                out[i, ..., n] = hidden[..., s * rank : (s + 1) * rank] @ b[slot, n]
-    return out
-
-
-def adapters(rng, batch, n, k, sections, rank, dtype=mx.float32):
-    a = draw(rng, (3, len(sections) * rank, k), dtype)
-    b = draw(rng, (3, n, rank), dtype)
-    slots = rng.integers(-1, 3, batch).astype(np.int32)
-    slots[0] = 2
-    return LowRank(a, b, mx.array(slots), sections)
+def adapters(rng, batch, k, sections, dtype):
+    """Up to eight, of other ranks and types each, one of which may leave the matrix alone."""
+    count = int(rng.integers(1, MAX_ADAPTERS + 1))
+    ranks = rng.choice([0, 1, 3, 8, 16, 20], count).tolist()
+    dtypes = [dtype, *(list(ROUNDING)[i] for i in rng.integers(0, 3, count - 1))]
+    slots = rng.integers(-1, count, batch).tolist()
+    slots[0] = 0
+    return draw_low_rank(rng, slots, k, sections, ranks, dtypes)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 1), (2, 9), (20, 1)])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (3, 1), (2, 9), (20, 1), (1, 40)])
 @pytest.mark.parametrize("granularity", ["row", "groups of 64"])
 def test_norm_residual_and_adapters(rng, isa, batch, length, dtype, granularity):
-    n, k, rank = 75, 192, int(rng.choice([1, 8, 16, 20]))
-    matrix = Matrix(rng, n, k, 2, "balanced", granularity, columns=bool(rng.integers(2)))
+    # No register holds a whole number of 8-bit rows.
+    n, (bits, k) = 75, (8, 212) if granularity == "row" else (2, 192)
+    matrix = Matrix(rng, n, k, bits, "balanced", granularity, columns=bool(rng.integers(2)))
     x, residual = draw(rng, (batch, length, k), dtype), draw(rng, (batch, length, n), dtype)
     norm = draw(rng, k, dtype)
-    low_rank = adapters(rng, batch, n, k, (40, 41, n), rank, dtype)
+    drawn = adapters(rng, batch, k, (40, 41, n), dtype)
     y = ops.packed_matmul(
-        x, matrix.packed, norm=norm, eps=1e-3, residual=residual, low_rank=low_rank
+        x, matrix.packed, norm=norm, eps=1e-3, residual=residual, low_rank=drawn.low_rank
     )
     x64 = norm_oracle(exact(x), exact(norm), 1e-3)
     wanted, allowed = oracle(x64, matrix, 16)
-    added = low_rank_oracle(x64, low_rank)
-    magnitude = low_rank_oracle(
-        np.abs(x64), low_rank._replace(a=mx.abs(low_rank.a), b=mx.abs(low_rank.b))
-    )
-    wanted = wanted + added + exact(residual)
-    assert_within(y, wanted, allowed + GROSS * (magnitude + np.abs(exact(residual)) + 1))
+    wanted = wanted + drawn.added(x64) + exact(residual)
+    magnitude = drawn.added(x64, magnitudes=True) + np.abs(exact(residual)) + 1
+    assert_within(y, wanted, allowed + GROSS * magnitude)
 
 
 @pytest.mark.parametrize("activation_bits", [16, 8])
@@ -252,26 +235,85 @@ def test_swiglu(rng, isa, batch, length, kind, activation_bits):
     )
     x, norm = draw(rng, (batch, length, k)), draw(rng, k)
     pair = None
-    if kind == "adapters":
-        pair = tuple(adapters(rng, batch, n, k, (n,), 4) for _ in range(2))
+    if kind != "plain":
+        pair = tuple(adapters(rng, batch, k, (n,), mx.float16) for _ in range(2))
     y = ops.packed_swiglu(
         x,
         gate.packed,
         up.packed,
         norm=norm,
         eps=1e-5,
-        low_rank=pair,
+        low_rank=pair and tuple(drawn.low_rank for drawn in pair),
         activation_bits=activation_bits,
     )
     x64 = norm_oracle(exact(x), exact(norm), 1e-5)
     (g, of_g), (u, of_u) = (oracle(x64, m, activation_bits) for m in (gate, up))
     if pair:
-        g, u = g + low_rank_oracle(x64, pair[0]), u + low_rank_oracle(x64, pair[1])
-        of_g, of_u = of_g + GROSS * np.abs(g).max(), of_u + GROSS * np.abs(u).max()
+        g, u = g + pair[0].added(x64), u + pair[1].added(x64)
+        of_g = of_g + GROSS * (pair[0].added(x64, magnitudes=True) + 1)
+        of_u = of_u + GROSS * (pair[1].added(x64, magnitudes=True) + 1)
     silu = g / (1 + np.exp(-g))
     # |silu'| <= 1.1
     allowed = 1.1 * of_g * (np.abs(u) + of_u) + np.abs(silu) * of_u
     assert_within(y, silu * u, allowed + GROSS * np.abs(silu * u))
+
+
+def test_what_an_adapter_adds_does_not_depend_on_the_batch(rng, isa):
+    """Of a matrix of zeros only that is left: bit for bit that of each row alone, whatever is beside it."""
+    n, k, batch = 90, 204, 21
+    codes = mx.zeros((n, k // 4), mx.uint32)
+    zeros = PackedWeight(codes, 8, "affine", mx.zeros(()), mx.zeros(()))
+    ranks = [16, 5, 0, 1, 32, 8, 16, 3]
+    slots = rng.integers(-1, 8, batch).tolist()
+    low_rank = draw_low_rank(rng, slots, k, (n,), ranks, [mx.float16] * 8).low_rank
+    x = draw(rng, (batch, 1, k))
+    together = ops.packed_matmul(x, zeros, low_rank=low_rank)
+    for row in rng.choice(batch, 6, replace=False).tolist():
+        slot = max(slots[row], 0)
+        alone = LowRank(
+            (low_rank.numbers[slot],),
+            (low_rank.parts[slot],),
+            low_rank.scales[slot : slot + 1],
+            mx.array([0 if slots[row] >= 0 else -1]),
+            low_rank.sections,
+        )
+        assert mx.array_equal(
+            together[row], ops.packed_matmul(x[row : row + 1], zeros, low_rank=alone)[0]
+        )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_adapters_on_many_threads(rng, threads):
+    """More pieces than threads and fewer, of both matrices; the same bits whoever computes them."""
+    n, k = 700, 1024
+    matrix = Matrix(rng, n, k, 2, "balanced")
+    x = draw(rng, (5, 1, k))
+    low_rank = draw_low_rank(
+        rng, [0, 1, 1, -1, 2], k, (300, n), [40, 4, 1], [mx.float16] * 3
+    ).low_rank
+    before = native.threads()
+    try:
+        native.set_threads(threads)
+        got = [ops.packed_matmul(x, matrix.packed, low_rank=low_rank) for _ in range(20)]
+        mx.eval(got)
+        native.set_threads(1)
+        wanted = ops.packed_matmul(x, matrix.packed, low_rank=low_rank)
+        mx.eval(wanted)
+    finally:
+        native.set_threads(before)
+    assert all(mx.array_equal(each, wanted) for each in got)
+
+
+def test_slots_that_are_no_adapter_mean_none(rng, isa):
+    n, k = 40, 64
+    matrix = Matrix(rng, n, k, 2, "balanced")
+    x = draw(rng, (6, 1, k))
+    slots = [0, -1, 1, 2, 2**31 - 1, -(2**31)]
+    drawn = draw_low_rank(rng, slots, k, (n,), [4, 4], [mx.float16] * 2)
+    plain = ops.packed_matmul(x, matrix.packed)
+    y = ops.packed_matmul(x, matrix.packed, low_rank=drawn.low_rank)
+    changed = [not mx.array_equal(y[i], plain[i]) for i in range(6)]
+    assert changed == [True, False, True, False, False, False]
 
 
 def test_silu_from_one_end_to_the_other(isa):

@@ -1,5 +1,8 @@
 """Huge pages under weights: contents stay, and where there is nothing to gain nothing happens."""
 
+import subprocess
+import sys
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -31,3 +34,26 @@ def test_what_is_small_or_switched_off_is_left_alone(monkeypatch):
     assert memory.prefer_huge_pages([large[:1000]]) is None
     monkeypatch.setenv(memory.SWITCH, "0")
     assert memory.prefer_huge_pages([large]) is None
+
+
+def test_an_array_to_fill(rng):
+    numbers = rng.standard_normal(100_003).astype(np.float16)
+    array = memory.unfilled(numbers.size)
+    assert (array.shape, array.dtype) == ((numbers.size,), mx.float16)
+    np.array(array, copy=False)[:] = numbers
+    assert mx.array_equal(array + 0, mx.array(numbers))
+
+
+@needs_native
+def test_a_process_ends_in_the_middle_of_it():
+    """Without waiting for the gigabyte, and without an error."""
+    program = (
+        "import afm_mlx, mlx.core as mx\n"
+        "from afm_mlx.kernels.cpu import memory\n"
+        "arrays = [mx.zeros((1 << 26,), mx.uint8) for _ in range(4)]\n"
+        "mx.eval(arrays)\n"
+        "thread = memory.prefer_huge_pages(arrays)\n"
+        "print(thread.is_alive())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")

@@ -4,8 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels import LowRank, PackedWeight, oracle, pack_codes
+from afm_mlx.kernels import PackedWeight, Part, oracle, pack_codes
 from afm_mlx.kernels.cpu import extension, ops
+from tests.tools.low_rank import draw_low_rank
 
 pytestmark = pytest.mark.skipif(extension.module() is None, reason=extension.unavailable())
 
@@ -24,8 +25,8 @@ def draw_weight(rng, granularity="row", bits=4, mode="affine"):
 
 
 def draw_adapters(rng, batch):
-    slots = mx.array(rng.integers(-1, 2, batch).astype(np.int32))
-    return LowRank(floats(rng, 2, 8, K), floats(rng, 2, N, 4), slots, (20, N))
+    slots = rng.integers(-1, 2, batch).tolist()
+    return draw_low_rank(rng, slots, K, (20, N), [4, 6], [mx.float16, mx.float32]).low_rank
 
 
 def assert_close(got, wanted):
@@ -104,9 +105,83 @@ def test_embedding_takes_all_kinds_of_tokens(rng):
     assert ops.packed_embedding(mx.zeros((0,), mx.int32), weight, mx.float16).shape == (0, K)
 
 
+def bad_adapters(rng):
+    """Adapters that would be read where there is nothing, or that make no sense."""
+    good = draw_adapters(rng, 2)
+    first, second = good.numbers
+    a, b, rank = good.parts[0]
+    end = first.size // 16 * 16
+
+    def with_part(part):
+        return good._replace(parts=(part, good.parts[1]))
+
+    return [
+        (good._replace(sections=(20, 40)), "end at row 40"),
+        (good._replace(sections=(20, 20, N)), "ascend"),
+        (good._replace(slots=mx.array([0])), "slots"),
+        (good._replace(slots=mx.array([0.0, 1.0])), "slots"),
+        (good._replace(scales=mx.ones(3)), "scales"),
+        (good._replace(scales=mx.ones(2, mx.float16)), "scales"),
+        (good._replace(numbers=(), parts=()), "0 adapters"),
+        (good._replace(numbers=(first,) * 9, parts=good.parts[:1] * 9), "9 adapters"),
+        (good._replace(parts=good.parts[:1]), "as many parts, not 1"),
+        (good._replace(numbers=(first[None], second)), "adapter 0 must be a flat array"),
+        (good._replace(numbers=(first.astype(mx.int32), second)), "numbers must be float32"),
+        (with_part(Part(a, b, -1)), "adapter 0 has rank -1"),
+        (with_part(Part(-16, b, rank)), "A of adapter 0"),
+        (with_part(Part(a + 8, b, rank)), "A of adapter 0.*multiple of 16"),
+        (with_part(Part(end, b, rank)), "A of adapter 0"),
+        (with_part(Part(2**62, b, rank)), "A of adapter 0"),
+        (with_part(Part(a, end, rank)), "B of adapter 0"),
+        (with_part(Part(a, b, 2**20)), "A of adapter 0"),
+        (with_part(Part(a, b, 2**40)), "rank 1099511627776"),
+    ]
+
+
+def test_an_adapter_given_twice_is_one_array(rng):
+    """Gate and up lie in the same arrays; and two rows may use one adapter under two scales."""
+    weight, up, x = draw_weight(rng), draw_weight(rng), floats(rng, 2, 3, K)
+    one = draw_low_rank(rng, [0, 1], K, (N,), [4], [mx.float16]).low_rank
+    twice = one._replace(numbers=one.numbers * 2, parts=one.parts * 2, scales=mx.array([0.5, -2.0]))
+    assert_close(
+        ops.packed_matmul(x, weight, low_rank=twice),
+        oracle.packed_matmul(x, weight, low_rank=twice),
+    )
+    pair = (twice, twice._replace(scales=mx.array([1.0, 3.0])))
+    assert_close(
+        ops.packed_swiglu(x, weight, up, low_rank=pair),
+        oracle.packed_swiglu(x, weight, up, low_rank=pair),
+    )
+
+
+def test_a_trace_keeps_adapters_apart_that_differ_in_place_only(rng):
+    """`mx.compile` merges equal operations: those of other parts of one array are not equal."""
+    weight, x = draw_weight(rng), floats(rng, 1, K)
+    first = draw_low_rank(rng, [0], K, (N,), [4], [mx.float16]).low_rank
+    second = draw_low_rank(rng, [0], K, (N,), [4], [mx.float16]).low_rank
+    numbers = mx.concatenate([first.numbers[0], second.numbers[0]])
+    a, b, rank = second.parts[0]
+    offset = first.numbers[0].size
+    moved = Part(a + offset, b + offset, rank)
+
+    @mx.compile
+    def both(x, numbers, scales, slots):
+        def of(part):
+            low_rank = first._replace(numbers=(numbers,), parts=(part,), scales=scales, slots=slots)
+            return ops.packed_matmul(x, weight, low_rank=low_rank)
+
+        return of(first.parts[0]), of(moved)
+
+    for got, wanted in zip(
+        both(x, numbers, first.scales, first.slots), (first, second), strict=True
+    ):
+        assert_close(
+            got, oracle.packed_matmul(x, weight, low_rank=wanted._replace(scales=first.scales))
+        )
+
+
 def test_what_does_not_fit_is_refused(rng):
     weight, x = draw_weight(rng, "group"), floats(rng, 2, K)
-    adapters = draw_adapters(rng, 2)
     cases = [
         ((x[:, :-1], weight, {}), "x has 95 inputs, the matrix 96"),
         ((x, weight, {"norm": mx.ones(K - 1)}), "norm's weight"),
@@ -118,8 +193,10 @@ def test_what_does_not_fit_is_refused(rng):
         ((x, weight._replace(scales=mx.ones((N, 5)), biases=mx.ones((N, 5))), {}), "5 groups"),
         ((x, weight._replace(codes=weight.codes.astype(mx.int32)), {}), "uint32"),
         ((x.astype(mx.int32), weight, {}), "x must be float32"),
-        ((x, weight, {"low_rank": adapters._replace(sections=(20, 40))}), "end at row 40"),
-        ((x, weight, {"low_rank": adapters._replace(slots=mx.array([0]))}), "slots"),
+        *(
+            ((x, weight, {"low_rank": adapters}), message)
+            for adapters, message in bad_adapters(rng)
+        ),
     ]
     for (given, matrix, options), message in cases:
         with pytest.raises(ValueError, match=message):

@@ -12,7 +12,7 @@ import pytest
 
 from afm_mlx.kernels import dispatch, oracle, reference, selftest, specs, verdict
 from afm_mlx.kernels.dispatch import Variant
-from afm_mlx.kernels.formats import LowRank, PackedWeight
+from afm_mlx.kernels.formats import PackedWeight
 from afm_mlx.kernels.problems import make
 from afm_mlx.kernels.specs import DTYPES, Spec
 from afm_mlx.kernels.verdict import ENDED, Verdict
@@ -75,13 +75,16 @@ def test_oracle_matrix_is_the_formula_spelled_out(rng):
 def test_oracle_adapters_equal_a_merged_matrix(rng):
     problem = make(Spec("packed_matmul", batch=4, tokens=2, **MATRIX, rank=8, sections=3), rng)
     (x, weight), low_rank = problem.args, problem.options["low_rank"]
-    a, b = oracle.float64(low_rank.a), oracle.float64(low_rank.b)
     start = np.array([0, *low_rank.sections])
     for row, slot in enumerate(low_rank.slots.tolist()):
         merged = oracle.matrix(weight)
-        for i in range(3 if slot >= 0 else 0):
-            rows = slice(start[i], start[i + 1])
-            merged[rows] += b[slot, rows] @ a[slot, 8 * i : 8 * i + 8]
+        if slot >= 0 and (rank := low_rank.parts[slot].rank):
+            factors = reference.low_rank_factors(low_rank, slot, weight.in_dims)
+            a, b = map(oracle.float64, factors)
+            for i in range(3):
+                rows = slice(start[i], start[i + 1])
+                added = b[rows] @ a[rank * i : rank * i + rank]
+                merged[rows] += float(low_rank.scales[slot]) * added
         np.testing.assert_allclose(
             problem.wanted[0][row], oracle.float64(x[row]) @ merged.T, rtol=1e-12, atol=1e-12
         )
@@ -159,7 +162,7 @@ def with_the_first_adapter(x, weight, *, low_rank=None, **options):
 
 
 def with_one_section(x, weight, *, low_rank=None, **options):
-    whole = LowRank(low_rank.a[:, : low_rank.rank], low_rank.b, low_rank.slots, (weight.out_dims,))
+    whole = low_rank._replace(sections=(weight.out_dims,))
     return reference.packed_matmul(x, weight, low_rank=whole, **options)
 
 
@@ -370,7 +373,10 @@ def test_bytes_of_a_call(rng):
     problem = make(Spec("packed_matmul", mx.bfloat16, **MATRIX, norm=True), rng)
     assert problem.nbytes == 96 * 512 // 4 + 96 * 4 + 2 * 512 + 2 * 512 + 2 * 96
     problem = make(Spec("packed_matmul", **MATRIX, rank=8), rng)  # one of three adapters is used
-    assert problem.nbytes == 96 * 512 // 4 + 96 * 4 + 4 * (512 + 96) + 4 * 8 * (512 + 96) + 4
+    low_rank = problem.options["low_rank"]
+    used = low_rank.numbers[low_rank.slots.item()].nbytes
+    plain = 96 * 512 // 4 + 96 * 4 + 4 * (512 + 96)
+    assert problem.nbytes == plain + used + low_rank.scales.nbytes + 4
     problem = make(Spec("decode_attention", **HEADS, capacity=100), rng)
     assert problem.nbytes == 2 * 4 * 8 * 64 + 97 * 2 * 2 * 64
 

@@ -1,15 +1,15 @@
 """What a decoded token costs on Metal, counted in the traced graph."""
 
-import functools
-
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.adapters.lora import places
+from afm_mlx.adapters.active import BatchAdapters, bind
+from afm_mlx.adapters.places import places
+from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.config import PRESETS, ModelConfig
-from afm_mlx.kernels import KeyValues, PackedWeight, QueryRope
+from afm_mlx.kernels import KeyValues, PackedWeight, Part, QueryRope
 from afm_mlx.kernels.metal import attention
 from afm_mlx.model import Model
 from afm_mlx.packed import PackedEmbedding, PackedLinear
@@ -183,24 +183,42 @@ def test_a_token_of_the_3b(run):
     assert long.bytes_read - short.bytes_read == pytest.approx(longer, rel=1e-4)
 
 
-@pytest.mark.parametrize("rank", [8, 16, 32])
-def test_a_token_of_the_3b_with_an_adapter(rank):
+def with_adapters(model: Model, rows: list[int]) -> Model:
+    """The model with an adapter of these ranks on every layer, one for each row; 0 for none."""
+    numbers = mx.zeros((1024,), mx.float16)  # counting reads nothing
+    mx.eval(numbers)
+    paths = [place.path for place in places(model)]
+    residents = {
+        rank: ResidentAdapter(numbers, dict.fromkeys(paths, Part(0, 0, rank)), 1.0, "", rank)
+        for rank in set(rows) - {0}
+    }
+    bind(model).set(BatchAdapters.of([residents.get(rank) for rank in rows]))
+    return model
+
+
+def step_cost(model: Model, rows: int, capacity: int = 512):
+    cache = filled_cache(model, capacity)
+    cache = [type(entry).merge([entry] * rows) for entry in cache] if rows > 1 else cache
+    return decode_cost(model, Model.__call__, mx.zeros((rows, 1), mx.int32), cache)
+
+
+@pytest.mark.parametrize("rows", [[8], [16], [32], [8, 32], [0, 32], [16] * 4], ids=str)
+def test_a_token_of_the_3b_with_adapters(rows):
     model = packed_shapes(PRESETS["afm-3b"])
-
-    @functools.cache
-    def adapter(inputs: int, outputs: int, sections: int) -> tuple[mx.array, mx.array]:
-        a = mx.zeros((1, sections * rank, inputs), mx.bfloat16)
-        b = mx.zeros((1, outputs, rank), mx.bfloat16)
-        mx.eval(a, b)
-        return a, b
-
-    for place in places(model):
-        packed = place.layer.packed
-        ends = place.sections or (packed.out_dims,)
-        place.layer.attach(*adapter(packed.in_dims, packed.out_dims, len(ends)), ends)
-    cost = decode_cost(model, Model.__call__, mx.zeros((1, 1), mx.int32), filled_cache(model, 512))
+    cost = step_cost(with_adapters(model, rows), len(rows))
     assert cost.dispatches <= 520
     assert set(cost.kernels) - WRITING == {k for k in cost.kernels if k.startswith("afm_")}
+
+
+def test_eight_adapters_cost_as_many_dispatches_as_one():
+    ranks = [8, 12, 16, 20, 24, 28, 31, 32]
+    mixed, one, none = (
+        step_cost(with_adapters(packed_shapes(PRESETS["afm-3b"]), rows), 8)
+        for rows in (ranks, [32] * 8, [0] * 8)
+    )
+    assert mixed.kernels == one.kernels
+    blocks = PRESETS["afm-3b"].num_layers
+    assert mixed.dispatches <= none.dispatches + 4 * blocks  # a product with A for each other one
 
 
 def test_a_batch_costs_no_more_dispatches_than_a_row():

@@ -4,6 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.adapters.active import BatchAdapters, bind
+from afm_mlx.adapters.places import place_shapes, places
+from afm_mlx.adapters.resident import build_resident
 from afm_mlx.cache import KVCache
 from afm_mlx.config import ModelConfig
 from afm_mlx.kernels import dispatch
@@ -20,12 +23,29 @@ CONFIG = ModelConfig(
 )
 
 
-def run(model, prompts, following):
+def random_resident(model, rank, rng):
+    """An adapter on about two layers of three."""
+    tensors = {}
+    for place in places(model):
+        if rng.random() < 2 / 3:
+            for end, (inputs, outputs) in place.shapes.items():
+                a, b = rng.standard_normal((inputs, rank)), rng.standard_normal((rank, outputs))
+                tensors[f"{place.path}.lora_a{end}"] = a / inputs**0.5
+                tensors[f"{place.path}.lora_b{end}"] = b / (4 * rank) ** 0.5
+    tensors = {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
+    return build_resident(tensors, rng.uniform(0.5, 1), place_shapes(model), "random")
+
+
+def run(model, prompts, following, adapters=None):
     """Logits of every step, and the greedy choice after the last one, for rows of different lengths."""
+    active = bind(model)
+    adapters = adapters or [None] * len(prompts)
     caches = []
-    for prompt in prompts:
+    for prompt, adapter in zip(prompts, adapters, strict=True):
         caches.append(model.make_cache())
+        active.set(BatchAdapters.of([adapter]))
         model.prefill(mx.array([prompt]), caches[-1])
+    active.set(BatchAdapters.of(adapters))
     cache = [type(entries[0]).merge(entries) for entries in zip(*caches, strict=True)]
     logits = [model(mx.array(following[:, t : t + 1]), cache) for t in range(following.shape[1])]
     # Looked at before it is written, so the choice is made on a copy.
@@ -39,9 +59,30 @@ def test_decoding_equals_the_definitions(metal, rng, lengths):
     model = random_packed_model(CONFIG, seed=int(rng.integers(2**31)))
     prompts = [rng.integers(0, CONFIG.vocab_size, n).tolist() for n in lengths]
     following = rng.integers(0, CONFIG.vocab_size, (len(lengths), 2)).astype(np.int32)
-    got, choice = run(model, prompts, following)
+    assert_equal(model, prompts, following)
+
+
+# Above four rows another kernel multiplies.
+@pytest.mark.parametrize("count", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_every_row_decodes_with_its_own_adapter(metal, rng, count):
+    model = random_packed_model(CONFIG, seed=int(rng.integers(2**31)))
+    adapters = [random_resident(model, rank, rng) for rank in (3, 8)]
+    rows = [adapters[0], None, adapters[1], *adapters][:count]
+    prompts = [rng.integers(0, CONFIG.vocab_size, 2 + i % 3).tolist() for i in range(count)]
+    following = rng.integers(0, CONFIG.vocab_size, (count, 1)).astype(np.int32)
+    assert_equal(model, prompts, following, rows)
+
+
+def assert_equal(model, prompts, following, adapters=None):
+    """What the kernels give is what the definitions give, up to what float32 sums may change."""
+    got, choice = run(model, prompts, following, adapters)
     with dispatch.force("reference"):
-        wanted, _ = run(model, prompts, following)
+        wanted, _ = run(model, prompts, following, adapters)
+    if adapters:
+        with dispatch.force("reference"):
+            plain, _ = run(model, prompts, following)
+        changed = np.abs(wanted - plain).max(axis=(1, 2)) > 0.05 * np.abs(plain).max()
+        assert changed.tolist() == [adapter is not None for adapter in adapters]
     # A key on the edge between two codes may get either one, which float32 sums decide.
     bound = 0.02 * np.abs(wanted).max()
     assert np.abs(got - wanted).max() <= bound

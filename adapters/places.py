@@ -1,0 +1,93 @@
+"""The linear layers of a model's blocks: where an adapter may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import mlx.nn as nn
+
+from afm_mlx.config import ModelConfig
+from afm_mlx.packed import PackedLinear
+
+Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
+"""Of every place by its path: `Place.shapes`."""
+
+
+class LinearWrapper(nn.Module):
+    """A layer around a linear one, `linear`, in whose place it stands."""
+
+    linear: nn.Module
+
+
+class Place(NamedTuple):
+    """A linear layer of a block, which may carry an adapter.
+
+    Args:
+        path: from the model, such as `model.layers.0.mlp.up_proj`.
+        key: from the block, such as `mlp.up_proj`.
+        block: index of the block.
+        layer: the linear layer, or the wrapper around it.
+        sections: last output + 1 of each projection in it; None for one.
+    """
+
+    path: str
+    key: str
+    block: int
+    layer: nn.Module
+    sections: tuple[int, ...] | None
+
+    @property
+    def linear(self) -> nn.Module:
+        return self.layer.linear if isinstance(self.layer, LinearWrapper) else self.layer
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of each pair, by the end of its tensors' names: "", or ".0", ".1", ..."""
+        inputs, outputs = linear_shape(self.linear)
+        if self.sections is None:
+            return {"": (inputs, outputs)}
+        widths = (end - start for start, end in pairwise([0, *self.sections]))
+        return {f".{i}": (inputs, width) for i, width in enumerate(widths)}
+
+
+def linear_shape(layer: nn.Module) -> tuple[int, int]:
+    """Inputs K and outputs N of a float, packed or MLX-quantized linear layer."""
+    if isinstance(layer, PackedLinear):
+        return layer.packed.in_dims, layer.packed.out_dims
+    outputs, inputs = layer.weight.shape
+    return (inputs * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else inputs), outputs
+
+
+def places(model: nn.Module) -> list[Place]:
+    """Every linear layer of every block, in the blocks' order."""
+    blocks = {id(block): index for index, block in enumerate(model.layers)}
+    paths = {blocks[id(m)]: path for path, m in model.named_modules() if id(m) in blocks}
+    found = []
+    for index, block in enumerate(model.layers):
+        inside: tuple[str, ...] = ()
+        # Owners come before what they own when sorted by name.
+        for key, layer in sorted(block.named_modules(), key=lambda item: item[0]):
+            if key.startswith(inside):
+                continue
+            if isinstance(layer, LinearWrapper):
+                inside = (*inside, f"{key}.")
+            elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear):
+                continue
+            path = f"{paths[index]}.{key}"
+            found.append(Place(path, key, index, layer, _sections(model, key)))
+    return found
+
+
+def place_shapes(model: nn.Module) -> Shapes:
+    """What adapters of a model have to fit."""
+    return {place.path: place.shapes for place in places(model)}
+
+
+def _sections(model: nn.Module, key: str) -> tuple[int, ...] | None:
+    config = getattr(model, "args", None)
+    if not isinstance(config, ModelConfig) or not key.endswith("qkv_proj"):
+        return None
+    heads = (config.num_heads, *[config.num_kv_heads] * 2)
+    return tuple(sum(heads[: i + 1]) * config.head_dim for i in range(3))

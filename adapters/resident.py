@@ -1,0 +1,296 @@
+"""An adapter in memory, as the kernels read it: all its numbers in one flat array.
+
+Loading fills one buffer, unloading drops it, and another adapter takes its place as one array for another.
+Where the numbers of a matrix lie is in `parts`; the layout of A and B is that of `afm_mlx.kernels.Part`.
+
+Nothing here is an operation of MLX: a thread of its own may load an adapter while the engine's decodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.adapters.places import Shapes
+from afm_mlx.errors import CheckpointError
+from afm_mlx.kernels import BLOCK, Part
+from afm_mlx.kernels.cpu.memory import unfilled
+from afm_mlx.weights import StoredTensor, array_bytes
+
+_SAMPLES = 256
+_INFINITE = 0x7C00  # the exponent of float16's infinities and NaNs
+_BLOCK_BYTES = np.dtype(f"V{2 * BLOCK}")
+
+
+@dataclass(frozen=True, eq=False)
+class ResidentAdapter:
+    """An adapter that is ready to run.
+
+    Args:
+        numbers: (n,) float16, of all matrices.
+        parts: where those of a matrix lie in it, by the path of its layer; layers without an adapter are
+            left out.
+        scale: alpha / rank.
+        fingerprint: 64 hex digits, the same for the same numbers in the same places.
+        layout: a number that adapters with equal `parts` share.
+    """
+
+    numbers: mx.array
+    parts: Mapping[str, Part]
+    scale: float
+    fingerprint: str
+    layout: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numbers.nbytes
+
+    @property
+    def rank(self) -> int:
+        """The largest of its pairs."""
+        return max(part.rank for part in self.parts.values())
+
+
+class Layout(NamedTuple):
+    """Where an adapter's tensors go, known before any is read.
+
+    Args:
+        parts: see `ResidentAdapter`.
+        size: numbers in all.
+    """
+
+    parts: dict[str, Part]
+    size: int
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.size
+
+
+def plan_layout(tensors: Mapping[str, Any], shapes: Shapes, source: str | Path) -> Layout:
+    """Give every matrix that has an adapter its place.
+
+    Args:
+        tensors: by their names in an adapter folder; only their `shape` counts.
+        shapes: of the model, see `place_shapes`.
+        source: of the adapter, for errors.
+
+    Raises:
+        CheckpointError: names a tensor that is not of this model, or its shape.
+    """
+    pairs = pairs_by_layer(tensors, shapes, source)
+    parts, size = {}, 0
+    for path, of_sections in pairs.items():
+        (inputs, _), *_ = shapes[path].values()
+        outputs = sum(width for _, width in shapes[path].values())
+        rank = max(pair[0].shape[1] for pair in of_sections if pair is not None)
+        a, b = size, size + _filled_up(len(of_sections) * rank * inputs)
+        parts[path] = Part(a, b, rank)
+        size = b + rank * _filled_up(outputs)
+    return Layout(parts, size)
+
+
+def build_resident(
+    tensors: Mapping[str, Any], scale: float, shapes: Shapes, source: str | Path
+) -> ResidentAdapter:
+    """Put an adapter's tensors into one array.
+
+    Args:
+        tensors: evaluated arrays, NumPy arrays or `StoredTensor` by their names in an adapter folder: A
+            (K, rank) and B (rank, N_i) of a floating type.
+        scale: alpha / rank.
+        shapes: of the model, see `place_shapes`.
+        source: of the adapter, for errors.
+
+    Raises:
+        CheckpointError: when a tensor does not fit the model, or holds a number that float16 does not.
+    """
+    layout = plan_layout(tensors, shapes, source)
+    # NumPy fills it without Python's lock, and faster than MLX copies: decoding goes on meanwhile.
+    numbers = unfilled(layout.size)
+    view = np.array(numbers, copy=False)
+    read = TensorReader()
+    for path, of_sections in pairs_by_layer(tensors, shapes, source).items():
+        part, start = layout.parts[path], 0
+        outputs = sum(width for _, width in shapes[path].values())
+        if not _covers(part, outputs, of_sections):
+            view[part.a : part.b + part.rank * _filled_up(outputs)] = 0
+        places = zip(shapes[path].items(), of_sections, strict=True)
+        for index, ((end, (_, width)), pair) in enumerate(places):
+            if pair is not None:
+                a = _checked(read(pair[0]), f"{path}.lora_a{end}", source)
+                _fill_a(view, part, index, a)
+                b = _checked(read(pair[1]), f"{path}.lora_b{end}", source)
+                _fill_b(view, part, outputs, start, b)
+            start += width
+    return _resident(numbers, layout, scale, view)
+
+
+def _resident(numbers: mx.array, layout: Layout, scale: float, view: np.ndarray) -> ResidentAdapter:
+    table = tuple(sorted(layout.parts.items()))
+    number = _LAYOUTS.setdefault(table, len(_LAYOUTS))
+    return ResidentAdapter(numbers, layout.parts, scale, _fingerprint(view, layout, scale), number)
+
+
+# Two threads that meet here give one layout two numbers at worst, which costs one more trace.
+_LAYOUTS: dict[tuple[tuple[str, Part], ...], int] = {}
+
+
+def _covers(part: Part, outputs: int, of_sections: list[tuple[Any, Any] | None]) -> bool:
+    """Whether the pairs leave no number between A's first and B's last to be zero."""
+    ranks = {0 if pair is None else pair[0].shape[1] for pair in of_sections}
+    inputs = next(pair[0].shape[0] for pair in of_sections if pair is not None)
+    whole = outputs % BLOCK == len(of_sections) * part.rank * inputs % BLOCK == 0
+    return whole and ranks == {part.rank}
+
+
+def _filled_up(count: int) -> int:
+    return -(-count // BLOCK) * BLOCK
+
+
+def _fill_a(view: np.ndarray, part: Part, section: int, a: np.ndarray) -> None:
+    inputs, rank = a.shape
+    start = part.a + section * part.rank * inputs
+    np.copyto(view[start : start + rank * inputs].reshape(rank, inputs), a.T)
+
+
+def _fill_b(view: np.ndarray, part: Part, outputs: int, start: int, b: np.ndarray) -> None:
+    """Outputs `start` and on of B."""
+    rank, width = b.shape
+    blocks = _filled_up(outputs) // BLOCK
+    target = view[part.b : part.b + blocks * part.rank * BLOCK]
+    if start % BLOCK == 0 and width % BLOCK == 0:
+        # Whole blocks move as one item each, which is three times as fast.
+        first, count = start // BLOCK, width // BLOCK
+        by_block = target.view(_BLOCK_BYTES).reshape(blocks, part.rank)
+        moved = np.ascontiguousarray(b, np.float16).view(_BLOCK_BYTES).reshape(rank, count)
+        np.copyto(by_block[first : first + count, :rank], moved.T)
+        return
+    by_output = target.reshape(blocks, part.rank, BLOCK)
+    n = np.arange(start, start + width)
+    by_output[n // BLOCK, :rank, n % BLOCK] = b.T
+
+
+def _checked(values: np.ndarray, name: str, source: str | Path) -> np.ndarray:
+    """Numbers as float16."""
+    with np.errstate(over="ignore"):
+        half = values.astype(np.float16, copy=False)
+    if half.size and (half.view(np.uint16) & _INFINITE).max() == _INFINITE:
+        if np.isfinite(values).all():
+            raise CheckpointError(
+                f"{source}: {name} has numbers up to {np.abs(values).max():g}, and float16, in which adapters "
+                "run, ends at 65504. Scale the adapter's A up and its B down, or the other way round."
+            )
+        raise CheckpointError(
+            f"{source}: {name} holds NaN or infinity. The training that made the adapter has failed: take an "
+            "earlier checkpoint of it."
+        )
+    return half
+
+
+class TensorReader:
+    """Tensors as NumPy arrays, one at a time: the next one may take the memory of the one before."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(0, np.uint8)
+
+    def __call__(self, tensor: Any) -> np.ndarray:
+        """The tensor's numbers; bfloat16 as float32, for NumPy has no such type.
+
+        Raises:
+            CheckpointError: when a `StoredTensor`'s file can't be read, or ends early.
+        """
+        if isinstance(tensor, StoredTensor):
+            return _values(self._read(tensor), tensor.dtype).reshape(tensor.shape)
+        if isinstance(tensor, mx.array):
+            if tensor.dtype == mx.bfloat16:
+                return _values(array_bytes(tensor), tensor.dtype).reshape(tensor.shape)
+            return np.array(tensor, copy=False)
+        return np.asarray(tensor)
+
+    def _read(self, tensor: StoredTensor) -> np.ndarray:
+        """Bytes of a tensor. (A mapped file that somebody cuts off meanwhile would end the process.)"""
+        if self._buffer.size < tensor.nbytes:
+            self._buffer = np.empty(tensor.nbytes, np.uint8)
+        raw = self._buffer[: tensor.nbytes]
+        try:
+            with tensor.path.open("rb", buffering=0) as file:
+                file.seek(tensor.offset)
+                count = file.readinto(raw.data) or 0
+        except OSError as error:
+            raise CheckpointError(f"{tensor.path} can't be read: {error.strerror}.") from None
+        if count < tensor.nbytes:
+            raise CheckpointError(
+                f"{tensor.path} ends within {tensor.name}: {count:,} of {tensor.nbytes:,} bytes are there. It "
+                "was cut off: copy or download it again."
+            )
+        return raw
+
+
+def _values(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """Bytes of float16, bfloat16 or float32 as numbers; bfloat16 as float32."""
+    raw = raw.reshape(-1)
+    if dtype == mx.bfloat16:
+        return (raw.view("<u2").astype("<u4") << 16).view("<f4")
+    return raw.view("<f2" if dtype == mx.float16 else "<f4")
+
+
+def _fingerprint(view: np.ndarray, layout: Layout, scale: float) -> str:
+    """Of scale and places, and of a sample of every matrix's numbers."""
+    head = {"scale": scale, "parts": layout.parts}
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    bounds = sorted({*(i for p in layout.parts.values() for i in (p.a, p.b)), layout.size})
+    for start, end in itertools.pairwise(bounds):
+        # An odd stride visits every column of a matrix, whose rows are a power of two long as a rule.
+        stride = max(1, (end - start) // _SAMPLES) | 1
+        digest.update(view[start:end:stride].tobytes())
+    return digest.hexdigest()
+
+
+def pairs_by_layer(
+    tensors: Mapping[str, Any], shapes: Shapes, source: str | Path
+) -> dict[str, list[tuple[Any, Any] | None]]:
+    """Pairs A, B of every section, by the layer's path; None for a section without an adapter.
+
+    Args:
+        tensors: by their names in an adapter folder; only their `shape` counts.
+        shapes: of the model, see `place_shapes`.
+        source: of the adapter, for errors.
+
+    Raises:
+        CheckpointError: names a tensor that is not of this model, or its shape.
+    """
+    rest, result = dict(tensors), {}
+    for path, of_sections in shapes.items():
+        pairs: list[tuple[Any, Any] | None] = []
+        for end, (inputs, outputs) in of_sections.items():
+            a, b = rest.pop(f"{path}.lora_a{end}", None), rest.pop(f"{path}.lora_b{end}", None)
+            if a is None and b is None:
+                pairs.append(None)
+                continue
+            if a is None or b is None:
+                raise CheckpointError(
+                    f"{source}: {path} has lora_{'b' if a is None else 'a'}{end} only; LoRA has pairs."
+                )
+            if (a.shape[0], b.shape[1]) != (inputs, outputs) or a.shape[1] != b.shape[0]:
+                raise CheckpointError(
+                    f"{source}: the adapter of {path}{end} is {list(a.shape)} and {list(b.shape)}, and the "
+                    f"layer needs [{inputs}, rank] and [rank, {outputs}]. It was made for another model."
+                )
+            pairs.append((a, b))
+        if any(pair is not None for pair in pairs):
+            result[path] = pairs
+    if rest:
+        raise CheckpointError(
+            f"{source}: this model has no layer for {min(rest)} ({len(rest)} such tensors). It was made for "
+            "another model."
+        )
+    return result

@@ -1,0 +1,154 @@
+// Products with the two matrices of an adapter; part of `isa_common.h`, and compiled like it.
+//
+// Each number is added up in one order, by k or by j, whatever is computed beside it: a vector's results don't
+// depend on the batch that it is in.
+
+namespace afm {
+namespace {
+
+// kLanes numbers from memory as floats.
+template <Number TYPE>
+inline Isa::Lanes lanes_at(const void* data, int64_t index) {
+  if constexpr (TYPE == Number::float32) return Isa::from_floats(static_cast<const float*>(data) + index);
+  const uint16_t* p = static_cast<const uint16_t*>(data) + index;
+  return TYPE == Number::bfloat16 ? Isa::from_bfloats(p) : Isa::from_halves(p);
+}
+
+// ---- A
+
+// Four sums in flight hide an addition's latency, and reads of four rows the memory's: asking ahead gained nothing.
+constexpr int kShrinkRows = 4;
+
+// hidden of kShrinkRows rows and VECTORS vectors; a row is `count` numbers from rows[r] on.
+template <Number TYPE, int VECTORS>
+inline void shrink_tile(const void* numbers, const int64_t* rows, int64_t count, const float* const* x, float* out) {
+  constexpr int kSums = kShrinkRows * VECTORS, kRound = (kSums + Isa::kLanes - 1) / Isa::kLanes * Isa::kLanes;
+  Isa::Lanes sums[kRound];
+  for (auto& sum : sums) sum = Isa::zero();
+  int64_t k = 0;
+  for (; k + Isa::kLanes <= count; k += Isa::kLanes) {
+    Isa::Lanes v[VECTORS];
+#pragma GCC unroll 4
+    for (int i = 0; i < VECTORS; ++i) v[i] = Isa::from_floats(x[i] + k);
+#pragma GCC unroll 4
+    for (int r = 0; r < kShrinkRows; ++r) {
+      const Isa::Lanes a = lanes_at<TYPE>(numbers, rows[r] + k);
+#pragma GCC unroll 4
+      for (int i = 0; i < VECTORS; ++i) {
+        sums[i * kShrinkRows + r] = Isa::multiply_add(a, v[i], sums[i * kShrinkRows + r]);
+      }
+    }
+  }
+  if (k < count) {
+    float rest[kShrinkRows + VECTORS][Isa::kLanes] = {};
+    for (int r = 0; r < kShrinkRows; ++r) load({numbers, TYPE}, rows[r] + k, count - k, rest[r]);
+    for (int i = 0; i < VECTORS; ++i) std::memcpy(rest[kShrinkRows + i], x[i] + k, (count - k) * sizeof(float));
+    for (int s = 0; s < kSums; ++s) {
+      sums[s] = Isa::multiply_add(Isa::from_floats(rest[s % kShrinkRows]),
+                                  Isa::from_floats(rest[kShrinkRows + s / kShrinkRows]), sums[s]);
+    }
+  }
+  alignas(64) float totals[kRound];
+  for (int s = 0; s < kRound; s += Isa::kLanes) Isa::reduce(sums + s, totals + s);
+  std::memcpy(out, totals, kSums * sizeof(float));
+}
+
+template <Number TYPE, int VECTORS>
+inline void shrink_vectors(const ShrinkJob& job, const int32_t* vectors) {
+  const float* x[VECTORS];
+  for (int i = 0; i < VECTORS; ++i) x[i] = job.x + vectors[i] * job.x_stride;
+  float out[kShrinkRows * VECTORS];
+  for (int64_t row = 0; row < job.rows; row += kShrinkRows) {
+    const int64_t count = smaller(kShrinkRows, job.rows - row);
+    int64_t rows[kShrinkRows];  // those that are not there are the last one again
+    for (int64_t r = 0; r < kShrinkRows; ++r) rows[r] = job.start + (row + smaller(r, count - 1)) * job.cols;
+    shrink_tile<TYPE, VECTORS>(job.numbers.data, rows, job.cols, x, out);
+    for (int i = 0; i < VECTORS; ++i) {
+      float* hidden = job.hidden + vectors[i] * job.hidden_stride + row;
+      for (int64_t r = 0; r < count; ++r) hidden[r] = job.scale * out[i * kShrinkRows + r];
+    }
+  }
+}
+
+template <Number TYPE>
+void typed_shrink(const ShrinkJob& job) {
+  int64_t i = 0;
+  if constexpr (Isa::kShrinkVectors == 4) {
+    for (; i + 4 <= job.count; i += 4) shrink_vectors<TYPE, 4>(job, job.vectors + i);
+  }
+  for (; i + 2 <= job.count; i += 2) shrink_vectors<TYPE, 2>(job, job.vectors + i);
+  for (; i < job.count; ++i) shrink_vectors<TYPE, 1>(job, job.vectors + i);
+}
+
+void shrink(const ShrinkJob& job) {
+  if (job.numbers.type == Number::float32) return typed_shrink<Number::float32>(job);
+  if (job.numbers.type == Number::bfloat16) return typed_shrink<Number::bfloat16>(job);
+  typed_shrink<Number::float16>(job);
+}
+
+// ---- B
+
+// Rows [begin, end) of the block whose numbers start at `start`, for VECTORS vectors.
+template <Number TYPE, int VECTORS>
+inline void expand_block(const ExpandJob& job, int64_t start, const float* const* hidden, float* const* out,
+                         int64_t begin, int64_t end) {
+  constexpr int kParts = static_cast<int>(kBlock) / Isa::kLanes;
+  Isa::Lanes sums[VECTORS][kParts];
+  for (auto& vector : sums) {
+    for (auto& part : vector) part = Isa::zero();
+  }
+  for (int64_t j = 0; j < job.rank; ++j) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kParts; ++p) {
+      const Isa::Lanes b = lanes_at<TYPE>(job.numbers.data, start + j * kBlock + p * Isa::kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < VECTORS; ++i) sums[i][p] = Isa::multiply_add(Isa::set1(hidden[i][j]), b, sums[i][p]);
+    }
+  }
+  for (int i = 0; i < VECTORS; ++i) {
+    if (end - begin == kBlock) {
+      for (int p = 0; p < kParts; ++p) {
+        float* to = out[i] + p * Isa::kLanes;
+        Isa::store(to, Isa::add(Isa::from_floats(to), sums[i][p]));
+      }
+      continue;
+    }
+    alignas(64) float all[kBlock];
+    for (int p = 0; p < kParts; ++p) Isa::store(all + p * Isa::kLanes, sums[i][p]);
+    for (int64_t n = begin; n < end; ++n) out[i][n - begin] += all[n];
+  }
+}
+
+template <Number TYPE, int VECTORS>
+inline void expand_vectors(const ExpandJob& job, int64_t block, const int32_t* vectors) {
+  const int64_t first = block * kBlock, start = job.start + first * job.rank;
+  const int64_t begin = job.begin > first ? job.begin - first : 0;
+  const float* hidden[VECTORS];
+  float* out[VECTORS];
+  for (int i = 0; i < VECTORS; ++i) {
+    hidden[i] = job.hidden + vectors[i] * job.hidden_stride;
+    out[i] = job.out + vectors[i] * job.out_stride + (first + begin - job.begin);
+  }
+  expand_block<TYPE, VECTORS>(job, start, hidden, out, begin, smaller(kBlock, job.end - first));
+}
+
+template <Number TYPE>
+void typed_expand(const ExpandJob& job) {
+  for (int64_t block = job.begin / kBlock; block * kBlock < job.end; ++block) {
+    int64_t i = 0;
+    for (; i + Isa::kExpandVectors <= job.count; i += Isa::kExpandVectors) {
+      expand_vectors<TYPE, Isa::kExpandVectors>(job, block, job.vectors + i);
+    }
+    for (; i + 2 <= job.count; i += 2) expand_vectors<TYPE, 2>(job, block, job.vectors + i);
+    for (; i < job.count; ++i) expand_vectors<TYPE, 1>(job, block, job.vectors + i);
+  }
+}
+
+void expand(const ExpandJob& job) {
+  if (job.numbers.type == Number::float32) return typed_expand<Number::float32>(job);
+  if (job.numbers.type == Number::bfloat16) return typed_expand<Number::bfloat16>(job);
+  typed_expand<Number::float16>(job);
+}
+
+}  // namespace
+}  // namespace afm

@@ -1,0 +1,87 @@
+#include "low_rank.h"
+
+#include <algorithm>
+
+namespace afm {
+namespace {
+
+constexpr int64_t kVectors = 16;         // of a piece: they stay in the second-level cache
+constexpr int64_t kPieceBytes = 32 << 10;  // of A, where it is read for few vectors
+constexpr int64_t kRows = 4;             // that `shrink` takes at a time
+
+int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+}  // namespace
+
+LowRankProduct::LowRankProduct(const Adapters& adapters, const PackedMatrix& weight, const float* x, int64_t start,
+                               int64_t count, int64_t vectors, LowRankScratch& scratch)
+    : adapters_(adapters), rows_(weight.rows), cols_(weight.cols), x_(x) {
+  if (adapters.count == 0) return;
+  sort(start, count, vectors, scratch);
+  cut();
+  hidden_ = scratch.hidden.get<float>(count * width_);
+  left_.set(pieces_);
+}
+
+// Vectors of one adapter side by side, so that its numbers are read once for all of them.
+void LowRankProduct::sort(int64_t start, int64_t count, int64_t vectors, LowRankScratch& scratch) {
+  int32_t* order = scratch.order.get<int32_t>(count);
+  order_ = order;
+  int64_t found = 0;
+  for (int64_t slot = 0; slot < adapters_.count; ++slot) {
+    const Adapter& adapter = adapters_.list[slot];
+    if (adapter.rank == 0) continue;
+    const int64_t first = found;
+    for (int64_t m = 0; m < count; ++m) {
+      const int64_t row = (start + m) * adapters_.batch / vectors;
+      if (adapters_.slots[row] == slot) order[found++] = static_cast<int32_t>(m);
+    }
+    if (found == first) continue;
+    groups_[n_groups_++] = {&adapter, adapters_.scales[slot], first, found - first, 0, 0, 0};
+    width_ = std::max(width_, adapters_.n_sections * adapter.rank);
+  }
+}
+
+void LowRankProduct::cut() {
+  for (int g = 0; g < n_groups_; ++g) {
+    Group& group = groups_[g];
+    const int64_t rows = inner_rows(group), row_bytes = cols_ * size_of(group.adapter->numbers.type);
+    const int64_t few = std::max(kPieceBytes / row_bytes / kRows * kRows, kRows);
+    group.row_step = group.count > kVectors ? rows : std::min(few, rows);
+    group.row_pieces = divide_up(rows, group.row_step);
+    group.first_piece = pieces_;
+    pieces_ += group.row_pieces * divide_up(group.count, kVectors);
+  }
+}
+
+void LowRankProduct::shrink(int64_t piece) {
+  int g = n_groups_ - 1;
+  while (groups_[g].first_piece > piece) --g;
+  const Group& group = groups_[g];
+  piece -= group.first_piece;
+  const int64_t vector = piece / group.row_pieces * kVectors, row = piece % group.row_pieces * group.row_step;
+  const Adapter& adapter = *group.adapter;
+  kernels().shrink({adapter.numbers, adapter.a + row * cols_, std::min(group.row_step, inner_rows(group) - row), cols_,
+                    x_, cols_, order_ + group.first + vector, std::min(kVectors, group.count - vector), group.scale,
+                    hidden_ + row, width_});
+  left_.count_down();
+}
+
+void LowRankProduct::add(int64_t begin, int64_t end, float* out, int64_t stride) const {
+  if (n_groups_ == 0) return;
+  left_.wait();
+  int64_t from = begin;
+  for (int64_t s = 0; s < adapters_.n_sections && from < end; ++s) {
+    const int64_t to = std::min(end, adapters_.sections[s]);
+    if (to <= from) continue;
+    for (int g = 0; g < n_groups_; ++g) {
+      const Group& group = groups_[g];
+      const Adapter& adapter = *group.adapter;
+      kernels().expand({adapter.numbers, adapter.b, adapter.rank, from, to, hidden_ + s * adapter.rank, width_,
+                        order_ + group.first, group.count, out + (from - begin), stride});
+    }
+    from = to;
+  }
+}
+
+}  // namespace afm

@@ -1,0 +1,58 @@
+// What adapters add to a product, `scale * B (A x)` for every vector by its own: in two steps, shared among the
+// threads that also multiply with the matrix.
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+#include "matmul.h"
+#include "pool.h"
+#include "scratch.h"
+
+namespace afm {
+
+struct LowRankScratch {
+  Scratch order, hidden;
+};
+
+class LowRankProduct {
+ public:
+  // For vectors [start, start + count) of `vectors`, which are x (count, K) in float32.
+  LowRankProduct(const Adapters& adapters, const PackedMatrix& weight, const float* x, int64_t start, int64_t count,
+                 int64_t vectors, LowRankScratch& scratch);
+
+  // Products with A come in pieces, each to be computed once, by any thread.
+  int64_t pieces() const { return pieces_; }
+  void shrink(int64_t piece);
+
+  // out (count, stride) += B h for rows [begin, end) of the matrix; waits until all pieces are there.
+  void add(int64_t begin, int64_t end, float* out, int64_t stride) const;
+
+ private:
+  // The vectors of one adapter: `count` numbers in `order_` from `first` on.
+  struct Group {
+    const Adapter* adapter;
+    float scale;
+    int64_t first, count;
+    int64_t row_step;     // rows of A in a piece
+    int64_t row_pieces;   // pieces that the rows are
+    int64_t first_piece;
+  };
+
+  void sort(int64_t start, int64_t count, int64_t vectors, LowRankScratch& scratch);
+  void cut();
+  int64_t inner_rows(const Group& group) const { return adapters_.n_sections * group.adapter->rank; }
+
+  const Adapters& adapters_;
+  const int64_t rows_, cols_;
+  const float* const x_;
+  Group groups_[kMaxAdapters];
+  int n_groups_ = 0;
+  int64_t pieces_ = 0;
+  const int32_t* order_ = nullptr;
+  float* hidden_ = nullptr;  // (count, width_): each vector's scale * A x, section after section
+  int64_t width_ = 0;
+  Countdown left_;
+};
+
+}  // namespace afm

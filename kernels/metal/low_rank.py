@@ -1,0 +1,118 @@
+"""Low-rank adapters as the Metal kernels take them: eight buffers of numbers, and a table of where to look.
+
+The inputs are the same whether a product has adapters or not, since a kernel names all of its buffers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import mlx.core as mx
+
+from afm_mlx.kernels.formats import MAX_ADAPTERS, LowRank, Part
+from afm_mlx.kernels.metal import runtime
+from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
+
+INPUTS = (
+    *(f"adapter{i}" for i in range(MAX_ADAPTERS)),
+    *("parts", "adapter_scales", "slots"),
+)
+_SHRINK = Kernel(
+    "low_rank_shrink",
+    ("x", "norm", "eps", *INPUTS),
+    ("hidden",),
+    ("common", "packed_codes", "low_rank"),
+)
+# Tables that are kept: those of every matrix of a model, with a few sets of adapters.
+_TABLES = 4096
+
+
+def adapters_of(*low_rank: LowRank | None) -> tuple[LowRank, ...]:
+    """What a kernel has to add: the adapters of one matrix or of a pair, nothing when all ranks are 0."""
+    given = tuple(each for each in low_rank if each is not None)
+    return given if any(each.rank for each in given) else ()
+
+
+def is_pair(gate: LowRank, up: LowRank) -> bool:
+    """Whether one kernel can add both: it gets one set of adapters, and only one matrix of a kind."""
+    arrays = (gate.scales, gate.slots, *gate.numbers), (up.scales, up.slots, *up.numbers)
+    return (
+        len(gate.sections) == len(up.sections) == 1
+        and len(gate.numbers) == len(up.numbers)
+        and all(a is b for a, b in zip(*arrays, strict=True))
+    )
+
+
+def width(adapters: tuple[LowRank, ...], sections: int | None = None) -> int:
+    """Products with A that a vector has at most, in so many sections of the first matrix, by default all."""
+    return max(_widths(adapters, len(adapters[0].sections) if sections is None else sections))
+
+
+def most_rows(adapters: tuple[LowRank, ...]) -> int:
+    """Rows of all A that a batch uses at most, in one section: those of as many adapters as it has rows."""
+    return sum(sorted(_widths(adapters, 1))[-adapters[0].slots.size :])
+
+
+def _widths(adapters: tuple[LowRank, ...], sections: int) -> list[int]:
+    """Of every adapter, its ranks for the sections of the first matrix and for the second one."""
+    first, *second = ([part.rank for part in low_rank.parts] for low_rank in adapters)
+    return [sections * rank + sum(others) for rank, *others in zip(first, *second, strict=True)]
+
+
+def arrays(adapters: tuple[LowRank, ...]) -> list[mx.array]:
+    """What `INPUTS` names.
+
+    Raises:
+        ValueError: for more adapters than `MAX_ADAPTERS`, or numbers of different types.
+    """
+    if not adapters:
+        return [floats(0.0)] * MAX_ADAPTERS + [ints(0), floats(0.0), ints(0)]
+    first = adapters[0]
+    _check(first)
+    # Adapters without a part here, which may be of any size, are never read: one that is stands for them.
+    used = _widths(adapters, 1)
+    stand_in = next(n for n, rows in zip(first.numbers, used, strict=True) if rows)
+    numbers = [n if rows else stand_in for n, rows in zip(first.numbers, used, strict=True)]
+    numbers += [stand_in] * (MAX_ADAPTERS - len(numbers))
+    parts = tuple(low_rank.parts for low_rank in adapters)
+    return [*numbers, _table(first.sections, width(adapters), parts), first.scales, first.slots]
+
+
+def _check(low_rank: LowRank) -> None:
+    dtypes = {numbers.dtype for numbers in low_rank.numbers}
+    if len(low_rank.numbers) > MAX_ADAPTERS or len(dtypes) > 1:
+        raise ValueError(
+            f"Metal adds up to {MAX_ADAPTERS} adapters of one type at a time; got {len(low_rank.numbers)} of "
+            f"{', '.join(sorted(map(str, dtypes)))}."
+        )
+
+
+@functools.lru_cache(_TABLES)
+def _table(
+    sections: tuple[int, ...], columns: int, parts: tuple[tuple[Part, ...], ...]
+) -> mx.array:
+    """`parts` of low_rank.metal, from those of each adapter for one matrix or two."""
+    of_matrices = [number for of_matrix in parts for part in of_matrix for number in part]
+    table = [len(parts[0]), len(sections), columns, *sections, *of_matrices]
+    return mx.array(table, dtype=mx.int32)
+
+
+def shrink(
+    x: mx.array, norm: mx.array | None, eps: float, adapters: tuple[LowRank, ...]
+) -> mx.array:
+    """`scale * A (rms_norm(x) * norm)` of each row's adapter: (rows, `width`) float32 for x (rows, K).
+
+    Rows without an adapter get zeros, and so do the ends of rows whose adapter has a lower rank.
+    """
+    rows, columns = x.shape[0], width(adapters)
+    (hidden,) = runtime.launch(
+        _SHRINK,
+        [x, floats(0.0) if norm is None else norm, floats(eps), *arrays(adapters)],
+        template=(("PAIR", len(adapters) == 2), ("NORM", norm is not None)),
+        grid=(32, columns, rows),
+        threadgroup=(32, math.gcd(columns, 8), 1),
+        output_shapes=[(rows, columns)],
+        output_dtypes=[mx.float32],
+    )
+    return hidden

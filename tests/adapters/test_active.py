@@ -1,0 +1,173 @@
+"""Rows of one batch with adapters of their own, against the same rows one by one."""
+
+import gc
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from afm_mlx.adapters.active import BatchAdapters, active_adapters, bind, unbind
+from afm_mlx.adapters.places import place_shapes
+from afm_mlx.adapters.resident import build_resident
+from afm_mlx.errors import RequestError
+from afm_mlx.kernels import MAX_ADAPTERS
+from afm_mlx.model import Model
+from tests.tools.adapters import KINDS, close, ragged_cache, some_tokens, steps
+from tests.tools.zoo import zoo_model
+
+
+def draw_adapter(model, rng, rank, keys=""):
+    """A random resident adapter; on the layers whose path contains `keys` only."""
+    tensors = {}
+    for path, sections in place_shapes(model).items():
+        for end, (inputs, outputs) in sections.items():
+            if keys in path:
+                a = rng.normal(0, inputs**-0.5, (inputs, rank))
+                b = rng.normal(0, 0.5 * rank**-0.5, (rank, outputs))
+                tensors[f"{path}.lora_a{end}"] = a.astype(np.float16)
+                tensors[f"{path}.lora_b{end}"] = b.astype(np.float16)
+    return build_resident(tensors, float(rng.uniform(0.3, 1)), place_shapes(model), "drawn")
+
+
+def rows_of_all_kinds(model, rng):
+    """None, three ranks, one on a single kind of layer, and one of them twice."""
+    rows = [None, *(draw_adapter(model, rng, rank) for rank in (8, 16, 3))]
+    rows += [draw_adapter(model, rng, 5, keys="up_proj"), rows[1]]
+    return [rows[i] for i in rng.permutation(len(rows))]
+
+
+@pytest.mark.parametrize("kv", ["int8", "float"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_model, kind, kv):
+    """A prompt, and decode steps of rows of unequal length."""
+    # A value on the boundary of two int8 codes may fall to either side.
+    kv_bits, tolerance = (8, 0.05) if kv == "int8" else (None, 2e-4)
+    model = make_model(kind, kv_bits)
+    rows, active = rows_of_all_kinds(model, rng), bind(model)
+    prompts = [rng.integers(0, 64, n) for n in rng.integers(2, 12, len(rows))]
+    tokens = some_tokens(rng, rows=len(rows))
+    single, caches = [], []
+    for i, resident in enumerate(rows):
+        with active.using(BatchAdapters.of([resident])):
+            cache = ragged_cache(model, prompts[i : i + 1], kv)
+            caches.append([layer.copy() for layer in cache])
+            single.append((model(tokens[i : i + 1]), steps(model, cache, tokens[i : i + 1])))
+    with active.using(BatchAdapters.of(rows)):
+        merged = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
+        whole = model(tokens), steps(model, merged, tokens)
+    for mixed, alone in zip(whole, zip(*single, strict=True), strict=True):
+        assert close(mixed, mx.concatenate(alone), tolerance)
+    plain = model(tokens)
+    differs = [not close(whole[0][i], plain[i], 0.1) for i in range(len(rows))]
+    assert differs == [resident is not None for resident in rows]
+
+
+def test_equal_layouts_share_a_trace(rng, make_model):
+    model, traced = make_model(kv_bits=8), []
+
+    def counted(*args, **options):
+        traced.append(1)
+        return Model.forward(model, *args, **options)
+
+    object.__setattr__(model, "forward", counted)
+    active, tokens = bind(model), some_tokens(rng, rows=2, length=2)
+    first, second, wide = (draw_adapter(model, rng, rank) for rank in (4, 4, 6))
+    cache = ragged_cache(model, [rng.integers(0, 64, n) for n in (3, 5)], "int8")
+
+    def run(rows):
+        with active.using(BatchAdapters.of(rows)):
+            return steps(model, [layer.copy() for layer in cache], tokens)
+
+    answers = {}
+    for count, rows in (
+        (1, [first, second]),
+        (1, [second, first]),
+        (2, [first, None]),
+        (2, [None, second]),
+        (3, [first, wide]),
+        (3, [wide, second]),
+        (4, [None, None]),
+    ):
+        answers[tuple(map(id, rows))] = run(rows)
+        assert len(traced) == count
+    for rows in ([first, second], [first, wide], [None, None]):
+        assert mx.array_equal(run(rows), answers[tuple(map(id, rows))])
+    assert len(traced) == 4
+
+
+def test_nothing_is_held_of_an_adapter_that_was_active(rng, make_model):
+    model = make_model(kv_bits=8)
+    active, tokens = bind(model), some_tokens(rng, rows=1, length=2)
+    cache = ragged_cache(model, [rng.integers(0, 64, 3)], "int8")
+
+    def run(rank):
+        resident = draw_adapter(model, rng, rank)
+        with active.using(BatchAdapters.of([resident])):
+            mx.eval(steps(model, [layer.copy() for layer in cache], tokens))
+        return resident.nbytes
+
+    run(4)
+    gc.collect()
+    before = mx.get_active_memory()
+    for _ in range(5):
+        assert run(4) > 1000
+        gc.collect()
+        assert mx.get_active_memory() <= before
+
+
+def test_adapters_before_are_back_afterwards(rng, make_model):
+    model = make_model()
+    active, tokens = bind(model), some_tokens(rng)
+    first, second = (draw_adapter(model, rng, 4) for _ in range(2))
+    active.set(BatchAdapters.everywhere(first))
+    wanted = model(tokens)
+    with pytest.raises(ZeroDivisionError), active.using(BatchAdapters.of([second, None])):
+        assert not close(model(tokens), wanted, 0.01)
+        raise ZeroDivisionError
+    assert mx.array_equal(model(tokens), wanted)
+    assert bind(model) is active is active_adapters(model)
+    unbind(model)
+    assert active_adapters(model) is None
+    assert not close(model(tokens), wanted, 0.01)
+
+
+def test_too_many_adapters_and_too_few_rows(rng, make_model):
+    model = make_model()
+    residents = [draw_adapter(model, rng, 1, "q_proj") for _ in range(MAX_ADAPTERS + 1)]
+    with pytest.raises(RequestError, match="9 different adapters; at most 8 run side by side"):
+        BatchAdapters.of(residents)
+    everyone = BatchAdapters.of([*residents[:MAX_ADAPTERS], None, residents[0]])
+    assert len(everyone.residents) == MAX_ADAPTERS
+    with (
+        pytest.raises(RequestError, match="are those of 10 rows, and the batch has 2"),
+        bind(model).using(everyone),
+    ):
+        model(some_tokens(rng, rows=2))
+
+
+def test_a_model_without_linear_layers():
+    class Bare(nn.Module):
+        layers = ()
+
+    with pytest.raises(RequestError, match="No block of this model"):
+        bind(Bare())
+
+
+def test_models_of_the_zoo_mix_adapters_too(rng):
+    model = zoo_model("llama", 64, int(rng.integers(2**31))).eval()
+    parameters = {name for name, _ in model.named_modules()}
+    tokens = some_tokens(rng, rows=3)
+    plain = model(tokens)
+    active = bind(model)
+    rows = [draw_adapter(model, rng, 4), None, draw_adapter(model, rng, 2)]
+    alone = []
+    for i, resident in enumerate(rows):
+        with active.using(BatchAdapters.of([resident])):
+            alone.append(model(tokens[i : i + 1]))
+    with active.using(BatchAdapters.of(rows)):
+        mixed = model(tokens)
+    assert close(mixed, mx.concatenate(alone))
+    assert [close(mixed[i], plain[i], 0.01) for i in range(3)] == [False, True, False]
+    unbind(model)
+    assert {name for name, _ in model.named_modules()} == parameters

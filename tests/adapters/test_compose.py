@@ -1,0 +1,113 @@
+"""A composed adapter is the weighted sum of its parts, to the last bit where float32 can hold it."""
+
+import dataclasses
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.adapters.attach import attach_adapter, detach_adapter
+from afm_mlx.adapters.compose import compose
+from afm_mlx.adapters.files import load_adapter, save_adapter
+from afm_mlx.errors import CheckpointError, RequestError
+from tests.tools.adapters import some_tokens
+
+
+def product(tensors, config, name):
+    """scale * A B of the pair whose A is `name`, in float64."""
+    a, b = (
+        np.array(tensors[n].astype(mx.float32), np.float64)
+        for n in (name, name.replace("lora_a", "lora_b"))
+    )
+    return config.scale * a @ b
+
+
+@pytest.fixture
+def two(make_model, write_adapter):
+    """Adapters of different ranks on different layers of one model."""
+    one = write_adapter(
+        make_model("float"), "one", rank=3, keys=["mlp.up_proj", "self_attn.qkv_proj"]
+    )
+    other = write_adapter(make_model("float"), "other", rank=6, num_layers=2)
+    return load_adapter(one), load_adapter(other)
+
+
+def test_products_add_up(two, rng):
+    weights = [float(w) for w in rng.uniform(-2, 2, 2)]
+    tensors, config = compose(two, weights)
+    assert (config.rank, config.scale) == (9, 1.0)
+    names = {n for t, _ in two for n in t}
+    assert set(tensors) == names
+    for name in (n for n in names if ".lora_a" in n):
+        parts = [w * product(*a, name) for w, a in zip(weights, two, strict=True) if name in a[0]]
+        wanted = sum(parts)
+        # B is rounded once to float32.
+        np.testing.assert_allclose(
+            product(tensors, config, name), wanted, atol=1e-6 * np.abs(wanted).max()
+        )
+
+
+def test_nothing_is_rounded_where_the_product_fits(two):
+    weights = [0.5, -2.0]
+    half = [(t, dataclasses.replace(c, scale=0.25)) for t, c in two]
+    tensors, _ = compose(half, weights)
+    for name in (n for n in tensors if ".lora_b" in n):
+        start = 0
+        for (parts, part_config), weight in zip(half, weights, strict=True):
+            found = tensors[name][start : start + part_config.rank]
+            wanted = weight * 0.25 * parts[name] if name in parts else mx.zeros(found.shape)
+            assert mx.array_equal(found, wanted).item()
+            start += part_config.rank
+
+
+def test_a_model_runs_the_sum(make_model, two, tmp_path, rng):
+    """One adapter with weight 1 computes what it computes alone; with 0 for the other, too."""
+    model, tokens = make_model("float"), some_tokens(rng)
+    found = []
+    for index, (adapters, weights) in enumerate(
+        [(two[:1], [1.0]), (two, [1.0, 0.0]), (two, [1.0, 0.5])]
+    ):
+        save_adapter(tmp_path / f"{index}", *compose(adapters, weights))
+        found.append(attach_adapter(model, tmp_path / f"{index}")(tokens))
+    save_adapter(tmp_path / "alone", *two[0])
+    alone = attach_adapter(model, tmp_path / "alone")(tokens)
+    bare = detach_adapter(model)(tokens)
+    size = mx.abs(alone).max().item()
+    # Adapters run in float16, which rounds B once it was multiplied.
+    for logits in found[:2]:
+        assert mx.abs(logits - alone).max().item() <= 1e-2 * size
+    assert mx.abs(bare - alone).max().item() > 0.05 * size
+    assert mx.abs(found[2] - alone).max().item() > 0.02 * size
+
+
+def test_bases(two):
+    (tensors, config), other = two
+    assert config.base_model_fingerprint is not None
+    assert compose(two, [1, 1])[1].base_model_fingerprint == config.base_model_fingerprint
+    unknown = tensors, dataclasses.replace(config, base_model_fingerprint=None)
+    assert compose([unknown, other], [1, 1])[1].base_model_fingerprint == (
+        other[1].base_model_fingerprint
+    )
+    stranger = tensors, dataclasses.replace(config, base_model_fingerprint="ef" * 32)
+    with pytest.raises(CheckpointError, match=f"{'ef' * 32} and {config.base_model_fingerprint}"):
+        compose([stranger, other], [1, 1])
+    assert compose([stranger, other], [1, 1], force=True)[1].base_model_fingerprint is None
+
+
+def test_what_can_not_be_added_up(two):
+    one, other = two
+    for adapters, weights, words in (
+        ([], [], "0 adapters and 0 weights"),
+        ([one], [1, 2], "1 adapters and 2 weights"),
+        ([one, other], [1, float("nan")], "is nan"),
+        ([one, other], [float("inf"), 1], "is inf"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            compose(adapters, weights)
+    tensors, config = one
+    name = next(n for n in tensors if "up_proj.lora_b" in n)
+    narrow = tensors | {name: tensors[name][:, :-1]}
+    with pytest.raises(CheckpointError, match="made for different models"):
+        compose([one, (narrow, config)], [1, 1])
+    with pytest.raises(CheckpointError, match=r"Adapter 2: .* is there without"):
+        compose([one, ({n: t for n, t in tensors.items() if n != name}, config)], [1, 1])

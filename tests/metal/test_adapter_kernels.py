@@ -1,0 +1,289 @@
+"""Adapters in the Metal kernels, run by the emulator: many at once, of any rank, in any place."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx import kernels
+from afm_mlx.kernels import LowRank, Part, dispatch, problems
+from afm_mlx.kernels.metal import low_rank, products
+from afm_mlx.kernels.problems import Spec
+from tests.tools.graph import count_dispatches
+
+BODY = {"bits": 2, "mode": "balanced", "granularity": "row"}
+EXTREMES = [-(2**31), -2, 2**31 - 1]
+INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["shrink", "inside"])
+
+
+class Matrix(NamedTuple):
+    """An adapter's A (sections, rank, K) and B (N, rank) for one matrix, float64; rank 0 for none."""
+
+    a: np.ndarray
+    b: np.ndarray
+
+    def flat(self, rng):
+        """A and B as `Part` says, each up to the next multiple of 16 numbers, and junk before them."""
+        n, rank = self.b.shape
+        b = np.zeros((-(-n // 16), rank, 16))
+        for row in range(n):
+            b[row // 16, :, row % 16] = self.b[row]
+        # Not zeros: what lies between must not be read.
+        return (
+            rng.normal(size=16),
+            self.a.reshape(-1),
+            rng.normal(size=-self.a.size % 16),
+            b.reshape(-1),
+        )
+
+    def added(self, x, sections):
+        """(N,) for one vector (K,)."""
+        parts = [
+            self.b[start:end] @ (self.a[i] @ x)
+            for i, (start, end) in enumerate(pairwise([0, *sections]))
+        ]
+        return np.concatenate(parts)
+
+
+def draw_matrix(rng, rank, in_dims, sections, dtype):
+    """With numbers that `dtype` holds."""
+
+    def rounded(values):
+        return np.array(
+            mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32)
+        ).astype(np.float64)
+
+    a = rng.normal(0, in_dims**-0.5, (len(sections), rank, in_dims))
+    return Matrix(rounded(a), rounded(rng.normal(0, max(1, rank) ** -0.5, (sections[-1], rank))))
+
+
+class Adapters(NamedTuple):
+    """Adapters of one matrix or of two, and which rows of a batch use which."""
+
+    matrices: list[tuple[Matrix, ...]]  # of every adapter
+    scales: np.ndarray
+    slots: np.ndarray
+    sections: tuple[int, ...]
+    low_rank: tuple[LowRank, ...]
+
+    def added(self, x, matrix=0):
+        """(B, L, N) for x (B, L, K)."""
+        y = np.zeros((*x.shape[:2], self.sections[-1]))
+        for row, slot in enumerate(self.slots):
+            if 0 <= slot < len(self.matrices):
+                adapter = self.matrices[slot][matrix]
+                y[row] = [
+                    self.scales[slot] * adapter.added(token, self.sections) for token in x[row]
+                ]
+        return y
+
+
+def draw_adapters(rng, ranks, slots, in_dims, sections, dtype=mx.float16):
+    """`ranks`: of every adapter, one for each matrix."""
+    matrices = [
+        tuple(draw_matrix(rng, r, in_dims, sections, dtype) for r in each) for each in ranks
+    ]
+    numbers, parts = [], []
+    for adapter in matrices:
+        pieces = [piece for matrix in adapter for piece in matrix.flat(rng)]
+        starts = np.cumsum([0, *(piece.size for piece in pieces)]).tolist()
+        parts.append(
+            [
+                Part(starts[4 * i + 1], starts[4 * i + 3], m.b.shape[1])
+                for i, m in enumerate(adapter)
+            ]
+        )
+        numbers.append(mx.array(np.concatenate(pieces).astype(np.float32)).astype(dtype))
+    mx.eval(numbers)  # there before any graph
+    scales = rng.uniform(0.5, 2, len(ranks)).astype(np.float32)
+    shared = mx.array(scales), mx.array(np.array(slots, np.int32)), tuple(sections)
+    of_matrices = [
+        LowRank(tuple(numbers), tuple(each), *shared) for each in zip(*parts, strict=True)
+    ]
+    return Adapters(matrices, scales, np.array(slots), tuple(sections), tuple(of_matrices))
+
+
+def draw_slots(rng, rows, adapters):
+    """Every adapter if rows suffice, else some; and slots that are none's."""
+    slots = rng.permutation([*range(adapters), -1, int(rng.choice([adapters, *EXTREMES]))] * rows)[
+        :rows
+    ]
+    slots[0] = rng.integers(adapters)
+    return slots.tolist()
+
+
+def assert_added(got, wanted, dtype, in_dims):
+    """Equal up to one rounding to `dtype` and float32 sums."""
+    bound = problems.UNIT_ROUNDOFF[dtype] + 4 * (4 + in_dims**0.5) * 2.0**-24
+    assert got.dtype == dtype
+    assert np.abs(problems.oracle.float64(got) - wanted).max() <= bound * max(
+        1, np.abs(wanted).max()
+    )
+
+
+def variant_of(op, *args, **options):
+    return dispatch.select(op, problems.case_of(op, *args, **options)).name.removeprefix("metal/")
+
+
+# Rows of the batch, and tokens of each.
+SHAPES = [(1, 1, "vector"), (4, 1, "vector"), (2, 2, "vector"), (8, 1, "matrix"), (3, 4, "matrix")]
+
+
+@INSIDE
+@pytest.mark.parametrize(("batch", "tokens", "variant"), SHAPES)
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_adapters_of_any_rank_in_one_batch(
+    metal, rng, monkeypatch, count, batch, tokens, variant, inside
+):
+    monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
+    in_dims, n, i = 144, int(rng.integers(33, 200)), count + batch
+    sections = (n // 3, n // 3 + 7, n) if i % 2 else (n,)
+    # So many products with A fit into a threadgroup's memory.
+    ranks = [(int(r),) for r in rng.choice([0, 1, 5, 8, 16, 33, 64], count)]
+    ranks[int(rng.integers(count))] = (12,)
+    adapters = draw_adapters(rng, ranks, draw_slots(rng, batch, count), in_dims, sections)
+    spec = Spec("packed_matmul", mx.bfloat16, batch, tokens, in_dims, n, **BODY)
+    problem = problems.make(spec._replace(norm=i % 3 == 0, residual=i % 3 != 1), rng)
+    options = {**problem.options, "low_rank": adapters.low_rank[0]}
+    assert variant_of("packed_matmul", *problem.args, **options) == variant
+    got = kernels.packed_matmul(*problem.args, **options)
+    x = problems.oracle.float64(problem.args[0])
+    if "norm" in options:
+        x = problems.oracle.rms_norm(x, problems.oracle.float64(options["norm"]), options["eps"])
+    assert_added(got, problem.wanted[0] + adapters.added(x), mx.bfloat16, in_dims)
+
+
+@INSIDE
+@pytest.mark.parametrize(("batch", "tokens", "variant"), SHAPES[1:4])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [(4, 0)],
+        [(0, 9)],
+        [(3, 20)],
+        [(16, 16), (0, 5), (7, 0), (0, 0), (8, 1), (2, 40), (33, 3), (1, 1)],
+    ],
+    ids=["gate", "up", "both", "eight"],
+)
+def test_adapters_of_a_pair(metal, rng, monkeypatch, batch, tokens, variant, inside, ranks):
+    monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
+    in_dims, n = 80, int(rng.integers(9, 41))
+    slots = draw_slots(rng, batch, len(ranks))
+    adapters = draw_adapters(rng, ranks, slots, in_dims, (n,))
+    spec = Spec("packed_swiglu", mx.float32, batch, tokens, in_dims, n, **BODY, norm=True)
+    problem = problems.make(spec, rng)
+    options = {**problem.options, "low_rank": adapters.low_rank}
+    assert variant_of("packed_swiglu", *problem.args, **options) == f"swiglu_{variant}"
+    got = kernels.packed_swiglu(*problem.args, **options)
+    x, gate, up = problem.args
+    norm = {"norm": options["norm"], "eps": options["eps"]}
+    normed = problems.oracle.rms_norm(
+        problems.oracle.float64(x), problems.oracle.float64(norm["norm"]), norm["eps"]
+    )
+    g, u = (
+        problems.oracle.packed_matmul(x, weight, **norm) + adapters.added(normed, i)
+        for i, weight in enumerate((gate, up))
+    )
+    wanted = g / (1 + np.exp(-g)) * u
+    assert np.abs(np.array(got) - wanted).max() <= 2e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("batch", [2, 8])
+def test_matrices_of_a_pair_with_arrays_of_their_own(metal, rng, batch):
+    spec = Spec("packed_swiglu", mx.float32, batch, in_dims=64, out_dims=20, **BODY)
+    x, gate, up = problems.make(spec, rng).args
+    g, u = (
+        draw_adapters(rng, [(rank,), (3,)], draw_slots(rng, batch, 2), 64, (20,)) for rank in (4, 9)
+    )
+    got = kernels.packed_swiglu(x, gate, up, low_rank=(*g.low_rank, *u.low_rank))
+    x64 = problems.oracle.float64(x)
+    of_gate = problems.oracle.packed_matmul(x, gate) + g.added(x64)
+    of_up = problems.oracle.packed_matmul(x, up) + u.added(x64)
+    wanted = of_gate / (1 + np.exp(-of_gate)) * of_up
+    assert np.abs(np.array(got) - wanted).max() <= 2e-5 * np.abs(wanted).max()
+
+
+# float16 under bfloat16 is what a model runs with.
+@pytest.mark.parametrize("of_adapter", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_any_type_of_numbers_under_any_type_of_activations(metal, rng, dtype, of_adapter):
+    batch = int(rng.choice([1, 3, 5]))
+    adapters = draw_adapters(rng, [(6,), (2,)], [1, 0, 1, -1, 0][:batch], 48, (19,), of_adapter)
+    spec = Spec("packed_matmul", dtype, batch, in_dims=48, out_dims=19, **BODY)
+    problem = problems.make(spec, rng)
+    got = kernels.packed_matmul(*problem.args, low_rank=adapters.low_rank[0])
+    x = problems.oracle.float64(problem.args[0])
+    assert_added(got, problem.wanted[0] + adapters.added(x), dtype, 48)
+
+
+@pytest.mark.parametrize(("batch", "variant"), [(4, "vector"), (8, "matrix")])
+def test_rows_without_an_adapter_get_what_the_matrix_gives(metal, rng, batch, variant):
+    spec = Spec("packed_matmul", mx.float32, batch, in_dims=64, out_dims=40, **BODY)
+    x, weight = problems.make(spec, rng).args
+    slots = [-1, 0, 2, *EXTREMES, 1, -1][:batch]  # of two adapters, the first one of rank 0
+    adapters = draw_adapters(rng, [(0,), (4,)], slots, 64, (40,))
+    assert variant_of("packed_matmul", x, weight, low_rank=adapters.low_rank[0]) == variant
+    plain = kernels.packed_matmul(x, weight)
+    adapted = kernels.packed_matmul(x, weight, low_rank=adapters.low_rank[0])
+    same = [bool(mx.array_equal(a, b)) for a, b in zip(plain, adapted, strict=True)]
+    assert same == [slot != 1 for slot in slots]
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_an_adapter_that_leaves_the_matrix_alone_may_be_of_any_size(metal, rng, rows):
+    spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=8, **BODY)
+    x, weight = problems.make(spec, rng).args
+    given = draw_adapters(rng, [(0,), (5,)], [1] * rows, 64, (8,))
+    few = mx.array([float("nan")] * 3, mx.float16)  # so few would come in another address space
+    one = given.low_rank[0]._replace(numbers=(few, given.low_rank[0].numbers[1]))
+    wanted = problems.oracle.packed_matmul(x, weight) + given.added(problems.oracle.float64(x))
+    assert_added(kernels.packed_matmul(x, weight, low_rank=one), wanted, mx.float32, 64)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_swapping_hands_over_another_array(metal, rng, rows):
+    """One adapter after another through the same table: nothing of the one before is left."""
+    spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=24, **BODY)
+    x, weight = problems.make(spec, rng).args
+    plain = problems.oracle.packed_matmul(x, weight)
+    tables = set()
+    for _ in range(2):
+        given = draw_adapters(rng, [(7,)], [0] * rows, 64, (24,))
+        wanted = plain + given.added(problems.oracle.float64(x))
+        got = kernels.packed_matmul(x, weight, low_rank=given.low_rank[0])
+        assert_added(got, wanted, mx.float32, 64)
+        tables.add(id(low_rank.arrays(given.low_rank)[8]))
+    assert len(tables) == 1
+
+
+# -- what is refused, and what it costs
+
+
+def test_what_metal_can_not_add_is_refused(rng):
+    given = draw_adapters(rng, [(1,)] * 9, [0], 16, (4,)).low_rank
+    with pytest.raises(ValueError, match="up to 8 adapters of one type at a time; got 9 of"):
+        low_rank.arrays(given)
+    mixed = given[0].numbers[0], given[0].numbers[1].astype(mx.float32)
+    two = given[0]._replace(numbers=mixed, parts=given[0].parts[:2])
+    with pytest.raises(ValueError, match=r"got 2 of .*float16, .*float32"):
+        low_rank.arrays((two,))
+
+
+@pytest.mark.parametrize(("rows", "shrinks"), [(1, 0), (8, 1)])
+def test_dispatches_of_a_mixed_batch(rng, rows, shrinks):
+    spec = Spec("packed_matmul", mx.bfloat16, rows, in_dims=64, out_dims=8, **BODY)
+    x, weight = problems.make(spec, rng).args
+
+    def product(ranks):
+        given = draw_adapters(rng, [(r,) for r in ranks], [0] * rows, 64, (8,)).low_rank[0]
+        return count_dispatches(
+            lambda x: kernels.packed_matmul(x, weight, low_rank=given), x
+        ).kernels
+
+    name = "afm_packed_vector" if rows <= 4 else "afm_packed_matrix"
+    assert product([0, 0]) == {name: 1}  # nothing to add
+    of_one = product([8])
+    assert of_one == product([8, 0, 16, 1, 32, 3, 9, 64])
+    assert of_one == {name: 1, **({"afm_low_rank_shrink": 1} if shrinks else {})}

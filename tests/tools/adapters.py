@@ -1,0 +1,76 @@
+"""Adapters with random numbers, and ways to run them."""
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.adapters.files import AdapterConfig, save_adapter
+from afm_mlx.adapters.lora import lora_tensors
+from afm_mlx.adapters.places import place_shapes
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_dim": 64,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_layers": 4,
+    "num_kv_reuse_layers": 2,
+    "hidden_dim_scale_factor": 2.0,
+}
+KINDS = ["float", "packed"]
+
+
+def randomize_lora(model, rng):
+    """Random B, and all numbers such that float16 holds them, which adapters run in."""
+    drawn = {
+        name: drawn_like(tensor, rng) if ".lora_b" in name else tensor
+        for name, tensor in lora_tensors(model).items()
+    }
+    model.load_weights(
+        [(name, tensor.astype(mx.float16).astype(mx.float32)) for name, tensor in drawn.items()],
+        strict=False,
+    )
+
+
+def drawn_like(array, rng):
+    return mx.array(rng.normal(0, 0.5 * array.shape[0] ** -0.5, array.shape).astype(np.float32))
+
+
+def some_tokens(rng, rows=2, length=9):
+    return mx.array(rng.integers(0, SIZES["vocab_size"], (rows, length)))
+
+
+def close(a, b, tolerance=2e-4):
+    return float(mx.abs(a - b).max()) <= tolerance * max(1.0, float(mx.abs(b).max()))
+
+
+def steps(model, cache, tokens):
+    return mx.concatenate([model(token[:, None], cache) for token in tokens.T], axis=1)
+
+
+def ragged_cache(model, prompts, kv):
+    caches = []
+    for prompt in prompts:
+        caches.append(model.make_cache(kv))
+        model.prefill(mx.array(prompt[None]), caches[-1])
+    return [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
+
+
+def draw_tensors(model, rng, rank, keys="", strength=0.5):
+    """Tensors of an adapter by their names in files; on the layers whose path contains `keys` only."""
+    tensors = {}
+    for path, sections in place_shapes(model).items():
+        for end, (inputs, outputs) in sections.items():
+            if keys in path:
+                a = rng.normal(0, inputs**-0.5, (inputs, rank))
+                b = rng.normal(0, strength * rank**-0.5, (rank, outputs))
+                tensors[f"{path}.lora_a{end}"] = a.astype(np.float16)
+                tensors[f"{path}.lora_b{end}"] = b.astype(np.float16)
+    return tensors
+
+
+def write_folder(folder, tensors, scale=0.5, fingerprint=None):
+    """An adapter folder of such tensors."""
+    (rank,) = {t.shape[1] for name, t in tensors.items() if ".lora_a" in name}
+    arrays = {name: mx.array(tensor) for name, tensor in tensors.items()}
+    save_adapter(folder, arrays, AdapterConfig(rank, scale, -1, base_model_fingerprint=fingerprint))
+    return folder
