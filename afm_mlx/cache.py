@@ -65,6 +65,9 @@ class KVCache:
         sliding_window: past `max_size`, forget the oldest tokens but the first `KEEP`; without it more
             tokens raise `ContextLengthError`.
         rows: rows of the batch.
+
+    `adapter` says under which adapter the keys and values were computed, by its fingerprint: "" for none, and
+    None when nobody said. Under another one they are wrong.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class KVCache:
         self._lengths = [0] * rows  # tokens seen, per row
         self._forgotten = [0] * rows  # of them, those that a sliding window dropped
         self._padding: list[int] | None = None  # of a ragged prompt, until `finalize`
+        self.adapter: str | None = None
 
     @property
     def keys(self) -> mx.array | None:
@@ -303,7 +307,7 @@ class KVCache:
     def extend(self, other: KVCache) -> None:
         """Append the rows of another cache of the same block."""
         merged = KVCache.merge([self, other])
-        self.buffer = merged.buffer
+        self.buffer, self.adapter = merged.buffer, merged.adapter
         self._lengths, self._forgotten = merged._lengths, merged._forgotten
 
     @staticmethod
@@ -323,6 +327,8 @@ class KVCache:
         merged = first._like([0])
         merged._lengths = [n for c in caches for n in c._lengths]
         merged._forgotten = [n for c in caches for n in c._forgotten]
+        if any(cache.adapter != first.adapter for cache in caches):
+            merged.adapter = None
         filled = [cache.buffer for cache in caches if cache.buffer is not None]
         if len(caches) == 1:
             merged.buffer = _handle(first.buffer)
@@ -342,6 +348,7 @@ class KVCache:
         cache = KVCache(self.int8, self.max_size, self.sliding_window, rows=len(rows))
         cache._lengths = [self._lengths[r] for r in rows]
         cache._forgotten = [self._forgotten[r] for r in rows]
+        cache.adapter = self.adapter
         return cache
 
     # -- going back
@@ -433,6 +440,7 @@ class NoKVCache:
     def finalize(self) -> None: ...
 
     kind = ("none", None, False)
+    adapter: str | None = None
 
     @staticmethod
     def merge(caches: Sequence[Any]) -> NoKVCache:

@@ -8,6 +8,9 @@ and only then reads back the tokens of the step before, so the device is never w
 A prompt is prefilled but for its last token, by the writing blocks alone; that token is the row's first
 step. So the reuse blocks and the head run for one token per row and step, whatever the path.
 
+A row may run with an adapter of a pool (`AdapterPool`); it waits until that is loaded, and others don't. Rows
+of one batch may have different ones, `MAX_ADAPTERS` at most.
+
 An engine belongs to one thread: MLX's streams do.
 """
 
@@ -22,14 +25,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from afm_mlx.adapters.active import BatchAdapters
+from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.kernels import dispatch
 from afm_mlx.request import Request, Response, Row
+from afm_mlx.row_adapters import RowAdapters, batch_adapters, can_start
 from afm_mlx.sampling import sample
 
 # On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B.
 CPU_STEP = 128
+# Seconds that a step waits for an adapter when there is nothing else to do; then new requests have their turn.
+LOADING_STEP = 0.01
 
 
 @dataclass
@@ -39,25 +47,31 @@ class _Batch:
     rows: list[Row] = field(default_factory=list)
     cache: list[Any] = field(default_factory=list)
     inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))  # (B,) to feed next
+    adapters: BatchAdapters | None = None
 
     def join(self, other: _Batch) -> None:
         if not other.rows:
             return
         if not self.rows:
             self.rows, self.cache, self.inputs = other.rows, other.cache, other.inputs
+            self.adapters = other.adapters
             return
         for mine, theirs in zip(self.cache, other.cache, strict=True):
             mine.extend(theirs)
         self.rows = self.rows + other.rows
         self.inputs = mx.concatenate([self.inputs, other.inputs])
+        self.adapters = batch_adapters(self.rows)
 
     def drop(self, ids: set[int]) -> None:
-        keep = [i for i, row in enumerate(self.rows) if row.id not in ids]
-        if len(keep) < len(self.rows):
-            self.keep(keep)
+        self.keep([i for i, row in enumerate(self.rows) if row.id not in ids])
 
     def keep(self, indices: list[int]) -> None:
+        if len(indices) == len(self.rows):
+            return
+        for i in set(range(len(self.rows))) - set(indices):
+            self.rows[i].release()
         self.rows = [self.rows[i] for i in indices]
+        self.adapters = batch_adapters(self.rows)
         self.inputs = self.inputs[mx.array(indices, dtype=mx.int32)]
         if not self.rows:
             self.cache = []
@@ -106,6 +120,7 @@ class Engine:
         max_kv_size: tokens that a row may hold; None takes the model's context length.
         sliding_window: past that, forget the oldest tokens instead of ending the row with an error.
         kv: "int8" or "float" storage of keys and values (`Model.make_cache`).
+        adapters: that requests may name; None for no adapter but the one that is attached to the model.
     """
 
     def __init__(
@@ -118,6 +133,7 @@ class Engine:
         max_kv_size: int | None = None,
         sliding_window: bool = False,
         kv: str = "int8",
+        adapters: AdapterPool | None = None,
     ):
         for name, value in (
             ("max_batch", max_batch),
@@ -128,6 +144,8 @@ class Engine:
                 raise RequestError(f"{name} is {value}; at least 1 is needed.")
         self.model = model
         self.tokenizer = tokenizer
+        self.adapters = adapters
+        self._adapters = RowAdapters(model, adapters)
         self.max_batch = max_batch
         on_cpu = dispatch.device() == "cpu"
         self.prefill_step_size = min(prefill_step_size, CPU_STEP) if on_cpu else prefill_step_size
@@ -141,6 +159,7 @@ class Engine:
         self._bound = self._limit if self._is_afm and not sliding_window else None
         self._ids = itertools.count()
         self._waiting: deque[tuple[Row, list[Any]]] = deque()
+        self._refused: list[Response] = []  # of rows that could not start
         self._prefill: _Prefill | None = None
         self._batch = _Batch()
         self._flight: _Flight | None = None
@@ -158,6 +177,8 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; returns the id that its responses carry.
 
+        An adapter begins to load now. When that fails, the row's only response has the error.
+
         Raises:
             RequestError: for what can't be honoured.
             ContextLengthError: when the prompt alone does not fit.
@@ -171,7 +192,12 @@ class Engine:
                 f"The prompt needs {needed} tokens and the context holds {self._bound}. Shorten it, "
                 "raise max_kv_size, or ask for a sliding window."
             )
+        lease = self._adapters.lease(request.adapter)
         row = Row(next(self._ids), request, self.tokenizer.detokenizer, position, _seed_of(request))
+        row.lease = lease
+        if (error := self._adapters.refusal(row, cache)) is not None:
+            row.release()
+            raise error
         self._waiting.append((row, cache))
         return row.id
 
@@ -194,6 +220,9 @@ class Engine:
 
     def cancel(self, row_id: int) -> None:
         """Drop a row, wherever it is; unknown and finished ids are ignored."""
+        for row, _ in self._waiting:
+            if row.id == row_id:
+                row.release()
         self._waiting = deque(pair for pair in self._waiting if pair[0].id != row_id)
         if self._prefill and any(row.id == row_id for row in self._prefill.batch.rows):
             # Padded rows are only taken apart once they are whole.
@@ -215,14 +244,17 @@ class Engine:
     def step(self) -> list[Response]:
         """Advance prompts by a chunk and every row by a token; returns what was read back."""
         self._advance_prefill()
-        responses: list[Response] = []
+        responses, self._refused = self._refused, []
         previous, self._flight = self._flight, None
         if previous and any(self._is_last(row) for row in previous.rows):
-            responses, previous = self._read(previous), None
+            responses += self._read(previous)
+            previous = None
         if self._batch.rows:
             self._flight = self._forward()
         if previous:
             responses += self._read(previous)
+        if not (responses or self._prefill or self._batch.rows):
+            self._adapters.wait((row for row, _ in self._waiting), LOADING_STEP)
         return responses
 
     def _is_last(self, row: Row) -> bool:
@@ -235,11 +267,12 @@ class Engine:
     def _forward(self) -> _Flight:
         batch = self._batch
         logprobs = None
-        if self._is_afm and not any(row.needs_logits for row in batch.rows):
-            tokens = self.model.greedy(batch.inputs[:, None], batch.cache).astype(mx.int32)
-        else:
-            logits = self.model(batch.inputs[:, None], cache=batch.cache)[:, -1]
-            tokens, logprobs = sample(batch.rows, logits, batch.inputs)
+        with self._adapters.using(batch.adapters):
+            if self._is_afm and not any(row.needs_logits for row in batch.rows):
+                tokens = self.model.greedy(batch.inputs[:, None], batch.cache).astype(mx.int32)
+            else:
+                logits = self.model(batch.inputs[:, None], cache=batch.cache)[:, -1]
+                tokens, logprobs = sample(batch.rows, logits, batch.inputs)
         mx.async_eval(tokens)
         for row in batch.rows:
             row.position += 1
@@ -278,6 +311,7 @@ class Engine:
             if row.id in finished and row.request.cache is not None:
                 mine = [layer.extract(i) for layer in self._batch.cache]
                 self._hand_back(row, mine, row.request.cache)
+                row.request.cache[0].adapter = self._adapters.fingerprint(row)
         keep = [i for i, row in enumerate(self._batch.rows) if row.id not in finished]
         if self._flight:
             self._flight = self._flight.keep(keep) if keep else None
@@ -304,7 +338,8 @@ class Engine:
         chunk = prefill.tokens[:, prefill.done : prefill.done + self.prefill_step_size]
         if chunk.shape[1]:
             # A zoo model's logits are never evaluated, and MLX computes only what is.
-            getattr(self.model, "prefill", self.model)(chunk, cache=prefill.batch.cache)
+            with self._adapters.using(prefill.batch.adapters):
+                getattr(self.model, "prefill", self.model)(chunk, cache=prefill.batch.cache)
             mx.eval([layer.state for layer in prefill.batch.cache])
             mx.clear_cache()
             prefill.done += chunk.shape[1]
@@ -320,10 +355,7 @@ class Engine:
             self._prefill = None
 
     def _admit(self) -> _Prefill | None:
-        room = self.max_batch - len(self._batch.rows)
-        if self._sliding:
-            room = min(room, 1)  # a window takes no padding
-        admitted = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        admitted = self._next_rows()
         if not admitted:
             return None
         rows, caches = [row for row, _ in admitted], [cache for _, cache in admitted]
@@ -346,7 +378,27 @@ class Engine:
         for row, length in zip(rows, lengths, strict=True):
             row.position += length
         last = mx.array([row.request.prompt[-1] for row in rows], dtype=mx.int32)
-        return _Prefill(_Batch(rows, cache, last), tokens)
+        return _Prefill(_Batch(rows, cache, last, batch_adapters(rows)), tokens)
+
+    def _next_rows(self) -> list[tuple[Row, list[Any]]]:
+        """Take the first waiting rows that can start: there is room, and their adapters are loaded."""
+        room = self.max_batch - len(self._batch.rows)
+        if self._sliding:
+            room = min(room, 1)  # a window takes no padding
+        taken: list[tuple[Row, list[Any]]] = []
+        left: deque[tuple[Row, list[Any]]] = deque()
+        side_by_side = list(self._batch.rows)
+        for row, cache in self._waiting:
+            if len(taken) == room or not can_start(row, side_by_side):
+                left.append((row, cache))
+            elif (error := self._adapters.refusal(row, cache)) is not None:
+                row.release()
+                self._refused.append(Response(row.id, -1, "", None, "error", error))
+            else:
+                taken.append((row, cache))
+                side_by_side.append(row)
+        self._waiting = left
+        return taken
 
 
 def _seed_of(request: Request) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.registry import Adapter
 from afm_mlx.engine import Engine
 from afm_mlx.errors import RequestError
 from afm_mlx.request import Request, Response
@@ -92,6 +94,8 @@ def stream_generate(
     seed: int | None = None,
     stop: Sequence[str] = (),
     logprobs: bool = True,
+    adapter: Adapter | None = None,
+    adapters: AdapterPool | None = None,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt and yield the answer as it grows.
 
@@ -113,6 +117,8 @@ def stream_generate(
         seed: of this run's own random stream.
         stop: strings that end the answer; they are not part of it.
         logprobs: whether responses carry log-probabilities; without them, greedy decoding skips the logits.
+        adapter: name of an adapter in the pool, or weights of several by their names; None for none of them.
+        adapters: the pool.
 
     Raises:
         AFMError: what the request or the prompt has that can't be honoured.
@@ -133,6 +139,7 @@ def stream_generate(
         max_kv_size=max_kv_size,
         sliding_window=sliding_window,
         kv=_kv_storage(model, kv_bits, prompt_cache),
+        adapters=adapters,
     )
     request = Request(
         prompt=encode_prompt(tokenizer, prompt),
@@ -144,6 +151,7 @@ def stream_generate(
         cache=prompt_cache,
         on_prefill=prompt_progress_callback,
         logprobs=logprobs,
+        adapter=adapter,
     )
     engine.submit(request)
     with wired_memory(model):
@@ -173,6 +181,8 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
     start = time.perf_counter()
     prompt_tps = 0.0
     for count, response in enumerate(engine.run(), start=1):
+        if response.token < 0:  # there is nothing to show
+            _raise_if_failed(response)
         if count == 1:
             prompt_tps = prompt_tokens / (time.perf_counter() - start)
             start = time.perf_counter()
@@ -256,6 +266,8 @@ def batch_generate(
     max_batch: int = 8,
     prefill_step_size: int = 2048,
     max_kv_size: int | None = None,
+    adapter: Adapter | Sequence[Adapter | None] | None = None,
+    adapters: AdapterPool | None = None,
     **request: Any,
 ) -> BatchResponse:
     """Continue many prompts at once.
@@ -266,6 +278,8 @@ def batch_generate(
         max_tokens: new tokens at most, for all or for each.
         max_batch: prompts that run side by side; the others follow as rows fall free.
         prefill_step_size, max_kv_size: as for `stream_generate`.
+        adapter: as for `stream_generate`, for all or for each; different ones run side by side.
+        adapters: the pool.
         request: other fields of `Request`, the same for all prompts.
 
     Raises:
@@ -274,18 +288,26 @@ def batch_generate(
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     if len(limits) != len(prompts):
         raise RequestError(f"max_tokens has {len(limits)} entries for {len(prompts)} prompts.")
+    names: list[Any] = (
+        [adapter] * len(prompts)
+        if adapter is None or isinstance(adapter, str | Mapping)
+        else list(adapter)
+    )
+    if len(names) != len(prompts):
+        raise RequestError(f"adapter has {len(names)} entries for {len(prompts)} prompts.")
     engine = Engine(
         model,
         tokenizer,
         max_batch=max_batch,
         prefill_step_size=prefill_step_size,
         max_kv_size=max_kv_size,
+        adapters=adapters,
     )
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     options = {"logprobs": False, **request}  # nothing here returns them
     rows = {
-        engine.submit(Request(prompt=ids, max_tokens=limit, **options)): index
-        for index, (ids, limit) in enumerate(zip(encoded, limits, strict=True))
+        engine.submit(Request(prompt=ids, max_tokens=limit, adapter=name, **options)): index
+        for index, (ids, limit, name) in enumerate(zip(encoded, limits, names, strict=True))
     }
     texts = [""] * len(prompts)
     tokens: list[list[int]] = [[] for _ in prompts]

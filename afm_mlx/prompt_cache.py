@@ -35,11 +35,13 @@ def save_prompt_cache(
         path: of the file, ending in `.safetensors`.
         cache: of `Model.make_cache`, with at least one token in it.
         model: that filled it.
-        adapter: fingerprint of the adapter that was active; None for the one that the model has, if any.
+        adapter: fingerprint of the adapter that it was filled under, "" for none; None for what the cache says
+            itself, or else for the one that the model has, if any.
         metadata: the caller's own strings.
 
     Raises:
-        CacheFileError: when the cache is empty, or the file's name ends in anything else.
+        CacheFileError: when the cache is empty or was filled under another adapter, or the file's name ends in
+            anything else.
         CheckpointError: when the disk has no room.
     """
     path = Path(path)
@@ -48,6 +50,14 @@ def save_prompt_cache(
     layers = [layer for layer in cache if isinstance(layer, KVCache)]
     if not layers or any(layer.empty() for layer in layers):
         raise CacheFileError("The cache holds no tokens; run a prompt through the model first.")
+    known = layers[0].adapter
+    if adapter is None:
+        adapter = known if known is not None else adapter_fingerprint(model) or ""
+    elif known not in (None, adapter):
+        raise CacheFileError(
+            f"The cache was filled under the adapter {known or 'none'}, and is to be saved as one of "
+            f"{adapter or 'none'}. Keys and values don't carry over; make the cache anew."
+        )
     tensors: dict[str, mx.array] = {}
     for index, layer in enumerate(layers):
         keys, values, rows = layer.state
@@ -56,7 +66,7 @@ def save_prompt_cache(
         "format": FORMAT,
         "version": VERSION,
         "model": base_model_fingerprint(model),
-        "adapter": adapter or adapter_fingerprint(model) or "",
+        "adapter": adapter,
         "kind": json.dumps(layers[0].kind),
         "metadata": json.dumps(dict(metadata or {})),
     }
@@ -72,7 +82,8 @@ def load_prompt_cache(
     Args:
         path: of the file.
         model: that will go on with it.
-        adapter: fingerprint of the adapter that is active; None for the one that the model has, if any.
+        adapter: fingerprint of the adapter that will be in use, such as `pool.load(name).fingerprint`; "" for
+            none, and None for the one that the model has, if any.
 
     Returns:
         The cache, and the metadata that `save_prompt_cache` was given.
@@ -94,10 +105,9 @@ def load_prompt_cache(
             f"{path} is {header.get('format', 'of an unknown format')!r} in version "
             f"{header.get('version')}; version {VERSION} of {FORMAT!r} is read here. Make it anew."
         )
-    for part, wanted in (
-        ("model", base_model_fingerprint(model)),
-        ("adapter", adapter or adapter_fingerprint(model) or ""),
-    ):
+    if adapter is None:
+        adapter = adapter_fingerprint(model) or ""
+    for part, wanted in (("model", base_model_fingerprint(model)), ("adapter", adapter)):
         if header.get(part) != wanted:
             raise CacheFileError(
                 f"{path} was made with another {part}: its fingerprint is {header.get(part) or 'none'}, "
@@ -111,5 +121,6 @@ def load_prompt_cache(
             layer.state = [tensors[f"{index}.{name}"] for name in ("keys", "values", "rows")]
         except KeyError as error:
             raise CacheFileError(f"{path} lacks the tensor {error}; it is damaged.") from None
+    cache[0].adapter = adapter
     mx.eval([layer.state for layer in cache])
     return cache, json.loads(header["metadata"])

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
 from afm_mlx.errors import RequestError
+
+if TYPE_CHECKING:
+    from afm_mlx.adapters.lease import Lease
+    from afm_mlx.adapters.registry import Adapter
+    from afm_mlx.adapters.resident import ResidentAdapter
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
@@ -34,6 +39,8 @@ class Request:
         on_prefill: called with (prompt tokens done, prompt tokens in all).
         logprobs: whether responses carry log-probabilities. Without them, a batch of rows that take the
             most likely token needs no logits.
+        adapter: name of an adapter in the engine's pool, or weights of several by their names, which are
+            added up; None for the model alone, or with the adapter that is attached to it.
     """
 
     prompt: Sequence[int]
@@ -45,6 +52,7 @@ class Request:
     cache: list[Any] | None = None
     on_prefill: Callable[[int, int], None] | None = None
     logprobs: bool = True
+    adapter: Adapter | None = None
 
     def validate(self, vocab_size: int | None) -> None:
         """Raise `RequestError` for what no model could do."""
@@ -73,7 +81,7 @@ class Response:
 
     Args:
         row: what `Engine.submit` returned.
-        token: its id.
+        token: its id; -1 when the row could not go on before there was one.
         text: what can be shown since the last response; may be empty.
         logprobs: (vocab_size,) float32, log-probabilities that the token was drawn from, computed when
             they are looked at; None when the request asked for none.
@@ -103,6 +111,7 @@ class Row:
         tokens: the answer so far, as far as it was read back.
         sampled: how many tokens were drawn, read back or not.
         error: raised by the row's own sampler or logits processor.
+        lease: of the row's adapter; None without one.
     """
 
     id: int
@@ -113,10 +122,21 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     sampled: int = 0
     error: Exception | None = None
+    lease: Lease | None = None
 
     def __post_init__(self) -> None:
         self._stop = StopStrings(self.request.stop)
         self._context: Any = None
+
+    @property
+    def adapter(self) -> ResidentAdapter | None:
+        """What the row runs with, once it is loaded."""
+        return None if self.lease is None else self.lease.resident
+
+    def release(self) -> None:
+        """Give the adapter back."""
+        if self.lease is not None:
+            self.lease.release()
 
     @property
     def needs_logits(self) -> bool:

@@ -56,7 +56,11 @@ def test_signatures_are_mlx_lms():
         == list(inspect.signature(mlx_lm.generate).parameters)[:4]
     )
     theirs = list(inspect.signature(mlx_lm.load).parameters)
-    assert list(inspect.signature(afm_mlx.load).parameters) == [*theirs, "activation_bits"]
+    assert list(inspect.signature(afm_mlx.load).parameters) == [
+        *theirs,
+        "activation_bits",
+        "force_adapter",
+    ]
     fields = set(mlx_lm.generate.__globals__["GenerationResponse"].__dataclass_fields__)
     assert set(afm_mlx.generation.GenerationResponse.__dataclass_fields__) == fields
 

@@ -1,0 +1,71 @@
+"""What a row holds while it waits for an adapter and runs with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from afm_mlx.adapters.registry import Entry
+from afm_mlx.adapters.resident import ResidentAdapter
+from afm_mlx.errors import RequestError
+
+if TYPE_CHECKING:
+    from afm_mlx.adapters.pool import AdapterPool
+
+
+class Lease:
+    """One row's hold on an adapter: from the request, through loading, until `release`.
+
+    A lease that is forgotten without `release` ends when it is garbage-collected.
+    """
+
+    def __init__(self, pool: AdapterPool, entry: Entry, patient: bool):
+        self._pool, self._entry, self.patient = pool, entry, patient
+        self._resident: ResidentAdapter | None = None
+        self._error: Exception | None = None
+
+    @property
+    def name(self) -> str:
+        """What the adapter is called in listings."""
+        return self._entry.name
+
+    @property
+    def ready(self) -> bool:
+        """Whether the adapter is in memory, and stays there until `release`."""
+        return self._resident is not None
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the adapter could not be loaded; None while that is not known."""
+        return self._error
+
+    @property
+    def resident(self) -> ResidentAdapter:
+        """The adapter.
+
+        Raises:
+            AFMError: what loading it has raised, or that it is not loaded yet.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._resident is None:
+            raise RequestError(f"The adapter {self.name} is not loaded yet; wait() for it.")
+        return self._resident
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the adapter is ready or has failed; returns whether it is, within `timeout` seconds."""
+        return self._pool.wait([self], timeout)
+
+    def release(self) -> None:
+        """Give the adapter back; once is enough."""
+        self._pool._release(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        # A collector may run in the middle of anything: take note, and act on it later.
+        if self._resident is not None:
+            self._pool._abandoned.append(self._entry)

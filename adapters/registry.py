@@ -1,0 +1,177 @@
+"""The adapters that a pool knows by name, and what state each is in."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from afm_mlx.adapters.resident import ResidentAdapter
+from afm_mlx.adapters.sources import OpenAdapter
+from afm_mlx.errors import CheckpointError, RequestError
+
+Adapter: TypeAlias = str | Mapping[str, float]
+"""A registered name, or weights of registered adapters by their names, which are added up."""
+
+Key: TypeAlias = str | tuple[tuple[str, float], ...]
+
+
+@dataclass(eq=False)
+class Entry:
+    """An adapter that is registered, or a sum without a name that some request has asked for.
+
+    Args:
+        key: its name, or the sum's names and weights.
+        source: an adapter folder, or weights of adapters that come from folders.
+        state: "registered", "opening" (headers are read), "waiting" (for room), "loading" or "resident".
+        order: when it was last leased or given back; larger is later.
+        held: leases that were given and not given back.
+        waiting: leases that were not given yet.
+        draining: whether it gives no new leases, so that it can go.
+        passed: leases of others that were given since it waits for room.
+        dropped: whether it was unloaded while it was read.
+        pinned: whether it stays.
+        nbytes: in memory, as far as known.
+        fingerprint: of its first load.
+        error: of its last load.
+    """
+
+    key: Key
+    source: Path | dict[str, float]
+    state: str = "registered"
+    order: int = 0
+    held: int = 0
+    waiting: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    draining: bool = False
+    passed: int = 0
+    dropped: bool = False
+    pinned: bool = False
+    nbytes: int = 0
+    opened: OpenAdapter | None = None
+    resident: ResidentAdapter | None = None
+    fingerprint: str | None = None
+    error: Exception | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name, or the sum in words."""
+        return self.key if isinstance(self.key, str) else _sum(self.key)
+
+    @property
+    def origin(self) -> str:
+        """The folder, or the sum in words."""
+        return str(self.source) if isinstance(self.source, Path) else _sum(self.source.items())
+
+    @property
+    def parts(self) -> Collection[str]:
+        """Names of a sum's parts."""
+        return () if isinstance(self.source, Path) else self.source
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.held or self.waiting)
+
+    def describe(self) -> dict[str, Any]:
+        """For listings: values that JSON can hold."""
+        return {
+            "name": self.name,
+            "source": self.origin,
+            "state": self.state,
+            "bytes": self.nbytes,
+            "rank": None if self.resident is None else self.resident.rank,
+            "fingerprint": self.fingerprint,
+            "pinned": self.pinned,
+            "rows": self.held,
+            "waiting": len(self.waiting),
+            "error": None if self.error is None else str(self.error),
+        }
+
+
+class Registry(dict[Key, Entry]):
+    """Entries by name; sums without a name by their weights. It has no lock of its own."""
+
+    def add(self, name: str, source: str | Path | Mapping[str, float]) -> None:
+        """See `AdapterPool.register`."""
+        _check_name(name)
+        if name in self:
+            raise RequestError(
+                f"The adapter name {name!r} is taken, by {self[name].origin}. Choose another, or unregister "
+                "that one first."
+            )
+        if isinstance(source, Mapping):
+            self[name] = Entry(name, self.flattened(source))
+            return
+        path = Path(source).absolute()
+        if not path.exists():
+            raise CheckpointError(
+                f"The adapter {name!r} is to come from {path}, and there is no such path."
+            )
+        self[name] = Entry(name, path)
+
+    @property
+    def names(self) -> list[str]:
+        return [key for key in self if isinstance(key, str)]
+
+    def named(self, name: str) -> Entry:
+        """The entry of a registered adapter.
+
+        Raises:
+            RequestError: lists what is registered.
+        """
+        entry = self.get(name) if isinstance(name, str) else None
+        if entry is None:
+            raise RequestError(
+                f"There is no adapter {name!r}; registered are {', '.join(self.names) or 'none'}."
+            )
+        return entry
+
+    def entry_of(self, adapter: Adapter) -> Entry:
+        """The entry of a name or of a sum; that of a new sum is not in the table yet.
+
+        Raises:
+            RequestError: for names that are not registered, and weights that can't be used.
+        """
+        if isinstance(adapter, str):
+            return self.named(adapter)
+        if not isinstance(adapter, Mapping):
+            raise RequestError(
+                f"adapter is {adapter!r}; a registered name, weights by name, or None is needed."
+            )
+        weights = self.flattened(adapter)
+        for plain in (adapter, weights):  # once a name is that name
+            if list(plain.values()) == [1]:
+                return self.named(next(iter(plain)))
+        key = tuple(sorted(weights.items()))
+        return self.get(key) or Entry(key, dict(key))
+
+    def flattened(self, weights: Mapping[str, float]) -> dict[str, float]:
+        """A sum in terms of adapters that come from folders."""
+        flat: dict[str, float] = {}
+        for name, weight in weights.items():
+            if type(weight) not in (int, float) or not math.isfinite(weight):
+                raise RequestError(
+                    f"The weight of the adapter {name!r} is {weight!r}; a finite number is needed."
+                )
+            source = self.named(name).source
+            for part, share in source.items() if isinstance(source, dict) else [(name, 1.0)]:
+                flat[part] = flat.get(part, 0.0) + share * float(weight)
+        flat = {name: weight for name, weight in flat.items() if weight}
+        if not flat:
+            raise RequestError(
+                f"The weights {dict(weights)} leave no adapter; give None for the model without one."
+            )
+        return flat
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > 200:
+        raise RequestError(
+            f"The adapter name is {name!r}; a text of 1 to 200 printable characters is needed."
+        )
+
+
+def _sum(weights: Collection[tuple[str, float]]) -> str:
+    return " + ".join(f"{weight:g} * {name}" for name, weight in weights).replace("+ -", "- ")

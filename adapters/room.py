@@ -1,0 +1,55 @@
+"""Which adapters make room for another: what a pool's budget decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from afm_mlx.adapters.registry import Entry
+
+
+def used(entries: Iterable[Entry]) -> int:
+    """Bytes of the adapters in memory and of those that are being read."""
+    return sum(entry.nbytes for entry in entries if entry.state in ("loading", "resident"))
+
+
+def never(entry: Entry, entries: Iterable[Entry], budget: int) -> str | None:
+    """Why an adapter can't have room, whatever rows give back; None when it can."""
+    pinned = [other for other in entries if other.pinned and other is not entry]
+    left = budget - sum(other.nbytes for other in pinned)
+    if entry.nbytes <= left:
+        return None
+    needed = f"The adapter {entry.name} needs {entry.nbytes:,} bytes"
+    if entry.nbytes > budget:
+        return f"{needed}, and the pool's budget is {budget:,}. Raise the budget."
+    return (
+        f"{needed}, and {', '.join(other.name for other in pinned)}, which are pinned, leave {left:,} of the "
+        f"budget of {budget:,}. Unpin one, or raise the budget."
+    )
+
+
+def victims(entry: Entry, entries: Iterable[Entry], budget: int) -> list[Entry] | None:
+    """What has to go for an adapter, least recently used first; None while too much is in use."""
+    entries = list(entries)
+    missing = used(entries) + entry.nbytes - budget
+    free = [e for e in entries if e.resident is not None and not (e.pinned or e.held)]
+    return _first(free, missing)
+
+
+def due(entry: Entry, entries: Iterable[Entry], budget: int) -> list[Entry]:
+    """What has to go, in use or not, for an adapter that should wait no longer."""
+    entries = list(entries)
+    missing = used(entries) + entry.nbytes - budget
+    here = [e for e in entries if e.resident is not None and not e.pinned]
+    return _first(here, missing) or here
+
+
+def _first(entries: list[Entry], missing: int) -> list[Entry] | None:
+    """As many of the entries as hold the missing bytes; None when all together don't."""
+    chosen = []
+    # What has begun to drain stays chosen: else two that take turns would both stay.
+    for entry in sorted(entries, key=lambda e: (not e.draining, e.order)):
+        if missing <= 0:
+            break
+        chosen.append(entry)
+        missing -= entry.nbytes
+    return None if missing > 0 else chosen

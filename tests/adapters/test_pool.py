@@ -1,0 +1,758 @@
+"""The pool: what is in memory, who holds it, and what happens when it does not fit or can't be read."""
+
+import dataclasses
+import gc
+import json
+import shutil
+import threading
+import time
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.adapters import pool as pool_module
+from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.adapters.files import TENSORS_NAME, load_adapter
+from afm_mlx.adapters.places import place_shapes
+from afm_mlx.adapters.pool import PATIENCE, AdapterPool
+from afm_mlx.adapters.resident import build_resident
+from afm_mlx.adapters.sources import OpenAdapter
+from afm_mlx.converters.adapter_formats import read_adapter, write_adapter
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, RequestError
+from afm_mlx.fingerprint import base_model_fingerprint
+from tests.tools.adapters import draw_tensors, write_folder
+
+WAIT = 20  # seconds until a test gives up on another thread
+
+
+@pytest.fixture
+def model(make_model):
+    return make_model("float")
+
+
+@pytest.fixture
+def folder(rng, model, tmp_path):
+    """A function that writes an adapter folder."""
+
+    def write(name, rank=4, **options):
+        scale = float(rng.uniform(0.2, 0.8))
+        return write_folder(tmp_path / name, draw_tensors(model, rng, rank, **options), scale)
+
+    return write
+
+
+@pytest.fixture
+def size(model, rng):
+    """Bytes of an adapter of rank 4."""
+    tensors = draw_tensors(model, rng, 4)
+    return build_resident(tensors, 1.0, place_shapes(model), "drawn").nbytes
+
+
+@pytest.fixture
+def make_pool(model, folder):
+    """A function that makes a pool with adapters of rank 4."""
+    made = []
+
+    def make(names="abc", **options):
+        made.append(AdapterPool(model, **options))
+        for name in names:
+            made[-1].register(name, folder(f"{name}{len(made)}"))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Reads wait until it is opened; `reached` says that one has begun."""
+    opened, reached, read = threading.Event(), threading.Event(), OpenAdapter.read
+
+    def gated(self):
+        reached.set()
+        assert opened.wait(WAIT)
+        return read(self)
+
+    monkeypatch.setattr(OpenAdapter, "read", gated)
+    opened.reached = reached
+    yield opened
+    opened.set()
+
+
+def state(pool, name):
+    return {entry["name"]: entry for entry in pool.describe()["adapters"]}[name]
+
+
+def deltas(resident, model):
+    """What an adapter adds to each matrix, (N, K) float64, from its flat array."""
+    numbers, added = np.array(resident.numbers, np.float64), {}
+    for path, part in resident.parts.items():
+        shapes = list(place_shapes(model)[path].values())
+        inputs, outputs = shapes[0][0], sum(width for _, width in shapes)
+        rank, blocks = part.rank, -(-outputs // 16)
+        a = numbers[part.a : part.a + len(shapes) * rank * inputs].reshape(-1, rank, inputs)
+        b = numbers[part.b : part.b + blocks * rank * 16].reshape(blocks, rank, 16)
+        b = b.swapaxes(1, 2).reshape(-1, rank)[:outputs]
+        ends = np.cumsum([width for _, width in shapes])[:-1]
+        products = [part_b @ a[i] for i, part_b in enumerate(np.split(b, ends))]
+        added[path] = resident.scale * np.concatenate(products)
+    return added
+
+
+# -- loading
+
+
+def test_an_adapter_is_loaded_when_it_is_asked_for_and_then_stays(make_pool, model, size):
+    pool = make_pool()
+    assert pool.registered == ["a", "b", "c"]
+    assert (pool.resident, pool.nbytes) == ([], 0)
+    first = pool.load("b")
+    assert (pool.resident, pool.nbytes) == (["b"], size)
+    assert pool.load("b") is first
+    with pool.request("b") as lease:
+        assert lease.ready
+        assert lease.resident is first
+        assert state(pool, "b")["rows"] == 1
+    described = json.loads(json.dumps(pool.describe()))
+    counts = {"loads": 1, "hits": 2, "evictions": 0, "failures": 0}
+    assert {name: described[name] for name in counts} == counts
+    assert state(pool, "b") | {"source": ""} == {
+        "name": "b",
+        "source": "",
+        "state": "resident",
+        "bytes": size,
+        "rank": 4,
+        "fingerprint": first.fingerprint,
+        "pinned": False,
+        "rows": 0,
+        "waiting": 0,
+        "error": None,
+    }
+    assert pool.fingerprint("b") == first.fingerprint
+    assert pool.name_of(first.fingerprint) == "b"
+    assert pool.fingerprint("a") is None
+    assert "a" in pool
+    assert "z" not in pool
+
+
+def test_what_is_loaded_is_what_the_folder_holds(make_pool, folder, model):
+    pool, path = make_pool(""), folder("of", rank=7, keys="mlp")
+    pool.register("x", path)
+    tensors, config = load_adapter(path)
+    mx.eval(tensors)
+    wanted = build_resident(tensors, config.scale, place_shapes(model), path)
+    found = pool.load("x")
+    assert found.fingerprint == wanted.fingerprint
+    assert mx.array_equal(found.numbers, wanted.numbers)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_wider_files_are_read(make_pool, model, rng, tmp_path, kind):
+    tensors = draw_tensors(model, rng, 3)
+    wide = {n: mx.array(t).astype(getattr(mx, kind)) for n, t in tensors.items()}
+    pool = make_pool("")
+    pool.register("x", write_folder(tmp_path / "wide", wide))
+    # bfloat16 has fewer digits than float16, so float16 holds what it rounds to.
+    exact = {n: np.array(t.astype(mx.float32)) for n, t in wide.items()}
+    wanted = build_resident(exact, 0.5, place_shapes(model), "x")
+    assert mx.array_equal(pool.load("x").numbers, wanted.numbers)
+
+
+def test_files_are_read_in_a_thread_of_their_own(make_pool, gate):
+    pool = make_pool()
+    start = threading.current_thread()
+    leases = [pool.request(name) for name in ("a", "a", "b")]
+    assert gate.reached.wait(WAIT)
+    assert not any(lease.ready for lease in leases)
+    assert state(pool, "a")["state"] == "loading"
+    with pytest.raises(RequestError, match="not loaded yet"):
+        leases[0].resident  # noqa: B018  the property raises
+    assert not leases[0].wait(0.001)
+    gate.set()
+    assert all(lease.wait(WAIT) for lease in leases)
+    assert leases[0].resident is leases[1].resident is not leases[2].resident
+    assert threading.current_thread() is start
+    assert pool.describe()["loads"] == 2
+
+
+def test_sums_add_what_their_parts_add(make_pool, folder, model, rng):
+    """Of unequal ranks, on unequal layers; named, not named, and a sum of sums."""
+    pool = make_pool("")
+    pool.register("all", folder("all", rank=6))
+    pool.register("mlp", folder("mlp", rank=3, keys="mlp"))
+    weights = {"all": float(rng.uniform(-1, 1)), "mlp": float(rng.uniform(-1, 1))}
+    pool.register("both", weights)
+    pool.register("nested", {"both": 0.5, "mlp": -1})
+    parts = {name: deltas(pool.load(name), model) for name in ("all", "mlp")}
+    for name, wanted in (
+        ("both", weights),
+        (weights, weights),
+        ("nested", {"all": 0.5 * weights["all"], "mlp": 0.5 * weights["mlp"] - 1}),
+    ):
+        found = deltas(pool.load(name), model)
+        assert set(found) == set(parts["all"])
+        for path, added in found.items():
+            exact = sum(w * parts[part][path] for part, w in wanted.items() if path in parts[part])
+            assert np.abs(added - exact).max() < 2e-3 * np.abs(exact).max()
+    ranks = {part.rank for part in pool.load("both").parts.values()}
+    assert ranks == {6, 9}
+    assert pool.load({"all": 1.0}) is pool.load("all")
+    unnamed = pool.load(weights)
+    assert pool.load(dict(reversed(weights.items()))) is unnamed
+    assert pool.load({"both": 1}) is pool.load("both") is not unnamed
+    assert len(pool.registered) == 4
+
+
+# -- the budget
+
+
+def test_the_least_recently_used_adapter_makes_room(make_pool, size):
+    pool = make_pool("abcd", budget=3 * size + 10)
+    for name in "abc":
+        pool.load(name)
+    pool.load("a")
+    pool.load("d")
+    assert pool.resident == ["a", "c", "d"]
+    held = pool.request("c")
+    pool.load("b")
+    assert pool.resident == ["b", "c", "d"]
+    pool.load("a")
+    assert pool.resident == ["a", "b", "c"]
+    held.release()
+    assert pool.nbytes == 3 * size
+    assert pool.describe()["evictions"] == 3
+
+
+def test_random_use_is_that_of_a_plain_least_recently_used_list(make_pool, size, rng):
+    names = "abcdefgh"
+    pool = make_pool(names, budget=4 * size)
+    recent, pinned, held = [], set(), {}
+
+    def touch(name):
+        """Load by hand; false when there is no room."""
+        if name not in recent:
+            going = [n for n in recent if n not in pinned and not held.get(n)]
+            if len(recent) == 4 and not going:
+                return False
+            if len(recent) == 4:
+                recent.remove(going[0])
+        else:
+            recent.remove(name)
+        recent.append(name)
+        return True
+
+    for _ in range(400):
+        name, action = names[rng.integers(8)], rng.integers(5)
+        if action == 0 and len(pinned) < 2:
+            if touch(name):
+                pool.pin(name)
+                pinned.add(name)
+            else:
+                with pytest.raises(RequestError, match=r"leave too little|which are pinned"):
+                    pool.pin(name)
+        elif action == 1 and pinned:
+            pinned.remove(unpinned := sorted(pinned)[0])
+            pool.unpin(unpinned)
+        elif action == 2 and name in recent:
+            touch(name)
+            held.setdefault(name, []).append(pool.request(name))
+        elif action == 3 and held.get(name):
+            held[name].pop().release()
+            touch(name)
+        elif touch(name):
+            pool.load(name)
+        else:
+            with pytest.raises(RequestError, match=r"leave too little|which are pinned"):
+                pool.load(name)
+        assert sorted(pool.resident) == sorted(recent)
+        assert pool.nbytes <= 4 * size
+
+
+def test_a_budget_smaller_than_an_adapter(make_pool, size):
+    pool = make_pool("ab", budget=size - 1)
+    with pytest.raises(RequestError, match=f"a needs {size:,} bytes.*budget is {size - 1:,}"):
+        pool.load("a")
+    lease = pool.request("b")
+    assert lease.wait(WAIT)
+    assert isinstance(lease.error, RequestError)
+    with pytest.raises(RequestError, match="Raise the budget"):
+        lease.resident  # noqa: B018
+    assert state(pool, "b")["error"] == str(lease.error)
+    assert (pool.nbytes, pool.describe()["failures"]) == (0, 2)
+
+
+def test_pinned_adapters_stay_and_can_be_in_the_way(make_pool, size):
+    pool = make_pool("abc", budget=2 * size)
+    pool.pin("a")
+    pool.load("b")
+    pool.load("c")
+    assert pool.resident == ["a", "c"]
+    pool.pin("c")
+    with pytest.raises(RequestError, match="a, c, which are pinned, leave 0 of the budget"):
+        pool.load("b")
+    lease = pool.request("b")  # rows don't wait for what can't happen
+    assert lease.wait(WAIT)
+    assert "pinned" in str(lease.error)
+    pool.unpin("a")
+    pool.load("b")
+    assert pool.resident == ["b", "c"]
+
+
+def test_a_load_waits_for_rows_to_end_and_load_itself_does_not(make_pool, size):
+    pool = make_pool("abc", budget=size)
+    running = pool.request("a")
+    assert running.wait(WAIT)
+    waiting = pool.request("b")
+    assert not waiting.wait(0.05)
+    with pytest.raises(RequestError, match=f"c needs {size:,} bytes.*in use"):
+        pool.load("c")
+    assert not waiting.wait(0)
+    assert state(pool, "b")["state"] == "waiting"
+    running.release()
+    assert waiting.wait(WAIT)
+    assert pool.resident == ["b"]
+
+
+def test_a_load_that_waits_is_overtaken_for_a_while_only(make_pool, size):
+    pool = make_pool("ab", budget=size)
+    held = [pool.request("a")]
+    assert held[0].wait(WAIT)
+    waiting = pool.request("b")
+    assert not waiting.wait(0.05)
+    for _ in range(PATIENCE):
+        held.append(pool.request("a"))
+        assert held[-1].ready
+        held.pop(0).release()
+    late = [pool.request("a") for _ in range(3)]
+    assert not any(lease.ready for lease in late)
+    held.pop().release()
+    assert waiting.wait(WAIT)
+    assert pool.resident == ["b"]
+    assert not late[0].wait(0.05)
+    waiting.release()
+    assert late[0].wait(WAIT)
+    assert all(lease.ready for lease in late)
+
+
+def test_what_drains_for_a_load_that_is_given_up_serves_again(make_pool, size):
+    pool = make_pool("ab", budget=size)
+    held = pool.request("a")
+    assert held.wait(WAIT)
+    waiting = pool.request("b")
+    assert not waiting.wait(0.05)
+    for _ in range(PATIENCE):
+        pool.request("a").release()
+    late = pool.request("a")
+    assert not late.ready
+    waiting.release()
+    assert late.ready
+
+
+# -- memory
+
+
+def test_memory_is_given_back(make_pool, size):
+    pool = make_pool("abc", budget=2 * size)
+
+    def taken():
+        gc.collect()
+        return mx.get_active_memory() - before
+
+    gc.collect()
+    before = mx.get_active_memory()
+    lease = pool.request("a")
+    assert lease.wait(WAIT)
+    assert taken() == size
+    pool.load("b")
+    assert taken() == 2 * size
+    pool.load("c")  # for which b goes
+    assert taken() == 2 * size
+    lease.release()
+    pool.unload("a")
+    assert taken() == size
+    pool.unregister("c")
+    assert taken() == 0
+    assert pool.resident == []
+    with pytest.raises(RequestError, match="no adapter 'c'; registered are a, b"):
+        pool.load("c")
+
+
+def test_a_lease_that_is_forgotten_ends(make_pool, size):
+    pool = make_pool("ab", budget=size)
+    lease = pool.request("a")
+    assert lease.wait(WAIT)
+    with pytest.raises(RequestError, match="in use"):
+        pool.unload("a")
+    del lease
+    gc.collect()
+    pool.load("b")
+    assert pool.resident == ["b"]
+
+
+def test_what_is_in_use_is_not_unloaded(make_pool, gate):
+    pool = make_pool("ab")
+    pool.register("sum", {"a": 0.5, "b": 0.5})
+    lease = pool.request("a")
+    for call in (pool.unload, pool.unregister):
+        with pytest.raises(RequestError, match=r"in use|part of"):
+            call("a")
+    gate.set()
+    assert lease.wait(WAIT)
+    with pytest.raises(RequestError, match="in use: 1 rows"):
+        pool.unload("a")
+    lease.release()
+    pool.unload("a")
+    with pytest.raises(RequestError, match="part of the registered adapter 'sum'"):
+        pool.unregister("a")
+    pool.unregister("sum")
+    pool.unregister("a")
+    assert pool.registered == ["b"]
+
+
+def test_a_name_that_is_registered_anew_leaves_no_old_sums(make_pool, folder, model):
+    pool = make_pool("ab")
+    before = pool.load({"a": 1, "b": 1})
+    pool.unregister("a")
+    assert pool.resident == []
+    pool.register("a", folder("another"))
+    assert pool.load({"a": 1, "b": 1}).fingerprint != before.fingerprint
+
+
+# -- races
+
+
+def test_unload_and_cancel_while_it_is_read(make_pool, gate):
+    pool = make_pool("ab")
+    lease = pool.request("a")
+    assert gate.reached.wait(WAIT)
+    lease.release()
+    with pytest.raises(RequestError, match="was released"):
+        lease.resident  # noqa: B018
+    pool.unload("a")
+    other = pool.request("b")
+    gate.set()
+    assert other.wait(WAIT)
+    assert pool.resident == ["b"]
+
+    gate.clear()
+    gate.reached.clear()
+    lease = pool.request("a")
+    assert gate.reached.wait(WAIT)
+    lease.release()
+    pool.unload("a")
+    again = pool.request("a")  # asked for again before the first read has ended
+    gate.set()
+    assert again.wait(WAIT)
+    assert again.ready
+
+
+def test_unregister_while_it_is_read(make_pool, gate, folder):
+    pool = make_pool("a")
+    lease = pool.request("a")
+    assert gate.reached.wait(WAIT)
+    lease.release()
+    pool.unregister("a")
+    pool.register("a", folder("new"))
+    gate.set()
+    new = pool.load("a")
+    assert pool.resident == ["a"]
+    assert pool.fingerprint("a") == new.fingerprint
+
+
+def test_threads_that_do_all_at_once(make_pool, size):
+    """Nothing is lost, nothing is over the budget, and all is given back."""
+    pool = make_pool("abcdef", budget=3 * size)
+    gc.collect()
+    before, errors = mx.get_active_memory(), []
+    end = time.monotonic() + 1.0
+
+    def work(seed):
+        draw = np.random.default_rng(seed)
+        try:
+            while time.monotonic() < end:
+                name, action = "abcdef"[draw.integers(6)], draw.integers(4)
+                if action == 0:
+                    with pool.request(name) as lease:
+                        assert lease.wait(WAIT)
+                        assert lease.resident.nbytes == size
+                elif action == 1:
+                    pool.request({name: 1, "a": 0.5}).release()
+                elif action == 2:
+                    assert pool.nbytes <= 3 * size
+                else:
+                    pool.unload(name)
+        except BaseException as error:
+            if not (isinstance(error, RequestError) and "in use" in str(error)):
+                errors.append(error)
+
+    def keep_on(seed):
+        while time.monotonic() < end and not errors:
+            work(seed := seed + 100)
+
+    threads = [threading.Thread(target=keep_on, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    assert not any(e["rows"] or e["waiting"] for e in pool.describe()["adapters"])
+    pool.close()
+    gc.collect()
+    assert mx.get_active_memory() == before
+
+
+def test_a_closed_pool(make_pool, gate):
+    pool = make_pool("ab")
+    lease = pool.request("a")
+    assert gate.reached.wait(WAIT)
+    gate.set()
+    pool.close()
+    assert "closed" in str(lease.error)
+    with pytest.raises(RequestError, match="closed"):
+        pool.load("b")
+
+
+# -- other formats
+
+
+@pytest.mark.parametrize("to", ["peft", "fmadapter"])
+def test_adapters_of_other_formats_run_as_they_are(make_pool, folder, model, tmp_path, to):
+    """And give what the folder gives that they were converted from."""
+    path = folder("x")
+    tensors, config = read_adapter(path)
+    config = dataclasses.replace(config, base_model_fingerprint=base_model_fingerprint(model))
+    write_adapter(tmp_path / f"other.{to}", tensors, config, to, model_config=model.args)
+    pool = make_pool("")
+    pool.register("x", path)
+    pool.register("other", tmp_path / f"other.{to}")
+    wanted, found = (deltas(pool.load(name), model) for name in ("x", "other"))
+    assert set(wanted) == set(found)
+    for layer, delta in wanted.items():
+        assert np.allclose(found[layer], delta, rtol=0.01, atol=2e-3 * np.abs(delta).max())
+
+
+def test_what_is_no_adapter_is_an_error_of_its_load(make_pool, tmp_path):
+    pool = make_pool("")
+    (tmp_path / "one.zip").write_bytes(b"PK")
+    (tmp_path / "empty").mkdir()
+    for name, words in (("one.zip", "is an archive or a file"), ("empty", "it holds nothing")):
+        pool.register(name, tmp_path / name)
+        with pytest.raises(CheckpointError, match=words):
+            pool.load(name)
+
+
+# -- files that change
+
+
+def test_a_resident_adapter_needs_its_folder_no_more(make_pool, folder, size):
+    pool = make_pool("", budget=size)
+    path = folder("gone")
+    pool.register("x", path)
+    pool.register("y", folder("other"))
+    pool.load("x")
+    shutil.rmtree(path)
+    assert pool.load("x").nbytes == size
+    pool.load("y")
+    with pytest.raises(CheckpointError, match=r"no adapter .*gone\. Was it moved or deleted"):
+        pool.load("x")
+    assert pool.load("y").nbytes == size
+
+
+def test_another_adapter_in_the_same_folder_is_refused(make_pool, folder, model, rng):
+    pool, path = make_pool(""), folder("changed")
+    pool.register("x", path)
+    before = pool.load("x").fingerprint
+    write_folder(path, draw_tensors(model, rng, 4))
+    assert pool.load("x").fingerprint == before
+    pool.unload("x")
+    with pytest.raises(CheckpointError, match=rf"was {before} and is .*Unregister"):
+        pool.load("x")
+    pool.unregister("x")
+    pool.register("x", path)
+    assert pool.load("x").fingerprint != before
+
+
+def test_a_file_that_is_replaced_while_it_is_read(make_pool, folder, gate, model, rng):
+    pool, path = make_pool(""), folder("changing")
+    pool.register("x", path)
+    lease = pool.request("x")
+    assert gate.reached.wait(WAIT)
+    write_folder(path, draw_tensors(model, rng, 4))
+    gate.set()
+    assert lease.wait(WAIT)
+    assert "changed while it was read" in str(lease.error)
+    assert pool.load("x").rank == 4
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize("fingerprint", ["ab" * 32, None, "own"])
+def test_adapters_of_another_base(model, tmp_path, rng, fingerprint):
+    own = base_model_fingerprint(model)
+    wanted = own if fingerprint == "own" else fingerprint
+    path = write_folder(tmp_path / "x", draw_tensors(model, rng, 4), fingerprint=wanted)
+    for force in (False, True):
+        with AdapterPool(model, force=force) as pool:
+            pool.register("x", path)
+            if wanted in (None, own) or force:
+                assert pool.load("x").rank == 4
+                continue
+            with pytest.raises(CheckpointError, match=f"{wanted}, and this one has {own}"):
+                pool.load("x")
+
+
+def _tensor(tensors, name="model.layers.0.mlp.up_proj.lora_b"):
+    return tensors[name]
+
+
+BAD = {
+    "NaN": (lambda t: _tensor(t).__setitem__((1, 2), np.nan), r"up_proj\.lora_b holds NaN"),
+    "infinity": (lambda t: _tensor(t).__setitem__((0, 3), np.inf), r"up_proj\.lora_b holds NaN or"),
+    "half a pair": (
+        lambda t: t.pop("model.layers.0.mlp.up_proj.lora_a"),
+        r"without .*up_proj\.lora_a",
+    ),
+    "another layer": (
+        lambda t: t.update(
+            {
+                "model.layers.77.mlp.up_proj.lora_a": np.ones((64, 4), np.float16),
+                "model.layers.77.mlp.up_proj.lora_b": np.ones((4, 64), np.float16),
+            }
+        ),
+        r"no layer for model\.layers\.77",
+    ),
+    "another shape": (
+        lambda t: t.update(
+            {"model.layers.0.mlp.up_proj.lora_b": np.ones((4, 6), np.float16)},
+        ),
+        r"up_proj is \[64, 4\] and \[4, 6\]",
+    ),
+    "a foreign tensor": (lambda t: t.update(weight=np.ones(3, np.float16)), "no LoRA tensor"),
+    "too large a number": (
+        lambda t: t.update(
+            {"model.layers.0.mlp.up_proj.lora_b": np.full((4, 128), 1e6, np.float32)}
+        ),
+        "float16.*ends at 65504",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_tensors_that_cannot_be_used(make_pool, folder, model, rng, name):
+    change, words = BAD[name]
+    pool, path = make_pool("b"), folder("bad")
+    tensors = draw_tensors(model, rng, 4)
+    change(tensors)
+    arrays = {name: mx.array(tensor) for name, tensor in tensors.items()}
+    mx.save_safetensors(str(path / TENSORS_NAME), arrays)
+    pool.register("bad", path)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        pool.load("bad")
+    assert str(path) in str(caught.value)
+    with pytest.raises(CheckpointError, match=words):
+        pool.load({"bad": 0.5, "b": 0.5})
+    assert pool.load("b").rank == 4
+    assert pool.resident == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (lambda p: (p / TENSORS_NAME).unlink(), CheckpointError, "safetensors is missing"),
+        (lambda p: (p / TENSORS_NAME).write_bytes(b"x" * 40), CheckpointError, "no whole"),
+        (
+            lambda p: (p / TENSORS_NAME).write_bytes((p / TENSORS_NAME).read_bytes()[:-1]),
+            CheckpointError,
+            "cut off",
+        ),
+        (lambda p: (p / "adapter_config.json").write_text("{"), ConfigError, "not valid JSON"),
+        (
+            lambda p: (p / "adapter_config.json").write_text('{"fine_tune_type": "dora"}'),
+            ConfigError,
+            "dora",
+        ),
+        (
+            lambda p: (p / "adapter_config.json").write_text(
+                '{"lora_parameters": {"rank": 5, "scale": 1}}'
+            ),
+            CheckpointError,
+            "rank 5 needs",
+        ),
+    ],
+)
+def test_folders_that_cannot_be_used(make_pool, folder, change, kind, words):
+    pool, path = make_pool("b"), folder("bad")
+    pool.register("bad", path)
+    change(path)
+    with pytest.raises(kind, match=words):
+        pool.load("bad")
+    with pytest.raises(kind, match=words):
+        pool.load({"bad": 0.5, "b": 0.5})
+    assert pool.load("b").rank == 4
+    assert [entry["name"] for entry in pool.describe()["adapters"]] == ["b", "bad"]
+
+
+def test_an_unforeseen_error_reaches_who_waits(make_pool, monkeypatch):
+    def broken(self):
+        raise ZeroDivisionError("mine")
+
+    pool = make_pool("ab")
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenAdapter, "read", broken)
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            pool.load("a")
+        patch.setattr(pool_module, "open_adapter", lambda *args: broken(None))
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            pool.load("b")
+    assert pool.load("a").rank == 4
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\0", "x" * 201, None, 5])
+def test_names_that_are_none(make_pool, folder, name):
+    pool = make_pool("")
+    with pytest.raises(RequestError, match="adapter name is"):
+        pool.register(name, folder("x"))
+    assert pool.registered == []
+
+
+@pytest.mark.parametrize("name", ["../../etc", "/", "C:\\x", "a/b c.zip", "日本"])
+def test_names_are_never_paths(make_pool, folder, name):
+    pool = make_pool("")
+    pool.register(name, folder("x"))
+    assert pool.load(name).rank == 4
+
+
+def test_what_can_not_be_registered(make_pool, folder, tmp_path):
+    pool, path = make_pool("ab"), folder("x")
+    with pytest.raises(RequestError, match=r"'a' is taken, by .*a1"):
+        pool.register("a", path)
+    with pytest.raises(CheckpointError, match="nowhere, and there is no such path"):
+        pool.register("c", tmp_path / "nowhere")
+    for weights, words in (
+        ({"z": 1}, "no adapter 'z'; registered are a, b"),
+        ({"a": float("nan")}, "weight of the adapter 'a' is nan"),
+        ({"a": "1"}, "is '1'"),
+        ({"a": True}, "is True"),
+        ({"a": 0}, "leave no adapter"),
+        ({}, "leave no adapter"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            pool.register("c", weights)
+        with pytest.raises(RequestError, match=words):
+            pool.request(weights)
+    for adapter in (5, None, ["a"]):
+        with pytest.raises(RequestError, match="a registered name, weights by name"):
+            pool.request(adapter)
+    assert pool.registered == ["a", "b"]
+
+
+def test_pools_that_can_not_be(model, folder):
+    for budget in (0, -1, 1.5, True):
+        with pytest.raises(RequestError, match=f"budget is {budget}"):
+            AdapterPool(model, budget=budget)
+    attach_adapter(model, folder("x"))
+    with pytest.raises(AFMError, match="detach_adapter"):
+        AdapterPool(model)
