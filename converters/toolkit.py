@@ -23,6 +23,13 @@ import numpy as np
 
 from afm_mlx.adapters.files import AdapterConfig, save_adapter
 from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.converters.adapter_formats.pair_order import (
+    complete_fused,
+    expected_shapes,
+    keys_of,
+    num_layers_of,
+)
+from afm_mlx.converters.adapter_formats.toolkit import read_pairs
 from afm_mlx.converters.output import write_card
 from afm_mlx.converters.quantize import PackedLayers, layer_of_rows
 from afm_mlx.converters.toolkit_config import (
@@ -264,7 +271,6 @@ def _plan_adapters(
 ) -> dict[str, AdapterConfig]:
     """Check each adapter's tensors against the config and the base; the configs to write."""
     plans = {}
-    shapes = parameter_shapes(config.model)
     for adapter, tensors in keys.adapters.items():
         where = f"{source}: adapter {adapter!r}"
         spec = config.adapters.get(adapter)
@@ -276,49 +282,16 @@ def _plan_adapters(
             raise CheckpointError(
                 f"{where} {found}, so its rank and alpha are unknown. LoRAModelAdapter can be converted."
             )
-        expected = _lora_shapes(config.model, shapes, tensors, spec.rank)
+        expected = expected_shapes(config.model, tensors, spec.rank)
         check_weights(expected, {n: state[k] for n, k in tensors.items()}, where)
         plans[adapter] = AdapterConfig(
             rank=spec.rank,
             scale=spec.scale,
-            num_layers=config.model.num_layers - min(_position(config.model, n) for n in tensors),
-            keys=tuple(sorted({".".join(_module(n).split(".")[-2:]) for n in tensors})),
+            num_layers=num_layers_of(tensors, config.model),
+            keys=keys_of(tensors),
             dropout=spec.dropout,
         )
     return plans
-
-
-def _module(name: str) -> str:
-    """`model.layers.0.mlp.up_proj` of `model.layers.0.mlp.up_proj.lora_a`, or of `...lora_a.0`."""
-    return name[: name.rindex(".lora_")]
-
-
-def _position(config: ModelConfig, name: str) -> int:
-    """A block's place among all of the model's."""
-    _, kind, layer, *_ = name.split(".")
-    return int(layer) + (config.num_kv_layers if kind == "kv_reuse_layers" else 0)
-
-
-def _lora_shapes(
-    config: ModelConfig, shapes: dict[str, tuple[int, ...]], names: Iterable[str], rank: int
-) -> dict[str, tuple[int, ...]]:
-    """Shapes of the pairs that an adapter with `names` must have."""
-    kv_rows = config.num_kv_heads * config.head_dim
-    result: dict[str, tuple[int, ...]] = {}
-    for name in names:
-        module, part = _module(name), name[name.rindex(".lora_") + len(".lora_a") :]
-        if f"{module}.weight" not in shapes:
-            continue
-        rows, columns = shapes[f"{module}.weight"]
-        if part:
-            split = {".0": config.hidden_dim, ".1": kv_rows, ".2": kv_rows}
-            rows = split.get(part, -1)
-        if rows > 0:
-            result |= {
-                f"{module}.lora_a{part}": (columns, rank),
-                f"{module}.lora_b{part}": (rank, rows),
-            }
-    return result
 
 
 def _write_adapters(
@@ -333,26 +306,8 @@ def _write_adapters(
     if not plans:
         return
     fingerprint = folder_fingerprint(config, folder)
-    kv_rows = config.num_kv_heads * config.head_dim
     for adapter, plan in plans.items():
-        tensors = {}
-        for name, key in keys.adapters[adapter].items():
-            stored = mlx_dtype(state[key])
-            if stored is None:
-                raise CheckpointError(f"{source}: {key} is of type {state[key].dtype}.")
-            target = dtype or stored
-            data = b"".join(tensor_chunks(state[key], target, f"{source}: {key}"))
-            flat = mx.array(np.frombuffer(data, np.uint8)).view(target)
-            tensors[name] = flat.reshape(tuple(state[key].shape))
-        _fill_fused(tensors, config.hidden_dim, kv_rows, plan.rank)
+        tensors = read_pairs(state, keys.adapters[adapter], dtype, source)
+        tensors = complete_fused(tensors, config, plan.rank)
         plan = dataclasses.replace(plan, base_model_fingerprint=fingerprint)
         save_adapter(folder / "adapters" / adapter, tensors, plan)
-
-
-def _fill_fused(tensors: dict[str, mx.array], width: int, kv_rows: int, rank: int) -> None:
-    """Add zero pairs where an adapter leaves out queries, keys or values: MLX's fused layer has all three."""
-    for module in {_module(name) for name in tensors if name.endswith((".0", ".1", ".2"))}:
-        dtype = next(t.dtype for n, t in tensors.items() if n.startswith(f"{module}.lora_"))
-        for part, rows in enumerate((width, kv_rows, kv_rows)):
-            tensors.setdefault(f"{module}.lora_a.{part}", mx.zeros((width, rank), dtype))
-            tensors.setdefault(f"{module}.lora_b.{part}", mx.zeros((rank, rows), dtype))

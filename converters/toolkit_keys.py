@@ -33,6 +33,7 @@ _LINEARS = {
     "feed_forward.hidden_transform.linear_1": "mlp.up_proj",
     "feed_forward.output_transform": "mlp.down_proj",
 }
+_MODULES = {ours: theirs for theirs, ours in _LINEARS.items()}
 _NORMS = {
     "attention.norm": "input_layernorm",
     "attention.qk_norm.query_norm": "self_attn.q_norm",
@@ -99,6 +100,22 @@ def map_keys(keys: Iterable[str], source: str) -> KeyMap:
 def block_prefix(segment: str | None, layer: int) -> str:
     """Our prefix of a block; blocks of segment 1 reuse keys and values."""
     return f"model.{'kv_reuse_layers' if segment == '1' else 'layers'}.{layer}"
+
+
+def adapter_key(name: str, adapter: str, segmented: bool) -> str:
+    """Key of one of our LoRA tensors in a state dict: what `map_keys` undoes.
+
+    Args:
+        name: such as `model.layers.0.self_attn.qkv_proj.lora_a.0`.
+        adapter: the id.
+        segmented: whether the model has blocks that reuse keys and values.
+    """
+    _, kind, layer, group, leaf, matrix, *part = name.split(".")
+    segment = f"segment_{int(kind == 'kv_reuse_layers')}." if segmented else ""
+    module = _MODULES[f"{group}.{leaf}"]
+    lora = f"lora_{part[0]}." if part else ""
+    side = matrix.removeprefix("lora_")
+    return f"layers.{segment}layer_{layer}.{module}.adapters.{adapter}.{lora}{side}_transpose"
 
 
 def _map_block(result: KeyMap, block: re.Match[str], key: str, source: str) -> bool:

@@ -1,7 +1,8 @@
 """The command line `afm-mlx`, which `python -m afm_mlx` is too.
 
-Each command is a module with `add_arguments(parser)` and `run(args)`. It is imported when it is chosen, and
-it imports MLX when it runs: help and usage errors come at once.
+Each command is a module with `add_arguments(parser)` and `run(args)`, or a package of such modules with their
+names in `ACTIONS`. It is imported when it is chosen, and it imports MLX when it runs: help and usage errors
+come at once.
 
 Exit status: 0 done, 1 when `doctor` found a fault, 2 for what the user got wrong (one line on stderr),
 130 after Ctrl-C. Whatever else is raised is a defect of ours and keeps its traceback.
@@ -13,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from types import ModuleType
 
 from afm_mlx.errors import AFMError
 
@@ -23,6 +25,7 @@ COMMANDS = {
     "convert": "make a model folder of a checkpoint or of another folder",
     "lora": "train an adapter, or all float weights",
     "qat": "train weights that keep their quality in 2 or 4 bits",
+    "adapter": "show, convert, check and add up adapters",
     "bench": "measure tokens per second, memory, and the share of its speed",
     "info": "show what a model is, and what would run it here",
     "doctor": "test every kernel on this machine, and write a report",
@@ -59,8 +62,8 @@ def _run(argv: list[str]) -> int:
         return _top_level(argv)
     debug = False
     try:
-        command = import_module(f"{__name__}.{argv[0]}")
-        args = parse(argv[0], command, argv[1:])
+        name, command, rest = _command(argv)
+        args = parse(name, command, rest)
         debug = args.debug
         return command.run(args) or 0
     except SystemExit as done:  # --help
@@ -71,6 +74,24 @@ def _run(argv: list[str]) -> int:
         if debug or not _is_for_the_user(error):
             raise
         return _fail(f"error: {error}", USAGE_ERROR)
+
+
+def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
+    """Name, module and arguments of a command, or of an action of one, such as `adapter info`."""
+    from afm_mlx.cli.parser import UsageError, commands_parser
+
+    name, rest = argv[0], argv[1:]
+    command = import_module(f"{__name__}.{name}")
+    actions = getattr(command, "ACTIONS", None)
+    if actions is None:
+        return name, command, rest
+    if not rest or rest[0] not in actions:
+        program = f"{PROGRAM} {name}"
+        commands_parser(program, "COMMAND", command.__doc__ or "", actions).parse_args(rest)
+        raise UsageError(
+            f"{program} needs to know what to do: {', '.join(actions)}. {program} --help explains them."
+        )
+    return f"{name} {rest[0]}", import_module(f"{__name__}.{name}.{rest[0]}"), rest[1:]
 
 
 def _top_level(argv: list[str]) -> int:

@@ -60,16 +60,25 @@ class Unavailable(argparse.Action):
 
 def top_level_parser(commands: Mapping[str, str]) -> Parser:
     """The parser of `afm-mlx` without a command."""
+    description = "Run Apple's on-device foundation-model architecture (AFM) locally, with MLX."
+    parser = commands_parser(PROGRAM, "[--version] COMMAND", description, commands)
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    return parser
+
+
+def commands_parser(
+    program: str, usage: str, description: str, commands: Mapping[str, str]
+) -> Parser:
+    """The parser of a program that has commands, without one; it lists them in its help."""
     width = max(map(len, commands))
     table = "\n".join(f"  {name:<{width}}  {line}" for name, line in commands.items())
     parser = Parser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} [--version] COMMAND ...",
-        description="Run Apple's on-device foundation-model architecture (AFM) locally, with MLX.",
-        epilog=f"commands:\n{table}\n\n{PROGRAM} COMMAND --help shows the arguments of a command.",
+        prog=program,
+        usage=f"{program} {usage} ...",
+        description=description,
+        epilog=f"commands:\n{table}\n\n{program} COMMAND --help shows the arguments of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     parser.add_argument("command", nargs="?", choices=commands, metavar="COMMAND", help="see below")
     return parser
 
@@ -109,7 +118,8 @@ def _read_yaml(path: Path, parser: Parser) -> dict[str, Any]:
     return {
         key: _checked(f"{path}: {key}", value, actions[key])
         for key, value in values.items()
-        if value is not None  # an empty value leaves the default
+        # An empty value leaves the default, and what is not available may be declined.
+        if value is not None and not (value is False and isinstance(actions[key], Unavailable))
     }
 
 

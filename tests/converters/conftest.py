@@ -42,6 +42,8 @@ def randomize(model, rng):
             else:
                 fan_in = shape[0] if name.endswith("_transpose") else shape[-1]
                 values = rng.normal(0, fan_in**-0.5, shape)
+            if name.endswith("_transpose"):  # adapters run in float16
+                values = values.astype(np.float16)
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
 
 

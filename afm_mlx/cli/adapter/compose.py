@@ -1,0 +1,65 @@
+"""Add up adapters of one base model, each with a weight, to one of their ranks' sum."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from afm_mlx.cli.adapter.arguments import (
+    add_force,
+    add_model,
+    add_output,
+    base_of,
+    dtype_of,
+    print_written,
+    require,
+)
+from afm_mlx.cli.parser import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "adapters",
+        nargs="*",
+        metavar="PATH=WEIGHT",
+        help="an adapter of any format and its weight, such as poet=0.7",
+    )
+    add_output(parser, default="mlx-lm")
+    add_model(parser, "the adapters must fit it")
+    add_force(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    require(args, "compose", output="what to write")
+    weighted = [_weighted(text) for text in args.adapters]
+    if not weighted:
+        raise UsageError("no adapter was named; give one or more as PATH=WEIGHT.")
+    from afm_mlx.adapters.compose import compose
+    from afm_mlx.converters.adapter_formats import write_adapter
+    from afm_mlx.converters.adapter_formats.conversion import read_for
+
+    base = base_of(args)
+    adapters = [read_for(path, base, force=args.force) for path, _ in weighted]
+    tensors, config = compose(adapters, [weight for _, weight in weighted], force=args.force)
+    write_adapter(
+        args.output,
+        tensors,
+        config,
+        args.to,
+        model_config=base.config if base else None,
+        dtype=dtype_of(args),
+    )
+    print_written(args.output, config)
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    path, equals, weight = text.rpartition("=")
+    try:
+        value = float(weight)
+    except ValueError:
+        value = math.nan
+    if not equals or not path or not math.isfinite(value):
+        raise UsageError(
+            f"{text!r} is no adapter with a weight; give PATH=WEIGHT, such as poet=0.7."
+        )
+    return path, value

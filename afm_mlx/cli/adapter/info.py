@@ -1,0 +1,26 @@
+"""Show what an adapter is. Its numbers are not looked at."""
+
+from __future__ import annotations
+
+import argparse
+
+from afm_mlx.cli.adapter.arguments import add_model, add_source, base_of, require
+from afm_mlx.cli.output import add_json, print_facts, print_json
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_source(parser)
+    add_model(parser, "packages of other models than Apple's 3B can't be read without it")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    require(args, "info", adapter_path="what to show")
+    from afm_mlx.converters.adapter_formats.conversion import describe_adapter
+
+    facts = describe_adapter(args.adapter_path, base_of(args), args.alpha)
+    if args.json:
+        print_json(facts)
+    else:
+        facts["base_model_fingerprint"] = facts["base_model_fingerprint"] or "none"
+        print_facts(facts)

@@ -1,0 +1,130 @@
+"""Core ML's blob storage, version 2: unnamed arrays of numbers one after the other.
+
+| bytes | what |
+| --- | --- |
+| 0-63 | number of blobs (u32), version 2 (u32), zeros |
+| 64, at a multiple of 64 | 0xDEADBEEF (u32), type (u32), bytes (u64) and offset (u64) of the data, zeros |
+| the data | next; then zeros to the next multiple of 64, unless it is the last |
+
+Numbers are little-endian. coremltools has the reference implementation, which is an extension module with
+wheels for few platforms; these are the few lines of it that adapters need, tested against it.
+
+Source: `coremltools` 8.3.0, `mlmodel/src/MILBlob/Blob/StorageFormat.hpp`.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from afm_mlx.errors import CheckpointError
+
+ALIGNMENT = 64
+VERSION = 2
+FLOAT16 = 1
+
+_SENTINEL = 0xDEADBEEF
+_HEADER = struct.Struct("<II56x")
+_RECORD = struct.Struct("<IIQQ40x")
+
+
+def storage_bytes(sizes: Sequence[int]) -> int:
+    """Bytes of a file with blobs of these many bytes each."""
+    end = ALIGNMENT
+    for size in sizes:
+        end = _aligned(end) + ALIGNMENT + size
+    return end
+
+
+def write_blobs(path: Path, blobs: Iterable[np.ndarray], count: int) -> None:
+    """Write arrays of float16 as a stream.
+
+    Args:
+        path: of the file.
+        blobs: float16, of any shape, row-major.
+        count: how many there are; it stands in the header.
+    """
+    written = 0
+    with path.open("wb") as file:
+        file.write(_HEADER.pack(count, VERSION))
+        for blob in blobs:
+            data = np.ascontiguousarray(blob, "<f2").reshape(-1).view(np.uint8)
+            start = file.tell()
+            file.write(bytes(_aligned(start) - start))
+            file.write(_RECORD.pack(_SENTINEL, FLOAT16, data.nbytes, file.tell() + ALIGNMENT))
+            file.write(data.data)
+            written += 1
+    if written != count:
+        raise RuntimeError(f"{path}: {written} blobs came, {count} announced")
+
+
+def read_blobs(path: Path, count: int | None = None) -> list[np.ndarray]:
+    """The blobs as flat float16 arrays that are mapped, not read.
+
+    Args:
+        path: of the file.
+        count: how many there must be; any number when None.
+
+    Raises:
+        CheckpointError: when the file is missing, cut off or damaged, or holds other numbers than float16.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing or no file.")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(ALIGNMENT)
+    if len(head) < ALIGNMENT:
+        raise CheckpointError(
+            f"{path} has {size} bytes, and a blob storage starts with {ALIGNMENT}."
+        )
+    found, version = _HEADER.unpack(head)
+    if version != VERSION:
+        raise CheckpointError(
+            f"{path} is no blob storage of version {VERSION}: its header says {version}. Copy it again."
+        )
+    if count is not None and found != count:
+        raise CheckpointError(f"{path} holds {found} blobs, and {count} are needed for this model.")
+    if found > size // ALIGNMENT:
+        raise CheckpointError(
+            f"{path} announces {found} blobs, which its {size:,} bytes can't hold. It is cut off or damaged."
+        )
+    data = np.memmap(path, np.uint8, "r")
+    blobs, end = [], ALIGNMENT
+    for index in range(found):
+        blob, end = _read_blob(path, data, _aligned(end), index)
+        blobs.append(blob)
+    if size > _aligned(end):  # some writers fill up the last blob too
+        raise CheckpointError(
+            f"{path} has {size - end:,} bytes after its last blob. It is damaged."
+        )
+    return blobs
+
+
+def _read_blob(path: Path, data: np.ndarray, start: int, index: int) -> tuple[np.ndarray, int]:
+    """A blob, and where its data ends."""
+    where = f"{path}: blob {index} at byte {start:,}"
+    if start + ALIGNMENT > len(data):
+        raise CheckpointError(f"{where} lies behind the file's {len(data):,} bytes. It is cut off.")
+    sentinel, kind, size, offset = _RECORD.unpack(data[start : start + ALIGNMENT].tobytes())
+    if sentinel != _SENTINEL or offset != start + ALIGNMENT:
+        raise CheckpointError(
+            f"{where} has no record ({sentinel:#x}, data at {offset:,}); {_SENTINEL:#x} and "
+            f"{start + ALIGNMENT:,} are needed. The file is damaged."
+        )
+    if kind != FLOAT16 or size % 2:
+        raise CheckpointError(
+            f"{where} is of type {kind} with {size:,} bytes; adapters hold float16, type {FLOAT16}."
+        )
+    if size > len(data) - offset:
+        raise CheckpointError(
+            f"{where} announces {size:,} bytes, and the file ends after {len(data) - offset:,} of them. "
+            "It is cut off: copy or download it again."
+        )
+    return data[offset : offset + size].view("<f2"), offset + size
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT

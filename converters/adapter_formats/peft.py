@@ -1,0 +1,371 @@
+"""Folders of Hugging Face's PEFT: `adapter_model.safetensors` and `adapter_config.json`.
+
+`base_model.model.<layer>.lora_A.weight` is (rank, inputs) and `lora_B.weight` (outputs, rank): both transposed.
+The layer computes `y = W x + scale * B A x` with `scale = lora_alpha / r`, or `lora_alpha / sqrt(r)` with
+rsLoRA. Patterns give single layers a rank and an alpha of their own; such adapters are filled up with zeros to
+the highest rank, and their B takes what its scale differs by, in float32.
+
+Queries, keys and values may be one layer, `qkv_proj`, or three, `q_proj`, `k_proj` and `v_proj`. PEFT has one A
+for the fused layer. Three different A become one of three times the rank, and B is zero where an A is not its
+own; a B of that form is taken apart again when it is read.
+
+Source: `peft` 0.21, `peft/tuners/lora/config.py`, `peft/utils/save_and_load.py`, `get_pattern_key`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from safetensors import safe_open
+
+from afm_mlx.adapters.files import CONFIG_NAME, AdapterConfig
+from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.converters.adapter_formats.pair_order import (
+    Tensors,
+    check_names,
+    complete_fused,
+    exact_alpha,
+    keys_of,
+    layer_of,
+    num_layers_of,
+)
+from afm_mlx.errors import CheckpointError, ConfigError
+from afm_mlx.files import atomic_folder
+from afm_mlx.weights import read_header, save_file
+
+TENSORS_NAME = "adapter_model.safetensors"
+Pair = tuple[mx.array, mx.array]
+
+PREFIX = "base_model.model."
+FINGERPRINT = "base_model_fingerprint"
+QKV = ("fused", "split")
+
+_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_SPLIT = re.compile(r"(?P<attention>model\.layers\.\d+\.self_attn)\.(?P<which>[qkv])_proj")
+_PARTS = {"q": 0, "k": 1, "v": 2}
+
+# Options that change what an adapter computes, and what each is called, by the values that are fine.
+_MUST_BE_OFF = {
+    "use_dora": "DoRA",
+    "lora_bias": "a bias of B",
+    "modules_to_save": "layers that were trained whole",
+    "fan_in_fan_out": "transposed base layers",
+    "layer_replication": "replicated layers",
+    "trainable_token_indices": "trained tokens",
+    "target_parameters": "adapters of bare parameters",
+    "alora_invocation_tokens": "activated LoRA",
+    "use_qalora": "QALoRA",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow",
+    "kasa_config": "KaSA",
+    "velora_config": "VeLoRA",
+    "monteclora_config": "MonteCLoRA",
+}
+# Others, such as pissa and loftq, change the base model's weights too.
+_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+@dataclass(frozen=True)
+class _Settings:
+    rank: int
+    alpha: float
+    rs: bool
+    ranks: dict[str, Any]
+    alphas: dict[str, Any]
+    dropout: float
+
+    def of(self, layer: str) -> tuple[int, float]:
+        """Rank and scale of a layer."""
+        rank = self.ranks.get(_pattern(self.ranks, layer), self.rank)
+        alpha = self.alphas.get(_pattern(self.alphas, layer), self.alpha)
+        return rank, alpha / (math.sqrt(rank) if self.rs else rank)
+
+
+def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, AdapterConfig]:
+    """Read a folder; see `read_adapter`."""
+    settings = _settings(path / CONFIG_NAME)
+    if not (path / TENSORS_NAME).is_file() and (path / "adapter_model.bin").is_file():
+        raise CheckpointError(
+            f"{path} holds adapter_model.bin, a pickle that could run code; only {TENSORS_NAME} is read. Save "
+            "it again with PEFT: model.save_pretrained(folder, safe_serialization=True)."
+        )
+    matrices = _matrices(path)
+    loaded = mx.load(str(path / TENSORS_NAME))
+    assert isinstance(loaded, dict)
+    tensors: Tensors = {}
+    scales: dict[str, float] = {}
+    for layer, names in sorted(matrices.items()):
+        rank, scale = settings.of(layer)
+        a, b = loaded[names["A"]], loaded[names["B"]]
+        _check_pair(path, layer, a, b, rank)
+        pairs = _pairs(path, layer, a, b)
+        tensors |= pairs
+        scales |= dict.fromkeys(pairs, scale)
+    check_names(tensors, path)
+    rank, scale = _common(tensors, scales)
+    return tensors, AdapterConfig(
+        rank=rank,
+        scale=scale,
+        num_layers=num_layers_of(tensors, model_config),
+        keys=keys_of(tensors),
+        dropout=settings.dropout,
+        base_model_fingerprint=_fingerprint(path / TENSORS_NAME),
+    )
+
+
+def _fingerprint(path: Path) -> str | None:
+    with safe_open(path, framework="np") as file:
+        return (file.metadata() or {}).get(FINGERPRINT)
+
+
+def _settings(path: Path) -> _Settings:
+    values = read_config_json(path)
+    kind = values.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"{path}: peft_type is {kind!r}; 'LORA' is the kind that works here.")
+    for name, what in _MUST_BE_OFF.items():
+        if values.get(name):
+            raise ConfigError(f"{path}: {name} is {values[name]!r}; {what} can't be converted.")
+    bias, init = values.get("bias", "none"), values.get("init_lora_weights", True)
+    rank, alpha = values.get("r"), values.get("lora_alpha")
+    dropout, rs = values.get("lora_dropout", 0.0), values.get("use_rslora", False)
+    ranks, alphas = (values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    checks = (
+        ("bias", bias, bias == "none", "'none': the base has no biases"),
+        (
+            "init_lora_weights",
+            init,
+            init in _INITS,
+            "one that leaves the base model's weights as they are",
+        ),
+        ("r", rank, _is_rank(rank), "a whole number of 1 or more"),
+        ("lora_alpha", alpha, _is_number(alpha), "a finite number"),
+        ("lora_dropout", dropout, _is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
+        ("use_rslora", rs, isinstance(rs, bool), "true or false"),
+        (
+            "rank_pattern",
+            ranks,
+            _is_pattern(ranks, _is_rank),
+            "patterns of layers to ranks",
+        ),
+        (
+            "alpha_pattern",
+            alphas,
+            _is_pattern(alphas, _is_number),
+            "patterns of layers to numbers",
+        ),
+    )
+    for name, value, holds, allowed in checks:
+        if not holds:
+            raise ConfigError(f"{path}: {name} is {value!r}, and must be {allowed}.")
+    assert type(rank) is int
+    assert isinstance(alpha, (int, float))
+    return _Settings(rank, float(alpha), rs, ranks, alphas, float(dropout))
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_pattern(value: Any, allowed: Any) -> bool:
+    return isinstance(value, dict) and all(_is_safe(k) and allowed(v) for k, v in value.items())
+
+
+def _is_safe(pattern: str) -> bool:
+    """Whether a regular expression of somebody else's compiles, and can't take forever to match."""
+    if (
+        len(pattern) > 200
+        or re.search(r"\)[*+?{]", pattern)
+        or len(re.findall(r"[*+{]", pattern)) > 2
+    ):
+        return False
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def _pattern(patterns: Mapping[str, Any], layer: str) -> str:
+    """The first pattern that is the layer's name, or its end."""
+    return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", layer)), layer)
+
+
+def _matrices(path: Path) -> dict[str, dict[str, str]]:
+    """Names of A and B in the file, by layer."""
+    found: dict[str, dict[str, str]] = {}
+    for name, tensor in read_header(path / TENSORS_NAME).items():
+        match = _NAME.fullmatch(name)
+        if match is None or not mx.issubdtype(tensor.dtype, mx.floating):
+            raise CheckpointError(
+                f"{path}: {name} ({tensor.dtype}) is no matrix of a LoRA pair; names end in lora_A.weight and "
+                "lora_B.weight. Other tensors would change what the model computes."
+            )
+        layer = match["layer"].removeprefix(PREFIX)
+        if not layer.startswith("model."):
+            layer = f"model.{layer}"
+        if match["side"] in found.setdefault(layer, {}):
+            raise CheckpointError(f"{path}: two tensors are lora_{match['side']} of {layer}.")
+        found[layer][match["side"]] = name
+    alone = [layer for layer, names in found.items() if len(names) == 1]
+    if alone or not found:
+        what = f"one matrix of {alone[0]}" if alone else "no tensors"
+        raise CheckpointError(f"{path} holds {what}; LoRA has pairs.")
+    return found
+
+
+def _check_pair(path: Path, layer: str, a: mx.array, b: mx.array, rank: int) -> None:
+    if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (rank, rank):
+        raise CheckpointError(
+            f"{path}: the pair of {layer} is {list(a.shape)} and {list(b.shape)}, and rank {rank} needs "
+            f"[{rank}, in] and [out, {rank}]."
+        )
+
+
+def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:
+    """A layer's pairs by our names: three of a fused one."""
+    if match := _SPLIT.fullmatch(layer):
+        part = _PARTS[match["which"]]
+        fused = f"{match['attention']}.qkv_proj"
+        return {f"{fused}.lora_a.{part}": a.T, f"{fused}.lora_b.{part}": b.T}
+    if not layer.endswith(".qkv_proj"):
+        return {f"{layer}.lora_a": a.T, f"{layer}.lora_b": b.T}
+    # Queries are as wide as the model, and the others share what is left.
+    width, rows = a.shape[1], b.shape[0] - a.shape[1]
+    if rows <= 0 or rows % 2:
+        raise CheckpointError(
+            f"{path}: lora_B of {layer} has {b.shape[0]} rows; queries have {width}, and keys and values must "
+            "share the rest evenly."
+        )
+    sections = mx.split(b, [width, width + rows // 2])
+    stacked = _is_block_diagonal(sections)
+    tensors = {}
+    for part, section in enumerate(sections):
+        rank = a.shape[0] // 3 if stacked else a.shape[0]
+        own = slice(part * rank, (part + 1) * rank) if stacked else slice(None)
+        tensors[f"{layer}.lora_a.{part}"] = a[own].T
+        tensors[f"{layer}.lora_b.{part}"] = section[:, own].T
+    return tensors
+
+
+def _is_block_diagonal(sections: list[mx.array]) -> bool:
+    rank = sections[0].shape[1]
+    if rank % 3:
+        return False
+    blocks = [mx.split(section, 3, axis=1) for section in sections]
+    others = [blocks[i][j] for i in range(3) for j in range(3) if i != j]
+    return not any(mx.any(block).item() for block in others)
+
+
+def _common(tensors: Tensors, scales: Mapping[str, float]) -> tuple[int, float]:
+    """Give all pairs one rank and one scale, in place."""
+    ranks = {name: tensors[name].shape[1 if _is_a(name) else 0] for name in tensors}
+    rank, scale = max(ranks.values()), max(scales.values(), key=abs)
+    for name, tensor in tensors.items():
+        # Quotients of two alphas and ranks may differ in the last bit and mean the same.
+        if not _is_a(name) and not math.isclose(scales[name], scale, rel_tol=1e-12):
+            tensor = tensor.astype(mx.float32) * (scales[name] / scale)
+        if missing := rank - ranks[name]:
+            widths = ((0, 0), (0, missing)) if _is_a(name) else ((0, missing), (0, 0))
+            tensor = mx.pad(tensor, widths)
+        tensors[name] = tensor
+    return rank, scale
+
+
+def _is_a(name: str) -> bool:
+    return ".lora_a" in name
+
+
+def write(
+    path: Path,
+    tensors: Mapping[str, mx.array],
+    config: AdapterConfig,
+    model_config: ModelConfig | None,
+    qkv: str = "fused",
+) -> None:
+    """Write a folder that PEFT loads; see `write_adapter`."""
+    if qkv not in QKV:
+        raise CheckpointError(f"qkv is {qkv!r}; allowed are {', '.join(QKV)}.")
+    check_names(tensors, path)
+    if model_config is not None and qkv == "fused":
+        tensors = complete_fused(tensors, model_config, config.rank)
+    pairs: dict[str, Pair] = {}
+    for layer in dict.fromkeys(layer_of(name) for name in tensors):
+        if f"{layer}.lora_a" in tensors:
+            pairs[layer] = tensors[f"{layer}.lora_a"].T, tensors[f"{layer}.lora_b"].T
+            continue
+        parts = {i: layer_pair for i in range(3) if (layer_pair := _part(tensors, layer, i))}
+        if qkv == "fused":
+            pairs[layer] = _fused(path, layer, parts)
+        else:
+            start = layer.removesuffix("qkv_proj")
+            pairs |= {f"{start}{which}_proj": parts[i] for which, i in _PARTS.items() if i in parts}
+    matrices = {f"{PREFIX}{layer}.lora_A.weight": a for layer, (a, _) in pairs.items()}
+    matrices |= {f"{PREFIX}{layer}.lora_B.weight": b for layer, (_, b) in pairs.items()}
+    metadata = {"format": "pt"}
+    if config.base_model_fingerprint is not None:
+        metadata[FINGERPRINT] = config.base_model_fingerprint
+    values = _config_json(config, {layer: a.shape[0] for layer, (a, _) in pairs.items()})
+    with atomic_folder(path) as folder:
+        save_file(folder / TENSORS_NAME, matrices, metadata)
+        text = json.dumps(values, indent=2, sort_keys=True)
+        (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+
+def _part(tensors: Mapping[str, mx.array], layer: str, part: int) -> Pair | None:
+    """A (rank, inputs) and B (outputs, rank) of queries, keys or values."""
+    a, b = tensors.get(f"{layer}.lora_a.{part}"), tensors.get(f"{layer}.lora_b.{part}")
+    return None if a is None or b is None else (a.T, b.T)
+
+
+def _fused(path: Path, layer: str, parts: Mapping[int, Pair]) -> Pair:
+    """One pair for queries, keys and values: of the same rank when they share their A, else of three times."""
+    if len(parts) != 3:
+        raise CheckpointError(
+            f"{path}: {layer} has pairs for {len(parts)} of queries, keys and values. One fused layer needs "
+            "the widths of all: name the model folder (--model), or write three layers (--qkv split)."
+        )
+    a, b = ([parts[i][side] for i in range(3)] for side in (0, 1))
+    if all(mx.array_equal(a[0], other).item() for other in a[1:]):
+        return a[0], mx.concatenate(b)
+    rank = a[0].shape[0]
+    wide = [mx.pad(each, ((0, 0), (i * rank, (2 - i) * rank))) for i, each in enumerate(b)]
+    return mx.concatenate(a), mx.concatenate(wide)
+
+
+def _config_json(config: AdapterConfig, ranks: Mapping[str, int]) -> dict[str, Any]:
+    """What PEFT writes of a LoRA; unlike ranks all have the same scale."""
+    others = {layer: rank for layer, rank in ranks.items() if rank != config.rank}
+    fused = [layer for layer in ranks if layer.endswith("qkv_proj")]
+    if len(set(others.values())) == 1 and sorted(others) == sorted(fused):
+        others = {"qkv_proj": next(iter(others.values()))}
+    return {
+        "peft_type": "LORA",
+        "task_type": None,
+        "base_model_name_or_path": None,
+        "inference_mode": True,
+        "r": config.rank,
+        "lora_alpha": exact_alpha(config.rank, config.scale),
+        "lora_dropout": config.dropout,
+        "use_rslora": False,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": None,
+        # Whole paths: an adapter need not be on every block.
+        "target_modules": sorted(ranks),
+        "rank_pattern": others,
+        "alpha_pattern": {layer: exact_alpha(rank, config.scale) for layer, rank in others.items()},
+    }
