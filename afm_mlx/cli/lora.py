@@ -1,4 +1,4 @@
-"""Train a LoRA adapter, or all float weights; with a teacher, let a packed model recover its quality."""
+"""Train a LoRA adapter, all float weights, or a draft model; with a teacher, let a packed model recover."""
 
 from __future__ import annotations
 
@@ -7,15 +7,46 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import options
+from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.parser import UsageError, integer, json_object, number
-from afm_mlx.cli.training import add_training, recipe_of, run_training
+from afm_mlx.cli.training import add_training, fill, recipe_of
+from afm_mlx.cli.training_output import data_line, print_scores, run_training, scores_dict
 
 if TYPE_CHECKING:
     from afm_mlx.training.kinds import LoRATraining
+    from afm_mlx.training.recipe import Recipe, Split
 
-LEARNING_RATES = {"lora": 1e-3, "full": 1e-5}
+LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3}
 ADAPTER_PATH = "adapters"  # mlx-lm's default
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "toolkit": {
+        "rank": 32,
+        "alpha": 16.0,
+        "learning_rate": 1e-3,
+        "epochs": 2.0,
+        "warmup_epochs": 1.0,
+        "schedule": "cosine",
+        "final_learning_rate": 0.0,
+        "batch_size": 4,
+        "packing": False,  # so that a batch is four samples, and an epoch as many steps as there
+        "grad_accumulation_steps": 1,
+        "clip_grad_norm": 1.0,
+        "weight_decay": 1e-2,
+    }
+}
+"""Command line and file come before a preset, and a preset before the defaults."""
+
+_INSTEAD = {
+    "epochs": ("iters",),
+    "warmup_epochs": ("warmup_iters", "lr_schedule"),
+    "schedule": ("lr_schedule",),
+    "final_learning_rate": ("lr_schedule",),
+    "rank": ("initial_adapter", "resume_adapter_file"),
+    "alpha": ("initial_adapter", "resume_adapter_file", "scale"),
+}
+"""A preset's values, and what a user may have said in the place of each."""
+
 _OF_LORA = (
     "adapter_path",
     "rank",
@@ -25,33 +56,49 @@ _OF_LORA = (
     "keys",
     "lora_parameters",
     "initial_adapter",
+    "resume_adapter_file",
+    "save_dtype",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--train", action="store_true", help="as in mlx-lm; training is what is done anyway"
+        "--train",
+        action="store_true",
+        help="train, which is done anyway but with --test: that alone only measures an adapter",
     )
     parser.add_argument(
         "--fine-tune-type",
-        choices=["lora", "full", "dora"],
+        choices=["lora", "full", "draft", "dora"],
         default="lora",
-        help="lora trains an adapter, full all float weights; dora is not available",
+        help="lora trains an adapter, full all float weights, draft a model that proposes tokens to --teacher "
+        "for speculative decoding; dora is not available",
+    )
+    parser.add_argument(
+        "--preset",
+        choices=list(PRESETS),
+        help="toolkit has the settings of Apple's adapter training toolkit: rank 32, alpha 16, 2 epochs, the "
+        "first of them warm-up to a rate of 1e-3, then a cosine to 0, batches of 4 samples, gradients clipped "
+        "to 1, weight decay 0.01; other arguments come before it",
     )
     parser.add_argument(
         "--adapter-path",
         help=f"folder of the adapter, {ADAPTER_PATH} by default; its run is the folder run in it",
     )
     parser.add_argument(
-        "--save-path", help="of full: model folder to make, whose run is SAVE_PATH-run"
+        "--save-path", help="of full and draft: model folder to make, whose run is SAVE_PATH-run"
     )
-    add_training(parser, "1e-3 for lora, as in Apple's toolkit, and 1e-5 for full")
+    add_training(parser, "1e-3 for lora and draft, as in Apple's toolkit, and 1e-5 for full")
     parser.add_argument(
         "--num-layers",
         type=integer(-1),
         default=-1,
         help="blocks that are trained, counted from the last; -1 for all",
     )
+    _add_lora(parser)
+
+
+def _add_lora(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("LoRA")
     group.add_argument("--rank", type=integer(1), help="of every pair; 16 by default")
     group.add_argument(
@@ -79,69 +126,163 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="adapter to start from, such as a recovery adapter; rank, scale and layers are its own",
     )
-    options.add_unavailable(
-        parser, "use --initial-adapter FOLDER, or --resume for a run", "--resume-adapter-file"
+    group.add_argument(
+        "--resume-adapter-file",
+        metavar="PATH",
+        help="likewise, under mlx-lm's name; an adapter's folder, or a .safetensors file in it. (To go on with "
+        "a run there is --resume.)",
+    )
+    group.add_argument(
+        "--save-dtype",
+        choices=["float16", "float32"],
+        help="of the saved adapter; float16 by default. Training is in float32 either way",
     )
 
 
 def run(args: argparse.Namespace) -> None:
     if args.fine_tune_type == "dora":
-        raise UsageError("--fine-tune-type dora is not available; allowed are lora and full.")
-    recipe = recipe_of(args, LEARNING_RATES[args.fine_tune_type])
-    if args.fine_tune_type == "full":
-        _run_full(args, recipe)
+        raise UsageError(
+            "--fine-tune-type dora is not available; allowed are lora, full and draft."
+        )
+    if args.fine_tune_type == "lora":
+        _take_parameters(args)
+    if args.test and not (args.train or args.resume):
+        _run_test(args)
         return
+    kind = args.fine_tune_type
+    if kind != "lora":
+        _check_whole(args)
+    _take_preset(args)
+    if kind == "draft":
+        fill(args, {"schedule": "constant", "distillation_divergence": "reverse"})
+    recipe = recipe_of(args, LEARNING_RATES[kind])
+    if kind == "lora":
+        _run_lora(args, recipe)
+    else:
+        _run_whole(args, recipe)
+
+
+def _take_preset(args: argparse.Namespace) -> None:
+    if args.preset is None:
+        return
+    values = dict(PRESETS[args.preset])
+    if args.fine_tune_type == "full":
+        raise UsageError(f"--preset {args.preset} is for lora and draft; leave it out.")
+    if args.fine_tune_type == "draft":
+        # The toolkit trains draft models with a linear warm-up and nothing behind it.
+        values |= {"rank": None, "alpha": None, "schedule": "constant"}
+    for name, others in _INSTEAD.items():
+        if any(getattr(args, other) is not None for other in others):
+            values[name] = None
+    if args.optimizer == "adam" or "weight_decay" in (args.optimizer_config or {}).get("adamw", {}):
+        values["weight_decay"] = None
+    fill(args, values)
+
+
+def _run_lora(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.methods import train_lora
 
     if args.save_path is not None:
-        raise UsageError("--save-path is for --fine-tune-type full; an adapter is --adapter-path.")
+        raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
+    if args.adapter_path == "":
+        raise UsageError("--adapter-path is empty; a trained adapter needs a folder.")
     method = _lora(args)
     path = Path(args.adapter_path or ADAPTER_PATH)
     run_training(args, partial(train_lora, recipe, path, method), path / "run")
 
 
-def _run_full(args: argparse.Namespace, recipe: Any) -> None:
-    from afm_mlx.training.kinds import FullTraining
-    from afm_mlx.training.methods import train_full
-
+def _check_whole(args: argparse.Namespace) -> None:
+    """Arguments of a training that saves a model folder."""
+    kind = args.fine_tune_type
     given = [name for name in _OF_LORA if getattr(args, name) is not None]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise UsageError(f"{flags} would do nothing with --fine-tune-type full; leave it out.")
+        raise UsageError(f"{flags} would do nothing with --fine-tune-type {kind}; leave it out.")
     if args.save_path is None:
-        raise UsageError("--save-path is missing: the model folder that full training makes.")
-    method = FullTraining(args.num_layers)
-    run_training(
-        args, partial(train_full, recipe, args.save_path, method), Path(f"{args.save_path}-run")
-    )
+        raise UsageError(f"--save-path is missing: the model folder that {kind} training makes.")
+    if kind == "draft" and args.teacher is None:
+        raise UsageError("--teacher is missing: the model that the draft model proposes tokens to.")
+
+
+def _run_whole(args: argparse.Namespace, recipe: Recipe) -> None:
+    from afm_mlx.training.kinds import DraftTraining, FullTraining
+    from afm_mlx.training.methods import train_draft, train_full
+
+    start: partial[Any]
+    if args.fine_tune_type == "draft":
+        start = partial(train_draft, recipe, args.save_path, DraftTraining(args.num_layers))
+    else:
+        start = partial(train_full, recipe, args.save_path, FullTraining(args.num_layers))
+    run_training(args, start, Path(f"{args.save_path}-run"))
+
+
+def _run_test(args: argparse.Namespace) -> None:
+    """`--test` alone, as in mlx-lm: an adapter that there is, and nothing trained."""
+    if args.fine_tune_type != "lora":
+        raise UsageError(
+            "--test alone measures an adapter. Add --train to train first; afm-mlx perplexity measures model "
+            "folders."
+        )
+    if args.teacher is not None:
+        raise UsageError("--teacher would do nothing with --test alone; add --train to train.")
+    recipe = recipe_of(args, LEARNING_RATES["lora"])
+    from afm_mlx.training.scores import measure_adapter
+
+    path = ADAPTER_PATH if args.adapter_path is None else args.adapter_path
+
+    def on_data(data: Split) -> None:
+        if not args.json:
+            print(f"Testing {path or 'the model'}; nothing is trained without --train")
+            print(data_line("Test", data))
+
+    with progress_bar("testing", "batch") as bar:
+        scores = measure_adapter(recipe, path or None, on_data=on_data, progress=bar)
+    if args.json:
+        facts = {"model": str(args.model), "data": str(args.data), "adapter_path": path or None}
+        print_json(facts | {"test": scores_dict(scores)})
+    else:
+        print_scores(scores)
+
+
+# -- settings of LoRA
 
 
 def _lora(args: argparse.Namespace) -> LoRATraining:
     from afm_mlx.training.kinds import RANK, LoRATraining
 
-    values = {name: getattr(args, name) for name in ("rank", "scale", "dropout", "keys")}
-    for name, value in _parameters(args).items():
-        values[name] = value if values[name] is None else values[name]
+    initial = args.initial_adapter or args.resume_adapter_file
+    if args.initial_adapter and args.resume_adapter_file:
+        raise UsageError("--initial-adapter and --resume-adapter-file are the same; choose one.")
+    scale = args.scale
     if args.alpha is not None:
         if args.scale is not None:
             raise UsageError("--alpha and --scale both say how strong; choose one.")
-        if values["rank"] is None and args.initial_adapter is not None:
+        if args.rank is None and initial is not None:
             raise UsageError("--alpha needs --rank beside it; with --initial-adapter leave it out.")
-        values["scale"] = args.alpha / (values["rank"] or RANK)
+        scale = args.alpha / (args.rank or RANK)
     return LoRATraining(
-        rank=values["rank"],
-        scale=values["scale"],
-        keys=None if values["keys"] is None else tuple(values["keys"]),
+        rank=args.rank,
+        scale=scale,
+        keys=None if args.keys is None else tuple(args.keys),
         num_layers=args.num_layers,
-        dropout=values["dropout"] or 0.0,
-        initial_adapter=args.initial_adapter,
+        dropout=args.dropout or 0.0,
+        initial_adapter=initial,
+        save_dtype=args.save_dtype or "float16",
     )
+
+
+def _take_parameters(args: argparse.Namespace) -> None:
+    """Put `--lora-parameters` in the place of arguments that are not given."""
+    values = _parameters(args)
+    if args.alpha is not None:
+        values.pop("scale", None)
+    fill(args, values)
 
 
 def _parameters(args: argparse.Namespace) -> dict[str, Any]:
     """The content of `--lora-parameters`, checked."""
     kinds = {"rank": (int,), "scale": (int, float), "dropout": (int, float), "keys": (list,)}
-    found = args.lora_parameters or {}
+    found = dict(args.lora_parameters or {})
     for name, value in found.items():
         if name not in kinds:
             raise UsageError(

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from afm_mlx.cli.parser import UsageError, integer
-from afm_mlx.cli.training import add_training, recipe_of, run_training
+from afm_mlx.cli.training import add_training, recipe_of
+from afm_mlx.cli.training_output import run_training
 
 if TYPE_CHECKING:
     from afm_mlx.quantization import Predicate, QuantizationRule

@@ -1,27 +1,42 @@
-"""Arguments and output that `lora` and `qat` share."""
+"""Arguments that `lora` and `qat` share."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import options
-from afm_mlx.cli.output import add_json, print_json, progress_bar
-from afm_mlx.cli.parser import UsageError, integer, number
+from afm_mlx.cli.output import add_json
+from afm_mlx.cli.parser import UsageError, integer, json_object, number
 
 if TYPE_CHECKING:
-    from afm_mlx.training.events import Event
-    from afm_mlx.training.methods import Result
-    from afm_mlx.training.recipe import Plan, Recipe
+    from afm_mlx.training.recipe import Recipe
 
 ITERS = 1000  # mlx-lm's default
 WARMUP_SHARE = 0.05
+FEATURES = ("prompt", "completion", "chat", "text")  # what mlx-lm's YAML files may rename
+
+# What arguments are when neither the command line, nor a file, nor a preset says. The parser has None for
+# these, so that a preset can tell what is given.
+_DEFAULTS = {
+    "batch_size": 4,
+    "schedule": "cosine",
+    "final_learning_rate": 0.0,
+    "grad_accumulation_steps": 1,
+    "clip_grad_norm": 1.0,
+    "weight_decay": 0.0,
+}
+_OF_DISTILLATION = (
+    "teacher_adapter",
+    "distillation_weight",
+    "distillation_temperature",
+    "distillation_divergence",
+)
 
 
 def add_training(parser: argparse.ArgumentParser, learning_rate: str) -> None:
@@ -48,15 +63,13 @@ def add_training(parser: argparse.ArgumentParser, learning_rate: str) -> None:
     _add_run(parser)
     add_json(parser)
     for reason, *names in (
-        ("metrics go to metrics.jsonl in the run's folder; --plot draws them", "--report-to"),
-        ("there is nothing to report to", "--project-name"),
-        ("AdamW's are fixed", "--optimizer-config"),
         (
-            "use --learning-rate, --warmup-iters, --schedule and --final-learning-rate",
-            "--lr-schedule",
+            "nothing is sent to wandb or swanlab; metrics go to metrics.jsonl in the run's folder, and --plot "
+            "draws them",
+            "--report-to",
         ),
-        ("MLX's cache needs no clearing here", "--clear-cache-threshold"),
-        ("all of test.jsonl is measured", "--test-batches"),
+        ("it names a project for --report-to, which is not available", "--project-name"),
+        ("data sets of the hub are not fetched; --data takes files", "--hf-dataset"),
     ):
         options.add_unavailable(parser, reason, *names)
     options.add_unavailable(
@@ -66,7 +79,7 @@ def add_training(parser: argparse.ArgumentParser, learning_rate: str) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
-    group.add_argument("--batch-size", type=integer(1), default=4, help="rows of a batch")
+    group.add_argument("--batch-size", type=integer(1), help="rows of a batch; 4 by default")
     group.add_argument(
         "--max-seq-length",
         type=integer(2),
@@ -90,6 +103,11 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         type=number(0),
         help="of the loss of all other tokens; 0, and 1 with --no-mask-prompt",
     )
+    for name in FEATURES:
+        key = "messages" if name == "chat" else name
+        group.add_argument(
+            f"--{name}-feature", metavar="KEY", help=f"what the data calls {key!r}, as in mlx-lm"
+        )
 
 
 def _add_loop(parser: argparse.ArgumentParser, learning_rate: str) -> None:
@@ -104,20 +122,24 @@ def _add_loop(parser: argparse.ArgumentParser, learning_rate: str) -> None:
         type=integer(0),
         help="steps of linear warm-up; by default 5%% of all, 100 at most",
     )
+    group.add_argument("--warmup-epochs", type=number(0), help="likewise, in passes over the data")
     group.add_argument(
         "--schedule",
         choices=["cosine", "constant"],
-        default="cosine",
-        help="what the learning rate does after that",
+        help="what the learning rate does after that; cosine by default, constant for draft models",
     )
     group.add_argument(
-        "--final-learning-rate", type=number(0), default=0.0, help="at the end of the cosine"
+        "--final-learning-rate", type=number(0), help="at the end of the cosine; 0 by default"
+    )
+    group.add_argument(
+        "--lr-schedule",
+        type=json_object,
+        help="the learning rate in mlx-lm's words: name, arguments, warmup and warmup_init in one object",
     )
     group.add_argument(
         "--grad-accumulation-steps",
         type=integer(1),
-        default=1,
-        help="batches that make one step",
+        help="batches that make one step; 1 by default",
     )
     group.add_argument(
         "--grad-checkpoint",
@@ -125,11 +147,25 @@ def _add_loop(parser: argparse.ArgumentParser, learning_rate: str) -> None:
         help="compute each block twice instead of keeping its activations, to use less memory",
     )
     group.add_argument(
-        "--clip-grad-norm", type=number(0), default=1.0, help="the most it may be; 0 for any"
+        "--clip-grad-norm", type=number(0), help="the most it may be, 1 by default; 0 for any"
     )
-    group.add_argument("--weight-decay", type=number(0), default=0.0, help="of AdamW")
+    group.add_argument("--weight-decay", type=number(0), help="of AdamW; 0 by default")
     group.add_argument(
-        "--optimizer", choices=["adamw"], default="adamw", help="AdamW is the one there is"
+        "--optimizer",
+        choices=["adamw", "adam"],
+        default="adamw",
+        help="adam is AdamW without weight decay; there are no others",
+    )
+    group.add_argument(
+        "--optimizer-config",
+        type=json_object,
+        help='its betas, eps and weight_decay, by its name as in mlx-lm: {"adamw": {"betas": [0.9, 0.95]}}',
+    )
+    group.add_argument(
+        "--clear-cache-threshold",
+        type=size,
+        metavar="SIZE",
+        help="memory, such as 2GB, that MLX may keep for reuse between steps; its own limit by default",
     )
     group.add_argument("--seed", type=integer(0, options.MAX_SEED), default=0)
 
@@ -137,6 +173,9 @@ def _add_loop(parser: argparse.ArgumentParser, learning_rate: str) -> None:
 def _add_teacher(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("distillation")
     group.add_argument("--teacher", metavar="MODEL", help="model whose predictions to imitate")
+    group.add_argument(
+        "--teacher-adapter", metavar="FOLDER", help="adapter that the teacher runs with"
+    )
     group.add_argument(
         "--distillation-weight",
         type=number(0, 1),
@@ -146,6 +185,11 @@ def _add_teacher(parser: argparse.ArgumentParser) -> None:
         "--distillation-temperature",
         type=number(1e-3),
         help="above 1, the teacher's unlikely tokens count more; 1 by default",
+    )
+    group.add_argument(
+        "--distillation-divergence",
+        choices=["forward", "reverse"],
+        help="forward, KL(teacher || model), by default; reverse, KL(model || teacher), for draft models",
     )
 
 
@@ -175,20 +219,52 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="keep an average of the weights with this decay; 0 for none",
     )
     group.add_argument(
-        "--test", action="store_true", help="measure the loss on test.jsonl at the end"
+        "--test",
+        action="store_true",
+        help="measure the loss on test.jsonl at the end, with what was trained and without",
+    )
+    group.add_argument(
+        "--test-batches",
+        type=integer(-1),
+        default=-1,
+        help="batches of test.jsonl that are measured; -1 for all",
     )
     group.add_argument(
         "--plot", metavar="FILE.png", help="draw losses and learning rate (needs matplotlib)"
     )
 
 
+def size(text: str) -> int:
+    """Bytes: a number, or one with M, MB, G or GB behind it."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]B?)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; allowed are such as 0, 500MB and 2GB"
+        )
+    unit = (match[2] or "").upper()[:1]
+    return int(float(match[1]) * {"": 1, "M": 10**6, "G": 10**9}[unit])
+
+
+def fill(args: argparse.Namespace, values: Mapping[str, Any]) -> None:
+    """Give arguments that nobody gave a value."""
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
 def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
     """What `add_training`'s arguments ask for.
+
+    Args:
+        args: what is not given gets its default.
+        learning_rate: by default.
 
     Raises:
         UsageError: when they contradict each other.
     """
     _check(args)
+    of_optimizer = _optimizer(args)
+    fill(args, _DEFAULTS | {"learning_rate": learning_rate})
     from afm_mlx.training.options import TrainingOptions
     from afm_mlx.training.recipe import Recipe
 
@@ -199,29 +275,44 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
     values = {name: getattr(args, name) for name in same}
     loop = TrainingOptions(
         **values
+        | of_optimizer
         | {
             "iters": iters,
-            "learning_rate": learning_rate if args.learning_rate is None else args.learning_rate,
             "warmup_iters": warmup,
+            **_peak(args),
             "clip_grad_norm": args.clip_grad_norm or None,
             "ema_decay": args.ema_decay or None,
         }
     )
+    of_warmup = (args.warmup_iters, args.warmup_epochs, args.lr_schedule)
+    has_share = all(value is None for value in of_warmup)
     return Recipe(
         data=args.data,
         options=loop,
         model=args.model,
         epochs=args.epochs,
-        warmup_share=WARMUP_SHARE if args.warmup_iters is None else None,
+        warmup_share=WARMUP_SHARE if has_share else None,
+        warmup_epochs=args.warmup_epochs,
         batch_size=args.batch_size,
         max_seq_length=args.max_seq_length,
         packing=args.packing,
         prompt_weight=_prompt_weight(args),
+        features=_features(args),
         teacher=args.teacher,
+        teacher_adapter=args.teacher_adapter,
         distillation_weight=1.0 if args.distillation_weight is None else args.distillation_weight,
         distillation_temperature=args.distillation_temperature or 1.0,
+        divergence=args.distillation_divergence or "forward",
         test=args.test,
+        test_batches=args.test_batches,
     )
+
+
+def _peak(args: argparse.Namespace) -> dict[str, float]:
+    """The highest rate of `--lr-schedule`, which messages name."""
+    arguments = (args.lr_schedule or {}).get("arguments")
+    first = arguments[0] if isinstance(arguments, list) and arguments else 0
+    return {"learning_rate": first} if isinstance(first, int | float) and first > 0 else {}
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -231,22 +322,72 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no file or folder {args.data}; data sets of the hub are not fetched."
         )
-    if args.iters is not None and args.epochs is not None:
-        raise UsageError("--iters and --epochs both say how long; choose one.")
-    if args.epochs == 0 or args.learning_rate == 0:
-        name = "--epochs" if args.epochs == 0 else "--learning-rate"
-        raise UsageError(f"{name} is 0; allowed is more than that.")
-    if args.val_batches == 0:
-        raise UsageError("--val-batches is 0; allowed are 1 and more, or -1 for all.")
+    _check_length(args)
+    for name in ("val_batches", "test_batches"):
+        if getattr(args, name) == 0:
+            flag = _flag(name)
+            raise UsageError(f"{flag} is 0; allowed are 1 and more, or -1 for all.")
     if args.teacher is None:
-        for name in ("distillation_weight", "distillation_temperature"):
+        for name in _OF_DISTILLATION:
             if getattr(args, name) is not None:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} without --teacher would do nothing. Add --teacher, or "
-                    "leave it out."
+                    f"{_flag(name)} without --teacher would do nothing. Add --teacher, or leave it out."
                 )
     if args.plot is not None:
         _check_plot(args.plot)
+
+
+def _check_length(args: argparse.Namespace) -> None:
+    """How long, and how fast."""
+    if args.iters is not None and args.epochs is not None:
+        raise UsageError("--iters and --epochs both say how long; choose one.")
+    if args.warmup_iters is not None and args.warmup_epochs is not None:
+        raise UsageError(
+            "--warmup-iters and --warmup-epochs both say how long to warm up; choose one."
+        )
+    if args.epochs == 0 or args.learning_rate == 0:
+        name = "--epochs" if args.epochs == 0 else "--learning-rate"
+        raise UsageError(f"{name} is 0; allowed is more than that.")
+    if args.lr_schedule is not None:
+        for name in ("warmup_iters", "warmup_epochs", "schedule", "final_learning_rate"):
+            if getattr(args, name) is not None:
+                raise UsageError(
+                    f"--lr-schedule and {_flag(name)} both say what the learning rate does; choose one."
+                )
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _optimizer(args: argparse.Namespace) -> dict[str, Any]:
+    """AdamW's settings of `--optimizer-config`, whose weight decay `--weight-decay` comes before."""
+    given = (args.optimizer_config or {}).get(args.optimizer) or {}
+    wanted = {"betas", "eps", "weight_decay", "bias_correction"}
+    if not isinstance(given, dict) or not given.keys() <= wanted:
+        raise UsageError(
+            f"--optimizer-config has {given!r} for {args.optimizer}; allowed are {', '.join(sorted(wanted))}."
+        )
+    if given.get("bias_correction") is False:
+        raise UsageError("--optimizer-config: bias_correction is always on here; leave it out.")
+    betas = given.get("betas", [0.9, 0.999])
+    numbers = [*betas, given.get("eps", 0.0)] if isinstance(betas, list) else []
+    if len(numbers) != 3 or not all(type(n) in (int, float) for n in numbers):
+        raise UsageError(
+            f"--optimizer-config has {given!r}; betas are a list of two numbers, and eps is one."
+        )
+    fill(args, {"weight_decay": given.get("weight_decay")})
+    if args.optimizer == "adam" and args.weight_decay:
+        raise UsageError("adam has no weight decay; take --optimizer adamw, or leave it out.")
+    values = {"betas": tuple(betas)}
+    return values | ({"eps": float(given["eps"])} if "eps" in given else {})
+
+
+def _features(args: argparse.Namespace) -> dict[str, str]:
+    """What the data calls things, by our names, where that is something else."""
+    names = {name: getattr(args, f"{name}_feature") for name in FEATURES}
+    names["messages"] = names.pop("chat")
+    return {name: key for name, key in names.items() if key not in (None, name)}
 
 
 def _check_plot(path: str) -> None:
@@ -272,156 +413,3 @@ def _prompt_weight(args: argparse.Namespace) -> float:
             "--no-mask-prompt is --prompt-weight 1; they contradict each other. Choose one."
         )
     return args.prompt_weight
-
-
-# -- what is printed
-
-
-class Reporter:
-    """Prints what a run tells, in mlx-lm's lines; on stderr where stdout is for JSON.
-
-    Args:
-        args: of the command.
-        bar: of `progress_bar`.
-    """
-
-    def __init__(self, args: argparse.Namespace, bar: Callable[[int, int], None] | None):
-        self._stream = sys.stderr if args.json else sys.stdout
-        self._bar = bar
-        self._has_teacher = args.teacher is not None
-        self._steps = 0  # of the whole run
-        self._last: tuple[int, int] | None = (0, 0)  # step and tokens of the last report
-        self.trainable = 0
-
-    def on_plan(self, plan: Plan) -> None:
-        self._steps = plan.options.iters
-        self.trainable = plan.trainable
-        for line in _plan_lines(plan):
-            self._print(line)
-
-    def on_event(self, event: Event) -> None:
-        from afm_mlx.training.events import Evaluation, Report, Resumed, Stepped
-
-        if isinstance(event, Resumed):
-            self._last = None
-            self._print(f"Resumed after step {event.step}")
-        elif isinstance(event, Stepped):
-            if self._bar is not None:
-                self._bar(event.step, self._steps)
-        elif isinstance(event, Report):
-            self._print(self._report_line(event))
-        elif isinstance(event, Evaluation):
-            line = f"Iter {event.step}: Val loss {event.valid_loss:.3f}"
-            # The exponential of a distance from a teacher means nothing.
-            self._print(
-                line if self._has_teacher else f"{line}, Val ppl {event.valid_perplexity:.3f}"
-            )
-
-    def _report_line(self, report: Any) -> str:
-        parts = [
-            f"Train loss {report.loss:.3f}",
-            f"Learning Rate {report.learning_rate:.3e}",
-            f"Tokens/sec {report.tokens_per_second:.3f}",
-            f"Trained Tokens {report.tokens}",
-            f"Peak mem {report.peak_memory / 1e9:.3f} GB",
-        ]
-        if self._last is not None:
-            step, tokens = self._last
-            seconds = (report.tokens - tokens) / report.tokens_per_second
-            parts.insert(2, f"It/sec {(report.step - step) / seconds:.3f}")
-        self._last = report.step, report.tokens
-        return f"Iter {report.step}: {', '.join(parts)}"
-
-    def _print(self, line: str) -> None:
-        if self._bar is None:
-            print(line, file=self._stream, flush=True)
-            return
-        from tqdm import tqdm
-
-        tqdm.write(line, file=self._stream)
-
-
-def _plan_lines(plan: Plan) -> Iterator[str]:
-    train, options = plan.data.train, plan.options
-    share = plan.trainable / plan.parameters
-    yield (
-        f"Trainable parameters: {share:.3%} ({plan.trainable / 1e6:.3f}M/{plan.parameters / 1e6:.3f}M)"
-    )
-    for name, split in (("Train", train), ("Valid", plan.data.valid), ("Test", plan.data.test)):
-        if split is not None:
-            yield (
-                f"{name} data: {split.samples:,} samples, {split.tokens:,} tokens, "
-                f"{split.targets:,} of them predicted"
-            )
-    if plan.data.valid is None:
-        yield "No valid.jsonl: nothing is evaluated, and the last weights are the ones that are kept"
-    kind = "packed rows" if train.batches.packed else "rows of one sample"
-    yield (
-        f"Batches: {train.batches.batch_size} {kind} of up to {train.batches.length:,} tokens, "
-        f"{train.batches.fill:.1%} full"
-    )
-    yield (
-        f"Steps: {options.iters:,}, {options.iters / plan.steps_per_epoch:.2f} epochs of "
-        f"{plan.steps_per_epoch:,.1f}"
-    )
-    if plan.memory is not None:
-        yield f"Memory: up to about {plan.memory / 1e9:.2f} GB"
-
-
-def run_training(args: argparse.Namespace, start: Callable[..., Result], run_path: Path) -> None:
-    """Start a training and print what comes of it.
-
-    Args:
-        args: of the command.
-        start: a training that still takes `resume`, `on_plan` and `on_event`.
-        run_path: folder of the run.
-    """
-    if args.resume and not (run_path / "run.json").exists():
-        raise UsageError(f"--resume: {run_path} holds no run. Leave it out to start one.")
-    with _advice_after_interrupt(run_path), progress_bar("training", "step") as bar:
-        reporter = Reporter(args, bar)
-        result = start(resume=args.resume, on_plan=reporter.on_plan, on_event=reporter.on_event)
-    if args.plot is not None:
-        from afm_mlx.training.plot import plot_metrics
-
-        plot_metrics(run_path / "metrics.jsonl", args.plot)
-    facts = _facts(args, result, reporter.trainable)
-    if args.json:
-        print_json(facts)
-        return
-    outcome = result.outcome
-    if outcome.stopped_early:
-        print(
-            f"Stopped early, after {outcome.steps} steps: {args.patience} evaluations without a better one"
-        )
-    if outcome.best_loss is not None:
-        print(f"Best: Val loss {outcome.best_loss:.3f} after step {outcome.best_step}")
-    if result.test_loss is not None:
-        print(f"Test loss {result.test_loss:.3f}, Test ppl {result.test_perplexity:.3f}.")
-    print(f"Saved to {result.path}")
-
-
-def _facts(args: argparse.Namespace, result: Result, trainable: int) -> dict[str, Any]:
-    return {
-        "model": str(args.model),
-        "data": str(args.data),
-        "path": str(result.path),
-        "run_path": str(result.run_path),
-        "trainable_parameters": trainable,
-        **dataclasses.asdict(result.outcome),
-        "test_loss": result.test_loss,
-        "test_perplexity": result.test_perplexity,
-    }
-
-
-@contextmanager
-def _advice_after_interrupt(run_path: Path) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        if (run_path / "run.json").exists():
-            print(
-                f"\nThe run is kept in {run_path}; the same command with --resume goes on with it.",
-                file=sys.stderr,
-            )
-        raise

@@ -72,6 +72,7 @@ def load_split(
     *,
     max_seq_length: int,
     prompt_weight: float = 0.0,
+    features: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> list[Sample]:
     """Read and tokenize a data set.
@@ -83,6 +84,7 @@ def load_split(
         tokenizer: of `load`, AFM's or one of mlx-lm's zoo.
         max_seq_length: the most tokens of a sample. A longer text is cut, a longer chat is an error.
         prompt_weight: of the loss of what the assistant did not write.
+        features: what the lines call "prompt", "completion", "messages" or "text", by these names.
         progress: called with lines done and lines in all.
 
     Returns:
@@ -98,7 +100,8 @@ def load_split(
     lines = list(read_lines(file))
     for done, (where, line) in enumerate(lines, start=1):
         try:
-            for tokens, weights in _sequences(line, tokenizer, max_seq_length, prompt_weight):
+            record = _renamed(parse_line(line), features or {})
+            for tokens, weights in _sequences(record, tokenizer, max_seq_length, prompt_weight):
                 samples.append(Sample(tokens, weights, where))
         except AFMError as error:
             faults.append(f"{where}: {error}")
@@ -134,11 +137,24 @@ def _file_of(path: Path, split: str) -> Path:
     return file
 
 
+def _renamed(record: Any, features: Mapping[str, str]) -> Any:
+    """A record under our names."""
+    if not features or not isinstance(record, Mapping):
+        return record
+    ours = {key: name for name, key in features.items()}
+    # What has one of our names, and is called otherwise, is something else.
+    return {
+        ours.get(key, key): value
+        for key, value in record.items()
+        if key in ours or key not in features
+    }
+
+
 def _sequences(
-    line: bytes, tokenizer: Any, max_seq_length: int, prompt_weight: float
+    record: Any, tokenizer: Any, max_seq_length: int, prompt_weight: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Tokens and weights of the samples that a line holds."""
-    document = document_of(parse_line(line))
+    document = document_of(record)
     if not isinstance(document, Text):
         tokens, weights = encode_chat(document.messages, document.tools, tokenizer, prompt_weight)
         if len(tokens) > max_seq_length:

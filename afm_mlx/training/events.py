@@ -73,4 +73,17 @@ class Saved:
     path: Path
 
 
-Event: TypeAlias = Resumed | Stepped | Report | Evaluation | Saved
+@dataclass(frozen=True)
+class Testing:
+    """The test split is about to be measured.
+
+    Args:
+        what: such as "without the adapter"; None for what was trained.
+    """
+
+    __test__ = False  # not one of pytest's
+
+    what: str | None
+
+
+Event: TypeAlias = Resumed | Stepped | Report | Evaluation | Saved | Testing

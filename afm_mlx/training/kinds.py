@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Protocol
 
+import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.adapters.attach import check_base
-from afm_mlx.adapters.files import load_adapter
-from afm_mlx.adapters.lora import add_lora, load_lora, lora_config, lora_tensors, places, save_lora
-from afm_mlx.errors import ConfigError
+from afm_mlx.adapters.files import save_adapter
+from afm_mlx.adapters.lora import add_lora, lora_config, lora_layers, lora_tensors, start_lora
+from afm_mlx.adapters.places import places
+from afm_mlx.adapters.sources import Base, check_fingerprint
+from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.fingerprint import arrays_fingerprint
 from afm_mlx.packed import PackedEmbedding, PackedLinear
 from afm_mlx.quantization import Predicate, QuantizationRule
+from afm_mlx.training.initial_adapter import read_initial
 from afm_mlx.training.kv_scales import calibrate_kv_scales
 from afm_mlx.training.model_folder import save_model_folder
 from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.qat import KV_SCALES, QATEmbedding, QATLinear, pack_qat, prepare_qat
 from afm_mlx.training.recipe import Data
+from afm_mlx.training.scores import WITHOUT
 from afm_mlx.training.source import Source
 
 QAT_RULE = QuantizationRule(bits=2, mode="balanced", granularity="tensor")
@@ -34,6 +39,9 @@ QAT_EMBEDDING_RULE = QuantizationRule(bits=4, mode="balanced", granularity="row"
 
 RANK, SCALE = 16, 0.5
 """Of a new LoRA adapter."""
+
+SAVE_DTYPES = {"float16": mx.float16, "float32": mx.float32}
+FLOAT16_MAX = 65504.0
 
 
 class Method(Protocol):
@@ -49,8 +57,18 @@ class Method(Protocol):
     def settled(self, options: TrainingOptions) -> TrainingOptions:
         """The loop's options, with this method's own defaults."""
 
+    @property
+    def untrained(self) -> str:
+        """What the test split is measured with besides, in words that go behind "loss"."""
+
     def prepare(self, model: nn.Module, source: Source, data: Data, seed: int) -> nn.Module:
         """Make trainable what is to be trained, in place."""
+
+    def as_untrained(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within it, a prepared model that was not trained yet computes what `untrained` says."""
+
+    def finish(self, model: nn.Module) -> None:
+        """Give a model that has its best weights the very numbers that are saved."""
 
     def manifest(self, model: nn.Module) -> dict[str, Any]:
         """What a prepared model's run must keep when it resumes."""
@@ -68,6 +86,7 @@ class FullTraining:
 
     num_layers: int = -1
     kind: str = "full"
+    untrained: str = "before training"
 
     def check(self, source: Source) -> None:
         source.refuse_quantized("training of all weights")
@@ -89,16 +108,36 @@ class FullTraining:
             )
         return model.freeze(keys=list(KV_SCALES), strict=False)
 
+    def as_untrained(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self, model: nn.Module) -> None:
+        pass
+
     def manifest(self, model: nn.Module) -> dict[str, Any]:
         return {"num_layers": self.num_layers}
 
     def save(self, path: Path, model: nn.Module, source: Source, facts: Mapping[str, str]) -> None:
-        what = "Float weights, all of them trained further."
-        if self.num_layers != -1:
-            what = (
-                f"Float weights; those of the last {self.num_layers} blocks were trained further."
-            )
-        save_model_folder(path, model, source.values, source, what=what, facts=facts)
+        save_model_folder(path, model, source.values, source, what=self._what(), facts=facts)
+
+    def _what(self) -> str:
+        """A sentence for the card."""
+        if self.num_layers == -1:
+            return "Float weights, all of them trained further."
+        return f"Float weights; those of the last {self.num_layers} blocks were trained further."
+
+
+@dataclass(frozen=True)
+class DraftTraining(FullTraining):
+    """Float weights of a draft model, which proposes tokens that a larger model takes or leaves."""
+
+    kind: str = "draft"
+
+    def check(self, source: Source) -> None:
+        source.refuse_quantized("training of a draft model")
+
+    def _what(self) -> str:
+        return "A draft model for speculative decoding, trained to say what its teacher would."
 
 
 @dataclass(frozen=True)
@@ -113,7 +152,12 @@ class LoRATraining:
         keys: layers by their names within a block; None for all linear ones.
         num_layers: blocks, counted from the last; -1 for all.
         dropout: of the adapter's input.
-        initial_adapter: folder of an adapter to start from, such as a recovery adapter.
+        initial_adapter: adapter to start from, such as a recovery adapter; see `initial_adapter.read_initial`.
+        save_dtype: of the saved numbers, "float16" or "float32". Training is float32 either way, and what is
+            tested is what is saved.
+
+    Raises:
+        ConfigError: for another `save_dtype`.
     """
 
     rank: int | None = None
@@ -122,12 +166,20 @@ class LoRATraining:
     num_layers: int = -1
     dropout: float = 0.0
     initial_adapter: str | Path | None = None
+    save_dtype: str = "float16"
     kind: str = "lora"
+    untrained: str = WITHOUT
+
+    def __post_init__(self) -> None:
+        if self.save_dtype not in SAVE_DTYPES:
+            raise ConfigError(
+                f"save_dtype is {self.save_dtype!r}; allowed are {' and '.join(map(repr, SAVE_DTYPES))}."
+            )
 
     def check(self, source: Source) -> None:
         if self.initial_adapter is None:
             return
-        config = load_adapter(self.initial_adapter)[1]
+        config = read_initial(self.initial_adapter, self.scale)[1]
         for name, wanted, found in (
             ("rank", self.rank, config.rank),
             ("scale", self.scale, config.scale),
@@ -144,16 +196,45 @@ class LoRATraining:
     def prepare(self, model: nn.Module, source: Source, data: Data, seed: int) -> nn.Module:
         rank, scale, keys, blocks = self.rank, self.scale, self.keys, self.num_layers
         if self.initial_adapter is not None:
-            tensors, config = load_adapter(self.initial_adapter)
-            check_base(model, config, self.initial_adapter, source.folder)
+            tensors, config = read_initial(self.initial_adapter, self.scale)
+            known = Base.of(model, source.folder).fingerprints
+            check_fingerprint(config, known, self.initial_adapter)
             rank, scale, keys = config.rank, config.scale, keys or config.keys or None
             blocks = _adapted_blocks(model, tensors) if blocks == -1 else blocks
         rank = RANK if rank is None else rank
         scale = SCALE if scale is None else scale
         add_lora(model, rank, scale, keys, self.dropout, seed, blocks)
         if self.initial_adapter is not None:
-            load_lora(model, self.initial_adapter)
+            start_lora(model, tensors, config, self.initial_adapter)
         return model
+
+    @contextmanager
+    def as_untrained(self, model: nn.Module) -> Iterator[None]:
+        layers = lora_layers(model).values()
+        scales = [layer.scale for layer in layers]
+        try:
+            for layer in layers:
+                layer.scale = 0.0
+            yield
+        finally:
+            for layer, scale in zip(layers, scales, strict=True):
+                layer.scale = scale
+
+    def finish(self, model: nn.Module) -> None:
+        if self.save_dtype == "float32":
+            return
+        for name, tensor in lora_tensors(model).items():
+            largest = mx.abs(tensor).max().item()
+            if largest > FLOAT16_MAX:
+                raise TrainingError(
+                    f"{name} has a number of {largest:g}, and float16 ends at {FLOAT16_MAX:g}. Save the "
+                    "adapter as float32 (--save-dtype float32); the run is kept, and --resume goes on with it."
+                )
+        rounded = [
+            (name, tensor.astype(mx.float16).astype(tensor.dtype))
+            for name, tensor in lora_tensors(model).items()
+        ]
+        model.load_weights(rounded, strict=False)
 
     def manifest(self, model: nn.Module) -> dict[str, Any]:
         config = lora_config(model)
@@ -169,7 +250,9 @@ class LoRATraining:
         return values
 
     def save(self, path: Path, model: nn.Module, source: Source, facts: Mapping[str, str]) -> None:
-        save_lora(model, path, source.folder)
+        dtype = SAVE_DTYPES[self.save_dtype]
+        tensors = {name: array.astype(dtype) for name, array in lora_tensors(model).items()}
+        save_adapter(path, tensors, lora_config(model, source.folder))
 
 
 def _adapted_blocks(model: nn.Module, tensors: Mapping[str, Any]) -> int:
@@ -202,6 +285,7 @@ class QATTraining:
     learn_kv_scales: bool = False
     average: bool = True
     kind: str = "qat"
+    untrained: str = "on the same grid, before training"
 
     def check(self, source: Source) -> None:
         source.refuse_quantized("quantization-aware training")
@@ -235,6 +319,12 @@ class QATTraining:
             self.predicate,
             learn_kv_scales=self.learn_kv_scales,
         )
+
+    def as_untrained(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def finish(self, model: nn.Module) -> None:
+        pass
 
     def manifest(self, model: nn.Module) -> dict[str, Any]:
         layers = {p: m for p, m in model.named_modules() if isinstance(m, QATLinear | QATEmbedding)}

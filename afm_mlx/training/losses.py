@@ -2,9 +2,12 @@
 
     CrossEntropy = sum over targets of  w * -log softmax(logits)[label]
     Distillation = sum over targets of  w * ((1 - a) * cross-entropy + a * T^2 * KL(teacher_T || student_T))
+    the same, reversed:                                              ... KL(student_T || teacher_T)
 
-with `x_T = softmax(logits / T)`. T^2 keeps gradients of one size whatever T is (Hinton et al. 2015,
-arXiv 1503.02531, section 2). Both are sums: the training loop divides by the sum of weights, so that
+with `x_T = softmax(logits / T)`. The forward divergence has the student cover all that the teacher says; the
+reverse one has it say nothing that the teacher would not, which suits a draft model: what its target doesn't
+take is proposed in vain. T^2 keeps gradients of one size whatever T is (Hinton et al. 2015,
+arXiv 1503.02531, section 2). All are sums: the training loop divides by the sum of weights, so that
 accumulated micro-batches weigh what their targets do.
 
 Only targets have logits, and of a large vocabulary never all of them at once: the head runs over
@@ -35,6 +38,8 @@ CHUNK = 1024
 WHOLE = 1 << 24
 """Logits that are not worth computing twice: 64 MB of float32."""
 
+DIVERGENCES = ("forward", "reverse")
+
 TargetLoss: TypeAlias = Callable[[mx.array, "mx.array | None", mx.array], mx.array]
 """Logits (n, V), the teacher's (n, V) or None, and labels (n,) to losses (n,), all float32."""
 
@@ -53,69 +58,127 @@ class CrossEntropy:
 
 
 class Distillation:
-    """How far the predictions are from those of a teacher, mixed with cross-entropy.
+    """How far the predictions are from those of a teacher, over the whole vocabulary, mixed with cross-entropy.
 
     Args:
         teacher: a model of the same vocabulary. It is put in eval mode, and no gradient goes into it.
         weight: a in [0, 1]; 1 looks at the teacher only.
         temperature: T > 0; above 1 the teacher's unlikely tokens count more.
+        divergence: "forward", KL(teacher || student), or "reverse", KL(student || teacher).
 
     Raises:
-        ConfigError: for a weight or temperature out of range; when called, for a teacher of another vocabulary.
+        ConfigError: for an argument out of range; when called, for a teacher of another vocabulary.
     """
 
-    def __init__(self, teacher: nn.Module, weight: float = 1.0, temperature: float = 1.0):
+    def __init__(
+        self,
+        teacher: nn.Module,
+        weight: float = 1.0,
+        temperature: float = 1.0,
+        divergence: str = "forward",
+    ):
         if not 0 <= weight <= 1:
             raise ConfigError(f"The distillation weight is {weight}; allowed are 0 to 1.")
         if not 0 < temperature < float("inf"):
             raise ConfigError(
                 f"The distillation temperature is {temperature}; allowed are positive numbers."
             )
+        check_divergence(divergence)
         teacher.freeze()
         self.teacher = teacher.eval()
         self.weight = weight
         self.temperature = temperature
+        self.divergence = divergence
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
         return _weighted_sum(model, self.teacher, batch, self._of_targets)
 
     def _of_targets(self, logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
-        assert taught is not None
-        if taught.shape != logits.shape:
-            raise ConfigError(
-                f"The teacher has {taught.shape[-1]} tokens and the model {logits.shape[-1]}; a teacher must "
-                "have the model's vocabulary. Choose the model that this one was made of."
-            )
-        loss = self.weight * _divergence(taught, logits, self.temperature)
+        taught = _of_one_vocabulary(taught, logits)
+        first, second = (taught, logits) if self.divergence == "forward" else (logits, taught)
+        loss = self.weight * _divergence(first, second, self.temperature)
         if self.weight < 1:
             loss = loss + (1 - self.weight) * _cross_entropy(logits, None, labels)
         return loss
+
+
+class Acceptance:
+    """The share of proposed tokens that speculative sampling keeps, in [0, 1]: sum of min(model, teacher).
+
+    A token that is drawn from `p` and kept with probability min(1, q / p) is kept with probability
+    sum min(p, q) (Leviathan et al. 2023, arXiv 2211.17192, section 3.2). A measure, not a loss to train by.
+
+    Args:
+        teacher: the model that decides, in eval mode, of the same vocabulary.
+    """
+
+    def __init__(self, teacher: nn.Module):
+        self.teacher = teacher
+
+    def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
+        return _weighted_sum(model, self.teacher, batch, self._of_targets)
+
+    def _of_targets(self, logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
+        taught = _of_one_vocabulary(taught, logits)
+        shared = mx.minimum(mx.softmax(logits, axis=-1), mx.softmax(taught, axis=-1))
+        return shared.sum(axis=-1)
+
+
+def check_divergence(divergence: str) -> None:
+    """Raise `ConfigError` for one that there is not."""
+    if divergence not in DIVERGENCES:
+        raise ConfigError(
+            f"The divergence is {divergence!r}; allowed are {' and '.join(map(repr, DIVERGENCES))}."
+        )
+
+
+def _of_one_vocabulary(taught: mx.array | None, logits: mx.array) -> mx.array:
+    assert taught is not None
+    if taught.shape != logits.shape:
+        raise ConfigError(
+            f"The teacher has {taught.shape[-1]} tokens and the model {logits.shape[-1]}; a teacher must "
+            "have the model's vocabulary. Choose the model that this one was made of."
+        )
+    return taught
 
 
 def _cross_entropy(logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
     return nn.losses.cross_entropy(logits, labels, reduction="none")
 
 
-def _divergence(taught: mx.array, logits: mx.array, temperature: float) -> mx.array:
-    """T^2 * KL(softmax(taught / T) || softmax(logits / T)), (n,)."""
-    wanted = _log_softmax(taught / temperature)
-    found = _log_softmax(logits / temperature)
-    return temperature**2 * mx.sum(mx.exp(wanted) * (wanted - found), axis=-1)
+def _divergence(first: mx.array, second: mx.array, temperature: float) -> mx.array:
+    """T^2 * KL(softmax(first / T) || softmax(second / T)), (n,)."""
+    log_p, log_q = (_log_softmax(logits / temperature) for logits in (first, second))
+    return temperature**2 * mx.sum(mx.exp(log_p) * (log_p - log_q), axis=-1)
 
 
 def _log_softmax(x: mx.array) -> mx.array:
     return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 
-def mean_loss(model: nn.Module, loss: Loss, batches: Batches, count: int = -1) -> float:
+def mean_loss(
+    model: nn.Module,
+    loss: Loss,
+    batches: Batches,
+    count: int = -1,
+    progress: Callable[[int, int], None] | None = None,
+) -> float:
     """The weighted mean of a loss over the first batches of an epoch, all when -1, without dropout.
+
+    Args:
+        model: is in eval mode afterwards.
+        loss: of a batch.
+        batches: see there.
+        count: of batches.
+        progress: called with batches done and batches in all.
 
     Raises:
         TrainingError: when it is not finite; names the batch and the layer.
     """
     model.eval()
     total = weight = 0.0
-    for index in range(batches.per_epoch if count == -1 else min(count, batches.per_epoch)):
+    n = batches.per_epoch if count == -1 else min(count, batches.per_epoch)
+    for index in range(n):
         batch = batches(index)
         value = loss(model, batch).item()
         if not math.isfinite(value):
@@ -123,6 +186,8 @@ def mean_loss(model: nn.Module, loss: Loss, batches: Batches, count: int = -1) -
             raise TrainingError(f"The loss of batch {index} is {value:g}: {cause}.")
         total += value
         weight += batch.weights.sum().item()
+        if progress is not None:
+            progress(index + 1, n)
     return total / weight
 
 

@@ -8,6 +8,7 @@ trains it, in a run folder that it can be resumed from; the method saves the bes
 | `train_full` | float weights | a model folder |
 | `train_lora` | LoRA pairs on a frozen model, float or packed | an adapter folder |
 | `train_qat` | float weights that are seen through their grid | a packed model folder |
+| `train_draft` | float weights of a draft model, to say what its target would | a model folder |
 
 A recovery adapter is `train_lora` on a packed model with the float model as the teacher
 (arXiv 2407.21075, section 5.1).
@@ -16,6 +17,7 @@ A recovery adapter is `train_lora` on a packed model with the float model as the
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,20 +27,23 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from afm_mlx.adapters.files import CONFIG_NAME, TENSORS_NAME
+from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.adapters.files import CONFIG_NAME, TENSORS_NAME, load_adapter
 from afm_mlx.adapters.lora import lora_layers
 from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.files import refuse_existing
+from afm_mlx.fingerprint import arrays_fingerprint
 from afm_mlx.kernels import BITS
 from afm_mlx.packed import PARTS, activation_dtype
 from afm_mlx.stored_layers import quantization_of
-from afm_mlx.training.events import Event
-from afm_mlx.training.kinds import FullTraining, LoRATraining, Method, QATTraining
-from afm_mlx.training.losses import CrossEntropy, Distillation, Loss, mean_loss, perplexity
+from afm_mlx.training.events import Event, Testing
+from afm_mlx.training.kinds import DraftTraining, FullTraining, LoRATraining, Method, QATTraining
+from afm_mlx.training.losses import CrossEntropy, Distillation, Loss
 from afm_mlx.training.memory import estimate_memory
 from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.recipe import Data, Plan, Recipe, read_data
 from afm_mlx.training.run_folder import RunFolder
+from afm_mlx.training.scores import Score, Scores, measure
 from afm_mlx.training.source import Source, open_teacher
 from afm_mlx.training.trainer import Outcome, train
 
@@ -51,17 +56,22 @@ class Result:
         path: of the folder that was saved.
         run_path: of the run's checkpoints and metrics.
         outcome: of the loop.
-        test_loss: cross-entropy of the test split, in nats a token; None without.
+        test: of the test split, with what was trained and without; None where it was not asked for.
     """
 
     path: Path
     run_path: Path
     outcome: Outcome
-    test_loss: float | None
+    test: Scores | None
+
+    @property
+    def test_loss(self) -> float | None:
+        """Of what was trained: cross-entropy, in nats a token."""
+        return self.test.trained.loss if self.test and self.test.trained else None
 
     @property
     def test_perplexity(self) -> float | None:
-        return None if self.test_loss is None else perplexity(self.test_loss)
+        return self.test.trained.perplexity if self.test and self.test.trained else None
 
 
 # -- one call each
@@ -125,6 +135,31 @@ def train_lora(
     return train_by(method or LoRATraining(), recipe, path, **options)
 
 
+def train_draft(
+    recipe: Recipe, save_path: str | Path, method: DraftTraining | None = None, **options: Any
+) -> Result:
+    """Train a draft model for speculative decoding, and save a model folder.
+
+    The target, `recipe.teacher` with `recipe.teacher_adapter`, is frozen. Apple's toolkit trains by the reverse
+    divergence, which the recipe has to say: `divergence="reverse"`.
+
+    Args:
+        recipe: the draft model, its target as the teacher, data, and the loop's options.
+        save_path: folder to make; it must not exist.
+        method: which weights; all by default.
+        options: see `train_full`.
+
+    Raises:
+        AFMError: what is wrong with an argument, the data, a model or the run.
+    """
+    if recipe.teacher is None:
+        raise ConfigError(
+            "A draft model learns from the model that it drafts for, and there is no teacher. Name it "
+            "(--teacher)."
+        )
+    return _into_model_folder(recipe, method or DraftTraining(), Path(save_path), **options)
+
+
 def _into_model_folder(recipe: Recipe, method: Method, path: Path, **options: Any) -> Result:
     refuse_existing(path)
     options["run_path"] = options.get("run_path") or path.with_name(f"{path.name}-run")
@@ -170,20 +205,35 @@ def train_by(
     loss: Loss = CrossEntropy()
     taught = None
     if teacher is not None:
-        taught = teacher.load_teacher(source)
-        manifest |= {"teacher": teacher.name, "teacher_weights": teacher.fingerprint(taught)}
-        loss = Distillation(taught, recipe.distillation_weight, recipe.distillation_temperature)
+        taught, of_teacher = _load_teacher(teacher, source, recipe)
+        manifest |= of_teacher
+        loss = Distillation(
+            taught, recipe.distillation_weight, recipe.distillation_temperature, recipe.divergence
+        )
     method.prepare(model, source, data, options.seed)
     manifest |= method.manifest(model) | _manifest(recipe, data, options)
     run = (RunFolder.open if resume else RunFolder.create)(run_path, manifest)
     if on_plan is not None:
         on_plan(_plan(model, source, method, taught, data, options))
+
+    def score(what: str | None) -> Score | None:
+        if data.test is None:
+            return None
+        if on_event is not None:
+            on_event(Testing(what))
+        judge = taught if method.kind == "draft" else None
+        return measure(model, data.test.batches, recipe.test_batches, judge)
+
+    with method.as_untrained(model):
+        untrained = score(method.untrained)
     valid = data.valid.batches if data.valid else None
     outcome = train(model, loss, data.train.batches, options, run, valid, on_event)
-    test_loss = mean_loss(model, CrossEntropy(), data.test.batches) if data.test else None
-    facts = _facts(recipe, data, options, outcome, teacher, test_loss)
+    method.finish(model)
+    trained = score(None)
+    scores = None if untrained is None else Scores(untrained, trained, method.untrained)
+    facts = _facts(recipe, data, options, outcome, teacher, scores, method)
     method.save(path, model, source, facts)
-    return Result(path, Path(run_path), outcome, test_loss)
+    return Result(path, Path(run_path), outcome, scores)
 
 
 def _check_run(path: Path, resume: bool) -> None:
@@ -199,7 +249,8 @@ def _teacher_of(recipe: Recipe, source: Source, method: Method) -> Source | None
     if recipe.teacher is None:
         return None
     teacher = open_teacher(recipe.teacher, source)
-    if method.kind != "qat" and teacher.folder.resolve() == source.folder.resolve():
+    is_same = recipe.teacher_adapter is None and teacher.folder.resolve() == source.folder.resolve()
+    if method.kind != "qat" and is_same:
         raise ConfigError(
             f"The teacher {recipe.teacher} is the very model that is trained: there is nothing to learn from "
             "it. A packed model learns from the float model that it was made of."
@@ -207,7 +258,20 @@ def _teacher_of(recipe: Recipe, source: Source, method: Method) -> Source | None
     return teacher
 
 
-_NOT_IN_MANIFEST = ("steps_per_report", "save_every")  # they change no number
+def _load_teacher(
+    teacher: Source, student: Source, recipe: Recipe
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The teacher with its adapter, and what a run keeps of it."""
+    model = teacher.load_teacher(student)
+    manifest = {"teacher": teacher.name, "teacher_weights": teacher.fingerprint(model)}
+    if recipe.teacher_adapter is not None:
+        tensors, config = load_adapter(recipe.teacher_adapter)
+        attach_adapter(model, recipe.teacher_adapter, base_folder=teacher.folder)
+        manifest["teacher_adapter"] = arrays_fingerprint(config.scale, tensors)
+    return model, manifest
+
+
+_NOT_IN_MANIFEST = ("steps_per_report", "save_every", "clear_cache_threshold")  # change no number
 
 
 def _manifest(recipe: Recipe, data: Data, options: TrainingOptions) -> dict[str, Any]:
@@ -219,6 +283,7 @@ def _manifest(recipe: Recipe, data: Data, options: TrainingOptions) -> dict[str,
     if recipe.teacher is not None:
         values["distillation_weight"] = recipe.distillation_weight
         values["distillation_temperature"] = recipe.distillation_temperature
+        values["divergence"] = recipe.divergence
     values["packing"] = data.train.batches.packed
     values["data"] = data.train.batches.fingerprint
     values["valid_data"] = data.valid.batches.fingerprint if data.valid else None
@@ -251,7 +316,7 @@ def _memory(
     bits = quantization_of(source.values, source.folder).get("bits")
     return estimate_memory(
         model.args,
-        method.kind,
+        "full" if method.kind == "draft" else method.kind,
         batch_size=rows,
         length=length,
         rank=ranks[0] if ranks else 1,
@@ -285,11 +350,14 @@ def _facts(
     options: TrainingOptions,
     outcome: Outcome,
     teacher: Source | None,
-    test_loss: float | None,
+    scores: Scores | None,
+    method: Method,
 ) -> dict[str, str]:
     """Rows for the card."""
     rows = recipe.batch_size * options.grad_accumulation_steps
     rate = f"{options.learning_rate:g}, warm-up of {options.warmup_iters} steps, {options.schedule}"
+    if options.lr_schedule is not None:
+        rate = json.dumps(dict(options.lr_schedule))
     kept = f"after step {outcome.best_step}"
     if options.ema_decay is not None:
         kept = f"averaged with decay {options.ema_decay:g}, {kept}"
@@ -300,12 +368,17 @@ def _facts(
         "weights": kept,
     }
     if teacher is not None:
+        adapter = recipe.teacher_adapter
+        adapted = "" if adapter is None else f" with the adapter {Path(adapter).resolve().name}"
         facts["teacher"] = (
-            f"{teacher.name}, weight {recipe.distillation_weight:g}, "
-            f"temperature {recipe.distillation_temperature:g}"
+            f"{teacher.name}{adapted}, {recipe.divergence} divergence of weight "
+            f"{recipe.distillation_weight:g}, temperature {recipe.distillation_temperature:g}"
         )
     if outcome.best_loss is not None:
         facts["validation loss"] = f"{outcome.best_loss:.4f}"
-    if test_loss is not None:
-        facts["test cross-entropy"] = f"{test_loss:.4f} nats a token"
+    if scores is not None and scores.trained is not None:
+        facts["test cross-entropy"] = f"{scores.trained.loss:.4f} nats a token"
+        facts[f"test cross-entropy, {method.untrained}"] = f"{scores.untrained.loss:.4f}"
+        if scores.trained.acceptance is not None:
+            facts["proposals that the target keeps"] = f"{scores.trained.acceptance:.1%}"
     return facts

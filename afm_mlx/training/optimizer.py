@@ -14,12 +14,14 @@ Notable choices:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_map
+
+from afm_mlx.errors import ConfigError
 
 Tree: TypeAlias = Any
 """Nested dictionaries and lists of arrays, as `nn.Module.parameters` gives them."""
@@ -28,6 +30,10 @@ Schedule: TypeAlias = Callable[[mx.array], mx.array]
 """Steps done, () integer, to the learning rate of the next."""
 
 SCHEDULES = ("cosine", "constant")
+MLX_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""Of AdamW by default, as in PyTorch and MLX."""
 
 
 def learning_rate_schedule(
@@ -60,6 +66,48 @@ def learning_rate_schedule(
     return optim.join_schedules([warmup, after], [warmup_iters])
 
 
+def mlx_lm_schedule(values: Mapping[str, Any]) -> Schedule:
+    """A learning rate as mlx-lm's YAML files describe it, under `lr_schedule`.
+
+    Args:
+        values: `name` of a function of `mlx.optimizers` (one of `MLX_SCHEDULES`) and its `arguments`, the
+            learning rate first; where there is a linear warm-up, `warmup` steps from `warmup_init`.
+
+    Raises:
+        ConfigError: names what is missing, unknown, or can't be used.
+    """
+    unknown = set(values) - {"name", "arguments", "warmup", "warmup_init"}
+    name: Any = values.get("name")
+    arguments: Any = values.get("arguments")
+    warmup, start = values.get("warmup", 0), values.get("warmup_init", 0.0)
+    checks = (
+        ("keys", sorted(values), not unknown, "name, arguments, warmup and warmup_init"),
+        ("name", name, name in MLX_SCHEDULES, ", ".join(MLX_SCHEDULES)),
+        ("arguments", arguments, _are_numbers(arguments), "a list of numbers, the rate first"),
+        ("warmup", warmup, type(warmup) is int and warmup >= 0, "whole numbers, 0 and more"),
+        ("warmup_init", start, _are_numbers([start]) and start >= 0, "numbers, 0 and more"),
+    )
+    for key, value, holds, allowed in checks:
+        if not holds:
+            raise ConfigError(f"lr_schedule: {key} is {value!r}; allowed are {allowed}.")
+    try:
+        after = getattr(optim, name)(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"lr_schedule: arguments are {arguments}, and {error}.") from None
+    if not warmup:
+        return after
+    before = optim.linear_schedule(start, arguments[0], warmup)
+    return optim.join_schedules([before, after], [warmup + 1])
+
+
+def _are_numbers(values: Any) -> bool:
+    return (
+        isinstance(values, list | tuple)
+        and bool(values)
+        and all(type(value) in (int, float) and math.isfinite(value) for value in values)
+    )
+
+
 class AdamW(optim.AdamW):
     """`mlx.optimizers.AdamW` with bias correction, in float32 whatever the parameters are.
 
@@ -69,10 +117,18 @@ class AdamW(optim.AdamW):
     Args:
         learning_rate: a number or a schedule.
         weight_decay: of all parameters.
+        betas: decays of the moments.
+        eps: added to the root of the second moment.
     """
 
-    def __init__(self, learning_rate: float | Schedule, weight_decay: float = 0.0):
-        super().__init__(learning_rate, weight_decay=weight_decay, bias_correction=True)
+    def __init__(
+        self,
+        learning_rate: float | Schedule,
+        weight_decay: float = 0.0,
+        betas: Sequence[float] = BETAS,
+        eps: float = EPS,
+    ):
+        super().__init__(learning_rate, list(betas), eps, weight_decay, bias_correction=True)
 
     def init_single(self, parameter: mx.array, state: dict[str, mx.array]) -> None:
         super().init_single(parameter.astype(mx.float32), state)

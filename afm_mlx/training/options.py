@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.training.optimizer import SCHEDULES
+from afm_mlx.training.optimizer import (
+    BETAS,
+    EPS,
+    SCHEDULES,
+    Schedule,
+    learning_rate_schedule,
+    mlx_lm_schedule,
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +39,11 @@ class TrainingOptions:
         patience: evaluations without a better one before the run stops, None to go on.
         seed: of what is random in the model, dropout say.
         weight_decay: of all parameters.
+        betas, eps: of AdamW.
+        lr_schedule: of the learning rate, in mlx-lm's words (`optimizer.mlx_lm_schedule`); it is in the place
+            of `learning_rate`, `warmup_iters`, `schedule` and `final_learning_rate`.
+        clear_cache_threshold: bytes that MLX may keep for reuse between steps, or all of them are given back;
+            None for MLX's own limit.
 
     Raises:
         ConfigError: names the option that is out of range.
@@ -51,10 +65,14 @@ class TrainingOptions:
     patience: int | None = None
     seed: int = 0
     weight_decay: float = 0.0
+    betas: tuple[float, float] = BETAS
+    eps: float = EPS
+    lr_schedule: Mapping[str, Any] | None = None
+    clear_cache_threshold: int | None = None
 
     def __post_init__(self) -> None:
         counts = "iters grad_accumulation_steps steps_per_report steps_per_eval save_every".split()
-        clip, decay = self.clip_grad_norm, self.ema_decay
+        clip, decay, kept = self.clip_grad_norm, self.ema_decay, self.clear_cache_threshold
         checks = [
             *((name, getattr(self, name) >= 1, "1 and more") for name in counts),
             ("learning_rate", 0 < self.learning_rate < math.inf, "finite numbers over 0"),
@@ -67,7 +85,25 @@ class TrainingOptions:
             ("patience", self.patience is None or self.patience >= 1, "1 and more, and None"),
             ("seed", 0 <= self.seed < 2**64, "0 to 2**64 - 1"),
             ("weight_decay", 0 <= self.weight_decay < math.inf, "0 and more"),
+            ("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
+            ("eps", 0 < self.eps < math.inf, "numbers over 0"),
+            ("clear_cache_threshold", kept is None or kept >= 0, "0 and more, and None"),
         ]
         for name, is_right, allowed in checks:
             if not is_right:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed are {allowed}.")
+        if self.lr_schedule is not None:
+            mlx_lm_schedule(self.lr_schedule)
+
+    @property
+    def rates(self) -> Schedule:
+        """The learning rate of each step."""
+        if self.lr_schedule is not None:
+            return mlx_lm_schedule(self.lr_schedule)
+        return learning_rate_schedule(
+            self.learning_rate,
+            self.iters,
+            self.warmup_iters,
+            self.schedule,
+            self.final_learning_rate,
+        )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +14,7 @@ from afm_mlx.errors import ConfigError
 from afm_mlx.loading import EMBEDDED_MODEL
 from afm_mlx.training.batches import ROW_MULTIPLE, Batches
 from afm_mlx.training.data import Sample, has_split, load_split
+from afm_mlx.training.losses import check_divergence
 from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.source import Source
 
@@ -30,13 +31,17 @@ class Recipe:
         model: what training starts from: a folder, a hub id, or the embedded model.
         epochs: passes over the data, in the place of `options.iters`.
         warmup_share: of the steps, in the place of `options.warmup_iters`; 100 steps at most.
+        warmup_epochs: likewise in passes over the data.
         batch_size: rows of a micro-batch.
         max_seq_length: the most tokens of a sample, and of a row.
         packing: put several samples into a row; None does where the model can keep them apart.
         prompt_weight: of the loss of what the assistant did not write.
+        features: what the data calls "prompt", "completion", "messages" or "text", by these names.
         teacher: model to be imitated; "self" is `model` before quantization-aware training.
-        distillation_weight, distillation_temperature: see `losses.Distillation`.
-        test: measure the cross-entropy of test.jsonl at the end.
+        teacher_adapter: folder of an adapter that the teacher runs with.
+        distillation_weight, distillation_temperature, divergence: see `losses.Distillation`.
+        test: measure test.jsonl at the end, with what was trained and without.
+        test_batches: how many of its batches, all when -1.
     """
 
     data: str | Path
@@ -44,14 +49,26 @@ class Recipe:
     model: str | Path = EMBEDDED_MODEL
     epochs: float | None = None
     warmup_share: float | None = None
+    warmup_epochs: float | None = None
     batch_size: int = 4
     max_seq_length: int = 2048
     packing: bool | None = None
     prompt_weight: float = 0.0
+    features: Mapping[str, str] = field(default_factory=dict)
     teacher: str | Path | None = None
     distillation_weight: float = 1.0
     distillation_temperature: float = 1.0
+    teacher_adapter: str | Path | None = None
+    divergence: str = "forward"
     test: bool = False
+    test_batches: int = -1
+
+    def __post_init__(self) -> None:
+        check_divergence(self.divergence)
+        if self.warmup_share is not None and self.warmup_epochs is not None:
+            raise ConfigError("warmup_share and warmup_epochs both say how long; leave one out.")
+        if self.teacher_adapter is not None and self.teacher is None:
+            raise ConfigError("teacher_adapter is given without a teacher to put it on; name both.")
 
     def settled(self, per_epoch: int) -> TrainingOptions:
         """The options, once the number of micro-batches in an epoch is known."""
@@ -59,12 +76,24 @@ class Recipe:
         if self.epochs is not None:
             steps = self.epochs * per_epoch / options.grad_accumulation_steps
             options = dataclasses.replace(options, iters=max(1, math.ceil(steps)), warmup_iters=0)
-            if self.options.warmup_iters >= options.iters and self.warmup_share is None:
+            fixed = self.warmup_share is None and self.warmup_epochs is None
+            if self.options.warmup_iters >= options.iters and fixed:
                 raise ConfigError(
                     f"warmup_iters is {self.options.warmup_iters}, and {self.epochs:g} epochs are "
                     f"{options.iters} steps; allowed are fewer than these."
                 )
-            options = dataclasses.replace(options, warmup_iters=self.options.warmup_iters)
+            if fixed:
+                options = dataclasses.replace(options, warmup_iters=self.options.warmup_iters)
+        if self.warmup_epochs is not None:
+            steps = self.warmup_epochs * per_epoch / options.grad_accumulation_steps
+            warmup = math.ceil(steps)
+            if warmup >= options.iters:
+                raise ConfigError(
+                    f"A warm-up of {self.warmup_epochs:g} epochs is {warmup} steps, and the run has "
+                    f"{options.iters}; allowed are fewer than these. Train longer, or warm up for less "
+                    "(--warmup-iters)."
+                )
+            options = dataclasses.replace(options, warmup_iters=warmup)
         if self.warmup_share is not None:
             warmup = min(MAX_WARMUP, int(self.warmup_share * options.iters))
             options = dataclasses.replace(options, warmup_iters=warmup)
@@ -126,6 +155,15 @@ def read_data(recipe: Recipe, source: Source) -> Data:
         DataError: names the lines that can't be used.
         ConfigError: for packed rows and a model that can't keep their samples apart.
     """
+    return Data(
+        read_split(recipe, source, "train"),
+        read_split(recipe, source, "valid") if has_split(recipe.data, "valid") else None,
+        read_split(recipe, source, "test") if recipe.test else None,
+    )
+
+
+def read_split(recipe: Recipe, source: Source, split: str) -> Split:
+    """Read and tokenize "train", "valid" or "test"; raises as `read_data` does."""
     packed = source.is_afm if recipe.packing is None else recipe.packing
     if packed and not source.is_afm:
         raise ConfigError(
@@ -134,32 +172,25 @@ def read_data(recipe: Recipe, source: Source) -> Data:
         )
     # Positions start anew with each sample of a row, so only samples are bound by the context.
     limit = min(recipe.max_seq_length, source.values.get("context_length") or recipe.max_seq_length)
-
-    def read(split: str) -> Split:
-        samples = load_split(
-            recipe.data,
-            split,
-            source.tokenizer,
-            max_seq_length=limit,
-            prompt_weight=recipe.prompt_weight,
-        )
-        batches = Batches(
-            samples,
-            batch_size=recipe.batch_size,
-            length=_row_length(samples, recipe) if packed else recipe.max_seq_length,
-            packed=packed,
-            seed=recipe.options.seed,
-            shuffle=split == "train",
-        )
-        tokens = sum(len(sample.tokens) for sample in samples)
-        targets = sum(int(np.count_nonzero(sample.weights)) for sample in samples)
-        return Split(batches, len(samples), tokens, targets)
-
-    return Data(
-        read("train"),
-        read("valid") if has_split(recipe.data, "valid") else None,
-        read("test") if recipe.test else None,
+    samples = load_split(
+        recipe.data,
+        split,
+        source.tokenizer,
+        max_seq_length=limit,
+        prompt_weight=recipe.prompt_weight,
+        features=recipe.features,
     )
+    batches = Batches(
+        samples,
+        batch_size=recipe.batch_size,
+        length=_row_length(samples, recipe) if packed else recipe.max_seq_length,
+        packed=packed,
+        seed=recipe.options.seed,
+        shuffle=split == "train",
+    )
+    tokens = sum(len(sample.tokens) for sample in samples)
+    targets = sum(int(np.count_nonzero(sample.weights)) for sample in samples)
+    return Split(batches, len(samples), tokens, targets)
 
 
 def _row_length(samples: Sequence[Sample], recipe: Recipe) -> int:

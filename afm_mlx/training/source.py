@@ -100,13 +100,22 @@ class Source:
         """
         if self.folder.resolve() != student.folder.resolve():
             mine, other = self.tokenizer.get_vocab(), student.tokenizer.get_vocab()
-            if mine != other:
-                raise ConfigError(
-                    f"The teacher {self.name} and {student.name} have different vocabularies ({len(mine)} and "
-                    f"{len(other)} pieces): its predictions can't be imitated. Choose the model that "
-                    f"{student.name} was made of."
-                )
+            self._refuse_vocabulary(student, len(mine), len(other), "pieces", mine == other)
+            rows, of_student = (s.values.get("vocab_size") for s in (self, student))
+            self._refuse_vocabulary(
+                student, rows, of_student, "rows of the embedding", rows == of_student
+            )
         return self.load()
+
+    def _refuse_vocabulary(
+        self, student: Source, mine: Any, other: Any, what: str, is_same: bool
+    ) -> None:
+        if not is_same:
+            raise ConfigError(
+                f"The teacher {self.name} and {student.name} have different vocabularies ({mine} and {other} "
+                f"{what}): its predictions can't be imitated. A teacher is the model that {student.name} was "
+                "made of, or that it drafts for."
+            )
 
 
 def _as_float32(array: mx.array) -> mx.array:

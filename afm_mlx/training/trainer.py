@@ -30,7 +30,7 @@ from afm_mlx.generation import wired_memory
 from afm_mlx.training.diagnosis import find_non_finite
 from afm_mlx.training.events import Evaluation, Event, Report, Resumed, Saved, Stepped
 from afm_mlx.training.losses import mean_loss, perplexity
-from afm_mlx.training.optimizer import AdamW, Tree, learning_rate_schedule
+from afm_mlx.training.optimizer import AdamW, Tree
 from afm_mlx.training.options import TrainingOptions as TrainingOptions
 from afm_mlx.training.recompute import recomputed_blocks
 from afm_mlx.training.run_folder import TRAINABLE, RunFolder
@@ -141,14 +141,7 @@ class _Trainer:
     ):
         self.model, self.loss, self.batches, self.valid = model, loss, batches, valid
         self.options, self.run, self.on_event = options, run, on_event
-        schedule = learning_rate_schedule(
-            options.learning_rate,
-            options.iters,
-            options.warmup_iters,
-            options.schedule,
-            options.final_learning_rate,
-        )
-        self.optimizer = AdamW(schedule, options.weight_decay)
+        self.optimizer = AdamW(options.rates, options.weight_decay, options.betas, options.eps)
         self.step = TrainingStep(
             model, loss, self.optimizer, options.clip_grad_norm, options.ema_decay
         )
@@ -200,6 +193,9 @@ class _Trainer:
         progress.new_tokens += result.targets.item()
         progress.new_seconds += time.perf_counter() - start
         self._grad_norm = norm
+        kept = self.options.clear_cache_threshold
+        if kept is not None and mx.get_cache_memory() > kept:
+            mx.clear_cache()
         self.on_event(Stepped(progress.step, loss))
 
     def _fail(self, batches: list[Batch], result: StepResult) -> None:

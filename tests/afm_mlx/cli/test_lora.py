@@ -1,5 +1,6 @@
 """`afm-mlx lora`: adapters, full training, and mlx-lm's way of asking for them."""
 
+import dataclasses
 import json
 
 import mlx.core as mx
@@ -7,7 +8,9 @@ import pytest
 
 from afm_mlx.adapters.files import load_adapter
 from afm_mlx.loading import load
+from tests.tools.cli import CONFIG, write_folder
 
+DRAFT = dataclasses.replace(CONFIG, num_layers=1, num_kv_reuse_layers=0)
 SHORT = ("--iters", 3, "--batch-size", 2, "--max-seq-length", 96)
 
 
@@ -30,7 +33,9 @@ def test_an_adapter_in_mlx_lms_words(folder, data, run, tmp_path):
     status, text, err = run(*base, "-c", config, "--adapter-path", out, "--test")
     assert (status, err) == (0, "")
     assert f"Saved to {out}\n" in text
-    assert "Test loss " in text
+    at = [text.index(line) for line in ("Testing without the adapter", "Iter 0: Val loss",
+                                        "Testing what was trained", "Test loss ")]  # fmt: skip
+    assert at == sorted(at)
     tensors, adapter = load_adapter(out)
     assert (adapter.rank, adapter.scale, adapter.dropout) == (4, 10.0, pytest.approx(0.1))
     assert {name.rpartition(".")[0] for name in tensors} == {
@@ -43,6 +48,160 @@ def test_an_adapter_in_mlx_lms_words(folder, data, run, tmp_path):
     later = ("--initial-adapter", out, "--adapter-path", tmp_path / "later")
     assert run(*base, *later)[0] == 0
     assert load_adapter(tmp_path / "later")[0].keys() == tensors.keys()
+
+
+def manifest(path):
+    return json.loads((path / "run.json").read_text())
+
+
+def test_a_preset_is_less_than_a_file_and_more_than_the_defaults(folder, data, run, tmp_path):
+    chats = (data / "train.jsonl").read_text()
+    (data / "train.jsonl").write_text(chats * 4)
+    base = ("lora", "--model", folder, "--data", data, "--max-seq-length", 96)
+    out = tmp_path / "toolkit"
+    assert run(*base, "--preset", "toolkit", "--adapter-path", out)[0] == 0
+    found = manifest(out / "run")
+    epoch = found["iters"] / 2
+    assert (
+        found
+        | {
+            "rank": 32,
+            "scale": 0.5,
+            "learning_rate": 1e-3,
+            "warmup_iters": epoch,
+            "schedule": "cosine",
+            "final_learning_rate": 0,
+            "batch_size": 4,
+            "grad_accumulation_steps": 1,
+            "clip_grad_norm": 1,
+            "weight_decay": 0.01,
+            "num_layers": -1,
+        }
+        == found
+    )
+    assert (epoch, found["packing"]) == (9, False)  # of 36 samples
+    config = tmp_path / "lora.yaml"
+    config.write_text(
+        "preset: toolkit\nlora_parameters: {rank: 8, scale: 3.0}\nbatch_size: 2\nweight_decay: 0\n"
+        "iters: 20\nwarmup_iters: 1\n"
+    )
+    other = tmp_path / "other"
+    own = ("--batch-size", 3, "--rank", 4, "--iters", 4)
+    assert run(*base, "-c", config, *own, "--adapter-path", other)[0] == 0
+    found = manifest(other / "run")
+    assert (
+        found
+        | {
+            "rank": 4,
+            "scale": 3,
+            "iters": 4,
+            "warmup_iters": 1,
+            "batch_size": 3,
+            "weight_decay": 0,
+            "learning_rate": 1e-3,
+        }
+        == found
+    )
+    plain = tmp_path / "plain"
+    assert run(*base, *SHORT, "--adapter-path", plain)[0] == 0
+    found = manifest(plain / "run")
+    assert (found["rank"], found["scale"], found["weight_decay"]) == (16, 0.5, 0)
+
+
+def test_a_yaml_file_of_mlx_lm(folder, data, run, tmp_path):
+    """Every key that its example has, and those that its defaults have."""
+    first, out = tmp_path / "first", tmp_path / "second"
+    base = ("lora", "--data", data, "--max-seq-length", 96)
+    assert run(*base, "--model", folder, "--rank", 3, "--iters", 1, "--adapter-path", first)[0] == 0
+    config = tmp_path / "lora.yaml"
+    config.write_text(
+        f"model: {folder}\ntrain: true\nfine_tune_type: lora\noptimizer: adam\n"
+        "optimizer_config:\n  adam:\n    betas: [0.8, 0.95]\n    eps: 1e-6\n  adamw: {}\n"
+        "seed: 3\nnum_layers: -1\nbatch_size: 2\niters: 3\nval_batches: 25\nlearning_rate: 1e-5\n"
+        f"steps_per_report: 1\nsteps_per_eval: 1\nresume_adapter_file: {first}/adapters.safetensors\n"
+        f"adapter_path: {out}\nsave_every: 2\ntest: true\ntest_batches: 1\n"
+        "grad_checkpoint: false\ngrad_accumulation_steps: 1\nclear_cache_threshold: 0\n"
+        "mask_prompt: true\ntrust_remote_code: false\nreport_to: null\nproject_name: null\n"
+        "lr_schedule:\n  name: cosine_decay\n  warmup: 2\n  warmup_init: 1e-7\n"
+        "  arguments: [1e-2, 10, 1e-7]\n"
+    )
+    status, text, err = run(*base, "-c", config)
+    assert (status, err) == (0, "")
+    found = manifest(out / "run")
+    assert (found["rank"], found["betas"], found["eps"]) == (3, [0.8, 0.95], 1e-6)
+    rates = [line.split("Learning Rate ")[1].split(",")[0] for line in text.splitlines()
+             if "Learning Rate" in line]  # fmt: skip
+    assert [float(rate) for rate in rates] == pytest.approx([1e-7, 5e-3, 1e-2], rel=1e-2)
+    assert "Without the adapter: loss " in text
+
+
+def test_an_adapter_is_tested_without_training(folder, data, run, fails, tmp_path):
+    out = tmp_path / "adapter"
+    base = ("lora", "--model", folder, "--data", data, "--adapter-path", out)
+    status, text, _ = run(*base, *SHORT, "--train", "--test", "--learning-rate", 0.01, "--json")
+    assert status == 0
+    trained = json.loads(text)["test"]
+    assert trained["trained"]["loss"] < trained["untrained"]["loss"]
+    assert trained["trained"]["tokens"] == trained["untrained"]["tokens"] > 0
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    status, text, _ = run(*base, *SHORT, "--test", "--json")
+    tested = json.loads(text)
+    assert status == 0
+    for kind in ("trained", "untrained"):
+        assert tested["test"][kind]["loss"] == pytest.approx(trained[kind]["loss"], rel=1e-2)
+    status, text, err = run(*base, *SHORT, "--test")
+    assert (status, err) == (0, "")
+    loss, before = (tested["test"][kind]["loss"] for kind in ("trained", "untrained"))
+    assert f"Test loss {loss:.3f}, Test ppl " in text
+    assert f"Without the adapter: loss {before:.3f}, ppl " in text
+    assert files == {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    status, text, _ = run(*base[:-1], "", *SHORT, "--test")
+    assert f"Test loss {before:.3f}, " in text
+    (data / "test.jsonl").unlink()
+    assert "has no test.jsonl" in fails(*base, *SHORT, "--test")
+
+
+def test_a_draft_model(folder, data, run, tmp_path, spm_bpe, rng):
+    draft = write_folder(tmp_path / "small", spm_bpe, rng, DRAFT)
+    adapter, out = tmp_path / "adapter", tmp_path / "draft"
+    base = ("lora", "--data", data, *SHORT)
+    assert run(*base, "--model", folder, "--adapter-path", adapter)[0] == 0
+    arguments = ("--fine-tune-type", "draft", "--teacher", folder, "--teacher-adapter", adapter)
+    status, text, err = run(
+        *base, "--model", draft, *arguments, "--save-path", out, "--train", "--test"
+    )
+    assert (status, err) == (0, "")
+    found = manifest(tmp_path / "draft-run")
+    assert (found["divergence"], found["schedule"], found["kind"]) == (
+        "reverse",
+        "constant",
+        "draft",
+    )
+    assert "The target keeps " in text
+    assert load(out)[0].args.num_layers == 1
+    status, text, _ = run(
+        *base[:-6], "--batch-size", 2, "--max-seq-length", 96, "--model", draft, *arguments,
+        "--save-path", tmp_path / "preset", "--preset", "toolkit",
+    )  # fmt: skip
+    assert status == 0
+    found = manifest(tmp_path / "preset-run")
+    epoch = found["iters"] // 2
+    assert (found["warmup_iters"], found["schedule"], found["weight_decay"]) == (
+        epoch, "constant", 0.01
+    )  # fmt: skip
+
+
+def test_data_under_other_names(folder, run, tmp_path):
+    rows = [{"question": "say a", "answer": "a", "prompt": 3}, {"question": "say b", "answer": "b"}]
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ("--prompt-feature", "question", "--completion-feature", "answer")
+    base = ("lora", "--model", folder, "--data", data, *SHORT)
+    assert run(*base, *names, "--adapter-path", tmp_path / "named")[0] == 0
+    data.write_text(json.dumps({"chat": [{"role": "user", "content": "say a"},
+                                         {"role": "assistant", "content": "a"}]}))  # fmt: skip
+    named = ("--chat-feature", "chat", "--text-feature", "words")
+    assert run(*base, *named, "--adapter-path", tmp_path / "chat")[0] == 0
 
 
 def test_a_recovery_adapter(folder, data, run, tmp_path):
@@ -69,14 +228,39 @@ def test_full_training(folder, data, run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--fine-tune-type", "dora"), "allowed are lora and full"),
+        (("--fine-tune-type", "dora"), "allowed are lora, full and draft"),
         (("--fine-tune-type", "full"), "--save-path is missing"),
         (("--fine-tune-type", "full", "--save-path", "x", "--rank", 4), "--rank would do nothing"),
         (
             ("--fine-tune-type", "full", "--save-path", "x", "--adapter-path", "y"),
             "--adapter-path would do nothing",
         ),
-        (("--save-path", "x"), "is for --fine-tune-type full"),
+        (("--save-path", "x"), "is for full and draft"),
+        (("--fine-tune-type", "draft", "--save-path", "x"), "--teacher is missing"),
+        (("--fine-tune-type", "draft", "--teacher", "x"), "--save-path is missing"),
+        (
+            ("--fine-tune-type", "full", "--save-path", "x", "--preset", "toolkit"),
+            "--preset toolkit is for lora and draft",
+        ),
+        (("--preset", "apple"), "choose from"),
+        (("--preset", "toolkit", "--iters", 3), "A warm-up of 1 epochs is"),
+        (("--teacher-adapter", "x"), "--teacher-adapter without --teacher"),
+        (("--distillation-divergence", "reverse"), "without --teacher would do nothing"),
+        (("--warmup-iters", 1, "--warmup-epochs", 1), "choose one"),
+        (("--test-batches", 0), "--test-batches is 0; allowed are 1 and more"),
+        (("--optimizer", "muon"), "choose from"),
+        (("--optimizer", "adam", "--weight-decay", 0.1), "adam has no weight decay"),
+        (("--optimizer-config", '{"adamw": {"nesterov": true}}'), "allowed are betas"),
+        (("--optimizer-config", '{"adamw": {"betas": [0.9]}}'), "a list of two numbers"),
+        (("--optimizer-config", '{"adamw": {"betas": [0.9, 1]}}'), "betas is (0.9, 1)"),
+        (("--clear-cache-threshold", "much"), "'much' is no size"),
+        (("--report-to", "wandb"), "nothing is sent to wandb"),
+        (("--save-dtype", "bfloat16"), "choose from"),
+        (("--adapter-path", ""), "--adapter-path is empty"),
+        (("--initial-adapter", "x", "--resume-adapter-file", "y"), "are the same; choose one"),
+        (("--test", "--fine-tune-type", "full"), "--test alone measures an adapter"),
+        (("--test", "--teacher", "x"), "--teacher would do nothing"),
+        (("--test",), "There is no adapter adapters to test"),
         (("--alpha", 4, "--scale", 2), "choose one"),
         (("--keys", "mlp.nothing"), "There is no layer mlp.nothing"),
         (("--num-layers", 9), "num_layers of LoRA is 9"),
@@ -84,9 +268,11 @@ def test_full_training(folder, data, run, tmp_path):
         (("--lora-parameters", '{"rank": 0}'), "rank of LoRA is 0"),
         (("--lora-parameters", '{"rank": "4"}'), "rank is '4'; int is needed"),
         (("--initial-adapter", "nowhere"), "nowhere is no folder"),
-        (("--resume-adapter-file", "x"), "use --initial-adapter"),
+        (("--resume-adapter-file", "x"), "x is no folder"),
         (("--rank", 0), "allowed is 1 or more"),
-        (("--lr-schedule", "x"), "use --learning-rate"),
+        (("--lr-schedule", "x"), "is not JSON"),
+        (("--lr-schedule", "{}"), "lr_schedule: name is None"),
+        (("--lr-schedule", "{}", "--warmup-iters", 2), "both say what the learning rate does"),
     ],
 )
 def test_wrong_arguments(folder, data, fails, tmp_path, monkeypatch, arguments, message):

@@ -45,7 +45,8 @@ def test_it_trains_reports_and_saves(folder, data, run, tmp_path):
     assert len(values) == 3
     assert values[-1] < values[0]
     assert lines[-1] == f"Saved to {out}"
-    assert lines[-2].startswith("Test loss ")
+    assert lines[-3].startswith("Test loss ")
+    assert lines[-2].startswith("On the same grid, before training: loss ")
     assert load(out)[0].model.layers[0].mlp.up_proj.bits == 2
     assert (tmp_path / "qat-run" / "metrics.jsonl").is_file()
     assert run("generate", "--model", out, "-p", "say x", "-m", 2)[0] == 0

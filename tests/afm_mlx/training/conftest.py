@@ -1,7 +1,18 @@
-"""On a CPU, `mx.compile` runs a C++ compiler for every new expression: tests ask for it where it matters."""
+"""A model and a recipe for whole runs, uncompiled.
+
+On a CPU, `mx.compile` runs a C++ compiler for every new expression: tests ask for it where it matters.
+"""
 
 import mlx.core as mx
 import pytest
+
+from afm_mlx.quantization import quantize_model
+from afm_mlx.training.model_folder import save_model_folder
+from afm_mlx.training.recipe import Recipe
+from afm_mlx.training.source import Source
+from tests.tools.cli import write_folder
+from tests.tools.training_data import TRAINABLE, write_data
+from tests.tools.training_runs import OPTIONS
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +28,25 @@ def _uncompiled(request):
 @pytest.fixture
 def compiled():
     """Leave `mx.compile` on."""
+
+
+@pytest.fixture
+def model(tmp_path, spm_bpe, rng):
+    return write_folder(tmp_path / "model", spm_bpe, rng, TRAINABLE)
+
+
+@pytest.fixture
+def recipe(model, tmp_path, rng):
+    return Recipe(
+        write_data(tmp_path / "data", rng), OPTIONS, model, batch_size=2, max_seq_length=96
+    )
+
+
+@pytest.fixture
+def packed(model, tmp_path):
+    """The model in 2 bits, as a folder."""
+    source = Source.open(model)
+    quantized, values = quantize_model(source.load(), source.values)
+    return save_model_folder(
+        tmp_path / "packed", quantized, values, source, what="Rounded.", facts={}
+    )

@@ -113,6 +113,88 @@ def test_tokens_and_targets_of_chats_equal_tamm(tokenizer_folder, tamm_labels, r
         assert (tokens.dtype, weights.dtype) == (np.int32, np.float32)
 
 
+def toolkit_lines(rng):
+    """Records in the shapes of the toolkit and of mlx-lm, with the messages and tools that tamm is given."""
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
+    function = {"name": "look", "description": plain_text(rng), "parameters": parameters}
+    tools = [
+        {"type": "function", "function": function},
+        {"type": "function", "function": {"name": "b"}},
+    ]
+    schema = {"name": "Response", "description": plain_text(rng), "strict": "true",
+              "schema": {**parameters, "title": "Ä", "x-order": ["at"], "$defs": {}}}  # fmt: skip
+    asked = {"role": "user", "content": plain_text(rng),
+             "response_format": {"type": "json_schema", "json_schema": schema}}  # fmt: skip
+    bare = {
+        **asked,
+        "response_format": {"type": "json_schema", "json_schema": {"schema": parameters}},
+    }
+    system = {"role": "system", "content": plain_text(rng)}
+    user = {"role": "user", "content": plain_text(rng)}
+    texts = [plain_text(rng), '{"at": "é", "n": [1, 2.50, null]}', "{not json"]
+    calls = [{"id": f"c{i}", "type": "function", "function": {"name": "look", "arguments": text}}
+             for i, text in enumerate(texts)]  # fmt: skip
+    called = {"role": "assistant", "content": "", "tool_calls": calls[: int(rng.integers(1, 4))]}
+    result = {"role": "tool", "content": {"at": plain_text(rng), "sum": 1.50, "ok": None}}
+    text_result = {"role": "tool", "content": plain_text(rng), "tool_call_id": "c1", "name": "look"}
+    answer = {"role": "assistant", "content": "a" + plain_text(rng)}
+    turns = [user, called, result, answer]
+    # mlx-lm and the OpenAI API: no content beside calls, arguments as an object.
+    as_object = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "look", "arguments": {"at": "é"}},
+    }
+    modern = {"role": "assistant", "content": None, "tool_calls": [as_object]}
+    spelled = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "look", "arguments": '{"at": "é"}'},
+    }
+    classic = {"role": "assistant", "content": "", "tool_calls": [spelled]}
+    return [
+        ([{**system, "tools": tools}, *turns], [system, *turns], tools),
+        ({"messages": [system, *turns], "tools": tools}, [system, *turns], tools),
+        ({"messages": turns, "tools": tools}, turns, tools),
+        ({"messages": [user, modern, text_result, answer], "tools": tools},
+         [user, classic, text_result, answer], tools),
+        ([system, asked, answer], [system, asked, answer], None),
+        ({"conversation": [bare, answer, asked, answer]}, [bare, answer, asked, answer], None),
+        ([{**system, "tools": tools}, asked, called, text_result, result, answer],
+         [system, asked, called, text_result, result, answer], tools),
+        ({"prompt": user["content"], "completion": answer["content"], "tools": tools},
+         [user, answer], tools),
+    ]  # fmt: skip
+
+
+def test_lines_of_the_toolkit_and_of_mlx_lm_equal_tamm(
+    tokenizer_folder, tamm_labels, tmp_path, rng
+):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    for _ in range(2):
+        for record, messages, tools in toolkit_lines(rng):
+            sample = load_one(tmp_path, tokenizer, record, max_seq_length=10**5)
+            ids, is_label = tamm_labels(messages, tools)
+            assert sample.tokens.tolist() == ids
+            np.testing.assert_array_equal(sample.weights[1:], np.array(is_label, float)[1:])
+
+
+def test_keys_of_other_names(tokenizer, tmp_path):
+    expected = load_one(tmp_path, tokenizer, [USER, ANSWER])
+    for record, features in (
+        ({"q": "Who?", "a": "The fox.", "prompt": 3}, {"prompt": "q", "completion": "a"}),
+        ({"completion": "Who?", "prompt": "The fox."}, {"prompt": "completion", "completion": "prompt"}),
+        ({"turns": [USER, ANSWER], "messages": 3}, {"messages": "turns"}),
+        ([USER, ANSWER], {"messages": "turns"}),
+    ):  # fmt: skip
+        sample = load_one(tmp_path, tokenizer, record, features=features)
+        assert sample.tokens.tolist() == expected.tokens.tolist()
+    text = load_one(tmp_path, tokenizer, {"body": "a b", "text": 3}, features={"text": "body"})
+    assert text.tokens.tolist() == [2, *tokenizer.encode("a b"), 2]
+    with pytest.raises(DataError, match="with the keys none"):
+        load_one(tmp_path, tokenizer, {"text": "a"}, features={"text": "body"})
+
+
 def test_markers_in_what_the_user_says_move_no_target(tokenizer):
     question = "<turn_end><turn_start> assistant<n>Yes<turn_end>"
     messages = [{"role": "user", "content": question}, ANSWER, {"role": "user", "content": question},

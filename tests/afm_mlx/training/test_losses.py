@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from afm_mlx.errors import ConfigError
 from afm_mlx.training import losses
 from afm_mlx.training.batches import Batch
-from afm_mlx.training.losses import CrossEntropy, Distillation
+from afm_mlx.training.losses import Acceptance, CrossEntropy, Distillation
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import zoo_model
 
@@ -52,11 +52,14 @@ def logits_of(model, batch):
     return logits.reshape(-1, VOCAB)[np.array(batch.positions)]
 
 
-def expected(model, teacher, batch, weight, temperature):
+def expected(model, teacher, batch, weight, temperature, divergence="forward"):
     logits, labels = logits_of(model, batch), np.array(batch.labels)
     data = -log_softmax(logits)[np.arange(len(labels)), labels]
-    wanted = log_softmax(logits_of(teacher, batch) / temperature)
-    distance = (np.exp(wanted) * (wanted - log_softmax(logits / temperature))).sum(-1)
+    first = log_softmax(logits_of(teacher, batch) / temperature)
+    second = log_softmax(logits / temperature)
+    if divergence == "reverse":
+        first, second = second, first
+    distance = (np.exp(first) * (first - second)).sum(-1)
     mixed = (1 - weight) * data + weight * temperature**2 * distance
     return (np.array(batch.weights, np.float64) * mixed).sum()
 
@@ -68,13 +71,90 @@ def test_cross_entropy_is_the_weighted_sum(model, rng):
     )
 
 
+@pytest.mark.parametrize("divergence", ["forward", "reverse"])
 @pytest.mark.parametrize(("weight", "temperature"), [(1, 1), (0.3, 1), (1, 2.5), (0.6, 0.7)])
-def test_distillation_is_the_weighted_sum(model, teacher, rng, weight, temperature):
+def test_distillation_is_the_weighted_sum(model, teacher, rng, weight, temperature, divergence):
     batch = random_batch(rng)
-    loss = Distillation(teacher, weight, temperature)(model, batch)
+    loss = Distillation(teacher, weight, temperature, divergence)(model, batch)
     assert loss.item() == pytest.approx(
-        expected(model, teacher, batch, weight, temperature), rel=1e-4
+        expected(model, teacher, batch, weight, temperature, divergence), rel=1e-4
     )
+
+
+def test_acceptance_is_what_both_say(model, teacher, rng):
+    batch = random_batch(rng)
+    ours, theirs = (np.exp(log_softmax(logits_of(m, batch))) for m in (model, teacher))
+    kept = (np.array(batch.weights, np.float64) * np.minimum(ours, theirs).sum(-1)).sum()
+    assert Acceptance(teacher)(model, batch).item() == pytest.approx(kept, rel=1e-4)
+    everything = Acceptance(model_like(model))(model, batch).item()
+    assert everything == pytest.approx(batch.weights.sum().item(), rel=1e-4)
+
+
+class Head(nn.Module):
+    """An AFM model's embedding and head, and nothing between them."""
+
+    def __init__(self, vocabulary, dims):
+        super().__init__()
+        self.model = nn.Module()
+        self.model.embedding = nn.Embedding(vocabulary, dims)
+        self.model.output_norm = nn.RMSNorm(dims)
+        self.args = SimpleNamespace(vocab_size=vocabulary)
+
+    def hidden_at(self, inputs, positions, segments):
+        h = self.model.embedding(inputs)
+        return h.reshape(-1, h.shape[-1])[positions]
+
+    def head(self, h):
+        return self.model.embedding.as_linear(self.model.output_norm(h))
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("divergence", ["forward", "reverse"])
+def test_gradients_of_both_divergences_equal_torch(rng, monkeypatch, divergence, chunk):
+    torch = pytest.importorskip("torch")
+    functional = torch.nn.functional
+    monkeypatch.setattr(losses, "Model", Head)
+    monkeypatch.setattr(losses, "CHUNK", chunk)
+    monkeypatch.setattr(losses, "WHOLE", 0)
+    vocabulary, dims, temperature = int(rng.integers(9, 80)), 6, float(rng.uniform(0.5, 3))
+    student, teacher = Head(vocabulary, dims), Head(vocabulary, dims)
+    weights = [rng.normal(0, 1, (vocabulary, dims)).astype(np.float32) for _ in range(2)]
+    norm = rng.uniform(0.5, 1.5, dims).astype(np.float32)
+    for head, weight in zip((student, teacher), weights, strict=True):
+        head.model.embedding.weight = mx.array(weight)
+    student.model.output_norm.weight = mx.array(norm)
+    n, rows = 11, 14
+    batch = Batch(
+        mx.array(rng.integers(0, vocabulary, (2, 7)), dtype=mx.int32),
+        None,
+        mx.array(rng.integers(0, rows, n), dtype=mx.int32),
+        mx.array(rng.integers(0, vocabulary, n), dtype=mx.int32),
+        mx.array(rng.uniform(0, 2, n).astype(np.float32)),
+    )
+    loss = Distillation(teacher, 1.0, temperature, divergence)
+    value, gradients = nn.value_and_grad(student, loss)(student, batch)
+
+    ids = torch.tensor(np.array(batch.inputs)).reshape(-1)[np.array(batch.positions)]
+    embedding = torch.tensor(weights[0], dtype=torch.float64, requires_grad=True)
+    scale = torch.tensor(norm, dtype=torch.float64, requires_grad=True)
+
+    def log_probabilities(table, scale):
+        h = functional.rms_norm(table[ids], (dims,), scale, eps=student.model.output_norm.eps)
+        return functional.log_softmax(h @ table.T / temperature, dim=-1)
+
+    mine = log_probabilities(embedding, scale)
+    taught = log_probabilities(torch.tensor(weights[1], dtype=torch.float64), None)
+    # Its `kl_div` is KL(target || input).
+    order = (mine, taught) if divergence == "forward" else (taught, mine)
+    distances = functional.kl_div(*order, reduction="none", log_target=True).sum(-1)
+    total = temperature**2 * (torch.tensor(np.array(batch.weights)) * distances).sum()
+    total.backward()
+    assert value.item() == pytest.approx(total.item(), rel=1e-4)
+    for ours, theirs in (
+        (gradients["model"]["embedding"]["weight"], embedding.grad),
+        (gradients["model"]["output_norm"]["weight"], scale.grad),
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4 * float(theirs.abs().max()))
 
 
 def test_samples_of_a_packed_row_cost_what_they_cost_alone(model, teacher, rng):
@@ -113,10 +193,14 @@ def model_like(model):
     return twin
 
 
-@pytest.mark.parametrize("targets", [1, 8, 11])
-def test_chunks_change_neither_the_loss_nor_a_gradient(model, teacher, rng, monkeypatch, targets):
+@pytest.mark.parametrize(
+    ("targets", "divergence"), [(1, "forward"), (8, "reverse"), (11, "forward"), (11, "reverse")]
+)
+def test_chunks_change_neither_the_loss_nor_a_gradient(
+    model, teacher, rng, monkeypatch, targets, divergence
+):
     batch = random_batch(rng, targets=targets)
-    step = nn.value_and_grad(model.train(), Distillation(teacher, 0.5, 2.0))
+    step = nn.value_and_grad(model.train(), Distillation(teacher, 0.5, 2.0, divergence))
     loss, gradients = step(model, batch)
     mx.eval(loss, gradients)
     monkeypatch.setattr(losses, "CHUNK", 4)
@@ -181,6 +265,7 @@ def test_a_teacher_of_another_vocabulary(model, rng):
         ({"weight": float("nan")}, "0 to 1"),
         ({"temperature": 0.0}, "positive"),
         ({"temperature": float("inf")}, "positive"),
+        ({"divergence": "backward"}, "allowed are 'forward' and 'reverse'"),
     ],
 )
 def test_options_out_of_range(teacher, options, message):
@@ -219,26 +304,10 @@ def test_chunks_in_a_compiled_step(rng, monkeypatch):
 
 
 @pytest.mark.usefixtures("compiled")
-def test_a_compiled_step_keeps_no_logits(rng, monkeypatch):
+@pytest.mark.parametrize("divergence", ["forward", "reverse"])
+def test_a_compiled_step_keeps_no_logits(rng, monkeypatch, divergence):
     """Neither the model's nor the teacher's: chunks are computed again in the backward pass."""
     vocabulary, targets, dims = 4096, 1024, 8
-
-    class Head(nn.Module):
-        """An AFM model's embedding and head, and nothing between them."""
-
-        def __init__(self):
-            super().__init__()
-            self.model = nn.Module()
-            self.model.embedding = nn.Embedding(vocabulary, dims)
-            self.model.output_norm = nn.RMSNorm(dims)
-            self.args = SimpleNamespace(vocab_size=vocabulary)
-
-        def hidden_at(self, inputs, positions, segments):
-            return self.model.embedding(inputs).reshape(-1, dims)[positions]
-
-        def head(self, h):
-            return self.model.embedding.as_linear(self.model.output_norm(h))
-
     monkeypatch.setattr(losses, "Model", Head)
     monkeypatch.setattr(losses, "CHUNK", 64)
     monkeypatch.setattr(losses, "WHOLE", 0)
@@ -246,7 +315,8 @@ def test_a_compiled_step_keeps_no_logits(rng, monkeypatch):
     batch = Batch(
         tokens[None], None, mx.arange(targets, dtype=mx.int32), tokens[::-1], mx.ones(targets)
     )
-    model, loss = Head(), Distillation(Head())
+    model = Head(vocabulary, dims)
+    loss = Distillation(Head(vocabulary, dims), divergence=divergence)
     parameters = model.trainable_parameters()
     mx.eval(batch, parameters, loss.teacher.parameters())
 

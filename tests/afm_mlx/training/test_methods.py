@@ -9,68 +9,24 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.files import load_adapter
-from afm_mlx.adapters.lora import add_lora, save_lora
+from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
 from afm_mlx.errors import CheckpointError, ConfigError, DataError, TrainingError
 from afm_mlx.fingerprint import folder_fingerprint
 from afm_mlx.loading import load
 from afm_mlx.packed import PackedEmbedding, PackedLinear
-from afm_mlx.quantization import QuantizationRule, quantize_model
+from afm_mlx.quantization import QuantizationRule
 from afm_mlx.training.events import Evaluation, Report, Stepped
 from afm_mlx.training.kinds import FullTraining, LoRATraining, QATTraining
 from afm_mlx.training.losses import CrossEntropy, mean_loss
 from afm_mlx.training.methods import train_full, train_lora, train_qat
-from afm_mlx.training.model_folder import save_model_folder
 from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.recipe import Recipe, read_data
+from afm_mlx.training.scores import measure_adapter
 from afm_mlx.training.source import Source
 from tests.tools.cli import write_folder
-from tests.tools.training_data import TRAINABLE, write_data
+from tests.tools.training_data import TRAINABLE
+from tests.tools.training_runs import OPTIONS, Watcher, changed, parameters, random_adapter
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
-
-OPTIONS = TrainingOptions(iters=6, learning_rate=5e-3, steps_per_eval=3, save_every=2, seed=3)
-
-
-@pytest.fixture
-def model(tmp_path, spm_bpe, rng):
-    return write_folder(tmp_path / "model", spm_bpe, rng, TRAINABLE)
-
-
-@pytest.fixture
-def recipe(model, tmp_path, rng):
-    return Recipe(
-        write_data(tmp_path / "data", rng), OPTIONS, model, batch_size=2, max_seq_length=96
-    )
-
-
-@pytest.fixture
-def packed(model, tmp_path):
-    """The model in 2 bits, as a folder."""
-    source = Source.open(model)
-    quantized, values = quantize_model(source.load(), source.values)
-    return save_model_folder(
-        tmp_path / "packed", quantized, values, source, what="Rounded.", facts={}
-    )
-
-
-def parameters(folder):
-    return dict(tree_flatten(load(folder)[0].parameters()))
-
-
-def changed(before, after):
-    return {name for name in before if not mx.array_equal(before[name], after[name])}
-
-
-class Watcher:
-    """Keeps what a run tells."""
-
-    def __init__(self):
-        self.plan, self.events = None, []
-
-    def hooks(self):
-        return {"on_plan": lambda plan: setattr(self, "plan", plan), "on_event": self.events.append}
-
-    def losses(self, kind, field):
-        return [getattr(event, field) for event in self.events if isinstance(event, kind)]
 
 
 def test_full_training(recipe, model, tmp_path):
@@ -141,7 +97,8 @@ def test_a_task_adapter_starts_from_a_recovery_adapter(recipe, model, tmp_path, 
     save_lora(base, first, model)
     tiny = dataclasses.replace(recipe.options, learning_rate=1e-7)
     recipe = dataclasses.replace(recipe, options=tiny)
-    train_lora(recipe, tmp_path / "second", LoRATraining(initial_adapter=first))
+    method = LoRATraining(initial_adapter=first, save_dtype="float32")
+    train_lora(recipe, tmp_path / "second", method)
     (before, old), (after, new) = load_adapter(first), load_adapter(tmp_path / "second")
     assert old == new
     for name, array in before.items():
@@ -168,6 +125,87 @@ def test_an_adapter_may_start_from_one_of_the_arrays_in_memory(
     method = LoRATraining(initial_adapter=tmp_path / "first")
     train_lora(recipe, tmp_path / "second", method)
     assert load_adapter(tmp_path / "second")[1].rank == 4
+
+
+@pytest.mark.parametrize("initial", [False, True])
+def test_the_test_split_is_measured_with_and_without_the_adapter(
+    recipe, packed, tmp_path, rng, initial
+):
+    recipe = dataclasses.replace(recipe, model=packed, test=True)
+    first = random_adapter(packed, tmp_path / "first", rng) if initial else None
+    method = LoRATraining(initial_adapter=first)
+    result = train_lora(recipe, tmp_path / "adapter", method)
+    # The folder is measured anew, by the kernels that generation runs.
+    again = measure_adapter(recipe, result.path)
+    assert result.test.untrained.loss == pytest.approx(again.untrained.loss, rel=1e-4)
+    assert result.test.trained.loss == pytest.approx(again.trained.loss, rel=1e-2)
+    assert result.test.label == "without the adapter"
+    assert result.test_loss == result.test.trained.loss
+    assert result.test.trained.tokens == again.trained.tokens > 0
+    assert result.test_loss < result.test.untrained.loss
+    assert result.test_perplexity == pytest.approx(np.exp(result.test_loss))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_adapter_is_saved_in_16_bits_and_its_run_in_32(recipe, tmp_path, dtype):
+    method = LoRATraining(save_dtype=dtype)
+    result = train_lora(recipe, tmp_path / "adapter", method)
+    saved = mx.load(str(result.path / "adapters.safetensors"))
+    best = mx.load(str(result.run_path / "best" / "trainable.safetensors"))
+    assert saved.keys() == best.keys()
+    for name, array in best.items():
+        assert array.dtype == mx.float32
+        assert saved[name].dtype == {"float16": mx.float16, "float32": mx.float32}[dtype]
+        assert mx.array_equal(saved[name], array.astype(saved[name].dtype))
+    with pytest.raises(ConfigError, match="save_dtype is 'int8'; allowed are 'float16' and"):
+        LoRATraining(save_dtype="int8")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_tested_are_the_numbers_that_are_saved(model, rng, dtype):
+    adapted = add_lora(load(model)[0], 3, 1.0)
+    drawn = {
+        name: mx.array(rng.normal(size=array.shape).astype(np.float32))
+        for name, array in lora_tensors(adapted).items()
+    }
+    adapted.load_weights(list(drawn.items()), strict=False)
+    LoRATraining(save_dtype=dtype).finish(adapted)
+    for name, array in lora_tensors(adapted).items():
+        rounded = np.array(drawn[name]).astype(dtype).astype(np.float32)
+        assert array.dtype == mx.float32
+        assert np.array_equal(array, rounded)
+
+
+def test_numbers_beyond_float16_ask_for_float32(recipe, model, tmp_path, rng):
+    first = random_adapter(model, tmp_path / "first", rng, size=1e-3)
+    tensors = dict(mx.load(str(first / "adapters.safetensors")))
+    name = str(rng.choice(sorted(tensors)))
+    # The other half of the pair is zero, so that the layer still adds nothing.
+    pair = name.replace("lora_a", "lora_x").replace("lora_b", "lora_a").replace("lora_x", "lora_b")
+    tensors = {n: mx.array(np.array(a)) for n, a in tensors.items()}
+    tensors[pair] = mx.zeros_like(tensors[pair])
+    tensors[name] = mx.full(tensors[name].shape, 7e4)
+    mx.save_safetensors(str(first / "adapters.safetensors"), tensors)
+    tiny = TrainingOptions(iters=1, learning_rate=1e-9)
+    recipe = dataclasses.replace(recipe, options=tiny)
+    method = LoRATraining(initial_adapter=first)
+    with pytest.raises(TrainingError, match=r"has a number of 70000, .*--save-dtype float32"):
+        train_lora(recipe, tmp_path / "adapter", method)
+    assert not (tmp_path / "adapter" / "adapters.safetensors").exists()
+    wide = dataclasses.replace(method, save_dtype="float32")
+    train_lora(recipe, tmp_path / "adapter", wide, resume=True)
+    assert mx.load(str(tmp_path / "adapter" / "adapters.safetensors"))[name].max() == 7e4
+
+
+@pytest.mark.parametrize("rank", [1, 64, 100])
+def test_ranks(recipe, packed, tmp_path, rank):
+    recipe = dataclasses.replace(
+        recipe, model=packed, options=dataclasses.replace(OPTIONS, iters=1)
+    )
+    train_lora(recipe, tmp_path / "adapter", LoRATraining(rank=rank, scale=16 / rank))
+    tensors, config = load_adapter(tmp_path / "adapter")
+    assert (config.rank, config.scale) == (rank, 16 / rank)
+    assert {a.shape[1] for n, a in tensors.items() if "lora_a" in n} == {rank}
 
 
 def test_qat_saves_a_packed_model(recipe, tmp_path):
@@ -232,6 +270,25 @@ def test_a_quantized_model_has_no_float_weights_to_train(recipe, packed, tmp_pat
         train(dataclasses.replace(recipe, model=packed), tmp_path / "out")
 
 
+def test_a_resumed_run_saves_the_same_adapter(recipe, packed, tmp_path):
+    recipe = dataclasses.replace(recipe, model=packed, test=True)
+    method = LoRATraining(rank=3, dropout=0.2)
+    unbroken = train_lora(recipe, tmp_path / "unbroken", method)
+
+    def interrupt(event):
+        if isinstance(event, Stepped) and event.step == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_lora(recipe, tmp_path / "broken", method, on_event=interrupt)
+    resumed = train_lora(recipe, tmp_path / "broken", method, resume=True)
+    assert resumed.test == unbroken.test
+    one, two = (
+        (tmp_path / name / "adapters.safetensors").read_bytes() for name in ("unbroken", "broken")
+    )
+    assert one == two
+
+
 def test_a_resumed_run_saves_the_same_folder(recipe, tmp_path):
     options = dataclasses.replace(OPTIONS, grad_accumulation_steps=2)
     recipe = dataclasses.replace(recipe, options=options)
@@ -294,6 +351,13 @@ def test_epochs_and_shares_become_steps(recipe):
     settled = recipe.settled(100)
     assert (settled.iters, settled.warmup_iters) == (75, 7)
     assert recipe.settled(10000).warmup_iters == 100
+    whole = dataclasses.replace(recipe, epochs=2, warmup_share=None, warmup_epochs=1)
+    settled = whole.settled(7)
+    assert (settled.iters, settled.warmup_iters) == (7, 4)
+    with pytest.raises(ConfigError, match="warm-up of 1 epochs is 50 steps, and the run has 50"):
+        dataclasses.replace(whole, epochs=1).settled(100)
+    with pytest.raises(ConfigError, match="leave one out"):
+        dataclasses.replace(recipe, warmup_epochs=1)
     late = dataclasses.replace(options, iters=51, warmup_iters=50)
     recipe = dataclasses.replace(recipe, options=late, warmup_share=None)
     assert recipe.settled(100).warmup_iters == 50

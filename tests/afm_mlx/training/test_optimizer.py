@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 from mlx.utils import tree_map
 
-from afm_mlx.training.optimizer import AdamW, averaged, learning_rate_schedule, scaled_to_norm
+from afm_mlx.errors import ConfigError
+from afm_mlx.training.optimizer import (
+    AdamW,
+    averaged,
+    learning_rate_schedule,
+    mlx_lm_schedule,
+    scaled_to_norm,
+)
+from afm_mlx.training.options import TrainingOptions
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 5])
@@ -33,11 +41,50 @@ def test_a_constant_after_a_linear_warm_up(warmup):
     assert rates == pytest.approx(expected)
 
 
-def float64_adamw(weight, gradients, rate, decay):
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"name": "cosine_decay", "arguments": [3e-3, 12, 1e-4], "warmup": 5, "warmup_init": 1e-5},
+        {"name": "exponential_decay", "arguments": [0.1, 0.9]},
+        {"name": "step_decay", "arguments": [0.1, 0.5, 3], "warmup": 1},
+        {"name": "linear_schedule", "arguments": [0.1, 0.01, 7]},
+    ],
+)
+def test_schedules_in_mlx_lms_words(values):
+    build_schedule = pytest.importorskip("mlx_lm.tuner.utils").build_schedule
+    theirs = build_schedule(values)
+    options = TrainingOptions(iters=20, learning_rate=1.0, lr_schedule=values)
+    for schedule in (mlx_lm_schedule(values), options.rates):
+        for t in range(20):
+            step = mx.array(t, mx.uint64)
+            assert float(schedule(step)) == pytest.approx(float(theirs(step)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "name is None; allowed are cosine_decay"),
+        ({"name": "cosine", "arguments": [1.0]}, "name is 'cosine'"),
+        ({"name": "cosine_decay"}, "arguments is None"),
+        ({"name": "cosine_decay", "arguments": []}, "a list of numbers"),
+        ({"name": "cosine_decay", "arguments": ["1e-5", 10]}, "a list of numbers"),
+        ({"name": "cosine_decay", "arguments": [1e-5]}, "arguments are .* missing"),
+        ({"name": "step_decay", "arguments": [1, 2, 3], "warmup": 1.5}, "warmup is 1.5"),
+        ({"name": "step_decay", "arguments": [1, 2, 3], "warmup": 2, "warmup_init": -1}, "is -1"),
+        ({"name": "step_decay", "arguments": [1, 2, 3], "cycles": 2}, "keys is .*cycles"),
+    ],
+)
+def test_schedules_that_there_are_not(values, message):
+    with pytest.raises(ConfigError, match=f"lr_schedule: .*{message}"):
+        TrainingOptions(iters=20, learning_rate=1.0, lr_schedule=values)
+
+
+def float64_adamw(weight, gradients, rate, decay, betas=(0.9, 0.999), eps=1e-8):
     m = v = np.zeros_like(weight)
+    b1, b2 = betas
     for t, g in enumerate(gradients, start=1):
-        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
-        step = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+        step = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
         weight = weight * (1 - rate * decay) - rate * step
     return weight
 
@@ -62,6 +109,20 @@ def test_adamw_is_exact_for_weights_of_any_type(rng, dtype, decay):
     weight = parameters["layers"][1]["weight"]
     assert weight.dtype == dtype
     assert mx.array_equal(weight, exact.astype(dtype))
+
+
+def test_adamw_takes_other_settings(rng):
+    start = rng.normal(size=(5, 3))
+    betas, eps = (float(rng.uniform(0, 0.9)), float(rng.uniform(0.5, 0.99))), 0.1
+    optimizer = AdamW(1e-2, 0.01, betas, eps)
+    parameters = {"w": mx.array(start, dtype=mx.float32)}
+    optimizer.init(parameters)
+    gradients = rng.normal(size=(20, 5, 3))
+    for gradient in gradients:
+        tree = {"w": mx.array(gradient, dtype=mx.float32)}
+        parameters = optimizer.apply_gradients(tree, parameters)
+    expected = float64_adamw(start, gradients, 1e-2, 0.01, betas, eps)
+    np.testing.assert_allclose(parameters["w"], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("decay", [0.5, 0.9, 0.9999])

@@ -1,0 +1,217 @@
+"""What `lora` and `qat` print while they train, and of what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from afm_mlx.cli.output import print_json, progress_bar
+from afm_mlx.cli.parser import UsageError
+
+if TYPE_CHECKING:
+    from afm_mlx.training.events import Event
+    from afm_mlx.training.methods import Result
+    from afm_mlx.training.options import TrainingOptions
+    from afm_mlx.training.recipe import Plan, Split
+    from afm_mlx.training.scores import Scores
+
+
+class Reporter:
+    """Prints what a run tells, in mlx-lm's lines; on stderr where stdout is for JSON.
+
+    Args:
+        args: of the command.
+        bar: of `progress_bar`.
+    """
+
+    def __init__(self, args: argparse.Namespace, bar: Callable[[int, int], None] | None):
+        self._stream = sys.stderr if args.json else sys.stdout
+        self._bar = bar
+        self._has_teacher = args.teacher is not None
+        self._steps = 0  # of the whole run
+        self._last: tuple[int, int] | None = (0, 0)  # step and tokens of the last report
+        self.trainable = 0
+
+    def on_plan(self, plan: Plan) -> None:
+        self._steps = plan.options.iters
+        self.trainable = plan.trainable
+        for line in _plan_lines(plan):
+            self._print(line)
+
+    def on_event(self, event: Event) -> None:
+        from afm_mlx.training.events import Evaluation, Report, Resumed, Stepped, Testing
+
+        if isinstance(event, Resumed):
+            self._last = None
+            self._print(f"Resumed after step {event.step}")
+        elif isinstance(event, Stepped):
+            if self._bar is not None:
+                self._bar(event.step, self._steps)
+        elif isinstance(event, Testing):
+            self._print(f"Testing {event.what or 'what was trained'}")
+        elif isinstance(event, Report):
+            self._print(self._report_line(event))
+        elif isinstance(event, Evaluation):
+            line = f"Iter {event.step}: Val loss {event.valid_loss:.3f}"
+            # The exponential of a distance from a teacher means nothing.
+            self._print(
+                line if self._has_teacher else f"{line}, Val ppl {event.valid_perplexity:.3f}"
+            )
+
+    def _report_line(self, report: Any) -> str:
+        parts = [
+            f"Train loss {report.loss:.3f}",
+            f"Learning Rate {report.learning_rate:.3e}",
+            f"Tokens/sec {report.tokens_per_second:.3f}",
+            f"Trained Tokens {report.tokens}",
+            f"Peak mem {report.peak_memory / 1e9:.3f} GB",
+        ]
+        if self._last is not None:
+            step, tokens = self._last
+            seconds = (report.tokens - tokens) / report.tokens_per_second
+            parts.insert(2, f"It/sec {(report.step - step) / seconds:.3f}")
+        self._last = report.step, report.tokens
+        return f"Iter {report.step}: {', '.join(parts)}"
+
+    def _print(self, line: str) -> None:
+        if self._bar is None:
+            print(line, file=self._stream, flush=True)
+            return
+        from tqdm import tqdm
+
+        tqdm.write(line, file=self._stream)
+
+
+def _plan_lines(plan: Plan) -> Iterator[str]:
+    train, options = plan.data.train, plan.options
+    share = plan.trainable / plan.parameters
+    yield (
+        f"Trainable parameters: {share:.3%} ({plan.trainable / 1e6:.3f}M/{plan.parameters / 1e6:.3f}M)"
+    )
+    for name, split in (("Train", train), ("Valid", plan.data.valid), ("Test", plan.data.test)):
+        if split is not None:
+            yield data_line(name, split)
+    if plan.data.valid is None:
+        yield "No valid.jsonl: nothing is evaluated, and the last weights are the ones that are kept"
+    kind = "packed rows" if train.batches.packed else "rows of one sample"
+    yield (
+        f"Batches: {train.batches.batch_size} {kind} of up to {train.batches.length:,} tokens, "
+        f"{train.batches.fill:.1%} full"
+    )
+    yield (
+        f"Steps: {options.iters:,}, {options.iters / plan.steps_per_epoch:.2f} epochs of "
+        f"{plan.steps_per_epoch:,.1f}"
+    )
+    yield _rate_line(options)
+    if plan.memory is not None:
+        yield f"Memory: up to about {plan.memory / 1e9:.2f} GB"
+
+
+def data_line(name: str, split: Split) -> str:
+    """What a split holds."""
+    return (
+        f"{name} data: {split.samples:,} samples, {split.tokens:,} tokens, "
+        f"{split.targets:,} of them predicted"
+    )
+
+
+def _rate_line(options: TrainingOptions) -> str:
+    if options.lr_schedule is not None:
+        return f"Learning rate: {options.lr_schedule}"
+    line = f"Learning rate: {options.learning_rate:g} after {options.warmup_iters:,} steps of warm-up, then "
+    if options.schedule == "cosine":
+        return f"{line}a cosine down to {options.final_learning_rate:g}"
+    return f"{line}constant"
+
+
+def run_training(args: argparse.Namespace, start: Callable[..., Result], run_path: Path) -> None:
+    """Start a training and print what comes of it.
+
+    Args:
+        args: of the command.
+        start: a training that still takes `resume`, `on_plan` and `on_event`.
+        run_path: folder of the run.
+    """
+    if args.resume and not (run_path / "run.json").exists():
+        raise UsageError(f"--resume: {run_path} holds no run. Leave it out to start one.")
+    with _advice_after_interrupt(run_path), progress_bar("training", "step") as bar:
+        reporter = Reporter(args, bar)
+        result = start(resume=args.resume, on_plan=reporter.on_plan, on_event=reporter.on_event)
+    if args.plot is not None:
+        from afm_mlx.training.plot import plot_metrics
+
+        plot_metrics(run_path / "metrics.jsonl", args.plot)
+    facts = _facts(args, result, reporter.trainable)
+    if args.json:
+        print_json(facts)
+        return
+    outcome = result.outcome
+    if outcome.stopped_early:
+        print(
+            f"Stopped early, after {outcome.steps} steps: {args.patience} evaluations without a better one"
+        )
+    if outcome.best_loss is not None:
+        print(f"Best: Val loss {outcome.best_loss:.3f} after step {outcome.best_step}")
+    if result.test is not None:
+        print_scores(result.test)
+    print(f"Saved to {result.path}")
+
+
+def _facts(args: argparse.Namespace, result: Result, trainable: int) -> dict[str, Any]:
+    return {
+        "model": str(args.model),
+        "data": str(args.data),
+        "path": str(result.path),
+        "run_path": str(result.run_path),
+        "trainable_parameters": trainable,
+        **dataclasses.asdict(result.outcome),
+        "test_loss": result.test_loss,
+        "test_perplexity": result.test_perplexity,
+        "test": None if result.test is None else scores_dict(result.test),
+    }
+
+
+def print_scores(scores: Scores) -> None:
+    """The first line is mlx-lm's."""
+    before = scores.untrained
+    after = scores.trained or before
+    print(f"Test loss {after.loss:.3f}, Test ppl {after.perplexity:.3f}.")
+    if scores.trained is None:
+        print(f"Over {before.tokens:,} tokens, {scores.label}")
+        return
+    label = scores.label[:1].upper() + scores.label[1:]
+    print(
+        f"{label}: loss {before.loss:.3f}, ppl {before.perplexity:.3f}; both over the same "
+        f"{after.tokens:,} tokens"
+    )
+    if after.acceptance is not None and before.acceptance is not None:
+        print(
+            f"The target keeps {after.acceptance:.1%} of what is proposed; {scores.label} it was "
+            f"{before.acceptance:.1%}"
+        )
+
+
+def scores_dict(scores: Scores) -> dict[str, Any]:
+    """For JSON: `trained` and `untrained`."""
+    return {
+        "trained": None if scores.trained is None else scores.trained.to_dict(),
+        "untrained": scores.untrained.to_dict(),
+    }
+
+
+@contextmanager
+def _advice_after_interrupt(run_path: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        if (run_path / "run.json").exists():
+            print(
+                f"\nThe run is kept in {run_path}; the same command with --resume goes on with it.",
+                file=sys.stderr,
+            )
+        raise
