@@ -27,6 +27,9 @@ from afm_mlx.tokenizer import load_tokenizer
 from afm_mlx.weights import check_weights, load_weights
 
 EMBEDDED_MODEL = "afm-nano"
+ADAPTERS = "adapters"
+"""Folder in a model's folder with adapters for it."""
+
 _EMBEDDED_FOLDER = Path(__file__).parent / "models"
 
 
@@ -58,6 +61,28 @@ def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> P
     return _download(name, revision)
 
 
+def model_adapters(folder: Path) -> dict[str, Path]:
+    """Adapters that come with a model, in folders below `adapters`, by their names."""
+    return {path.name: path for path in sorted((folder / ADAPTERS).glob("*")) if path.is_dir()}
+
+
+def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
+    """The folder of an adapter: a path that exists, or the name of one that comes with the model.
+
+    Raises:
+        AFMError: when it is neither.
+    """
+    path, own = Path(path_or_name).expanduser(), model_adapters(model_folder)
+    if path.exists():
+        return path
+    if str(path_or_name) in own:
+        return own[str(path_or_name)]
+    raise AFMError(
+        f"There is no adapter {path_or_name}: it is no path, and the model's own adapters are "
+        f"{', '.join(own) or 'none'}."
+    )
+
+
 def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -83,6 +108,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     activation_bits: int = 16,
+    force_adapter: bool = False,
 ) -> Any:
     """Load a model and its tokenizer, with mlx-lm's signature.
 
@@ -93,12 +119,14 @@ def load(
         path_or_hf_repo: folder, hub id, or "afm-nano", the model that this package carries.
         tokenizer_config: options of the tokenizer; for mlx-lm's zoo only.
         model_config: keys that replace those of config.json.
-        adapter_path: folder of a LoRA adapter that was made for this model.
+        adapter_path: LoRA adapter that was made for this model: its path, or its name if it comes with the
+            model, in a folder below `adapters`. All rows use it; see `AdapterPool` for several.
         lazy: leave the weights unread until they are used.
         return_config: return config.json's content too.
         revision: of a hub id.
         trust_remote_code: let a folder's own code run; for mlx-lm's zoo only.
         activation_bits: 16, or 8 to let packed layers round their input to int8 where that is faster.
+        force_adapter: run an adapter that was made for another model, if its shapes fit.
 
     Returns:
         (model, tokenizer), or (model, tokenizer, config).
@@ -129,7 +157,8 @@ def load(
     model = load_model(folder, values, lazy=lazy)
     set_activation_bits(model, activation_bits)
     if adapter_path is not None:
-        attach_adapter(model, adapter_path, base_folder=folder)
+        path = resolve_adapter(adapter_path, folder)
+        attach_adapter(model, path, base_folder=folder, force=force_adapter)
     tokenizer = load_tokenizer(folder)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
 

@@ -1,22 +1,31 @@
-"""Talk with a model, turn by turn. A line with q quits, r starts anew, h helps."""
+"""Talk with a model, turn by turn. A line with q quits, r starts anew, /adapter switches, h helps."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import options
 from afm_mlx.cli.parser import UsageError, integer
-from afm_mlx.errors import ContextLengthError, TokenizerError
+from afm_mlx.errors import AFMError, ContextLengthError, TokenizerError
 
-_HELP = "q quits, r forgets the conversation, h shows this; Ctrl-C stops an answer."
+if TYPE_CHECKING:
+    from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.cli.conversation import Conversation
+
+_HELP = (
+    "q quits, r forgets the conversation, /adapter NAME switches to an adapter and /adapter alone "
+    "back to none, h shows this; Ctrl-C stops an answer."
+)
 _PROMPT = ">> "
+_SWITCH = "/adapter"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
+    options.add_adapters(parser)
     parser.add_argument("--system-prompt", help="instructions that come before the conversation")
     parser.add_argument(
         "--max-tokens",
@@ -35,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from afm_mlx.cli.conversation import Conversation
 
-    model, tokenizer = options.load_model(args)
+    model, tokenizer, adapters = options.load_with_adapters(args)
     if not tokenizer.has_chat_template:
         raise UsageError(
             f"{args.model} has no chat template; use afm-mlx generate, which needs none."
@@ -50,10 +59,14 @@ def run(args: argparse.Namespace) -> None:
         tokenizer,
         lambda: options.new_cache(args, model, tokenizer),
         args.system_prompt,
+        adapters,
     )
+    if args.adapter_path is not None:
+        conversation.switch(args.adapter_path)
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         print(f"{args.model}: {_HELP}")
+        print(f"adapters: {', '.join(adapters.registered) or 'none'}")
     seed = args.seed
     for line in _lines(terminal):
         if line == "q":
@@ -64,9 +77,21 @@ def run(args: argparse.Namespace) -> None:
             _note("The conversation is forgotten.")
         elif line == "h":
             _note(_HELP)
+        elif line.split(maxsplit=1)[:1] == [_SWITCH]:
+            _switch(conversation, adapters, line.removeprefix(_SWITCH).strip())
         elif line.strip():
             _turn(conversation, line, terminal, {**arguments, "seed": seed})
             seed = (seed + 1) % options.MAX_SEED  # the same draws would repeat themselves
+
+
+def _switch(conversation: Conversation, adapters: AdapterPool, name: str) -> None:
+    try:
+        conversation.switch(name or None)
+    except AFMError as error:
+        _note(" ".join(str(error).split()))
+        return
+    others = ", ".join(adapters.registered) or "none"
+    _note(f"Adapter: {name}." if name else f"No adapter; there are: {others}.")
 
 
 def _lines(terminal: bool) -> Iterator[str]:

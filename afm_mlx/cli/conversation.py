@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.cli.reuse import keep_common, tokens_in
+from afm_mlx.errors import RequestError
 from afm_mlx.generation import GenerationResponse, stream_generate
+
+
+@dataclass
+class _Kept:
+    """Keys and values that an adapter has computed, and the tokens that they are of."""
+
+    cache: list[Any]
+    tokens: list[int]
 
 
 class Conversation:
@@ -15,10 +26,14 @@ class Conversation:
     A turn renders the whole conversation and computes what the cache does not hold yet, as a rule the end
     of the last answer and the new question.
 
+    Each adapter has keys and values of its own, for those of another would be wrong. So the first turn after a
+    switch computes what the adapter has not seen of the conversation.
+
     Args:
         model, tokenizer: of `load`.
         new_cache: makes an empty cache.
         system_prompt: instructions for all turns.
+        adapters: that turns may use.
     """
 
     def __init__(
@@ -27,10 +42,13 @@ class Conversation:
         tokenizer: Any,
         new_cache: Callable[[], list[Any]],
         system_prompt: str | None = None,
+        adapters: AdapterPool | None = None,
     ):
         self._model = model
         self._tokenizer = tokenizer
         self._new_cache = new_cache
+        self._adapters = adapters
+        self.adapter: str | None = None
         self._system = (
             [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         )
@@ -39,8 +57,19 @@ class Conversation:
     def reset(self) -> None:
         """Forget all turns."""
         self.messages: list[dict[str, str]] = list(self._system)
-        self._cache = self._new_cache()
-        self._held: list[int] = []  # the tokens in the cache
+        self._caches: dict[str | None, _Kept] = {}
+
+    def switch(self, adapter: str | None) -> None:
+        """Answer with another adapter of the pool from now on, or with none.
+
+        Raises:
+            AFMError: when it can't be loaded; the one before stays.
+        """
+        if adapter is not None:
+            if self._adapters is None:
+                raise RequestError(f"There is no adapter {adapter!r}: the conversation has none.")
+            self._adapters.load(adapter)
+        self.adapter = adapter
 
     def ask(
         self, question: str, show: Callable[[str], None], **arguments: Any
@@ -63,18 +92,22 @@ class Conversation:
         """
         messages = [*self.messages, {"role": "user", "content": question}]
         prompt = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        common = keep_common(self._cache, self._held, prompt)
+        kept = self._caches.get(self.adapter) or _Kept(self._new_cache(), [])
+        common = keep_common(kept.cache, kept.tokens, prompt)
         if common is None:
-            self._cache, common = self._new_cache(), 0
-        self._held = prompt[:common]
+            kept, common = _Kept(self._new_cache(), []), 0
+        self._caches[self.adapter] = kept
+        kept.tokens = prompt[:common]
         answer, tokens, last = "", [], None
         try:
             for response in stream_generate(
                 self._model,
                 self._tokenizer,
                 prompt[common:],
-                prompt_cache=self._cache,
+                prompt_cache=kept.cache,
                 logprobs=False,
+                adapter=self.adapter,
+                adapters=self._adapters,
                 **arguments,
             ):
                 answer += response.text
@@ -84,7 +117,7 @@ class Conversation:
         except KeyboardInterrupt:
             last = None
         finally:
-            self._held = [*prompt, *tokens][: tokens_in(self._cache)]
+            kept.tokens = [*prompt, *tokens][: tokens_in(kept.cache)]
         if answer:
             self.messages = [*messages, {"role": "assistant", "content": answer}]
         return last

@@ -23,7 +23,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         default=EMBEDDED_MODEL,
         help="model folder, hub id, or the name of the embedded model",
     )
-    parser.add_argument("--adapter-path", help="folder of a LoRA adapter")
+    parser.add_argument(
+        "--adapter-path",
+        help="LoRA adapter: its path, or the name of one that comes with the model",
+    )
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="run an adapter that was made for another model, if its shapes fit",
+    )
     add_activation_bits(parser)
     parser.add_argument(
         "--trust-remote-code",
@@ -51,7 +59,55 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
         adapter_path=args.adapter_path,
         trust_remote_code=args.trust_remote_code,
         activation_bits=args.activation_bits,
+        force_adapter=args.force,
     )
+
+
+def add_adapters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        type=named_path,
+        metavar="NAME=PATH",
+        help="another adapter to switch to; may be repeated. Those that come with the model are there anyway",
+    )
+    parser.add_argument(
+        "--adapter-memory",
+        type=number(0),
+        metavar="GB",
+        help="of all adapters in memory; those that were not used for longest make room. No limit by default",
+    )
+
+
+def named_path(text: str) -> tuple[str, str]:
+    """`NAME=PATH`, for argparse."""
+    name, equals, path = text.partition("=")
+    if not (name and equals and path):
+        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=PATH, such as tidy=my-adapters/tidy")
+    return name, path
+
+
+def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
+    """The model, the tokenizer, and a pool of the adapters that the arguments name.
+
+    `--adapter-path` is registered as what it was given as.
+    """
+    from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.loading import load, model_adapters, resolve_adapter, resolve_model
+
+    folder = resolve_model(args.model)
+    model, tokenizer = load(
+        folder, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
+    )
+    named = model_adapters(folder) | dict(args.adapter)
+    if args.adapter_path is not None:
+        named.setdefault(args.adapter_path, resolve_adapter(args.adapter_path, folder))
+    budget = None if args.adapter_memory is None else round(args.adapter_memory * 1e9)
+    pool = AdapterPool(model, budget=budget, base_folder=folder, force=args.force)
+    for name, path in named.items():
+        pool.register(name, path)
+    return model, tokenizer, pool
 
 
 def is_afm(model: Any) -> bool:

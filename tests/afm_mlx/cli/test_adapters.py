@@ -1,6 +1,9 @@
 """`--adapter-path`, where a model runs."""
 
+import io
 import json
+import shutil
+import sys
 
 import mlx.core as mx
 import numpy as np
@@ -8,22 +11,33 @@ import pytest
 
 from afm_mlx.adapters.attach import attach_adapter, detach_adapter
 from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
+from afm_mlx.generation import generate
 from afm_mlx.loading import load
+from afm_mlx.weights import save_file
 from tests.tools.cli import answer, lines
 
 
 @pytest.fixture
-def adapter(folder, tmp_path, rng):
-    """An adapter of the tiny model that changes what it says."""
-    model, _ = load(folder)
-    add_lora(model, 4, 0.5, seed=int(rng.integers(2**31)))
-    drawn = {
-        n: mx.array(rng.normal(0, 0.5, t.shape).astype(np.float32)) if ".lora_b" in n else t
-        for n, t in lora_tensors(model).items()
-    }
-    model.load_weights(list(drawn.items()), strict=False)
-    save_lora(model, tmp_path / "adapter", folder)
-    return tmp_path / "adapter"
+def write(folder, tmp_path, rng):
+    """Writes an adapter of the tiny model that changes what it says."""
+
+    def write(name, rank=4):
+        model, _ = load(folder)
+        add_lora(model, rank, 0.5, seed=int(rng.integers(2**31)))
+        drawn = {
+            n: mx.array(rng.normal(0, 0.5, t.shape).astype(np.float32)) if ".lora_b" in n else t
+            for n, t in lora_tensors(model).items()
+        }
+        model.load_weights(list(drawn.items()), strict=False)
+        save_lora(model, tmp_path / name, folder)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def adapter(write):
+    return write("adapter")
 
 
 def test_load_attaches(folder, adapter):
@@ -66,3 +80,88 @@ def test_a_prompt_cache_is_not_shared(folder, adapter, run, fails, tmp_path):
 def test_another_model_s_adapter_is_one_line(adapter, fails):
     line = fails("generate", "--adapter-path", adapter, "-p", "x")  # the embedded model
     assert "was made for the model with fingerprint" in line
+    assert "(--force)" in line
+    assert "was made for another model" in fails(
+        "generate", "--adapter-path", adapter, "-p", "x", "--force"
+    ), "its shapes don't fit"
+
+
+def test_another_model_s_adapter_can_be_forced(folder, adapter, run, rng):
+    path = folder / "model.safetensors"
+    weights = dict(mx.load(str(path)))
+    mx.eval(weights)  # the file is about to be written
+    name = str(rng.choice([n for n in weights if n.endswith("proj.weight")]))
+    weights[name] = weights[name] + mx.array(1, weights[name].dtype)
+    save_file(path, weights)
+    argv = ("generate", "--model", folder, "--adapter-path", adapter, "-p", "A list", "-m", 3)
+    assert run(*argv)[0] == 2
+    status, out, err = run(*argv, "--force")
+    assert (status, err) == (0, "")
+    assert out
+
+
+# -- several, in one chat
+
+
+def scratch(folder, messages, adapter=None):
+    """The answer of a model that has only this adapter, from nothing."""
+    model, tokenizer = load(folder, adapter_path=adapter and str(adapter))
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return generate(model, tokenizer, prompt, max_tokens=8)
+
+
+def test_a_chat_switches(folder, write, run, monkeypatch):
+    """Each answer is that of the adapter that is switched on, after all that was said before."""
+    paths = {name: write(name, rank) for name, rank in (("first", 3), ("second", 5))}
+    turns = [None, "first", "second", "first", None]
+    typed, messages, wanted = [], [], []
+    for number, name in enumerate(turns):
+        question = f"the list of {number}"
+        typed += [f"/adapter {name or ''}", question]
+        messages.append({"role": "user", "content": question})
+        wanted.append(scratch(folder, messages, paths.get(name)))
+        messages.append({"role": "assistant", "content": wanted[-1]})
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("\n".join(typed).encode())))
+    named = [f"{name}={path}" for name, path in paths.items()]
+    status, out, err = run(
+        "chat", "--model", folder, "-m", 8, "--adapter", named[0], "--adapter", named[1]
+    )
+    assert status == 0
+    assert out == "".join(f"{answer}\n" for answer in wanted)
+    assert [line for line in err.splitlines() if "Adapter:" in line] == [
+        "Adapter: first.",
+        "Adapter: second.",
+        "Adapter: first.",
+    ]
+    assert err.count("No adapter; there are: first, second.") == 2
+
+
+def test_a_chat_survives_an_adapter_that_can_not_be_loaded(folder, write, run, monkeypatch):
+    path = write("gone")
+    (path / "adapters.safetensors").write_bytes(b"x")
+    typed = "/adapter gone\n/adapter unknown\nA list\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+    status, out, err = run("chat", "--model", folder, "-m", 8, "--adapter", f"gone={path}")
+    assert status == 0
+    assert out.strip() == scratch(folder, [{"role": "user", "content": "A list"}]).strip()
+    assert "no whole safetensors file" in err
+    assert "unknown" in err
+
+
+def test_adapters_that_come_with_a_model(folder, write, run, fails):
+    path = write("a")
+    shutil.copytree(path, folder / "adapters" / "neat")
+    argv = ("generate", "--model", folder, "-p", "A list", "-m", 8)
+    status, out, err = run(*argv, "--adapter-path", "neat", "--json")
+    assert (status, err) == (0, "")
+    asked = [{"role": "user", "content": "A list"}]
+    assert json.loads(out)["text"] == scratch(folder, asked, path) != scratch(folder, asked)
+    assert "the model's own adapters are neat" in fails(*argv, "--adapter-path", "messy")
+
+
+def test_names_and_memory_are_checked(folder, adapter, fails):
+    argv = ("chat", "--model", folder)
+    assert "'x' is no NAME=PATH" in fails(*argv, "--adapter", "x")
+    assert "there is no such path" in fails(*argv, "--adapter", "x=nowhere")
+    line = fails(*argv, "--adapter-path", adapter, "--adapter-memory", "0.000001")
+    assert "1,000" in line

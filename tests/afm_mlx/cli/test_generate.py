@@ -117,7 +117,7 @@ def test_a_full_context_ends_with_the_text_so_far(folder, run, fails):
         (["-m", "0"], "max_tokens is 0"),
         (["--kv-bits", "4"], "kv_bits is 4"),
         (["--kv-bits", "8"], "kv_bits is 8"),  # a model without scales
-        (["--adapter-path", "x"], "an adapter is a folder with"),
+        (["--adapter-path", "x"], "it is no path, and the model's own adapters are none"),
         (["--xtc-probability", "0.5"], "--temp"),
         (["--temp", "1", "--top-k", "1000"], "1000 tokens"),
         (["--extra-eos-token", "nosuchpiece"], "nosuchpiece"),
