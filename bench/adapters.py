@@ -1,0 +1,251 @@
+"""What adapters cost at the 3B's shape: swapping, loading, decoding with one, and a batch with eight.
+
+The model has random weights, and so have the adapters. Whatever is compared takes turns, so that a machine's
+moods hit both alike.
+
+    python -m bench.adapters --output results
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.adapters.active import ActiveAdapters, BatchAdapters, bind, unbind
+from afm_mlx.adapters.attach import attach_random_adapters, detach_adapter, random_adapter
+from afm_mlx.adapters.files import AdapterConfig, save_adapter
+from afm_mlx.adapters.places import place_shapes
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.resident import ResidentAdapter, build_resident
+from afm_mlx.bandwidth import measure_bandwidth
+from afm_mlx.benchmark import Bench, Case, count_operations, threads_in_use
+from afm_mlx.config import PRESETS
+from afm_mlx.quantization import random_packed_model
+from bench.peers import Bystanders, Target, markdown, target_rows
+
+SWAP_SECONDS = 1e-3
+LOAD_SECONDS = 0.15
+OF_NONE = 0.87
+OF_ONE = 0.8
+DISPATCHES = 520
+NO_EXTRA = 1.05  # of a step, within what its own noise is
+
+Figures = dict[str, Any]
+
+
+def swaps(model: Any, ranks: Sequence[int], steps: int) -> Figures:
+    """Seconds of a swap, and of the token after it beside tokens without a swap.
+
+    Args:
+        model: without an adapter.
+        ranks: of the two adapters that take turns.
+        steps: tokens of each kind.
+    """
+    active, residents = bind(model), [_resident(model, rank, i) for i, rank in enumerate(ranks)]
+    swapping = _timed(
+        _swap_to(active, r) for r in itertools.islice(itertools.cycle(residents), 200)
+    )
+    token, cache = mx.zeros((1, 1), mx.int32), model.make_cache()
+    model.prefill(mx.zeros((1, 8), mx.int32), cache)
+
+    def step() -> None:
+        mx.eval(model.greedy(token, cache))
+
+    first = []  # with each adapter: that may make a trace
+    for resident in residents:
+        _swap_to(active, resident)()
+        first += _timed([step])
+    kept, swapped = [], []
+    for resident in itertools.islice(itertools.cycle(residents), steps):
+        swap = _swap_to(active, resident)
+        swapped += _timed([lambda swap=swap: (swap(), step())])
+        kept += _timed([step])
+    unbind(model)
+    return {
+        "swap_seconds": statistics.median(swapping),
+        "kept_seconds": statistics.median(kept),
+        "after_swap_seconds": statistics.median(swapped),
+        "first_ever_seconds": first,
+    }
+
+
+def _resident(model: Any, rank: int, seed: int) -> ResidentAdapter:
+    return build_resident(random_adapter(model, rank, seed), 1.0, place_shapes(model), "random")
+
+
+def _swap_to(active: ActiveAdapters, resident: ResidentAdapter) -> Callable[[], None]:
+    return lambda: active.set(BatchAdapters.of([resident]))
+
+
+def _timed(calls: Any) -> list[float]:
+    seconds = []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def loads(model: Any, rank: int, trials: int) -> Figures:
+    """Seconds to load an adapter whose file lies in the system's page cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        tensors = {n: mx.array(t) for n, t in random_adapter(model, rank).items()}
+        save_adapter(folder, tensors, AdapterConfig(rank, 1.0, len(model.layers)))
+        del tensors
+        seconds, nbytes = [], 0
+        # A pool remembers what it has loaded before: each load is the first one of its pool.
+        for _ in range(trials + 1):
+            with AdapterPool(model) as pool:
+                pool.register("random", folder)
+                seconds += _timed([lambda pool=pool: pool.load("random")])
+                nbytes = pool.nbytes
+    return {"bytes": nbytes, "load_seconds": seconds[1:], "first_seconds": seconds[0]}
+
+
+def decoding(model: Any, cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of cases that take turns, by their names."""
+    rates: dict[str, list[float]] = {name: [] for name in cases}
+    for turn in range(rounds + 1):
+        for name, case in cases.items():
+            if case.adapter_rank:
+                attach_random_adapters(
+                    model, case.adapter_rank, 0, count=case.adapters, rows=case.batch
+                )
+            bench = Bench(model, case, "int8", None, np.random.default_rng(turn))
+            bench.run(4)
+            _, seconds = bench.run(case.generated_tokens)
+            if turn:  # the first round is a warm-up
+                rates[name].append(case.batch * (case.generated_tokens - 2) / seconds)
+            detach_adapter(model)
+    return rates
+
+
+def operations(model: Any) -> dict[str, int]:
+    """Of a decode step: without an adapter, with one, and of eight rows with eight of several ranks."""
+    counts = {"none": count_operations(model)}
+    attach_random_adapters(model, 16)
+    counts["rank 16"] = count_operations(model)
+    rows = [_resident(model, rank, rank) for rank in (8, 16, 32, 4, 12, 24, 20, 28)]
+    bind(model).set(BatchAdapters.of(rows))
+    counts["8 rows, 8 ranks"] = count_operations(model, batch=8)
+    detach_adapter(model)
+    return counts
+
+
+def targets(figures: Figures) -> list[Target]:
+    """What was promised, beside what was measured."""
+    same, load = figures["swaps"]["16 and 16"], figures["loads"]
+    rate = {name: statistics.median(rates) for name, rates in figures["decoding"].items()}
+    return [
+        Target(
+            "swap of a resident adapter", same["swap_seconds"] * 1e3, SWAP_SECONDS * 1e3, True, "ms"
+        ),
+        Target(
+            "the token after a swap, over any other",
+            same["after_swap_seconds"] / same["kept_seconds"],
+            NO_EXTRA,
+            True,
+        ),
+        Target(
+            f"first load of {load['bytes'] / 1e6:.0f} MB from the page cache",
+            statistics.median(load["load_seconds"]) * 1e3,
+            LOAD_SECONDS * 1e3,
+            True,
+            "ms",
+        ),
+        Target(
+            "decode with rank 16, over none", rate["1 row, rank 16"] / rate["1 row, none"], OF_NONE
+        ),
+        Target(
+            "8 rows with 8 adapters, over with one",
+            rate["8 rows, 8 adapters"] / rate["8 rows, 1 adapter"],
+            OF_ONE,
+        ),
+        Target(
+            "operations a step, 8 rows with 8 ranks",
+            figures["operations"]["8 rows, 8 ranks"],
+            DISPATCHES,
+            True,
+            "",
+        ),
+    ]
+
+
+def measure(preset: str, rank: int, rounds: int, generated: int) -> Figures:
+    """Everything, on one random model."""
+    model = random_packed_model(PRESETS[preset])
+    one = Case(16, generated, 1)
+    eight = Case(16, generated, 8, adapter_rank=rank)
+    return {
+        "bandwidth_bytes_per_second": measure_bandwidth(threads_in_use()).bytes_per_second,
+        "swaps": {
+            f"{first} and {second}": swaps(model, (first, second), 4 * rounds)
+            for first, second in ((16, 16), (16, 32))
+        },
+        "loads": loads(model, 32, rounds),
+        "operations": operations(model),
+        "decoding": decoding(
+            model,
+            {
+                "1 row, none": one,
+                f"1 row, rank {rank}": Case(16, generated, 1, adapter_rank=rank),
+                "8 rows, none": Case(16, generated, 8),
+                "8 rows, 1 adapter": eight,
+                "8 rows, 8 adapters": Case(16, generated, 8, adapter_rank=rank, adapters=8),
+            },
+            rounds,
+        ),
+    }
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.adapters", description=__doc__)
+    parser.add_argument("--preset", choices=list(PRESETS), default="afm-3b")
+    parser.add_argument("--rounds", type=int, default=5, help="measured runs of every case")
+    parser.add_argument("--generated", type=int, default=24, help="tokens of an answer")
+    parser.add_argument("--output", type=Path, help="folder for adapters.json, all figures")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    options = parse(argv)
+    bystanders = Bystanders()
+    figures = measure(options.preset, 16, options.rounds, options.generated)
+    others = bystanders.processors()
+    print(f"{options.preset}, random weights of 2 bits, {threads_in_use()} threads\n")
+    rows = [["decoding", "tokens/s, median", "least", "most"]]
+    for name, rates in figures["decoding"].items():
+        rows.append([name, *(f"{f(rates):.1f}" for f in (statistics.median, min, max))])
+    print(markdown(rows))
+    for pair, found in figures["swaps"].items():
+        first = ", ".join(f"{seconds * 1e3:.1f}" for seconds in found["first_ever_seconds"])
+        swap, kept, after = (
+            found[f"{name}_seconds"] * 1e3 for name in ("swap", "kept", "after_swap")
+        )
+        print(
+            f"\nranks {pair}: a swap {swap:.3f} ms; a token {kept:.1f} ms, after a swap {after:.1f} ms, "
+            f"with each for the first time {first} ms"
+        )
+    counts = ", ".join(f"{name} {count}" for name, count in figures["operations"].items())
+    print(f"\noperations a step: {counts}\n")
+    print(markdown(target_rows(targets(figures))))
+    if others is not None:
+        print(f"\nother processes kept {others:.2f} processors busy meanwhile")
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        facts = {"preset": options.preset, "processors_busy_with_others": others, **figures}
+        (options.output / "adapters.json").write_text(json.dumps(facts, indent=2))
+
+
+if __name__ == "__main__":
+    main()
