@@ -97,19 +97,25 @@ def _timed(calls: Any) -> list[float]:
 
 
 def loads(model: Any, rank: int, trials: int) -> Figures:
-    """Seconds to load an adapter whose file lies in the system's page cache."""
+    """Seconds to load an adapter whose file lies in the system's page cache.
+
+    A virtual machine that has given memory back to its host gets it again at a tenth of the speed. So before
+    each load as much memory is written to and freed, which the load then finds; how long that took is a
+    figure of its own.
+    """
     with tempfile.TemporaryDirectory() as folder:
         tensors = {n: mx.array(t) for n, t in random_adapter(model, rank).items()}
         save_adapter(folder, tensors, AdapterConfig(rank, 1.0, len(model.layers)))
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
         del tensors
-        seconds, nbytes = [], 0
-        # A pool remembers what it has loaded before: each load is the first one of its pool.
-        for _ in range(trials + 1):
+        seconds, writing = [], []
+        for _ in range(trials + 1):  # the first one is a warm-up
+            # A pool remembers what it has loaded before: each load is the first one of its pool.
             with AdapterPool(model) as pool:
                 pool.register("random", folder)
+                writing += _timed([lambda: np.empty(nbytes, np.uint8).fill(1)])
                 seconds += _timed([lambda pool=pool: pool.load("random")])
-                nbytes = pool.nbytes
-    return {"bytes": nbytes, "load_seconds": seconds[1:], "first_seconds": seconds[0]}
+    return {"bytes": nbytes, "load_seconds": seconds[1:], "write_seconds": writing[1:]}
 
 
 def decoding(model: Any, cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
@@ -228,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
         rows.append([name, *(f"{f(rates):.1f}" for f in (statistics.median, min, max))])
     print(markdown(rows))
     for pair, found in figures["swaps"].items():
-        first = ", ".join(f"{seconds * 1e3:.1f}" for seconds in found["first_ever_seconds"])
+        first = _milliseconds(found["first_ever_seconds"])
         swap, kept, after = (
             found[f"{name}_seconds"] * 1e3 for name in ("swap", "kept", "after_swap")
         )
@@ -236,6 +242,11 @@ def main(argv: list[str] | None = None) -> None:
             f"\nranks {pair}: a swap {swap:.3f} ms; a token {kept:.1f} ms, after a swap {after:.1f} ms, "
             f"with each for the first time {first} ms"
         )
+    load = figures["loads"]
+    print(
+        f"\nloads: {_milliseconds(load['load_seconds'])} ms; writing to as much new memory before each: "
+        f"{_milliseconds(load['write_seconds'])} ms"
+    )
     counts = ", ".join(f"{name} {count}" for name, count in figures["operations"].items())
     print(f"\noperations a step: {counts}\n")
     print(markdown(target_rows(targets(figures))))
@@ -245,6 +256,10 @@ def main(argv: list[str] | None = None) -> None:
         options.output.mkdir(parents=True, exist_ok=True)
         facts = {"preset": options.preset, "processors_busy_with_others": others, **figures}
         (options.output / "adapters.json").write_text(json.dumps(facts, indent=2))
+
+
+def _milliseconds(seconds: Sequence[float]) -> str:
+    return ", ".join(f"{each * 1e3:.0f}" for each in seconds)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""The benchmark of adapters, on the small preset: all figures are there, and targets are judged by them."""
+
+import json
+
+import pytest
+
+from bench import adapters
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """What it prints, and its file."""
+    folder = tmp_path_factory.mktemp("results")
+    with pytest.MonkeyPatch.context() as patch:
+        lines = []
+        patch.setattr("builtins.print", lambda *parts, **_: lines.append(" ".join(map(str, parts))))
+        argv = ["--preset", "afm-nano", "--rounds", "1", "--generated", "4"]
+        adapters.main([*argv, "--output", str(folder)])
+    return "\n".join(lines), json.loads((folder / "adapters.json").read_text())
+
+
+def test_every_figure_is_measured(measured):
+    printed, figures = measured
+    assert set(figures["decoding"]) == {
+        "1 row, none",
+        "1 row, rank 16",
+        "8 rows, none",
+        "8 rows, 1 adapter",
+        "8 rows, 8 adapters",
+    }
+    assert all(len(rates) == 1 and rates[0] > 0 for rates in figures["decoding"].values())
+    for found in figures["swaps"].values():
+        assert 0 < found["swap_seconds"] < found["kept_seconds"]
+        assert len(found["first_ever_seconds"]) == 2
+    assert len(figures["loads"]["load_seconds"]) == 1
+    # Rank 32 of every pair of the preset, in float16.
+    assert figures["loads"]["bytes"] > 2_000_000
+    counts = figures["operations"]
+    assert counts["none"] <= counts["rank 16"] <= counts["8 rows, 8 ranks"]
+    for name in ("8 rows, 8 adapters", "swap of a resident adapter", "operations a step"):
+        assert name in printed
+
+
+def test_targets_are_judged_by_the_figures(measured):
+    _, figures = measured
+    slow = {name: [10.0] for name in figures["decoding"]} | {"1 row, rank 16": [8.0]}
+    judged = {t.name: t.met for t in adapters.targets(figures | {"decoding": slow})}
+    assert judged["decode with rank 16, over none"] is False
+    assert judged["8 rows with 8 adapters, over with one"] is True
+    late = figures["loads"] | {"load_seconds": [0.1, 0.2, 0.3]}
+    (load,) = [t for t in adapters.targets(figures | {"loads": late}) if "first load" in t.name]
+    assert load.value == pytest.approx(200)
+    assert load.met is False
