@@ -1,1 +1,11 @@
-"""LoRA adapters: `files` reads and writes their folders, `lora` has layers to train, `attach` runs them."""
+"""LoRA adapters: their files, layers to train, and how they run.
+
+| | file |
+| --- | --- |
+| folders as mlx-lm has them, and weighted sums | `files.py`, `compose.py` |
+| layers to train | `lora.py` |
+| the linear layers of a model's blocks | `places.py` |
+| from files to one array in memory | `sources.py`, `resident.py` |
+| which adapters a model adds to which rows | `active.py`; one for all rows: `attach.py` |
+| adapters by name, under a byte budget | `pool.py`, `lease.py`, `registry.py`, `room.py` |
+"""

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 
@@ -24,6 +25,8 @@ from afm_mlx.weights import read_header, save_file
 
 TENSORS_NAME = "adapters.safetensors"
 CONFIG_NAME = "adapter_config.json"
+# More than any matrix of a model has rows; a config that claims more is damaged or hostile.
+MAX_RANK = 1 << 16
 
 _TENSOR_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[ab])(?P<part>\.\d+)?")
 
@@ -90,16 +93,16 @@ class AdapterConfig:
         dropout, num_layers = parameters.get("dropout", 0.0), values.get("num_layers", -1)
         keys, fingerprint = parameters.get("keys") or (), values.get("base_model_fingerprint")
         checks = (
-            ("rank", rank, type(rank) is int and rank >= 1, "a whole number of 1 or more"),
-            ("scale", scale, _is_number(scale), "a finite number, alpha / rank"),
-            ("dropout", dropout, _is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
+            ("rank", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
+            ("scale", scale, is_number(scale), "a finite number, alpha / rank"),
+            ("dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
             ("num_layers", num_layers, type(num_layers) is int, "a whole number, -1 for all"),
             ("keys", keys, _are_names(keys), "a list of layer names"),
             (
                 "base_model_fingerprint",
                 fingerprint,
-                fingerprint is None or isinstance(fingerprint, str),
-                "a string",
+                fingerprint is None or is_text(fingerprint),
+                "a string of Unicode",
             ),
         )
         for name, value, holds, allowed in checks:
@@ -201,5 +204,16 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
 
 
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) < float("inf")
+def is_rank(value: Any) -> TypeGuard[int]:
+    """Whether a value of JSON can be a rank."""
+    return type(value) is int and 1 <= value <= MAX_RANK
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value of JSON is a number that a float can hold: Python's integers have no end."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """Whether a value of JSON is text that can be printed and written: JSON's may hold halves of characters."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)

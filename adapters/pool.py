@@ -37,7 +37,7 @@ from afm_mlx.adapters.registry import Adapter, Entry, Registry
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.adapters.room import due, never, used, victims
 from afm_mlx.adapters.sources import Base, OpenAdapter, open_adapter, open_sum
-from afm_mlx.errors import CheckpointError, RequestError
+from afm_mlx.errors import AFMError, CheckpointError, RequestError
 
 PATIENCE = 64
 """Leases of other adapters that a load which waits for room lets pass."""
@@ -126,9 +126,6 @@ class AdapterPool:
         """Whether the pool is that of this very model."""
         return self._model() is model
 
-    def __contains__(self, name: object) -> bool:
-        return name in self.registered
-
     @property
     def registered(self) -> list[str]:
         """Names, in the order of registration."""
@@ -146,15 +143,6 @@ class AdapterPool:
         """Bytes of the resident adapters, and of those that are being read."""
         with self._changed:
             return used(self._entries.values())
-
-    def fingerprint(self, adapter: Adapter) -> str | None:
-        """What prompt caches know an adapter by; None before its first load.
-
-        Raises:
-            RequestError: see `request`.
-        """
-        with self._changed:
-            return self._entries.entry_of(adapter).fingerprint
 
     def name_of(self, fingerprint: str) -> str | None:
         """The adapter that was loaded with this fingerprint; None when there is none."""
@@ -202,11 +190,12 @@ class AdapterPool:
             entry = self._entries.entry_of(adapter)
             self._entries.setdefault(entry.key, entry)
             lease = Lease(self, entry, patient)
-            if entry.resident is not None and not entry.draining:
+            # What must not wait for rows takes what drains, too.
+            if entry.resident is not None and not (entry.draining and patient):
                 self._counts["hits"] += 1
                 self._grant(entry, lease)
-                for blocked in itertools.islice(self._queue, 1):
-                    blocked.passed += 1
+                if self._queue:
+                    self._queue[0].passed += 1
             else:
                 entry.waiting.add(lease)
                 self._start(entry)
@@ -243,11 +232,13 @@ class AdapterPool:
     # -- memory
 
     def pin(self, name: str) -> ResidentAdapter:
-        """Load an adapter, and keep it in memory until `unpin`.
+        """Load a registered adapter, and keep it in memory until `unpin`.
 
         Raises:
             AFMError: as `load`.
         """
+        with self._changed:
+            self._entries.named(name)  # a sum without a name has nothing to be unpinned by
         with self._request(name, patient=False) as lease:
             lease.wait()
             resident = lease.resident
@@ -261,15 +252,17 @@ class AdapterPool:
             self._entries.named(name).pinned = False
             self._advance()
 
-    def unload(self, name: str) -> None:
+    def unload(self, adapter: Adapter) -> None:
         """Drop an adapter from memory, and its pin; it stays registered.
 
+        Args:
+            adapter: a registered name, or weights of registered adapters.
+
         Raises:
-            RequestError: when the name is unknown, or rows use it or wait for it.
+            RequestError: for what is not registered, and when rows use it or wait for it.
         """
         with self._changed:
-            entry = self._entries.named(name)
-            self._unload([entry])
+            self._unload([self._entries.entry_of(adapter)])
         mx.clear_cache()
 
     def close(self) -> None:
@@ -284,7 +277,7 @@ class AdapterPool:
             self._changed.notify_all()
             executor, self._executor = self._executor, None
         if executor is not None:
-            executor.shutdown()
+            executor.shutdown(cancel_futures=True)
 
     def __enter__(self) -> AdapterPool:
         return self
@@ -338,6 +331,7 @@ class AdapterPool:
                 entry.opened, entry.nbytes, entry.state = opened, opened.nbytes, "waiting"
                 self._queue.append(entry)
             self._advance()
+            entry.opened = None  # other formats are read whole, and what waits must take no memory
 
     def _opened(self, entry: Entry) -> OpenAdapter:
         if isinstance(entry.source, Path):
@@ -348,9 +342,15 @@ class AdapterPool:
         weights = entry.source.values()
         return open_sum(list(zip(parts, weights, strict=True)), self._base, entry.name)
 
-    def _read(self, entry: Entry, opened: OpenAdapter) -> None:
-        """Read the numbers, and hand them to those that wait."""
+    def _read(self, entry: Entry, opened: OpenAdapter | None) -> None:
+        """Read the numbers, and hand them to those that wait; `opened` is None after a wait for room."""
         try:
+            opened = opened or self._opened(entry)
+            if opened.nbytes > entry.nbytes:
+                raise CheckpointError(
+                    f"{opened.source} has grown from {entry.nbytes:,} bytes in memory to {opened.nbytes:,} "
+                    "since its load began. Load the adapter again."
+                )
             resident = opened.read()
             if entry.fingerprint not in (None, resident.fingerprint):
                 raise CheckpointError(
@@ -363,7 +363,7 @@ class AdapterPool:
             return
         with self._changed:
             self._counts["loads"] += 1
-            entry.opened, entry.error, entry.fingerprint = None, None, resident.fingerprint
+            entry.error, entry.fingerprint = None, resident.fingerprint
             entry.nbytes, entry.order = resident.nbytes, next(self._clock)
             entry.resident, entry.state = resident, "resident"
             self._grant_all(entry)  # before it could be evicted
@@ -379,7 +379,10 @@ class AdapterPool:
     def _fail(self, entry: Entry, error: Exception) -> None:
         """End a load; what waits for it gets the error."""
         self._counts["failures"] += 1
-        entry.error = error.with_traceback(None)  # whose frames would keep arrays
+        entry.error = str(error) if isinstance(error, AFMError) else repr(error)
+        # The frames that errors have passed through would keep arrays.
+        error.__cause__ = error.__context__ = None
+        error = error.with_traceback(None)
         self._refuse(list(entry.waiting), error)
         self._forget(entry)
 
@@ -400,7 +403,6 @@ class AdapterPool:
                 self._queue.popleft()
                 entry.state = "loading"
                 assert self._executor is not None
-                assert entry.opened is not None
                 self._executor.submit(self._read, entry, entry.opened)
             elif self._queue and self._queue[0] is entry and not self._refuse_hasty():
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Entry:
     opened: OpenAdapter | None = None
     resident: ResidentAdapter | None = None
     fingerprint: str | None = None
-    error: Exception | None = None
+    error: str | None = None
 
     @property
     def name(self) -> str:
@@ -86,7 +87,7 @@ class Entry:
             "pinned": self.pinned,
             "rows": self.held,
             "waiting": len(self.waiting),
-            "error": None if self.error is None else str(self.error),
+            "error": self.error,
         }
 
 
@@ -104,12 +105,7 @@ class Registry(dict[Key, Entry]):
         if isinstance(source, Mapping):
             self[name] = Entry(name, self.flattened(source))
             return
-        path = Path(source).absolute()
-        if not path.exists():
-            raise CheckpointError(
-                f"The adapter {name!r} is to come from {path}, and there is no such path."
-            )
-        self[name] = Entry(name, path)
+        self[name] = Entry(name, _path_of(name, source))
 
     @property
     def names(self) -> list[str]:
@@ -164,6 +160,20 @@ class Registry(dict[Key, Entry]):
                 f"The weights {dict(weights)} leave no adapter; give None for the model without one."
             )
         return flat
+
+
+def _path_of(name: str, source: str | Path) -> Path:
+    if not isinstance(source, str | Path) or not str(source):
+        raise RequestError(
+            f"The adapter {name!r} is to come from {source!r}; a path, or weights of registered adapters by "
+            "their names, are needed."
+        )
+    path = Path(os.path.expanduser(source)).absolute()
+    if not path.exists():
+        raise CheckpointError(
+            f"The adapter {name!r} is to come from {path}, and there is no such path."
+        )
+    return path
 
 
 def _check_name(name: str) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,8 +104,8 @@ def build_resident(
     """Put an adapter's tensors into one array.
 
     Args:
-        tensors: evaluated arrays, NumPy arrays or `StoredTensor` by their names in an adapter folder: A
-            (K, rank) and B (rank, N_i) of a floating type.
+        tensors: evaluated arrays, `StoredTensor`, or what NumPy takes for an array, by their names in an
+            adapter folder: A (K, rank) and B (rank, N_i) of a floating type. They are read one by one.
         scale: alpha / rank.
         shapes: of the model, see `place_shapes`.
         source: of the adapter, for errors.
@@ -117,12 +117,13 @@ def build_resident(
     # NumPy fills it without Python's lock, and faster than MLX copies: decoding goes on meanwhile.
     numbers = unfilled(layout.size)
     view = np.array(numbers, copy=False)
-    read = TensorReader()
+    read, sums = TensorReader(), []
     for path, of_sections in pairs_by_layer(tensors, shapes, source).items():
         part, start = layout.parts[path], 0
         outputs = sum(width for _, width in shapes[path].values())
+        mine = view[part.a : part.b + part.rank * _filled_up(outputs)]
         if not _covers(part, outputs, of_sections):
-            view[part.a : part.b + part.rank * _filled_up(outputs)] = 0
+            mine[:] = 0
         places = zip(shapes[path].items(), of_sections, strict=True)
         for index, ((end, (_, width)), pair) in enumerate(places):
             if pair is not None:
@@ -131,17 +132,18 @@ def build_resident(
                 b = _checked(read(pair[1]), f"{path}.lora_b{end}", source)
                 _fill_b(view, part, outputs, start, b)
             start += width
-    return _resident(numbers, layout, scale, view)
+        sums.append(mine.view(np.uint64).sum())  # while they lie in the processor's cache
+    return _resident(numbers, layout, scale, _fingerprint(view, layout, scale, sums))
 
 
-def _resident(numbers: mx.array, layout: Layout, scale: float, view: np.ndarray) -> ResidentAdapter:
+def _resident(numbers: mx.array, layout: Layout, scale: float, fingerprint: str) -> ResidentAdapter:
     table = tuple(sorted(layout.parts.items()))
-    number = _LAYOUTS.setdefault(table, len(_LAYOUTS))
-    return ResidentAdapter(numbers, layout.parts, scale, _fingerprint(view, layout, scale), number)
+    number = _LAYOUTS.setdefault(table, next(_NUMBERS))
+    return ResidentAdapter(numbers, layout.parts, scale, fingerprint, number)
 
 
-# Two threads that meet here give one layout two numbers at worst, which costs one more trace.
 _LAYOUTS: dict[tuple[tuple[str, Part], ...], int] = {}
+_NUMBERS = itertools.count()  # two threads never get the same one, as they may of `len(_LAYOUTS)`
 
 
 def _covers(part: Part, outputs: int, of_sections: list[tuple[Any, Any] | None]) -> bool:
@@ -243,8 +245,11 @@ def _values(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     return raw.view("<f2" if dtype == mx.float16 else "<f4")
 
 
-def _fingerprint(view: np.ndarray, layout: Layout, scale: float) -> str:
-    """Of scale and places, and of a sample of every matrix's numbers."""
+def _fingerprint(view: np.ndarray, layout: Layout, scale: float, sums: Sequence[np.uint64]) -> str:
+    """Of scale and places, a sample of every matrix's numbers, and sums of all of a layer's.
+
+    A digest of all numbers would take longer than to read them.
+    """
     head = {"scale": scale, "parts": layout.parts}
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
     bounds = sorted({*(i for p in layout.parts.values() for i in (p.a, p.b)), layout.size})
@@ -252,6 +257,7 @@ def _fingerprint(view: np.ndarray, layout: Layout, scale: float) -> str:
         # An odd stride visits every column of a matrix, whose rows are a power of two long as a rule.
         stride = max(1, (end - start) // _SAMPLES) | 1
         digest.update(view[start:end:stride].tobytes())
+    digest.update(np.array(sums, np.uint64).tobytes())
     return digest.hexdigest()
 
 

@@ -91,11 +91,7 @@ class OpenAdapter:
         Raises:
             CheckpointError: when a file was changed or deleted meanwhile, or holds NaN or infinity.
         """
-        tensors = {
-            name: tensor.join() if isinstance(tensor, _Joined) else tensor
-            for name, tensor in self.tensors.items()
-        }
-        resident = build_resident(tensors, self.scale, self.base.shapes, self.source)
+        resident = build_resident(self.tensors, self.scale, self.base.shapes, self.source)
         for path, stamp in self.stamps.items():
             if _stamp(path) != stamp:
                 raise CheckpointError(
@@ -131,9 +127,12 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
 
 
 def _files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise CheckpointError(f"There is no adapter {path}. Was it moved or deleted?")
-    return [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
+    try:
+        if not path.exists():
+            raise CheckpointError(f"There is no adapter {path}. Was it moved or deleted?")
+        return [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error.strerror}.") from None
 
 
 def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str) -> OpenAdapter:
@@ -179,7 +178,7 @@ def check_fingerprint(
 
 
 class _Joined(NamedTuple):
-    """Tensors to be put side by side, each with its factor."""
+    """Tensors to be put side by side, each with its factor; NumPy takes it for an array."""
 
     pieces: tuple[tuple[StoredTensor, float], ...]
     axis: int
@@ -192,7 +191,7 @@ class _Joined(NamedTuple):
             size[1 - self.axis] = tensor.shape[1 - self.axis]
         return size[0], size[1]
 
-    def join(self) -> np.ndarray:
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.concatenate(
             [
                 np.asarray(TensorReader()(tensor), np.float32) * np.float32(factor)

@@ -14,12 +14,14 @@ from afm_mlx import blas
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.generation import batch_generate, generate, stream_generate
     from afm_mlx.loading import load
 
-__all__ = ["__version__", "batch_generate", "generate", "load", "stream_generate"]
+__all__ = ["AdapterPool", "__version__", "batch_generate", "generate", "load", "stream_generate"]
 
 _HOME = {
+    "AdapterPool": "adapters.pool",
     "batch_generate": "generation",
     "generate": "generation",
     "load": "loading",

@@ -97,11 +97,16 @@ class Case:
                 raise RequestError(
                     f"{name} of a benchmark is {getattr(self, name)}; at least {least} is needed."
                 )
-        most = min(self.batch, MAX_ADAPTERS) if self.adapter_rank else 1
+        if self.adapters > 1 and not self.adapter_rank:
+            raise RequestError(
+                f"adapters of a benchmark is {self.adapters}, and adapter_rank is 0, which means none; give "
+                "both."
+            )
+        most = min(self.batch, MAX_ADAPTERS)
         if self.adapters > most:
             raise RequestError(
-                f"adapters of a benchmark is {self.adapters}; {self.batch} rows with adapters of rank "
-                f"{self.adapter_rank} take at most {most}."
+                f"adapters of a benchmark is {self.adapters}; a batch of {self.batch} runs at most {most} side "
+                "by side."
             )
 
     @property

@@ -199,18 +199,29 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         ConfigError: when the file is missing or is no JSON object.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():  # a pipe would never end
+        raise ConfigError(f"{path} is no file; a JSON file is needed.")
     try:
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise ConfigError(
+                f"{path} has {size:,} bytes; a config has {_MAX_JSON_BYTES:,} at most. It is "
+                "damaged, or no config."
+            )
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is missing: a model folder holds config.json, *.safetensors and tokenizer files."
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:
+        # Python's for bad text, for numbers of thousands of digits, and for deep nesting.
         raise ConfigError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a JSON {type(values).__name__}; an object is needed.")
     return values
 
+
+_MAX_JSON_BYTES = 64 << 20
 
 PRESETS: dict[str, ModelConfig] = {
     # tamm's defaults, whose parameter count equals the shipped model's: 3,111,368,064.

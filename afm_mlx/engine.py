@@ -31,7 +31,7 @@ from afm_mlx.config import ModelConfig
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.kernels import dispatch
 from afm_mlx.request import Request, Response, Row
-from afm_mlx.row_adapters import RowAdapters, batch_adapters, can_start
+from afm_mlx.row_adapters import RowAdapters, batch_adapters, can_start, must_not_overtake
 from afm_mlx.sampling import sample
 
 # On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B.
@@ -177,7 +177,8 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; returns the id that its responses carry.
 
-        An adapter begins to load now. When that fails, the row's only response has the error.
+        An adapter begins to load now. When that fails, the row's only response has the error. So it does for a
+        cache that was filled under another adapter, unless that is known now.
 
         Raises:
             RequestError: for what can't be honoured.
@@ -195,7 +196,9 @@ class Engine:
         lease = self._adapters.lease(request.adapter)
         row = Row(next(self._ids), request, self.tokenizer.detokenizer, position, _seed_of(request))
         row.lease = lease
-        if (error := self._adapters.refusal(row, cache)) is not None:
+        # A load's error is the row's response, however early it comes.
+        known = lease is None or lease.ready
+        if known and (error := self._adapters.refusal(row, cache)) is not None:
             row.release()
             raise error
         self._waiting.append((row, cache))
@@ -388,15 +391,21 @@ class Engine:
         taken: list[tuple[Row, list[Any]]] = []
         left: deque[tuple[Row, list[Any]]] = deque()
         side_by_side = list(self._batch.rows)
+        overtaken: list[Row] = []
         for row, cache in self._waiting:
-            if len(taken) == room or not can_start(row, side_by_side):
+            if len(taken) == room:
                 left.append((row, cache))
+            elif not can_start(row, side_by_side) or must_not_overtake(row, overtaken):
+                left.append((row, cache))
+                overtaken.append(row)
             elif (error := self._adapters.refusal(row, cache)) is not None:
                 row.release()
                 self._refused.append(Response(row.id, -1, "", None, "error", error))
             else:
                 taken.append((row, cache))
                 side_by_side.append(row)
+                for other in overtaken:
+                    other.overtaken += row.lease is not None
         self._waiting = left
         return taken
 

@@ -73,12 +73,12 @@ def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
         AFMError: when it is neither.
     """
     path, own = Path(path_or_name).expanduser(), model_adapters(model_folder)
-    if path.exists():
+    if str(path_or_name) and path.exists():
         return path
     if str(path_or_name) in own:
         return own[str(path_or_name)]
     raise AFMError(
-        f"There is no adapter {path_or_name}: it is no path, and the model's own adapters are "
+        f"There is no adapter {str(path_or_name)!r}: it is no path, and the model's own adapters are "
         f"{', '.join(own) or 'none'}."
     )
 
@@ -136,6 +136,7 @@ def load(
     """
     folder = resolve_model(path_or_hf_repo, revision)
     values = read_config_json(folder / "config.json") | dict(model_config or {})
+    adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)
     if values.get("model_type") != MODEL_TYPE:
         from afm_mlx.zoo import load_zoo
 
@@ -143,7 +144,7 @@ def load(
             folder,
             tokenizer_config=tokenizer_config,
             model_config=model_config,
-            adapter_path=adapter_path,
+            adapter_path=None if adapter is None else str(adapter),
             lazy=lazy,
             return_config=return_config,
             trust_remote_code=trust_remote_code,
@@ -156,9 +157,8 @@ def load(
         )
     model = load_model(folder, values, lazy=lazy)
     set_activation_bits(model, activation_bits)
-    if adapter_path is not None:
-        path = resolve_adapter(adapter_path, folder)
-        attach_adapter(model, path, base_folder=folder, force=force_adapter)
+    if adapter is not None:
+        attach_adapter(model, adapter, base_folder=folder, force=force_adapter)
     tokenizer = load_tokenizer(folder)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
 

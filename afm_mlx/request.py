@@ -112,6 +112,7 @@ class Row:
         sampled: how many tokens were drawn, read back or not.
         error: raised by the row's own sampler or logits processor.
         lease: of the row's adapter; None without one.
+        overtaken: by how many later rows with adapters, while this one could not start.
     """
 
     id: int
@@ -123,6 +124,7 @@ class Row:
     sampled: int = 0
     error: Exception | None = None
     lease: Lease | None = None
+    overtaken: int = 0
 
     def __post_init__(self) -> None:
         self._stop = StopStrings(self.request.stop)

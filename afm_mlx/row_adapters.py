@@ -11,7 +11,7 @@ import mlx.nn as nn
 from afm_mlx.adapters.active import BatchAdapters, bind
 from afm_mlx.adapters.attach import adapter_fingerprint
 from afm_mlx.adapters.lease import Lease
-from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.pool import PATIENCE, AdapterPool
 from afm_mlx.adapters.registry import Adapter
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS
@@ -30,15 +30,18 @@ class RowAdapters:
     """
 
     def __init__(self, model: nn.Module, pool: AdapterPool | None):
-        self._model, self._pool, self._active = model, pool, None
+        self._model, self._pool = model, pool
         if pool is None:
             return
+        if not isinstance(pool, AdapterPool):
+            raise RequestError(
+                f"adapters is {pool!r}; a pool is needed: AdapterPool(model), with adapters registered by name."
+            )
         if not pool.serves(model):
             raise RequestError(
                 "The adapter pool was made for another model; make one for this model."
             )
-        self._active = bind(model)
-        if self._active.batch is not None:
+        if bind(model).batch is not None:
             raise RequestError(
                 "The model has an adapter that all rows use, and an adapter pool too. Take the former off "
                 "(detach_adapter)."
@@ -54,8 +57,8 @@ class RowAdapters:
             return None
         if self._pool is None:
             raise RequestError(
-                f"The request names the adapter {adapter!r}, and this engine has no adapter pool: make it with "
-                "Engine(..., adapters=AdapterPool(model))."
+                f"The request names the adapter {adapter!r}, and there is no adapter pool: give the engine, or "
+                "the function that generates, adapters=AdapterPool(model)."
             )
         return self._pool.request(adapter)
 
@@ -67,7 +70,8 @@ class RowAdapters:
 
     def using(self, batch: BatchAdapters | None) -> AbstractContextManager[None]:
         """Have the model add these adapters to what is computed inside."""
-        return nullcontext() if self._active is None else self._active.using(batch)
+        # Bound anew where somebody has taken an adapter off the model meanwhile, and all links with it.
+        return nullcontext() if self._pool is None else bind(self._model).using(batch)
 
     def fingerprint(self, row: Row) -> str:
         """What keys and values of the row are computed under: "" for the model alone."""
@@ -76,9 +80,12 @@ class RowAdapters:
         return "" if row.adapter is None else row.adapter.fingerprint
 
     def refusal(self, row: Row, cache: list[Any]) -> Exception | None:
-        """Why a row can't start: its adapter has failed to load, or its cache was filled under another one."""
+        """Why a row can't start: its adapter has failed to load, or its cache was filled under another one.
+
+        None while the adapter loads.
+        """
         if row.lease is not None and not row.lease.ready:
-            return row.lease.error  # None while it loads; then the cache is looked at later
+            return row.lease.error
         known = getattr(cache[0], "adapter", None)
         if known is None or cache[0].empty() or known == (wanted := self.fingerprint(row)):
             return None
@@ -109,3 +116,18 @@ def can_start(row: Row, beside: Iterable[Row]) -> bool:
         return False
     others = {id(other.adapter) for other in beside if other.adapter is not None}
     return len(others | {id(lease.resident)}) <= MAX_ADAPTERS
+
+
+def must_not_overtake(row: Row, waiting: Iterable[Row]) -> bool:
+    """Whether a row would keep adapters in use until one of which others have waited for long enough.
+
+    Args:
+        row: that could start.
+        waiting: rows before it that could not. Those whose adapters aren't loaded are the pool's to see to.
+    """
+    if row.lease is None or not row.lease.ready:
+        return False
+    return any(
+        other.overtaken >= PATIENCE and other.lease is not None and other.lease.ready
+        for other in waiting
+    )

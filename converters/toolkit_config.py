@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from afm_mlx.adapters.files import MAX_RANK, is_number, is_rank
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import ConfigError
 
@@ -146,9 +147,11 @@ def _adapter(entry: Mapping[str, Any], where: str) -> LoRASpec | str:
     rank = entry.get("rank", 8)
     alpha = entry.get("alpha")
     dropout = entry.get("dropout_p", 0)
-    if type(rank) is not int or rank < 1:
-        raise ConfigError(f"{where}: rank is {rank!r}, and must be a whole number of 1 or more.")
+    if not is_rank(rank):
+        raise ConfigError(
+            f"{where}: rank is {rank!r}, and must be a whole number of 1 to {MAX_RANK}."
+        )
     for name, value in (("alpha", rank if alpha is None else alpha), ("dropout_p", dropout)):
-        if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        if not is_number(value) or value < 0:
             raise ConfigError(f"{where}: {name} is {value!r}, and must be a number of 0 or more.")
     return LoRASpec(rank, float(rank if alpha is None else alpha), float(dropout))

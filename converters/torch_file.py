@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import pickle
 import zipfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +71,20 @@ def open_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
             f"{path} can't be read as a PyTorch checkpoint: {reason}. "
             "It is damaged: copy or download it again."
         ) from None
-    return _check_state(state, path, torch)
+    state = _check_state(state, path, torch)
+    _check_records(state, path)
+    return state
 
 
 def mlx_dtype(tensor: torch.Tensor) -> mx.Dtype | None:
-    """The MLX type of a floating-point tensor; None for integers. float64 counts as float32."""
-    if not tensor.is_floating_point():
-        return None
-    name = str(tensor.dtype).removeprefix("torch.")
-    return {"float16": mx.float16, "bfloat16": mx.bfloat16}.get(name, mx.float32)
+    """The MLX type of a floating-point tensor; None for all others and 8 bits. float64 counts as float32."""
+    types = {
+        "float16": mx.float16,
+        "bfloat16": mx.bfloat16,
+        "float32": mx.float32,
+        "float64": mx.float32,
+    }
+    return types.get(str(tensor.dtype).removeprefix("torch."))
 
 
 def tensor_chunks(tensor: torch.Tensor, dtype: mx.Dtype, name: str) -> Iterator[Any]:
@@ -154,6 +160,11 @@ def check_archive(path: Path) -> None:
             f"{path} is a zip archive, but no PyTorch checkpoint: it has no data.pkl in a folder. "
             "Give the .pt file that torch.save wrote."
         )
+    if len({entry.filename for entry in entries}) < len(entries):
+        raise CheckpointError(
+            f"{path} has two entries of one name, and readers differ in which they take. Give the .pt file "
+            "as torch.save wrote it."
+        )
     # The data is mapped where the archive says it lies, which compression or a lying size would break.
     if any(
         e.compress_type != zipfile.ZIP_STORED or e.file_size != e.compress_size for e in entries
@@ -182,6 +193,20 @@ def _check_state(state: Any, path: Path, torch: Any) -> dict[str, torch.Tensor]:
             "Save the state dict alone: torch.save(model.state_dict(), path)."
         )
     for key, tensor in state.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{path}: the name {key!r} is no text. A state dict is needed.")
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
             raise CheckpointError(f"{path}: {key} is no dense tensor, and only those are read.")
     return state
+
+
+def _check_records(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Raise `CheckpointError` for data of another size than described: what follows would be read too."""
+    with zipfile.ZipFile(path) as archive:
+        records = Counter(e.file_size for e in archive.infolist() if "/data/" in e.filename)
+    storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in state.values())}
+    if missing := Counter(size for size in storages.values() if size) - records:
+        raise CheckpointError(
+            f"{path} describes tensors of {min(missing):,} bytes that no record in it has. It is damaged: "
+            "copy or download it again."
+        )

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import options
 from afm_mlx.cli.parser import UsageError, integer
-from afm_mlx.errors import AFMError, ContextLengthError, TokenizerError
+from afm_mlx.errors import (
+    AFMError,
+    CheckpointError,
+    ConfigError,
+    ContextLengthError,
+    TokenizerError,
+)
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
@@ -125,7 +131,7 @@ def _turn(conversation: Any, line: str, terminal: bool, arguments: dict[str, Any
 
     try:
         response = conversation.ask(line, show, **arguments)
-    except (ContextLengthError, TokenizerError) as error:
+    except (CheckpointError, ConfigError, ContextLengthError, TokenizerError) as error:
         if shown:
             print(flush=True)
         message = " ".join(str(error).split())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from afm_mlx import config
+from afm_mlx.cli import options, training
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.parser import UsageError, integer, json_object, number
-from afm_mlx.cli.training import add_training, fill, recipe_of
+from afm_mlx.cli.training import add_training, fill, recipe_of, refuse_both
 from afm_mlx.cli.training_output import data_line, print_scores, run_training, scores_dict
 
 if TYPE_CHECKING:
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3}
 ADAPTER_PATH = "adapters"  # mlx-lm's default
+
+DRAFT_PRESETS = [name for name in config.PRESETS if name.endswith("-draft")]
 
 PRESETS: dict[str, dict[str, Any]] = {
     "toolkit": {
@@ -37,15 +42,14 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Command line and file come before a preset, and a preset before the defaults."""
 
-_INSTEAD = {
-    "epochs": ("iters",),
-    "warmup_epochs": ("warmup_iters", "lr_schedule"),
-    "schedule": ("lr_schedule",),
-    "final_learning_rate": ("lr_schedule",),
-    "rank": ("initial_adapter", "resume_adapter_file"),
-    "alpha": ("initial_adapter", "resume_adapter_file", "scale"),
-}
-"""A preset's values, and what a user may have said in the place of each."""
+_OF_LORA_ALONE = (
+    ("alpha", "scale", "how strong the adapter is"),
+    ("initial_adapter", "resume_adapter_file", "where to start"),
+)
+ALTERNATIVES = (*training.ALTERNATIVES, *_OF_LORA_ALONE)
+
+_OF_AN_ADAPTER = ("rank", "alpha")
+"""What an adapter that training starts from brings along, so that a preset does not say it."""
 
 _OF_LORA = (
     "adapter_path",
@@ -87,6 +91,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--save-path", help="of full and draft: model folder to make, whose run is SAVE_PATH-run"
+    )
+    parser.add_argument(
+        "--draft-preset",
+        choices=DRAFT_PRESETS,
+        help="of draft: start from a model of these sizes with random weights (by --seed) and the teacher's "
+        "tokenizer, instead of --model",
     )
     add_training(parser, "1e-3 for lora and draft, as in Apple's toolkit, and 1e-5 for full")
     parser.add_argument(
@@ -146,6 +156,8 @@ def run(args: argparse.Namespace) -> None:
         )
     if args.fine_tune_type == "lora":
         _take_parameters(args)
+    if args.draft_preset is not None and args.fine_tune_type != "draft":
+        raise UsageError("--draft-preset is for --fine-tune-type draft; leave it out.")
     if args.test and not (args.train or args.resume):
         _run_test(args)
         return
@@ -154,7 +166,8 @@ def run(args: argparse.Namespace) -> None:
         _check_whole(args)
     _take_preset(args)
     if kind == "draft":
-        fill(args, {"schedule": "constant", "distillation_divergence": "reverse"})
+        schedule = None if args.lr_schedule is not None else "constant"
+        fill(args, {"schedule": schedule, "distillation_divergence": "reverse"})
     recipe = recipe_of(args, LEARNING_RATES[kind])
     if kind == "lora":
         _run_lora(args, recipe)
@@ -171,9 +184,12 @@ def _take_preset(args: argparse.Namespace) -> None:
     if args.fine_tune_type == "draft":
         # The toolkit trains draft models with a linear warm-up and nothing behind it.
         values |= {"rank": None, "alpha": None, "schedule": "constant"}
-    for name, others in _INSTEAD.items():
-        if any(getattr(args, other) is not None for other in others):
-            values[name] = None
+    for one, other, _ in ALTERNATIVES:
+        for given, name in ((one, other), (other, one)):
+            if name in values and getattr(args, given) is not None:
+                values[name] = None
+    if args.initial_adapter or args.resume_adapter_file:
+        values |= dict.fromkeys(_OF_AN_ADAPTER)
     if args.optimizer == "adam" or "weight_decay" in (args.optimizer_config or {}).get("adamw", {}):
         values["weight_decay"] = None
     fill(args, values)
@@ -202,14 +218,26 @@ def _check_whole(args: argparse.Namespace) -> None:
         raise UsageError(f"--save-path is missing: the model folder that {kind} training makes.")
     if kind == "draft" and args.teacher is None:
         raise UsageError("--teacher is missing: the model that the draft model proposes tokens to.")
+    has_folder = args.model != options.EMBEDDED_MODEL
+    if kind == "draft" and has_folder == (args.draft_preset is not None):
+        fault = "both are given, choose one" if has_folder else "name one"
+        raise UsageError(
+            "Draft training starts from a float model folder (--model FOLDER) or from random weights "
+            f"(--draft-preset {DRAFT_PRESETS[0]}); {fault}."
+        )
 
 
 def _run_whole(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.kinds import DraftTraining, FullTraining
     from afm_mlx.training.methods import train_draft, train_full
+    from afm_mlx.training.source import FreshSource
 
     start: partial[Any]
     if args.fine_tune_type == "draft":
+        if args.draft_preset is not None:
+            fresh = FreshSource.for_target(args.teacher, args.draft_preset, args.seed)
+            recipe = dataclasses.replace(recipe, model=fresh)
+            args.model = args.draft_preset  # what is shown
         start = partial(train_draft, recipe, args.save_path, DraftTraining(args.num_layers))
     else:
         start = partial(train_full, recipe, args.save_path, FullTraining(args.num_layers))
@@ -251,12 +279,9 @@ def _lora(args: argparse.Namespace) -> LoRATraining:
     from afm_mlx.training.kinds import RANK, LoRATraining
 
     initial = args.initial_adapter or args.resume_adapter_file
-    if args.initial_adapter and args.resume_adapter_file:
-        raise UsageError("--initial-adapter and --resume-adapter-file are the same; choose one.")
+    refuse_both(args, _OF_LORA_ALONE)
     scale = args.scale
     if args.alpha is not None:
-        if args.scale is not None:
-            raise UsageError("--alpha and --scale both say how strong; choose one.")
         if args.rank is None and initial is not None:
             raise UsageError("--alpha needs --rank beside it; with --initial-adapter leave it out.")
         scale = args.alpha / (args.rank or RANK)

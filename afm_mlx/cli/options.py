@@ -74,7 +74,7 @@ def add_adapters(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--adapter-memory",
-        type=number(0),
+        type=gigabytes,
         metavar="GB",
         help="of all adapters in memory; those that were not used for longest make room. No limit by default",
     )
@@ -88,6 +88,16 @@ def named_path(text: str) -> tuple[str, str]:
     return name, path
 
 
+def gigabytes(text: str) -> int:
+    """A number of gigabytes as bytes, at least one, for argparse."""
+    nbytes = round(number(0)(text) * 1e9)
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} holds no adapter; one takes some 0.001 to 0.3 GB"
+        )
+    return nbytes
+
+
 def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     """The model, the tokenizer, and a pool of the adapters that the arguments name.
 
@@ -96,15 +106,20 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.loading import load, model_adapters, resolve_adapter, resolve_model
 
+    names = [name for name, _ in args.adapter]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(
+            f"--adapter gives {', '.join(repeated)} more than once; each needs a name of its own."
+        )
     folder = resolve_model(args.model)
+    named = model_adapters(folder)
+    named |= {name: resolve_adapter(path, folder) for name, path in args.adapter}
+    if args.adapter_path is not None:
+        named.setdefault(args.adapter_path, resolve_adapter(args.adapter_path, folder))
     model, tokenizer = load(
         folder, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
     )
-    named = model_adapters(folder) | dict(args.adapter)
-    if args.adapter_path is not None:
-        named.setdefault(args.adapter_path, resolve_adapter(args.adapter_path, folder))
-    budget = None if args.adapter_memory is None else round(args.adapter_memory * 1e9)
-    pool = AdapterPool(model, budget=budget, base_folder=folder, force=args.force)
+    pool = AdapterPool(model, budget=args.adapter_memory, base_folder=folder, force=args.force)
     for name, path in named.items():
         pool.register(name, path)
     return model, tokenizer, pool

@@ -86,6 +86,12 @@ def commands_parser(
 def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of one command.
 
+    Args:
+        name: of the command.
+        command: its module. It may have `ALTERNATIVES`, pairs of arguments that say the same thing (and what):
+            where the command line has one, the file's other is left out.
+        argv: behind the command's name.
+
     Raises:
         UsageError: for an argument, a key or a value that can't be used.
     """
@@ -103,7 +109,12 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     args = parser.parse_args(argv)
     if args.config is None:
         return args
-    parser.set_defaults(**_read_yaml(Path(args.config), parser))
+    values = _read_yaml(Path(args.config), parser)
+    for one, other, *_ in getattr(command, "ALTERNATIVES", ()):
+        for given, name_in_file in ((one, other), (other, one)):
+            if getattr(args, given) is not None:
+                values.pop(name_in_file, None)
+    parser.set_defaults(**values)
     return parser.parse_args(argv)
 
 

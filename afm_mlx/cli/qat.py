@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from afm_mlx.cli.parser import UsageError, integer
+from afm_mlx.cli.training import ALTERNATIVES as ALTERNATIVES
 from afm_mlx.cli.training import add_training, recipe_of
 from afm_mlx.cli.training_output import run_training
 

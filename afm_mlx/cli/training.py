@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,16 @@ _DEFAULTS = {
     "clip_grad_norm": 1.0,
     "weight_decay": 0.0,
 }
+ALTERNATIVES = (
+    ("iters", "epochs", "how long to train"),
+    ("warmup_iters", "warmup_epochs", "how long to warm up"),
+    *(
+        (name, "lr_schedule", "what the learning rate does")
+        for name in ("warmup_iters", "warmup_epochs", "schedule", "final_learning_rate")
+    ),
+)
+"""Two arguments that say the same thing, and what they say; see `parser.parse`."""
+
 _OF_DISTILLATION = (
     "teacher_adapter",
     "distillation_weight",
@@ -339,21 +349,17 @@ def _check(args: argparse.Namespace) -> None:
 
 def _check_length(args: argparse.Namespace) -> None:
     """How long, and how fast."""
-    if args.iters is not None and args.epochs is not None:
-        raise UsageError("--iters and --epochs both say how long; choose one.")
-    if args.warmup_iters is not None and args.warmup_epochs is not None:
-        raise UsageError(
-            "--warmup-iters and --warmup-epochs both say how long to warm up; choose one."
-        )
+    refuse_both(args, ALTERNATIVES)
     if args.epochs == 0 or args.learning_rate == 0:
         name = "--epochs" if args.epochs == 0 else "--learning-rate"
         raise UsageError(f"{name} is 0; allowed is more than that.")
-    if args.lr_schedule is not None:
-        for name in ("warmup_iters", "warmup_epochs", "schedule", "final_learning_rate"):
-            if getattr(args, name) is not None:
-                raise UsageError(
-                    f"--lr-schedule and {_flag(name)} both say what the learning rate does; choose one."
-                )
+
+
+def refuse_both(args: argparse.Namespace, alternatives: Iterable[tuple[str, str, str]]) -> None:
+    """Raise `UsageError` when both of two alternatives are given."""
+    for one, other, what in alternatives:
+        if None not in (getattr(args, one), getattr(args, other)):
+            raise UsageError(f"{_flag(one)} and {_flag(other)} both say {what}; choose one.")
 
 
 def _flag(name: str) -> str:

@@ -12,6 +12,7 @@ from afm_mlx.training.qat import pack_qat, prepare_qat
 from afm_mlx.training.recipe import Recipe
 from afm_mlx.training.run_folder import RunFolder
 from afm_mlx.training.scores import Score, Scores, measure_adapter
+from afm_mlx.training.source import FreshSource
 from afm_mlx.training.trainer import Outcome, train
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "CrossEntropy",
     "Distillation",
     "DraftTraining",
+    "FreshSource",
     "FullTraining",
     "LoRATraining",
     "Outcome",

@@ -34,6 +34,10 @@ def read_initial(
         for name, tensor in read_header(path).items()
         if ".lora_a" in name and len(tensor.shape) == 2
     }
+    if not ranks:
+        raise CheckpointError(
+            f"{path} holds no LoRA pairs (tensors named lora_a and lora_b). Choose an adapter's file or folder."
+        )
     if len(ranks) != 1:
         raise CheckpointError(
             f"{path} holds LoRA pairs of {len(ranks)} ranks {sorted(ranks)}; one rank for all is needed."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.adapters.files import save_adapter
+from afm_mlx.adapters.files import check_finite, save_adapter
 from afm_mlx.adapters.lora import add_lora, lora_config, lora_layers, lora_tensors, start_lora
 from afm_mlx.adapters.places import places
 from afm_mlx.adapters.sources import Base, check_fingerprint
@@ -157,7 +158,7 @@ class LoRATraining:
             tested is what is saved.
 
     Raises:
-        ConfigError: for another `save_dtype`.
+        ConfigError: for another `save_dtype`, or a scale that is not finite and over 0.
     """
 
     rank: int | None = None
@@ -174,6 +175,11 @@ class LoRATraining:
         if self.save_dtype not in SAVE_DTYPES:
             raise ConfigError(
                 f"save_dtype is {self.save_dtype!r}; allowed are {' and '.join(map(repr, SAVE_DTYPES))}."
+            )
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise ConfigError(
+                f"scale is {self.scale}; allowed are finite numbers over 0. It is alpha / rank, and an adapter "
+                f"of scale 0 learns nothing; leave it out for {SCALE}."
             )
 
     def check(self, source: Source) -> None:
@@ -199,6 +205,7 @@ class LoRATraining:
             tensors, config = read_initial(self.initial_adapter, self.scale)
             known = Base.of(model, source.folder).fingerprints
             check_fingerprint(config, known, self.initial_adapter)
+            check_finite(tensors, self.initial_adapter)
             rank, scale, keys = config.rank, config.scale, keys or config.keys or None
             blocks = _adapted_blocks(model, tensors) if blocks == -1 else blocks
         rank = RANK if rank is None else rank

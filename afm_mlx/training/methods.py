@@ -1,6 +1,6 @@
 """One call for each kind of training: all weights, LoRA adapters, or weights on a grid.
 
-The three share one way: the data is read first, then the model; a method makes it trainable; the loop
+All share one way: the data is read first, then the model; a method makes it trainable; the loop
 trains it, in a run folder that it can be resumed from; the method saves the best weights.
 
 | call | trains | saves |
@@ -249,7 +249,7 @@ def _teacher_of(recipe: Recipe, source: Source, method: Method) -> Source | None
     if recipe.teacher is None:
         return None
     teacher = open_teacher(recipe.teacher, source)
-    is_same = recipe.teacher_adapter is None and teacher.folder.resolve() == source.folder.resolve()
+    is_same = recipe.teacher_adapter is None and teacher.is_same(source)
     if method.kind != "qat" and is_same:
         raise ConfigError(
             f"The teacher {recipe.teacher} is the very model that is trained: there is nothing to learn from "

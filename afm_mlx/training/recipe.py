@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from afm_mlx.errors import ConfigError
+from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.loading import EMBEDDED_MODEL
 from afm_mlx.training.batches import ROW_MULTIPLE, Batches
 from afm_mlx.training.data import Sample, has_split, load_split
@@ -28,7 +28,8 @@ class Recipe:
     Args:
         data: a folder with train.jsonl, and valid.jsonl and test.jsonl where there are any; or one file.
         options: of the loop; its seed is that of the shuffle and of new LoRA layers too.
-        model: what training starts from: a folder, a hub id, or the embedded model.
+        model: what training starts from: a folder, a hub id, the embedded model; or a draft model of random
+            weights, `FreshSource.for_target(...)`.
         epochs: passes over the data, in the place of `options.iters`.
         warmup_share: of the steps, in the place of `options.warmup_iters`; 100 steps at most.
         warmup_epochs: likewise in passes over the data.
@@ -46,7 +47,7 @@ class Recipe:
 
     data: str | Path
     options: TrainingOptions
-    model: str | Path = EMBEDDED_MODEL
+    model: str | Path | Source = EMBEDDED_MODEL
     epochs: float | None = None
     warmup_share: float | None = None
     warmup_epochs: float | None = None
@@ -152,9 +153,14 @@ def read_data(recipe: Recipe, source: Source) -> Data:
     """Read and tokenize all splits.
 
     Raises:
-        DataError: names the lines that can't be used.
+        DataError: names the lines that can't be used; or for a test, when the data is one file.
         ConfigError: for packed rows and a model that can't keep their samples apart.
     """
+    if recipe.test and Path(recipe.data).is_file():
+        raise DataError(
+            f"{recipe.data} is one file, all of which is trained on; there is nothing to test. Put it into a "
+            "folder as train.jsonl, with a test.jsonl beside it, or leave the test out."
+        )
     return Data(
         read_split(recipe, source, "train"),
         read_split(recipe, source, "valid") if has_split(recipe.data, "valid") else None,

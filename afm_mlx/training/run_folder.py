@@ -65,14 +65,19 @@ class RunFolder:
             manifest: JSON values that a run must keep when it resumes.
 
         Raises:
-            TrainingError: when there is a run already.
+            TrainingError: when there is a run already, or the folder can't be made.
         """
         run = cls(Path(path))
         if run._manifest_path.exists() or run.steps():
             raise TrainingError(
                 f"{path} holds a training run already. Resume it, choose another folder, or remove it."
             )
-        run.path.mkdir(parents=True, exist_ok=True)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(
+                f"The run's folder {path} can't be made: {error.strerror}. Choose another path."
+            ) from None
         run._write_json(run._manifest_path, dict(manifest))
         return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,10 +13,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
-from afm_mlx.config import MODEL_TYPE, read_config_json
+from afm_mlx.config import MODEL_TYPE, PRESETS, ModelConfig, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.fingerprint import arrays_fingerprint
 from afm_mlx.loading import load_model, resolve_model
+from afm_mlx.model import Model
 from afm_mlx.packed import PackedEmbedding, PackedLinear, activation_dtype
 from afm_mlx.stored_layers import quantization_of
 from afm_mlx.tokenizer import load_tokenizer
@@ -37,12 +39,14 @@ class Source:
     values: Mapping[str, Any]
 
     @classmethod
-    def open(cls, model: str | Path) -> Source:
-        """Find a model by its path, its hub id, or the name of the embedded one.
+    def open(cls, model: str | Path | Source) -> Source:
+        """Find a model by its path, its hub id, or the name of the embedded one; a source is itself.
 
         Raises:
             AFMError: when there is none.
         """
+        if isinstance(model, Source):
+            return model
         folder = resolve_model(model)
         return cls(folder, read_config_json(folder / "config.json"))
 
@@ -88,6 +92,10 @@ class Source:
             mx.eval(model.parameters())
         return model
 
+    def is_same(self, other: Source) -> bool:
+        """Whether both load the same weights."""
+        return type(self) is type(other) and self.folder.resolve() == other.folder.resolve()
+
     def fingerprint(self, model: nn.Module) -> str:
         """What tells this model from others; `model` is what `load` gave."""
         return arrays_fingerprint(dict(self.values), dict(tree_flatten(model.parameters())))
@@ -98,7 +106,7 @@ class Source:
         Raises:
             ConfigError: when the vocabularies differ.
         """
-        if self.folder.resolve() != student.folder.resolve():
+        if not self.is_same(student):
             mine, other = self.tokenizer.get_vocab(), student.tokenizer.get_vocab()
             self._refuse_vocabulary(student, len(mine), len(other), "pieces", mine == other)
             rows, of_student = (s.values.get("vocab_size") for s in (self, student))
@@ -118,14 +126,69 @@ class Source:
             )
 
 
+@dataclass(frozen=True)
+class FreshSource(Source):
+    """A model with random weights, made to draft for another; it has that one's tokenizer.
+
+    Args:
+        folder: of the target, whose tokenizer files it takes.
+        values: content of its config.json.
+        preset: name of its sizes in `config.PRESETS`.
+        seed: of the weights, as MLX's layers draw them.
+    """
+
+    preset: str
+    seed: int
+
+    @classmethod
+    def for_target(cls, target: str | Path, preset: str, seed: int = 0) -> FreshSource:
+        """A draft model of a preset's sizes, with the target's vocabulary and context.
+
+        Raises:
+            ConfigError: for an unknown preset, or a target that is no AFM model.
+            AFMError: when there is no such target.
+        """
+        if preset not in PRESETS:
+            raise ConfigError(
+                f"There is no preset {preset!r} of a model's sizes; allowed are {', '.join(PRESETS)}."
+            )
+        source = _open_teacher(target)
+        if not source.is_afm:
+            raise ConfigError(
+                f"The teacher: {source.folder} is no AFM model, and {preset} has an AFM model's tokenizer. "
+                "Choose an AFM model, or name a folder to start from (--model)."
+            )
+        shared = {name: source.values[name] for name in _OF_VOCABULARY if name in source.values}
+        # The scales of int8 keys and values are measured on a trained model, and this one is none.
+        sizes = dataclasses.replace(PRESETS[preset], kv_bits=None)
+        return cls(source.folder, sizes.to_dict() | shared, preset, seed)
+
+    @property
+    def name(self) -> str:
+        return self.preset
+
+    def load(self) -> nn.Module:
+        mx.random.seed(self.seed)
+        model = Model(ModelConfig.from_dict(self.values, self.preset))
+        dtype = activation_dtype()
+        model.update(tree_map(lambda array: array.astype(dtype), model.parameters()))
+        mx.eval(model.parameters())
+        return model.eval()
+
+
+_OF_VOCABULARY = ("vocab_size", "context_length", "eos_token_id", "bos_token_id", "pad_token_id")
+
+
 def _as_float32(array: mx.array) -> mx.array:
     return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
 
 
 def open_teacher(teacher: str | Path, student: Source) -> Source:
     """The folder of a teacher; "self" is the student's own, as it was before training."""
-    if str(teacher) == "self":
-        return student
+    return student if str(teacher) == "self" else _open_teacher(teacher)
+
+
+def _open_teacher(teacher: str | Path) -> Source:
     try:
         return Source.open(teacher)
     except AFMError as error:

@@ -117,7 +117,7 @@ def read_adapter(
         path: folder or file.
         model_config: architecture that the adapter must fit; needed for `.fmadapter` packages of other models
             than Apple's 3B.
-        alpha: of a toolkit's `.pt` without a config.
+        alpha: of a toolkit's `.pt`; by default that of the config beside it.
         finite: look at all numbers, and refuse NaN and infinity.
 
     Returns:

@@ -7,6 +7,7 @@ and an adapter without a fingerprint gets that of the folder.
 from __future__ import annotations
 
 import dataclasses
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.adapters.files import AdapterConfig, not_finite
+from afm_mlx.adapters.sources import check_fingerprint
 from afm_mlx.config import ModelConfig
 from afm_mlx.converters.adapter_formats import (
     PackageMetadata,
@@ -32,8 +34,8 @@ _FLOAT16_MAX = 65504.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Base:
-    """A model that adapters are for.
+class BaseFolder:
+    """The folder of a model that adapters are for.
 
     Args:
         config: its architecture.
@@ -44,14 +46,14 @@ class Base:
     fingerprint: str
 
     @classmethod
-    def of_folder(cls, folder: Path) -> Base:
-        """Of an AFM model folder; no weights are loaded."""
+    def read(cls, folder: Path) -> BaseFolder:
+        """Of an AFM model; no weights are loaded."""
         config = ModelConfig.from_file(folder / "config.json")
         return cls(config, folder_fingerprint(config, folder))
 
 
 def read_for(
-    source: str | Path, base: Base | None, *, alpha: float | None = None, force: bool = False
+    source: str | Path, base: BaseFolder | None, *, alpha: float | None = None, force: bool = False
 ) -> tuple[Tensors, AdapterConfig]:
     """Read an adapter that must be one for the base, where that is given; see `read_adapter`.
 
@@ -65,22 +67,11 @@ def read_for(
         CheckpointError: for an adapter of another model; shows both fingerprints.
     """
     tensors, config = read_adapter(source, base.config if base else None, alpha=alpha)
-    if base is None or config.base_model_fingerprint == base.fingerprint:
-        return tensors, config
-    if config.base_model_fingerprint is None:
-        return tensors, dataclasses.replace(config, base_model_fingerprint=base.fingerprint)
-    if not force:
-        raise CheckpointError(
-            f"{wrong_base(config, base, source)}. Name the model that it was trained on, or force it (--force)."
-        )
+    if base is not None and not force:
+        check_fingerprint(config, {base.fingerprint}, source)
+    if base is not None and config.base_model_fingerprint is None:
+        config = dataclasses.replace(config, base_model_fingerprint=base.fingerprint)
     return tensors, config
-
-
-def wrong_base(config: AdapterConfig, base: Base, source: str | Path) -> str:
-    return (
-        f"{source} was made for the model with fingerprint {config.base_model_fingerprint}, and this one has "
-        f"{base.fingerprint}"
-    )
 
 
 def convert_adapter(
@@ -88,7 +79,7 @@ def convert_adapter(
     output: str | Path,
     to: str,
     *,
-    base: Base | None = None,
+    base: BaseFolder | None = None,
     alpha: float | None = None,
     dtype: mx.Dtype | None = None,
     package: Mapping[str, Any] | None = None,
@@ -118,10 +109,7 @@ def convert_adapter(
     tensors, config = read_for(source, base, alpha=alpha, force=force)
     metadata = None
     if to == "fmadapter":
-        metadata = PackageMetadata(output.name.removesuffix(SUFFIX))
-        if detect_format(source) == "fmadapter":
-            metadata, _ = read_metadata(Path(source))
-        metadata = dataclasses.replace(metadata, **(package or {}))
+        metadata = package_for(output, source, package or {})
     write_adapter(
         output,
         tensors,
@@ -136,6 +124,16 @@ def convert_adapter(
     return config
 
 
+def package_for(
+    output: Path, source: str | Path | None, fields: Mapping[str, Any]
+) -> PackageMetadata:
+    """What a package is to say of itself: the fields, else what the source says if it is a package."""
+    metadata = PackageMetadata(output.name.removesuffix(SUFFIX))
+    if source is not None and detect_format(source) == "fmadapter":
+        metadata, _ = read_metadata(Path(source))
+    return dataclasses.replace(metadata, **fields)
+
+
 def stored_bytes(path: str | Path) -> int:
     """Bytes of an adapter's files."""
     path = Path(path)
@@ -144,7 +142,7 @@ def stored_bytes(path: str | Path) -> int:
 
 
 def describe_adapter(
-    path: str | Path, base: Base | None = None, alpha: float | None = None
+    path: str | Path, base: BaseFolder | None = None, alpha: float | None = None
 ) -> dict[str, Any]:
     """What an adapter is, as values that JSON can hold; its numbers are not looked at.
 
@@ -205,7 +203,7 @@ class Verdict:
 
 def verify_adapter(
     path: str | Path,
-    base: Base | None = None,
+    base: BaseFolder | None = None,
     *,
     alpha: float | None = None,
     base_signature: str | None = None,
@@ -235,8 +233,12 @@ def verify_adapter(
         verdict.problems += misfits(tensors, base.config)
         if config.base_model_fingerprint is None:
             verdict.notes.append("the adapter has no fingerprint of its base model")
-        elif config.base_model_fingerprint != base.fingerprint:
-            verdict.problems.append(wrong_base(config, base, path))
+        try:
+            check_fingerprint(config, {base.fingerprint}, path)
+        except CheckpointError as error:
+            verdict.problems.append(str(error))
+    if verdict.facts["format"] == "toolkit":
+        _check_sums(verdict, Path(path))
     _check_signature(verdict, base_signature)
     _check_numbers(verdict, tensors)
     return verdict
@@ -247,6 +249,17 @@ def _kind(path: str | Path) -> str | None:
         return detect_format(path)
     except AFMError:  # read_adapter says what is wrong
         return None
+
+
+def _check_sums(verdict: Verdict, path: Path) -> None:
+    """Compare a zip archive's checksums, which no reader of `.pt` files does."""
+    with zipfile.ZipFile(path) as archive:
+        try:
+            bad = archive.testzip()
+        except (zipfile.BadZipFile, OSError) as error:
+            bad = str(error)
+    if bad is not None:
+        verdict.problems.append(f"its checksums do not fit ({bad}): the file is damaged")
 
 
 def _check_signature(verdict: Verdict, wanted: str | None) -> None:

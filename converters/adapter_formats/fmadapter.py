@@ -30,7 +30,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.files import AdapterConfig
+from afm_mlx.adapters.files import MAX_RANK, AdapterConfig, is_number, is_rank, is_text
 from afm_mlx.config import PRESETS, ModelConfig, read_config_json
 from afm_mlx.converters.adapter_formats.mil_blob import read_blobs, write_blobs
 from afm_mlx.converters.adapter_formats.pair_order import (
@@ -107,10 +107,10 @@ def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
         re.fullmatch(r"fmadapter-(\w+)-\w+", identifier) if isinstance(identifier, str) else None
     )
     checks = (
-        ("loraRank", rank, type(rank) is int and rank >= 1, "a whole number of 1 or more"),
+        ("loraRank", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
         ("adapterIdentifier", identifier, match is not None, "fmadapter-NAME-SIGNATURE"),
         ("baseModelSignature", signature, _is_signature(signature), "40 hex digits"),
-        ("author, description or license", texts, all(isinstance(t, str) for t in texts), "text"),
+        ("author, description or license", texts, all(map(is_text, texts)), "Unicode text"),
         ("creatorDefined", notes, isinstance(notes, dict), "an object"),
         (
             "speculativeDecodingDraftTokenCount",
@@ -149,7 +149,7 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
     metadata, rank = read_metadata(path)
     config = model_config or PRESETS["afm-3b"]
     places = pair_places(config)
-    blobs = read_blobs(path / WEIGHTS_NAME, None)
+    blobs = read_blobs(path / WEIGHTS_NAME)
     sizes = [rank * n for place in places for n in (place.inputs, place.outputs)]
     _check_sizes(path, blobs, sizes, places, known=model_config is not None)
     tensors = {}
@@ -168,7 +168,7 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
         scale=scale,
         num_layers=num_layers_of(tensors, config),
         keys=keys_of(tensors),
-        base_model_fingerprint=fingerprint if isinstance(fingerprint, str) else None,
+        base_model_fingerprint=fingerprint if is_text(fingerprint) else None,
     )
 
 
@@ -178,22 +178,27 @@ def _restore(tensors: Tensors, rank: int, notes: Mapping[str, Any]) -> tuple[int
     Notes are anybody's claim: the result computes the same as without them, whatever they say.
     """
     own_rank, scale = notes.get("rank"), RUNTIME_ALPHA / rank
-    own_scale = notes.get("scale")
+    own_scale: Any = notes.get("scale")
     if type(own_rank) is int and 1 <= own_rank < rank:
         rest = [t[:, own_rank:] if ".lora_a" in n else t[own_rank:] for n, t in tensors.items()]
         if not mx.any(mx.stack([mx.any(part) for part in rest])).item():
             rank = own_rank
             for name, tensor in tensors.items():
                 tensors[name] = tensor[:, :rank] if ".lora_a" in name else tensor[:rank]
-    if type(own_scale) is float and math.isfinite(own_scale) and own_scale != 0:
+    if is_number(own_scale) and own_scale != 0 and _is_power_of_two(scale / own_scale):
         factor = scale / own_scale
-        b = {n: t.astype(mx.float32) for n, t in tensors.items() if ".lora_b" in n}
-        own = {n: (factor * t).astype(mx.float16) for n, t in b.items()}
-        exact = [mx.array_equal(own[n].astype(mx.float32), factor * t) for n, t in b.items()]
-        if math.frexp(abs(factor))[0] == 0.5 and mx.all(mx.stack(exact)).item():
+        b = {n: t for n, t in tensors.items() if ".lora_b" in n}
+        own = {n: (factor * t.astype(mx.float32)).astype(mx.float16) for n, t in b.items()}
+        # A factor beyond float32 would make zeros and infinities that look exact one way.
+        exact = [mx.array_equal(own[n].astype(mx.float32) / factor, t) for n, t in b.items()]
+        if mx.all(mx.stack(exact)).item():
             tensors |= own
-            scale = own_scale
+            scale = float(own_scale)
     return rank, scale
+
+
+def _is_power_of_two(value: float) -> bool:
+    return math.isfinite(value) and math.frexp(abs(value))[0] == 0.5
 
 
 def _check_sizes(
@@ -232,6 +237,11 @@ def write(
     model_config = config_for(tensors, model_config, path)
     signature = _signature(metadata, config, model_config)
     _check_name(metadata.name)
+    if metadata.draft is not None and not check_draft(metadata.draft):
+        raise CheckpointError(
+            f"{metadata.draft} holds no draft model; that is {' and '.join(DRAFT_NAMES)}. Name the folder that "
+            "holds both, or leave it out (--draft)."
+        )
     rank = max(config.rank, RUNTIME_RANK)
     if config.rank > RUNTIME_RANK and not any_rank:
         raise CheckpointError(
@@ -247,7 +257,7 @@ def write(
         (folder / METADATA_NAME).write_text(text, encoding="utf-8")
         blobs = _blobs(whole, places, rank, config.scale / (RUNTIME_ALPHA / rank), path)
         write_blobs(folder / WEIGHTS_NAME, blobs, 2 * len(places))
-        if metadata.draft is not None and check_draft(metadata.draft):
+        if metadata.draft is not None:
             for name in DRAFT_NAMES:
                 shutil.copyfile(metadata.draft / name, folder / name)
 
@@ -280,12 +290,13 @@ def _signature(metadata: PackageMetadata, config: AdapterConfig, model: ModelCon
     if signature is None:
         if pair_places(model) == pair_places(PRESETS["afm-3b"]):
             return BASE_SIGNATURE
-        if config.base_model_fingerprint is None:
+        signature = (config.base_model_fingerprint or "")[:40]
+        if not _is_signature(signature):
             raise CheckpointError(
-                "The base model's signature is unknown: the adapter has no fingerprint of it. Give the "
-                "signature (--base-signature), 40 hex digits, or the model folder (--model)."
+                f"The base model's signature is unknown: the adapter's fingerprint of it is "
+                f"{config.base_model_fingerprint!r}. Give the signature (--base-signature), 40 hex digits, or "
+                "the model folder (--model)."
             )
-        return config.base_model_fingerprint[:40]
     if not _is_signature(signature):
         raise CheckpointError(f"The base model's signature is {signature!r}; it has 40 hex digits.")
     return signature

@@ -15,7 +15,7 @@ Source: `coremltools` 8.3.0, `mlmodel/src/MILBlob/Blob/StorageFormat.hpp`.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -29,14 +29,6 @@ FLOAT16 = 1
 _SENTINEL = 0xDEADBEEF
 _HEADER = struct.Struct("<II56x")
 _RECORD = struct.Struct("<IIQQ40x")
-
-
-def storage_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of a file with blobs of these many bytes each."""
-    end = ALIGNMENT
-    for size in sizes:
-        end = _aligned(end) + ALIGNMENT + size
-    return end
 
 
 def write_blobs(path: Path, blobs: Iterable[np.ndarray], count: int) -> None:
@@ -61,12 +53,8 @@ def write_blobs(path: Path, blobs: Iterable[np.ndarray], count: int) -> None:
         raise RuntimeError(f"{path}: {written} blobs came, {count} announced")
 
 
-def read_blobs(path: Path, count: int | None = None) -> list[np.ndarray]:
+def read_blobs(path: Path) -> list[np.ndarray]:
     """The blobs as flat float16 arrays that are mapped, not read.
-
-    Args:
-        path: of the file.
-        count: how many there must be; any number when None.
 
     Raises:
         CheckpointError: when the file is missing, cut off or damaged, or holds other numbers than float16.
@@ -85,8 +73,6 @@ def read_blobs(path: Path, count: int | None = None) -> list[np.ndarray]:
         raise CheckpointError(
             f"{path} is no blob storage of version {VERSION}: its header says {version}. Copy it again."
         )
-    if count is not None and found != count:
-        raise CheckpointError(f"{path} holds {found} blobs, and {count} are needed for this model.")
     if found > size // ALIGNMENT:
         raise CheckpointError(
             f"{path} announces {found} blobs, which its {size:,} bytes can't hold. It is cut off or damaged."

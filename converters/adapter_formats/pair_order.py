@@ -18,15 +18,18 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from afm_mlx.config import PRESETS, ModelConfig
-from afm_mlx.errors import CheckpointError
+from afm_mlx.errors import CheckpointError, ConfigError
 
 Tensors = dict[str, mx.array]
 
 _NAME = re.compile(
-    r"(?P<layer>model\.(?:layers|kv_reuse_layers)\.\d{1,5}\.(?:self_attn|mlp)\.\w+)"
-    r"\.lora_(?P<side>[ab])(?P<part>\.\d)?"
+    r"model\.(?:layers|kv_reuse_layers)\.\d{1,5}\."
+    r"(?:(?:self_attn\.(?:q|out)|mlp\.(?:gate|up|down))_proj\.lora_[ab]"
+    r"|self_attn\.qkv_proj\.lora_[ab]\.[012])",
+    re.ASCII,
 )
 _SHOWN = 5
+_MAX_LAYERS = 10_000
 
 
 class PairPlace(NamedTuple):
@@ -58,7 +61,16 @@ class PairPlace(NamedTuple):
 
 
 def pair_places(config: ModelConfig) -> list[PairPlace]:
-    """Every pair that a model can carry, in the order of a checkpoint."""
+    """Every pair that a model can carry, in the order of a checkpoint.
+
+    Raises:
+        ConfigError: for more layers than any model has, which would fill memory.
+    """
+    if config.num_layers > _MAX_LAYERS:
+        raise ConfigError(
+            f"num_layers is {config.num_layers:,}, and adapters are for models of {_MAX_LAYERS:,} at most. The "
+            "config is damaged."
+        )
     width, ffn = config.hidden_dim, config.ffn_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     kv_rows = kv_heads * config.head_dim
@@ -126,7 +138,7 @@ def expected_shapes(
     return result
 
 
-def check_names(tensors: Mapping[str, Any], source: object) -> None:
+def check_names(tensors: Iterable[str], source: object) -> None:
     """Raise `CheckpointError` when a tensor is not named like one of an AFM model's adapter."""
     for name in tensors:
         if _NAME.fullmatch(name) is None:

@@ -25,7 +25,14 @@ from typing import Any
 import mlx.core as mx
 from safetensors import safe_open
 
-from afm_mlx.adapters.files import CONFIG_NAME, AdapterConfig
+from afm_mlx.adapters.files import (
+    CONFIG_NAME,
+    MAX_RANK,
+    AdapterConfig,
+    is_number,
+    is_rank,
+    is_text,
+)
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.converters.adapter_formats.pair_order import (
     Tensors,
@@ -68,6 +75,9 @@ _MUST_BE_OFF = {
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
 }
+_MAX_PATTERNS = 2000  # the 3B has 280 layers
+_MAX_FILL = 64
+_SIMPLE = "three of * + ? { ( at most"
 # Others, such as pissa and loftq, change the base model's weights too.
 _INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -102,14 +112,15 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
     tensors: Tensors = {}
     scales: dict[str, float] = {}
     for layer, names in sorted(matrices.items()):
-        rank, scale = settings.of(layer)
+        stored = _NAME.fullmatch(names["A"])
+        assert stored is not None
+        rank, scale = settings.of(stored["layer"].removeprefix(PREFIX))
         a, b = loaded[names["A"]], loaded[names["B"]]
         _check_pair(path, layer, a, b, rank)
         pairs = _pairs(path, layer, a, b)
         tensors |= pairs
         scales |= dict.fromkeys(pairs, scale)
-    check_names(tensors, path)
-    rank, scale = _common(tensors, scales)
+    rank, scale = _common(tensors, scales, path)
     return tensors, AdapterConfig(
         rank=rank,
         scale=scale,
@@ -122,7 +133,8 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
 
 def _fingerprint(path: Path) -> str | None:
     with safe_open(path, framework="np") as file:
-        return (file.metadata() or {}).get(FINGERPRINT)
+        value = (file.metadata() or {}).get(FINGERPRINT)
+    return value if is_text(value) else None
 
 
 def _settings(path: Path) -> _Settings:
@@ -145,21 +157,21 @@ def _settings(path: Path) -> _Settings:
             init in _INITS,
             "one that leaves the base model's weights as they are",
         ),
-        ("r", rank, _is_rank(rank), "a whole number of 1 or more"),
-        ("lora_alpha", alpha, _is_number(alpha), "a finite number"),
-        ("lora_dropout", dropout, _is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
+        ("r", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
+        ("lora_alpha", alpha, is_number(alpha), "a finite number"),
+        ("lora_dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
         ("use_rslora", rs, isinstance(rs, bool), "true or false"),
         (
             "rank_pattern",
             ranks,
-            _is_pattern(ranks, _is_rank),
-            "patterns of layers to ranks",
+            _is_pattern(ranks, is_rank),
+            f"simple patterns of layers ({_SIMPLE}) to ranks",
         ),
         (
             "alpha_pattern",
             alphas,
-            _is_pattern(alphas, _is_number),
-            "patterns of layers to numbers",
+            _is_pattern(alphas, is_number),
+            f"simple patterns of layers ({_SIMPLE}) to numbers",
         ),
     )
     for name, value, holds, allowed in checks:
@@ -170,25 +182,19 @@ def _settings(path: Path) -> _Settings:
     return _Settings(rank, float(alpha), rs, ranks, alphas, float(dropout))
 
 
-def _is_rank(value: Any) -> bool:
-    return type(value) is int and value >= 1
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
-
-
 def _is_pattern(value: Any, allowed: Any) -> bool:
-    return isinstance(value, dict) and all(_is_safe(k) and allowed(v) for k, v in value.items())
+    return (
+        isinstance(value, dict)
+        and len(value) <= _MAX_PATTERNS
+        and all(_is_safe(k) and allowed(v) for k, v in value.items())
+    )
 
 
 def _is_safe(pattern: str) -> bool:
     """Whether a regular expression of somebody else's compiles, and can't take forever to match."""
-    if (
-        len(pattern) > 200
-        or re.search(r"\)[*+?{]", pattern)
-        or len(re.findall(r"[*+{]", pattern)) > 2
-    ):
+    # Each group and each repetition multiplies the ways to try; a name has some 40 characters.
+    bare = re.sub(r"\\.", "", pattern).replace("(?:", "(")
+    if len(pattern) > 200 or re.search(r"\)[*+?{]", bare) or len(re.findall(r"[*+?{(]", bare)) > 3:
         return False
     try:
         re.compile(pattern)
@@ -215,6 +221,9 @@ def _matrices(path: Path) -> dict[str, dict[str, str]]:
         layer = match["layer"].removeprefix(PREFIX)
         if not layer.startswith("model."):
             layer = f"model.{layer}"
+        # Before patterns are matched: long names would take long.
+        fused = _SPLIT.sub(r"\g<attention>.qkv_proj", layer)
+        check_names([f"{fused}.lora_a{'.0' * fused.endswith('.qkv_proj')}"], path)
         if match["side"] in found.setdefault(layer, {}):
             raise CheckpointError(f"{path}: two tensors are lora_{match['side']} of {layer}.")
         found[layer][match["side"]] = name
@@ -222,6 +231,12 @@ def _matrices(path: Path) -> dict[str, dict[str, str]]:
     if alone or not found:
         what = f"one matrix of {alone[0]}" if alone else "no tensors"
         raise CheckpointError(f"{path} holds {what}; LoRA has pairs.")
+    for layer in found:
+        if (match := _SPLIT.fullmatch(layer)) and f"{match['attention']}.qkv_proj" in found:
+            raise CheckpointError(
+                f"{path} holds pairs of {layer} and of {match['attention']}.qkv_proj, which holds it too. A "
+                "model has one or the other."
+            )
     return found
 
 
@@ -268,10 +283,18 @@ def _is_block_diagonal(sections: list[mx.array]) -> bool:
     return not any(mx.any(block).item() for block in others)
 
 
-def _common(tensors: Tensors, scales: Mapping[str, float]) -> tuple[int, float]:
+def _common(tensors: Tensors, scales: Mapping[str, float], path: Path) -> tuple[int, float]:
     """Give all pairs one rank and one scale, in place."""
     ranks = {name: tensors[name].shape[1 if _is_a(name) else 0] for name in tensors}
     rank, scale = max(ranks.values()), max(scales.values(), key=abs)
+    stored = sum(tensor.size for tensor in tensors.values())
+    filled = sum(tensor.size // ranks[name] * rank for name, tensor in tensors.items())
+    if filled > _MAX_FILL * stored:
+        raise CheckpointError(
+            f"{path} has pairs of ranks {min(ranks.values())} to {rank}. Filled up to one rank they would be "
+            f"{filled / stored:.0f} times as large; {_MAX_FILL} times is allowed. Train with "
+            "ranks that differ less."
+        )
     for name, tensor in tensors.items():
         # Quotients of two alphas and ranks may differ in the last bit and mean the same.
         if not _is_a(name) and not math.isclose(scales[name], scale, rel_tol=1e-12):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.files import AdapterConfig
+from afm_mlx.adapters.files import AdapterConfig, check_pairs, is_number, is_text
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.converters.adapter_formats.pair_order import (
     Tensors,
@@ -33,7 +32,7 @@ from afm_mlx.converters.adapter_formats.pair_order import (
 from afm_mlx.converters.toolkit_config import LoRASpec, is_toolkit_config, read_toolkit_config
 from afm_mlx.converters.toolkit_keys import adapter_key, map_keys
 from afm_mlx.converters.torch_file import import_torch, mlx_dtype, open_state_dict, tensor_chunks
-from afm_mlx.errors import CheckpointError
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.files import atomic_write, refuse_existing
 from afm_mlx.weights import array_bytes
 
@@ -45,7 +44,7 @@ ADAPTER_ID = "base_adapter"
 # tamm's config has a field for whatever its user wants to note.
 FINGERPRINT = "base_model_fingerprint"
 
-_ID = re.compile(r"\w[\w-]*")
+_MAX_SHARED = 4
 
 
 def read_pairs(
@@ -93,17 +92,22 @@ def read(
     spec, fingerprint = None, None
     if config := _find_config(path):
         parsed = read_toolkit_config(config)
-        # The base model's own adapter may have another id than the trained one.
-        entry = parsed.adapters.get(adapter) or next(iter(parsed.adapters.values()), None)
-        spec = entry if isinstance(entry, LoRASpec) else None
+        spec = _spec(parsed.adapters, adapter, config)
         fingerprint = _fingerprint(config)
         model_config = model_config or parsed.model
     if model_config is not None:
         check_fits({name: state[key] for name, key in keys.items()}, model_config, path)
+    # Tensors may share what is stored: a few bytes can claim to be gigabytes.
+    size, claimed = path.stat().st_size, sum(state[key].nbytes for key in keys.values())
+    if claimed > _MAX_SHARED * size:
+        raise CheckpointError(
+            f"{path} has {size:,} bytes, and its tensors would take {claimed:,}: they repeat what is "
+            "stored, or were made to fill memory. Save them whole: tensor.clone()."
+        )
     rank = _rank(state, keys, path)
     scale = _scale(rank, alpha, spec, path)
     tensors = without_empty(read_pairs(state, keys, None, path))
-    return tensors, AdapterConfig(
+    result = AdapterConfig(
         rank=rank,
         scale=scale,
         num_layers=num_layers_of(tensors, model_config),
@@ -111,6 +115,25 @@ def read(
         dropout=spec.dropout if spec and 0 <= spec.dropout < 1 else 0.0,
         base_model_fingerprint=fingerprint,
     )
+    check_pairs(tensors, result, path)
+    return tensors, result
+
+
+def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
+    """What a config says of the adapter; the base model's own may have another id than the trained one."""
+    if not adapters:
+        return None
+    entry = adapters.get(adapter) or next(iter(adapters.values()))
+    if adapter not in adapters and len(adapters) > 1:
+        raise ConfigError(
+            f"{config} has the adapters {', '.join(adapters)}, and none is {adapter!r}, that of the .pt file. "
+            "Put the config of its training run there."
+        )
+    if not isinstance(entry, LoRASpec):
+        raise ConfigError(
+            f"{config}: the adapter is of type {entry!r}; LoRAModelAdapter can be read."
+        )
+    return entry
 
 
 def _find_config(path: Path) -> Path | None:
@@ -129,7 +152,7 @@ def _find_config(path: Path) -> Path | None:
 def _fingerprint(config: Path) -> str | None:
     notes = read_config_json(config).get("metadata")
     value = notes.get(FINGERPRINT) if isinstance(notes, dict) else None
-    return value if isinstance(value, str) else None
+    return value if is_text(value) else None
 
 
 def _rank(state: Mapping[str, torch.Tensor], keys: Mapping[str, str], path: Path) -> int:
@@ -147,6 +170,8 @@ def _rank(state: Mapping[str, torch.Tensor], keys: Mapping[str, str], path: Path
 
 
 def _scale(rank: int, alpha: float | None, spec: LoRASpec | None, path: Path) -> float:
+    if alpha is not None and not (is_number(alpha) and alpha >= 0):
+        raise ConfigError(f"The alpha is {alpha!r}; it is a finite number of 0 or more.")
     if alpha is not None:
         return alpha / rank
     if spec is not None:
@@ -169,16 +194,11 @@ def write(
     tensors: Mapping[str, mx.array],
     config: AdapterConfig,
     model_config: ModelConfig | None,
-    adapter_id: str = ADAPTER_ID,
 ) -> None:
     """Write a `.pt` file in float32, the toolkit's type, and its config; see `write_adapter`."""
     if path.suffix != ".pt":
         raise CheckpointError(
             f"The toolkit's adapters are .pt files; {path.name} is no name of one."
-        )
-    if _ID.fullmatch(adapter_id) is None:
-        raise CheckpointError(
-            f"The adapter's id is {adapter_id!r}; it is made of letters, digits, '_' and '-'."
         )
     torch = import_torch()
     beside = path.with_name(f"{path.stem}-config.json")
@@ -188,22 +208,28 @@ def write(
     state = {}
     for name, array in complete(tensors, pair_places(model_config), config.rank).items():
         data = array_bytes(array.astype(mx.float32)).copy()
-        key = adapter_key(name, adapter_id, model_config.num_kv_reuse_layers > 0)
+        key = adapter_key(name, ADAPTER_ID, model_config.num_kv_reuse_layers > 0)
         state[key] = torch.from_numpy(data.view(np.float32).reshape(array.shape))
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(_config_json(config, model_config, adapter_id), indent=4)
+    text = json.dumps(_config_json(config, model_config), indent=4)
     with atomic_write(beside) as config_file, atomic_write(path) as weights_file:
         config_file.write_text(text, encoding="utf-8")
-        torch.save(state, weights_file)
+        try:
+            torch.save(state, weights_file)
+        except RuntimeError as error:  # PyTorch's for a full disk
+            reason = (str(error).splitlines() or ["?"])[0]
+            raise AFMError(
+                f"{path} can't be written: {reason}. Check room and permissions."
+            ) from None
 
 
-def _config_json(config: AdapterConfig, model: ModelConfig, adapter_id: str) -> dict[str, Any]:
+def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, Any]:
     """What tamm writes of a model with this adapter."""
     values: dict[str, Any] = {"__tamm_type__": "module_configs:AFMTextV7Config"}
     left_out = ("rms_norm_eps", "kv_bits", "context_length")
     values |= {k: v for k, v in dataclasses.asdict(model).items() if k not in left_out}
     values["adapters"] = {
-        adapter_id: {
+        ADAPTER_ID: {
             "__tamm_type__": "adapters:LoRAModelAdapter",
             "rank": config.rank,
             "alpha": exact_alpha(config.rank, config.scale),

@@ -141,7 +141,9 @@ def test_tensors_that_are_no_pairs(adapter, tmp_path, change, words):
         ({"lora_parameters": None}, "lora_parameters is missing"),
         ({"lora_parameters": {"scale": 1.0}}, "rank is None"),
         ({"lora_parameters": {"rank": 0, "scale": 1.0}}, "rank is 0"),
+        ({"lora_parameters": {"rank": 10**400, "scale": 1.0}}, "a whole number of 1 to 65536"),
         ({"lora_parameters": {"rank": 6}}, "scale is None"),
+        ({"lora_parameters": {"rank": 6, "scale": 10**400}}, "must be a finite number"),
         ({"lora_parameters": {"rank": 6, "scale": float("nan")}}, "scale is nan"),
         ({"lora_parameters": {"rank": 6, "scale": True}}, "scale is True"),
         ({"lora_parameters": {"rank": 6, "scale": 1, "dropout": 2}}, "dropout is 2"),
@@ -149,6 +151,7 @@ def test_tensors_that_are_no_pairs(adapter, tmp_path, change, words):
         ({"lora_parameters": {"rank": 6, "scale": 1, "keys": 5}}, "keys is 5"),
         ({"num_layers": "all"}, "num_layers is 'all'"),
         ({"base_model_fingerprint": 5}, "base_model_fingerprint is 5"),
+        ({"base_model_fingerprint": "\udc00"}, "must be a string of Unicode"),
     ],
 )
 def test_configs_that_can_not_be_used(adapter, tmp_path, change, words):
@@ -159,6 +162,14 @@ def test_configs_that_can_not_be_used(adapter, tmp_path, change, words):
     with pytest.raises(ConfigError, match=words) as caught:
         load_adapter(tmp_path)
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"a": ' + "9" * 5000 + "}", '{"a": 1'])
+def test_configs_that_are_no_json(adapter, tmp_path, text):
+    save_adapter(tmp_path, *adapter)
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"adapter_config\.json is not valid JSON"):
+        load_adapter(tmp_path)
 
 
 def test_folders_that_are_none(adapter, tmp_path):

@@ -2,10 +2,13 @@
 
 import dataclasses
 import gc
+import itertools
 import json
 import shutil
 import threading
 import time
+import tracemalloc
+import weakref
 
 import mlx.core as mx
 import numpy as np
@@ -16,7 +19,7 @@ from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.adapters.files import TENSORS_NAME, load_adapter
 from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.pool import PATIENCE, AdapterPool
-from afm_mlx.adapters.resident import build_resident
+from afm_mlx.adapters.resident import TensorReader, build_resident
 from afm_mlx.adapters.sources import OpenAdapter
 from afm_mlx.converters.adapter_formats import read_adapter, write_adapter
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, RequestError
@@ -85,6 +88,14 @@ def state(pool, name):
     return {entry["name"]: entry for entry in pool.describe()["adapters"]}[name]
 
 
+def until(condition):
+    """Wait for another thread."""
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def deltas(resident, model):
     """What an adapter adds to each matrix, (N, K) float64, from its flat array."""
     numbers, added = np.array(resident.numbers, np.float64), {}
@@ -130,11 +141,9 @@ def test_an_adapter_is_loaded_when_it_is_asked_for_and_then_stays(make_pool, mod
         "waiting": 0,
         "error": None,
     }
-    assert pool.fingerprint("b") == first.fingerprint
+    assert state(pool, "b")["fingerprint"] == first.fingerprint
     assert pool.name_of(first.fingerprint) == "b"
-    assert pool.fingerprint("a") is None
-    assert "a" in pool
-    assert "z" not in pool
+    assert state(pool, "a")["fingerprint"] is None
 
 
 def test_what_is_loaded_is_what_the_folder_holds(make_pool, folder, model):
@@ -336,6 +345,27 @@ def test_a_load_that_waits_is_overtaken_for_a_while_only(make_pool, size):
     assert all(lease.ready for lease in late)
 
 
+def test_load_takes_what_drains(make_pool, size):
+    """Rows whose end it would wait for may be run by the very thread that calls it."""
+    pool = make_pool("ab", budget=size)
+    held = pool.request("a")
+    assert held.wait(WAIT)
+    waiting = pool.request("b")
+    assert not waiting.wait(0.05)
+    for _ in range(PATIENCE):
+        pool.request("a").release()
+    late = pool.request("a")
+    assert not late.ready
+    found = []
+    thread = threading.Thread(target=lambda: found.append(pool.load("a")), daemon=True)
+    thread.start()
+    thread.join(WAIT / 10)
+    assert found == [held.resident]
+    assert not late.ready
+    held.release()
+    assert waiting.wait(WAIT)
+
+
 def test_what_drains_for_a_load_that_is_given_up_serves_again(make_pool, size):
     pool = make_pool("ab", budget=size)
     held = pool.request("a")
@@ -348,6 +378,20 @@ def test_what_drains_for_a_load_that_is_given_up_serves_again(make_pool, size):
     assert not late.ready
     waiting.release()
     assert late.ready
+
+
+def test_sums_are_read_matrix_by_matrix(make_pool, folder):
+    pool = make_pool("")
+    for name in "ab":
+        pool.register(name, folder(name, 64))
+    pool.load("a")  # imports and tables are not counted
+    tracemalloc.start()
+    try:
+        nbytes = pool.load({"a": 0.5, "b": -0.25}).nbytes
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < nbytes / 2
 
 
 # -- memory
@@ -377,6 +421,39 @@ def test_memory_is_given_back(make_pool, size):
     assert pool.resident == []
     with pytest.raises(RequestError, match="no adapter 'c'; registered are a, b"):
         pool.load("c")
+
+
+def test_a_load_that_fails_keeps_no_memory(make_pool, folder, monkeypatch):
+    pool, path = make_pool("a"), folder("deleted", 64)
+    pool.register("deleted", path)
+    read, count = TensorReader._read, itertools.count()
+
+    def deletes(self, tensor):
+        if next(count) == 5:
+            shutil.rmtree(path)
+        return read(self, tensor)
+
+    monkeypatch.setattr(TensorReader, "_read", deletes)
+    gc.collect()
+    before = mx.get_active_memory()
+    lease = pool.request("deleted")
+    assert lease.wait(WAIT)
+    with pytest.raises(CheckpointError, match="can't be read"):
+        _ = lease.resident
+    gc.collect()
+    assert mx.get_active_memory() == before
+    assert "can't be read" in state(pool, "deleted")["error"]
+
+
+def test_sums_without_a_name_are_unloaded_and_not_pinned(make_pool):
+    pool = make_pool("ab")
+    weights = {"a": 1, "b": 0.5}
+    assert pool.load(weights).rank == 8
+    with pytest.raises(RequestError, match="registered are a, b"):
+        pool.pin(weights)
+    pool.unload(weights)
+    assert (pool.resident, pool.nbytes) == ([], 0)
+    pool.unload(weights)
 
 
 def test_a_lease_that_is_forgotten_ends(make_pool, size):
@@ -458,7 +535,7 @@ def test_unregister_while_it_is_read(make_pool, gate, folder):
     gate.set()
     new = pool.load("a")
     assert pool.resident == ["a"]
-    assert pool.fingerprint("a") == new.fingerprint
+    assert state(pool, "a")["fingerprint"] == new.fingerprint
 
 
 def test_threads_that_do_all_at_once(make_pool, size):
@@ -531,6 +608,50 @@ def test_adapters_of_other_formats_run_as_they_are(make_pool, folder, model, tmp
     assert set(wanted) == set(found)
     for layer, delta in wanted.items():
         assert np.allclose(found[layer], delta, rtol=0.01, atol=2e-3 * np.abs(delta).max())
+
+
+def test_what_waits_for_room_takes_no_memory(make_pool, folder, model, size, tmp_path, monkeypatch):
+    """Other formats are read whole to be opened, and again when there is room."""
+    tensors, config = read_adapter(folder("x"))
+    config = dataclasses.replace(config, base_model_fingerprint=base_model_fingerprint(model))
+    write_adapter(tmp_path / "other", tensors, config, "peft")
+    opened, original = [], pool_module.open_adapter
+
+    def noted(*args):
+        result = original(*args)
+        opened.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(pool_module, "open_adapter", noted)
+    pool = make_pool("a", budget=size)
+    pool.register("other", tmp_path / "other")
+    held = pool.request("a")
+    assert held.wait(WAIT)
+    lease = pool.request("other")
+    until(lambda: state(pool, "other")["state"] == "waiting")
+    assert len(opened) == 2
+    until(lambda: [ref() for ref in opened] == [None, None])
+    held.release()
+    assert lease.wait(WAIT)
+    assert len(opened) == 3
+    wanted = deltas(pool_module.open_adapter(tmp_path / "other", pool._base).read(), model)
+    for layer, delta in deltas(lease.resident, model).items():
+        assert np.array_equal(delta, wanted[layer])
+
+
+def test_an_adapter_that_grows_while_it_waits_for_room(make_pool, folder, size, model, rng):
+    pool = make_pool("a", budget=size)
+    path = folder("b")
+    pool.register("b", path)
+    held = pool.request("a")
+    assert held.wait(WAIT)
+    lease = pool.request("b")
+    until(lambda: state(pool, "b")["state"] == "waiting")
+    write_folder(path, draw_tensors(model, rng, 6))
+    held.release()
+    assert lease.wait(WAIT)
+    with pytest.raises(CheckpointError, match=f"has grown from {size:,} bytes"):
+        _ = lease.resident
 
 
 def test_what_is_no_adapter_is_an_error_of_its_load(make_pool, tmp_path):
@@ -707,6 +828,7 @@ def test_an_unforeseen_error_reaches_who_waits(make_pool, monkeypatch):
         patch.setattr(pool_module, "open_adapter", lambda *args: broken(None))
         with pytest.raises(ZeroDivisionError, match="mine"):
             pool.load("b")
+    assert state(pool, "b")["error"] == "ZeroDivisionError('mine')"
     assert pool.load("a").rank == 4
 
 
@@ -723,6 +845,20 @@ def test_names_are_never_paths(make_pool, folder, name):
     pool = make_pool("")
     pool.register(name, folder("x"))
     assert pool.load(name).rank == 4
+
+
+@pytest.mark.parametrize("source", [None, 5, ["a"], ""])
+def test_sources_that_are_none(make_pool, source):
+    with pytest.raises(RequestError, match="a path, or weights of registered adapters"):
+        make_pool("").register("x", source)
+
+
+def test_a_path_may_begin_at_home(make_pool, folder, monkeypatch):
+    path = folder("mine")
+    monkeypatch.setenv("HOME", str(path.parent))
+    pool = make_pool("")
+    pool.register("mine", "~/mine")
+    assert pool.load("mine").rank == 4
 
 
 def test_what_can_not_be_registered(make_pool, folder, tmp_path):

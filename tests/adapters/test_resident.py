@@ -112,6 +112,16 @@ def test_fingerprints_tell_adapters_apart(rng):
     assert layouts[0] == layouts[1] != layouts[2]
 
 
+def test_one_number_makes_another_fingerprint(rng):
+    tensors = tensors_of(rng, [64])
+    known = build_resident(tensors, 0.5, SHAPES, "x").fingerprint
+    for _ in range(20):
+        name = str(rng.choice(list(tensors)))
+        changed = tensors[name].copy()
+        changed[tuple(rng.integers(0, changed.shape))] += np.float16(HALF)
+        assert build_resident(tensors | {name: changed}, 0.5, SHAPES, "x").fingerprint != known
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [

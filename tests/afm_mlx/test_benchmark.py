@@ -236,10 +236,17 @@ def test_cases_that_say_nothing(bad):
         Case(**bad)
 
 
-@pytest.mark.parametrize(("case", "most"), [({}, 1), ({"adapter_rank": 4}, 3)])
-def test_more_adapters_than_rows_or_none(case, most):
-    with pytest.raises(RequestError, match=f"adapters of a benchmark is 4.*at most {most}"):
-        Case(batch=3, adapters=4, **case)
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ({"batch": 9}, "adapter_rank is 0"),
+        ({"batch": 3, "adapter_rank": 4}, "at most 3"),
+        ({"batch": 9, "adapter_rank": 4, "adapters": 9}, "at most 8"),
+    ],
+)
+def test_more_adapters_than_rows_or_none(case, says):
+    with pytest.raises(RequestError, match=f"adapters of a benchmark is .*{says}"):
+        Case(**({"adapters": 4} | case))
 
 
 def test_only_afm_models_have_a_depth(rng):

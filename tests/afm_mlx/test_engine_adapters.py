@@ -15,7 +15,7 @@ from afm_mlx import row_adapters
 from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.adapters.attach import attach_adapter, detach_adapter
 from afm_mlx.adapters.places import places
-from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.pool import PATIENCE, AdapterPool
 from afm_mlx.adapters.sources import OpenAdapter
 from afm_mlx.engine import LOADING_STEP, Engine
 from afm_mlx.errors import CacheFileError, CheckpointError, RequestError
@@ -258,6 +258,39 @@ def test_more_adapters_than_run_side_by_side(rng, model, tokenizer, tmp_path, mo
     pool.close()
 
 
+def test_rows_of_one_adapter_too_many_are_overtaken_for_a_while_only(
+    rng, model, tokenizer, tmp_path
+):
+    pool, adapters = AdapterPool(model), Adapters(model, rng, tmp_path)
+    names = [f"n{i}" for i in range(MAX_ADAPTERS + 1)]
+    for name in names:
+        adapters.add(pool, name, 2, keys="up_proj")
+        pool.load(name)
+    *busy, late = names
+    engine = Engine(model, tokenizer, max_batch=32, adapters=pool)
+
+    def submit(name, count):
+        return engine.submit(Request([1, 2], count, adapter=name, logprobs=False))
+
+    # Two rows each, of which one always goes on when the other one ends.
+    row_of = {submit(name, count): name for name in busy for count in (3, 6)}
+    engine.step()
+    last, ended = submit(late, 1), 0
+    for _ in range(100):
+        responses = engine.step()
+        if any(response.row == last for response in responses):
+            break
+        for response in responses:
+            if response.finish_reason is not None:
+                ended += 1
+                name = row_of.pop(response.row)
+                row_of[submit(name, 6)] = name
+    else:
+        pytest.fail(f"the row has not started after {ended} others")
+    assert PATIENCE <= ended <= PATIENCE + 4 * MAX_ADAPTERS
+    pool.close()
+
+
 # -- loading beside the others
 
 
@@ -303,6 +336,23 @@ def test_a_load_that_fails_ends_its_own_rows(rng, model, tokenizer, setup):
         assert "moved or deleted" in str(response.error)
     engine.submit(Request(some_prompt(rng, 4), 2, adapter="b"))
     assert len(next(iter(run(engine).values()))) == 2
+
+
+def test_a_load_that_fails_at_once_is_a_response_too(rng, model, tokenizer, setup, monkeypatch):
+    pool, adapters = setup
+    shutil.rmtree(adapters.folder / "c")
+    request = pool.request
+
+    def failed(adapter):
+        lease = request(adapter)
+        assert lease.wait(WAIT)
+        return lease
+
+    monkeypatch.setattr(pool, "request", failed)
+    engine = Engine(model, tokenizer, adapters=pool)
+    row = engine.submit(Request(some_prompt(rng, 4), 3, adapter="c"))
+    ((response,),) = run(engine).values()
+    assert (response.row, response.finish_reason) == (row, "error")
 
 
 def test_a_folder_that_is_deleted_while_rows_use_it(rng, model, tokenizer, setup):
@@ -421,7 +471,8 @@ def test_prompt_caches_never_cross_adapters(rng, model, tokenizer, setup):
             ) as e:
                 engine.submit(request)
             for k in (i, j):
-                assert (pool.fingerprint(kinds[k]) if kinds[k] else "no adapter") in str(e.value)
+                wanted = pool.load(kinds[k]).fingerprint if kinds[k] else "no adapter"
+                assert wanted in str(e.value)
             if kinds[i] == "a":
                 assert "the adapter a (" in str(e.value)
         assert all(mx.array_equal(x, y) for x, y in zip(before, cache[0].state, strict=True))
@@ -452,7 +503,7 @@ def test_copies_and_files_of_caches_keep_their_adapter(rng, model, tokenizer, se
     pool, _ = setup
     engine = Engine(model, tokenizer, adapters=pool)
     cache, path = filled(engine, rng, "a"), tmp_path / "cache.safetensors"
-    fingerprint = pool.fingerprint("a")
+    fingerprint = pool.load("a").fingerprint
     assert {layer.copy().adapter for layer in cache[:1]} == {fingerprint}
     save_prompt_cache(path, cache, model)
     with pytest.raises(CacheFileError, match=f"another adapter.*{fingerprint}.* has none"):
@@ -579,10 +630,16 @@ def test_requests_that_can_not_be_honoured(rng, model, tokenizer, setup):
         engine.submit(Request([1], max_tokens=0, adapter="a"))
     assert not engine.busy
     assert not any(e["rows"] or e["waiting"] for e in pool.describe()["adapters"])
-    with pytest.raises(RequestError, match="has no adapter pool"):
+    with pytest.raises(RequestError, match="there is no adapter pool"):
         Engine(model, tokenizer).submit(Request([1], adapter="a"))
     with pytest.raises(RequestError, match="made for another model"):
         Engine(tiny(rng), tokenizer, adapters=pool)
+
+
+def test_what_is_no_pool(model, tokenizer):
+    for wrong in ("a", {"a": 1.0}):
+        with pytest.raises(RequestError, match="a pool is needed"):
+            Engine(model, tokenizer, adapters=wrong)
 
 
 def test_an_attached_adapter_and_a_pool_exclude_each_other(model, tokenizer, setup):
@@ -590,6 +647,17 @@ def test_an_attached_adapter_and_a_pool_exclude_each_other(model, tokenizer, set
     attach_adapter(model, adapters.folder / "a")
     with pytest.raises(RequestError, match="detach_adapter"):
         Engine(model, tokenizer, adapters=pool)
+
+
+def test_an_engine_keeps_its_adapters_when_the_model_is_stripped(rng, model, tokenizer, setup):
+    pool, adapters = setup
+    engine = Engine(model, tokenizer, adapters=pool)
+    prompt, wanted = some_prompt(rng, 6), adapters.merged({"c": 1})
+    detach_adapter(model)
+    engine.submit(Request(prompt, 3, adapter="c"))
+    (responses,) = run(engine).values()
+    tokens = [response.token for response in responses]
+    assert np.abs(logprobs_of(responses) - wanted_logprobs(wanted, prompt, tokens)).max() < 1e-3
 
 
 def test_generate_takes_adapters(rng, model, tokenizer, setup):

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -35,7 +37,8 @@ ROOT = Path(afm_mlx.__file__).parent.parent
 def write_folder(folder: Path, spm: Path, rng, config: ModelConfig = CONFIG) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    save_tokenizer(spm, folder)
+    for name, content in _tokenizer_files(spm).items():
+        (folder / name).write_bytes(content)
     weights = dict(tree_flatten(random_model(config, rng).parameters()))
     # Logits of 0 are never the highest: no answer ends by itself, whatever the random weights.
     ends = mx.array(sorted(load_tokenizer(folder).eos_token_ids))
@@ -48,6 +51,14 @@ def process(*argv, code=None, **options):
     command = [sys.executable, *(["-c", code] if code else ["-m", "afm_mlx"]), *map(str, argv)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, **options)
+
+
+@lru_cache
+def _tokenizer_files(spm: Path) -> dict[str, bytes]:
+    """What `save_tokenizer` writes; the conversion takes longer than all the rest of a folder."""
+    with TemporaryDirectory() as folder:
+        save_tokenizer(spm, folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 def answer(folder, prompt, **options):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from afm_mlx.cli.parser import UsageError, number
@@ -10,6 +11,15 @@ from afm_mlx.cli.parser import UsageError, number
 # As in afm_mlx.converters.adapter_formats, which would import MLX.
 FORMATS = ["mlx-lm", "peft", "toolkit", "fmadapter"]
 DTYPES = ["float16", "bfloat16", "float32"]
+
+_PACKAGE = {
+    "name": "letters, digits and '_'; that of the output by default",
+    "author": "of the adapter",
+    "description": "of what the adapter does",
+    "license": "of the adapter",
+    "base_signature": "40 hex digits that name the base model to Apple's runtime",
+    "draft": "folder with draft.mil and draft_weights.bin to pass through; that of the source by default",
+}
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +30,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alpha",
         type=number(0),
-        help="of a .pt file without a config beside it; 16 is known for rank 32",
+        help="of a .pt file; that of the config beside it by default, and without one 16 for rank 32",
     )
 
 
@@ -47,6 +57,43 @@ def add_output(parser: argparse.ArgumentParser, default: str | None) -> None:
         choices=DTYPES,
         help="type of the numbers; that of the source by default. .pt files are float32, and packages float16",
     )
+    parser.add_argument(
+        "--qkv",
+        choices=["fused", "split"],
+        default="fused",
+        help="what a PEFT folder calls queries, keys and values: qkv_proj, or q_proj, k_proj and v_proj",
+    )
+    group = parser.add_argument_group(".fmadapter packages")
+    for name, help_text in _PACKAGE.items():
+        group.add_argument(f"--{name.replace('_', '-')}", help=help_text)
+    group.add_argument(
+        "--any-rank",
+        action="store_true",
+        help="write ranks above 32, which Apple's runtime does not load",
+    )
+
+
+def package_fields(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of a package that were given.
+
+    Raises:
+        UsageError: for arguments of one format with another.
+    """
+    given = {name: getattr(args, name) for name in _PACKAGE if getattr(args, name) is not None}
+    if args.to != "fmadapter" and (given or args.any_rank):
+        name = next(iter(given), "any_rank").replace("_", "-")
+        raise UsageError(
+            f"--{name} is for .fmadapter packages; it has no effect on {args.to}. Leave it out."
+        )
+    if args.qkv != "fused" and args.to != "peft":
+        raise UsageError(f"--qkv is for PEFT folders; it has no effect on {args.to}. Leave it out.")
+    if args.dtype is not None and args.to in ("toolkit", "fmadapter"):
+        raise UsageError(
+            f"--dtype is {args.dtype}, and {args.to} has a type of its own. Leave it out."
+        )
+    if "draft" in given:
+        given["draft"] = Path(given["draft"])
+    return given
 
 
 def require(args: argparse.Namespace, action: str, **missing: str) -> None:
@@ -63,10 +110,10 @@ def base_of(args: argparse.Namespace) -> Any:
     """What `--model` names, None without it."""
     if args.model is None:
         return None
-    from afm_mlx.converters.adapter_formats.conversion import Base
+    from afm_mlx.converters.adapter_formats.conversion import BaseFolder
     from afm_mlx.loading import resolve_model
 
-    return Base.of_folder(resolve_model(args.model))
+    return BaseFolder.read(resolve_model(args.model))
 
 
 def dtype_of(args: argparse.Namespace) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
 from afm_mlx.cli.adapter.arguments import (
     add_force,
@@ -11,6 +12,7 @@ from afm_mlx.cli.adapter.arguments import (
     add_output,
     base_of,
     dtype_of,
+    package_fields,
     print_written,
     require,
 )
@@ -31,12 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     require(args, "compose", output="what to write")
+    package = package_fields(args)
     weighted = [_weighted(text) for text in args.adapters]
     if not weighted:
         raise UsageError("no adapter was named; give one or more as PATH=WEIGHT.")
     from afm_mlx.adapters.compose import compose
     from afm_mlx.converters.adapter_formats import write_adapter
-    from afm_mlx.converters.adapter_formats.conversion import read_for
+    from afm_mlx.converters.adapter_formats.conversion import package_for, read_for
 
     base = base_of(args)
     adapters = [read_for(path, base, force=args.force) for path, _ in weighted]
@@ -48,6 +51,9 @@ def run(args: argparse.Namespace) -> None:
         args.to,
         model_config=base.config if base else None,
         dtype=dtype_of(args),
+        package=package_for(Path(args.output), None, package) if args.to == "fmadapter" else None,
+        any_rank=args.any_rank,
+        qkv=args.qkv,
     )
     print_written(args.output, config)
 

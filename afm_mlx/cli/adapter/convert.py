@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
-from typing import Any
 
 from afm_mlx.cli.adapter.arguments import (
     add_force,
@@ -13,19 +11,10 @@ from afm_mlx.cli.adapter.arguments import (
     add_source,
     base_of,
     dtype_of,
+    package_fields,
     print_written,
     require,
 )
-from afm_mlx.cli.parser import UsageError
-
-_PACKAGE = {
-    "name": "letters, digits and '_'; that of the output by default",
-    "author": "of the adapter",
-    "description": "of what the adapter does",
-    "license": "of the adapter",
-    "base_signature": "40 hex digits that name the base model to Apple's runtime",
-    "draft": "folder with draft.mil and draft_weights.bin to pass through; that of the source by default",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,20 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Apple's 3B",
     )
     add_force(parser)
-    parser.add_argument(
-        "--qkv",
-        choices=["fused", "split"],
-        default="fused",
-        help="what a PEFT folder calls queries, keys and values: qkv_proj, or q_proj, k_proj and v_proj",
-    )
-    group = parser.add_argument_group(".fmadapter packages")
-    for name, help_text in _PACKAGE.items():
-        group.add_argument(f"--{name.replace('_', '-')}", help=help_text)
-    group.add_argument(
-        "--any-rank",
-        action="store_true",
-        help="write ranks above 32, which Apple's runtime does not load",
-    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -61,13 +36,7 @@ def run(args: argparse.Namespace) -> None:
         to="what to convert it to",
         output="what to write",
     )
-    package = _package(args)
-    if args.qkv != "fused" and args.to != "peft":
-        raise UsageError(f"--qkv is for PEFT folders; it has no effect on {args.to}. Leave it out.")
-    if args.dtype is not None and args.to in ("toolkit", "fmadapter"):
-        raise UsageError(
-            f"--dtype is {args.dtype}, and {args.to} has a type of its own. Leave it out."
-        )
+    package = package_fields(args)
     from afm_mlx.converters.adapter_formats.conversion import convert_adapter
 
     config = convert_adapter(
@@ -83,15 +52,3 @@ def run(args: argparse.Namespace) -> None:
         force=args.force,
     )
     print_written(args.output, config)
-
-
-def _package(args: argparse.Namespace) -> dict[str, Any]:
-    given = {name: getattr(args, name) for name in _PACKAGE if getattr(args, name) is not None}
-    if args.to != "fmadapter" and (given or args.any_rank):
-        name = next(iter(given), "any_rank").replace("_", "-")
-        raise UsageError(
-            f"--{name} is for .fmadapter packages; it has no effect on {args.to}. Leave it out."
-        )
-    if "draft" in given:
-        given["draft"] = Path(given["draft"])
-    return given

@@ -250,6 +250,20 @@ def test_compose(make_adapter, folder, run, tmp_path):
     assert "rank 3, scale 1" in out
 
 
+def test_compose_to_a_package(make_adapter, folder, run, fails, tmp_path):
+    """What the messages propose, compose has."""
+    one, other = make_adapter("one", 20), make_adapter("other", 20)
+    argv = ("compose", f"{one}=1", f"{other}=0.5", "--to", "fmadapter", "--model", folder)
+    argv = (*argv, "--output", tmp_path / "my-sum.fmadapter")
+    assert "take --name my_sum" in fails("adapter", *argv)
+    assert "(--any-rank)" in fails("adapter", *argv, "--name", "my_sum")
+    done(run, *argv, "--name", "my_sum", "--any-rank", "--author", "A. Uthor")
+    show = ("info", "--adapter-path", tmp_path / "my-sum.fmadapter", "--model", folder, "--json")
+    facts = json.loads(done(run, *show))
+    assert (facts["rank"], facts["scale"]) == (40, 16 / 40)
+    assert (facts["package"]["name"], facts["package"]["author"]) == ("my_sum", "A. Uthor")
+
+
 REFUSED = [
     (("info",), "--adapter-path is missing"),
     (("convert", "--adapter-path", "{adapter}"), "--to is missing"),
@@ -263,6 +277,15 @@ REFUSED = [
     (("convert", "{to}", "mlx-lm", "--alpha", "3"), "has its own"),
     (("compose", "--output", "{out}"), "no adapter was named"),
     (("compose", "{adapter}"), "--output is missing"),
+    (("compose", "{adapter}=1", "--output", "{out}", "--name", "x"), "--name is for .fmadapter"),
+    (
+        ("compose", "{adapter}=1", "--output", "{out}", "--qkv", "split"),
+        "--qkv is for PEFT folders",
+    ),
+    (
+        ("compose", "{adapter}=1", "--output", "{out}.pt", "--to", "toolkit", "--dtype", "float16"),
+        "has a type of its own",
+    ),
     (("compose", "{adapter}", "--output", "{out}"), "give PATH=WEIGHT"),
     (("compose", "{adapter}=nan", "--output", "{out}"), "give PATH=WEIGHT"),
     (("compose", "{out}=1", "--output", "{out}"), "There is no"),

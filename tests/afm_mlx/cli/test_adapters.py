@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.attach import attach_adapter, detach_adapter
+from afm_mlx.adapters.files import load_adapter, save_adapter
 from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.sources import OpenAdapter
 from afm_mlx.generation import generate
 from afm_mlx.loading import load
 from afm_mlx.weights import save_file
@@ -148,6 +151,40 @@ def test_a_chat_survives_an_adapter_that_can_not_be_loaded(folder, write, run, m
     assert "unknown" in err
 
 
+def test_a_chat_survives_an_adapter_that_had_to_go_and_is_no_more(
+    folder, write, run, monkeypatch, rng
+):
+    """The one before made room for one that turns out to be damaged, and is to be read again."""
+    first, damaged = write("first"), write("damaged")
+    with AdapterPool(load(folder)[0]) as pool:
+        pool.register("first", first)
+        nbytes = pool.load("first").nbytes
+    tensors, config = load_adapter(damaged)
+    mx.eval(tensors)  # the file is about to be written
+    name = str(rng.choice(list(tensors)))
+    save_adapter(damaged, tensors | {name: mx.full(tensors[name].shape, float("nan"))}, config)
+    read = OpenAdapter.read
+
+    def deletes(self):
+        if self.source == str(damaged):
+            shutil.rmtree(first)
+        return read(self)
+
+    monkeypatch.setattr(OpenAdapter, "read", deletes)
+    typed = "/adapter first\n/adapter damaged\nA list\n/adapter\nA list\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(typed.encode())))
+    memory = ("--adapter-memory", nbytes / 1e9)
+    named = [f"{path.name}={path}" for path in (first, damaged)]
+    status, out, err = run(
+        "chat", "--model", folder, "-m", 8, *memory, "--adapter", named[0], "--adapter", named[1]
+    )
+    assert status == 0
+    assert out == scratch(folder, [{"role": "user", "content": "A list"}]) + "\n"
+    assert "NaN" in err
+    assert "The question is left out" in err
+    assert "moved or deleted" in err
+
+
 def test_adapters_that_come_with_a_model(folder, write, run, fails):
     path = write("a")
     shutil.copytree(path, folder / "adapters" / "neat")
@@ -162,6 +199,12 @@ def test_adapters_that_come_with_a_model(folder, write, run, fails):
 def test_names_and_memory_are_checked(folder, adapter, fails):
     argv = ("chat", "--model", folder)
     assert "'x' is no NAME=PATH" in fails(*argv, "--adapter", "x")
-    assert "there is no such path" in fails(*argv, "--adapter", "x=nowhere")
+    assert "There is no adapter 'nowhere': it is no path" in fails(*argv, "--adapter", "x=nowhere")
+    assert "There is no adapter ''" in fails(*argv, "--adapter-path", "")
+    twice = ("--adapter", f"x={adapter}", "--adapter", f"x={folder}")
+    assert "--adapter gives x more than once" in fails(*argv, *twice)
+    for memory in ("0", "1e-12"):
+        line = fails(*argv, "--adapter-memory", memory)
+        assert f"argument --adapter-memory: '{memory}' holds no adapter" in line
     line = fails(*argv, "--adapter-path", adapter, "--adapter-memory", "0.000001")
     assert "1,000" in line

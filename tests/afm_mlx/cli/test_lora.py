@@ -7,11 +7,14 @@ import mlx.core as mx
 import pytest
 
 from afm_mlx.adapters.files import load_adapter
+from afm_mlx.config import PRESETS
 from afm_mlx.loading import load
 from tests.tools.cli import CONFIG, write_folder
+from tests.tools.training_runs import random_adapter
 
 DRAFT = dataclasses.replace(CONFIG, num_layers=1, num_kv_reuse_layers=0)
 SHORT = ("--iters", 3, "--batch-size", 2, "--max-seq-length", 96)
+FRESH = ("--draft-preset", "afm-3b-draft")
 
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
@@ -56,7 +59,7 @@ def manifest(path):
 
 def test_a_preset_is_less_than_a_file_and_more_than_the_defaults(folder, data, run, tmp_path):
     chats = (data / "train.jsonl").read_text()
-    (data / "train.jsonl").write_text(chats * 4)
+    (data / "train.jsonl").write_text(chats * 2)
     base = ("lora", "--model", folder, "--data", data, "--max-seq-length", 96)
     out = tmp_path / "toolkit"
     assert run(*base, "--preset", "toolkit", "--adapter-path", out)[0] == 0
@@ -79,7 +82,7 @@ def test_a_preset_is_less_than_a_file_and_more_than_the_defaults(folder, data, r
         }
         == found
     )
-    assert (epoch, found["packing"]) == (9, False)  # of 36 samples
+    assert (epoch, found["packing"]) == (5, False)  # of 18 samples
     config = tmp_path / "lora.yaml"
     config.write_text(
         "preset: toolkit\nlora_parameters: {rank: 8, scale: 3.0}\nbatch_size: 2\nweight_decay: 0\n"
@@ -106,6 +109,27 @@ def test_a_preset_is_less_than_a_file_and_more_than_the_defaults(folder, data, r
     assert run(*base, *SHORT, "--adapter-path", plain)[0] == 0
     found = manifest(plain / "run")
     assert (found["rank"], found["scale"], found["weight_decay"]) == (16, 0.5, 0)
+
+
+def test_the_command_line_comes_before_a_file_in_other_words_too(
+    folder, data, run, fails, tmp_path
+):
+    config = tmp_path / "lora.yaml"
+    config.write_text("iters: 50\nwarmup_iters: 9\nscale: 3.0\nschedule: constant\n")
+    base = ("lora", "--model", folder, "--data", data, "--batch-size", 2, "--max-seq-length", 96)
+    own = ("--epochs", 1, "--warmup-epochs", 0.5, "--alpha", 8, "--rank", 4)
+    assert run(*base, "-c", config, *own, "--adapter-path", tmp_path / "epochs")[0] == 0
+    found = manifest(tmp_path / "epochs" / "run")
+    assert 1 < found["iters"] < 10
+    assert found["warmup_iters"] == -(-found["iters"] // 2)
+    assert (found["scale"], found["schedule"]) == (2, "constant")
+    rate = {"name": "cosine_decay", "arguments": [0.01, 2]}
+    own = ("--iters", 1, "--lr-schedule", json.dumps(rate), "--preset", "toolkit")
+    assert run(*base, "-c", config, *own, "--adapter-path", tmp_path / "rate")[0] == 0
+    found = manifest(tmp_path / "rate" / "run")
+    assert (found["lr_schedule"], found["rank"], found["scale"]) == (rate, 32, 3)
+    config.write_text("iters: 1\nepochs: 1\n")
+    assert "both say how long to train" in fails(*base, "-c", config)
 
 
 def test_a_yaml_file_of_mlx_lm(folder, data, run, tmp_path):
@@ -163,9 +187,9 @@ def test_an_adapter_is_tested_without_training(folder, data, run, fails, tmp_pat
 
 def test_a_draft_model(folder, data, run, tmp_path, spm_bpe, rng):
     draft = write_folder(tmp_path / "small", spm_bpe, rng, DRAFT)
-    adapter, out = tmp_path / "adapter", tmp_path / "draft"
+    out = tmp_path / "draft"
+    adapter = random_adapter(folder, tmp_path / "adapter", rng)
     base = ("lora", "--data", data, *SHORT)
-    assert run(*base, "--model", folder, "--adapter-path", adapter)[0] == 0
     arguments = ("--fine-tune-type", "draft", "--teacher", folder, "--teacher-adapter", adapter)
     status, text, err = run(
         *base, "--model", draft, *arguments, "--save-path", out, "--train", "--test"
@@ -189,6 +213,29 @@ def test_a_draft_model(folder, data, run, tmp_path, spm_bpe, rng):
     assert (found["warmup_iters"], found["schedule"], found["weight_decay"]) == (
         epoch, "constant", 0.01
     )  # fmt: skip
+
+
+def test_a_draft_model_from_random_weights(folder, data, run, tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "afm-3b-draft", DRAFT)
+    out = tmp_path / "draft"
+    arguments = ("--fine-tune-type", "draft", *FRESH, "--teacher", folder, "--save-path", out)
+    rate = json.dumps({"name": "exponential_decay", "arguments": [0.01, 0.9]})
+    own = ("--seed", 7, "--lr-schedule", rate, "--json")
+    status, text, _ = run("lora", "--data", data, *SHORT, *arguments, *own)
+    assert (status, json.loads(text)["model"]) == (0, "afm-3b-draft")
+    found = manifest(tmp_path / "draft-run")
+    assert (found["model"], found["lr_schedule"]) == ("afm-3b-draft", json.loads(rate))
+    model, tokenizer = load(out)
+    assert (model.args.num_layers, model.args.kv_bits) == (1, None)
+    assert tokenizer.get_vocab() == load(folder)[1].get_vocab()
+    assert run("generate", "--model", out, "-p", "say x", "-m", 2)[0] == 0
+
+
+def test_a_file_that_all_is_trained_on_is_no_test(folder, data, fails, tmp_path):
+    base = ("lora", "--model", folder, "--data", data / "train.jsonl", *SHORT)
+    out = ("--adapter-path", tmp_path / "adapter")
+    assert "there is nothing to test" in fails(*base, "--train", "--test", *out)
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_data_under_other_names(folder, run, tmp_path):
@@ -239,10 +286,17 @@ def test_full_training(folder, data, run, tmp_path):
         (("--fine-tune-type", "draft", "--save-path", "x"), "--teacher is missing"),
         (("--fine-tune-type", "draft", "--teacher", "x"), "--save-path is missing"),
         (
+            (*"--fine-tune-type draft --teacher x --save-path x".split(), *FRESH),
+            "both are given, choose one",
+        ),
+        (FRESH, "--draft-preset is for --fine-tune-type draft"),
+        (
             ("--fine-tune-type", "full", "--save-path", "x", "--preset", "toolkit"),
             "--preset toolkit is for lora and draft",
         ),
         (("--preset", "apple"), "choose from"),
+        (("--iters", 3, "--epochs", 1), "both say how long to train; choose one"),
+        (("--scale", 0), "an adapter of scale 0 learns nothing"),
         (("--preset", "toolkit", "--iters", 3), "A warm-up of 1 epochs is"),
         (("--teacher-adapter", "x"), "--teacher-adapter without --teacher"),
         (("--distillation-divergence", "reverse"), "without --teacher would do nothing"),
@@ -257,11 +311,14 @@ def test_full_training(folder, data, run, tmp_path):
         (("--report-to", "wandb"), "nothing is sent to wandb"),
         (("--save-dtype", "bfloat16"), "choose from"),
         (("--adapter-path", ""), "--adapter-path is empty"),
-        (("--initial-adapter", "x", "--resume-adapter-file", "y"), "are the same; choose one"),
+        (
+            ("--initial-adapter", "x", "--resume-adapter-file", "y"),
+            "both say where to start; choose one",
+        ),
         (("--test", "--fine-tune-type", "full"), "--test alone measures an adapter"),
         (("--test", "--teacher", "x"), "--teacher would do nothing"),
         (("--test",), "There is no adapter adapters to test"),
-        (("--alpha", 4, "--scale", 2), "choose one"),
+        (("--alpha", 4, "--scale", 2), "both say how strong the adapter is; choose one"),
         (("--keys", "mlp.nothing"), "There is no layer mlp.nothing"),
         (("--num-layers", 9), "num_layers of LoRA is 9"),
         (("--lora-parameters", '{"r": 4}'), "known are rank, scale, dropout, keys"),

@@ -1,10 +1,13 @@
 """Draft models: trained by the reverse divergence against a target with its adapter."""
 
 import dataclasses
+import json
 
 import pytest
+from mlx.utils import tree_flatten
 
-from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
+from afm_mlx.config import PRESETS
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, TrainingError
 from afm_mlx.loading import load
 from afm_mlx.training.events import Evaluation, Stepped
 from afm_mlx.training.kinds import DraftTraining, LoRATraining
@@ -13,7 +16,7 @@ from afm_mlx.training.methods import train_draft, train_lora
 from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.recipe import read_data
 from afm_mlx.training.scores import measure
-from afm_mlx.training.source import Source
+from afm_mlx.training.source import FreshSource, Source
 from tests.tools.cli import write_folder
 from tests.tools.training_data import TRAINABLE
 from tests.tools.training_runs import Watcher, changed, parameters, random_adapter
@@ -55,6 +58,49 @@ def test_it_learns_from_an_adapted_target(recipe, model, packed, draft, tmp_path
     card = (tmp_path / "trained" / "README.md").read_text()
     assert "with the adapter first, reverse divergence of weight 1" in card
     assert f"| proposals that the target keeps | {after.acceptance:.1%} |" in card
+
+
+def test_it_starts_from_random_weights(recipe, model, tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny-draft", dataclasses.replace(DRAFT, vocab_size=8, kv_bits=8))
+    fresh, again, other = (FreshSource.for_target(model, "tiny-draft", seed) for seed in (1, 1, 2))
+    drawn = [dict(tree_flatten(source.load().parameters())) for source in (fresh, again, other)]
+    assert not changed(drawn[0], drawn[1])
+    assert "model.embedding.weight" in changed(drawn[0], drawn[2])
+    target = json.loads((model / "config.json").read_text())
+    assert fresh.values["kv_bits"] is None
+    for name in ("vocab_size", "context_length"):
+        assert fresh.values[name] == target[name]
+    options = TrainingOptions(iters=4, learning_rate=5e-3, save_every=2, steps_per_eval=2)
+    recipe = dataclasses.replace(
+        recipe, model=fresh, options=options, teacher=model, divergence="reverse", test=True
+    )
+
+    def interrupt(event):
+        if isinstance(event, Stepped) and event.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_draft(recipe, tmp_path / "broken", on_event=interrupt)
+    with pytest.raises(TrainingError, match="model_weights was"):
+        train_draft(dataclasses.replace(recipe, model=other), tmp_path / "broken", resume=True)
+    first = train_draft(recipe, tmp_path / "broken", resume=True)
+    second = train_draft(recipe, tmp_path / "unbroken")
+    assert not changed(parameters(tmp_path / "unbroken"), parameters(tmp_path / "broken"))
+    assert first.test == second.test
+    assert first.outcome.best_step > 0
+    assert first.test.trained != first.test.untrained
+
+
+def test_a_fresh_draft_model_needs_sizes_and_an_afm_target(model, tmp_path):
+    llama = tmp_path / "llama"
+    llama.mkdir()
+    (llama / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=r"no preset 'huge'.*allowed are .*afm-3b-draft"):
+        FreshSource.for_target(model, "huge")
+    with pytest.raises(ConfigError, match=r"The teacher: .* is no AFM model"):
+        FreshSource.for_target(llama, "afm-3b-draft")
+    with pytest.raises(AFMError, match="The teacher: There is no folder"):
+        FreshSource.for_target(tmp_path / "nowhere", "afm-3b-draft")
 
 
 def test_a_run_keeps_to_its_adapter(recipe, model, draft, tmp_path, rng):

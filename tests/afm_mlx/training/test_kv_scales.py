@@ -101,7 +101,7 @@ def test_a_model_without_scales_gets_them(rng):
         got = np.array(model(mx.array(tokens)))
     assert model.args.kv_bits == 8
     assert model.make_cache()[0].int8
-    assert 0 < np.abs(got - wanted).max() / wanted.std() < 0.3
+    assert 0 < np.std(got - wanted) / wanted.std() < 0.1  # 0.05 at most in 150 draws
 
 
 def test_models_on_grids_are_calibrated_too(rng):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from afm_mlx.adapters.files import load_adapter
+from afm_mlx.adapters.files import load_adapter, save_adapter
 from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
 from afm_mlx.errors import CheckpointError, ConfigError, DataError, TrainingError
 from afm_mlx.fingerprint import folder_fingerprint
@@ -146,6 +146,25 @@ def test_the_test_split_is_measured_with_and_without_the_adapter(
     assert result.test_perplexity == pytest.approx(np.exp(result.test_loss))
 
 
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_an_adapter_with_nan_is_no_start(recipe, model, tmp_path, rng, bad):
+    adapter = random_adapter(model, tmp_path / "first", rng)
+    tensors, config = load_adapter(adapter)
+    name = str(rng.choice(sorted(tensors)))
+    tensors[name][0, 0] = bad
+    save_adapter(tmp_path / "bad", tensors, config)
+    method = LoRATraining(initial_adapter=tmp_path / "bad")
+    with pytest.raises(CheckpointError, match=f"bad: {name} holds NaN or infinity"):
+        train_lora(recipe, tmp_path / "out", method)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("scale", [0, -1, np.inf, np.nan])
+def test_a_scale_that_teaches_nothing(scale):
+    with pytest.raises(ConfigError, match=r"scale is .*finite numbers over 0"):
+        LoRATraining(scale=scale)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_an_adapter_is_saved_in_16_bits_and_its_run_in_32(recipe, tmp_path, dtype):
     method = LoRATraining(save_dtype=dtype)
@@ -270,13 +289,33 @@ def test_a_quantized_model_has_no_float_weights_to_train(recipe, packed, tmp_pat
         train(dataclasses.replace(recipe, model=packed), tmp_path / "out")
 
 
-def test_a_resumed_run_saves_the_same_adapter(recipe, packed, tmp_path):
-    recipe = dataclasses.replace(recipe, model=packed, test=True)
-    method = LoRATraining(rank=3, dropout=0.2)
+def test_a_resumed_run_saves_the_same_adapter(recipe, model, packed, tmp_path, rng):
+    rates = {"name": "cosine_decay", "arguments": [1e-2, 4], "warmup": 2, "warmup_init": 1e-4}
+    options = dataclasses.replace(
+        OPTIONS,
+        iters=4,
+        lr_schedule=rates,
+        betas=(0.8, 0.95),
+        weight_decay=0.1,
+        clear_cache_threshold=0,
+    )
+    recipe = dataclasses.replace(
+        recipe,
+        model=packed,
+        options=options,
+        packing=False,
+        teacher=model,
+        teacher_adapter=random_adapter(model, tmp_path / "teachers", rng),
+        divergence="reverse",
+        distillation_weight=0.5,
+        test=True,
+    )
+    first = random_adapter(packed, tmp_path / "first", rng, rank=3)
+    method = LoRATraining(dropout=0.2, initial_adapter=first, save_dtype="float32")
     unbroken = train_lora(recipe, tmp_path / "unbroken", method)
 
     def interrupt(event):
-        if isinstance(event, Stepped) and event.step == 5:
+        if isinstance(event, Stepped) and event.step == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -290,7 +329,7 @@ def test_a_resumed_run_saves_the_same_adapter(recipe, packed, tmp_path):
 
 
 def test_a_resumed_run_saves_the_same_folder(recipe, tmp_path):
-    options = dataclasses.replace(OPTIONS, grad_accumulation_steps=2)
+    options = dataclasses.replace(OPTIONS, iters=4, grad_accumulation_steps=2)
     recipe = dataclasses.replace(recipe, options=options)
     train_qat(recipe, tmp_path / "unbroken")
 
@@ -346,7 +385,7 @@ def test_rows_are_no_longer_than_the_data(recipe):
 
 
 def test_epochs_and_shares_become_steps(recipe):
-    options = dataclasses.replace(OPTIONS, grad_accumulation_steps=2)
+    options = dataclasses.replace(OPTIONS, iters=4, grad_accumulation_steps=2)
     recipe = dataclasses.replace(recipe, options=options, epochs=1.5, warmup_share=0.1)
     settled = recipe.settled(100)
     assert (settled.iters, settled.warmup_iters) == (75, 7)

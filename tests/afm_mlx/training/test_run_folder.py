@@ -63,6 +63,12 @@ def test_a_run_is_neither_overwritten_nor_made_up(run, tmp_path):
         RunFolder.open(tmp_path / "other", MANIFEST)
 
 
+def test_a_folder_that_can_not_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match=r"file/run can't be made: .*Choose another path"):
+        RunFolder.create(tmp_path / "file" / "run", {})
+
+
 def test_what_a_killed_process_left_is_removed(run):
     save(run, 3)
     (run.path / "checkpoints" / ".step-0000004-abc").mkdir()

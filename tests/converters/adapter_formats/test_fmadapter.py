@@ -11,7 +11,7 @@ import pytest
 from afm_mlx.config import PRESETS
 from afm_mlx.converters.adapter_formats import PackageMetadata, read_adapter, write_adapter
 from afm_mlx.converters.adapter_formats.fmadapter import BASE_SIGNATURE, read_metadata
-from afm_mlx.converters.adapter_formats.mil_blob import read_blobs, storage_bytes, write_blobs
+from afm_mlx.converters.adapter_formats.mil_blob import read_blobs, write_blobs
 from afm_mlx.converters.adapter_formats.pair_order import pair_places
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from tests.converters.adapter_formats.conftest import equal
@@ -56,7 +56,6 @@ def test_blobs_are_those_of_coremltools(core_ml, rng, tmp_path):
     wanted, offsets = core_ml_bytes(core_ml, tmp_path / "theirs.bin", arrays)
     write_blobs(tmp_path / "ours.bin", iter(arrays), len(arrays))
     assert (tmp_path / "ours.bin").read_bytes() == wanted
-    assert len(wanted) == storage_bytes([2 * n for n in sizes])
     reader = core_ml._BlobStorageReader(str(tmp_path / "ours.bin"))
     for array, blob, offset in zip(
         arrays, read_blobs(tmp_path / "theirs.bin"), offsets, strict=True
@@ -133,7 +132,17 @@ def test_notes_that_lie_change_nothing(draw_adapter, model_config, tmp_path):
     path = tmp_path / "a.fmadapter"
     write_adapter(path, tensors, config, "fmadapter", model_config=model_config)
     values = json.loads((path / "metadata.json").read_text())
-    for notes in ({"rank": 7}, {"scale": 3.0}, {"scale": 1e30}, {"rank": -1, "scale": "2"}, 5):
+    claims = [
+        *({"rank": 7}, {"scale": 3.0}, {"scale": 1e30}, {"rank": -1, "scale": "2"}, 5),
+        # Factors that float32 turns to zeros and infinities.
+        *(
+            {"scale": sign * 2.0**power}
+            for sign in (1, -1)
+            for power in (-300, -140, 140, 300, 1000)
+        ),
+        {"scale": 10**400},
+    ]
+    for notes in claims:
         values["creatorDefined"] = {"afm-mlx": notes}
         (path / "metadata.json").write_text(json.dumps(values))
         found, found_config = read_adapter(path, model_config)
@@ -171,6 +180,29 @@ def test_draft_models_pass_through(draw_adapter, model_config, rng, tmp_path):
             package=PackageMetadata("c", draft=draft),
         )
     assert not (tmp_path / "c.fmadapter").exists()
+
+
+def test_a_draft_that_is_not_there(draw_adapter, model_config, tmp_path):
+    tensors, config = draw_adapter(model_config)
+    package = PackageMetadata("a", draft=tmp_path)
+    with pytest.raises(CheckpointError, match="holds no draft model"):
+        write_adapter(
+            *(tmp_path / "a.fmadapter", tensors, config, "fmadapter"),
+            model_config=model_config,
+            package=package,
+        )
+    assert not (tmp_path / "a.fmadapter").exists()
+
+
+def test_a_fingerprint_that_is_no_signature(draw_adapter, model_config, tmp_path):
+    """What is written can be read."""
+    tensors, config = draw_adapter(model_config, fingerprint="my model")
+    path = tmp_path / "a.fmadapter"
+    with pytest.raises(CheckpointError, match=r"'my model'\. Give the signature"):
+        write_adapter(path, tensors, config, "fmadapter", model_config=model_config)
+    package = PackageMetadata("a", base_signature="12" * 20)
+    write_adapter(path, tensors, config, "fmadapter", model_config=model_config, package=package)
+    assert read_adapter(path, model_config)[1].base_model_fingerprint == "my model"
 
 
 @pytest.mark.parametrize(
@@ -254,6 +286,8 @@ def test_damaged_weights(package, model_config, change, words):
     [
         ({"loraRank": 0}, "loraRank is 0"),
         ({"loraRank": "32"}, "loraRank is '32'"),
+        ({"loraRank": 10**400}, "a whole number of 1 to 65536"),
+        ({"description": "\ud800"}, "must be Unicode text"),
         ({"adapterIdentifier": "fmadapter-../../x-1"}, "adapterIdentifier is"),
         ({"baseModelSignature": "xy"}, "40 hex digits"),
         ({"author": 5}, "author"),

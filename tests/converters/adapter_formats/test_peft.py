@@ -165,6 +165,14 @@ def edit_config(folder, change):
         ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
         ({"rank_pattern": {"(a+)+": 4}}, "rank_pattern is"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern is"),
+        # Patterns that take exponential time, or a great many of them.
+        ({"rank_pattern": {"a?" * 30 + "a" * 30: 4}}, "simple patterns of layers"),
+        ({"rank_pattern": {"(.|.)" * 30: 4}}, "simple patterns of layers"),
+        ({"alpha_pattern": {str(n): 4 for n in range(2001)}}, "simple patterns of layers"),
+        # Larger than any float.
+        ({"r": 10**400}, "a whole number of 1 to 65536"),
+        ({"lora_alpha": 10**400}, "must be a finite number"),
+        ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern is"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern is"),
     ],
 )
@@ -202,6 +210,51 @@ def test_tensors_that_are_refused(folder, model_config, change, error, words):
     save_file(tensors, path)
     with pytest.raises(error, match=words):
         read_adapter(folder, model_config)
+
+
+def test_queries_both_fused_and_alone(folder):
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    layer = "base_model.model.model.layers.0.self_attn"
+    width = tensors[f"{layer}.qkv_proj.lora_A.weight"].shape[1]
+    tensors[f"{layer}.q_proj.lora_A.weight"] = torch.ones(4, width)
+    tensors[f"{layer}.q_proj.lora_B.weight"] = torch.ones(width, 4)
+    save_file(tensors, path)
+    with pytest.raises(
+        CheckpointError, match=r"0\.self_attn\.q_proj and of .*0\.self_attn\.qkv_proj"
+    ):
+        read_adapter(folder)
+
+
+def test_filling_up_ranks_is_bounded(folder):
+    """One pair of a huge rank does not make all the others as large."""
+    path = folder / "adapter_model.safetensors"
+    tensors = {
+        f"model.layers.{i}.mlp.up_proj.lora_{side}.weight": torch.ones(shape)
+        for i in range(400)
+        for side, shape in (("A", (1, 4)), ("B", (4, 1)))
+    }
+    tensors["model.layers.400.mlp.up_proj.lora_A.weight"] = torch.ones(500, 4)
+    tensors["model.layers.400.mlp.up_proj.lora_B.weight"] = torch.ones(4, 500)
+    save_file(tensors, path)
+    edit_config(folder, {"r": 1, "rank_pattern": {"400.mlp.up_proj": 500}})
+    with pytest.raises(CheckpointError, match=r"ranks 1 to 500.* times as large"):
+        read_adapter(folder)
+
+
+def test_patterns_are_of_the_names_that_were_trained(folder):
+    """A model that was saved without `model.` has patterns without it."""
+    path = folder / "adapter_model.safetensors"
+    names = {n: n.replace("base_model.model.model.", "base_model.model.") for n in load_file(path)}
+    save_file({names[n]: t for n, t in load_file(path).items()}, path)
+    wanted, config = read_adapter(folder)
+    name = "model.layers.0.mlp.up_proj.lora_b"
+    values = json.loads((folder / "adapter_config.json").read_text())
+    change = {r"^layers\.0\.mlp\.up_proj": values["lora_alpha"] / 2}
+    edit_config(folder, {"alpha_pattern": values["alpha_pattern"] | change})
+    found, found_config = read_adapter(folder)
+    assert found_config.scale == config.scale
+    assert equal(found, wanted | {name: wanted[name].astype(mx.float32) * 0.5})
 
 
 def test_names_without_prefixes(folder, draw_adapter, model_config):

@@ -1,6 +1,7 @@
 """The toolkit's `.pt` files: tamm loads what is written, and computes what this package computes with it."""
 
 import json
+import zipfile
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +16,10 @@ from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.converters import convert
 from afm_mlx.converters.adapter_formats import read_adapter, write_adapter
+from afm_mlx.converters.adapter_formats.conversion import verify_adapter
 from afm_mlx.converters.adapter_formats.pair_order import pair_places
 from afm_mlx.converters.toolkit_keys import adapter_key
-from afm_mlx.errors import AFMError, CheckpointError
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.loading import load_model
 from tests.converters.adapter_formats.conftest import equal
 from tests.converters.conftest import DRAFT, SMALL
@@ -143,6 +145,124 @@ def test_files_that_are_refused(make_checkpoint, draw_adapter, model_config, tmp
     (tmp_path / "b-config.json").write_text("{}")
     with pytest.raises(AFMError, match="exists already"):
         write_adapter(tmp_path / "b.pt", tensors, config, "toolkit", model_config=model_config)
+
+
+def rewritten(path, change):
+    """The archive again, with `change(name, data)` as the content of each entry."""
+    with zipfile.ZipFile(path) as archive:
+        entries = [(e.filename, archive.read(e)) for e in archive.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries:
+            archive.writestr(name, change(name, data))
+
+
+def test_a_record_that_is_too_short(make_checkpoint, tmp_path):
+    """What follows it in the file is not read as numbers."""
+    path = trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
+    rewritten(path, lambda name, data: data)
+    read_adapter(path, alpha=1)
+    rewritten(path, lambda name, data: data[:-4] if name.endswith("/data/0") else data)
+    with pytest.raises(CheckpointError, match="bytes that no record in it has"):
+        read_adapter(path, alpha=1)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_two_records_of_one_name(make_checkpoint, tmp_path):
+    path = trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr(next(n for n in archive.namelist() if n.endswith("/data/0")), b"1234")
+    with pytest.raises(CheckpointError, match="two entries of one name"):
+        read_adapter(path, alpha=1)
+
+
+def test_verify_finds_a_flipped_bit(make_checkpoint, rng, tmp_path):
+    path = trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
+    before = verify_adapter(path, alpha=1).problems
+    with zipfile.ZipFile(path) as archive:
+        entry = archive.getinfo(next(n for n in archive.namelist() if n.endswith("/data/0")))
+        start = path.read_bytes().index(archive.read(entry))
+    data = bytearray(path.read_bytes())
+    data[start + int(rng.integers(entry.file_size)) // 4 * 4] ^= 1  # the last bit of a number
+    path.write_bytes(data)
+    problems = verify_adapter(path, alpha=1).problems
+    assert len(problems) == len(before) + 1
+    assert any("checksums do not fit" in problem for problem in problems)
+
+
+def test_state_dicts_of_odd_things(make_checkpoint, tmp_path):
+    path = trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
+    state = torch.load(path, weights_only=True)
+    key = next(iter(state))
+    for change, words in (
+        ({5: state[key]}, "the name 5 is no text"),
+        ({key.replace("layer_0", "layer_7"): state[key]}, r"lora_a.* is there without .*lora_b"),
+        ({key: state[key].to(torch.float8_e4m3fn)}, r"of type torch\.float8"),
+        ({key: state[key].to(torch.complex64)}, r"of type torch\.complex64"),
+        ({key: state[key].to_sparse()}, "no dense tensor"),
+    ):
+        torch.save(state | change, path)
+        with pytest.raises(CheckpointError, match=words):
+            read_adapter(path, alpha=1)
+
+
+def test_a_config_that_fills_memory(make_checkpoint):
+    checkpoint = make_checkpoint(adapters={"a": {"rank": 4}})
+    path = trained(checkpoint, checkpoint.folder / "x.pt")
+    values = json.loads(checkpoint.config_path.read_text())
+    checkpoint.config_path.write_text(json.dumps(values | {"num_layers": 10**9}))
+    with pytest.raises(ConfigError, match="num_layers is 1,000,000,000"):
+        read_adapter(path)
+
+
+def test_bytes_that_claim_to_be_gigabytes(make_checkpoint, tmp_path):
+    """A tensor may repeat one number a billion times."""
+    checkpoint = make_checkpoint(adapters={"a": {"rank": 4}})
+    state = torch.load(trained(checkpoint, tmp_path / "x.pt"), weights_only=True)
+    rank = 1 << 20
+    state = {
+        key: torch.zeros(1).expand((len(t), rank) if ".a_tr" in key else (rank, t.shape[1]))
+        for key, t in state.items()
+    }
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match="bytes, and its tensors would take"):
+        read_adapter(tmp_path / "x.pt", alpha=1)
+
+
+def test_an_alpha_that_is_no_number(make_checkpoint, tmp_path):
+    path = trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
+    for alpha in (float("nan"), float("inf"), -1, "16", 10**400):
+        with pytest.raises(ConfigError, match="a finite number of 0 or more"):
+            read_adapter(path, alpha=alpha)
+
+
+def test_a_config_of_other_adapters(make_checkpoint):
+    """Which of two others it is, nobody can know; and only LoRA is read."""
+    checkpoint = make_checkpoint(adapters={"a": {"rank": 4, "alpha": 2}})
+    path = trained(checkpoint, checkpoint.folder / "x.pt")
+    values = json.loads(checkpoint.config_path.read_text())
+    entry = values["adapters"].pop("a")
+    for adapters, words in (
+        ({"b": entry, "c": entry | {"alpha": 9}}, "the adapters b, c, and none is 'a'"),
+        ({"b": entry | {"__tamm_type__": "adapters:Other"}}, "of type 'adapters:Other'"),
+        ({"b": entry | {"alpha": 10**400}}, "must be a number of 0 or more"),
+    ):
+        checkpoint.config_path.write_text(json.dumps(values | {"adapters": adapters}))
+        with pytest.raises(ConfigError, match=words):
+            read_adapter(path)
+    checkpoint.config_path.write_text(json.dumps(values | {"adapters": {"b": entry}}))
+    assert read_adapter(path)[1].scale == 0.5
+
+
+def test_a_full_disk(draw_adapter, model_config, monkeypatch, tmp_path):
+    def full(state, path):
+        path.write_bytes(b"some")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+    tensors, config = draw_adapter(model_config)
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(AFMError, match=r"a\.pt can't be written: .*unexpected pos"):
+        write_adapter(tmp_path / "a.pt", tensors, config, "toolkit", model_config=model_config)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_config_of_another_run(make_checkpoint):
