@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from afm_mlx.kernels.cpu.memory import unfilled
 from afm_mlx.weights import StoredTensor, array_bytes
 
 _SAMPLES = 256
+_THREADS = 2  # that read and rearrange; the disk and Python's lock leave more nothing to do
 _INFINITE = 0x7C00  # the exponent of float16's infinities and NaNs
 _BLOCK_BYTES = np.dtype(f"V{2 * BLOCK}")
 
@@ -117,23 +119,43 @@ def build_resident(
     # NumPy fills it without Python's lock, and faster than MLX copies: decoding goes on meanwhile.
     numbers = unfilled(layout.size)
     view = np.array(numbers, copy=False)
-    read, sums = TensorReader(), []
-    for path, of_sections in pairs_by_layer(tensors, shapes, source).items():
-        part, start = layout.parts[path], 0
-        outputs = sum(width for _, width in shapes[path].values())
-        mine = view[part.a : part.b + part.rank * _filled_up(outputs)]
-        if not _covers(part, outputs, of_sections):
-            mine[:] = 0
-        places = zip(shapes[path].items(), of_sections, strict=True)
-        for index, ((end, (_, width)), pair) in enumerate(places):
-            if pair is not None:
-                a = _checked(read(pair[0]), f"{path}.lora_a{end}", source)
-                _fill_a(view, part, index, a)
-                b = _checked(read(pair[1]), f"{path}.lora_b{end}", source)
-                _fill_b(view, part, outputs, start, b)
-            start += width
-        sums.append(mine.view(np.uint64).sum())  # while they lie in the processor's cache
-    return _resident(numbers, layout, scale, _fingerprint(view, layout, scale, sums))
+    places = list(pairs_by_layer(tensors, shapes, source).items())
+
+    def fill(first: int) -> list[np.uint64]:
+        """Every `_THREADS`-th place; returns the sum of each one's numbers."""
+        read = TensorReader()
+        return [
+            _fill_place(view, layout.parts[path], shapes[path], pairs, read, path, source)
+            for path, pairs in places[first::_THREADS]
+        ]
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        sums = list(threads.map(fill, range(_THREADS)))
+    in_order = [sums[i % _THREADS][i // _THREADS] for i in range(len(places))]
+    return _resident(numbers, layout, scale, _fingerprint(view, layout, scale, in_order))
+
+
+def _fill_place(
+    view: np.ndarray,
+    part: Part,
+    sections: Mapping[str, tuple[int, int]],
+    pairs: Sequence[tuple[Any, Any] | None],
+    read: TensorReader,
+    path: str,
+    source: str | Path,
+) -> np.uint64:
+    """Put one layer's pairs where they belong; returns the sum of its numbers as 64-bit words."""
+    outputs, start = sum(width for _, width in sections.values()), 0
+    mine = view[part.a : part.b + part.rank * _filled_up(outputs)]
+    if not _covers(part, outputs, pairs):
+        mine[:] = 0
+    for index, ((end, (_, width)), pair) in enumerate(zip(sections.items(), pairs, strict=True)):
+        if pair is not None:
+            _fill_a(view, part, index, _checked(read(pair[0]), f"{path}.lora_a{end}", source))
+            b = _checked(read(pair[1]), f"{path}.lora_b{end}", source)
+            _fill_b(view, part, outputs, start, b)
+        start += width
+    return mine.view(np.uint64).sum()  # while they lie in the processor's cache
 
 
 def _resident(numbers: mx.array, layout: Layout, scale: float, fingerprint: str) -> ResidentAdapter:
@@ -146,7 +168,7 @@ _LAYOUTS: dict[tuple[tuple[str, Part], ...], int] = {}
 _NUMBERS = itertools.count()  # two threads never get the same one, as they may of `len(_LAYOUTS)`
 
 
-def _covers(part: Part, outputs: int, of_sections: list[tuple[Any, Any] | None]) -> bool:
+def _covers(part: Part, outputs: int, of_sections: Sequence[tuple[Any, Any] | None]) -> bool:
     """Whether the pairs leave no number between A's first and B's last to be zero."""
     ranks = {0 if pair is None else pair[0].shape[1] for pair in of_sections}
     inputs = next(pair[0].shape[0] for pair in of_sections if pair is not None)
