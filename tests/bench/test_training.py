@@ -1,6 +1,5 @@
 """The benchmark of training steps: its arithmetic by hand, and all of it on a small model."""
 
-import dataclasses
 import json
 
 import pytest
@@ -66,8 +65,8 @@ def training_names(model):
 
 @pytest.mark.slow
 def test_the_whole_benchmark_on_a_small_model(rng, tmp_path, monkeypatch, capsys):
-    config = random_config(rng, num_layers=3, num_kv_reuse_layers=1, num_heads=4, num_kv_heads=2)
-    config = dataclasses.replace(config, hidden_dim=64)
+    sizes = {"hidden_dim": 64, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
+    config = random_config(rng, **sizes, num_kv_reuse_layers=1)
     monkeypatch.setitem(training.PRESETS, "afm-3b", config)
     sizes = ["--depth", "2", "--vocabulary", "64", "--length", "64", "--batch-size", "1"]
     only = ["--only", "full", "lora, 2-bit", "mlx-lm full"]
