@@ -170,7 +170,7 @@ def bind(model: nn.Module) -> ActiveAdapters:
     aren't packed are wrapped.
 
     Raises:
-        RequestError: when no block has a linear layer.
+        RequestError: when no block has a linear layer, or the model has LoRA layers, which would hide them.
     """
     found = active_adapters(model)
     if found is not None:
@@ -178,6 +178,11 @@ def bind(model: nn.Module) -> ActiveAdapters:
     active, here = ActiveAdapters(), places(model)
     if not here:
         raise RequestError("No block of this model has a linear layer that can carry an adapter.")
+    if any(isinstance(place.layer, LinearWrapper) for place in here):
+        raise RequestError(
+            "The model has LoRA layers, which are for training. Save them (save_lora) and take them off "
+            "(detach_adapter), or load the model anew."
+        )
     is_afm = isinstance(getattr(model, "args", None), ModelConfig)
     for place in here:
         if is_afm or isinstance(place.linear, PackedLinear):

@@ -124,9 +124,11 @@ def add_lora(
     found, blocks = places(model), len(model.layers)
     wanted = None if keys is None else set(keys)
     _check_settings(rank, dropout, num_layers, blocks)
-    active = active_adapters(model)
-    if any(isinstance(p.layer, LoRALinear) for p in found) or (active and active.batch):
-        raise RequestError("The model has an adapter already; detach it, or load the model anew.")
+    # Linked layers too: LoRA layers around them would hide the adapters of a pool.
+    if any(isinstance(p.layer, LoRALinear) for p in found) or active_adapters(model) is not None:
+        raise RequestError(
+            "The model has an adapter or a pool already; take it off (detach_adapter), or load the model anew."
+        )
     unknown = (wanted or set()) - {place.key for place in found}
     if unknown or not found:
         raise RequestError(

@@ -27,7 +27,7 @@ from afm_mlx.kernels.cpu.memory import unfilled
 from afm_mlx.weights import StoredTensor, array_bytes
 
 _SAMPLES = 256
-_THREADS = 2  # that read and rearrange; the disk and Python's lock leave more nothing to do
+_THREADS = 2  # that read and rearrange: 119 ms for 133 MB on two cores, where one took 188; more were not tried
 _INFINITE = 0x7C00  # the exponent of float16's infinities and NaNs
 _BLOCK_BYTES = np.dtype(f"V{2 * BLOCK}")
 

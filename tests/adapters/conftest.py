@@ -1,15 +1,20 @@
-"""Tiny models, and adapters for them."""
+"""Tiny models, adapters for them, and pools of these."""
 
 import copy
 import dataclasses
 import functools
+import threading
 
 import numpy as np
 import pytest
 
 from afm_mlx.adapters.lora import add_lora, save_lora
+from afm_mlx.adapters.places import place_shapes
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.resident import build_resident
+from afm_mlx.adapters.sources import OpenAdapter
 from afm_mlx.quantization import QuantizationRule, quantize_model
-from tests.tools.adapters import SIZES, randomize_lora
+from tests.tools.adapters import SIZES, WAIT, draw_tensors, randomize_lora, write_folder
 from tests.tools.models import random_config, random_model
 
 
@@ -49,3 +54,61 @@ def write_adapter(rng, tmp_path):
         return tmp_path / name
 
     return write
+
+
+# -- pools
+
+
+@pytest.fixture
+def model(make_model):
+    return make_model("float")
+
+
+@pytest.fixture
+def folder(rng, model, tmp_path):
+    """A function that writes an adapter folder."""
+
+    def write(name, rank=4, **options):
+        scale = float(rng.uniform(0.2, 0.8))
+        return write_folder(tmp_path / name, draw_tensors(model, rng, rank, **options), scale)
+
+    return write
+
+
+@pytest.fixture
+def size(model, rng):
+    """Bytes of an adapter of rank 4."""
+    tensors = draw_tensors(model, rng, 4)
+    return build_resident(tensors, 1.0, place_shapes(model), "drawn").nbytes
+
+
+@pytest.fixture
+def make_pool(model, folder):
+    """A function that makes a pool with adapters of rank 4."""
+    made = []
+
+    def make(names="abc", **options):
+        made.append(AdapterPool(model, **options))
+        for name in names:
+            made[-1].register(name, folder(f"{name}{len(made)}"))
+        return made[-1]
+
+    yield make
+    for pool in made:
+        pool.close()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Reads wait until it is opened; `reached` says that one has begun."""
+    opened, reached, read = threading.Event(), threading.Event(), OpenAdapter.read
+
+    def gated(self):
+        reached.set()
+        assert opened.wait(WAIT)
+        return read(self)
+
+    monkeypatch.setattr(OpenAdapter, "read", gated)
+    opened.reached = reached
+    yield opened
+    opened.set()

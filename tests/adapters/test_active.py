@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import BatchAdapters, active_adapters, bind, unbind
+from afm_mlx.adapters.lora import add_lora
 from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.resident import build_resident
 from afm_mlx.errors import RequestError
@@ -171,3 +172,15 @@ def test_models_of_the_zoo_mix_adapters_too(rng):
     assert [close(mixed[i], plain[i], 0.01) for i in range(3)] == [False, True, False]
     unbind(model)
     assert {name for name, _ in model.named_modules()} == parameters
+
+
+def test_lora_layers_and_linked_layers_exclude_each_other(rng, make_model):
+    """Else the ones around would hide the adapters of the ones inside."""
+    with pytest.raises(RequestError, match="has LoRA layers"):
+        bind(add_lora(make_model(), 2, 1.0))
+    model = make_model()
+    bind(model)
+    with pytest.raises(RequestError, match="an adapter or a pool already"):
+        add_lora(model, 2, 1.0)
+    unbind(model)
+    add_lora(model, 2, 1.0)

@@ -148,7 +148,7 @@ def test_settings_that_can_not_be_honoured(make_model, settings, says):
 def test_one_adapter_at_a_time(make_model, write_adapter):
     folder = write_adapter(make_model())
     for model in (add_lora(make_model(), 4, 1.0), attach_adapter(make_model(), folder)):
-        with pytest.raises(RequestError, match="has an adapter already"):
+        with pytest.raises(RequestError, match="has an adapter or a pool already"):
             add_lora(model, 4, 1.0)
     with pytest.raises(RequestError, match="has no LoRA layers"):
         lora_config(make_model())

@@ -1,5 +1,7 @@
 """Adapters with random numbers, and ways to run them."""
 
+import time
+
 import mlx.core as mx
 import numpy as np
 
@@ -17,6 +19,7 @@ SIZES = {
     "hidden_dim_scale_factor": 2.0,
 }
 KINDS = ["float", "packed"]
+WAIT = 20  # seconds until a test gives up on another thread
 
 
 def randomize_lora(model, rng):
@@ -74,3 +77,31 @@ def write_folder(folder, tensors, scale=0.5, fingerprint=None):
     arrays = {name: mx.array(tensor) for name, tensor in tensors.items()}
     save_adapter(folder, arrays, AdapterConfig(rank, scale, -1, base_model_fingerprint=fingerprint))
     return folder
+
+
+def state(pool, name):
+    return {entry["name"]: entry for entry in pool.describe()["adapters"]}[name]
+
+
+def until(condition):
+    """Wait for another thread."""
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def deltas(resident, model):
+    """What an adapter adds to each matrix, (N, K) float64, from its flat array."""
+    numbers, added = np.array(resident.numbers, np.float64), {}
+    for path, part in resident.parts.items():
+        shapes = list(place_shapes(model)[path].values())
+        inputs, outputs = shapes[0][0], sum(width for _, width in shapes)
+        rank, blocks = part.rank, -(-outputs // 16)
+        a = numbers[part.a : part.a + len(shapes) * rank * inputs].reshape(-1, rank, inputs)
+        b = numbers[part.b : part.b + blocks * rank * 16].reshape(blocks, rank, 16)
+        b = b.swapaxes(1, 2).reshape(-1, rank)[:outputs]
+        ends = np.cumsum([width for _, width in shapes])[:-1]
+        products = [part_b @ a[i] for i, part_b in enumerate(np.split(b, ends))]
+        added[path] = resident.scale * np.concatenate(products)
+    return added

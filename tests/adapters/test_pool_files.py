@@ -1,0 +1,321 @@
+"""What a pool reads: formats, files that change, and what can't be used."""
+
+import dataclasses
+import shutil
+import weakref
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.adapters import pool as pool_module
+from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.adapters.files import TENSORS_NAME
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.sources import OpenAdapter
+from afm_mlx.converters.adapter_formats import read_adapter, write_adapter
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, RequestError
+from afm_mlx.fingerprint import base_model_fingerprint
+from tests.tools.adapters import WAIT, deltas, draw_tensors, state, until, write_folder
+
+# -- other formats
+
+
+@pytest.mark.parametrize("to", ["peft", "fmadapter"])
+def test_adapters_of_other_formats_run_as_they_are(make_pool, folder, model, tmp_path, to):
+    """And give what the folder gives that they were converted from."""
+    path = folder("x")
+    tensors, config = read_adapter(path)
+    config = dataclasses.replace(config, base_model_fingerprint=base_model_fingerprint(model))
+    write_adapter(tmp_path / f"other.{to}", tensors, config, to, model_config=model.args)
+    pool = make_pool("")
+    pool.register("x", path)
+    pool.register("other", tmp_path / f"other.{to}")
+    wanted, found = (deltas(pool.load(name), model) for name in ("x", "other"))
+    assert set(wanted) == set(found)
+    for layer, delta in wanted.items():
+        assert np.allclose(found[layer], delta, rtol=0.01, atol=2e-3 * np.abs(delta).max())
+
+
+def test_what_waits_for_room_takes_no_memory(make_pool, folder, model, size, tmp_path, monkeypatch):
+    """Other formats are read whole to be opened, and again when there is room."""
+    tensors, config = read_adapter(folder("x"))
+    config = dataclasses.replace(config, base_model_fingerprint=base_model_fingerprint(model))
+    write_adapter(tmp_path / "other", tensors, config, "peft")
+    opened, original = [], pool_module.open_adapter
+
+    def noted(*args):
+        result = original(*args)
+        opened.append(weakref.ref(result))
+        return result
+
+    monkeypatch.setattr(pool_module, "open_adapter", noted)
+    pool = make_pool("a", budget=size)
+    pool.register("other", tmp_path / "other")
+    held = pool.request("a")
+    assert held.wait(WAIT)
+    lease = pool.request("other")
+    until(lambda: state(pool, "other")["state"] == "waiting")
+    assert len(opened) == 2
+    until(lambda: [ref() for ref in opened] == [None, None])
+    held.release()
+    assert lease.wait(WAIT)
+    assert len(opened) == 3
+    wanted = deltas(pool_module.open_adapter(tmp_path / "other", pool._base).read(), model)
+    for layer, delta in deltas(lease.resident, model).items():
+        assert np.array_equal(delta, wanted[layer])
+
+
+def test_an_adapter_that_grows_while_it_waits_for_room(make_pool, folder, size, model, rng):
+    pool = make_pool("a", budget=size)
+    path = folder("b")
+    pool.register("b", path)
+    held = pool.request("a")
+    assert held.wait(WAIT)
+    lease = pool.request("b")
+    until(lambda: state(pool, "b")["state"] == "waiting")
+    write_folder(path, draw_tensors(model, rng, 6))
+    held.release()
+    assert lease.wait(WAIT)
+    with pytest.raises(CheckpointError, match=f"has grown from {size:,} bytes"):
+        _ = lease.resident
+
+
+def test_what_is_no_adapter_is_an_error_of_its_load(make_pool, tmp_path):
+    pool = make_pool("")
+    (tmp_path / "one.zip").write_bytes(b"PK")
+    (tmp_path / "empty").mkdir()
+    for name, words in (("one.zip", "is an archive or a file"), ("empty", "it holds nothing")):
+        pool.register(name, tmp_path / name)
+        with pytest.raises(CheckpointError, match=words):
+            pool.load(name)
+
+
+# -- files that change
+
+
+def test_a_resident_adapter_needs_its_folder_no_more(make_pool, folder, size):
+    pool = make_pool("", budget=size)
+    path = folder("gone")
+    pool.register("x", path)
+    pool.register("y", folder("other"))
+    pool.load("x")
+    shutil.rmtree(path)
+    assert pool.load("x").nbytes == size
+    pool.load("y")
+    with pytest.raises(CheckpointError, match=r"no adapter .*gone\. Was it moved or deleted"):
+        pool.load("x")
+    assert pool.load("y").nbytes == size
+
+
+def test_another_adapter_in_the_same_folder_is_refused(make_pool, folder, model, rng):
+    pool, path = make_pool(""), folder("changed")
+    pool.register("x", path)
+    before = pool.load("x").fingerprint
+    write_folder(path, draw_tensors(model, rng, 4))
+    assert pool.load("x").fingerprint == before
+    pool.unload("x")
+    with pytest.raises(CheckpointError, match=rf"was {before} and is .*Unregister"):
+        pool.load("x")
+    pool.unregister("x")
+    pool.register("x", path)
+    assert pool.load("x").fingerprint != before
+
+
+def test_a_file_that_is_replaced_while_it_is_read(make_pool, folder, gate, model, rng):
+    pool, path = make_pool(""), folder("changing")
+    pool.register("x", path)
+    lease = pool.request("x")
+    assert gate.reached.wait(WAIT)
+    write_folder(path, draw_tensors(model, rng, 4))
+    gate.set()
+    assert lease.wait(WAIT)
+    assert "changed while it was read" in str(lease.error)
+    assert pool.load("x").rank == 4
+
+
+# -- bad input
+
+
+@pytest.mark.parametrize("fingerprint", ["ab" * 32, None, "own"])
+def test_adapters_of_another_base(model, tmp_path, rng, fingerprint):
+    own = base_model_fingerprint(model)
+    wanted = own if fingerprint == "own" else fingerprint
+    path = write_folder(tmp_path / "x", draw_tensors(model, rng, 4), fingerprint=wanted)
+    for force in (False, True):
+        with AdapterPool(model, force=force) as pool:
+            pool.register("x", path)
+            if wanted in (None, own) or force:
+                assert pool.load("x").rank == 4
+                continue
+            with pytest.raises(CheckpointError, match=f"{wanted}, and this one has {own}"):
+                pool.load("x")
+
+
+def _tensor(tensors, name="model.layers.0.mlp.up_proj.lora_b"):
+    return tensors[name]
+
+
+BAD = {
+    "NaN": (lambda t: _tensor(t).__setitem__((1, 2), np.nan), r"up_proj\.lora_b holds NaN"),
+    "infinity": (lambda t: _tensor(t).__setitem__((0, 3), np.inf), r"up_proj\.lora_b holds NaN or"),
+    "half a pair": (
+        lambda t: t.pop("model.layers.0.mlp.up_proj.lora_a"),
+        r"without .*up_proj\.lora_a",
+    ),
+    "another layer": (
+        lambda t: t.update(
+            {
+                "model.layers.77.mlp.up_proj.lora_a": np.ones((64, 4), np.float16),
+                "model.layers.77.mlp.up_proj.lora_b": np.ones((4, 64), np.float16),
+            }
+        ),
+        r"no layer for model\.layers\.77",
+    ),
+    "another shape": (
+        lambda t: t.update(
+            {"model.layers.0.mlp.up_proj.lora_b": np.ones((4, 6), np.float16)},
+        ),
+        r"up_proj is \[64, 4\] and \[4, 6\]",
+    ),
+    "a foreign tensor": (lambda t: t.update(weight=np.ones(3, np.float16)), "no LoRA tensor"),
+    "too large a number": (
+        lambda t: t.update(
+            {"model.layers.0.mlp.up_proj.lora_b": np.full((4, 128), 1e6, np.float32)}
+        ),
+        "float16.*ends at 65504",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_tensors_that_cannot_be_used(make_pool, folder, model, rng, name):
+    change, words = BAD[name]
+    pool, path = make_pool("b"), folder("bad")
+    tensors = draw_tensors(model, rng, 4)
+    change(tensors)
+    arrays = {name: mx.array(tensor) for name, tensor in tensors.items()}
+    mx.save_safetensors(str(path / TENSORS_NAME), arrays)
+    pool.register("bad", path)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        pool.load("bad")
+    assert str(path) in str(caught.value)
+    with pytest.raises(CheckpointError, match=words):
+        pool.load({"bad": 0.5, "b": 0.5})
+    assert pool.load("b").rank == 4
+    assert pool.resident == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        (lambda p: (p / TENSORS_NAME).unlink(), CheckpointError, "safetensors is missing"),
+        (lambda p: (p / TENSORS_NAME).write_bytes(b"x" * 40), CheckpointError, "no whole"),
+        (
+            lambda p: (p / TENSORS_NAME).write_bytes((p / TENSORS_NAME).read_bytes()[:-1]),
+            CheckpointError,
+            "cut off",
+        ),
+        (lambda p: (p / "adapter_config.json").write_text("{"), ConfigError, "not valid JSON"),
+        (
+            lambda p: (p / "adapter_config.json").write_text('{"fine_tune_type": "dora"}'),
+            ConfigError,
+            "dora",
+        ),
+        (
+            lambda p: (p / "adapter_config.json").write_text(
+                '{"lora_parameters": {"rank": 5, "scale": 1}}'
+            ),
+            CheckpointError,
+            "rank 5 needs",
+        ),
+    ],
+)
+def test_folders_that_cannot_be_used(make_pool, folder, change, kind, words):
+    pool, path = make_pool("b"), folder("bad")
+    pool.register("bad", path)
+    change(path)
+    with pytest.raises(kind, match=words):
+        pool.load("bad")
+    with pytest.raises(kind, match=words):
+        pool.load({"bad": 0.5, "b": 0.5})
+    assert pool.load("b").rank == 4
+    assert [entry["name"] for entry in pool.describe()["adapters"]] == ["b", "bad"]
+
+
+def test_an_unforeseen_error_reaches_who_waits(make_pool, monkeypatch):
+    def broken(self):
+        raise ZeroDivisionError("mine")
+
+    pool = make_pool("ab")
+    with monkeypatch.context() as patch:
+        patch.setattr(OpenAdapter, "read", broken)
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            pool.load("a")
+        patch.setattr(pool_module, "open_adapter", lambda *args: broken(None))
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            pool.load("b")
+    assert state(pool, "b")["error"] == "ZeroDivisionError('mine')"
+    assert pool.load("a").rank == 4
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\0", "x" * 201, None, 5])
+def test_names_that_are_none(make_pool, folder, name):
+    pool = make_pool("")
+    with pytest.raises(RequestError, match="adapter name is"):
+        pool.register(name, folder("x"))
+    assert pool.registered == []
+
+
+@pytest.mark.parametrize("name", ["../../etc", "/", "C:\\x", "a/b c.zip", "日本"])
+def test_names_are_never_paths(make_pool, folder, name):
+    pool = make_pool("")
+    pool.register(name, folder("x"))
+    assert pool.load(name).rank == 4
+
+
+@pytest.mark.parametrize("source", [None, 5, ["a"], ""])
+def test_sources_that_are_none(make_pool, source):
+    with pytest.raises(RequestError, match="a path, or weights of registered adapters"):
+        make_pool("").register("x", source)
+
+
+def test_a_path_may_begin_at_home(make_pool, folder, monkeypatch):
+    path = folder("mine")
+    monkeypatch.setenv("HOME", str(path.parent))
+    pool = make_pool("")
+    pool.register("mine", "~/mine")
+    assert pool.load("mine").rank == 4
+
+
+def test_what_can_not_be_registered(make_pool, folder, tmp_path):
+    pool, path = make_pool("ab"), folder("x")
+    with pytest.raises(RequestError, match=r"'a' is taken, by .*a1"):
+        pool.register("a", path)
+    with pytest.raises(CheckpointError, match="nowhere, and there is no such path"):
+        pool.register("c", tmp_path / "nowhere")
+    for weights, words in (
+        ({"z": 1}, "no adapter 'z'; registered are a, b"),
+        ({"a": float("nan")}, "weight of the adapter 'a' is nan"),
+        ({"a": "1"}, "is '1'"),
+        ({"a": True}, "is True"),
+        ({"a": 0}, "leave no adapter"),
+        ({}, "leave no adapter"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            pool.register("c", weights)
+        with pytest.raises(RequestError, match=words):
+            pool.request(weights)
+    for adapter in (5, None, ["a"]):
+        with pytest.raises(RequestError, match="a registered name, weights by name"):
+            pool.request(adapter)
+    assert pool.registered == ["a", "b"]
+
+
+def test_pools_that_can_not_be(model, folder):
+    for budget in (0, -1, 1.5, True):
+        with pytest.raises(RequestError, match=f"budget is {budget}"):
+            AdapterPool(model, budget=budget)
+    attach_adapter(model, folder("x"))
+    with pytest.raises(AFMError, match="detach_adapter"):
+        AdapterPool(model)
