@@ -17,7 +17,7 @@ from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.pool import PATIENCE
 from afm_mlx.adapters.resident import TensorReader, build_resident
 from afm_mlx.errors import CheckpointError, RequestError
-from tests.tools.adapters import WAIT, deltas, draw_tensors, state, write_folder
+from tests.tools.adapters import WAIT, deltas, draw_tensors, state, until, write_folder
 
 # -- loading
 
@@ -306,24 +306,25 @@ def test_sums_are_read_matrix_by_matrix(make_pool, folder):
 def test_memory_is_given_back(make_pool, size):
     pool = make_pool("abc", budget=2 * size)
 
-    def taken():
+    def takes(nbytes):
+        """Once the thread that has loaded is out of its frames, which may be a moment later."""
         gc.collect()
-        return mx.get_active_memory() - before
+        until(lambda: mx.get_active_memory() - before == nbytes)
 
     gc.collect()
     before = mx.get_active_memory()
     lease = pool.request("a")
     assert lease.wait(WAIT)
-    assert taken() == size
+    takes(size)
     pool.load("b")
-    assert taken() == 2 * size
+    takes(2 * size)
     pool.load("c")  # for which b goes
-    assert taken() == 2 * size
+    takes(2 * size)
     lease.release()
     pool.unload("a")
-    assert taken() == size
+    takes(size)
     pool.unregister("c")
-    assert taken() == 0
+    takes(0)
     assert pool.resident == []
     with pytest.raises(RequestError, match="no adapter 'c'; registered are a, b"):
         pool.load("c")
