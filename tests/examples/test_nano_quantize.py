@@ -40,7 +40,7 @@ from afm_mlx.loading import load_model  # noqa: E402
 from afm_mlx.perplexity import cut, load_documents, token_losses  # noqa: E402
 from afm_mlx.tokenizer import load_tokenizer  # noqa: E402
 from afm_mlx.training.data import load_split  # noqa: E402
-from tests.tools.models import random_config, tamm_logits, tamm_model, tokens_without_ties  # noqa: E402
+from tests.tools.models import random_config, tamm_logits, tamm_model  # noqa: E402
 from tests.tools.tokenizers import train_tiny_spm  # noqa: E402
 
 SIZES = {
@@ -366,13 +366,16 @@ def test_golden_weights_are_those_that_ship(packed, rng):
             package.add_adapter(state, adapter, map_keys(state, "test"))
         reference = train.model_config().create_model().eval()
         reference.load_state_dict(state)
-        config = random_config(rng, **SIZES)
-        tokens = tokens_without_ties(reference, config, rng, (1, 6))
         ours, _ = afm_mlx.load(model, adapter_path=path)
-        expected = tamm_logits(reference, tokens)
-        logits = np.array(ours(mx.array(tokens)).astype(mx.float32))
-        # An int8 code may still fall to either side, where a kernel's sum differs in its last bits.
-        np.testing.assert_allclose(logits, expected, atol=2e-2 * np.abs(expected).max())
+        errors = []
+        for tokens in rng.integers(1, ours.args.vocab_size, (32, 1, 3)):
+            expected = tamm_logits(reference, tokens)
+            logits = np.array(ours(mx.array(tokens)).astype(mx.float32))
+            errors.append(np.abs(logits - expected).max() / np.abs(expected).max())
+        # A kernel adds in another order than torch, so an int8 code may fall to either side and move
+        # the logits of its prompt. A wrong weight or scale would move those of every prompt.
+        assert min(errors) <= 1e-3
+        assert np.median(errors) <= 2e-2
 
 
 def test_golden_ranges_give_the_scales_that_ship(packed):
