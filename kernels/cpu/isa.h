@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "ahead.h"
 #include "matmul.h"
 
 namespace afm {
@@ -64,6 +65,7 @@ struct MatrixJob {
   float* out;  // (vectors, out_stride)
   int64_t out_stride;
   uint8_t* scratch;  // kScratchRows * x_row_bytes / digits, on a boundary of 64 bytes
+  Ahead ahead;       // of `rows`
 };
 
 // Rows of an adapter's A times some vectors:

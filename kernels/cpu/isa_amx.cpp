@@ -179,8 +179,10 @@ inline void write_sums(const int32_t* sums, int64_t rows, int64_t vectors, int64
 
 // Up to 16 vectors: codes are unpacked four steps ahead of the tiles, and sums stay in their registers.
 template <int BITS, int DIGITS>
-void multiply_few(const MatrixJob& job, const uint8_t* codes, int64_t rows, int64_t steps, float* out) {
+void multiply_few(const MatrixJob& job, int64_t row, int64_t rows, int64_t steps) {
   constexpr int64_t kAhead = 4;
+  const uint8_t* codes = job.codes + row * job.row_bytes;
+  Asking beside(job.ahead, row, rows, (steps + kAhead - 1) / kAhead);
   alignas(64) static thread_local uint8_t unpacked[2][kAhead * 2 * kTile];
   alignas(64) int32_t sums[4 * 256];
   if (rows < kRows) std::memset(unpacked, 0, sizeof unpacked);
@@ -192,19 +194,21 @@ void multiply_few(const MatrixJob& job, const uint8_t* codes, int64_t rows, int6
     if (next < steps) {
       unpack_steps<BITS>(job, codes, rows, next, smaller(next + kAhead, steps), unpacked[1 - parity]);
     }
+    beside.ask();
     multiply_steps<DIGITS>(unpacked[parity], x, job.vectors, smaller(kAhead, steps - s));
   }
   store_sums<DIGITS>(sums);
-  write_sums<DIGITS>(sums, rows, job.vectors, job.out_stride, out);
+  write_sums<DIGITS>(sums, rows, job.vectors, job.out_stride, job.out + row);
 }
 
 constexpr int64_t kMaxBlocks = 64;  // of 16 vectors, whose sums wait in memory for the next strip
 
 template <int BITS, int DIGITS>
-void multiply_many(const MatrixJob& job, const uint8_t* codes, int64_t rows, int64_t steps, float* out) {
+void multiply_many(const MatrixJob& job, int64_t row, int64_t rows, int64_t steps) {
   alignas(64) static thread_local uint8_t unpacked[kStripSteps * 2 * kTile];
   alignas(64) static thread_local int32_t sums[kMaxBlocks][4 * 256];
   if (rows < kRows) std::memset(unpacked, 0, sizeof unpacked);
+  const uint8_t* codes = job.codes + row * job.row_bytes;
   const int64_t all_blocks = (job.vectors + kVectors - 1) / kVectors;
   for (int64_t base = 0; base < all_blocks; base += kMaxBlocks) {
     const int64_t blocks = smaller(kMaxBlocks, all_blocks - base);
@@ -223,7 +227,7 @@ void multiply_many(const MatrixJob& job, const uint8_t* codes, int64_t rows, int
         store_sums<DIGITS>(sums[b]);
         if (s + count == steps) {
           write_sums<DIGITS>(sums[b], rows, smaller(kVectors, job.vectors - m), job.out_stride,
-                             out + m * job.out_stride);
+                             job.out + m * job.out_stride + row);
         }
       }
     }
@@ -235,12 +239,11 @@ void multiply(const MatrixJob& job) {
   const int64_t steps = job.x_row_bytes / (64 * DIGITS);
   configure(smaller(kVectors, job.vectors));
   for (int64_t row = 0; row < job.rows; row += kRows) {
-    const uint8_t* codes = job.codes + row * job.row_bytes;
     const int64_t rows = smaller(kRows, job.rows - row);
     if (job.vectors <= kVectors) {
-      multiply_few<BITS, DIGITS>(job, codes, rows, steps, job.out + row);
+      multiply_few<BITS, DIGITS>(job, row, rows, steps);
     } else {
-      multiply_many<BITS, DIGITS>(job, codes, rows, steps, job.out + row);
+      multiply_many<BITS, DIGITS>(job, row, rows, steps);
     }
   }
   // Idle tiles make every switch between threads dearer.

@@ -88,11 +88,15 @@ void shrink(const ShrinkJob& job) {
 
 // ---- B
 
-// Rows [begin, end) of the block whose numbers start at `start`, for VECTORS vectors.
-template <Number TYPE, int VECTORS>
-inline void expand_block(const ExpandJob& job, int64_t start, const float* const* hidden, float* const* out,
-                         int64_t begin, int64_t end) {
-  constexpr int kParts = static_cast<int>(kBlock) / Isa::kLanes;
+// Sums in flight, as in `shrink`: one vector alone takes several blocks at once for that.
+constexpr int kExpandParts = static_cast<int>(kBlock) / Isa::kLanes;
+constexpr int kExpandBlocks = kExpandParts < 4 ? 4 / kExpandParts : 1;
+
+// Rows [begin, end) of the BLOCKS blocks whose numbers start at `start`, for VECTORS vectors.
+template <Number TYPE, int VECTORS, int BLOCKS>
+inline void expand_tile(const ExpandJob& job, int64_t start, const float* const* hidden, float* const* out,
+                        int64_t begin, int64_t end) {
+  constexpr int kParts = BLOCKS * kExpandParts;
   Isa::Lanes sums[VECTORS][kParts];
   for (auto& vector : sums) {
     for (auto& part : vector) part = Isa::zero();
@@ -100,26 +104,28 @@ inline void expand_block(const ExpandJob& job, int64_t start, const float* const
   for (int64_t j = 0; j < job.rank; ++j) {
 #pragma GCC unroll 4
     for (int p = 0; p < kParts; ++p) {
-      const Isa::Lanes b = lanes_at<TYPE>(job.numbers.data, start + j * kBlock + p * Isa::kLanes);
+      const int64_t block = p / kExpandParts, part = p % kExpandParts;
+      const Isa::Lanes b =
+          lanes_at<TYPE>(job.numbers.data, start + (block * job.rank + j) * kBlock + part * Isa::kLanes);
 #pragma GCC unroll 8
       for (int i = 0; i < VECTORS; ++i) sums[i][p] = Isa::multiply_add(Isa::set1(hidden[i][j]), b, sums[i][p]);
     }
   }
   for (int i = 0; i < VECTORS; ++i) {
-    if (end - begin == kBlock) {
+    if (end - begin == BLOCKS * kBlock) {
       for (int p = 0; p < kParts; ++p) {
         float* to = out[i] + p * Isa::kLanes;
         Isa::store(to, Isa::add(Isa::from_floats(to), sums[i][p]));
       }
       continue;
     }
-    alignas(64) float all[kBlock];
+    alignas(64) float all[BLOCKS * kBlock];
     for (int p = 0; p < kParts; ++p) Isa::store(all + p * Isa::kLanes, sums[i][p]);
     for (int64_t n = begin; n < end; ++n) out[i][n - begin] += all[n];
   }
 }
 
-template <Number TYPE, int VECTORS>
+template <Number TYPE, int VECTORS, int BLOCKS>
 inline void expand_vectors(const ExpandJob& job, int64_t block, const int32_t* vectors) {
   const int64_t first = block * kBlock, start = job.start + first * job.rank;
   const int64_t begin = job.begin > first ? job.begin - first : 0;
@@ -129,18 +135,25 @@ inline void expand_vectors(const ExpandJob& job, int64_t block, const int32_t* v
     hidden[i] = job.hidden + vectors[i] * job.hidden_stride;
     out[i] = job.out + vectors[i] * job.out_stride + (first + begin - job.begin);
   }
-  expand_block<TYPE, VECTORS>(job, start, hidden, out, begin, smaller(kBlock, job.end - first));
+  expand_tile<TYPE, VECTORS, BLOCKS>(job, start, hidden, out, begin, smaller(BLOCKS * kBlock, job.end - first));
 }
 
 template <Number TYPE>
 void typed_expand(const ExpandJob& job) {
-  for (int64_t block = job.begin / kBlock; block * kBlock < job.end; ++block) {
+  const int64_t blocks = (job.end + kBlock - 1) / kBlock;
+  int64_t block = job.begin / kBlock;
+  if (job.count == 1) {
+    for (; block + kExpandBlocks <= blocks; block += kExpandBlocks) {
+      expand_vectors<TYPE, 1, kExpandBlocks>(job, block, job.vectors);
+    }
+  }
+  for (; block < blocks; ++block) {
     int64_t i = 0;
     for (; i + Isa::kExpandVectors <= job.count; i += Isa::kExpandVectors) {
-      expand_vectors<TYPE, Isa::kExpandVectors>(job, block, job.vectors + i);
+      expand_vectors<TYPE, Isa::kExpandVectors, 1>(job, block, job.vectors + i);
     }
-    for (; i + 2 <= job.count; i += 2) expand_vectors<TYPE, 2>(job, block, job.vectors + i);
-    for (; i < job.count; ++i) expand_vectors<TYPE, 1>(job, block, job.vectors + i);
+    for (; i + 2 <= job.count; i += 2) expand_vectors<TYPE, 2, 1>(job, block, job.vectors + i);
+    for (; i < job.count; ++i) expand_vectors<TYPE, 1, 1>(job, block, job.vectors + i);
   }
 }
 

@@ -67,6 +67,18 @@ void LowRankProduct::shrink(int64_t piece) {
   left_.count_down();
 }
 
+Ahead LowRankProduct::ahead(int64_t begin) const {
+  Ahead ahead;
+  for (ahead.count = 0; ahead.count < n_groups_; ++ahead.count) {
+    const Adapter& adapter = *groups_[ahead.count].adapter;
+    const int64_t size = size_of(adapter.numbers.type);
+    ahead.data[ahead.count] =
+        static_cast<const char*>(adapter.numbers.data) + (adapter.b + begin * adapter.rank) * size;
+    ahead.row_bytes[ahead.count] = adapter.rank * size;
+  }
+  return ahead;
+}
+
 void LowRankProduct::add(int64_t begin, int64_t end, float* out, int64_t stride) const {
   if (n_groups_ == 0) return;
   left_.wait();

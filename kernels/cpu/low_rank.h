@@ -25,6 +25,9 @@ class LowRankProduct {
   int64_t pieces() const { return pieces_; }
   void shrink(int64_t piece);
 
+  // What `add` will read of B, for rows of the matrix from `begin` on.
+  Ahead ahead(int64_t begin) const;
+
   // out (count, stride) += B h for rows [begin, end) of the matrix; waits until all pieces are there.
   void add(int64_t begin, int64_t end, float* out, int64_t stride) const;
 

@@ -221,15 +221,16 @@ void multiply_grouped(const Prepared& x, const PackedMatrix& w, int64_t begin, i
   }
 }
 
-void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
-                   RowScratch& scratch) {
+void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const Ahead& ahead,
+                   float* out, RowScratch& scratch) {
   const Kernels& k = kernels();
   const int64_t rows = end - begin;
   if (x.path == Path::matrix) {
     uint8_t* bytes = scratch.row.get<uint8_t>(kScratchRows * x.digit_bytes / x.layout.digits);
     k.matrix({codes_of(w, begin), rows, row_bytes(w), x.digits, x.count, x.digit_bytes, x.layout.digits,
-              w.bits, out, rows, bytes});
+              w.bits, out, rows, bytes, ahead});
   } else {
+    Asking(ahead, 0, rows, 1).ask();
     for (int64_t m = 0; m < x.count; ++m) {
       k.vector({codes_of(w, begin), rows, row_bytes(w), x.vector(m), x.layout.digits, w.bits, nullptr, 0, 0,
                 out + m * rows});
@@ -248,11 +249,12 @@ void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int6
   }
 }
 
-void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
+// out (count, end - begin) = products of all vectors with rows [begin, end), beside which `ahead` lies
+void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const Ahead& ahead, float* out,
               RowScratch& scratch) {
   if (x.path == Path::floats) return multiply_floats(x, w, begin, end, out, scratch);
   if (is_grouped(w)) return multiply_grouped(x, w, begin, end, out, scratch);
-  multiply_rows(x, w, begin, end, out, scratch);
+  multiply_rows(x, w, begin, end, ahead, out, scratch);
 }
 
 // ---- Sharing out
@@ -317,7 +319,7 @@ void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const 
       static thread_local RowScratch own;
       const int64_t rows = end - begin;
       float* product = own.product.get<float>(count * rows);
-      multiply(prepared, w, begin, end, product, own);
+      multiply(prepared, w, begin, end, low_rank.ahead(begin), product, own);
       low_rank.add(begin, end, product, rows);
       if (residual) {
         float* added = own.residual.get<float>(rows);
@@ -348,8 +350,8 @@ void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& 
       const int64_t rows = end - begin;
       float* g = own.product.get<float>(count * rows);
       float* u = own.second.get<float>(count * rows);
-      multiply(of_g, gate, begin, end, g, own);
-      multiply(of_u, up, begin, end, u, own);
+      multiply(of_g, gate, begin, end, gate_low_rank.ahead(begin), g, own);
+      multiply(of_u, up, begin, end, up_low_rank.ahead(begin), u, own);
       gate_low_rank.add(begin, end, g, rows);
       up_low_rank.add(begin, end, u, rows);
       kernels().swiglu(g, u, count * rows);
@@ -408,7 +410,7 @@ void top_k(const Activations& x, const PackedMatrix& w, int64_t k, uint32_t* ind
       static thread_local RowScratch own;
       const int64_t rows = end - begin;
       float* product = own.product.get<float>(count * rows);
-      multiply(prepared, w, begin, end, product, own);
+      multiply(prepared, w, begin, end, {}, product, own);
       for (int64_t m = 0; m < count; ++m) {
         best[thread * count + m].offer(product + m * rows, rows, begin, static_cast<size_t>(k));
       }
