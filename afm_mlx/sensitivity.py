@@ -304,7 +304,8 @@ def choose_bits(
     )
     saving = [s for s in sensitivities if s.saved_bytes > 0]
     check_target(target_bpw, weights, nbytes - sum(s.saved_bytes for s in saving), nbytes)
-    excess = nbytes - target_bpw * weights / 8
+    # In whole bytes, so that the rounding of a target that is met exactly sends no layer low.
+    excess = math.ceil(nbytes - target_bpw * weights / 8 - 1e-12 * nbytes)
     ordered = sorted(saving, key=lambda s: (s.rise_per_byte, s.path))
     low: dict[str, LayerSensitivity] = {}
     for layer in ordered:
