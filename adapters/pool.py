@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping
@@ -41,6 +42,8 @@ from afm_mlx.errors import AFMError, CheckpointError, RequestError
 
 PATIENCE = 64
 """Leases of other adapters that a load which waits for room lets pass."""
+LOOK_AGAIN = 0.1
+"""Seconds after which a wait looks for leases that were forgotten: their end wakes nobody."""
 
 
 class AdapterPool:
@@ -119,7 +122,9 @@ class AdapterPool:
                         "first."
                     )
             self._unload([entry, *sums])  # what was added up of it goes too
-            del self._entries[name]
+            # A sum that is still being read would be found again by its weights.
+            for each in (entry, *sums):
+                self._entries.pop(each.key, None)
         mx.clear_cache()
 
     def serves(self, model: nn.Module) -> bool:
@@ -177,11 +182,17 @@ class AdapterPool:
     def wait(self, leases: Iterable[Lease], timeout: float | None = None) -> bool:
         """Wait until one of the leases is ready or has failed; returns whether one has in `timeout` s."""
         leases = list(leases)
+        end = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             self._advance()
-            return self._changed.wait_for(
-                lambda: any(x.ready or x.error is not None for x in leases), timeout
-            )
+            while not any(lease.ready or lease.error is not None for lease in leases):
+                left = LOOK_AGAIN if end is None else min(end - time.monotonic(), LOOK_AGAIN)
+                if left <= 0:
+                    return False
+                self._changed.wait(left)
+                if self._abandoned or (self._queue and not self._queue[0].waiting):
+                    self._advance()  # not always, for it wakes others that wait
+            return True
 
     def _request(self, adapter: Adapter, patient: bool) -> Lease:
         with self._changed:

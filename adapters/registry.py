@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import weakref
 from collections.abc import Collection, Mapping
@@ -147,13 +148,10 @@ class Registry(dict[Key, Entry]):
         """A sum in terms of adapters that come from folders."""
         flat: dict[str, float] = {}
         for name, weight in weights.items():
-            if type(weight) not in (int, float) or not math.isfinite(weight):
-                raise RequestError(
-                    f"The weight of the adapter {name!r} is {weight!r}; a finite number is needed."
-                )
+            factor = _finite(name, weight)
             source = self.named(name).source
             for part, share in source.items() if isinstance(source, dict) else [(name, 1.0)]:
-                flat[part] = flat.get(part, 0.0) + share * float(weight)
+                flat[part] = _finite(part, flat.get(part, 0.0) + share * factor)
         flat = {name: weight for name, weight in flat.items() if weight}
         if not flat:
             raise RequestError(
@@ -169,11 +167,27 @@ def _path_of(name: str, source: str | Path) -> Path:
             "their names, are needed."
         )
     path = Path(os.path.expanduser(source)).absolute()
-    if not path.exists():
-        raise CheckpointError(
-            f"The adapter {name!r} is to come from {path}, and there is no such path."
-        )
+    try:
+        missing = "there is no such path" if not path.exists() else None
+    except OSError as error:
+        missing = f"that can't be read: {error.strerror}"
+    if missing is not None:
+        raise CheckpointError(f"The adapter {name!r} is to come from {path}, and {missing}.")
     return path
+
+
+def _finite(name: str, weight: object) -> float:
+    """A weight of any numeric type, NumPy's too, as a float."""
+    try:
+        is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
+        value = float(weight) if is_number else math.nan  # type: ignore[arg-type]
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise RequestError(
+            f"The weight of the adapter {name!r} is {weight!r}; a finite number is needed."
+        )
+    return value
 
 
 def _check_name(name: str) -> None:

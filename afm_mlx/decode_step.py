@@ -19,6 +19,9 @@ from afm_mlx.packed import PackedLinear
 if TYPE_CHECKING:
     from afm_mlx.model import Model
 
+MAX_TRACES = 256
+"""Traces that are kept; one of the 3B takes some 0.9 MB. Adapters of many ranks in all mixtures have no end."""
+
 
 class _TracedCache:
     """A block's cache while a step is traced; its buffer is an argument of the trace."""
@@ -38,6 +41,7 @@ class DecodeStep:
 
     def __init__(self) -> None:
         self._replay: Any = None
+        self._traces: set[tuple[Any, ...]] = set()  # what each of them was made for
         self._packed: tuple[int, bool] = (-1, False)
 
     def applies(self, model: Model, cache: Sequence[KVCache]) -> bool:
@@ -72,14 +76,19 @@ class DecodeStep:
             cache: of every writing block, with a buffer.
             head: see `Model.forward`.
         """
-        if self._replay is None:
-            self._replay = _compiled(model)
         for entry in cache:
             entry.make_room(1)
         buffers = [entry.buffer for entry in cache]
         active = getattr(model, "active_adapters", None)
         layout = "" if active is None else active.layout
         chosen = (dispatch.device(), dispatch.generation(), layout)
+        trace = (*inputs.shape, *buffers[0].shape, head, *chosen)
+        if trace not in self._traces and len(self._traces) >= MAX_TRACES:
+            self._replay = None
+            self._traces.clear()
+        self._traces.add(trace)
+        if self._replay is None:
+            self._replay = _compiled(model)
         result, buffers = self._replay(inputs, lengths, buffers, head, *chosen)
         for entry, buffer in zip(cache, buffers, strict=True):
             entry.take(buffer, 1)

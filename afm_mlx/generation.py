@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -285,16 +285,8 @@ def batch_generate(
     Raises:
         AFMError: as `stream_generate` does, and as soon as one row can't go on.
     """
-    limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
-    if len(limits) != len(prompts):
-        raise RequestError(f"max_tokens has {len(limits)} entries for {len(prompts)} prompts.")
-    names: list[Any] = (
-        [adapter] * len(prompts)
-        if adapter is None or isinstance(adapter, str | Mapping)
-        else list(adapter)
-    )
-    if len(names) != len(prompts):
-        raise RequestError(f"adapter has {len(names)} entries for {len(prompts)} prompts.")
+    limits = _for_each("max_tokens", max_tokens, len(prompts))
+    names = _for_each("adapter", adapter, len(prompts))
     engine = Engine(
         model,
         tokenizer,
@@ -309,25 +301,37 @@ def batch_generate(
         engine.submit(Request(prompt=ids, max_tokens=limit, adapter=name, **options)): index
         for index, (ids, limit, name) in enumerate(zip(encoded, limits, names, strict=True))
     }
-    texts = [""] * len(prompts)
-    tokens: list[list[int]] = [[] for _ in prompts]
-    reasons = [""] * len(prompts)
-    start = first = time.perf_counter()
     with wired_memory(model):
-        for response in engine.run():
-            _raise_if_failed(response)
-            index = rows[response.row]
-            if not any(tokens) and not any(reasons):
-                first = time.perf_counter()
-            texts[index] += response.text
-            if response.token not in tokenizer.eos_token_ids:
-                tokens[index].append(response.token)
-            reasons[index] = response.finish_reason or ""
-    seconds = max(time.perf_counter() - first, 1e-9)
+        return _answers(engine, rows, sum(map(len, encoded)))
+
+
+def _for_each(name: str, value: Any, count: int) -> list[Any]:
+    """The values of `count` prompts, from one for all or one for each."""
+    one = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
+    values = [value] * count if one else list(value)
+    if len(values) != count:
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
+    return values
+
+
+def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> BatchResponse:
+    """Run an engine to the end; `rows` has the index of each row's prompt."""
+    texts, reasons = [""] * len(rows), [""] * len(rows)
+    tokens: list[list[int]] = [[] for _ in rows]
+    start = first = time.perf_counter()
+    for response in engine.run():
+        _raise_if_failed(response)
+        index = rows[response.row]
+        if not any(tokens) and not any(reasons):
+            first = time.perf_counter()
+        texts[index] += response.text
+        if response.token not in engine.tokenizer.eos_token_ids:
+            tokens[index].append(response.token)
+        reasons[index] = response.finish_reason or ""
     return BatchResponse(
         texts=texts,
         token_ids=tokens,
         finish_reasons=reasons,
-        prompt_tps=sum(map(len, encoded)) / max(first - start, 1e-9),
-        generation_tps=sum(map(len, tokens)) / seconds,
+        prompt_tps=prompt_tokens / max(first - start, 1e-9),
+        generation_tps=sum(map(len, tokens)) / max(time.perf_counter() - first, 1e-9),
     )

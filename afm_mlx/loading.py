@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> P
     Raises:
         AFMError: when it is none of the three.
     """
-    path = Path(path_or_hf_repo).expanduser()
+    path = Path(os.path.expanduser(path_or_hf_repo))
     if path.is_dir():
         return path
     if str(path_or_hf_repo) == EMBEDDED_MODEL:
@@ -72,7 +73,7 @@ def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
     Raises:
         AFMError: when it is neither.
     """
-    path, own = Path(path_or_name).expanduser(), model_adapters(model_folder)
+    path, own = Path(os.path.expanduser(path_or_name)), model_adapters(model_folder)
     if str(path_or_name) and path.exists():
         return path
     if str(path_or_name) in own:

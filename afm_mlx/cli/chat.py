@@ -73,13 +73,24 @@ def run(args: argparse.Namespace) -> None:
     if terminal:
         print(f"{args.model}: {_HELP}")
         print(f"adapters: {', '.join(adapters.registered) or 'none'}")
-    seed = args.seed
+    _converse(conversation, adapters, terminal, arguments, args.seed)
+
+
+def _converse(
+    conversation: Conversation,
+    adapters: AdapterPool,
+    terminal: bool,
+    arguments: dict[str, Any],
+    first_seed: int,
+) -> None:
+    """Do what line after line says, until q or the end of input."""
+    seed = first_seed
     for line in _lines(terminal):
         if line == "q":
             break
         if line == "r":
             conversation.reset()
-            seed = args.seed
+            seed = first_seed
             _note("The conversation is forgotten.")
         elif line == "h":
             _note(_HELP)
@@ -95,6 +106,9 @@ def _switch(conversation: Conversation, adapters: AdapterPool, name: str) -> Non
         conversation.switch(name or None)
     except AFMError as error:
         _note(" ".join(str(error).split()))
+        return
+    except KeyboardInterrupt:  # while it was loaded
+        _note("Stopped; the adapter is the one before.")
         return
     others = ", ".join(adapters.registered) or "none"
     _note(f"Adapter: {name}." if name else f"No adapter; there are: {others}.")

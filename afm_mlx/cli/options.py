@@ -90,7 +90,7 @@ def named_path(text: str) -> tuple[str, str]:
 
 def gigabytes(text: str) -> int:
     """A number of gigabytes as bytes, at least one, for argparse."""
-    nbytes = round(number(0)(text) * 1e9)
+    nbytes = round(number(0, 10**6)(text) * 1e9)
     if nbytes < 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} holds no adapter; one takes some 0.001 to 0.3 GB"
@@ -112,10 +112,15 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
             f"--adapter gives {', '.join(repeated)} more than once; each needs a name of its own."
         )
     folder = resolve_model(args.model)
-    named = model_adapters(folder)
-    named |= {name: resolve_adapter(path, folder) for name, path in args.adapter}
+    given = {name: resolve_adapter(path, folder) for name, path in args.adapter}
     if args.adapter_path is not None:
-        named.setdefault(args.adapter_path, resolve_adapter(args.adapter_path, folder))
+        path = resolve_adapter(args.adapter_path, folder)
+        if not given.setdefault(args.adapter_path, path).samefile(path):
+            raise UsageError(
+                f"--adapter-path is {args.adapter_path}, and --adapter gives that name to "
+                f"{given[args.adapter_path]}; choose another name."
+            )
+    named = model_adapters(folder) | given
     model, tokenizer = load(
         folder, trust_remote_code=args.trust_remote_code, activation_bits=args.activation_bits
     )

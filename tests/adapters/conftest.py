@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import threading
 
 import numpy as np
 import pytest
@@ -12,9 +11,8 @@ from afm_mlx.adapters.lora import add_lora, save_lora
 from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import build_resident
-from afm_mlx.adapters.sources import OpenAdapter
 from afm_mlx.quantization import QuantizationRule, quantize_model
-from tests.tools.adapters import SIZES, WAIT, draw_tensors, randomize_lora, write_folder
+from tests.tools.adapters import SIZES, draw_tensors, gated_reads, randomize_lora, write_folder
 from tests.tools.models import random_config, random_model
 
 
@@ -101,14 +99,5 @@ def make_pool(model, folder):
 @pytest.fixture
 def gate(monkeypatch):
     """Reads wait until it is opened; `reached` says that one has begun."""
-    opened, reached, read = threading.Event(), threading.Event(), OpenAdapter.read
-
-    def gated(self):
-        reached.set()
-        assert opened.wait(WAIT)
-        return read(self)
-
-    monkeypatch.setattr(OpenAdapter, "read", gated)
-    opened.reached = reached
-    yield opened
-    opened.set()
+    with gated_reads(monkeypatch) as gate:
+        yield gate

@@ -7,6 +7,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from afm_mlx import decode_step
 from afm_mlx.adapters.active import BatchAdapters, active_adapters, bind, unbind
 from afm_mlx.adapters.lora import add_lora
 from afm_mlx.adapters.places import place_shapes
@@ -43,7 +44,7 @@ def rows_of_all_kinds(model, rng):
 def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_model, kind, kv):
     """A prompt, and decode steps of rows of unequal length."""
     # A value on the boundary of two int8 codes may fall to either side.
-    kv_bits, tolerance = (8, 0.05) if kv == "int8" else (None, 2e-4)
+    kv_bits, tolerance = (8, 0.05) if kv == "int8" else (None, 1e-3)
     model = make_model(kind, kv_bits)
     rows, active = rows_of_all_kinds(model, rng), bind(model)
     prompts = [rng.integers(0, 64, n) for n in rng.integers(2, 12, len(rows))]
@@ -60,7 +61,8 @@ def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_model, kind, kv):
     for mixed, alone in zip(whole, zip(*single, strict=True), strict=True):
         assert close(mixed, mx.concatenate(alone), tolerance)
     plain = model(tokens)
-    differs = [not close(whole[0][i], plain[i], 0.1) for i in range(len(rows))]
+    # One on a single kind of layer may change little: 0.13 was the least of 600.
+    differs = [not close(whole[0][i], plain[i], 0.02) for i in range(len(rows))]
     assert differs == [resident is not None for resident in rows]
 
 
@@ -95,6 +97,27 @@ def test_equal_layouts_share_a_trace(rng, make_model):
     for rows in ([first, second], [first, wide], [None, None]):
         assert mx.array_equal(run(rows), answers[tuple(map(id, rows))])
     assert len(traced) == 4
+
+
+def test_traces_of_many_layouts_make_room_for_new_ones(rng, make_model, monkeypatch):
+    monkeypatch.setattr(decode_step, "MAX_TRACES", 3)
+    model, traced = make_model(kv_bits=8), []
+
+    def counted(*args, **options):
+        traced.append(1)
+        return Model.forward(model, *args, **options)
+
+    object.__setattr__(model, "forward", counted)
+    active, tokens = bind(model), some_tokens(rng, rows=1, length=2)
+    cache = ragged_cache(model, [rng.integers(0, 64, 3)], "int8")
+    residents = [draw_adapter(model, rng, rank) for rank in (2, 3, 4, 5)]
+    answers = [None] * 4
+    for count, i in ((1, 0), (2, 1), (3, 2), (3, 0), (4, 3), (4, 3), (5, 0), (6, 1), (6, 0)):
+        with active.using(BatchAdapters.of([residents[i]])):
+            answer = steps(model, [layer.copy() for layer in cache], tokens)
+        assert len(traced) == count
+        assert answers[i] is None or mx.array_equal(answer, answers[i])
+        answers[i] = answer
 
 
 def test_nothing_is_held_of_an_adapter_that_was_active(rng, make_model):

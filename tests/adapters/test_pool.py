@@ -5,7 +5,6 @@ import itertools
 import json
 import shutil
 import threading
-import time
 import tracemalloc
 
 import mlx.core as mx
@@ -221,11 +220,11 @@ def test_a_load_waits_for_rows_to_end_and_load_itself_does_not(make_pool, size):
     running = pool.request("a")
     assert running.wait(WAIT)
     waiting = pool.request("b")
-    assert not waiting.wait(0.05)
+    until(lambda: state(pool, "b")["state"] == "waiting")
     with pytest.raises(RequestError, match=f"c needs {size:,} bytes.*in use"):
         pool.load("c")
-    assert not waiting.wait(0)
     assert state(pool, "b")["state"] == "waiting"
+    assert not waiting.ready
     running.release()
     assert waiting.wait(WAIT)
     assert pool.resident == ["b"]
@@ -236,7 +235,7 @@ def test_a_load_that_waits_is_overtaken_for_a_while_only(make_pool, size):
     held = [pool.request("a")]
     assert held[0].wait(WAIT)
     waiting = pool.request("b")
-    assert not waiting.wait(0.05)
+    until(lambda: state(pool, "b")["state"] == "waiting")
     for _ in range(PATIENCE):
         held.append(pool.request("a"))
         assert held[-1].ready
@@ -257,7 +256,7 @@ def draining(pool):
     held = pool.request("a")
     assert held.wait(WAIT)
     waiting = pool.request("b")
-    assert not waiting.wait(0.05)
+    until(lambda: state(pool, "b")["state"] == "waiting")
     for _ in range(PATIENCE):
         pool.request("a").release()
     late = pool.request("a")
@@ -272,7 +271,7 @@ def test_load_takes_what_drains(make_pool, size):
     found = []
     thread = threading.Thread(target=lambda: found.append(pool.load("a")), daemon=True)
     thread.start()
-    thread.join(WAIT / 10)
+    thread.join(WAIT)
     assert found == [held.resident]
     assert not late.ready
     held.release()
@@ -348,7 +347,7 @@ def test_a_load_that_fails_keeps_no_memory(make_pool, folder, monkeypatch):
     with pytest.raises(CheckpointError, match="can't be read"):
         _ = lease.resident
     gc.collect()
-    assert mx.get_active_memory() == before
+    until(lambda: mx.get_active_memory() == before)
     assert "can't be read" in state(pool, "deleted")["error"]
 
 
@@ -402,97 +401,3 @@ def test_a_name_that_is_registered_anew_leaves_no_old_sums(make_pool, folder, mo
     assert pool.resident == []
     pool.register("a", folder("another"))
     assert pool.load({"a": 1, "b": 1}).fingerprint != before.fingerprint
-
-
-# -- races
-
-
-def test_unload_and_cancel_while_it_is_read(make_pool, gate):
-    pool = make_pool("ab")
-    lease = pool.request("a")
-    assert gate.reached.wait(WAIT)
-    lease.release()
-    with pytest.raises(RequestError, match="was released"):
-        lease.resident  # noqa: B018
-    pool.unload("a")
-    other = pool.request("b")
-    gate.set()
-    assert other.wait(WAIT)
-    assert pool.resident == ["b"]
-
-    gate.clear()
-    gate.reached.clear()
-    lease = pool.request("a")
-    assert gate.reached.wait(WAIT)
-    lease.release()
-    pool.unload("a")
-    again = pool.request("a")  # asked for again before the first read has ended
-    gate.set()
-    assert again.wait(WAIT)
-    assert again.ready
-
-
-def test_unregister_while_it_is_read(make_pool, gate, folder):
-    pool = make_pool("a")
-    lease = pool.request("a")
-    assert gate.reached.wait(WAIT)
-    lease.release()
-    pool.unregister("a")
-    pool.register("a", folder("new"))
-    gate.set()
-    new = pool.load("a")
-    assert pool.resident == ["a"]
-    assert state(pool, "a")["fingerprint"] == new.fingerprint
-
-
-def test_threads_that_do_all_at_once(make_pool, size):
-    """Nothing is lost, nothing is over the budget, and all is given back."""
-    pool = make_pool("abcdef", budget=3 * size)
-    gc.collect()
-    before, errors = mx.get_active_memory(), []
-    end = time.monotonic() + 1.0
-
-    def work(seed):
-        draw = np.random.default_rng(seed)
-        try:
-            while time.monotonic() < end:
-                name, action = "abcdef"[draw.integers(6)], draw.integers(4)
-                if action == 0:
-                    with pool.request(name) as lease:
-                        assert lease.wait(WAIT)
-                        assert lease.resident.nbytes == size
-                elif action == 1:
-                    pool.request({name: 1, "a": 0.5}).release()
-                elif action == 2:
-                    assert pool.nbytes <= 3 * size
-                else:
-                    pool.unload(name)
-        except BaseException as error:
-            if not (isinstance(error, RequestError) and "in use" in str(error)):
-                errors.append(error)
-
-    def keep_on(seed):
-        while time.monotonic() < end and not errors:
-            work(seed := seed + 100)
-
-    threads = [threading.Thread(target=keep_on, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
-    assert not any(e["rows"] or e["waiting"] for e in pool.describe()["adapters"])
-    pool.close()
-    gc.collect()
-    assert mx.get_active_memory() == before
-
-
-def test_a_closed_pool(make_pool, gate):
-    pool = make_pool("ab")
-    lease = pool.request("a")
-    assert gate.reached.wait(WAIT)
-    gate.set()
-    pool.close()
-    assert "closed" in str(lease.error)
-    with pytest.raises(RequestError, match="closed"):
-        pool.load("b")

@@ -294,11 +294,16 @@ def test_what_can_not_be_registered(make_pool, folder, tmp_path):
         pool.register("a", path)
     with pytest.raises(CheckpointError, match="nowhere, and there is no such path"):
         pool.register("c", tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="xxx, and that can't be read: File name too long"):
+        pool.register("c", "x" * 5000)
+    pool.register("much", {"a": 1e200})
     for weights, words in (
-        ({"z": 1}, "no adapter 'z'; registered are a, b"),
+        ({"z": 1}, "no adapter 'z'; registered are a, b, much"),
         ({"a": float("nan")}, "weight of the adapter 'a' is nan"),
         ({"a": "1"}, "is '1'"),
         ({"a": True}, "is True"),
+        ({"a": 10**400}, "a finite number is needed"),
+        ({"much": 1e200}, "weight of the adapter 'a' is inf"),
         ({"a": 0}, "leave no adapter"),
         ({}, "leave no adapter"),
     ):
@@ -309,7 +314,14 @@ def test_what_can_not_be_registered(make_pool, folder, tmp_path):
     for adapter in (5, None, ["a"]):
         with pytest.raises(RequestError, match="a registered name, weights by name"):
             pool.request(adapter)
-    assert pool.registered == ["a", "b"]
+    assert pool.registered == ["a", "b", "much"]
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.float16, np.float32, np.float64])
+def test_weights_of_every_numeric_type(make_pool, kind):
+    pool = make_pool("ab")
+    assert pool.load({"a": kind(2), "b": kind(1)}) is pool.load({"b": 1.0, "a": 2.0})
+    assert pool.load({"b": kind(1)}) is pool.load("b")
 
 
 def test_pools_that_can_not_be(model, folder):

@@ -46,7 +46,7 @@ def assert_likely(model, prompt, tokens):
     """Every token is, given those before it, the likeliest one but for a rounding step of int8."""
     logits = np.array(model(mx.array([prompt + tokens]))[0, len(prompt) - 1 : -1])
     chosen = logits[np.arange(len(tokens)), tokens]
-    assert (logits.max(-1) - chosen).max() < 0.03 * logits.std()
+    assert (logits.max(-1) - chosen).max() < 0.1 * logits.std()
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Adapters with random numbers, and ways to run them."""
 
+import contextlib
+import threading
 import time
 
 import mlx.core as mx
@@ -8,6 +10,7 @@ import numpy as np
 from afm_mlx.adapters.files import AdapterConfig, save_adapter
 from afm_mlx.adapters.lora import lora_tensors
 from afm_mlx.adapters.places import place_shapes
+from afm_mlx.adapters.sources import OpenAdapter
 
 SIZES = {
     "vocab_size": 64,
@@ -19,7 +22,7 @@ SIZES = {
     "hidden_dim_scale_factor": 2.0,
 }
 KINDS = ["float", "packed"]
-WAIT = 20  # seconds until a test gives up on another thread
+WAIT = 60  # seconds until a test gives up on another thread; the machine may have much else to do
 
 
 def randomize_lora(model, rng):
@@ -42,7 +45,8 @@ def some_tokens(rng, rows=2, length=9):
     return mx.array(rng.integers(0, SIZES["vocab_size"], (rows, length)))
 
 
-def close(a, b, tolerance=2e-4):
+def close(a, b, tolerance=1e-3):
+    """Whether all differ by less, as a share of the largest; packed layers' kernels differ by 3e-4 at times."""
     return float(mx.abs(a - b).max()) <= tolerance * max(1.0, float(mx.abs(b).max()))
 
 
@@ -81,6 +85,22 @@ def write_folder(folder, tensors, scale=0.5, fingerprint=None):
 
 def state(pool, name):
     return {entry["name"]: entry for entry in pool.describe()["adapters"]}[name]
+
+
+@contextlib.contextmanager
+def gated_reads(monkeypatch):
+    """Reads of adapters wait until the event is set; its `reached` says that one has begun."""
+    opened, reached, read = threading.Event(), threading.Event(), OpenAdapter.read
+
+    def gated(self):
+        reached.set()
+        assert opened.wait(WAIT)
+        return read(self)
+
+    monkeypatch.setattr(OpenAdapter, "read", gated)
+    opened.reached = reached
+    yield opened
+    opened.set()
 
 
 def until(condition):

@@ -185,6 +185,18 @@ def test_a_chat_survives_an_adapter_that_had_to_go_and_is_no_more(
     assert "moved or deleted" in err
 
 
+def test_ctrl_c_stops_a_switch_and_not_the_chat(folder, write, run, say, monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AdapterPool, "load", interrupted)
+    say(b"/adapter x\nA list\n")
+    status, out, err = run("chat", "--model", folder, "-m", 8, "--adapter", f"x={write('x')}")
+    assert status == 0
+    assert out == scratch(folder, [{"role": "user", "content": "A list"}]) + "\n"
+    assert "Stopped; the adapter is the one before." in err
+
+
 def test_adapters_that_come_with_a_model(folder, write, run, fails):
     path = write("a")
     shutil.copytree(path, folder / "adapters" / "neat")
@@ -196,6 +208,23 @@ def test_adapters_that_come_with_a_model(folder, write, run, fails):
     assert "the model's own adapters are neat" in fails(*argv, "--adapter-path", "messy")
 
 
+def test_a_path_wins_over_an_adapter_that_comes_with_the_model(
+    folder, write, run, say, tmp_path, monkeypatch
+):
+    """In a chat too, where the latter has the same name."""
+    shutil.copytree(write("one"), folder / "adapters" / "neat")
+    path = write("neat", 3)
+    monkeypatch.chdir(tmp_path)
+    wanted = scratch(folder, [{"role": "user", "content": "A list"}], path)
+    argv = ("--model", folder, "-m", 8, "--adapter-path", "neat")
+    for more in ((), ("--adapter", f"neat={path}"), ("--adapter", "neat=./neat")):
+        say(b"A list\n")
+        status, out, _ = run("chat", *argv, *more)
+        assert (status, out) == (0, wanted + "\n")
+    status, out, _ = run("generate", *argv, "-p", "A list", "--json")
+    assert json.loads(out)["text"] == wanted
+
+
 def test_names_and_memory_are_checked(folder, adapter, fails):
     argv = ("chat", "--model", folder)
     assert "'x' is no NAME=PATH" in fails(*argv, "--adapter", "x")
@@ -203,6 +232,10 @@ def test_names_and_memory_are_checked(folder, adapter, fails):
     assert "There is no adapter ''" in fails(*argv, "--adapter-path", "")
     twice = ("--adapter", f"x={adapter}", "--adapter", f"x={folder}")
     assert "--adapter gives x more than once" in fails(*argv, *twice)
+    paths = ("--adapter-path", adapter, "--adapter", f"{adapter}={folder}")
+    assert "--adapter gives that name to" in fails(*argv, *paths)
+    assert "1e300 is out of range" in fails(*argv, "--adapter-memory", "1e300")
+    assert "There is no adapter '~nobody/x'" in fails(*argv, "--adapter", "x=~nobody/x")
     for memory in ("0", "1e-12"):
         line = fails(*argv, "--adapter-memory", memory)
         assert f"argument --adapter-memory: '{memory}' holds no adapter" in line
