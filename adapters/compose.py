@@ -1,21 +1,79 @@
 """The weighted sum of adapters as one adapter of their ranks' sum.
 
-    sum_i w_i s_i A_i B_i = [A_1 A_2 ...] [w_1 s_1 B_1; w_2 s_2 B_2; ...]
+    sum_i w_i s_i A_i B_i = s [A_1 A_2 ...] [f_1 B_1; f_2 B_2; ...],    s = max_i |w_i s_i|,  f_i = w_i s_i / s
 
-No number is approximated: A_i stand side by side as they are, and B_i are multiplied in float32.
+A_i stand side by side as they are, and so do B_i, multiplied in float32. s is the sum's scale: no factor is
+over 1, and float16 rounds nothing of the adapter whose factor is 1. Pools compute sums so when they load them
+(`sources.open_sum`), and `compose` writes them to files.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from afm_mlx.adapters.files import AdapterConfig, check_pairs
+from afm_mlx.adapters.files import AdapterConfig, check_pairs, is_number
 from afm_mlx.errors import CheckpointError, RequestError
 
 Adapter = tuple[Mapping[str, mx.array], AdapterConfig]
+
+
+class Term(NamedTuple):
+    """One of the tensors that stand side by side, and what it is multiplied by."""
+
+    tensor: Any
+    factor: float
+
+
+class WeightedSum(NamedTuple):
+    """What a sum is made of.
+
+    Args:
+        scale: of the sum.
+        terms: of each tensor, by its name in an adapter folder; in the order of the adapters, but for those
+            that leave the layer out.
+    """
+
+    scale: float
+    terms: dict[str, list[Term]]
+
+
+def weighted_sum(
+    adapters: Sequence[tuple[Mapping[str, Any], float]], weights: Sequence[float]
+) -> WeightedSum:
+    """Say which tensor of which adapter goes where, multiplied by what; none is looked at.
+
+    Args:
+        adapters: tensors by their names in an adapter folder, and scale, of each.
+        weights: one for each.
+
+    Raises:
+        RequestError: for a weight that is not finite, or too large for the adapter's scale.
+    """
+    factors = [float(weight * scale) for weight, (_, scale) in zip(weights, adapters, strict=True)]
+    for weight, factor in zip(weights, factors, strict=True):
+        if not math.isfinite(weight):
+            raise RequestError(f"A weight of an adapter is {weight}; it must be a finite number.")
+        if not is_number(factor):
+            raise RequestError(
+                f"A weight of an adapter is {weight:g}, and {factor:g} with its scale, which float32 does not "
+                "hold. Take a smaller one."
+            )
+    largest = max(map(abs, factors)) or 1.0
+    terms: dict[str, list[Term]] = {}
+    for (tensors, _), factor in zip(adapters, factors, strict=True):
+        for name, tensor in tensors.items():
+            own = 1.0 if is_a(name) else factor / largest
+            terms.setdefault(name, []).append(Term(tensor, own))
+    return WeightedSum(largest, terms)
+
+
+def is_a(name: str) -> bool:
+    """Whether a tensor is an A (inputs, rank), which a sum has side by side in columns; B has in rows."""
+    return ".lora_a" in name
 
 
 def compose(
@@ -26,38 +84,40 @@ def compose(
     Args:
         adapters: tensors and config of each, see `load_adapter`; of the same base model, and not necessarily of
             the same rank or on the same layers.
-        weights: any finite numbers.
+        weights: any finite numbers, not all 0; what has 0 is left out.
         force: add up adapters of different bases too, if their shapes fit.
 
     Returns:
-        tensors, A (inputs, ranks) of the widest type among them and B (ranks, outputs) in float32, and a
-        config of scale 1. A layer that some leave out has zeros in their place.
+        tensors, A (inputs, ranks) of the widest type among them and B (ranks, outputs) in float32, and their
+        config. A layer that some leave out has zeros in their place, since a folder has one rank.
 
     Raises:
-        RequestError: when there is no adapter, or not one finite weight for each.
+        RequestError: when there is no adapter, or not one finite weight for each, or all are 0.
         CheckpointError: when they belong to different models, or their shapes differ.
     """
     if not adapters or len(adapters) != len(weights):
         raise RequestError(
             f"{len(adapters)} adapters and {len(weights)} weights were given; each adapter has one weight."
         )
-    for weight in weights:
-        if not math.isfinite(weight):
-            raise RequestError(f"A weight of an adapter is {weight}; it must be a finite number.")
     for index, (tensors, config) in enumerate(adapters, 1):
         check_pairs(tensors, config, f"Adapter {index}")
     fingerprint = _common_base([config for _, config in adapters], force)
-    names = sorted({name for tensors, _ in adapters for name in tensors if ".lora_a" in name})
-    rank = sum(config.rank for _, config in adapters)
-    result: dict[str, mx.array] = {}
-    for name in names:
-        a, b = _side_by_side(adapters, weights, name)
-        result |= {name: a, name.replace(".lora_a", ".lora_b"): b}
-    configs = [config for _, config in adapters]
+    used = [(adapter, weight) for adapter, weight in zip(adapters, weights, strict=True) if weight]
+    if not used:
+        shown = ", ".join(f"{weight:g}" for weight in weights)
+        raise RequestError(
+            f"The weights are {shown}: no adapter is left. Give one of them another weight."
+        )
+    configs = [config for (_, config), _ in used]
+    whole = _completed([adapter for adapter, _ in used])
+    scale, terms = weighted_sum(
+        [(tensors, config.scale) for tensors, config in zip(whole, configs, strict=True)],
+        [weight for _, weight in used],
+    )
     unknown = any(config.num_layers < 0 for config in configs)
-    return result, AdapterConfig(
-        rank=rank,
-        scale=1.0,
+    return {name: _joined(name, each) for name, each in terms.items()}, AdapterConfig(
+        rank=sum(config.rank for config in configs),
+        scale=scale,
         num_layers=-1 if unknown else max(config.num_layers for config in configs),
         keys=tuple(sorted({key for config in configs for key in config.keys})),
         base_model_fingerprint=fingerprint,
@@ -75,25 +135,41 @@ def _common_base(configs: Sequence[AdapterConfig], force: bool) -> str | None:
     return known[0] if len(set(known)) == 1 else None
 
 
-def _side_by_side(
-    adapters: Sequence[Adapter], weights: Sequence[float], name: str
-) -> tuple[mx.array, mx.array]:
-    """A (inputs, ranks) and B (ranks, outputs) of one pair of matrices; `name` is A's."""
-    other = name.replace(".lora_a", ".lora_b")
-    found = [(t[name], t[other]) for t, _ in adapters if name in t]
-    inputs, outputs = found[0][0].shape[0], found[0][1].shape[1]
-    for a, b in found:
-        if (a.shape[0], b.shape[1]) != (inputs, outputs):
-            raise CheckpointError(
-                f"{name} maps {inputs} numbers to {outputs} in one adapter and {a.shape[0]} to {b.shape[1]} in "
-                "another. They were made for different models."
-            )
-    a_parts, b_parts = [], []
-    for (tensors, config), weight in zip(adapters, weights, strict=True):
-        if name in tensors:
-            a_parts.append(tensors[name])
-            b_parts.append(tensors[other].astype(mx.float32) * (weight * config.scale))
-        else:
-            a_parts.append(mx.zeros((inputs, config.rank), found[0][0].dtype))
-            b_parts.append(mx.zeros((config.rank, outputs)))
-    return mx.concatenate(a_parts, axis=1), mx.concatenate(b_parts, axis=0)
+def _completed(adapters: Sequence[Adapter]) -> list[dict[str, mx.array]]:
+    """The tensors of each, with zeros for those that another has.
+
+    Raises:
+        CheckpointError: when two map other numbers of inputs or outputs in one layer.
+    """
+    known: dict[str, mx.array] = {}
+    for tensors, _ in adapters:
+        for name, tensor in tensors.items():
+            one, other = _width(name, known.setdefault(name, tensor)), _width(name, tensor)
+            if one != other:
+                raise CheckpointError(
+                    f"{name} has {one} {'inputs' if is_a(name) else 'outputs'} in one adapter and {other} in "
+                    "another. They were made for different models."
+                )
+    return [
+        {
+            name: tensors[name] if name in tensors else _zeros(name, like, config.rank)
+            for name, like in sorted(known.items())
+        }
+        for tensors, config in adapters
+    ]
+
+
+def _width(name: str, tensor: mx.array) -> int:
+    """Inputs of A, outputs of B."""
+    return tensor.shape[0 if is_a(name) else 1]
+
+
+def _zeros(name: str, like: mx.array, rank: int) -> mx.array:
+    width = _width(name, like)
+    return mx.zeros((width, rank) if is_a(name) else (rank, width), like.dtype)
+
+
+def _joined(name: str, terms: Sequence[Term]) -> mx.array:
+    if is_a(name):
+        return mx.concatenate([tensor for tensor, _ in terms], axis=1)
+    return mx.concatenate([tensor.astype(mx.float32) * factor for tensor, factor in terms], axis=0)

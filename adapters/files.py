@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import mlx.core as mx
+import numpy as np
 
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
@@ -27,6 +27,10 @@ TENSORS_NAME = "adapters.safetensors"
 CONFIG_NAME = "adapter_config.json"
 # More than any matrix of a model has rows; a config that claims more is damaged or hostile.
 MAX_RANK = 1 << 16
+# Of the numbers of an adapter that runs, whatever its file holds.
+FLOAT16_MAX = float(np.finfo(np.float16).max)
+# Of scales, which kernels take in float32.
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 _TENSOR_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[ab])(?P<part>\.\d+)?")
 
@@ -94,7 +98,7 @@ class AdapterConfig:
         keys, fingerprint = parameters.get("keys") or (), values.get("base_model_fingerprint")
         checks = (
             ("rank", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
-            ("scale", scale, is_number(scale), "a finite number, alpha / rank"),
+            ("scale", scale, is_number(scale), "a finite number of float32, alpha / rank"),
             ("dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
             ("num_layers", num_layers, type(num_layers) is int, "a whole number, -1 for all"),
             ("keys", keys, _are_names(keys), "a list of layer names"),
@@ -210,8 +214,8 @@ def is_rank(value: Any) -> TypeGuard[int]:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value of JSON is a number that a float can hold: Python's integers have no end."""
-    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    """Whether a value of JSON is a number that float32 holds; Python's integers have no end."""
+    return type(value) in (int, float) and abs(value) <= FLOAT32_MAX
 
 
 def is_text(value: Any) -> TypeGuard[str]:

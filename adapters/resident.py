@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from afm_mlx.adapters.files import FLOAT16_MAX
 from afm_mlx.adapters.places import Shapes
 from afm_mlx.errors import CheckpointError
 from afm_mlx.kernels import BLOCK, Part
@@ -211,7 +212,7 @@ def _checked(values: np.ndarray, name: str, source: str | Path) -> np.ndarray:
         if np.isfinite(values).all():
             raise CheckpointError(
                 f"{source}: {name} has numbers up to {np.abs(values).max():g}, and float16, in which adapters "
-                "run, ends at 65504. Scale the adapter's A up and its B down, or the other way round."
+                f"run, ends at {FLOAT16_MAX:g}. Scale A up and B down, or the other way round."
             )
         raise CheckpointError(
             f"{source}: {name} holds NaN or infinity. The training that made the adapter has failed: take an "

@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from afm_mlx.adapters.compose import Term, is_a, weighted_sum
 from afm_mlx.adapters.files import (
     CONFIG_NAME,
     TENSORS_NAME,
@@ -27,7 +28,7 @@ from afm_mlx.adapters.resident import ResidentAdapter, TensorReader, build_resid
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import CheckpointError
 from afm_mlx.fingerprint import base_model_fingerprint, folder_fingerprint
-from afm_mlx.weights import StoredTensor, read_header
+from afm_mlx.weights import read_header
 
 
 class Base(NamedTuple):
@@ -136,20 +137,14 @@ def _files(path: Path) -> list[Path]:
 
 
 def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str) -> OpenAdapter:
-    """The adapter that adds `weight` times what each of the given ones adds.
+    """The adapter that adds `weight` times what each of the given ones adds; see `compose`.
 
-    Ranks add up: A stand side by side, and so do B times weight and scale. The largest of these factors is the
-    sum's scale, so that float16 rounds nothing of that adapter.
+    Raises:
+        RequestError: for a weight that can't be used.
     """
-    factors = [weight * part.scale for part, weight in parts]
-    scale = max(abs(factor) for factor in factors) or 1.0
-    pieces: dict[str, list[tuple[StoredTensor, float]]] = {}
-    for (part, _), factor in zip(parts, factors, strict=True):
-        for name, tensor in part.tensors.items():
-            pieces.setdefault(name, []).append(
-                (tensor, factor / scale if ".lora_b" in name else 1.0)
-            )
-    tensors = {name: _Joined(tuple(each), int(".lora_a" in name)) for name, each in pieces.items()}
+    adapters = [(part.tensors, part.scale) for part, _ in parts]
+    scale, terms = weighted_sum(adapters, [weight for _, weight in parts])
+    tensors = {name: _Joined(tuple(each), int(is_a(name))) for name, each in terms.items()}
     stamps = {path: stamp for part, _ in parts for path, stamp in part.stamps.items()}
     nbytes = plan_layout(tensors, base.shapes, source).nbytes
     return OpenAdapter(tensors, scale, base, source, stamps, nbytes)
@@ -178,15 +173,15 @@ def check_fingerprint(
 
 
 class _Joined(NamedTuple):
-    """Tensors to be put side by side, each with its factor; NumPy takes it for an array."""
+    """Tensors to be put side by side along an axis once they are read; NumPy takes it for an array."""
 
-    pieces: tuple[tuple[StoredTensor, float], ...]
+    terms: tuple[Term, ...]
     axis: int
 
     @property
     def shape(self) -> tuple[int, int]:
         size = [0, 0]
-        for tensor, _ in self.pieces:
+        for tensor, _ in self.terms:
             size[self.axis] += tensor.shape[self.axis]
             size[1 - self.axis] = tensor.shape[1 - self.axis]
         return size[0], size[1]
@@ -195,7 +190,7 @@ class _Joined(NamedTuple):
         return np.concatenate(
             [
                 np.asarray(TensorReader()(tensor), np.float32) * np.float32(factor)
-                for tensor, factor in self.pieces
+                for tensor, factor in self.terms
             ],
             self.axis,
         )

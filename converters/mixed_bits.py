@@ -18,7 +18,7 @@ import numpy as np
 
 from afm_mlx.config import read_config_json
 from afm_mlx.converters.mlx_lm import check_wishes, read_config
-from afm_mlx.converters.quantize import QuantizationWishes
+from afm_mlx.converters.wishes import Wishes
 from afm_mlx.errors import AFMError, DataError
 from afm_mlx.loading import load_model
 from afm_mlx.perplexity import cut, load_documents
@@ -50,7 +50,7 @@ class Mix:
         report: the content of `sensitivity.json`.
     """
 
-    wishes: QuantizationWishes
+    wishes: Wishes
     report: dict[str, Any]
 
     def write(self, folder: Path) -> None:
@@ -59,7 +59,7 @@ class Mix:
         (folder / REPORT).write_text(text, encoding="utf-8")
 
 
-def calibration_file(wishes: QuantizationWishes, source: Path) -> Path:
+def calibration_file(wishes: Wishes, source: Path) -> Path:
     """Where the text comes from: what was given, or the model folder's own.
 
     Raises:
@@ -85,9 +85,8 @@ def calibration_file(wishes: QuantizationWishes, source: Path) -> Path:
 
 def mix_of_folder(
     source: Path,
-    wishes: QuantizationWishes,
+    wishes: Wishes,
     data: Path,
-    dtype: mx.Dtype | None = None,
     progress: Progress | None = None,
 ) -> Mix:
     """`choose_mix` for an AFM model folder.
@@ -95,15 +94,14 @@ def mix_of_folder(
     Args:
         source: a folder with float weights.
         wishes, data, progress: see `choose_mix`.
-        dtype: of the folder that is made; as in `source` when None.
     """
     tensors = stored_tensors(source)
     config = read_config(source, tensors)
     values = read_config_json(source / "config.json")
     quantization = quantization_of(values, source / "config.json")
-    check_wishes(source, bool(quantization), dtype, quantize=True, dequantize=False)
+    check_wishes(source, bool(quantization), wishes.mlx_dtype, quantize=True, dequantize=False)
     model = load_model(source, values | config.to_dict())
-    dtype = dtype or tensors["model.output_norm.weight"].dtype
+    dtype = wishes.mlx_dtype or tensors["model.output_norm.weight"].dtype
     return choose_mix(
         model,
         load_tokenizer(source),
@@ -118,7 +116,7 @@ def mix_of_folder(
 def choose_mix(
     model: nn.Module,
     tokenizer: Any,
-    wishes: QuantizationWishes,
+    wishes: Wishes,
     data: Path,
     *,
     mode: str,
@@ -143,7 +141,7 @@ def choose_mix(
     high = wishes.rule(mode)
     low = dataclasses.replace(high, bits=wishes.bits_to_mix[0])
     embedding = wishes.embedding_rule(high)
-    own = None if isinstance(wishes.predicate, str) else wishes.predicate
+    own = None if isinstance(wishes.quant_predicate, str) else wishes.quant_predicate
     rules, free = plan_layers(model, high, embedding, own)
     size = stored_size(model, rules, dtype)
     _, least = stored_size(model, rules | dict.fromkeys(free, low), dtype)
@@ -169,12 +167,10 @@ def choose_mix(
     return Mix(_settled(wishes, high, predicate), report)
 
 
-def _settled(
-    wishes: QuantizationWishes, high: QuantizationRule, predicate: Predicate
-) -> QuantizationWishes:
+def _settled(wishes: Wishes, high: QuantizationRule, predicate: Predicate) -> Wishes:
     """The same wishes without a target: what layers of the float model are packed to is known."""
     return dataclasses.replace(
-        wishes, bits=high.bits, predicate=predicate, target_bpw=None, data=None
+        wishes, q_bits=high.bits, quant_predicate=predicate, target_bpw=None, data=None
     )
 
 
@@ -205,7 +201,7 @@ def _entry(layer: LayerSensitivity, chosen: QuantizationRule) -> dict[str, Any]:
     }
 
 
-def check_stock(wishes: QuantizationWishes, mode: str) -> None:
+def check_stock(wishes: Wishes, mode: str) -> None:
     """Raise `AFMError` for formats whose bytes in a folder for stock mlx-lm are not those that are counted."""
     rule = wishes.rule(mode)
     if not (rule.is_stock and wishes.embedding_rule(rule).is_stock):

@@ -130,33 +130,13 @@ def write_toolkit(
     source = str(files.weights)
     keys = map_keys(state, source)
     _check_state(config.model, keys, state, source)
-    scales = {n: _kv_scale(keys.kv_ranges[n], state, source) for n in keys.kv_ranges}
+    weights = _Weights(keys, state, source, dtype)
     adapters = _plan_adapters(config, keys, state, source) if with_adapters else {}
-
     layers = PackedLayers()
-    specs = []
-    for target, shape in parameter_shapes(config.model).items():
-        path = target.removesuffix(".weight")
-        if target in scales:
-            specs.append(TensorSpec(target, shape, mx.float32))
-        elif rules and path in rules:
-            rows = _rows(state[keys.weights[target]], f"{source}: {keys.weights[target]}")
-            specs += layers.add(layer_of_rows(path, rows, rules[path], dtype, stock))
-        else:
-            stored = mlx_dtype(state[keys.weights[target]])
-            assert stored is not None  # _check_state saw to it
-            specs.append(TensorSpec(target, shape, dtype or stored))
-
-    def read(spec: TensorSpec) -> Iterable[Any]:
-        if spec.name in scales:
-            return [scales[spec.name].tobytes()]
-        key = keys.weights[spec.name]
-        return tensor_chunks(state[key], spec.dtype, f"{source}: {key}")
-
     write_weights(
         folder,
-        specs,
-        layers.reader(read),
+        weights.plan(config.model, layers, rules or {}, stock),
+        layers.reader(weights.read),
         total_parameters=config.model.num_parameters,
         progress=progress,
     )
@@ -167,7 +147,7 @@ def write_toolkit(
         name=name,
         source=files.weights.name,
         config=config.model,
-        dtype=next(spec.dtype for spec in specs if spec.name == "model.output_norm.weight"),
+        dtype=weights.dtype_of("model.output_norm.weight"),
         quantization=entries.get("quantization"),
         note=layers.note(),
         adapters=sorted(adapters),
@@ -175,6 +155,55 @@ def write_toolkit(
     for note in notes:
         warnings.warn(note, stacklevel=2)
     return entries
+
+
+class _Weights:
+    """The base model's tensors on their way into a folder.
+
+    Args:
+        keys: of the state, by our names.
+        state: of `open_state_dict`, checked.
+        source: for errors.
+        dtype: of the floats; as in the state when None.
+    """
+
+    def __init__(self, keys: KeyMap, state: State, source: str, dtype: mx.Dtype | None):
+        self._keys, self._state, self._source, self._dtype = keys, state, source, dtype
+        self._scales = {n: _kv_scale(keys.kv_ranges[n], state, source) for n in keys.kv_ranges}
+
+    def plan(
+        self,
+        config: ModelConfig,
+        layers: PackedLayers,
+        rules: Mapping[str, QuantizationRule],
+        stock: bool,
+    ) -> list[TensorSpec]:
+        """What is to be written; `layers` takes those that are packed by `rules`."""
+        specs = []
+        for name, shape in parameter_shapes(config).items():
+            path = name.removesuffix(".weight")
+            if name in self._scales:
+                specs.append(TensorSpec(name, shape, mx.float32))
+            elif path in rules:
+                key = self._keys.weights[name]
+                rows = _rows(self._state[key], f"{self._source}: {key}")
+                specs += layers.add(layer_of_rows(path, rows, rules[path], self._dtype, stock))
+            else:
+                specs.append(TensorSpec(name, shape, self.dtype_of(name)))
+        return specs
+
+    def dtype_of(self, name: str) -> mx.Dtype:
+        """Of a tensor that is written as floats."""
+        stored = mlx_dtype(self._state[self._keys.weights[name]])
+        assert stored is not None  # _check_state saw to it
+        return self._dtype or stored
+
+    def read(self, spec: TensorSpec) -> Iterable[Any]:
+        """The numbers of a tensor, as `write_weights` takes them."""
+        if spec.name in self._scales:
+            return [self._scales[spec.name].tobytes()]
+        key = self._keys.weights[spec.name]
+        return tensor_chunks(self._state[key], spec.dtype, f"{self._source}: {key}")
 
 
 def _rows(tensor: torch.Tensor, name: str) -> Rows:

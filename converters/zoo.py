@@ -13,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_map
 
 from afm_mlx.config import read_config_json
 from afm_mlx.converters.mixed_bits import calibration_file, choose_mix
-from afm_mlx.converters.quantize import MLX_LM_RECIPES, QuantizationWishes
+from afm_mlx.converters.quantize import MLX_LM_RECIPES
+from afm_mlx.converters.wishes import Wishes
 from afm_mlx.errors import AFMError
 from afm_mlx.quantization import dequantize_model, quantize_model
 from afm_mlx.stored_layers import quantization_of
@@ -31,8 +33,7 @@ def write_zoo(
     source: Path,
     folder: Path,
     kind: str,
-    dtype: str | None,
-    wishes: QuantizationWishes,
+    wishes: Wishes,
     measuring: Progress | None = None,
 ) -> None:
     """Convert a model of architecture `kind` into an empty folder.
@@ -40,8 +41,7 @@ def write_zoo(
     Args:
         source, folder: where from and where to.
         kind: of config.json.
-        dtype: of float weights; as in `source` when None.
-        wishes: how to quantize.
+        wishes: type, and how to quantize.
         measuring: see `convert`.
 
     Raises:
@@ -54,9 +54,9 @@ def write_zoo(
         # mlx-lm reports on stdout, which belongs to the caller.
         with contextlib.redirect_stdout(sys.stderr):
             if packed or ours:
-                _write_packed(source, inner, dtype, wishes, packed, measuring)
+                _write_packed(source, inner, wishes, packed, measuring)
             else:
-                _write_by_mlx_lm(source, inner, dtype, wishes)
+                _write_by_mlx_lm(source, inner, wishes)
     except AFMError:
         raise
     except (ValueError, KeyError, TypeError, ImportError, RuntimeError, FileNotFoundError) as error:
@@ -68,47 +68,44 @@ def write_zoo(
     inner.rmdir()
 
 
-def _is_mlx_lms(wishes: QuantizationWishes) -> bool:
+def _is_mlx_lms(wishes: Wishes) -> bool:
     """Whether mlx-lm has the format and the choice of layers that are asked for."""
     return (
-        (wishes.mode or "affine") in _MLX_LM_MODES
-        and wishes.granularity in (None, "group")
-        and wishes.embedding_bits is None
-        and wishes.embedding_mode is None
-        and wishes.embedding_granularity is None
+        (wishes.q_mode or "affine") in _MLX_LM_MODES
+        and wishes.q_granularity in (None, "group")
+        and wishes.q_embedding_bits is None
+        and wishes.q_embedding_mode is None
+        and wishes.q_embedding_granularity is None
         and wishes.target_bpw is None
     )
 
 
-def _write_by_mlx_lm(
-    source: Path, inner: Path, dtype: str | None, wishes: QuantizationWishes
-) -> None:
+def _write_by_mlx_lm(source: Path, inner: Path, wishes: Wishes) -> None:
     from mlx_lm.convert import convert
 
-    if isinstance(wishes.predicate, str) and wishes.predicate not in MLX_LM_RECIPES:
+    if isinstance(wishes.quant_predicate, str) and wishes.quant_predicate not in MLX_LM_RECIPES:
         raise AFMError(
-            f"The recipe {wishes.predicate!r} is for AFM models; others take {', '.join(MLX_LM_RECIPES)}."
+            f"The recipe {wishes.quant_predicate!r} is for AFM models; others take {', '.join(MLX_LM_RECIPES)}."
         )
     options: dict[str, Any] = {}
     if wishes.quantize:
-        group = wishes.group_size
-        if isinstance(wishes.predicate, str):
+        group = wishes.q_group_size
+        if isinstance(wishes.quant_predicate, str):
             group = group or 64  # mlx-lm's recipes have no default
         options = {
             "quantize": True,
-            "q_bits": wishes.bits,
+            "q_bits": wishes.q_bits,
             "q_group_size": group,
-            "q_mode": wishes.mode or "affine",
-            "quant_predicate": wishes.predicate,
+            "q_mode": wishes.q_mode or "affine",
+            "quant_predicate": wishes.quant_predicate,
         }
-    convert(str(source), str(inner), dtype=dtype, dequantize=wishes.dequantize, **options)
+    convert(str(source), str(inner), dtype=wishes.dtype, dequantize=wishes.dequantize, **options)
 
 
 def _write_packed(
     source: Path,
     inner: Path,
-    dtype: str | None,
-    wishes: QuantizationWishes,
+    wishes: Wishes,
     packed: bool,
     measuring: Progress | None,
 ) -> None:
@@ -119,19 +116,14 @@ def _write_packed(
             f"{source} is packed already, in a format that is only loaded here. Dequantize it (-d), or convert "
             "the model that it was made of."
         )
-    if isinstance(wishes.predicate, str) and wishes.target_bpw is None:
+    if isinstance(wishes.quant_predicate, str) and wishes.target_bpw is None:
         raise AFMError(
-            f"The recipe {wishes.predicate!r} is affine in mlx-lm; leave --q-mode, --q-granularity and "
+            f"The recipe {wishes.quant_predicate!r} is affine in mlx-lm; leave --q-mode, --q-granularity and "
             "--q-embedding-bits out."
         )
     model, config = load_zoo_model(source)
-    if dtype is not None:
-        target = getattr(mx, dtype)
-        floats = tree_map(
-            lambda a: a.astype(target) if mx.issubdtype(a.dtype, mx.floating) else a,
-            model.parameters(),
-        )
-        model.update(floats)
+    if wishes.mlx_dtype is not None:
+        _cast(model, wishes.mlx_dtype)
     config = {k: v for k, v in config.items() if not k.startswith("quantization")}
     tokenizer = utils.load_tokenizer(source, eos_token_ids=config.get("eos_token_id"))
     mix = None
@@ -142,12 +134,21 @@ def _write_packed(
         )
         wishes = mix.wishes
     if wishes.dequantize:
-        dequantize_model(model, getattr(mx, dtype or "float32"))
+        dequantize_model(model, wishes.mlx_dtype or mx.float32)
     else:
-        assert not isinstance(wishes.predicate, str)
+        assert not isinstance(wishes.quant_predicate, str)
         rule = wishes.rule("affine")
         embedding = wishes.embedding_rule(rule)
-        _, config = quantize_model(model, config, rule, embedding, wishes.predicate)
+        _, config = quantize_model(model, config, rule, embedding, wishes.quant_predicate)
     utils.save(inner, source, model, tokenizer, config)
     if mix is not None:
         mix.write(inner)
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Give all floating parameters a type."""
+
+    def cast(array: mx.array) -> mx.array:
+        return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+
+    model.update(tree_map(cast, model.parameters()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import fields
 
 from afm_mlx.cli import options
 from afm_mlx.cli.output import progress_bar
@@ -28,15 +29,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="afm-mlx",
         help="mlx-lm leaves out what stock mlx-lm does not read",
     )
-    _add_quantization(parser)
+    group = parser.add_argument_group("quantization")
+    _add_layers(group)
+    _add_embedding(group)
+    _add_choice_of_bits(group)
+    group.add_argument(
+        "-d", "--dequantize", action="store_true", help="write packed layers as float weights"
+    )
     options.add_unavailable(parser, "nothing is uploaded; `hf upload` does that", "--upload-repo")
     options.add_unavailable(
         parser, "no code of the source is run here", "--trust-remote-code", nargs=0
     )
 
 
-def _add_quantization(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("quantization")
+def _add_layers(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "-q", "--quantize", action="store_true", help="pack linear layers and embeddings"
     )
@@ -61,6 +67,9 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         choices=["tensor", "row", "group"],
         help="what has a scale of its own; row by default for balanced weights, else group",
     )
+
+
+def _add_embedding(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--q-embedding-bits",
         type=integer(1, 8),
@@ -76,6 +85,10 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         choices=["tensor", "row", "group"],
         help="of the embedding; that of its mode by default",
     )
+
+
+def _add_choice_of_bits(group: argparse._ArgumentGroup) -> None:
+    """By layer, not one for all."""
     group.add_argument(
         "--quant-predicate",
         metavar="RECIPE",
@@ -95,9 +108,6 @@ def _add_quantization(parser: argparse.ArgumentParser) -> None:
         help="that text: a .jsonl or .txt file, or a folder with train.jsonl; the model folder's heldout.jsonl "
         "by default",
     )
-    group.add_argument(
-        "-d", "--dequantize", action="store_true", help="write packed layers as float weights"
-    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -105,32 +115,16 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(
             "--model is missing; it says what to convert. afm-mlx convert --help explains."
         )
-    from afm_mlx.converters import convert
+    from afm_mlx.converters import Wishes, convert
     from afm_mlx.describe import describe_stored_weights
 
+    wishes = {field.name: getattr(args, field.name) for field in fields(Wishes)}
     measuring_bar = (
         contextlib.nullcontext() if args.target_bpw is None else progress_bar("measuring", "pass")
     )
     with measuring_bar as measuring, progress_bar("converting", "B") as progress:
         folder = convert(
-            args.model,
-            args.mlx_path,
-            dtype=args.dtype,
-            to=args.to,
-            quantize=args.quantize,
-            q_bits=args.q_bits,
-            q_mode=args.q_mode,
-            q_group_size=args.q_group_size,
-            q_granularity=args.q_granularity,
-            q_embedding_bits=args.q_embedding_bits,
-            q_embedding_mode=args.q_embedding_mode,
-            q_embedding_granularity=args.q_embedding_granularity,
-            quant_predicate=args.quant_predicate,
-            target_bpw=args.target_bpw,
-            data=args.data,
-            dequantize=args.dequantize,
-            progress=progress,
-            measuring=measuring,
+            args.model, args.mlx_path, progress=progress, measuring=measuring, **wishes
         )
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     weights = describe_stored_weights(folder)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx import config
-from afm_mlx.cli import options, training
+from afm_mlx.cli import options, training_arguments
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.parser import UsageError, integer, json_object, number
-from afm_mlx.cli.training import add_training, fill, recipe_of, refuse_both
+from afm_mlx.cli.training_arguments import add_training
 from afm_mlx.cli.training_output import data_line, print_scores, run_training, scores_dict
+from afm_mlx.cli.training_recipe import fill, recipe_of, refuse_both
 
 if TYPE_CHECKING:
     from afm_mlx.training.kinds import LoRATraining
@@ -46,7 +47,7 @@ _OF_LORA_ALONE = (
     ("alpha", "scale", "how strong the adapter is"),
     ("initial_adapter", "resume_adapter_file", "where to start"),
 )
-ALTERNATIVES = (*training.ALTERNATIVES, *_OF_LORA_ALONE)
+ALTERNATIVES = (*training_arguments.ALTERNATIVES, *_OF_LORA_ALONE)
 
 _OF_AN_ADAPTER = ("rank", "alpha")
 """What an adapter that training starts from brings along, so that a preset does not say it."""
@@ -293,6 +294,7 @@ def _lora(args: argparse.Namespace) -> LoRATraining:
         dropout=args.dropout or 0.0,
         initial_adapter=initial,
         save_dtype=args.save_dtype or "float16",
+        force=args.force,
     )
 
 

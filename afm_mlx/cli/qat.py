@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from afm_mlx.cli.parser import UsageError, integer
-from afm_mlx.cli.training import ALTERNATIVES as ALTERNATIVES
-from afm_mlx.cli.training import add_training, recipe_of
+from afm_mlx.cli.training_arguments import ALTERNATIVES as ALTERNATIVES
+from afm_mlx.cli.training_arguments import add_training
 from afm_mlx.cli.training_output import run_training
+from afm_mlx.cli.training_recipe import recipe_of
 
 if TYPE_CHECKING:
     from afm_mlx.quantization import Predicate, QuantizationRule
@@ -29,6 +30,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_training(parser, f"{LEARNING_RATE:g}")
     group = parser.add_argument_group("quantization")
+    _add_grids(group)
+    group.add_argument(
+        "--calibrate-kv",
+        type=integer(1),
+        metavar="N",
+        help="set the int8 scales of keys and values anew, by N batches before training",
+    )
+    group.add_argument(
+        "--learn-kv-scales", action="store_true", help="train these scales with the weights"
+    )
+
+
+def _add_grids(group: argparse._ArgumentGroup) -> None:
+    """What weights are rounded to."""
     group.add_argument(
         "--bits", "--q-bits", type=int, choices=[2, 4, 8], help="per weight; 2 by default"
     )
@@ -65,15 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--quant-predicate",
         metavar="RECIPE",
         help="more bits for the layers that mlx-lm's recipes choose: mixed_2_4, mixed_2_8 or mixed_4_8",
-    )
-    group.add_argument(
-        "--calibrate-kv",
-        type=integer(1),
-        metavar="N",
-        help="set the int8 scales of keys and values anew, by N batches before training",
-    )
-    group.add_argument(
-        "--learn-kv-scales", action="store_true", help="train these scales with the weights"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +14,14 @@ from typing import Any, Protocol
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.adapters.files import check_finite, save_adapter
+from afm_mlx.adapters.files import (
+    FLOAT16_MAX,
+    FLOAT32_MAX,
+    MAX_RANK,
+    check_finite,
+    is_rank,
+    save_adapter,
+)
 from afm_mlx.adapters.lora import add_lora, lora_config, lora_layers, lora_tensors, start_lora
 from afm_mlx.adapters.places import places
 from afm_mlx.adapters.sources import Base, check_fingerprint
@@ -42,7 +48,6 @@ RANK, SCALE = 16, 0.5
 """Of a new LoRA adapter."""
 
 SAVE_DTYPES = {"float16": mx.float16, "float32": mx.float32}
-FLOAT16_MAX = 65504.0
 
 
 class Method(Protocol):
@@ -154,11 +159,13 @@ class LoRATraining:
         num_layers: blocks, counted from the last; -1 for all.
         dropout: of the adapter's input.
         initial_adapter: adapter to start from, such as a recovery adapter; see `initial_adapter.read_initial`.
+        force: start from one that was made for another model too, if its shapes fit.
         save_dtype: of the saved numbers, "float16" or "float32". Training is float32 either way, and what is
             tested is what is saved.
 
     Raises:
-        ConfigError: for another `save_dtype`, or a scale that is not finite and over 0.
+        ConfigError: for another `save_dtype`, a rank that no file may have, or a scale that is not finite (in
+            float32) and over 0.
     """
 
     rank: int | None = None
@@ -168,6 +175,7 @@ class LoRATraining:
     dropout: float = 0.0
     initial_adapter: str | Path | None = None
     save_dtype: str = "float16"
+    force: bool = False
     kind: str = "lora"
     untrained: str = WITHOUT
 
@@ -176,7 +184,9 @@ class LoRATraining:
             raise ConfigError(
                 f"save_dtype is {self.save_dtype!r}; allowed are {' and '.join(map(repr, SAVE_DTYPES))}."
             )
-        if self.scale is not None and not 0 < self.scale < math.inf:
+        if self.rank is not None and not is_rank(self.rank):
+            raise ConfigError(f"rank is {self.rank!r}; allowed are 1 to {MAX_RANK}, 16 as a rule.")
+        if self.scale is not None and not 0 < self.scale <= FLOAT32_MAX:
             raise ConfigError(
                 f"scale is {self.scale}; allowed are finite numbers over 0. It is alpha / rank, and an adapter "
                 f"of scale 0 learns nothing; leave it out for {SCALE}."
@@ -203,7 +213,7 @@ class LoRATraining:
         rank, scale, keys, blocks = self.rank, self.scale, self.keys, self.num_layers
         if self.initial_adapter is not None:
             tensors, config = read_initial(self.initial_adapter, self.scale)
-            known = Base.of(model, source.folder).fingerprints
+            known = Base.of(model, source.folder, self.force).fingerprints
             check_fingerprint(config, known, self.initial_adapter)
             check_finite(tensors, self.initial_adapter)
             rank, scale, keys = config.rank, config.scale, keys or config.keys or None

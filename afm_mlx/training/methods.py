@@ -20,6 +20,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,28 +203,14 @@ def train_by(
         "model": source.name,
         "model_weights": source.fingerprint(model),
     }
-    loss: Loss = CrossEntropy()
-    taught = None
-    if teacher is not None:
-        taught, of_teacher = _load_teacher(teacher, source, recipe)
-        manifest |= of_teacher
-        loss = Distillation(
-            taught, recipe.distillation_weight, recipe.distillation_temperature, recipe.divergence
-        )
+    loss, taught = _loss_of(recipe, source, teacher, manifest)
     method.prepare(model, source, data, options.seed)
     manifest |= method.manifest(model) | _manifest(recipe, data, options)
     run = (RunFolder.open if resume else RunFolder.create)(run_path, manifest)
     if on_plan is not None:
         on_plan(_plan(model, source, method, taught, data, options))
-
-    def score(what: str | None) -> Score | None:
-        if data.test is None:
-            return None
-        if on_event is not None:
-            on_event(Testing(what))
-        judge = taught if method.kind == "draft" else None
-        return measure(model, data.test.batches, recipe.test_batches, judge)
-
+    judge = taught if method.kind == "draft" else None
+    score = partial(_score, model, data, recipe, judge, on_event)
     with method.as_untrained(model):
         untrained = score(method.untrained)
     valid = data.valid.batches if data.valid else None
@@ -234,6 +221,22 @@ def train_by(
     facts = _facts(recipe, data, options, outcome, teacher, scores, method)
     method.save(path, model, source, facts)
     return Result(path, Path(run_path), outcome, scores)
+
+
+def _score(
+    model: nn.Module,
+    data: Data,
+    recipe: Recipe,
+    judge: nn.Module | None,
+    on_event: Callable[[Event], None] | None,
+    what: str | None,
+) -> Score | None:
+    """Measure the test split, where there is one; `what` says with what, see `Testing`."""
+    if data.test is None:
+        return None
+    if on_event is not None:
+        on_event(Testing(what))
+    return measure(model, data.test.batches, recipe.test_batches, judge)
 
 
 def _check_run(path: Path, resume: bool) -> None:
@@ -258,17 +261,24 @@ def _teacher_of(recipe: Recipe, source: Source, method: Method) -> Source | None
     return teacher
 
 
-def _load_teacher(
-    teacher: Source, student: Source, recipe: Recipe
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The teacher with its adapter, and what a run keeps of it."""
+def _loss_of(
+    recipe: Recipe, student: Source, teacher: Source | None, manifest: dict[str, Any]
+) -> tuple[Loss, nn.Module | None]:
+    """What is trained by, and the teacher with its adapter; `manifest` gets what a run keeps of it."""
+    if teacher is None:
+        return CrossEntropy(), None
     model = teacher.load_teacher(student)
-    manifest = {"teacher": teacher.name, "teacher_weights": teacher.fingerprint(model)}
+    manifest |= {"teacher": teacher.name, "teacher_weights": teacher.fingerprint(model)}
     if recipe.teacher_adapter is not None:
         tensors, config = load_adapter(recipe.teacher_adapter)
-        attach_adapter(model, recipe.teacher_adapter, base_folder=teacher.folder)
+        attach_adapter(
+            model, recipe.teacher_adapter, base_folder=teacher.folder, force=recipe.force
+        )
         manifest["teacher_adapter"] = arrays_fingerprint(config.scale, tensors)
-    return model, manifest
+    loss = Distillation(
+        model, recipe.distillation_weight, recipe.distillation_temperature, recipe.divergence
+    )
+    return loss, model
 
 
 _NOT_IN_MANIFEST = ("steps_per_report", "save_every", "clear_cache_threshold")  # change no number

@@ -40,6 +40,7 @@ class Recipe:
         features: what the data calls "prompt", "completion", "messages" or "text", by these names.
         teacher: model to be imitated; "self" is `model` before quantization-aware training.
         teacher_adapter: folder of an adapter that the teacher runs with.
+        force: run models with adapters that were made for others too, if their shapes fit.
         distillation_weight, distillation_temperature, divergence: see `losses.Distillation`.
         test: measure test.jsonl at the end, with what was trained and without.
         test_batches: how many of its batches, all when -1.
@@ -60,6 +61,7 @@ class Recipe:
     distillation_weight: float = 1.0
     distillation_temperature: float = 1.0
     teacher_adapter: str | Path | None = None
+    force: bool = False
     divergence: str = "forward"
     test: bool = False
     test_batches: int = -1

@@ -122,6 +122,6 @@ def measure_adapter(
     untrained = measure(model, data.batches, recipe.test_batches, progress=progress)
     if adapter_path is None:
         return Scores(untrained, None, WITHOUT)
-    attach_adapter(model, adapter_path, base_folder=source.folder)
+    attach_adapter(model, adapter_path, base_folder=source.folder, force=recipe.force)
     trained = measure(model, data.batches, recipe.test_batches, progress=progress)
     return Scores(untrained, trained, WITHOUT)

@@ -3,7 +3,7 @@
 | format | what it is | file |
 | --- | --- | --- |
 | `mlx-lm` | a folder with `adapters.safetensors`; this package's own | `afm_mlx.adapters.files` |
-| `peft` | a folder with `adapter_model.safetensors`, of Hugging Face's PEFT | `peft.py` |
+| `peft` | a folder with `adapter_model.safetensors`, of Hugging Face's PEFT | `peft.py`, `peft_config.py` |
 | `toolkit` | a `.pt` file of Apple's adapter training toolkit | `toolkit.py` |
 | `fmadapter` | a package that Apple's framework loads | `fmadapter.py`, `mil_blob.py` |
 

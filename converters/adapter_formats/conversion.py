@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.adapters.files import AdapterConfig, not_finite
+from afm_mlx.adapters.files import FLOAT16_MAX, AdapterConfig, not_finite
 from afm_mlx.adapters.sources import check_fingerprint
 from afm_mlx.config import ModelConfig
 from afm_mlx.converters.adapter_formats import (
@@ -29,8 +29,6 @@ from afm_mlx.converters.adapter_formats.fmadapter import SUFFIX
 from afm_mlx.converters.adapter_formats.pair_order import Tensors, exact_alpha, layer_of
 from afm_mlx.errors import AFMError, CheckpointError
 from afm_mlx.fingerprint import folder_fingerprint
-
-_FLOAT16_MAX = 65504.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,9 +275,9 @@ def _check_numbers(verdict: Verdict, tensors: Tensors) -> None:
     verdict.problems += [f"{name} holds NaN or infinity" for name in sorted(bad)]
     for name in sorted(set(tensors) - bad):
         high = mx.abs(tensors[name].astype(mx.float32)).max().item()
-        if high > _FLOAT16_MAX:
+        if high > FLOAT16_MAX:
             verdict.problems.append(
-                f"{name} has numbers up to {high:g}; adapters run in float16, which ends at {_FLOAT16_MAX:g}"
+                f"{name} has numbers up to {high:g}; adapters run in float16, which ends at {FLOAT16_MAX:g}"
             )
     second = sorted(name for name in tensors if ".lora_b" in name)
     zero = [name for name in second if name not in bad and not mx.any(tensors[name]).item()]

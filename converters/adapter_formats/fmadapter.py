@@ -30,7 +30,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.files import MAX_RANK, AdapterConfig, is_number, is_rank, is_text
+from afm_mlx.adapters.files import (
+    FLOAT16_MAX,
+    MAX_RANK,
+    AdapterConfig,
+    is_number,
+    is_rank,
+    is_text,
+)
 from afm_mlx.config import PRESETS, ModelConfig, read_config_json
 from afm_mlx.converters.adapter_formats.mil_blob import read_blobs, write_blobs
 from afm_mlx.converters.adapter_formats.pair_order import (
@@ -57,7 +64,6 @@ BASE_SIGNATURE = "9799725ff8e851184037110b422d891ad3b92ec1"
 OUR_NOTES = "afm-mlx"
 
 _SIGNATURE = re.compile(r"[0-9a-f]{40}")
-_FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
@@ -327,9 +333,9 @@ def _blobs(
         b = factor * np.array(tensors[place.b].astype(mx.float32)).T
         for name, matrix in ((place.a, a), (place.b, b)):
             # NaN fails this too.
-            if not np.abs(matrix).max() <= _FLOAT16_MAX:
+            if not np.abs(matrix).max() <= FLOAT16_MAX:
                 raise CheckpointError(
-                    f"{path}: {name} holds NaN, or numbers beyond float16's {_FLOAT16_MAX:g} at the scale "
+                    f"{path}: {name} holds NaN, or numbers beyond float16's {FLOAT16_MAX:g} at the scale "
                     "of Apple's runtime. Its training diverged, or its scale is extreme."
                 )
         more = rank - a.shape[0]

@@ -1,15 +1,14 @@
 """Folders of Hugging Face's PEFT: `adapter_model.safetensors` and `adapter_config.json`.
 
 `base_model.model.<layer>.lora_A.weight` is (rank, inputs) and `lora_B.weight` (outputs, rank): both transposed.
-The layer computes `y = W x + scale * B A x` with `scale = lora_alpha / r`, or `lora_alpha / sqrt(r)` with
-rsLoRA. Patterns give single layers a rank and an alpha of their own; such adapters are filled up with zeros to
-the highest rank, and their B takes what its scale differs by, in float32.
+The layer computes `y = W x + scale * B A x`; ranks and scales are those of `peft_config.py`. Where they differ,
+pairs are filled up with zeros to the highest rank, and B takes what its scale differs by, in float32.
 
 Queries, keys and values may be one layer, `qkv_proj`, or three, `q_proj`, `k_proj` and `v_proj`. PEFT has one A
 for the fused layer. Three different A become one of three times the rank, and B is zero where an A is not its
 own; a B of that form is taken apart again when it is read.
 
-Source: `peft` 0.21, `peft/tuners/lora/config.py`, `peft/utils/save_and_load.py`, `get_pattern_key`.
+Source: `peft` 0.21, `peft/utils/save_and_load.py`.
 """
 
 from __future__ import annotations
@@ -18,32 +17,23 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from safetensors import safe_open
 
-from afm_mlx.adapters.files import (
-    CONFIG_NAME,
-    MAX_RANK,
-    AdapterConfig,
-    is_number,
-    is_rank,
-    is_text,
-)
-from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.adapters.files import CONFIG_NAME, AdapterConfig, is_text
+from afm_mlx.config import ModelConfig
 from afm_mlx.converters.adapter_formats.pair_order import (
     Tensors,
     check_names,
     complete_fused,
-    exact_alpha,
     keys_of,
     layer_of,
     num_layers_of,
 )
-from afm_mlx.errors import CheckpointError, ConfigError
+from afm_mlx.converters.adapter_formats.peft_config import config_json, read_settings
+from afm_mlx.errors import CheckpointError
 from afm_mlx.files import atomic_folder
 from afm_mlx.weights import read_header, save_file
 
@@ -57,50 +47,12 @@ QKV = ("fused", "split")
 _NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _SPLIT = re.compile(r"(?P<attention>model\.layers\.\d+\.self_attn)\.(?P<which>[qkv])_proj")
 _PARTS = {"q": 0, "k": 1, "v": 2}
-
-# Options that change what an adapter computes, and what each is called, by the values that are fine.
-_MUST_BE_OFF = {
-    "use_dora": "DoRA",
-    "lora_bias": "a bias of B",
-    "modules_to_save": "layers that were trained whole",
-    "fan_in_fan_out": "transposed base layers",
-    "layer_replication": "replicated layers",
-    "trainable_token_indices": "trained tokens",
-    "target_parameters": "adapters of bare parameters",
-    "alora_invocation_tokens": "activated LoRA",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "arrow_config": "Arrow",
-    "kasa_config": "KaSA",
-    "velora_config": "VeLoRA",
-    "monteclora_config": "MonteCLoRA",
-}
-_MAX_PATTERNS = 2000  # the 3B has 280 layers
 _MAX_FILL = 64
-_SIMPLE = "three of * + ? { ( at most"
-# Others, such as pissa and loftq, change the base model's weights too.
-_INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
-
-
-@dataclass(frozen=True)
-class _Settings:
-    rank: int
-    alpha: float
-    rs: bool
-    ranks: dict[str, Any]
-    alphas: dict[str, Any]
-    dropout: float
-
-    def of(self, layer: str) -> tuple[int, float]:
-        """Rank and scale of a layer."""
-        rank = self.ranks.get(_pattern(self.ranks, layer), self.rank)
-        alpha = self.alphas.get(_pattern(self.alphas, layer), self.alpha)
-        return rank, alpha / (math.sqrt(rank) if self.rs else rank)
 
 
 def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, AdapterConfig]:
     """Read a folder; see `read_adapter`."""
-    settings = _settings(path / CONFIG_NAME)
+    settings = read_settings(path / CONFIG_NAME)
     if not (path / TENSORS_NAME).is_file() and (path / "adapter_model.bin").is_file():
         raise CheckpointError(
             f"{path} holds adapter_model.bin, a pickle that could run code; only {TENSORS_NAME} is read. Save "
@@ -135,77 +87,6 @@ def _fingerprint(path: Path) -> str | None:
     with safe_open(path, framework="np") as file:
         value = (file.metadata() or {}).get(FINGERPRINT)
     return value if is_text(value) else None
-
-
-def _settings(path: Path) -> _Settings:
-    values = read_config_json(path)
-    kind = values.get("peft_type")
-    if kind != "LORA":
-        raise ConfigError(f"{path}: peft_type is {kind!r}; 'LORA' is the kind that works here.")
-    for name, what in _MUST_BE_OFF.items():
-        if values.get(name):
-            raise ConfigError(f"{path}: {name} is {values[name]!r}; {what} can't be converted.")
-    bias, init = values.get("bias", "none"), values.get("init_lora_weights", True)
-    rank, alpha = values.get("r"), values.get("lora_alpha")
-    dropout, rs = values.get("lora_dropout", 0.0), values.get("use_rslora", False)
-    ranks, alphas = (values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
-    checks = (
-        ("bias", bias, bias == "none", "'none': the base has no biases"),
-        (
-            "init_lora_weights",
-            init,
-            init in _INITS,
-            "one that leaves the base model's weights as they are",
-        ),
-        ("r", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
-        ("lora_alpha", alpha, is_number(alpha), "a finite number"),
-        ("lora_dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
-        ("use_rslora", rs, isinstance(rs, bool), "true or false"),
-        (
-            "rank_pattern",
-            ranks,
-            _is_pattern(ranks, is_rank),
-            f"simple patterns of layers ({_SIMPLE}) to ranks",
-        ),
-        (
-            "alpha_pattern",
-            alphas,
-            _is_pattern(alphas, is_number),
-            f"simple patterns of layers ({_SIMPLE}) to numbers",
-        ),
-    )
-    for name, value, holds, allowed in checks:
-        if not holds:
-            raise ConfigError(f"{path}: {name} is {value!r}, and must be {allowed}.")
-    assert type(rank) is int
-    assert isinstance(alpha, (int, float))
-    return _Settings(rank, float(alpha), rs, ranks, alphas, float(dropout))
-
-
-def _is_pattern(value: Any, allowed: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and len(value) <= _MAX_PATTERNS
-        and all(_is_safe(k) and allowed(v) for k, v in value.items())
-    )
-
-
-def _is_safe(pattern: str) -> bool:
-    """Whether a regular expression of somebody else's compiles, and can't take forever to match."""
-    # Each group and each repetition multiplies the ways to try; a name has some 40 characters.
-    bare = re.sub(r"\\.", "", pattern).replace("(?:", "(")
-    if len(pattern) > 200 or re.search(r"\)[*+?{]", bare) or len(re.findall(r"[*+?{(]", bare)) > 3:
-        return False
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True
-
-
-def _pattern(patterns: Mapping[str, Any], layer: str) -> str:
-    """The first pattern that is the layer's name, or its end."""
-    return next((p for p in patterns if re.match(rf"(.*\.)?({p})$", layer)), layer)
 
 
 def _matrices(path: Path) -> dict[str, dict[str, str]]:
@@ -339,7 +220,7 @@ def write(
     metadata = {"format": "pt"}
     if config.base_model_fingerprint is not None:
         metadata[FINGERPRINT] = config.base_model_fingerprint
-    values = _config_json(config, {layer: a.shape[0] for layer, (a, _) in pairs.items()})
+    values = config_json(config, {layer: a.shape[0] for layer, (a, _) in pairs.items()})
     with atomic_folder(path) as folder:
         save_file(folder / TENSORS_NAME, matrices, metadata)
         text = json.dumps(values, indent=2, sort_keys=True)
@@ -365,30 +246,3 @@ def _fused(path: Path, layer: str, parts: Mapping[int, Pair]) -> Pair:
     rank = a[0].shape[0]
     wide = [mx.pad(each, ((0, 0), (i * rank, (2 - i) * rank))) for i, each in enumerate(b)]
     return mx.concatenate(a), mx.concatenate(wide)
-
-
-def _config_json(config: AdapterConfig, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """What PEFT writes of a LoRA; unlike ranks all have the same scale."""
-    others = {layer: rank for layer, rank in ranks.items() if rank != config.rank}
-    fused = [layer for layer in ranks if layer.endswith("qkv_proj")]
-    if len(set(others.values())) == 1 and sorted(others) == sorted(fused):
-        others = {"qkv_proj": next(iter(others.values()))}
-    return {
-        "peft_type": "LORA",
-        "task_type": None,
-        "base_model_name_or_path": None,
-        "inference_mode": True,
-        "r": config.rank,
-        "lora_alpha": exact_alpha(config.rank, config.scale),
-        "lora_dropout": config.dropout,
-        "use_rslora": False,
-        "use_dora": False,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "modules_to_save": None,
-        # Whole paths: an adapter need not be on every block.
-        "target_modules": sorted(ranks),
-        "rank_pattern": others,
-        "alpha_pattern": {layer: exact_alpha(rank, config.scale) for layer, rank in others.items()},
-    }

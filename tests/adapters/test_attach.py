@@ -82,7 +82,7 @@ def test_attached_adapters_compute_what_lora_layers_compute(
     rng, make_model, write_adapter, kind, kv
 ):
     """A prompt, and decode steps of rows of unequal length."""
-    kv_bits, tolerance = (8, 0.05) if kv == "int8" else (None, 2e-4)
+    kv_bits, tolerance = (8, 0.05) if kv == "int8" else (None, 1e-3)
     layers, bare = make_model(kind, kv_bits), make_model(kind, kv_bits)
     attached = attach_adapter(make_model(kind, kv_bits), write_adapter(layers))
     layers.eval()
@@ -147,7 +147,7 @@ def test_swapping_needs_no_new_trace_and_leaves_nothing_behind(rng, make_model, 
     ]
     for got, expected in zip(answers, wanted, strict=True):
         assert mx.array_equal(got, expected)
-    assert not any(close(a, b, 0.01) for a, b in zip(answers, [*answers[1:], plain], strict=True))
+    assert not any(close(a, b) for a, b in zip(answers, [*answers[1:], plain], strict=True))
 
 
 def test_training_after_running_takes_no_old_trace(rng, make_model):

@@ -9,8 +9,9 @@ import pytest
 from afm_mlx.adapters.attach import attach_adapter, detach_adapter
 from afm_mlx.adapters.compose import compose
 from afm_mlx.adapters.files import load_adapter, save_adapter
+from afm_mlx.adapters.sources import Base, open_adapter, open_sum
 from afm_mlx.errors import CheckpointError, RequestError
-from tests.tools.adapters import some_tokens
+from tests.tools.adapters import deltas, some_tokens
 
 
 def product(tensors, config, name):
@@ -35,29 +36,55 @@ def two(make_model, write_adapter):
 def test_products_add_up(two, rng):
     weights = [float(w) for w in rng.uniform(-2, 2, 2)]
     tensors, config = compose(two, weights)
-    assert (config.rank, config.scale) == (9, 1.0)
+    assert config.rank == 9
+    assert config.scale == max(abs(w * c.scale) for w, (_, c) in zip(weights, two, strict=True))
     names = {n for t, _ in two for n in t}
     assert set(tensors) == names
     for name in (n for n in names if ".lora_a" in n):
         parts = [w * product(*a, name) for w, a in zip(weights, two, strict=True) if name in a[0]]
         wanted = sum(parts)
-        # B is rounded once to float32.
+        # B is multiplied once in float32.
         np.testing.assert_allclose(
             product(tensors, config, name), wanted, atol=1e-6 * np.abs(wanted).max()
         )
 
 
 def test_nothing_is_rounded_where_the_product_fits(two):
-    weights = [0.5, -2.0]
+    """Factors are those over the largest, which is the sum's scale."""
     half = [(t, dataclasses.replace(c, scale=0.25)) for t, c in two]
-    tensors, _ = compose(half, weights)
+    tensors, config = compose(half, [0.5, -2.0])
+    assert config.scale == 0.5
     for name in (n for n in tensors if ".lora_b" in n):
         start = 0
-        for (parts, part_config), weight in zip(half, weights, strict=True):
+        for (parts, part_config), factor in zip(half, [0.25, -1.0], strict=True):
             found = tensors[name][start : start + part_config.rank]
-            wanted = weight * 0.25 * parts[name] if name in parts else mx.zeros(found.shape)
+            wanted = factor * parts[name] if name in parts else mx.zeros(found.shape)
             assert mx.array_equal(found, wanted).item()
             start += part_config.rank
+
+
+def test_a_written_sum_is_what_a_pool_runs(make_model, two, tmp_path, rng):
+    """Number for number: both go by one definition."""
+    model, weights = make_model("float"), [float(w) for w in rng.uniform(-2, 2, 2)]
+    for name, adapter in zip(("one", "other"), two, strict=True):
+        save_adapter(tmp_path / name, *adapter)
+    save_adapter(tmp_path / "both", *compose(two, weights))
+    base = Base.of(model)
+    opened = [open_adapter(tmp_path / name, base) for name in ("one", "other", "both")]
+    of_pool = open_sum(list(zip(opened[:2], weights, strict=True)), base, "a sum").read()
+    of_file = opened[2].read()
+    assert of_file.scale == of_pool.scale
+    found, wanted = deltas(of_file, model), deltas(of_pool, model)
+    assert set(found) == set(wanted)
+    for layer, delta in wanted.items():
+        # Pools leave out the zeros that files fill up with.
+        assert np.array_equal(found[layer], delta)
+
+
+def test_a_weight_of_zero_leaves_an_adapter_out(two):
+    tensors, config = compose(two, [0.0, 2.0])
+    assert config.rank == two[1][1].rank
+    assert set(tensors) == set(two[1][0])
 
 
 def test_a_model_runs_the_sum(make_model, two, tmp_path, rng):
@@ -99,8 +126,10 @@ def test_what_can_not_be_added_up(two):
     for adapters, weights, words in (
         ([], [], "0 adapters and 0 weights"),
         ([one], [1, 2], "1 adapters and 2 weights"),
+        ([one, other], [0, -0.0], "weights are 0, -0: no adapter is left"),
         ([one, other], [1, float("nan")], "is nan"),
         ([one, other], [float("inf"), 1], "is inf"),
+        ([one, other], [1, 1e300], "is 1e\\+300, and .* float32 does not hold"),
     ):
         with pytest.raises(RequestError, match=words):
             compose(adapters, weights)

@@ -145,6 +145,7 @@ def test_tensors_that_are_no_pairs(adapter, tmp_path, change, words):
         ({"lora_parameters": {"rank": 6}}, "scale is None"),
         ({"lora_parameters": {"rank": 6, "scale": 10**400}}, "must be a finite number"),
         ({"lora_parameters": {"rank": 6, "scale": float("nan")}}, "scale is nan"),
+        ({"lora_parameters": {"rank": 6, "scale": 1e39}}, "finite number of float32"),
         ({"lora_parameters": {"rank": 6, "scale": True}}, "scale is True"),
         ({"lora_parameters": {"rank": 6, "scale": 1, "dropout": 2}}, "dropout is 2"),
         ({"lora_parameters": {"rank": 6, "scale": 1, "keys": [1]}}, "keys is"),

@@ -157,7 +157,7 @@ WISHES = [
 def test_wishes_that_cannot_be_met(float_folder, text, tmp_path, options, words):
     source, _ = float_folder
     with pytest.raises(AFMError, match=words):
-        convert(source, tmp_path / "out", **({"quantize": True, "data": text} | options))
+        convert(source, tmp_path / "out", **{"quantize": True, "data": text} | options)
     assert not (tmp_path / "out").exists()
 
 

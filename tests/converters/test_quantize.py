@@ -188,7 +188,8 @@ def test_balanced_folders_become_mlxs_own(float_folder, rng, tmp_path, options):
     packed = convert(source, tmp_path / "packed", quantize=True, **options)
     stock = convert(packed, tmp_path / "stock", to="mlx-lm")
     same_tensors(
-        stock, convert(checkpoint.folder, tmp_path / "s2", to="mlx-lm", quantize=True, **options)
+        stock,
+        convert(checkpoint.folder, tmp_path / "s2", to="mlx-lm", quantize=True, **options),
     )
     one, other = load_weights(packed), load_weights(stock)
     assert mx.array_equal(one[f"{LAYER}.weight"], other[f"{LAYER}.weight"])

@@ -230,7 +230,7 @@ def test_compose(make_adapter, folder, run, tmp_path):
     one, other = make_adapter("one", 3, 0.5), make_adapter("other=2", 5, 2.0, num_layers=1)
     done(run, "compose", f"{one}=0.7", f"{other}=-0.3", "--output", tmp_path / "sum")
     tensors, config = load_adapter(tmp_path / "sum")
-    assert (config.rank, config.scale) == (8, 1.0)
+    assert (config.rank, config.scale) == (8, pytest.approx(0.6))
     assert config.base_model_fingerprint == fingerprint(folder)
     parts = [(load_adapter(path)[0], factor) for path, factor in ((one, 0.35), (other, -0.6))]
     for name in (n for n in tensors if ".lora_a" in n):
@@ -240,14 +240,18 @@ def test_compose(make_adapter, folder, run, tmp_path):
             for t, factor in parts
             if name in t
         )
-        found = np.array(tensors[name], np.float64) @ np.array(tensors[b], np.float64)
+        found = (
+            config.scale * np.array(tensors[name], np.float64) @ np.array(tensors[b], np.float64)
+        )
         np.testing.assert_allclose(found, wanted, atol=1e-6)
     out = done(
         run,
         *("compose", f"{one}=1", "--to", "peft", "--dtype", "float16", "--model", folder),
         *("--output", tmp_path / "peft"),
     )
-    assert "rank 3, scale 1" in out
+    assert "rank 3, scale 0.5" in out
+    with_nothing = done(run, "compose", f"{one}=1", f"{other}=0", "--output", tmp_path / "alone")
+    assert "rank 3, scale 0.5" in with_nothing
 
 
 def test_compose_to_a_package(make_adapter, folder, run, fails, tmp_path):

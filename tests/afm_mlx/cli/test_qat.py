@@ -124,7 +124,7 @@ def test_a_plot(folder, data, run, tmp_path):
 
 
 def test_a_plot_that_can_not_be_drawn_is_known_before_training(data, fails, monkeypatch, tmp_path):
-    monkeypatch.setattr("afm_mlx.cli.training.find_spec", lambda name: None)
+    monkeypatch.setattr("afm_mlx.cli.training_recipe.find_spec", lambda name: None)
     err = fails(
         "qat", "--data", data, "--save-path", tmp_path / "qat", "--plot", tmp_path / "x.png"
     )

@@ -110,6 +110,10 @@ def test_a_task_adapter_starts_from_a_recovery_adapter(recipe, model, tmp_path, 
     save_lora(stranger, tmp_path / "stranger")
     with pytest.raises(CheckpointError, match="was made for the model with fingerprint"):
         train_lora(recipe, tmp_path / "x", LoRATraining(initial_adapter=tmp_path / "stranger"))
+    forced = LoRATraining(initial_adapter=tmp_path / "stranger", force=True)
+    one_step = dataclasses.replace(recipe, options=dataclasses.replace(tiny, iters=1))
+    train_lora(one_step, tmp_path / "x", forced)
+    assert load_adapter(tmp_path / "x")[1].base_model_fingerprint == old.base_model_fingerprint
 
 
 def test_an_adapter_may_start_from_one_of_the_arrays_in_memory(
@@ -159,10 +163,16 @@ def test_an_adapter_with_nan_is_no_start(recipe, model, tmp_path, rng, bad):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("scale", [0, -1, np.inf, np.nan])
+@pytest.mark.parametrize("scale", [0, -1, np.inf, np.nan, 1e39])
 def test_a_scale_that_teaches_nothing(scale):
     with pytest.raises(ConfigError, match=r"scale is .*finite numbers over 0"):
         LoRATraining(scale=scale)
+
+
+@pytest.mark.parametrize("rank", [0, -1, 100_000, 2.0])
+def test_ranks_that_no_adapter_has(rank):
+    with pytest.raises(ConfigError, match=r"rank is .*allowed are 1 to 65536"):
+        LoRATraining(rank=rank)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -64,7 +64,8 @@ def peft_deltas(model, places, qkv):
     return found
 
 
-def check(ours, config, theirs, tolerance=1e-6):
+def check(ours, config, theirs, tolerance=1e-5):
+    """PEFT computes in float32."""
     assert theirs
     for place, wanted in theirs.items():
         found = delta(ours, config, place)
@@ -131,7 +132,7 @@ def test_what_peft_writes_is_read(peft, qkv, rs, patterns, model_config, rng, tm
         assert config.rank == rank
         assert config.scale == alpha / (rank**0.5 if rs else rank)
     theirs = peft_deltas(model, pair_places(model_config), qkv)
-    check(tensors, config, theirs, 1e-5)
+    check(tensors, config, theirs)
     assert {n for p in theirs for n in (p.a, p.b)} == set(tensors)
 
 
@@ -139,6 +140,25 @@ def test_what_peft_writes_is_read(peft, qkv, rs, patterns, model_config, rng, tm
 def folder(draw_adapter, model_config, tmp_path):
     write_adapter(tmp_path / "a", *draw_adapter(model_config), "peft")
     return tmp_path / "a"
+
+
+def test_options_without_effect(folder):
+    """Which layers there are, the tensors say."""
+    wanted = read_adapter(folder)
+    edit_config(
+        folder,
+        {
+            "target_modules": r".*\.(up|down)_proj",
+            "layers_to_transform": [0],
+            "layers_pattern": "layers",
+            "exclude_modules": ["embedding"],
+            "init_lora_weights": "gaussian",
+            "something_new": None,
+        },
+    )
+    found = read_adapter(folder)
+    assert equal(found[0], wanted[0])
+    assert found[1] == wanted[1]
 
 
 def edit_config(folder, change):
@@ -158,6 +178,11 @@ def edit_config(folder, change):
         ({"fan_in_fan_out": True}, "transposed base layers"),
         ({"lora_bias": True}, "a bias of B"),
         ({"alora_invocation_tokens": [1]}, "activated LoRA"),
+        ({"trainable_token_indices": [5]}, "trained tokens"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "replicated layers"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"use_something_new": True}, "'use_something_new', which is unknown here"),
         ({"r": 0}, "r is 0"),
         ({"r": True}, "r is True"),
         ({"lora_alpha": "16"}, "lora_alpha is '16'"),
@@ -195,6 +220,18 @@ def test_configs_that_are_refused(folder, change, words):
             lambda t, n: t.update({n.replace("lora_A", "lora_magnitude_vector"): t[n][0].clone()}),
             CheckpointError,
             "magnitude_vector.* is no matrix",
+        ),
+        (
+            lambda t, n: t.update(
+                {"base_model.model.model.embedding.lora_embedding_A": t[n].clone()}
+            ),
+            CheckpointError,
+            "lora_embedding_A .* is no matrix",
+        ),
+        (
+            lambda t, n: t.update({"base_model.model.model.embedding.weight": t[n].clone()}),
+            CheckpointError,
+            r"embedding\.weight .* is no matrix",
         ),
         (
             lambda t, n: t.update({k.replace("down_proj", "w2"): t.pop(k) for k in list(t)}),
