@@ -27,7 +27,7 @@ from afm_mlx.files import atomic_folder, atomic_write
 
 EXAMPLES = 1000
 STEPS = {"redact": 300, "todo": 350, "triage": 300}
-_VALID, _TEST, _SWITCHING = 64, 100, 50
+_VALID, _TEST = 64, 200
 _SHIPPED = 24  # held-out examples in an adapter's folder
 
 # Attention, and the layer behind it that writes: half the numbers of all linear layers. A run on attention
@@ -82,7 +82,7 @@ def write_test_sets(out: Path, seed: int) -> None:
     """Held-out chats: single questions, and those in which adapters take turns."""
     examples = [each for task in inbox.TASKS for each in inbox.test_examples(task, seed, _TEST)]
     write_lines(out / "evaluation.jsonl", examples)
-    chats = inbox.switching_examples(seed, _SWITCHING)
+    chats = inbox.switching_examples(seed, _TEST)
     for task in inbox.TASKS:
         own = [example for chat in chats for example in chat if example["task"] == task]
         write_lines(out / f"switching-{task}.jsonl", own)

@@ -284,7 +284,7 @@ def training_chats(task: str, seed: int, split: str = "train") -> Iterator[list[
 
 def test_examples(task: str, seed: int, count: int) -> list[dict[str, Any]]:
     """`count` different held-out chats, as `afm-mlx evaluate` reads them: `{"task", "messages", "answer"}`."""
-    values = Values(random.Random(f"test-{task}-{seed}"), "test")
+    values = Values(random.Random(f"held-out-{task}-{seed}"), "test")
     examples: dict[str, dict[str, Any]] = {}
     while len(examples) < count:
         question, answer = turn(task, draw_inquiry(values))
@@ -299,7 +299,7 @@ def switching_examples(seed: int, count: int) -> list[list[dict[str, Any]]]:
     Returns:
         Chats of one example for each task, in random order; what stands before a question are right answers.
     """
-    values = Values(random.Random(f"switching-{seed}"), "test")
+    values = Values(random.Random(f"held-out-switching-{seed}"), "test")
     chats = []
     for _ in range(count):
         inquiry, messages, chat = draw_inquiry(values), [], []

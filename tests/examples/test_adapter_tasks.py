@@ -153,7 +153,7 @@ def test_one_command_makes_a_small_adapter_and_measures_it(
     lines = (resolve_model("afm-nano") / "evaluation.jsonl").read_text().splitlines()
     (old / "evaluation.jsonl").write_text(lines[0])
     monkeypatch.setattr(measure, "resolve_model", lambda name: old)
-    for name, count in {"_VALID": 2, "_TEST": 2, "_SWITCHING": 1, "_SHIPPED": 1}.items():
+    for name, count in {"_VALID": 2, "_TEST": 2, "_SHIPPED": 1}.items():
         monkeypatch.setattr(build, name, count)
     out = tmp_path / "out"
     argv = ["--out", str(out), "--seed", str(seed), "--only", task, "--examples", "4"]
