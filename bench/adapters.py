@@ -121,19 +121,25 @@ def loads(model: Any, rank: int, trials: int) -> Figures:
 def decoding(model: Any, cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
     """Tokens per second of cases that take turns, by their names."""
     rates: dict[str, list[float]] = {name: [] for name in cases}
+    active, batches = bind(model), {name: _batch(model, case) for name, case in cases.items()}
     for turn in range(rounds + 1):
         for name, case in cases.items():
-            if case.adapter_rank:
-                attach_random_adapters(
-                    model, case.adapter_rank, 0, count=case.adapters, rows=case.batch
-                )
             bench = Bench(model, case, "int8", None, np.random.default_rng(turn))
-            bench.run(4)
-            _, seconds = bench.run(case.generated_tokens)
+            with active.using(batches[name]):
+                bench.run(4)
+                _, seconds = bench.run(case.generated_tokens)
             if turn:  # the first round is a warm-up
                 rates[name].append(case.batch * (case.generated_tokens - 2) / seconds)
-            detach_adapter(model)
+    unbind(model)
     return rates
+
+
+def _batch(model: Any, case: Case) -> BatchAdapters | None:
+    """A case's adapters, loaded once, as a pool's are."""
+    if not case.adapter_rank:
+        return None
+    residents = [_resident(model, case.adapter_rank, seed) for seed in range(case.adapters)]
+    return BatchAdapters.of([residents[row % len(residents)] for row in range(case.batch)])
 
 
 def operations(model: Any) -> dict[str, int]:
