@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,9 @@ def convert(
         AFMError: when the source can't be read or can't become what was asked for; the message says why.
         TypeError: for an option that there is not.
     """
+    unknown = options.keys() - {field.name for field in fields(Wishes)}
+    if unknown:
+        raise TypeError(f"convert() has no option {min(unknown)!r}; `Wishes` explains those it has")
     wishes = Wishes(**options)
     wishes.check()
     refuse_existing(mlx_path)

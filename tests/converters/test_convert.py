@@ -235,3 +235,9 @@ def test_the_source_is_not_written_to(make_checkpoint, tmp_path):
     assert before == {
         p: (p.stat().st_mtime_ns, p.read_bytes()) for p in checkpoint.folder.iterdir()
     }
+
+
+def test_an_option_that_there_is_not_is_named(make_checkpoint, tmp_path):
+    with pytest.raises(TypeError, match="no option 'qbits'"):
+        convert(make_checkpoint().folder, tmp_path / "out", quantize=True, qbits=4)
+    assert not (tmp_path / "out").exists()

@@ -24,9 +24,12 @@ _PACKAGE = {
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--adapter-path",
+        "adapter",
+        nargs="?",
+        metavar="ADAPTER",
         help="a folder of mlx-lm or PEFT, a .pt file of Apple's toolkit, or an .fmadapter package",
     )
+    parser.add_argument("--adapter-path", metavar="ADAPTER", help="the same, as a flag")
     parser.add_argument(
         "--alpha",
         type=number(0),
@@ -98,12 +101,24 @@ def package_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 def require(args: argparse.Namespace, action: str, **missing: str) -> None:
     """Raise `UsageError` for the first argument that was not given; `missing` says what each is for."""
+    _take_positional(args)
     for name, purpose in missing.items():
         if getattr(args, name) in (None, []):
-            flag = f"--{name.replace('_', '-')}"
+            flag = "ADAPTER" if name == "adapter_path" else f"--{name.replace('_', '-')}"
             raise UsageError(
                 f"{flag} is missing; it says {purpose}. afm-mlx adapter {action} --help explains."
             )
+
+
+def _take_positional(args: argparse.Namespace) -> None:
+    adapter = getattr(args, "adapter", None)
+    if adapter is None:
+        return
+    if args.adapter_path is not None:
+        raise UsageError(
+            f"two adapters were given, {adapter} and --adapter-path {args.adapter_path}; leave one out."
+        )
+    args.adapter_path = adapter
 
 
 def base_of(args: argparse.Namespace) -> Any:

@@ -76,6 +76,7 @@ def test_info(adapter, folder, run):
         "base_model_fingerprint": fingerprint(folder),
     }
     text = done(run, "info", "--adapter-path", adapter)
+    assert done(run, "info", adapter) == text
     assert fingerprint(folder) in text
     assert "rank" in text
 
@@ -99,7 +100,7 @@ def test_a_way_through_all_formats(adapter, folder, run, tmp_path):
         facts = json.loads(done(run, "info", "--adapter-path", output, "--model", folder, "--json"))
         assert (facts["format"], facts["rank"], facts["scale"]) == (kind, 32, 0.5)
         assert facts["base_model_fingerprint"] == fingerprint(folder)
-        verdict = done(run, "verify", "--adapter-path", output, "--model", folder)
+        verdict = done(run, "verify", output, "--model", folder)
         assert verdict == f"{output} is a whole adapter of rank 32.\n"
         source = output
     assert facts["stored_as"] == ["float16"]
@@ -269,7 +270,8 @@ def test_compose_to_a_package(make_adapter, folder, run, fails, tmp_path):
 
 
 REFUSED = [
-    (("info",), "--adapter-path is missing"),
+    (("info",), "ADAPTER is missing"),
+    (("info", "{adapter}", "--adapter-path", "{out}"), "two adapters were given"),
     (("convert", "--adapter-path", "{adapter}"), "--to is missing"),
     (("convert", "--adapter-path", "{adapter}", "--to", "peft"), "--output is missing"),
     (("convert", "{to}", "peft", "--name", "x"), "--name is for .fmadapter packages"),
