@@ -66,7 +66,10 @@ def _accept(
         lambda part, guess: (
             2 * np.abs(part).min(axis=1)
         ),  # exact where a weight is on a lowest level
-        lambda part, guess: _middle_scale(part, guess, bits, dtype),
+        *(
+            lambda part, guess, step=step: _middle_scale(part, guess, bits, dtype, step)
+            for step in (0, -1, 1)
+        ),
     ]
     for candidate in candidates:
         if not len(likely):
@@ -97,12 +100,17 @@ def _digits(dtype: mx.Dtype) -> int:
     return {mx.bfloat16: 8, mx.float16: 11}.get(dtype, 24)
 
 
-def _middle_scale(units: Array, guess: Array, bits: int, dtype: mx.Dtype) -> Array:
-    """The middle of all scales under which every weight rounds to what it is, at the codes near a guess."""
+def _middle_scale(units: Array, guess: Array, bits: int, dtype: mx.Dtype, step: int) -> Array:
+    """The middle of all scales under which every weight rounds to what it is, at the codes near a guess.
+
+    Where a single float32 is left of them, the middle may be its neighbour, for bounds are those of exact
+    products: `step` -1 and 1 take the floats next to the middle.
+    """
     for _ in range(8 if _digits(dtype) <= bits else 1):  # settles in one to four
         guess = _least_squares(units, guess, bits)
     low, high = scale_bounds(units, guess[:, None], bits, dtype)
-    return ((low.max(axis=1) + high.min(axis=1)) / 2).astype(np.float32)
+    middle = ((low.max(axis=1) + high.min(axis=1)) / 2).astype(np.float32)
+    return np.nextafter(middle, np.float32(step * np.inf)) if step else middle
 
 
 def scale_bounds(units: Array, scale: Array, bits: int, dtype: mx.Dtype) -> tuple[Array, Array]:

@@ -51,6 +51,22 @@ def test_codes_on_a_grid_come_back(rng, monkeypatch, rule, dtype, blocks):
         assert packed.scales.dtype == mx.float32
 
 
+def test_a_grid_of_a_single_scale():
+    """Codes under which float16 leaves one float32 of all scales, beside the middle of the exact bounds."""
+    codes = np.array(
+        """0 128 181 203 12 152 86 23 7 239 9 17 30 168 248 192 211 36 44 223 239 146 135 112 18 186 135
+        140 109 248 219 58 232 132 166 50 3 236 204 6 79 221 133 228 207 199 224 188 102 96 81 52 232 32
+        23 84 206 14 248 25 169 255 34 38""".split(),
+        np.int32,
+    )[None]
+    scale = np.float32(0.059126418)
+    weight = mx.array((codes - 127.5).astype(np.float32) * scale).astype(mx.float16)
+    packed, exact = pack(weight, QuantizationRule(8))
+    assert exact
+    assert packed.scales.item() == scale
+    np.testing.assert_array_equal(np.array(unpack_codes(packed.codes, 8)), codes)
+
+
 def test_grids_without_their_outer_levels_and_rows_of_zeros(rng):
     rule = QuantizationRule(4)
     codes, _, _ = on_grid(rng, rule, mx.float32)
