@@ -16,7 +16,15 @@ from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.pool import PATIENCE
 from afm_mlx.adapters.resident import TensorReader, build_resident
 from afm_mlx.errors import CheckpointError, RequestError
-from tests.tools.adapters import WAIT, deltas, draw_tensors, state, until, write_folder
+from tests.tools.adapters import (
+    WAIT,
+    deltas,
+    draw_tensors,
+    memory_falls_to,
+    state,
+    until,
+    write_folder,
+)
 
 # -- loading
 
@@ -306,9 +314,7 @@ def test_memory_is_given_back(make_pool, size):
     pool = make_pool("abc", budget=2 * size)
 
     def takes(nbytes):
-        """Once the thread that has loaded is out of its frames, which may be a moment later."""
-        gc.collect()
-        until(lambda: mx.get_active_memory() - before == nbytes)
+        memory_falls_to(before + nbytes)
 
     gc.collect()
     before = mx.get_active_memory()
@@ -346,8 +352,7 @@ def test_a_load_that_fails_keeps_no_memory(make_pool, folder, monkeypatch):
     assert lease.wait(WAIT)
     with pytest.raises(CheckpointError, match="can't be read"):
         _ = lease.resident
-    gc.collect()
-    until(lambda: mx.get_active_memory() == before)
+    memory_falls_to(before)
     assert "can't be read" in state(pool, "deleted")["error"]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.errors import RequestError
-from tests.tools.adapters import WAIT, state, until
+from tests.tools.adapters import WAIT, memory_falls_to, state, until
 
 
 def test_unload_and_cancel_while_it_is_read(make_pool, gate):
@@ -88,8 +88,7 @@ def test_threads_that_do_all_at_once(make_pool, size):
     assert not errors, errors[0]
     assert not any(e["rows"] or e["waiting"] for e in pool.describe()["adapters"])
     pool.close()
-    gc.collect()
-    assert mx.get_active_memory() == before
+    memory_falls_to(before)
 
 
 def test_a_sum_is_read_anew_when_a_name_in_it_is_another_adapter_s(make_pool, gate, folder):

@@ -1,6 +1,7 @@
 """Adapters with random numbers, and ways to run them."""
 
 import contextlib
+import gc
 import threading
 import time
 
@@ -109,6 +110,20 @@ def until(condition):
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def memory_falls_to(nbytes):
+    """Wait until MLX's arrays take no more than that.
+
+    Garbage, and other threads' frames, let go of theirs a moment later; those of earlier tests may, too, and
+    then it is less.
+    """
+
+    def reached():
+        gc.collect()
+        return mx.get_active_memory() <= nbytes
+
+    until(reached)
 
 
 def deltas(resident, model):

@@ -11,7 +11,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine import Engine
 from afm_mlx.model import Model
 from afm_mlx.request import Request
-from tests.tools.adapters import until
+from tests.tools.adapters import memory_falls_to
 from tests.tools.engines import Adapters, logprobs_of, some_prompt, tiny
 
 
@@ -86,6 +86,5 @@ def test_loading_again_and_again_leaks_nothing(rng, model, tokenizer, setup):
         answer("abcd"[i % 4])
         assert mx.get_active_memory() > before
         pool.unload("abcd"[i % 4])
-        # The thread that has loaded is out of its frames a moment later.
-        until(lambda: mx.get_active_memory() == before)
+        memory_falls_to(before)
     assert pool.describe()["loads"] == 20
