@@ -11,18 +11,18 @@ import pytest
 from afm_mlx.errors import DataError
 from afm_mlx.tokenizer import load_tokenizer, save_tokenizer
 from afm_mlx.training.data import Sample, encode_chat, has_split, load_split
-from tests.tools.tokenizers import docstrings, random_text
-
-USER = {"role": "user", "content": "Who?"}
-ANSWER = {"role": "assistant", "content": "The fox."}
-SYSTEM = {"role": "system", "content": "Be brief."}
-CALL = {
-    "id": "7",
-    "type": "function",
-    "function": {"name": "look", "arguments": '{"at": [1, "x"]}'},
-}
-TOOL = {"type": "function", "function": {"name": "look", "description": "é <b>", "parameters": {}}}
-SCHEMA = {"type": "json_schema", "json_schema": {"name": "A", "schema": {"type": "object"}}}
+from tests.tools.chats import (
+    ANSWER,
+    SYSTEM,
+    TOOL,
+    USER,
+    load_one,
+    plain_text,
+    random_chat,
+    targets,
+    write,
+)
+from tests.tools.tokenizers import docstrings
 
 
 @pytest.fixture(scope="module")
@@ -32,49 +32,7 @@ def tokenizer(spm_bpe, tmp_path_factory):
     return load_tokenizer(folder)
 
 
-def write(path, *records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def load_one(tmp_path, tokenizer, record, max_seq_length=2000, **options):
-    file = write(tmp_path / "one.jsonl", record)
-    (sample,) = load_split(file, "train", tokenizer, max_seq_length=max_seq_length, **options)
-    assert sample.where == f"{file}:1"
-    return sample
-
-
-def targets(sample, tokenizer):
-    """The text that has full weight."""
-    return tokenizer.decode(np.asarray(sample.tokens)[np.asarray(sample.weights) == 1].tolist())
-
-
 # -- chats of AFM
-
-
-def plain_text(rng):
-    """Text without the markers that mislead tamm's search for turns."""
-    while True:
-        text = random_text(rng)
-        if "<turn_" not in text:
-            return text
-
-
-def random_chat(rng):
-    """A chat that the toolkit takes: tools, tool results and response formats among its turns."""
-    messages = [{"role": "system", "content": plain_text(rng)}] if rng.integers(2) else []
-    for _ in range(rng.integers(1, 4)):
-        user = {"role": "user", "content": plain_text(rng)}
-        messages.append(user | ({"response_format": SCHEMA} if rng.integers(4) == 0 else {}))
-        for _ in range(rng.integers(3)):
-            content = plain_text(rng) if rng.integers(2) else ""
-            messages.append({"role": "assistant", "content": content, "tool_calls": [CALL]})
-            results = [{"ok": 1.5, "ä": plain_text(rng)}, plain_text(rng), [TOOL]]
-            for index in rng.integers(3, size=rng.integers(1, 3)):
-                role = str(rng.choice(["tool", "function"]))
-                messages.append({"role": role, "content": results[index]})
-        messages.append({"role": "assistant", "content": "a" + plain_text(rng)})
-    return messages
 
 
 @pytest.fixture(scope="module")
@@ -384,123 +342,3 @@ def test_bad_options(tokenizer, tmp_path, options):
 def test_samples_have_fitting_weights(weights):
     with pytest.raises(DataError, match="a:3: "):
         Sample([1, 2, 3], weights, "a:3")
-
-
-# -- tokenizers of mlx-lm's zoo
-
-CHATML = (
-    "{%- for m in messages -%}{%- if m.role == 'tool' -%}<|im_start|>user\nresult: {{ m.content }}"
-    "{%- else -%}<|im_start|>{{ m.role }}\n{{ m.content or '' }}{%- endif -%}"
-    "{%- for c in m.tool_calls or [] -%}<call>{{ c.function | tojson }}{%- endfor -%}"
-    "<|im_end|>\n{% endfor -%}"
-    "{%- if tools -%}{%- endif -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
-)
-# As reasoning models have it: only the last answer keeps a thought, and the prompt starts one.
-THINKING = (
-    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{%- if m.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}"
-    "{{ m.content + '<|im_end|>\n' }}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n<think>\n' }}{%- endif -%}"
-)
-# The system message goes into the last user's turn, wherever that is.
-MOVING = (
-    "{%- for m in messages -%}{%- if m.role == 'user' -%}[{{ 'LAST ' if loop.index >= loop.length - 1 }}"
-    "{{ m.content }}]{%- else -%}{{ m.content }}<|im_end|>{%- endif -%}{%- endfor -%}"
-)
-# Past answers lose their end, so that nothing says where they stop.
-ENDLESS = (
-    "{%- for m in messages -%}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{%- if loop.last and m.role == 'assistant' -%}!{%- endif -%}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}"
-)
-
-
-@pytest.fixture(scope="module")
-def zoo_tokenizer():
-    """A function (chat template) -> a tokenizer as mlx-lm loads them: byte-level BPE."""
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    special = ["<|end|>", "<|im_start|>", "<|im_end|>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator([docstrings()[:20_000], "a\n\n\n\n" * 500], trainer)
-
-    def make(template):
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>")
-        tokenizer.chat_template = template
-        return TokenizerWrapper(tokenizer)
-
-    return make
-
-
-CONVERSATION = [SYSTEM, USER, ANSWER, {"role": "user", "content": "And\n?"},
-                {"role": "assistant", "content": "A dog,\n\n  a <n> cat."}]  # fmt: skip
-
-
-def test_assistant_turns_of_a_zoo_template(zoo_tokenizer, tmp_path, rng):
-    tokenizer = zoo_tokenizer(CHATML)
-    for _ in range(20):
-        messages = random_chat(rng)
-        for message in messages:
-            message.pop("response_format", None)
-            if isinstance(message["content"], list):
-                message["content"] = "text"
-        sample = load_one(tmp_path, tokenizer, messages, max_seq_length=10**5)
-        call = '<call>{"name": "look", "arguments": {"at": [1, "x"]}}'
-        answers = [
-            message["content"] + (call if "tool_calls" in message else "") + "<|im_end|>"
-            for message in messages
-            if message["role"] == "assistant"
-        ]
-        # A newline behind the head may be in one token with those of the answer.
-        said = targets(sample, tokenizer).split("<|im_end|>")
-        for text, answer in zip(said, "".join(answers).split("<|im_end|>"), strict=True):
-            assert text in (answer, "\n" + answer)
-
-
-def test_an_answers_first_newlines_are_targets(zoo_tokenizer, tmp_path):
-    tokenizer = zoo_tokenizer(CHATML)
-    answer = {"role": "assistant", "content": "\n\n\nfox"}
-    sample = load_one(tmp_path, tokenizer, [USER, answer])
-    assert targets(sample, tokenizer) == "\n\n\n\nfox<|im_end|>"
-
-
-def test_thoughts_that_a_template_takes_out_of_past_answers(zoo_tokenizer, tmp_path):
-    tokenizer = zoo_tokenizer(THINKING)
-    sample = load_one(tmp_path, tokenizer, CONVERSATION)
-    said = targets(sample, tokenizer)
-    assert said == "The fox.<|im_end|>\n</think>\n\nA dog,\n\n  a <n> cat.<|im_end|>"
-
-
-@pytest.mark.parametrize(
-    ("template", "record", "message"),
-    [
-        (MOVING, CONVERSATION[1:], r"messages\[1\]: .*renders the messages before it differently"),
-        (ENDLESS, CONVERSATION, r"messages\[2\]: .*ends it with no stop token"),
-        ("{{ raise_exception('no roles') }}", [USER, ANSWER], "can't take this chat .*no roles"),
-        ("x", [USER, ANSWER], "renders nothing for this turn"),
-        ("{{ messages }}", {"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which"),
-        ("x", [{**USER, "response_format": SCHEMA}, ANSWER], "has response_format, which the model's"),
-        (None, [USER, ANSWER], "no chat template"),
-    ],
-)  # fmt: skip
-def test_templates_that_hide_turns_are_named(zoo_tokenizer, tmp_path, template, record, message):
-    with pytest.raises(DataError, match=rf"one\.jsonl:1: .*{message}"):
-        load_one(tmp_path, zoo_tokenizer(template), record)
-
-
-def test_texts_of_the_zoo_end_with_the_stop_token(zoo_tokenizer, tmp_path):
-    tokenizer = zoo_tokenizer(None)
-    sample = load_one(tmp_path, tokenizer, {"text": "A fox"})
-    assert sample.tokens.tolist() == [*tokenizer.encode("A fox"), tokenizer.eos_token_id]
-    with pytest.raises(DataError, match=r"one\.jsonl:1: .*can't take this text"):
-        load_one(tmp_path, tokenizer, {"text": "half \ud800"})

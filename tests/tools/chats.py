@@ -1,0 +1,61 @@
+"""Chats as records of training data, and what is read of them."""
+
+import json
+
+import numpy as np
+
+from afm_mlx.training.data import load_split
+from tests.tools.tokenizers import random_text
+
+USER = {"role": "user", "content": "Who?"}
+ANSWER = {"role": "assistant", "content": "The fox."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALL = {
+    "id": "7",
+    "type": "function",
+    "function": {"name": "look", "arguments": '{"at": [1, "x"]}'},
+}
+TOOL = {"type": "function", "function": {"name": "look", "description": "é <b>", "parameters": {}}}
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "A", "schema": {"type": "object"}}}
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def load_one(tmp_path, tokenizer, record, max_seq_length=2000, **options):
+    file = write(tmp_path / "one.jsonl", record)
+    (sample,) = load_split(file, "train", tokenizer, max_seq_length=max_seq_length, **options)
+    assert sample.where == f"{file}:1"
+    return sample
+
+
+def targets(sample, tokenizer):
+    """The text that has full weight."""
+    return tokenizer.decode(np.asarray(sample.tokens)[np.asarray(sample.weights) == 1].tolist())
+
+
+def plain_text(rng):
+    """Text without the markers that mislead tamm's search for turns."""
+    while True:
+        text = random_text(rng)
+        if "<turn_" not in text:
+            return text
+
+
+def random_chat(rng):
+    """A chat that the toolkit takes: tools, tool results and response formats among its turns."""
+    messages = [{"role": "system", "content": plain_text(rng)}] if rng.integers(2) else []
+    for _ in range(rng.integers(1, 4)):
+        user = {"role": "user", "content": plain_text(rng)}
+        messages.append(user | ({"response_format": SCHEMA} if rng.integers(4) == 0 else {}))
+        for _ in range(rng.integers(3)):
+            content = plain_text(rng) if rng.integers(2) else ""
+            messages.append({"role": "assistant", "content": content, "tool_calls": [CALL]})
+            results = [{"ok": 1.5, "ä": plain_text(rng)}, plain_text(rng), [TOOL]]
+            for index in rng.integers(3, size=rng.integers(1, 3)):
+                role = str(rng.choice(["tool", "function"]))
+                messages.append({"role": role, "content": results[index]})
+        messages.append({"role": "assistant", "content": "a" + plain_text(rng)})
+    return messages
