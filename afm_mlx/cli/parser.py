@@ -34,7 +34,20 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message.rstrip('.')}. {self.prog} --help explains the arguments.")
+        message = message.rstrip(".")
+        if missing := re.fullmatch(r"argument \S*?(--[\w-]+)\S*: expected .*argument", message):
+            # argparse takes such a text for another option.
+            message += f"; one that starts with a dash is written {missing[1]}=TEXT"
+        raise UsageError(f"{message}. {self.prog} --help explains the arguments.")
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        dashes = arg_strings == ["--"] and action.option_strings
+        values = super()._get_values(action, arg_strings)
+        if dashes and values == []:  # before Python 3.13 `--option=--` loses its value
+            values = self._get_value(action, "--")
+            self._check_value(action, values)
+            return [values] if action.nargs in ("+", "*") else values
+        return values
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

@@ -78,12 +78,12 @@ def test_stop_and_end_tokens(folder, run):
     steps = list(stream_generate(model, tokenizer, prompt, max_tokens=12))
     third = tokenizer.convert_ids_to_tokens(steps[2].token)
     argv = ("generate", "--model", folder, "-p", "A list", "-m", 12, "--json")
-    ended = json.loads(run(*argv, "--extra-eos-token", third)[1])
+    ended = json.loads(run(*argv, f"--extra-eos-token={third}")[1])
     assert ended["finish_reason"] == "stop"
     assert ended["tokens"] == [s.token for s in steps][: ended["generation_tokens"]]
     assert ended["generation_tokens"] <= 3
     text = "".join(s.text for s in steps)
-    stopped = json.loads(run(*argv, "--stop", text[4:6])[1])
+    stopped = json.loads(run(*argv, f"--stop={text[4:6]}")[1])
     assert stopped["text"] == text[: text.index(text[4:6])]
 
 

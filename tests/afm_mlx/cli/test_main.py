@@ -11,7 +11,8 @@ import pytest
 
 import afm_mlx
 from afm_mlx import loading
-from afm_mlx.cli import COMMANDS, main, options
+from afm_mlx.cli import COMMANDS, chat, generate, main, options
+from afm_mlx.cli.parser import parse
 from afm_mlx.kernels.cpu import extension
 from tests.tools.cli import ROOT, process, write_folder
 
@@ -55,9 +56,6 @@ def test_defaults_are_mlx_lms(capsys):
     # `mlx_lm.generate` is also the name of a function.
     theirs = {name: import_module(f"mlx_lm.{name}") for name in ("generate", "chat")}
 
-    from afm_mlx.cli import chat, generate
-    from afm_mlx.cli.parser import parse
-
     for name, command in (("generate", generate), ("chat", chat)):
         defaults = vars(theirs[name].setup_arg_parser().parse_args([]))
         ours = vars(parse(name, command, []))
@@ -67,6 +65,18 @@ def test_defaults_are_mlx_lms(capsys):
         for flag in set(defaults) - set(ours):
             assert main([name, "--" + flag.replace("_", "-"), "1"]) == 2
             assert "unrecognized" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["-", "--", "---", "-m", "--stop", "- a b"])
+def test_texts_that_start_with_a_dash(text):
+    args = parse("generate", generate, [f"--prompt={text}", f"--stop={text}", "-m", "3"])
+    assert (args.prompt, args.stop, args.max_tokens) == (text, [text], 3)
+
+
+def test_a_text_taken_for_an_option_is_explained(fails):
+    for name, argv in {"prompt": ["-p", "--x"], "stop": ["--stop", "--"]}.items():
+        assert f"starts with a dash is written --{name}=TEXT. " in fails("generate", *argv)
+    assert "-- is not an integer" in fails("generate", "--max-tokens=--").replace("'", "")
 
 
 def test_the_embedded_model_is_the_default(tmp_path, spm_bpe, rng, monkeypatch, run):
