@@ -3,10 +3,12 @@
 import os
 import random
 
+import afm_mlx  # noqa: F401  before mlx.core is imported, so that all tests run on the same BLAS
+
+# isort: split
+import mlx.core as mx
 import numpy as np
 import pytest
-
-import afm_mlx  # noqa: F401  before any test imports mlx.core, so that all run on the same BLAS
 
 SEED = int(os.environ.get("AFM_TEST_SEED") or random.SystemRandom().randrange(2**32))
 # Tests of the self-test switch it on for themselves; elsewhere it would write to the user's cache folder.
@@ -25,6 +27,12 @@ def pytest_runtest_makereport(item, call):
     report = outcome.get_result()
     if report.failed:
         report.sections.append(("random inputs", f"repeat with AFM_TEST_SEED={SEED}"))
+
+
+@pytest.fixture(autouse=True)
+def mlx_draws_from_the_seed(rng):
+    """What draws from MLX's own state (the layers of `mlx.nn` for one) repeats with the run's seed, too."""
+    mx.random.seed(int(rng.spawn(1)[0].integers(2**32)))
 
 
 @pytest.fixture
