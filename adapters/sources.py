@@ -120,11 +120,17 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
         # Formats build upon this package, and are not needed by most who run it.
         from afm_mlx.converters.adapter_formats import read_adapter
 
-        tensors, config = read_adapter(path, base.config, finite=False)
+        arrays, config = read_adapter(path, base.config, finite=False)
+        tensors = {name: _for_numpy(array) for name, array in arrays.items()}
         mx.eval(tensors)
     check_fingerprint(config, base.fingerprints, path)
     nbytes = plan_layout(tensors, base.shapes, path).nbytes
     return OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes)
+
+
+def _for_numpy(array: mx.array) -> mx.array:
+    """NumPy lacks bfloat16. MLX could convert it in the threads that read, but never frees their streams."""
+    return array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
 
 
 def _files(path: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import weakref
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +18,8 @@ from afm_mlx.converters.adapter_formats import read_adapter, write_adapter
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, RequestError
 from afm_mlx.fingerprint import base_model_fingerprint
 from tests.tools.adapters import WAIT, deltas, draw_tensors, state, until, write_folder
+
+TASKS = Path("/proc/self/task")
 
 # -- other formats
 
@@ -35,6 +38,23 @@ def test_adapters_of_other_formats_run_as_they_are(make_pool, folder, model, tmp
     assert set(wanted) == set(found)
     for layer, delta in wanted.items():
         assert np.allclose(found[layer], delta, rtol=0.01, atol=2e-3 * np.abs(delta).max())
+
+
+@pytest.mark.skipif(not TASKS.is_dir(), reason="counts this process' threads as Linux shows them")
+@pytest.mark.parametrize("to", ["mlx-lm", "peft"])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_loading_leaves_no_threads(make_pool, folder, model, tmp_path, to, dtype):
+    """MLX gives each thread that computes a stream, with a thread or a GPU queue, and never takes it back."""
+    tensors, config = read_adapter(folder("x"))
+    write_adapter(tmp_path / "other", tensors, config, to, dtype=dtype, model_config=model.args)
+    pool = make_pool("")
+    pool.register("other", tmp_path / "other")
+    counts = []
+    for _ in range(12):
+        pool.load("other")
+        pool.unload("other")
+        counts.append(len(list(TASKS.iterdir())))
+    assert counts[-1] - counts[0] < 6
 
 
 def test_what_waits_for_room_takes_no_memory(make_pool, folder, model, size, tmp_path, monkeypatch):
