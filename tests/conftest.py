@@ -1,5 +1,6 @@
 """Fresh random inputs for every run, from a seed that the report prints."""
 
+import gc
 import os
 import random
 
@@ -33,6 +34,15 @@ def pytest_runtest_makereport(item, call):
 def mlx_draws_from_the_seed(rng):
     """What draws from MLX's own state (the layers of `mlx.nn` for one) repeats with the run's seed, too."""
     mx.random.seed(int(rng.spawn(1)[0].integers(2**32)))
+
+
+@pytest.fixture
+def exact_memory():
+    """MLX's figures are sums of what arrays need: none lies in a larger buffer that was kept from others."""
+    gc.collect()
+    limit = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(limit)
 
 
 @pytest.fixture

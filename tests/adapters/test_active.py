@@ -120,6 +120,7 @@ def test_traces_of_many_layouts_make_room_for_new_ones(rng, make_model, monkeypa
         answers[i] = answer
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_nothing_is_held_of_an_adapter_that_was_active(rng, make_model):
     model = make_model(kv_bits=8)
     active, tokens = bind(model), some_tokens(rng, rows=1, length=2)

@@ -310,6 +310,7 @@ def test_sums_are_read_matrix_by_matrix(make_pool, folder):
 # -- memory
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_memory_is_given_back(make_pool, size):
     pool = make_pool("abc", budget=2 * size)
 
@@ -335,6 +336,7 @@ def test_memory_is_given_back(make_pool, size):
         pool.load("c")
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_a_load_that_fails_keeps_no_memory(make_pool, folder, monkeypatch):
     pool, path = make_pool("a"), folder("deleted", 64)
     pool.register("deleted", path)

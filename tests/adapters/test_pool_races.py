@@ -50,6 +50,7 @@ def test_unregister_while_it_is_read(make_pool, gate, folder):
     assert state(pool, "a")["fingerprint"] == new.fingerprint
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_threads_that_do_all_at_once(make_pool, size):
     """Nothing is lost, nothing is over the budget, and all is given back."""
     pool = make_pool("abcdef", budget=3 * size)

@@ -174,6 +174,7 @@ def test_the_reference_runs_what_mlx_cannot_express(fields, reason):
             assert dispatch.select(op, case).name == "reference"
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_memory_of_many_rows_is_bounded(rng):
     """By blocks that come one after the other; the numbers of the whole matrix would take sixteen."""
     n, k = 16 * stock.BLOCK // 512, 512

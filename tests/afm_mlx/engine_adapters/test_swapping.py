@@ -47,6 +47,7 @@ def swaps(count, rng, model, tokenizer, setup, monkeypatch):
     return after[1] - before[1], len(traced)
 
 
+@pytest.mark.usefixtures("exact_memory")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's statistics")
 @pytest.mark.parametrize(("kv_bits", "count"), [(8, 300), (None, 60)])
 def test_swapping_leaks_nothing(rng, tokenizer, tmp_path, monkeypatch, kv_bits, count):
@@ -54,6 +55,7 @@ def test_swapping_leaks_nothing(rng, tokenizer, tmp_path, monkeypatch, kv_bits, 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("exact_memory")
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's statistics")
 def test_swapping_ten_thousand_times_leaks_nothing(rng, tokenizer, tmp_path, monkeypatch):
     _swapped(10_000, rng, tokenizer, tmp_path, monkeypatch, 8, 8e6)
@@ -71,6 +73,7 @@ def _swapped(count, rng, tokenizer, tmp_path, monkeypatch, kv_bits, allowed):
     pool.close()
 
 
+@pytest.mark.usefixtures("exact_memory")
 def test_loading_again_and_again_leaks_nothing(rng, model, tokenizer, setup):
     pool, _ = setup
     engine = Engine(model, tokenizer, adapters=pool)

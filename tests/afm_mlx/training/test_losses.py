@@ -303,7 +303,7 @@ def test_chunks_in_a_compiled_step(rng, monkeypatch):
             assert float(mx.abs(one - two).max()) < 1e-3 * scale, name
 
 
-@pytest.mark.usefixtures("compiled")
+@pytest.mark.usefixtures("compiled", "exact_memory")
 @pytest.mark.parametrize("divergence", ["forward", "reverse"])
 def test_a_compiled_step_keeps_no_logits(rng, monkeypatch, divergence):
     """Neither the model's nor the teacher's: chunks are computed again in the backward pass."""

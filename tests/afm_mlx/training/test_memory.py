@@ -1,7 +1,6 @@
 """The estimate of memory: its parts against models that exist, its total against MLX's peak."""
 
 import dataclasses
-import gc
 
 import mlx.core as mx
 import numpy as np
@@ -70,6 +69,7 @@ def test_what_a_run_holds_is_counted(rng, bits, dtype):
     assert found.gradients == lora
 
 
+@pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize(
     "case",
     [
@@ -84,8 +84,6 @@ def test_the_total_is_near_the_peak_of_a_step(rng, case):
     """A wide corridor for small models; bench/training.py has the 3B's widths."""
     config = random_config(rng, **WIDTHS, num_layers=4, num_kv_reuse_layers=1)
     case = dataclasses.replace(case, length=int(rng.choice([192, 256, 320])))
-    gc.collect()  # the models of other tests
-    mx.clear_cache()
     before = mx.get_active_memory()
     answer = measure(config, case, steps=1, warm_up=1)
     estimate = estimate_memory(

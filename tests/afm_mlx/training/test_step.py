@@ -111,6 +111,7 @@ def test_an_error_leaves_model_and_generator_as_they_were(micro_batches):
     assert np.isfinite(np.array(step.model(ToyBatches(1)(0).inputs))).all()
 
 
+@pytest.mark.usefixtures("exact_memory")
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_memory_stays_flat(micro_batches):
     step = new_step(dropout=0.1, max_norm=1.0, ema_decay=0.9)
