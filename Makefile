@@ -1,4 +1,4 @@
-# `make demo` and `make test` do everything on a fresh machine: they need Python 3.10 or newer, and make.
+# `make demo` and `make test` do everything on a fresh machine: they need Python 3.11 or newer, and make.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -34,6 +34,8 @@ metal:
 	@[ "$$(uname -s)" = Darwin ] || echo "No Metal on $$(uname -s): everything runs on MLX's CPU backend."
 
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try make PYTHON=python3.12 TARGET" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 # One stamp per set of dependencies; each is redone when the project's own files change.

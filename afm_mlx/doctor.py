@@ -78,7 +78,7 @@ def examine(
     bandwidth = None if quick else measure_bandwidth(_threads())
     small, large = _specs(quick)
     results, timed, failures = _test(small, large, retry, np.random.default_rng(seed), progress)
-    date = datetime.datetime.now(datetime.timezone.utc)
+    date = datetime.datetime.now(datetime.UTC)
     facts = {
         "ok": not failures,
         "format": FORMAT,

@@ -9,9 +9,12 @@ import sys
 import sysconfig
 import venv
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
 PROBE = """
@@ -42,6 +45,18 @@ def test_import_is_light():
     )
     assert answer["heavy"] == []
     assert answer["kernels"] == "afm_mlx.kernels"
+
+
+def test_every_python_that_is_promised_runs_the_dependencies():
+    promised = SpecifierSet(metadata.metadata("afm-mlx")["Requires-Python"])
+    requirements = map(Requirement, metadata.requires("afm-mlx"))
+    needed = [r.name for r in requirements if not r.marker or r.marker.evaluate({"extra": ""})]
+    assert "mlx-lm" in needed
+    for minor in range(8, 15):
+        if promised.contains(f"3.{minor}"):
+            for name in needed:
+                theirs = metadata.metadata(name)["Requires-Python"]
+                assert SpecifierSet(theirs or "").contains(f"3.{minor}.0"), name
 
 
 @pytest.fixture(scope="module")

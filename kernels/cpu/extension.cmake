@@ -33,7 +33,7 @@ file(MAKE_DIRECTORY ${native_build})
 file(WRITE ${native_build}/log.txt "")
 # What an earlier build found may be gone: pip's build environments live as long as one build.
 file(REMOVE_RECURSE ${native_build}/CMakeCache.txt ${native_build}/out)
-find_package(Python 3.10 QUIET COMPONENTS Interpreter)
+find_package(Python 3.11 QUIET COMPONENTS Interpreter)
 check_language(CXX)
 if(NOT CMAKE_CXX_COMPILER)
   set(native_reason "there was no C++ compiler when afm-mlx was installed")
