@@ -278,24 +278,30 @@ def test_every_parameter_gets_a_gradient_recomputed_and_compiled_too(rng, packed
 
 
 def test_gradients_reach_weights_through_int8_keys_and_values(rng):
-    """They are near those of the same model with keys and values in float."""
-    config = random_config(rng, num_layers=2, num_kv_reuse_layers=1)
-    model = random_model(config, rng).train()
-    # In steps this fine, the straight-through gradient is nearly the true one.
-    for layer in model.model.layers:
-        layer.self_attn.quant_key_scale = mx.array(0.06)
-        layer.self_attn.quant_value_scale = mx.array(0.06)
-    tokens = mx.array(rng.integers(0, config.vocab_size, (2, 12)))
-    loss = training_loss(model, tokens, None)
-    parameters = model.parameters()
+    """They are near those of the same model with keys and values in float.
+
+    As a rule: 4 of 150 draws were further off.
+    """
     name = "model.layers.0.self_attn.qkv_proj.weight"
-    got = dict(tree_flatten(mx.grad(loss)(parameters)))[name]
-    model.update(parameters)
-    twin = random_model(dataclasses.replace(config, kv_bits=None), rng).train()
-    floats = [(n, a) for n, a in tree_flatten(parameters) if "quant_" not in n]
-    twin.load_weights(floats)
-    wanted = dict(tree_flatten(mx.grad(training_loss(twin, tokens, None))(twin.parameters())))[name]
-    assert mx.linalg.norm(got - wanted) <= 0.35 * mx.linalg.norm(wanted)
+    differences = []
+    for _ in range(9):
+        config = random_config(rng, num_layers=2, num_kv_reuse_layers=1)
+        model = random_model(config, rng).train()
+        # In steps this fine, the straight-through gradient is nearly the true one.
+        for layer in model.model.layers:
+            layer.self_attn.quant_key_scale = mx.array(0.06)
+            layer.self_attn.quant_value_scale = mx.array(0.06)
+        tokens = mx.array(rng.integers(0, config.vocab_size, (2, 12)))
+        loss = training_loss(model, tokens, None)
+        parameters = model.parameters()
+        got = dict(tree_flatten(mx.grad(loss)(parameters)))[name]
+        model.update(parameters)
+        twin = random_model(dataclasses.replace(config, kv_bits=None), rng).train()
+        twin.load_weights([(n, a) for n, a in tree_flatten(parameters) if "quant_" not in n])
+        loss = training_loss(twin, tokens, None)
+        wanted = dict(tree_flatten(mx.grad(loss)(twin.parameters())))[name]
+        differences.append((mx.linalg.norm(got - wanted) / mx.linalg.norm(wanted)).item())
+    assert np.median(differences) <= 0.35
 
 
 @pytest.mark.parametrize("spread", [10, 100, 300])
