@@ -25,7 +25,7 @@ from afm_mlx.adapters.places import Shapes
 from afm_mlx.errors import CheckpointError
 from afm_mlx.kernels import BLOCK, Part
 from afm_mlx.kernels.cpu.memory import unfilled
-from afm_mlx.weights import StoredTensor, array_bytes
+from afm_mlx.weights import StoredTensor
 
 _SAMPLES = 256
 _THREADS = 2  # that read and rearrange: 119 ms for 133 MB on two cores, where one took 188; more were not tried
@@ -107,8 +107,8 @@ def build_resident(
     """Put an adapter's tensors into one array.
 
     Args:
-        tensors: evaluated arrays, `StoredTensor`, or what NumPy takes for an array, by their names in an
-            adapter folder: A (K, rank) and B (rank, N_i) of a floating type. They are read one by one.
+        tensors: arrays, `StoredTensor`, or what NumPy takes for an array, by their names in an adapter
+            folder: A (K, rank) and B (rank, N_i) of a floating type. They are read one by one.
         scale: alpha / rank.
         shapes: of the model, see `place_shapes`.
         source: of the adapter, for errors.
@@ -120,7 +120,7 @@ def build_resident(
     # NumPy fills it without Python's lock, and faster than MLX copies: decoding goes on meanwhile.
     numbers = unfilled(layout.size)
     view = np.array(numbers, copy=False)
-    places = list(pairs_by_layer(tensors, shapes, source).items())
+    places = list(pairs_by_layer(for_numpy(tensors), shapes, source).items())
 
     def fill(first: int) -> list[np.uint64]:
         """Every `_THREADS`-th place; returns the sum of each one's numbers."""
@@ -221,6 +221,19 @@ def _checked(values: np.ndarray, name: str, source: str | Path) -> np.ndarray:
     return half
 
 
+def for_numpy(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """What a `TensorReader` takes: arrays are evaluated, and those of bfloat16, which NumPy lacks, are float32.
+
+    Called before threads read: MLX gives each thread that computes a stream, and never takes it back.
+    """
+    arrays = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, mx.array)}
+    for name, array in arrays.items():
+        if array.dtype == mx.bfloat16:
+            arrays[name] = array.astype(mx.float32)
+    mx.eval(arrays)
+    return {**tensors, **arrays}
+
+
 class TensorReader:
     """Tensors as NumPy arrays, one at a time: the next one may take the memory of the one before."""
 
@@ -228,17 +241,16 @@ class TensorReader:
         self._buffer = np.empty(0, np.uint8)
 
     def __call__(self, tensor: Any) -> np.ndarray:
-        """The tensor's numbers; bfloat16 as float32, for NumPy has no such type.
+        """The tensor's numbers; a `StoredTensor`'s as float32 where it is bfloat16.
+
+        Args:
+            tensor: see `for_numpy`.
 
         Raises:
             CheckpointError: when a `StoredTensor`'s file can't be read, or ends early.
         """
         if isinstance(tensor, StoredTensor):
             return _values(self._read(tensor), tensor.dtype).reshape(tensor.shape)
-        if isinstance(tensor, mx.array):
-            if tensor.dtype == mx.bfloat16:
-                return _values(array_bytes(tensor), tensor.dtype).reshape(tensor.shape)
-            return np.array(tensor, copy=False)
         return np.asarray(tensor)
 
     def _read(self, tensor: StoredTensor) -> np.ndarray:

@@ -24,7 +24,13 @@ from afm_mlx.adapters.files import (
     check_pairs,
 )
 from afm_mlx.adapters.places import Shapes, place_shapes
-from afm_mlx.adapters.resident import ResidentAdapter, TensorReader, build_resident, plan_layout
+from afm_mlx.adapters.resident import (
+    ResidentAdapter,
+    TensorReader,
+    build_resident,
+    for_numpy,
+    plan_layout,
+)
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import CheckpointError
 from afm_mlx.fingerprint import base_model_fingerprint, folder_fingerprint
@@ -120,17 +126,11 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
         # Formats build upon this package, and are not needed by most who run it.
         from afm_mlx.converters.adapter_formats import read_adapter
 
-        arrays, config = read_adapter(path, base.config, finite=False)
-        tensors = {name: _for_numpy(array) for name, array in arrays.items()}
+        tensors, config = read_adapter(path, base.config, finite=False)
         mx.eval(tensors)
     check_fingerprint(config, base.fingerprints, path)
     nbytes = plan_layout(tensors, base.shapes, path).nbytes
     return OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes)
-
-
-def _for_numpy(array: mx.array) -> mx.array:
-    """NumPy lacks bfloat16. MLX could convert it in the threads that read, but never frees their streams."""
-    return array.astype(mx.float32) if array.dtype == mx.bfloat16 else array
 
 
 def _files(path: Path) -> list[Path]:
@@ -148,7 +148,7 @@ def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str
     Raises:
         RequestError: for a weight that can't be used.
     """
-    adapters = [(part.tensors, part.scale) for part, _ in parts]
+    adapters = [(for_numpy(part.tensors), part.scale) for part, _ in parts]
     scale, terms = weighted_sum(adapters, [weight for _, weight in parts])
     tensors = {name: _Joined(tuple(each), int(is_a(name))) for name, each in terms.items()}
     stamps = {path: stamp for part, _ in parts for path, stamp in part.stamps.items()}

@@ -49,10 +49,12 @@ def test_loading_leaves_no_threads(make_pool, folder, model, tmp_path, to, dtype
     write_adapter(tmp_path / "other", tensors, config, to, dtype=dtype, model_config=model.args)
     pool = make_pool("")
     pool.register("other", tmp_path / "other")
+    pool.register("half", {"other": 0.5})
     counts = []
     for _ in range(12):
-        pool.load("other")
-        pool.unload("other")
+        for name in ("other", "half"):
+            pool.load(name)
+            pool.unload(name)
         counts.append(len(list(TASKS.iterdir())))
     assert counts[-1] - counts[0] < 6
 
