@@ -7,7 +7,9 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*.c* kernels/cpu/*.h kernels/cpu/CMakeLists.txt)
 
-.PHONY: demo test test-slow lint format clean metal
+MINUTES ?= 10
+
+.PHONY: demo test test-slow fuzz lint format clean metal
 
 demo: $(VENV)/.demo metal
 	$(BIN)/afm-mlx generate --prompt "Make this formal:\nhey Hana, can't make it to the Film Lecture"
@@ -17,6 +19,15 @@ test: $(VENV)/.test metal
 
 test-slow: $(VENV)/.test metal
 	$(PYTEST) -m slow
+
+# Fresh seeds, and ten times the hostile inputs, again and again for so many minutes.
+fuzz: $(VENV)/.test
+	@end=$$(( $$(date +%s) + 60 * $(MINUTES) )); \
+	while seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); do \
+		AFM_TEST_SEED=$$seed AFM_HOSTILE_CASES=20000 $(PYTEST) -q || \
+			{ echo "Repeat with: AFM_TEST_SEED=$$seed AFM_HOSTILE_CASES=20000 make test" >&2; exit 1; }; \
+		[ $$(date +%s) -lt $$end ] || break; \
+	done
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

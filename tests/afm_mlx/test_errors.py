@@ -1,0 +1,25 @@
+"""What errors quote is bounded."""
+
+import pytest
+
+from afm_mlx.errors import SHOWN, shown
+
+
+@pytest.mark.parametrize("value", ["x", 3, [1, "a"], b"y", None, "a" * (SHOWN - 2)])
+def test_short_values_are_shown_whole(value):
+    assert shown(value) == repr(value)
+
+
+@pytest.mark.parametrize("value", ["a" * 10**6, b"b" * 10**6, list(range(10**5)), "\x00" * 10**4])
+def test_long_values_are_cut_in_the_middle(value):
+    text = shown(value)
+    assert len(text) == SHOWN and "..." in text
+    assert text[:3] == repr(value)[:3] and text[-1] == repr(value)[-1]
+
+
+def test_what_has_no_text_is_named():
+    nested: list = []
+    for _ in range(10**5):
+        nested = [nested]
+    assert shown(10**5000) == "a int too large to be shown"
+    assert shown(nested) == "a list too large to be shown"
