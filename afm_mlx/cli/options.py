@@ -189,8 +189,7 @@ def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
         raise UsageError(
             f"--top-k is {args.top_k}; this model has {vocab_size} tokens. Use 0 to keep all."
         )
-    # Takes a second or two, because it brings transformers along.
-    from mlx_lm.sample_utils import make_sampler
+    from afm_mlx.samplers import make_sampler
 
     return make_sampler(
         args.temp,

@@ -36,15 +36,37 @@ print("IMPORTED", [name for name in {HEAVY!r} if name in sys.modules])
     assert all(f"\n  {command}" in done.stdout for command in COMMANDS)
 
 
-def test_a_greedy_run_imports_neither_mlx_lm_nor_transformers(folder):
+RUNS = {
+    "greedy": ["-m", "3"],
+    "sampled": "-m 3 --temp 0.7 --top-p 0.9 --min-p 0.01 --top-k 50 --xtc-probability 0.5".split(),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_imports_neither_mlx_lm_nor_transformers(folder, kind):
     code = """
 import sys
 from afm_mlx.cli import main
 assert main(sys.argv[1:]) == 0
 print("IMPORTED", [name for name in ("mlx_lm", "transformers", "torch") if name in sys.modules])
 """
-    done = process("generate", "--model", folder, "-m", 3, code=code)
+    done = process("generate", "--model", folder, *RUNS[kind], code=code)
     assert done.stdout.splitlines()[-1] == "IMPORTED []", done.stderr
+
+
+def test_a_batch_with_samplers_and_penalties_imports_neither(folder):
+    code = """
+import sys
+from afm_mlx import batch_generate, load, make_logits_processors, make_sampler
+model, tokenizer = load(sys.argv[1])
+found = batch_generate(model, tokenizer, ["a", "b"], 3, sampler=make_sampler(0.7, 0.9), logits_processors=(
+    make_logits_processors({5: 1.0}, 1.1, presence_penalty=0.5, frequency_penalty=0.5)
+))
+assert list(map(len, found.token_ids)) == [3, 3]
+print("IMPORTED", [name for name in ("mlx_lm", "transformers", "torch") if name in sys.modules])
+"""
+    done = process(folder, code=code)
+    assert done.stdout.splitlines()[-1:] == ["IMPORTED []"], done.stderr
 
 
 def test_python_m(tmp_path):
