@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
-from afm_mlx.errors import AFMError
+from afm_mlx.errors import AFMError, bounded
 
 PROGRAM = "afm-mlx"
 COMMANDS = {
@@ -73,7 +73,7 @@ def _run(argv: list[str]) -> int:
     except (AFMError, OSError, ValueError) as error:
         if debug or not _is_for_the_user(error):
             raise
-        return _fail(f"error: {error}", USAGE_ERROR)
+        return _fail(f"error: {bounded(str(error))}", USAGE_ERROR)
 
 
 def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
@@ -124,7 +124,7 @@ def _fail(message: str, status: int) -> int:
 
 
 def _show_what_the_terminal_can() -> None:
-    # A model may write any character; one that the terminal lacks is no reason to stop.
+    # A model may write any character, and a file's name may have half of one; one that the terminal lacks is no
+    # reason to stop.
     for stream in (sys.stdout, sys.stderr):
-        if (stream.encoding or "").lower().replace("-", "") != "utf8":
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]

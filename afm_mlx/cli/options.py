@@ -43,7 +43,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_activation_bits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activation-bits",
-        type=int,
+        type=integer(1, 16),
         choices=[16, 8],
         default=16,
         help="8 lets packed layers round their input to int8, which is faster on a CPU and less exact",
@@ -220,7 +220,7 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kv-bits",
-        type=int,
+        type=integer(1, 16),
         help="8 for the checkpoint's int8 (the default where it has scales), 16 for floats",
     )
     group.add_argument(
