@@ -74,6 +74,14 @@ def _run(argv: list[str]) -> int:
         if debug or not _is_for_the_user(error):
             raise
         return _fail(f"error: {bounded(str(error))}", USAGE_ERROR)
+    except (MemoryError, RuntimeError) as error:
+        if debug or not _is_out_of_memory(error):
+            raise
+        return _fail(
+            f"error: there is not enough memory ({bounded(str(error))}). Ask for fewer or shorter rows, "
+            "a smaller rank or a smaller model.",
+            USAGE_ERROR,
+        )
 
 
 def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
@@ -115,6 +123,12 @@ def _is_for_the_user(error: Exception) -> bool:
     if isinstance(error, OSError):
         return bool(error.filename)
     return isinstance(error, (AFMError, SettingError))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    # MLX raises RuntimeError: of its allocators, and of Metal's queue.
+    words = ("Unable to allocate", "Attempting to allocate", "Insufficient Memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _fail(message: str, status: int) -> int:

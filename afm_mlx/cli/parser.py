@@ -21,6 +21,8 @@ from afm_mlx.errors import named, shown
 PROGRAM = "afm-mlx"
 MAX_INTEGER = 2**31 - 1
 """Of arguments that say no more: what MLX counts elements of a dimension with."""
+MAX_ROWS = 4096
+"""Rows of a batch."""
 MAX_NUMBER = 1e30
 """Likewise: float32 ends at 3e38."""
 

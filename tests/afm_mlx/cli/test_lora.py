@@ -328,7 +328,7 @@ def test_full_training(folder, data, run, tmp_path):
         (("--initial-adapter", "nowhere"), "nowhere is no folder"),
         (("--resume-adapter-file", "x"), "x is no folder"),
         (("--rank", 0), "allowed is 1 or more"),
-        (("--lr-schedule", "x"), "is not JSON"),
+        (("--lr-schedule", "x"), "can't be used as JSON"),
         (("--lr-schedule", "{}"), "lr_schedule: name is None"),
         (("--lr-schedule", "{}", "--warmup-iters", 2), "both say what the learning rate does"),
     ],
