@@ -6,6 +6,7 @@ prints it on one line and exits with status 2; everything else that is raised is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 SHOWN = 200
@@ -31,6 +32,14 @@ def shown(value: Any) -> str:
 def named(name: str) -> str:
     """A name from a file for an error's message: as it is when it is plain, else as `shown`."""
     return name if len(name) <= SHOWN and name.isprintable() else shown(name)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)` for the known name that is most like what was given, else nothing."""
+    import difflib
+
+    close = difflib.get_close_matches(name[:100], list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _ends(text: Any, limit: int = SHOWN) -> Any:

@@ -148,7 +148,7 @@ def evaluate(
     rows = {_submit(engine, tokenizer, example): i for i, example in enumerate(examples)}
     answers = [""] * len(examples)
     done = 0
-    with wired_memory():
+    with wired_memory(model):
         for response in engine.run():
             answers[rows[response.row]] += response.text
             # An answer that fills the context is cut off, and wrong.

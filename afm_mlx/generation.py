@@ -154,7 +154,7 @@ def stream_generate(
         adapter=adapter,
     )
     engine.submit(request)
-    with wired_memory():
+    with wired_memory(model):
         yield from _timed(engine, len(request.prompt))
 
 
@@ -208,17 +208,15 @@ def _raise_if_failed(response: Response) -> None:
 
 
 @contextmanager
-def wired_memory() -> Iterator[None]:
-    """On Metal, keep the memory resident while it runs; elsewhere nothing to do."""
+def wired_memory(model: nn.Module) -> Iterator[None]:
+    """On Metal, keep the model's memory resident while it runs; elsewhere nothing to do."""
     if not mx.metal.is_available():
         yield
         return
-    before = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
-    try:
+    from afm_mlx.wired import wired_limit
+
+    with wired_limit(model):
         yield
-    finally:
-        mx.synchronize()  # the limit must not change under a computation
-        mx.set_wired_limit(before)
 
 
 def generate(
@@ -303,7 +301,7 @@ def batch_generate(
         engine.submit(Request(prompt=ids, max_tokens=limit, adapter=name, **options)): index
         for index, (ids, limit, name) in enumerate(zip(encoded, limits, names, strict=True))
     }
-    with wired_memory():
+    with wired_memory(model):
         return _answers(engine, rows, sum(map(len, encoded)))
 
 

@@ -15,8 +15,7 @@ from afm_mlx.cli.parser import UsageError, integer, json_object, number
 from afm_mlx.cli.training_arguments import add_training
 from afm_mlx.cli.training_output import data_line, print_scores, run_training, scores_dict
 from afm_mlx.cli.training_recipe import fill, recipe_of, refuse_both
-from afm_mlx.cli.usage import did_you_mean
-from afm_mlx.errors import shown
+from afm_mlx.errors import did_you_mean, shown
 
 if TYPE_CHECKING:
     from afm_mlx.training.kinds import LoRATraining

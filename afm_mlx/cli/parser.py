@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 
 from afm_mlx import __version__
 from afm_mlx.cli.usage import UsageError as UsageError
-from afm_mlx.cli.usage import check_text, did_you_mean
-from afm_mlx.errors import named, shown
+from afm_mlx.cli.usage import check_text
+from afm_mlx.errors import did_you_mean, named, shown
 
 PROGRAM = "afm-mlx"
 MAX_INTEGER = 2**31 - 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from typing import Any
 
 from afm_mlx.errors import AFMError, shown
@@ -11,12 +9,6 @@ from afm_mlx.errors import AFMError, shown
 
 class UsageError(AFMError):
     """Arguments that can't be used."""
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)` for the name that is most like what was given, else nothing."""
-    close = difflib.get_close_matches(name[:100], list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def check_text(where: str, value: Any) -> None:

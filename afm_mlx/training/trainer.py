@@ -120,7 +120,7 @@ def train(
         )
     with ExitStack() as stack:
         stack.callback(model.eval)
-        stack.enter_context(wired_memory())
+        stack.enter_context(wired_memory(model))
         if options.grad_checkpoint:
             stack.enter_context(recomputed_blocks(model))
         interrupt = stack.enter_context(_delayed_interrupt())
