@@ -56,8 +56,8 @@ def base_of(adapter: Path) -> BaseFolder | None:
     """The model that a folder of mlx-lm or PEFT is for, if it is on this machine.
 
     That is the one that its config names, an AFM model's folder or the embedded model; or the embedded model
-    when the fingerprint is of that. The config may have been made elsewhere: a name that leads nowhere is passed
-    over, and nothing is fetched.
+    when the fingerprint is of that. The config may have been made elsewhere: a name that leads nowhere is
+    passed over, and nothing is fetched.
     """
     path = adapter / CONFIG_NAME
     if not path.is_file():
