@@ -5,7 +5,7 @@ from importlib import import_module
 import numpy as np
 
 from afm_mlx.cli import COMMANDS
-from afm_mlx.cli.parser import Parser, Unavailable
+from afm_mlx.cli.parser import Parser, Unavailable, json_object
 
 NUMBERS = [
     "0",
@@ -79,6 +79,29 @@ JSONS += [
     '{"a": ' + "9" * 5000 + "}",
     '{"\\u0000": 1}',
 ]
+JSONS += ['{"name": "step_decay", "arguments": [1e-3, 2, 0], "warmup": 99999999999}']
+JSONS += [
+    '{"name": "linear_schedule", "arguments": [1, 1, 0]}',
+    '{"adamw": 5}',
+    '{"adamw": {"betas": [1e999, -1]}}',
+]
+JSONS += [
+    '{"name": ["x"], "arguments": [true]}',
+    '{"adamw": {"eps": "x"}}',
+    '{"adam": {"weight_decay": "x"}}',
+]
+JSONS += [
+    '{"name": "cosine_decay", "arguments": [1e-3, 0]}',
+    '{"adamw": {"betas": [0.9, 0.9], "eps": -1}}',
+]
+JSONS += [
+    '{"name": "exponential_decay", "arguments": [1' + "0" * 400 + ", 2]}",
+    '{"rank": 1' + "0" * 400 + "}",
+]
+JSONS += [
+    '{"name": "cosine_decay", "arguments": [1e-3, -5, "x"], "warmup_init": -1}',
+    '{"dropout": NaN}',
+]
 
 
 def commands():
@@ -103,6 +126,8 @@ def actions_of(module):
 
 def draw_value(action, rng: np.random.Generator) -> str:
     """A value for an argument: one that it takes, or any other."""
+    if action.type is json_object and rng.random() < 0.8:
+        return str(rng.choice(JSONS))
     if action.choices is not None and rng.random() < 0.6:
         return str(rng.choice(list(map(str, action.choices))))
     if not isinstance(action, Unavailable) and rng.random() < 0.3:
