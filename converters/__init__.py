@@ -22,7 +22,7 @@ from afm_mlx.converters.output import write_config
 from afm_mlx.converters.toolkit_config import is_toolkit_config, read_toolkit_config
 from afm_mlx.converters.torch_file import check_archive
 from afm_mlx.converters.wishes import Wishes
-from afm_mlx.errors import AFMError, CheckpointError
+from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.files import atomic_folder, refuse_existing
 from afm_mlx.tokenizer import load_tokenizer
 from afm_mlx.weights import Progress
@@ -134,7 +134,7 @@ def detect(source: Path) -> str:
         names = sorted(path.name for path in source.iterdir())
         found = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
         raise CheckpointError(
-            f"{source} is no checkpoint: it holds {found}. Give a folder with base-model.pt and "
+            f"{source} is no checkpoint: it holds {named(found)}. Give a folder with base-model.pt and "
             "base-model-config.json, or a model folder with config.json and *.safetensors."
         )
     try:

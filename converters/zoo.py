@@ -20,7 +20,7 @@ from afm_mlx.config import read_config_json
 from afm_mlx.converters.mixed_bits import calibration_file, choose_mix
 from afm_mlx.converters.quantize import MLX_LM_RECIPES
 from afm_mlx.converters.wishes import Wishes
-from afm_mlx.errors import AFMError
+from afm_mlx.errors import AFMError, shown
 from afm_mlx.quantization import dequantize_model, quantize_model
 from afm_mlx.stored_layers import quantization_of
 from afm_mlx.weights import Progress
@@ -61,7 +61,7 @@ def write_zoo(
         raise
     except (ValueError, KeyError, TypeError, ImportError, RuntimeError, FileNotFoundError) as error:
         raise AFMError(
-            f"{source} is a model of the architecture {kind!r}, which mlx-lm can't convert: {error}"
+            f"{source} is a model of the architecture {shown(kind)}, which mlx-lm can't convert: {error}"
         ) from None
     for path in list(inner.iterdir()):
         shutil.move(path, folder / path.name)
@@ -85,7 +85,8 @@ def _write_by_mlx_lm(source: Path, inner: Path, wishes: Wishes) -> None:
 
     if isinstance(wishes.quant_predicate, str) and wishes.quant_predicate not in MLX_LM_RECIPES:
         raise AFMError(
-            f"The recipe {wishes.quant_predicate!r} is for AFM models; others take {', '.join(MLX_LM_RECIPES)}."
+            f"The recipe {shown(wishes.quant_predicate)} is for AFM models; others take "
+            f"{', '.join(MLX_LM_RECIPES)}."
         )
     options: dict[str, Any] = {}
     if wishes.quantize:
@@ -118,8 +119,8 @@ def _write_packed(
         )
     if isinstance(wishes.quant_predicate, str) and wishes.target_bpw is None:
         raise AFMError(
-            f"The recipe {wishes.quant_predicate!r} is affine in mlx-lm; leave --q-mode, --q-granularity and "
-            "--q-embedding-bits out."
+            f"The recipe {shown(wishes.quant_predicate)} is affine in mlx-lm; leave --q-mode, --q-granularity "
+            "and --q-embedding-bits out."
         )
     model, config = load_zoo_model(source)
     if wishes.mlx_dtype is not None:

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from afm_mlx.cli.parser import Unavailable, UsageError, integer, number
+from afm_mlx.errors import shown
 
 EMBEDDED_MODEL = "afm-nano"  # as in afm_mlx.loading, which would import MLX
 
@@ -84,7 +85,9 @@ def named_path(text: str) -> tuple[str, str]:
     """`NAME=PATH`, for argparse."""
     name, equals, path = text.partition("=")
     if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=PATH, such as tidy=my-adapters/tidy")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is no NAME=PATH, such as tidy=my-adapters/tidy"
+        )
     return name, path
 
 
@@ -93,7 +96,7 @@ def gigabytes(text: str) -> int:
     nbytes = round(number(0, 10**6)(text) * 1e9)
     if nbytes < 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} holds no adapter; one takes some 0.001 to 0.3 GB"
+            f"{shown(text)} holds no adapter; one takes some 0.001 to 0.3 GB"
         )
     return nbytes
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli.parser import UsageError
 from afm_mlx.cli.training_arguments import ALTERNATIVES, FEATURES, ITERS
+from afm_mlx.errors import shown
 
 if TYPE_CHECKING:
     from afm_mlx.training.options import TrainingOptions
@@ -156,7 +157,8 @@ def _optimizer(args: argparse.Namespace) -> dict[str, Any]:
     wanted = {"betas", "eps", "weight_decay", "bias_correction"}
     if not isinstance(given, dict) or not given.keys() <= wanted:
         raise UsageError(
-            f"--optimizer-config has {given!r} for {args.optimizer}; allowed are {', '.join(sorted(wanted))}."
+            f"--optimizer-config has {shown(given)} for {args.optimizer}; allowed are "
+            f"{', '.join(sorted(wanted))}."
         )
     if given.get("bias_correction") is False:
         raise UsageError("--optimizer-config: bias_correction is always on here; leave it out.")
@@ -164,7 +166,7 @@ def _optimizer(args: argparse.Namespace) -> dict[str, Any]:
     numbers = [*betas, given.get("eps", 0.0)] if isinstance(betas, list) else []
     if len(numbers) != 3 or not all(type(n) in (int, float) for n in numbers):
         raise UsageError(
-            f"--optimizer-config has {given!r}; betas are a list of two numbers, and eps is one."
+            f"--optimizer-config has {shown(given)}; betas are a list of two numbers, and eps is one."
         )
     fill(args, {"weight_decay": given.get("weight_decay")})
     if args.optimizer == "adam" and args.weight_decay:

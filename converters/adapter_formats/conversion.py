@@ -28,7 +28,7 @@ from afm_mlx.converters.adapter_formats import (
 )
 from afm_mlx.converters.adapter_formats.fmadapter import SUFFIX
 from afm_mlx.converters.adapter_formats.pair_order import Tensors, exact_alpha, layer_of
-from afm_mlx.errors import AFMError, CheckpointError
+from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.fingerprint import folder_fingerprint
 from afm_mlx.loading import EMBEDDED_MODEL, resolve_model
 
@@ -298,17 +298,20 @@ def _check_signature(verdict: Verdict, wanted: str | None) -> None:
     if "package" not in verdict.facts:
         verdict.problems.append("only .fmadapter packages have a base signature, and this is none")
     elif (found := verdict.facts["package"]["base_signature"]) != wanted:
-        verdict.problems.append(f"the package is for the base signature {found}, not {wanted}")
+        verdict.problems.append(
+            f"the package is for the base signature {named(found)}, not {named(wanted)}"
+        )
 
 
 def _check_numbers(verdict: Verdict, tensors: Tensors) -> None:
     bad = set(not_finite(tensors))
-    verdict.problems += [f"{name} holds NaN or infinity" for name in sorted(bad)]
+    verdict.problems += [f"{named(name)} holds NaN or infinity" for name in sorted(bad)]
     for name in sorted(set(tensors) - bad):
         high = mx.abs(tensors[name].astype(mx.float32)).max().item()
         if high > FLOAT16_MAX:
             verdict.problems.append(
-                f"{name} has numbers up to {high:g}; adapters run in float16, which ends at {FLOAT16_MAX:g}"
+                f"{named(name)} has numbers up to {high:g}; adapters run in float16, which ends at "
+                f"{FLOAT16_MAX:g}"
             )
     second = sorted(name for name in tensors if ".lora_b" in name)
     zero = [name for name in second if name not in bad and not mx.any(tensors[name]).item()]
