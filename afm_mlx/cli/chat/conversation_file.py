@@ -45,7 +45,10 @@ def write_conversation(
         with atomic_write(path) as temporary:
             text = json.dumps(record, ensure_ascii=False, indent=1)
             temporary.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
+    except (
+        OSError,
+        RecursionError,
+    ) as error:  # the latter for a tool's result that is nested deeply
         raise ConversationFileError(
             f"{where} can't be written: {_reason(error)}. Give the path of a file."
         ) from None

@@ -99,6 +99,18 @@ def _key_bindings() -> KeyBindings:
     def break_line(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 
+    @bindings.add("tab")
+    def complete(event: KeyPressEvent) -> None:
+        # What is the only one comes at once, so that Enter may follow as fast as it is typed.
+        buffer = event.current_buffer
+        found = list(buffer.completer.get_completions(buffer.document, CompleteEvent()))
+        if buffer.complete_state:
+            buffer.complete_next()
+        elif len(found) == 1:
+            buffer.apply_completion(found[0])
+        else:
+            buffer.start_completion(insert_common_part=True)
+
     return bindings
 
 

@@ -120,7 +120,8 @@ def test_chat_survives_a_full_context(folder, run, say):
     say(b"the fox\n" + b"fox " * 300 + b"\nthe fox\n/reset\nthe fox\n")
     status, out, err = run("chat", "--model", folder, "-m", 5)
     assert status == 0
-    full, reset = err.splitlines()
+    full, forgotten = err.splitlines()
+    assert forgotten == "The conversation is forgotten."
     assert full.startswith(
         "The context of 256 tokens is full: the conversation with this question takes "
     )
