@@ -46,19 +46,25 @@ class Lines:
             UsageError: when it is not UTF-8 text; what a person types has question marks there instead.
         """
         if self.terminal:
-            print(prompt, end="", flush=True)
+            return self._typed(prompt)
         line = self._input.buffer.readline()
         self._count += 1
         if not line:
-            if self.terminal:
-                print()
             raise EOFError
-        if self.terminal:
-            return line.decode(self._input.encoding, errors="replace").rstrip("\r\n")
         try:
             return line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
             raise UsageError(f"line {self._count} of standard input is not UTF-8 text.") from None
+
+    def _typed(self, prompt: str) -> str:
+        print(prompt, end="", flush=True)
+        try:
+            if not (line := self._input.buffer.readline()):
+                raise EOFError
+        except (EOFError, KeyboardInterrupt):
+            print()  # neither key has ended the line
+            raise
+        return line.decode(self._input.encoding, errors="replace").rstrip("\r\n")
 
     def busy(self) -> AbstractContextManager[None]:
         return nullcontext()

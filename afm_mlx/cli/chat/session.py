@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from afm_mlx.errors import (
     CheckpointError,
     ConfigError,
     ContextLengthError,
-    RequestError,
     TokenizerError,
 )
 from afm_mlx.generation import GenerationResponse
@@ -95,9 +95,7 @@ class Session:
     def ask(self, question: str) -> None:
         """Answer a question, and print what comes of it."""
 
-        def answer(*show: Any, **arguments: Any) -> GenerationResponse | None:
-            return self.conversation.ask(question, *show, **arguments)
-
+        answer = partial(self.conversation.ask, question)
         self._answer(answer, "The question is left out of the conversation.")
 
     def retry(self) -> None:
@@ -133,9 +131,10 @@ class Session:
                 raise
             note(f"{self._advice(error) or one_line(error)} {consequence}")
             return
-        print(flush=True)
+        if written or response is not None:
+            print(flush=True)
         if response is None:
-            note("Stopped.")
+            note("Stopped." if written else f"Stopped before the answer began. {consequence}")
         elif self._figures:
             speed = f"{response.generation_tps:.1f} per second"
             note(f"[{response.generation_tokens} tokens, {speed}]")
@@ -146,11 +145,9 @@ class Session:
         return seed
 
     def _can_go_on(self, error: AFMError) -> bool:
-        """Whether an error is this question's; others are those of the arguments, which all answers share."""
-        if isinstance(error, RequestError):
-            return bool(self.conversation.turns)  # there is something to lose
+        """Whether there is a conversation to lose, or the error is this question's and not all questions'."""
         of_question = (CheckpointError, ConfigError, ContextLengthError, TokenizerError)
-        return isinstance(error, of_question)
+        return bool(self.conversation.turns) or isinstance(error, of_question)
 
     def _advice(self, error: AFMError) -> str | None:
         """About a full context in the chat's terms, in place of the engine's."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
+from prompt_toolkit.enums import DEFAULT_BUFFER
+from prompt_toolkit.filters import has_focus
 from prompt_toolkit.input import Input
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output
@@ -39,7 +41,7 @@ class Terminal:
     ):
         self._session: PromptSession[str] = PromptSession(
             multiline=True,
-            prompt_continuation=CONTINUED,
+            prompt_continuation=_continued,
             key_bindings=_key_bindings(),
             completer=_Completer(adapters),
             complete_while_typing=False,
@@ -88,18 +90,23 @@ def _own_output() -> Output:
     return output
 
 
+def _continued(width: int, line: int, wrapped: int) -> str:
+    return "" if wrapped else CONTINUED  # a line that is only too long for the screen is one line
+
+
 def _key_bindings() -> KeyBindings:
     bindings = KeyBindings()
+    in_entry = has_focus(DEFAULT_BUFFER)  # and not in the search of Ctrl-R
 
-    @bindings.add("enter")
+    @bindings.add("enter", filter=in_entry)
     def send(event: KeyPressEvent) -> None:
         event.current_buffer.validate_and_handle()
 
-    @bindings.add("escape", "enter")  # Alt-Enter is the same
+    @bindings.add("escape", "enter", filter=in_entry)  # Alt-Enter is the same
     def break_line(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 
-    @bindings.add("tab")
+    @bindings.add("tab", filter=in_entry)
     def complete(event: KeyPressEvent) -> None:
         # What is the only one comes at once, so that Enter may follow as fast as it is typed.
         buffer = event.current_buffer

@@ -1,5 +1,6 @@
 """Commands of a chat, through pipes."""
 
+import itertools
 import json
 import os
 import signal
@@ -7,10 +8,11 @@ import signal
 import mlx.core as mx
 import pytest
 
+from afm_mlx import generation
 from afm_mlx.cli import options
-from afm_mlx.cli.chat import commands
+from afm_mlx.cli.chat import commands, conversation
 from afm_mlx.cli.chat.interrupts import Interrupts
-from afm_mlx.generation import generate
+from afm_mlx.errors import AFMError, RequestError
 from afm_mlx.loading import load
 from tests.tools.cli import answer
 
@@ -33,7 +35,7 @@ def continued(folder, messages, **arguments):
     """What the library says to a whole conversation."""
     model, tokenizer = load(folder)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    return generate(model, tokenizer, prompt, max_tokens=8, **arguments)
+    return generation.generate(model, tokenizer, prompt, max_tokens=8, **arguments)
 
 
 def test_an_unknown_command_is_told_and_not_sent(chat):
@@ -202,7 +204,40 @@ def test_stats(chat):
     assert after[3] == "adapter      none"
 
 
+# -- what goes wrong in an answer
+
+
+def failing_at(number, error, monkeypatch):
+    """Have the answer of that number raise an error at once."""
+    calls = itertools.count(1)
+
+    def stream(*args, **kwargs):
+        if next(calls) == number:
+            raise error
+        yield from generation.stream_generate(*args, **kwargs)
+
+    monkeypatch.setattr(conversation, "stream_generate", stream)
+
+
+@pytest.mark.parametrize("error", [RequestError("No room."), AFMError("Odd.")])
+def test_no_error_ends_a_chat_that_has_something_to_lose(chat, monkeypatch, error):
+    whole, _ = chat("the fox", "and then")
+    failing_at(2, error, monkeypatch)
+    out, notes = chat("the fox", "the dog", "and then")
+    assert notes == [f"{error} The question is left out of the conversation."]
+    assert out == whole
+
+
 # -- Ctrl-C
+
+
+def test_ctrl_c_before_an_answer_begins_leaves_the_question_out(chat, monkeypatch):
+    whole, _ = chat("the fox", "and then")
+    failing_at(2, KeyboardInterrupt(), monkeypatch)
+    out, notes = chat("the fox", "the dog", "and then")
+    left_out = "The question is left out of the conversation."
+    assert notes == [f"Stopped before the answer began. {left_out}"]
+    assert out == whole
 
 
 def test_ctrl_c_stops_a_command_and_not_the_chat(chat, folder, monkeypatch):

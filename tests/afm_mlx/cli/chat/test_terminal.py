@@ -104,6 +104,12 @@ def test_what_was_typed_is_there_in_the_next_chat_and_private(typed, state):
     assert file.stat().st_mode & 0o777 == 0o600
 
 
+def test_ctrl_r_finds_what_was_typed(typed):
+    for entry in ("the fox", "the dog", "a cat"):
+        typed(entry, "\r")
+    assert typed("\x12fo\r", "\r") == "the fox"
+
+
 def test_history_can_be_switched_off(typed, state, monkeypatch):
     monkeypatch.setenv("AFM_MLX_HISTORY", "0")
     typed("the fox\r")
