@@ -60,7 +60,7 @@ def run_command(session: Session, entry: str) -> None:
         meant = f"; did you mean {close[0]}?" if close else "."
         note(
             f"There is no command {shown(name)}{meant} /help lists them. Nothing was sent: a message that "
-            f"begins with a slash is typed with two."
+            "begins with a slash is typed with two."
         )
     elif argument and not command.argument:
         note(f"{name} takes nothing behind it, and got {shown(argument)}.")

@@ -6,6 +6,7 @@ import os
 import stat
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def open_history() -> History:
 
 
 class _PrivateHistory(FileHistory):
-    def load_history_strings(self):  # type: ignore[no-untyped-def]
+    def load_history_strings(self) -> Iterable[str]:
         try:
             return super().load_history_strings()
         except OSError:
@@ -42,8 +43,9 @@ class _PrivateHistory(FileHistory):
 
 
 def _state_folder() -> Path:
-    if given := os.environ.get("XDG_STATE_HOME"):
-        return Path(given) / "afm-mlx"
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if given.is_absolute():  # others are to be ignored
+        return given / "afm-mlx"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "afm-mlx"
     return Path.home() / ".local" / "state" / "afm-mlx"
