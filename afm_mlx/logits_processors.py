@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Integral, Real
 from typing import Any
 
 import mlx.core as mx
 
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.request import LogitsProcessor
+from afm_mlx.samplers import INTEGER, REAL
 
 CONTEXT_SIZE = 20
 """mlx-lm's default: the newest tokens that a penalty looks at."""
@@ -59,7 +59,7 @@ def make_logits_processors(
 
 
 def _check(name: str, penalty: Any, size: Any) -> None:
-    if not (penalty is None or (isinstance(penalty, Real) and -LIMIT <= penalty <= LIMIT)):
+    if not (penalty is None or (isinstance(penalty, REAL) and -LIMIT <= penalty <= LIMIT)):
         raise RequestError(
             f"{name}_penalty is {shown(penalty)}; allowed is a number of {-LIMIT:g} to {LIMIT:g}."
         )
@@ -67,7 +67,7 @@ def _check(name: str, penalty: Any, size: Any) -> None:
         raise RequestError(
             f"repetition_penalty is {shown(penalty)}; allowed are {1 / LIMIT:g} and more, and 0 for none."
         )
-    if not (size is None or (isinstance(size, Integral) and size >= 0)):
+    if not (size is None or (isinstance(size, INTEGER) and size >= 0)):
         raise RequestError(
             f"{name}_context_size is {shown(size)}; allowed is an integer of 0 or more."
         )
@@ -75,8 +75,8 @@ def _check(name: str, penalty: Any, size: Any) -> None:
 
 def _bias(logit_bias: Mapping[int, float]) -> LogitsProcessor:
     for token, bias in logit_bias.items():
-        is_bias = isinstance(bias, Real) and (bias == -math.inf or -LIMIT <= bias <= LIMIT)
-        if not (isinstance(token, Integral) and token >= 0 and is_bias):
+        is_bias = isinstance(bias, REAL) and (bias == -math.inf or -LIMIT <= bias <= LIMIT)
+        if not (isinstance(token, INTEGER) and token >= 0 and is_bias):
             raise RequestError(
                 f"logit_bias has {shown(bias)} for the token {shown(token)}; needed are ids of tokens, and "
                 f"numbers of {-LIMIT:g} to {LIMIT:g} or -inf."

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.request import Sampler
 
+REAL = (int, float, np.integer, np.floating)
+INTEGER = (int, np.integer)
 COLDEST, HOTTEST = 1e-6, 1e30
 """The inverse of other temperatures would leave float32; colder ones than this act like it."""
 
@@ -46,29 +48,29 @@ def make_sampler(
     Raises:
         RequestError: for a value outside of these.
     """
-    temp = _number("temp", temp)
-    filters = {
-        "top_p": _number("top_p", top_p, 1),
-        "min_p": _number("min_p", min_p, 1),
-        "min_tokens_to_keep": _integer("min_tokens_to_keep", min_tokens_to_keep, 1),
-        "top_k": _integer("top_k", top_k),
-        "xtc_probability": _number("xtc_probability", xtc_probability, 1),
-        "xtc_threshold": _number("xtc_threshold", xtc_threshold, 0.5),
-        "xtc_special_tokens": [
+    sampler = FilteredSampler(
+        temp=_number("temp", temp),
+        top_p=_number("top_p", top_p, 1),
+        min_p=_number("min_p", min_p, 1),
+        min_tokens_to_keep=_integer("min_tokens_to_keep", min_tokens_to_keep, 1),
+        top_k=_integer("top_k", top_k),
+        xtc_probability=_number("xtc_probability", xtc_probability, 1),
+        xtc_threshold=_number("xtc_threshold", xtc_threshold, 0.5),
+        xtc_special_tokens=[
             _integer("xtc_special_tokens: a token", token) for token in xtc_special_tokens or ()
         ],
-    }
-    return FilteredSampler(temp, **filters) if temp else greedy
+    )
+    return sampler if sampler.temp else greedy
 
 
 def _number(name: str, value: Any, high: float = HOTTEST) -> float:
-    if not isinstance(value, Real) or not 0 <= value <= high:
+    if not isinstance(value, REAL) or not 0 <= value <= high:
         raise RequestError(f"{name} is {shown(value)}; allowed is a number of 0 to {high:g}.")
     return float(value)
 
 
 def _integer(name: str, value: Any, low: int = 0) -> int:
-    if not isinstance(value, Integral) or value < low:
+    if not isinstance(value, INTEGER) or value < low:
         raise RequestError(f"{name} is {shown(value)}; allowed is an integer of {low} or more.")
     return int(value)
 

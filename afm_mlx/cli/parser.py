@@ -201,20 +201,16 @@ def _checked(where: str, value: Any, action: argparse.Action) -> Any:
 def _converted(where: str, value: Any, action: argparse.Action) -> Any:
     if action.type is boolean and isinstance(value, bool):
         return value
+    if action.type is json_object and isinstance(value, dict):
+        value = json.dumps(value)
     convert: Callable[[str], Any] = action.type if callable(action.type) else str
     is_text = isinstance(value, str)
+    if isinstance(value, bool | list | dict) or (convert is str and not is_text):
+        raise UsageError(f"{where} is {shown(value)} ({type(value).__name__}); a string is needed.")
     try:
-        if action.type is json_object and isinstance(value, dict):
-            return json_object(json.dumps(value))
-        if isinstance(value, bool | list | dict) or (convert is str and not is_text):
-            raise UsageError(
-                f"{where} is {shown(value)} ({type(value).__name__}); a string is needed."
-            )
         converted = convert(value if is_text else repr(value))
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"{where}: {error}.") from None
-    except UsageError:
-        raise
     except ValueError:
         kind = getattr(convert, "__name__", "value")
         raise UsageError(f"{where} is {shown(value)}; {kind} is needed.") from None

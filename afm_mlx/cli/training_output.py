@@ -38,14 +38,10 @@ class Reporter:
         self.trainable = 0
 
     def on_plan(self, plan: Plan) -> None:
-        from afm_mlx.training.memory import check_fits
-
         self._steps = plan.options.iters
         self.trainable = plan.trainable
         for line in _plan_lines(plan):
             self._print(line)
-        if plan.memory is not None:
-            check_fits(plan.memory)
 
     def on_event(self, event: Event) -> None:
         from afm_mlx.training.events import Evaluation, Report, Resumed, Stepped, Testing

@@ -142,17 +142,22 @@ def estimate_memory(
     )
 
 
-def check_fits(nbytes: int) -> None:
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_fits(nbytes: int | None) -> None:
     """Refuse a run that this machine has not the memory for, swap space aside.
 
     Args:
-        nbytes: estimate of what it needs.
+        nbytes: estimate of what it needs; None when there is none.
 
     Raises:
         TrainingError: says how much there is, and what takes less.
     """
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if nbytes > there:
+    there = machine_memory()
+    if nbytes is not None and nbytes > there:
         raise TrainingError(
             f"The training needs about {nbytes / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f}. "
             "--grad-checkpoint, a smaller --batch-size, --max-seq-length or --rank, and a packed model "

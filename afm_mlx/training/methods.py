@@ -40,7 +40,7 @@ from afm_mlx.stored_layers import quantization_of
 from afm_mlx.training.events import Event, Testing
 from afm_mlx.training.kinds import DraftTraining, FullTraining, LoRATraining, Method, QATTraining
 from afm_mlx.training.losses import CrossEntropy, Distillation, Loss
-from afm_mlx.training.memory import estimate_memory
+from afm_mlx.training.memory import check_fits, estimate_memory
 from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.recipe import Data, Plan, Recipe, read_data
 from afm_mlx.training.run_folder import RunFolder
@@ -205,6 +205,7 @@ def train_by(
     }
     loss, taught = _loss_of(recipe, source, teacher, manifest)
     method.prepare(model, source, data, options.seed)
+    check_fits(_plan(model, source, method, taught, data, options).memory)
     manifest |= method.manifest(model) | _manifest(recipe, data, options)
     run = (RunFolder.open if resume else RunFolder.create)(run_path, manifest)
     if on_plan is not None:

@@ -63,7 +63,7 @@ def base_of(adapter: Path) -> BaseFolder | None:
     if not path.is_file():
         return None
     values = read_config_json(path)
-    name = values.get("base_model_name_or_path" if "peft_type" in values else "model")
+    name: Any = values.get("base_model_name_or_path" if "peft_type" in values else "model")
     folder = _folder_here(name) if is_text(name) else None
     if folder is not None:
         return BaseFolder.read(folder)

@@ -176,6 +176,43 @@ def test_debug_keeps_the_traceback(run):
         main(["generate", "--model", "no/such/folder", "--debug"])
 
 
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["generate", "--prompt", "a\udce9"], "--prompt/-p is not valid UTF-8: 'a\\udce9'"),
+        (["generate", "--model", "\udcff/x"], "--model is not valid UTF-8"),
+        (["info", "--model", "a\0b"], "--model has a NUL character"),
+        (["adapter", "info", "a\0b"], "ADAPTER has a NUL character"),
+        (["generate", "--stop", "a", "\ud800"], "--stop is not valid UTF-8"),
+        (["generate", "--chat-template-config", '{"a": "\\ud800"}'], "not valid UTF-8"),
+        (["generate", "-c", "\udcff.yaml"], "--config is not valid UTF-8"),
+        (["\udcff"], "COMMAND is not valid UTF-8"),
+        (["generate", "-m", "9" * 5000], "is not an integer"),
+        (["generate", "-m", "9" * 100], "allowed is -1 to 2147483647"),
+        (["generate", "--kv-bits", "9" * 5000], "is not an integer"),
+        (["generate", "--model", "x" * 100_000], "x..."),
+        (["generate", "--" + "x" * 100_000], "unrecognized arguments"),
+        (["generate", "--chat-template-config", "[" * 100_000], "can't be used as JSON"),
+        (["adapter", "compose", "x" * 100_000, "--output", "y"], "no adapter with a weight"),
+    ],
+)
+def test_texts_that_nothing_takes(fails, argv, says):
+    line = fails(*argv)
+    assert says in line
+    assert len(line) < 1300
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError])
+def test_too_little_memory_is_one_line(monkeypatch, fails, kind):
+    from afm_mlx.cli import info
+
+    def too_large(args):
+        raise kind("[malloc] Unable to allocate 99999999 bytes.")
+
+    monkeypatch.setattr(info, "run", too_large)
+    assert "there is not enough memory ([malloc] Unable" in fails("info")
+
+
 def test_our_own_defects_keep_their_traceback(monkeypatch):
     from afm_mlx.cli import info
 
