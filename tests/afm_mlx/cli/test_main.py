@@ -164,7 +164,7 @@ def test_the_embedded_model_is_the_default(tmp_path, spm_bpe, rng, monkeypatch, 
         (["perplexity", "--sequence-length", "1"], "allowed is 2 or more"),
         (["perplexity", "--data-path", "no.jsonl"], "no file or folder no.jsonl"),
         (["evaluate", "--tasks", "hellaswag"], "mlx_lm.evaluate"),
-        (["evaluate", "--batch-size", "0"], "allowed is 1 or more"),
+        (["evaluate", "--batch-size", "0"], "allowed is 1 to 4096"),
     ],
 )
 def test_what_the_user_got_wrong_is_one_line(fails, argv, says):
