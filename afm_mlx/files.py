@@ -124,9 +124,7 @@ def remove_places() -> None:
 
 def _is_place(entry: os.DirEntry[str]) -> bool:
     name = entry.name
-    return (
-        name.startswith(".") and name.endswith(_SUFFIX) and entry.is_dir(follow_symlinks=False)
-    )
+    return name.startswith(".") and name.endswith(_SUFFIX) and entry.is_dir(follow_symlinks=False)
 
 
 def _make(path: Path) -> tuple[Path, FileLock]:

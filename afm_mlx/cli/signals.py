@@ -20,10 +20,10 @@ from types import FrameType
 GRACE = 5.0
 """Seconds that native work has to end in, before the process ends within it."""
 
-_REPEATED = 1.0  # seconds in which a signal is the first one again: `timeout` and terminals send two
-_WATCHED = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)
+_REPEATED = (
+    1.0  # seconds in which a signal is the first one again: `timeout` and terminals send two
 )
+_WATCHED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 class Terminated(BaseException):

@@ -260,7 +260,9 @@ class RunFolder:
                 f"If it stays so, move {path} out of {self._checkpoints} and keep it; --resume then goes on from "
                 f"the checkpoint of step {before[-1]}."
             )
-        return CheckpointError(f"{fault} Check the disk and permissions, and resume again. {advice}")
+        return CheckpointError(
+            f"{fault} Check the disk and permissions, and resume again. {advice}"
+        )
 
     def what_remains(self) -> str:
         """A sentence on the newest checkpoint, for errors."""

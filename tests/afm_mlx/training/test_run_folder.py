@@ -148,7 +148,9 @@ def test_damage_is_named(run, name, damage):
         run.load(1)
     save(run, 5)
     (run.checkpoint_path(5) / "state.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"a JSON list, .*move .*step-0000005 out of") as error:
+    with pytest.raises(
+        CheckpointError, match=r"a JSON list, .*move .*step-0000005 out of"
+    ) as error:
         run.load(5)
     assert "goes on from the checkpoint of step 1." in str(error.value)
     assert not re.search("remove|delete", str(error.value))
