@@ -1,9 +1,10 @@
 """A lock on a file that ends with the process that holds it, however that ends.
 
-The operating system keeps it (`flock`), so a killed process leaves none behind, and neither a process id that is
-given out again nor a container with ids of its own can be mistaken for the owner. What the file holds says whom to
-ask. NFS keeps such locks between machines. File systems that keep none (some of clusters) are left with what the
-file says: an owner on this machine that no longer runs has lost its lock, and one on another machine keeps it.
+The operating system keeps it (`flock`), so a killed process leaves none behind, and neither a process id that
+is given out again nor a container with ids of its own can be mistaken for the owner. What the file holds says
+whom to ask. NFS keeps such locks between machines. File systems that keep none (some of clusters) are left with
+what the file says: an owner on this machine that no longer runs has lost its lock, and one on another machine
+keeps it.
 """
 
 from __future__ import annotations

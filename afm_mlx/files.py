@@ -1,7 +1,7 @@
 """Files that are either whole or not there: written in a place of their own, flushed, and renamed.
 
 The place is a hidden folder beside the output. It is locked while its process lives, and removed when that is
-done with it, by an error or an interrupt too. What a process leaves that is killed is removed by the next one that
+done with it, by an error or an interrupt too. What a killed process leaves is removed by the next one that
 writes to the same folder.
 """
 
@@ -30,8 +30,8 @@ _places: dict[Path, FileLock] = {}
 def atomic_write(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path, to be written; on success the file takes the place of `path`.
 
-    It has the name of `path`, because writers such as `mx.save_safetensors` look at the suffix. Whatever is raised
-    inside, an interrupt too, removes it and leaves `path` as it was.
+    It has the name of `path`, because writers such as `mx.save_safetensors` look at the suffix. Whatever is
+    raised inside, an interrupt too, removes it and leaves `path` as it was.
     """
     path = Path(path)
     with place_beside(path) as place:

@@ -1,8 +1,8 @@
-"""What ends a command from outside: Ctrl-C, SIGTERM (`kill`, `timeout`, a shutdown) and SIGHUP (a closed terminal).
+"""What ends a command from outside: Ctrl-C, SIGTERM (`kill`, a shutdown), SIGHUP (a closed terminal).
 
-They raise, so that what is half written is removed on the way out. Python runs handlers between two steps of its
-own in the main thread, and that may be in a product of many seconds: a thread looks after that. A signal that is
-ignored (`nohup`, jobs in a script's background) stays so.
+They raise, so that what is half written is removed on the way out. Python runs handlers between two steps of
+its own in the main thread, and that may be in a product of many seconds: a thread looks after that. A signal
+that is ignored (`nohup`, jobs in a script's background) stays so.
 """
 
 from __future__ import annotations

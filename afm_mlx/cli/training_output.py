@@ -216,9 +216,7 @@ def _advice(args: argparse.Namespace, run_path: Path) -> Iterator[None]:
     from afm_mlx.training.run_folder import RunExistsError
 
     resume = args.command_line if args.resume else f"{args.command_line} --resume"
-    flag = "--run-path" if hasattr(args, "run_path") else "--adapter-path"
-    if not hasattr(args, "run_path") and args.save_path is not None:
-        flag = "--save-path"
+    flag = "--adapter-path" if args.save_path is None else "--save-path"
     advice = f"To go on with it: {resume}. To start anew, choose another folder ({flag})."
     try:
         yield

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from afm_mlx.errors import CheckpointError, TrainingError
 from afm_mlx.file_lock import FileLock, LockHeldError, Owner
 from afm_mlx.files import atomic_folder, atomic_write, remove_folder, remove_leftovers
-from afm_mlx.weights import read_header, save_file
+from afm_mlx.weights import save_file
 
 KEEP = 2  # checkpoints; the second is for disks that lose what they said was written
 STATE_NAME = "state.json"
@@ -68,8 +67,8 @@ class RunExistsError(TrainingError):
 class RunFolder:
     """Use `create` for a new run and `open` for one to go on with, and `close` when done with it.
 
-    One object at a time works in a folder, in whatever process: both of these lock it, until it is closed or its
-    process ends. As a context manager it closes itself. A `RunFolder(path)` is for looking only.
+    One object at a time works in a folder, in whatever process: both of these lock it, until it is closed or
+    its process ends. As a context manager it closes itself. A `RunFolder(path)` is for looking only.
     """
 
     def __init__(self, path: Path):
@@ -142,7 +141,8 @@ class RunFolder:
             raise RunExistsError(self.path)
         if resume and not self._manifest_path.exists():
             raise TrainingError(
-                f"{self.path} holds no training run to resume (no run.json). Check the path, or start a new run."
+                f"{self.path} holds no training run to resume (no run.json). Check the path, or start a new "
+                "run."
             )
 
     def close(self) -> None:
@@ -167,7 +167,8 @@ class RunFolder:
                 raise
         except OSError as error:
             raise TrainingError(
-                f"The run's folder {self.path} can't be locked: {error.strerror}. Check that it may be written to."
+                f"The run's folder {self.path} can't be locked: {error.strerror}. Check that it may be written "
+                "to."
             ) from None
 
     def _check_manifest(self, manifest: Mapping[str, Any]) -> None:
@@ -257,8 +258,8 @@ class RunFolder:
         advice = "There is no checkpoint before it: start a new run in another folder."
         if before:
             advice = (
-                f"If it stays so, move {path} out of {self._checkpoints} and keep it; --resume then goes on from "
-                f"the checkpoint of step {before[-1]}."
+                f"If it stays so, move {path} out of {self._checkpoints} and keep it; --resume then goes on "
+                f"from the checkpoint of step {before[-1]}."
             )
         return CheckpointError(
             f"{fault} Check the disk and permissions, and resume again. {advice}"
@@ -303,7 +304,8 @@ class RunFolder:
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             fault = f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"{path} does not say which step its weights are of ({fault}). Start a new run in another folder."
+                f"{path} does not say which step its weights are of ({fault}). Start a new run in another "
+                "folder."
             ) from None
 
     # -- metrics
@@ -354,8 +356,8 @@ def _whom_to_ask(owner: Owner | None) -> str:
     if owner.is_here():
         return f"{owner}. Close the `RunFolder` that has it first."
     return (
-        f"{owner}. Let that run go on, or stop it (kill {owner.pid} lets it save a checkpoint) and resume it then "
-        "(--resume); or choose another folder for a new run."
+        f"{owner}. Let that run go on, or stop it (kill {owner.pid} lets it save a checkpoint) and resume it "
+        "then (--resume); or choose another folder for a new run."
     )
 
 

@@ -1,4 +1,4 @@
-"""Commands that are ended from outside, at any moment: nothing half-written, and nothing left by the next run."""
+"""Commands that are ended from outside at any moment: nothing half-written, nothing left by the next run."""
 
 import signal
 import subprocess

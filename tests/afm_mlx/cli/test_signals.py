@@ -111,7 +111,7 @@ def test_a_second_interrupt_does_not_wait():
         raise AssertionError("must not be reached")
 
 
-# A process that writes a file, does long work in native code (or cleans up for long), and is signalled by itself.
+# It writes a file, does long work in native code or cleans up for long, and sends itself signals.
 STUCK = """
 import hashlib, os, signal, sys, threading, time
 from afm_mlx.cli import signals
