@@ -127,10 +127,11 @@ class _Watch:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self._reader, select.POLLIN)
-        first, number = None, 0
+        first, number = 0.0, 0  # when, and which
         while True:
-            waits = first is None or self.number is not None or self.deferred_to is not None
-            rest = None if waits else max(0.0, first + GRACE - time.monotonic())
+            # The main thread is in charge once a handler ran, or where it said that it comes to an end soon.
+            in_charge = self.number is not None or self.deferred_to is not None
+            rest = max(0.0, first + GRACE - time.monotonic()) if number and not in_charge else None
             if not poll.poll(None if rest is None else rest * 1000):
                 if self.number is None and self.deferred_to is None:
                     _end_now(number)
@@ -141,7 +142,7 @@ class _Watch:
             arrived = [n for n in data if n in self._handled]
             if not arrived:
                 continue  # Ctrl-C, which has its own handler
-            if first is None:
+            if not number:
                 first, number = time.monotonic(), arrived[0]
             elif signal.SIGTERM in arrived and time.monotonic() - first > _REPEATED:
                 os._exit(128 + signal.SIGTERM)

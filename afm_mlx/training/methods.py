@@ -127,12 +127,14 @@ def train_lora(
         AFMError: what is wrong with an argument, the data, the model or the run.
     """
     path = Path(adapter_path)
+    options["run_path"] = options.get("run_path") or path / "run"
     taken = [name for name in (TENSORS_NAME, CONFIG_NAME) if (path / name).exists()]
     if taken and not options.get("resume"):
+        if CONFIG_NAME not in taken:  # its run was killed while it saved, and may go on
+            RunFolder(Path(options["run_path"])).check(resume=False)
         raise TrainingError(
-            f"{path} holds an adapter already ({taken[0]}). Choose another folder, or remove it first."
+            f"{path} holds an adapter already ({taken[0]}). Choose another folder, or move it away first."
         )
-    options["run_path"] = options.get("run_path") or path / "run"
     return train_by(method or LoRATraining(), recipe, path, **options)
 
 

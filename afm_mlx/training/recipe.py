@@ -97,8 +97,7 @@ class Recipe:
             if fixed:
                 options = dataclasses.replace(options, warmup_iters=self.options.warmup_iters)
         if self.warmup_epochs is not None:
-            steps = self.warmup_epochs * per_epoch / options.grad_accumulation_steps
-            warmup = math.ceil(steps)
+            warmup = math.ceil(self.warmup_epochs * per_epoch / options.grad_accumulation_steps)
             if warmup >= options.iters:
                 raise ConfigError(
                     f"A warm-up of {self.warmup_epochs:g} epochs is {warmup} steps, and the run has "
