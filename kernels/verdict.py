@@ -95,7 +95,8 @@ class Verdict:
                     json.dump(values, file, indent=1)
                 os.replace(name, self._path)
             except BaseException:
-                os.unlink(name)
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
                 raise
         except OSError:
             pass  # a folder that can't be written costs a test at every start, and nothing else

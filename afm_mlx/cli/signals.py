@@ -98,12 +98,12 @@ class _Watch:
     def __init__(self) -> None:
         self.number: int | None = None  # of the signal that a handler has taken
         self.deferred_to: threading.Event | None = None
+        self._handled = [n for n in _WATCHED if signal.getsignal(n) == signal.SIG_DFL]
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
         self._thread.start()
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self._handled = [n for n in _WATCHED if signal.getsignal(n) == signal.SIG_DFL]
         for number in self._handled:
             signal.signal(number, self._take)
 
