@@ -21,6 +21,7 @@ from afm_mlx.training.losses import CrossEntropy, mean_loss
 from afm_mlx.training.methods import train_full, train_lora, train_qat
 from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.recipe import Recipe, read_data
+from afm_mlx.training.run_folder import RunExistsError
 from afm_mlx.training.scores import measure_adapter
 from afm_mlx.training.source import Source
 from tests.tools.cli import write_folder
@@ -365,6 +366,11 @@ def test_an_adapter_is_not_overwritten(recipe, tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(TrainingError, match="holds an adapter already"):
         train_lora(recipe, tmp_path / "adapter")
+    (tmp_path / "killed" / "run").mkdir(parents=True)
+    (tmp_path / "killed" / "run" / "run.json").write_text("{}")
+    (tmp_path / "killed" / "adapters.safetensors").touch()  # and no config yet
+    with pytest.raises(RunExistsError, match=r"Resume it \(--resume\)"):
+        train_lora(recipe, tmp_path / "killed")
 
 
 def test_a_teacher_must_be_of_use(recipe, model, tmp_path, spm_unigram, rng):
