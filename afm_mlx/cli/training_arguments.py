@@ -11,7 +11,9 @@ from afm_mlx.cli.parser import MAX_ROWS, integer, json_object, number
 from afm_mlx.errors import named, shown
 
 MAX_EPOCHS, MAX_SIZE = 10**6, 10**15  # the latter in bytes
-ITERS = 1000  # mlx-lm's default
+EPOCHS, STEPS_BETWEEN = 3, (100, 1000)
+"""How long to train where nobody says: passes over the data, and the fewest and the most steps of these."""
+
 FEATURES = ("prompt", "completion", "chat", "text")  # what mlx-lm's YAML files may rename
 
 ALTERNATIVES = (
@@ -76,8 +78,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-seq-length",
         type=integer(2),
-        default=2048,
-        help="the most tokens of a sample, and of a row; longer texts are cut, longer chats an error",
+        help="the most tokens of a sample, and of a row; longer texts are cut, longer chats an error. By "
+        "default 2048, or the model's context if that is less, and packed rows of some four samples",
     )
     group.add_argument(
         "--packing",
@@ -105,7 +107,12 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_loop(parser: argparse.ArgumentParser, learning_rate: str) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--iters", type=integer(1), help=f"steps; {ITERS} by default")
+    group.add_argument(
+        "--iters",
+        type=integer(1),
+        help=f"steps; by default {EPOCHS} passes over the data, but {STEPS_BETWEEN[0]} steps at least and "
+        f"{STEPS_BETWEEN[1]} at most",
+    )
     group.add_argument(
         "--epochs", type=number(0, MAX_EPOCHS), help="passes over the data, instead of --iters"
     )
