@@ -7,57 +7,22 @@ import numpy as np
 from afm_mlx.cli import COMMANDS
 from afm_mlx.cli.parser import Parser, Unavailable, json_object
 
-NUMBERS = [
-    "0",
-    "1",
-    "-1",
-    "3",
-    "0.5",
-    "1e-5",
-    "8",
-    "2147483647",
-    "2147483648",
-    "-9223372036854775809",
-]
-NUMBERS += [
-    "1e400",
-    "-0.0",
-    "nan",
-    "inf",
-    "-inf",
-    "9" * 5000,
-    "0x10",
-    "1_000",
-    "٣",
-    "100000000000000",
-]
-TEXTS = [
+NUMBERS = "0 1 -1 3 0.5 1e-5 8 2147483647 2147483648 -9223372036854775809 100000000000000".split()
+NUMBERS += [*"1e400 -0.0 nan inf -inf 0x10 1_000 ٣".split(), "9" * 5000]
+TEXTS = "- -- a no/such/file x=y = a=b=c afm-nano None true 2001-13-45 ~ %s%n{0} '\" * ~nobody/x".split()
+TEXTS += [
     "",
     " ",
-    "-",
-    "--",
-    "a",
-    "no/such/file",
-    "a" * 5000,
-    "ä" * 300,
-    "\U0001f600",
     "\n",
     "\x1b[31m",
-]
-TEXTS += [
-    "x=y",
-    "=",
-    "a=b=c",
-    "afm-nano",
-    "None",
-    "true",
-    "2001-13-45",
-    "~",
-    "%s%n{0}",
-    "'\"",
     "\ufeff",
+    "\U0001f600",
+    "\udce9",
+    "a\ud800",
+    "cosine",
+    "balanced",
 ]
-TEXTS += ["/" * 300, "../" * 50, "*", "~nobody/x", "\udce9", "a\ud800", "cosine", "balanced"]
+TEXTS += ["a" * 5000, "ä" * 300, "/" * 300, "../" * 50]
 JSONS = [
     "{}",
     "[]",
