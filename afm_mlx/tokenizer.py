@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.chat_messages import checked_messages, checked_tools
+from afm_mlx.caller_text import free_mark, marked, strings_in
+from afm_mlx.chat_messages import Message, checked_messages, checked_tools
 from afm_mlx.chat_template import ChatTemplate
+from afm_mlx.control_tokens import ControlTokens
 from afm_mlx.detokenizer import NEWLINE, SPACE, Piece, StreamingDetokenizer
 from afm_mlx.errors import TokenizerError
 from afm_mlx.mlx_lm_protocol import MLXLMTokenizer
@@ -100,6 +103,7 @@ class Tokenizer(MLXLMTokenizer):
             self.eos_token_ids.add(turn_end)
         self._marker_ids = {name: vocabulary.id_of(name) for name in MARKERS}
         self._prefix_id = vocabulary.id_of(SPACE)
+        self._separator = separator
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -115,6 +119,9 @@ class Tokenizer(MLXLMTokenizer):
         Without special tokens these are the ids of tamm's `AFMTokenizer.encode`. With them, they are what
         the model expects at the start of a sequence: the separator first, and for a text that starts with
         a marker of the prompt format (a rendered chat), not the dummy prefix that encoding puts there.
+
+        The text is taken as it is: where it has the name of a control token, such as `<turn_end>`, the ids have
+        that token. What others wrote belongs in a message, see `apply_chat_template`.
 
         Raises:
             TokenizerError: when `text` is not a string, or has surrogates that no UTF-8 can hold.
@@ -133,6 +140,9 @@ class Tokenizer(MLXLMTokenizer):
         tokens = self._vocabulary.encode(text.replace("\n", NEWLINE))
         if not add_special_tokens:
             return tokens
+        return self._behind_separator(tokens, text)
+
+    def _behind_separator(self, tokens: list[int], text: str) -> list[int]:
         if (
             tokens[:1] == [self._prefix_id]
             and text.startswith(MARKERS)
@@ -156,6 +166,10 @@ class Tokenizer(MLXLMTokenizer):
 
         The messages are not changed. A default system message is put first when there is none. Tool
         definitions come from `tools` or from the system message's `tools`.
+
+        Only the template writes control tokens. Where messages, tools, response formats or `kwargs` hold the
+        name of one, the ids are those of its characters. The text of `tokenize=False` can't tell the two apart:
+        encoded again, it has control tokens for both.
 
         Args:
             messages: `{"role", "content"}` dicts, see `chat_messages.checked_messages`.
@@ -183,46 +197,86 @@ class Tokenizer(MLXLMTokenizer):
                 "add_generation_prompt starts a new answer and continue_final_message writes the last "
                 "message further: only one of them can be true."
             )
-        text = self._render(
+        chat = self._chat(
             messages,
             tools,
-            ChatTemplate(chat_template) if chat_template is not None else self._chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             **kwargs,
         )
-        return self.encode(text, add_special_tokens=True) if tokenize else text
+        template = ChatTemplate(chat_template) if chat_template is not None else self._chat_template
+        text = self._render(template, *chat)
+        return self._encode_chat(template, text, *chat) if tokenize else text
 
-    def _render(
+    def _chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
-        template: ChatTemplate,
         **variables: Any,
-    ) -> str:
+    ) -> tuple[list[Message], dict[str, Any], dict[str, Any]]:
+        """Checked messages; the caller's variables, `tools` among them; and the template's own."""
         checked = checked_messages(messages)
         own_tools = checked[0].pop("tools", None)
         if own_tools and tools:
             raise TokenizerError(
                 "Tool definitions are given twice, as tools= and as messages[0]['tools']. Leave one out."
             )
-        separator = self.convert_ids_to_tokens(self.separator_id)
-        variables = {
-            "target_role": "assistant",
-            "eos_token": self.eos_token,
-            **variables,
-            "bos_token": "",
-            "arguments_are_decoded": True,
-        }
-        text = template.render(
-            checked, tools=checked_tools(tools) if tools else own_tools, **variables
-        )
+        variables["tools"] = checked_tools(tools) if tools else own_tools
+        own = {"target_role": "assistant", "eos_token": self.eos_token}
+        own = {name: value for name, value in own.items() if variables.get(name, value) == value}
+        return checked, variables, own | {"bos_token": "", "arguments_are_decoded": True}
+
+    def _render(
+        self,
+        template: ChatTemplate,
+        messages: list[Message],
+        variables: dict[str, Any],
+        own: dict[str, Any],
+    ) -> str:
+        text = template.render(messages, **variables | own)
         # Templates for other programs may write the separator out; here `encode` puts its id.
-        text = text.removeprefix(separator)
+        text = text.removeprefix(self._separator)
         if variables["continue_final_message"]:
             opened = text.rstrip().removesuffix(self.eos_token)
             text = text if opened == text.rstrip() else opened
         return text
+
+    def _encode_chat(
+        self,
+        template: ChatTemplate,
+        text: str,
+        messages: list[Message],
+        variables: dict[str, Any],
+        own: dict[str, Any],
+    ) -> list[int]:
+        """The ids of a rendered chat, with the control tokens that the template wrote and no others."""
+        controls = self._controls
+        tokens = self.encode(text, add_special_tokens=True)
+        found = controls.ids_in(tokens[1:])
+        texts = strings_in([variables, *(m | {"role": ""} for m in messages)])
+        if not controls.may_come_from(texts, template) and found == controls.written_in(text):
+            return tokens
+        mark = free_mark([text, template.source, *texts])
+        try:
+            theirs = [{**marked(m, mark), "role": m["role"]} for m in messages]
+            values = {name: marked(value, mark) for name, value in variables.items()}
+            rendered = self._render(template, theirs, values, own)
+        except RecursionError:
+            raise TokenizerError(
+                "The messages or tools are nested too deeply to be encoded. Flatten them."
+            ) from None
+        written = controls.written_in(rendered, mark)
+        # A template that looks into texts in ways that marks disturb has said something else this time.
+        is_same = rendered.replace(mark, "") == text
+        if found == written and (is_same or not controls.are_in(texts)):
+            return tokens
+        tokens = self._behind_separator(controls.encode(rendered, mark), rendered)
+        if controls.ids_in(tokens[1:]) != written:
+            raise TokenizerError(
+                "The chat template mixes its control tokens with the messages' text, which has names of such. "
+                "Remove it from the text, or the template, to use AFM's own."
+            )
+        return tokens
 
     # Ids to text
 
@@ -272,6 +326,10 @@ class Tokenizer(MLXLMTokenizer):
             )
 
     # Vocabulary
+
+    @cached_property
+    def _controls(self) -> ControlTokens:
+        return ControlTokens(self._vocabulary, self.all_special_ids)
 
     @property
     def pad_token(self) -> str | None:

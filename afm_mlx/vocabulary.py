@@ -6,9 +6,11 @@ Face `tokenizer.json` that converters write. Both take text in which newlines ar
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,8 @@ from afm_mlx.errors import TokenizerError
 TURN_START, TURN_END = "<turn_start>", "<turn_end>"
 EXECUTABLE_START, EXECUTABLE_END = "<executable_start>", "<executable_end>"
 MARKERS = (TURN_START, TURN_END, EXECUTABLE_START, EXECUTABLE_END)  # of the prompt format
+
+USER_DEFINED = 4  # of the types of pieces in sentencepiece_model.proto
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -41,6 +45,19 @@ class Vocabulary(Protocol):
 
     def piece(self, token: int) -> Piece: ...
 
+    @property
+    def symbols(self) -> Mapping[str, int]:
+        """Names that are found in a text before it is cut into pieces: user-defined ones, and their ids."""
+        ...
+
+    def is_hidden(self, token: int) -> bool:
+        """Whether no text has this id, whatever its name is."""
+        ...
+
+    def renamed(self, names: Mapping[int, str]) -> Vocabulary:
+        """One that encodes to the same ids, and finds the symbols of these ids under other names."""
+        ...
+
 
 class SentencePieceVocabulary:
     """A SentencePiece model, Unigram or BPE."""
@@ -53,6 +70,7 @@ class SentencePieceVocabulary:
         """
         from sentencepiece import SentencePieceProcessor
 
+        self._model, self._path = model, path
         self._processor = SentencePieceProcessor()
         try:
             loaded = bool(model) and self._processor.LoadFromSerializedProto(model)
@@ -106,6 +124,22 @@ class SentencePieceVocabulary:
             return Piece(PieceKind.UNKNOWN, self._processor.Decode([token]))
         return Piece(PieceKind.TEXT, name)
 
+    @cached_property
+    def symbols(self) -> Mapping[str, int]:
+        pieces = parse_model(self._model, self._path).pieces
+        return {
+            piece.piece: token for token, piece in enumerate(pieces) if piece.type == USER_DEFINED
+        }
+
+    def is_hidden(self, token: int) -> bool:
+        return self._processor.IsControl(token)
+
+    def renamed(self, names: Mapping[int, str]) -> Vocabulary:
+        proto = parse_model(self._model, self._path)
+        for token, name in names.items():
+            proto.pieces[token].piece, proto.pieces[token].type = name, USER_DEFINED
+        return SentencePieceVocabulary(proto.SerializeToString(), self._path)
+
 
 class HubVocabulary:
     """A `tokenizer.json`, as `save_tokenizer` writes it or as other converters do."""
@@ -131,6 +165,7 @@ class HubVocabulary:
                 for token in added
                 if not (token["content"] in control and _in_model(token["content"], model))
             ]
+            self._content = content
             self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         except Exception as error:  # tokenizers raises bare Exception
             raise TokenizerError(
@@ -192,6 +227,86 @@ class HubVocabulary:
         if token in self._control:
             return Piece(PieceKind.CONTROL, name)
         return Piece(PieceKind.TEXT, name)
+
+    @property
+    def symbols(self) -> Mapping[str, int]:
+        return {name: token for name in self._added if (token := self.id_of(name)) is not None}
+
+    def is_hidden(self, token: int) -> bool:
+        return token in self._control
+
+    def renamed(self, names: Mapping[int, str]) -> Vocabulary:
+        import tokenizers
+
+        # Names of control tokens have no text, but the pieces of a Unigram model are found by their names.
+        hidden = {t: f"{self.name(t)}\U0010fffd" for t in self._control if t != self.unk_id}
+        new_names = {self.name(t): name for t, name in (hidden | dict(names)).items()}
+        content = _with_names(self._content, new_names)
+        known = {token["content"] for token in content["added_tokens"]}
+        content["added_tokens"] += [
+            {**_PLAIN_TOKEN, "id": token, "content": name}
+            for token, name in names.items()
+            if name not in known
+        ]
+        other = copy.copy(self)
+        other._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+        other._added = {token["content"] for token in content["added_tokens"]}
+        return other
+
+
+def parse_model(model: bytes, path: str | Path) -> Any:
+    """The `ModelProto` of a serialized SentencePiece model.
+
+    Raises:
+        TokenizerError: names `path` when it is damaged.
+    """
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    try:
+        proto.ParseFromString(model)
+    except DecodeError as error:
+        raise TokenizerError(f"{path} is not a SentencePiece model ({error}).") from None
+    return proto
+
+
+_PLAIN_TOKEN = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": False,
+}
+
+
+def _with_names(value: Any, names: Mapping[str, str]) -> Any:
+    """A copy of a tokenizer file's content with other names in the vocabulary, added tokens and normalizer."""
+    content = {key: item for key, item in value.items() if key != "post_processor"}
+    content["added_tokens"] = [
+        {**token, "content": names.get(token["content"], token["content"])}
+        for token in value["added_tokens"]
+    ]
+    model = dict(value["model"])
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(name, name): token for name, token in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(name, name), *score] for name, *score in vocabulary]
+    if "merges" in model:
+        model["merges"] = [m for m in model["merges"] if _merged(m) not in names]
+    content["model"] = model
+    # `save_tokenizer` writes a regular expression with the markers' names.
+    normalizer = json.dumps(value.get("normalizer"), ensure_ascii=False)
+    for name, new in names.items():
+        for spelled in {name, re.escape(name)}:
+            normalizer = normalizer.replace(json.dumps(spelled, ensure_ascii=False)[1:-1], new)
+    content["normalizer"] = json.loads(normalizer)
+    return content
+
+
+def _merged(merge: str | list[str]) -> str:
+    return "".join(merge.split(" ", 1) if isinstance(merge, str) else merge)
 
 
 def _id_or_none(token: int) -> int | None:

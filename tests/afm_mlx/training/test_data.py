@@ -17,12 +17,11 @@ from tests.tools.chats import (
     TOOL,
     USER,
     load_one,
-    plain_text,
     random_chat,
     targets,
     write,
 )
-from tests.tools.tokenizers import docstrings
+from tests.tools.tokenizers import docstrings, plain_text
 
 
 @pytest.fixture(scope="module")
