@@ -18,7 +18,7 @@ from afm_mlx.chat_messages import Message, checked_messages, checked_tools
 from afm_mlx.chat_template import ChatTemplate
 from afm_mlx.control_tokens import ControlTokens
 from afm_mlx.detokenizer import NEWLINE, SPACE, Piece, StreamingDetokenizer
-from afm_mlx.errors import TokenizerError
+from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.mlx_lm_protocol import MLXLMTokenizer
 from afm_mlx.tokenizer_export import save_tokenizer
 from afm_mlx.vocabulary import (
@@ -93,7 +93,7 @@ class Tokenizer(MLXLMTokenizer):
         eos_token_id = vocabulary.id_of(eos_token)
         if eos_token_id is None:
             raise TokenizerError(
-                f"The eos_token {eos_token!r} of tokenizer_config.json is not in the vocabulary of "
+                f"The eos_token {shown(eos_token)} of tokenizer_config.json is not in the vocabulary of "
                 f"{name_or_path or 'the tokenizer'} ({self.vocab_size} pieces). AFM's is {TURN_END!r}."
             )
         self.eos_token: str = eos_token
@@ -189,7 +189,7 @@ class Tokenizer(MLXLMTokenizer):
             value = kwargs.pop(name, None)
             if value not in neutral:
                 raise TokenizerError(
-                    f"apply_chat_template({name}={value!r}) is not supported: it returns a list of ids, "
+                    f"apply_chat_template({name}={shown(value)}) is not supported: it returns a list of ids, "
                     "or text with tokenize=False. Leave it out."
                 )
         if add_generation_prompt and continue_final_message:
@@ -386,7 +386,7 @@ class Tokenizer(MLXLMTokenizer):
             found = self._vocabulary.id_of(token) if isinstance(token, str) else None
             if found is None:
                 raise TokenizerError(
-                    f"{token!r} is neither a piece nor an id of the vocabulary "
+                    f"{shown(token)} is neither a piece nor an id of the vocabulary "
                     f"(0 to {self.vocab_size - 1}), so it can't end generation."
                 ) from None
             token_id = found
@@ -425,7 +425,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         )
     return Tokenizer(
         vocabulary,
-        eos_token=text_of(config.get("eos_token")),
+        eos_token=text_of(config.get("eos_token"), "eos_token"),
         chat_template=_read_chat_template(folder, config),
         name_or_path=str(folder),
     )
@@ -435,16 +435,17 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | 
     file = folder / "chat_template.jinja"
     if file.exists():
         return ChatTemplate(_read_text(file), str(file))
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+    given = source = config.get("chat_template")
+    if isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
+        source = [entry.get("template") for entry in given if entry.get("name") == "default"]
+        source = source[-1] if source else (given or None)
     if source is None:
         return None
     if not isinstance(source, str):
         raise TokenizerError(
-            f"'chat_template' in {folder / 'tokenizer_config.json'} must be a string or a list with a "
-            f"template named 'default', got {type(source).__name__}."
+            f"'chat_template' in {folder / 'tokenizer_config.json'} must be a string or a list of "
+            "{'name', 'template'} objects with one named 'default', got "
+            f"{type(given).__name__}: {shown(given)}."
         )
     return ChatTemplate(source, str(folder / "tokenizer_config.json"))
 
@@ -452,11 +453,10 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
+    text = _read_text(path)
     try:
-        config = json.loads(_read_text(path))
-    except ValueError as error:
-        if isinstance(error, TokenizerError):
-            raise
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise TokenizerError(f"{path} must be a JSON object, got {type(config).__name__}.")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from afm_mlx.detokenizer import NEWLINE, SPACE, Piece, PieceJoiner, PieceKind, Spacing
-from afm_mlx.errors import TokenizerError
+from afm_mlx.errors import TokenizerError, shown
 
 TURN_START, TURN_END = "<turn_start>", "<turn_end>"
 EXECUTABLE_START, EXECUTABLE_END = "<executable_start>", "<executable_end>"
@@ -24,6 +24,29 @@ MARKERS = (TURN_START, TURN_END, EXECUTABLE_START, EXECUTABLE_END)  # of the pro
 USER_DEFINED = 4  # of the types of pieces in sentencepiece_model.proto
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _finds_damage(method: _Method) -> _Method:
+    """A method that raises `TokenizerError` for whatever libraries raise over a damaged file, `self._path`."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except TokenizerError:
+            raise
+        except BaseException as error:
+            # What Rust code of `tokenizers` ends with is no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise TokenizerError(
+                f"{self._path} can't be used as a tokenizer ({type(error).__name__}: {shown(str(error))}). "
+                "Copy it again: it is damaged, or a placeholder for a file that was not downloaded."
+            ) from error
+
+    return run  # type: ignore[return-value]
 
 
 class Vocabulary(Protocol):
@@ -62,6 +85,7 @@ class Vocabulary(Protocol):
 class SentencePieceVocabulary:
     """A SentencePiece model, Unigram or BPE."""
 
+    @_finds_damage
     def __init__(self, model: bytes, path: str | Path) -> None:
         """Read a serialized model; `path` is named when it can't be used.
 
@@ -101,19 +125,24 @@ class SentencePieceVocabulary:
             < self._processor.Normalize("a a").count(SPACE) + 1,
         )
 
+    @_finds_damage
     def encode(self, text: str) -> list[int]:
         return self._processor.Encode(text)
 
+    @_finds_damage
     def decode(self, tokens: Sequence[int]) -> str:
         return self._processor.Decode(list(tokens)).replace(NEWLINE, "\n")
 
+    @_finds_damage
     def name(self, token: int) -> str:
         return self._processor.IdToPiece(token)
 
+    @_finds_damage
     def id_of(self, name: str) -> int | None:
         token = self._processor.PieceToId(name)
         return token if self._processor.IdToPiece(token) == name else None
 
+    @_finds_damage
     def piece(self, token: int) -> Piece:
         name = self._processor.IdToPiece(token)
         if self._processor.IsByte(token):
@@ -134,6 +163,7 @@ class SentencePieceVocabulary:
     def is_hidden(self, token: int) -> bool:
         return self._processor.IsControl(token)
 
+    @_finds_damage
     def renamed(self, names: Mapping[int, str]) -> Vocabulary:
         proto = parse_model(self._model, self._path)
         for token, name in names.items():
@@ -146,6 +176,7 @@ class HubVocabulary:
 
     UNKNOWN_SURFACE = " \u2047 "  # SentencePiece's default
 
+    @_finds_damage
     def __init__(self, text: str, path: str | Path, config: dict[str, Any]) -> None:
         """Read the file's text; `config` is the content of tokenizer_config.json.
 
@@ -154,31 +185,26 @@ class HubVocabulary:
         """
         import tokenizers
 
-        try:
-            content = json.loads(text)
-            model = content["model"]
-            added = content.get("added_tokens") or []
-            control = _control_names(added, config)
-            # A control token is one by its id only: the user's text "</s>" is text, as in SentencePiece.
-            content["added_tokens"] = [
-                token
-                for token in added
-                if not (token["content"] in control and _in_model(token["content"], model))
-            ]
-            self._content = content
-            self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise TokenizerError(
-                f"{path} is not a Hugging Face tokenizer file ({type(error).__name__}: {error}). "
-                "Copy it again: it is damaged, or a placeholder for a file that was not downloaded."
-            ) from error
+        self._path = path
+        content = json.loads(text)
+        model = content["model"]
+        added = content.get("added_tokens") or []
+        control = _control_names(added, config)
+        # A control token is one by its id only: the user's text "</s>" is text, as in SentencePiece.
+        content["added_tokens"] = [
+            token
+            for token in added
+            if not (token["content"] in control and _in_model(token["content"], model))
+        ]
+        self._content = content
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         self.size = self._tokenizer.get_vocab_size()
         self._control = {self._tokenizer.token_to_id(name) for name in control}
         self._has_bytes = bool(model.get("byte_fallback"))
         # A file that `save_tokenizer` wrote has a true newline where SentencePiece has "<n>".
         self._newline_id = self._tokenizer.token_to_id("\n")
         self.separator_id = self._find_separator(path, config)
-        self.pad_id = self.id_of(text_of(config.get("pad_token")) or "<pad>")
+        self.pad_id = self.id_of(text_of(config.get("pad_token"), "pad_token") or "<pad>")
         self.unk_id = self.id_of(_unknown_name(model) or "<unk>")
         self._added = {token["content"] for token in content["added_tokens"]}
         first = self._tokenizer.encode("a", add_special_tokens=False).tokens[:1]
@@ -187,7 +213,8 @@ class HubVocabulary:
         self.spacing = Spacing(dummy_prefix=has_prefix, strip_all=False)
 
     def _find_separator(self, path: str | Path, config: dict[str, Any]) -> int:
-        for name in (text_of(config.get("bos_token")), "</s>", text_of(config.get("eos_token"))):
+        bos, eos = (text_of(config.get(key), key) for key in ("bos_token", "eos_token"))
+        for name in (bos, "</s>", eos):
             # "<s>" is what LLaMA converters write whether or not the model knows it.
             if name and name != "<s>" and name not in MARKERS:
                 token = self._tokenizer.token_to_id(name)
@@ -198,6 +225,7 @@ class HubVocabulary:
             "Use the files that belong to the model, or its tokenizer.model."
         )
 
+    @_finds_damage
     def encode(self, text: str) -> list[int]:
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
         # What `save_tokenizer` writes can't have the dummy prefix before a lone marker.
@@ -205,18 +233,22 @@ class HubVocabulary:
             return [self._prefix_id, *tokens]
         return tokens
 
+    @_finds_damage
     def decode(self, tokens: Sequence[int]) -> str:
         joiner = PieceJoiner(self.spacing)
         return "".join([joiner.feed(self.piece(token)) for token in tokens]) + joiner.finish()
 
+    @_finds_damage
     def name(self, token: int) -> str:
         return NEWLINE if token == self._newline_id else self._tokenizer.id_to_token(token) or ""
 
+    @_finds_damage
     def id_of(self, name: str) -> int | None:
         if name == NEWLINE and self._newline_id is not None:
             return self._newline_id
         return self._tokenizer.token_to_id(name)
 
+    @_finds_damage
     def piece(self, token: int) -> Piece:
         name = self._tokenizer.id_to_token(token) or ""
         byte = _BYTE_PIECE.fullmatch(name) if self._has_bytes else None
@@ -235,6 +267,7 @@ class HubVocabulary:
     def is_hidden(self, token: int) -> bool:
         return token in self._control
 
+    @_finds_damage
     def renamed(self, names: Mapping[int, str]) -> Vocabulary:
         import tokenizers
 
@@ -336,8 +369,16 @@ def _unknown_name(model: dict[str, Any]) -> str | None:
     return None if unk_id is None else model["vocab"][unk_id][0]
 
 
-def text_of(token: Any) -> str | None:
-    """A token of tokenizer_config.json: a string, or an object with `content`."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+def text_of(token: Any, key: str) -> str | None:
+    """A token of tokenizer_config.json: a string, or an object with `content`; None when there is none.
+
+    Raises:
+        TokenizerError: names the key of what is neither.
+    """
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise TokenizerError(
+            f"{key!r} of tokenizer_config.json must be a string, or an object with a string as 'content', "
+            f"got {shown(token)}."
+        )
+    return text
