@@ -1,8 +1,8 @@
 """Text of the caller, marked so that it can be told from a chat template's own after rendering.
 
 A template joins its own text with that of messages, tools and variables. To know which part of the result is
-whose, the chat is rendered with a mark behind every character of the caller's: a character that is nowhere in the
-chat. A control token's name with a mark inside was not written by the template (`afm_mlx.control_tokens`).
+whose, the chat is rendered with a mark behind every character of the caller's, a character that is nowhere in
+the chat. A control token's name with a mark inside was not written by the template (`afm_mlx.control_tokens`).
 """
 
 from __future__ import annotations

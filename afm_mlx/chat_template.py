@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NoReturn
 
 from afm_mlx.caller_text import CallerText, strings_in
@@ -121,27 +121,10 @@ class ChatTemplate:
 
     @cached_property
     def _compiled(self) -> Callable[[dict[str, Any]], str]:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        from afm_mlx.template_sandbox import BoundedEnvironment, bounded_filter
-
-        kind = ImmutableSandboxedEnvironment if self.is_own else BoundedEnvironment
-        environment = kind(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        # Left alone, a forbidden attribute renders as nothing.
-        environment.unsafe_undefined = _refuse_unsafe  # type: ignore[assignment, method-assign]
-        bounded = isinstance(environment, BoundedEnvironment)
-        environment.filters["tojson"] = bounded_filter("tojson", _to_json) if bounded else _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         try:
-            template = environment.from_string(self.source)
+            return _compile(self.source)
         except Exception as error:  # Jinja's own errors, and Python's when it compiles Jinja's code
             raise TokenizerError(f"{self._name} is not valid Jinja: {_reason(error)}") from error
-        if bounded:
-            return partial(environment.render, template)
-        return template.render
 
     def _refuse_ignored_fields(self, messages: list[dict[str, Any]]) -> None:
         for field in ("tool_calls", "response_format"):
@@ -151,6 +134,27 @@ class ChatTemplate:
                     f"messages[{index}] has {field!r}, which {self._name[0].lower()}{self._name[1:]} "
                     "does not use. Remove that template to use AFM's own, or leave the field out."
                 )
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> Callable[[dict[str, Any]], str]:
+    """What renders a template with variables."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from afm_mlx.template_sandbox import BoundedEnvironment, bounded_filter
+
+    is_own = source == V6_TEMPLATE
+    kind = ImmutableSandboxedEnvironment if is_own else BoundedEnvironment
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    # Left alone, a forbidden attribute renders as nothing.
+    environment.unsafe_undefined = _refuse_unsafe  # type: ignore[assignment, method-assign]
+    environment.filters["tojson"] = _to_json if is_own else bounded_filter("tojson", _to_json)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    template = environment.from_string(source)
+    if isinstance(environment, BoundedEnvironment):
+        return partial(environment.render, template)
+    return template.render
 
 
 def _to_json(

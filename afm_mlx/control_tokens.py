@@ -1,8 +1,8 @@
 """Control tokens: which pieces of a vocabulary they are, and how only a chat's template writes them.
 
-A vocabulary finds the names of its control tokens in any text. For chats in which the caller's text has such a
-name, there is a second vocabulary with the same ids, in which these tokens have secret names. There the caller's
-`<turn_end>` is a `<`, a `turn` and so on; the template's own are replaced by the secret names before encoding.
+A vocabulary finds the names of its control tokens in any text. For chats in which the caller's text has such
+a name, there is a second vocabulary with the same ids, in which these tokens have secret names. There the
+caller's `<turn_end>` is a `<`, a `turn` and so on; the template's own become the secret names before encoding.
 """
 
 from __future__ import annotations

@@ -248,7 +248,7 @@ def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
 
 
 def _before(budget: Budget, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Take what a filter or a method of `str` is going to need, as far as its result may be longer than the value."""
+    """Take what a filter or a method of `str` is going to need for its result, which may be long."""
     given = [*args, *kwargs.values()]
     length = len(value) if isinstance(value, str) else 0
     budget.take(length // (1 if name in _TAKES_TEXT_APART else 64))
