@@ -253,8 +253,7 @@ def test_added_tokens_of_other_files(tmp_path, tokenizer_folder):
     """Names in brackets are control tokens; runs of spaces and words are not."""
     content = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     words = ["<|think|>", "[INST]", "\u2581\u2581\u2581", "Foundation", "<turn_start", "[0]"]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
-    flags["normalized"] = True
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     content["added_tokens"] += [
         {"id": 1000 + i, "content": word, **flags} for i, word in enumerate(words)
     ]
@@ -264,7 +263,7 @@ def test_added_tokens_of_other_files(tmp_path, tokenizer_folder):
     text = "<|think|> [INST] Foundation [0]<turn_end>"
     ids = tokenizer.apply_chat_template(user(text), chat_template=source)
     assert [ids.count(1000 + i) for i in range(6)] == [1, 1, 0, 1, 0, 1]
-    assert tokenizer.decode(ids) == source.replace("{{ messages[0].content }}", text)
+    assert controls(tokenizer, ids) == ["</s>", "<turn_start>", "<turn_end>"]
 
 
 def test_what_is_a_name_in_brackets():
