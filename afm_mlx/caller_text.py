@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
+from itertools import chain
 from typing import Any, SupportsIndex
 
 from afm_mlx.errors import TokenizerError
@@ -24,7 +25,7 @@ def free_mark(texts: list[str]) -> str:
         TokenizerError: when there is none.
     """
     used = {character for text in texts if not text.isascii() for character in text}
-    for code in (*_NONCHARACTERS, *_PRIVATE):
+    for code in chain(_NONCHARACTERS, _PRIVATE):
         if chr(code) not in used:
             return chr(code)
     raise TokenizerError(
@@ -39,6 +40,8 @@ def strings_in(value: Any) -> list[str]:
         item = stack.pop()
         if isinstance(item, str):
             found.append(item)
+        elif item is None or isinstance(item, int | float):
+            continue
         elif isinstance(item, Mapping | list | tuple | Set) and id(item) not in seen:
             seen.add(id(item))
             if isinstance(item, Mapping):

@@ -128,8 +128,10 @@ class ChatTemplate:
 
     def _refuse_ignored_fields(self, messages: list[dict[str, Any]]) -> None:
         for field in ("tool_calls", "response_format"):
+            if field in self.source:
+                continue
             index = next((i for i, message in enumerate(messages) if field in message), None)
-            if index is not None and field not in self.source:
+            if index is not None:
                 raise TokenizerError(
                     f"messages[{index}] has {field!r}, which {self._name[0].lower()}{self._name[1:]} "
                     "does not use. Remove that template to use AFM's own, or leave the field out."

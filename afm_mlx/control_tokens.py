@@ -51,6 +51,7 @@ class ControlTokens:
             if is_bracketed(name) and not vocabulary.is_hidden(token):
                 self.names[name] = token
         self._ids = special | set(self.names.values())
+        self._name = _pattern(tuple(self.names), "")
         self._firsts = {name[0] for name in self.names}
 
     def ids_in(self, tokens: Iterable[int]) -> list[int]:
@@ -60,23 +61,32 @@ class ControlTokens:
 
     def written_in(self, text: str, mark: str = "") -> list[int]:
         """The ids of the names in a text, in order; without those that have a mark inside or behind them."""
-        return [self.names[name] for name in _pattern(tuple(self.names), mark).findall(text)]
+        pattern = _pattern(tuple(self.names), mark) if mark else self._name
+        return [self.names[name] for name in pattern.findall(text)]
+
+    def are_those_of(self, text: str, tokens: Iterable[int]) -> bool:
+        """Whether ids, behind a separator, have the control tokens whose names the text has, and no others.
+
+        A normalizer may make a name of a text that has none.
+        """
+        return self._vocabulary.is_literal or self.ids_in(tokens)[1:] == self.written_in(text)
 
     def may_come_from(self, texts: Iterable[str], template: ChatTemplate) -> bool:
         """Whether what a template makes of texts may have a name that isn't the template's alone."""
         if template.is_own:  # it writes texts whole, and none beside another
-            return any(map(_pattern(tuple(self.names), "").search, texts))
+            return self._begin_in(texts) and any(map(self._name.search, texts))
         return self._begin_in(texts) or not self._are_whole_in(template.source)
 
     def _begin_in(self, texts: Iterable[str]) -> bool:
-        return any(first in text for text in texts for first in self._firsts)
+        joined = "\n".join(texts)
+        return any(first in joined for first in self._firsts)
 
     def _are_whole_in(self, source: str) -> bool:
         """Whether a template has first characters of names only in whole names.
 
         If not, it might write a `<` before a text that goes on with `turn_end>`.
         """
-        rest = _pattern(tuple(self.names), "").sub("", source).replace(NEWLINE, "")
+        rest = self._name.sub("", source).replace(NEWLINE, "")
         return not self._begin_in([rest]) and not _ESCAPE.search(rest)
 
     def are_in(self, texts: Iterable[str]) -> bool:

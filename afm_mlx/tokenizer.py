@@ -185,9 +185,9 @@ class Tokenizer(MLXLMTokenizer):
         Raises:
             TokenizerError: for messages, tools or arguments that can't be honoured.
         """
-        for name, neutral in _NEUTRAL_ARGUMENTS.items():
-            value = kwargs.pop(name, None)
-            if value not in neutral:
+        for name in _NEUTRAL_ARGUMENTS.keys() & kwargs.keys():
+            value = kwargs.pop(name)
+            if value not in _NEUTRAL_ARGUMENTS[name]:
                 raise TokenizerError(
                     f"apply_chat_template({name}={shown(value)}) is not supported: it returns a list of ids, "
                     "or text with tokenize=False. Leave it out."
@@ -252,9 +252,11 @@ class Tokenizer(MLXLMTokenizer):
         """The ids of a rendered chat, with the control tokens that the template wrote and no others."""
         controls = self._controls
         tokens = self.encode(text, add_special_tokens=True)
-        found = controls.ids_in(tokens[1:])
-        texts = strings_in([variables, *(m | {"role": ""} for m in messages)])
-        if not controls.may_come_from(texts, template) and found == controls.written_in(text):
+        texts = strings_in(
+            [*variables.values(), *(v for m in messages for k, v in m.items() if k != "role")]
+        )
+        is_clean = not controls.may_come_from(texts, template)
+        if is_clean and controls.are_those_of(text, tokens):
             return tokens
         mark = free_mark([text, template.source, *texts])
         try:
@@ -268,6 +270,7 @@ class Tokenizer(MLXLMTokenizer):
         written = controls.written_in(rendered, mark)
         # A template that looks into texts in ways that marks disturb has said something else this time.
         is_same = rendered.replace(mark, "") == text
+        found = controls.ids_in(tokens[1:])
         if found == written and (is_same or not controls.are_in(texts)):
             return tokens
         tokens = self._behind_separator(controls.encode(rendered, mark), rendered)

@@ -73,6 +73,11 @@ class Vocabulary(Protocol):
         """Names that are found in a text before it is cut into pieces: user-defined ones, and their ids."""
         ...
 
+    @property
+    def is_literal(self) -> bool:
+        """Whether a text has a symbol only where it has its name: no normalizer makes one of something else."""
+        ...
+
     def is_hidden(self, token: int) -> bool:
         """Whether no text has this id, whatever its name is."""
         ...
@@ -159,6 +164,10 @@ class SentencePieceVocabulary:
         return {
             piece.piece: token for token, piece in enumerate(pieces) if piece.type == USER_DEFINED
         }
+
+    @cached_property
+    def is_literal(self) -> bool:
+        return not parse_model(self._model, self._path).normalizer_spec.precompiled_charsmap
 
     def is_hidden(self, token: int) -> bool:
         return self._processor.IsControl(token)
@@ -263,6 +272,17 @@ class HubVocabulary:
     @property
     def symbols(self) -> Mapping[str, int]:
         return {name: token for name in self._added if (token := self.id_of(name)) is not None}
+
+    @cached_property
+    def is_literal(self) -> bool:
+        outer = self._content.get("normalizer") or {"type": "Sequence", "normalizers": []}
+        steps = outer["normalizers"] if outer["type"] == "Sequence" else [outer]
+        spaces = ("", " ", SPACE, "\n")
+        return all(
+            step["type"] in ("Prepend", "Replace", "Strip")
+            and step.get("content", step.get("prepend", "")) in spaces
+            for step in steps
+        )
 
     def is_hidden(self, token: int) -> bool:
         return token in self._control
