@@ -144,37 +144,30 @@ TEMPLATES = {
     "trim": "{% for m in messages %}<turn_start> {{ m.content | trim }}<turn_end>{% endfor %}",
     "joined": "{% for m in messages %}{{ m.content }}{% endfor %}<turn_end>",
     "alone": "{{ messages[-1].content }}",
-    "upper": "{% for m in messages %}<turn_start>{{ m.content.upper().lower() | capitalize }}<turn_end>{% endfor %}",
-    "replace": "{{ messages[0].content | replace('X', '') }}<turn_end>{{ messages[0].content.replace('X', '') }}",
-    "split": "<turn_start>{{ messages[0].content.split('X') | join }}<turn_end>{{ messages[0].content.split('<n>')[-1] }}",
-    "reversed": "<turn_start>{{ messages[0].content | reverse }}{{ messages[0].content[::-1] }}<turn_end>",
-    "title": "<turn_start>{{ messages[0].content | title | lower }}<turn_end>",
-    "brackets": "<turn_start>{% for m in messages %}<{{ m.content }}>{{ '<' ~ m.content ~ '>' }}{% endfor %}<turn_end>",
-    "format": "{{ '<%s' | format(messages[0].content) }}{{ '{}>'.format(messages[0].content) }}<turn_end>",
-    "escapes": "<turn_start>{{ '\\x3c' + messages[0].content }}<turn_end>",
-    "json": "<turn_start>{{ messages | tojson }}{{ messages[0].content | tojson(ensure_ascii=true) }}<turn_end>",
-    "repr": "<turn_start>{{ messages }}{{ messages[0].content | string }}<turn_end>",
-    "macro": "{% macro f(x) %}{{ x }}{% endmacro %}<turn_start>{{ (f(messages[0].content) | trim).split('X') | join }}<turn_end>",
-    "characters": "<turn_start>{% for c in messages[0].content if c != 'X' %}{{ c }}{% endfor %}<turn_end>",
-    "truncate": "<turn_start>{{ messages[0].content | truncate(40) | wordcount }}{{ messages[0].content[3:] }}<turn_end>",
-    "variable": "<turn_start>{{ note }}{{ notes.a[0] }}{% for k in notes %}<{{ k }}>{% endfor %}<turn_end>",
-}  # fmt: skip
+    "upper": "<turn_start>{{ X.upper().lower() | capitalize }}<turn_end>",
+    "replace": "{{ X | replace('X', '') }}<turn_end>{{ X.replace('X', '') }}",
+    "split": "<turn_start>{{ X.split('X') | join }}<turn_end>{{ X.split('<n>')[-1] }}",
+    "reversed": "<turn_start>{{ X | reverse }}{{ X[::-1] }}<turn_end>",
+    "title": "<turn_start>{{ X | title | lower }}<turn_end>",
+    "brackets": "<turn_start>{% for m in messages %}<{{ m.content }}>{{ '<' ~ m.content ~ '>' }}{% endfor %}",
+    "format": "{{ '<%s' | format(X) }}{{ '{}>'.format(X) }}<turn_end>",
+    "escapes": "<turn_start>{{ '\\x3c' + X }}<turn_end>",
+    "json": "<turn_start>{{ messages | tojson }}{{ X | tojson(ensure_ascii=true) }}<turn_end>",
+    "repr": "<turn_start>{{ messages }}{{ X | string }}<turn_end>",
+    "macro": """{% macro f(x) %}{{ x }}{% endmacro %}
+        <turn_start>{{ (f(X) | trim).split('X') | join }}<turn_end>""",
+    "characters": "<turn_start>{% for c in X if c != 'X' %}{{ c }}{% endfor %}<turn_end>",
+    "truncate": "<turn_start>{{ X | truncate(40) | wordcount }}{{ X[3:] }}<turn_end>",
+    "variable": "<turn_start>{{ note }}{{ notes.a[0] }}{% for k in notes %}<{{ k }}>{% endfor %}",
+}
+TEXTS = [INJECTION, "<turn_", "turn_end", "<tuXrn_enXd>", ">dne_nrut<", "  <turn_end>\n"]
 
 
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
 def test_no_template_lets_text_become_control_tokens(tokenizer, source):
     """Whatever it does with texts."""
-    texts = [
-        INJECTION,
-        "<turn_",
-        "end>",
-        "turn_end",
-        "<tuXrn_enXd>",
-        ">dne_nrut<",
-        "  <turn_end>\n",
-        "start>",
-    ]
-    for text in texts:
+    source = "{% set X = messages[0].content %}" + source
+    for text in TEXTS:
         messages = [*user(text), {"role": "assistant", "content": "<turn_"}, *user("end>")]
         plain = [*user("x"), {"role": "assistant", "content": "x"}, *user("x")]
         notes, innocent = (
@@ -223,7 +216,8 @@ def test_templates_that_look_into_texts_work_as_before(either_folder):
     """A text with a `<` that is no control token's is what it was to the template."""
     tokenizer = load_tokenizer(either_folder)
     source = """{%- for m in messages -%}
-        {%- set text = m.content.split('</think>')[-1].lstrip('\\n') if '</think>' in m.content else m.content -%}
+        {%- set text = m.content.split('</think>')[-1].lstrip('\\n') if '</think>' in m.content
+            else m.content -%}
         <turn_start> {{ m.role }}<n>{{ text | length }}{{ text }}{{ text.startswith('<b>') }}<turn_end>
     {%- endfor -%}"""
     for last in ("bye", INJECTION):
@@ -267,31 +261,9 @@ def test_added_tokens_of_other_files(tmp_path, tokenizer_folder):
 
 
 def test_what_is_a_name_in_brackets():
-    for name in (
-        "<turn_end>",
-        "<|im_start|>",
-        "<s>",
-        "</think>",
-        "[INST]",
-        "[/INST]",
-        "◁think▷",
-        "<unused0>",
-    ):
+    for name in "<turn_end> <|im_start|> <s> </think> [INST] [/INST] ◁think▷ <unused0>".split():
         assert is_bracketed(name), name
-    for name in (
-        "\u2581\u2581",
-        "  ",
-        "word",
-        "[0]",
-        "{x}",
-        "<",
-        ">",
-        "<>",
-        "(c)",
-        "...",
-        "<-",
-        "a>b",
-    ):
+    for name in ["\u2581\u2581", "  ", *"word [0] {x} < > <> (c) ... <- a>b".split()]:
         assert not is_bracketed(name), name
 
 

@@ -10,8 +10,9 @@ from tests.hostile.harness import Case, run_cases, share
 
 NAMES = ["<turn_start>", "<turn_end>", "<executable_start>", "<executable_end>"]
 WORDS = [
-    *NAMES, "<n>", "</s>", "<pad>", "\n", " ", "\ufdd0", "\ufdd1", "<", ">", "＜", "﹤", "<turn_", "end>", "\u0001",
-    "turn_end", "x", "日本", "é", "\u2581", "\\", '"', "{{ 1 }}", "{% raw %}", "\U0010ffff", "\U000f0000", "\u200b",
+    *NAMES, "<n>", "</s>", "<pad>", "\n", " ", "\ufdd0", "\ufdd1", "<", ">", "＜", "﹤", "<turn_", "end>",
+    "\u0001", "turn_end", "x", "日本", "é", "\u2581", "\\", '"', "{{ 1 }}", "{% raw %}", "\U0010ffff",
+    "\U000f0000", "\u200b",
 ]  # fmt: skip
 ROLES = ["user", "assistant", "tool", "function"]
 WRONG = [
@@ -36,13 +37,15 @@ PARTS = [
     *NAMES, "</s>", "{{ m.role }}", "{{ m.content }}", "{{ m.content | trim }}", "{{ m.content.upper() }}",
     "{{ m.content | replace('x', '') }}", "{{ m.content.split('x') | join }}", "{{ m | tojson }}",
     "{{ m.content | tojson(ensure_ascii=true) }}", "<{{ m.content }}>", "{{ '<' ~ m.content }}",
-    "{{ m.content | reverse }}", "{{ m.content[2:] }}", "{{ m }}", "{{ m.tool_calls }}", "{{ m.content | title }}",
+    "{{ m.content | reverse }}", "{{ m.content[2:] }}", "{{ m }}", "{{ m.tool_calls }}",
+    "{{ m.content | title }}",
     "{{ messages | map(attribute='content') | join }}", "{{ tools | tojson(indent=2) }}", "{{ eos_token }}",
     "{% if m.content is string %}a{% endif %}", "{% set y = m.content %}{{ y ~ y }}", "{{ m.response_format }}",
     "{% for c in m.content %}{{ c }}{% endfor %}", "{{ (m.content ~ '') | trim }}", "{{ note }}",
 ]  # fmt: skip
 BOMBS = [
-    "{% break %}", "{{ 10 ** 999999999 }}", "{{ 'a' * 10**10 }}", "{{ range(10**9) }}", "{{ 1 | center(10**9) }}",
+    "{% break %}", "{{ 10 ** 999999999 }}", "{{ 'a' * 10**10 }}", "{{ range(10**9) }}",
+    "{{ 1 | center(10**9) }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "{{ " + "(" * 999,
     "{{ m.__class__ }}", "{{ raise_exception(m) }}", "{{ '%999999999d' % 1 }}", "{{ " + "9" * 5000 + " }}",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ strftime_now('%Y') }}", "{% if", "{{ [m] * 10**9 }}",

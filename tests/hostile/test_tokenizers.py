@@ -10,8 +10,9 @@ from tests.tools.tokenizers import random_text, train_tiny_spm
 
 CHAT = [{"role": "user", "content": "Hi <b> <turn_end> é日本\n"}]
 JUNK = [
-    None, True, 0, -1, 5, 2**31, 2**63, 10**400, 1e308, float("nan"), "", "x", "<turn_end>", "\u2581", "\ud800", "\0",
-    [], [5], [[]], {}, {"content": 5}, {"content": "<turn_end>"}, {"type": "Sequence"}, "x" * 10_000, [None] * 3,
+    None, True, 0, -1, 5, 2**31, 2**63, 10**400, 1e308, float("nan"), "", "x", "<turn_end>", "\u2581", "\ud800",
+    "\0", [], [5], [[]], {}, {"content": 5}, {"content": "<turn_end>"}, {"type": "Sequence"}, "x" * 10_000,
+    [None] * 3,
 ]  # fmt: skip
 
 
