@@ -95,7 +95,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, optimized=False, finalize=_output)
-        self.concat = _concat
+        self.concat = _concat  # type: ignore[method-assign]
         self.globals["namespace"] = _Namespace
         self.filters = {
             name: bounded_filter(name, function)
@@ -174,7 +174,7 @@ class _Metered(NodeTransformer):
         return _filter("_made", node) if node.ctx == "load" else node
 
 
-def _filter(name: str, node: nodes.Expr) -> nodes.Filter:
+def _filter(name: str, node: nodes.Node) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

@@ -161,8 +161,11 @@ class SentencePieceVocabulary:
     @cached_property
     def symbols(self) -> Mapping[str, int]:
         pieces = parse_model(self._model, self._path).pieces
+        # By `name`, which finds out when a damaged piece is no text.
         return {
-            piece.piece: token for token, piece in enumerate(pieces) if piece.type == USER_DEFINED
+            self.name(token): token
+            for token, piece in enumerate(pieces)
+            if piece.type == USER_DEFINED
         }
 
     @cached_property
@@ -208,7 +211,8 @@ class HubVocabulary:
         self._content = content
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         self.size = self._tokenizer.get_vocab_size()
-        self._control = {self._tokenizer.token_to_id(name) for name in control}
+        ids = (self._tokenizer.token_to_id(name) for name in control)
+        self._control = {token for token in ids if token is not None}
         self._has_bytes = bool(model.get("byte_fallback"))
         # A file that `save_tokenizer` wrote has a true newline where SentencePiece has "<n>".
         self._newline_id = self._tokenizer.token_to_id("\n")
