@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 
-from afm_mlx.chat_template import ChatTemplate
+from afm_mlx.chat import Chat
 from afm_mlx.detokenizer import NEWLINE
 from afm_mlx.vocabulary import MARKERS, Vocabulary
 
@@ -71,11 +71,11 @@ class ControlTokens:
         """
         return self._vocabulary.is_literal or self.ids_in(tokens)[1:] == self.written_in(text)
 
-    def may_come_from(self, texts: Iterable[str], template: ChatTemplate) -> bool:
-        """Whether what a template makes of texts may have a name that isn't the template's alone."""
-        if template.is_own:  # it writes texts whole, and none beside another
-            return self._begin_in(texts) and any(map(self._name.search, texts))
-        return self._begin_in(texts) or not self._are_whole_in(template.source)
+    def may_come_from(self, chat: Chat) -> bool:
+        """Whether the caller's texts may have a part in a name that is in the rendered chat."""
+        if chat.template.is_own:  # it writes texts whole, and none beside another
+            return self._begin_in(chat.texts) and any(map(self._name.search, chat.texts))
+        return self._begin_in(chat.texts) or not self._are_whole_in(chat.template.source)
 
     def _begin_in(self, texts: Iterable[str]) -> bool:
         joined = "\n".join(texts)

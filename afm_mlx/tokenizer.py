@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.caller_text import free_mark, marked, strings_in
-from afm_mlx.chat_messages import Message, checked_messages, checked_tools
+from afm_mlx.chat import Chat
 from afm_mlx.chat_template import ChatTemplate
 from afm_mlx.control_tokens import ControlTokens
 from afm_mlx.detokenizer import NEWLINE, SPACE, Piece, StreamingDetokenizer
@@ -197,88 +196,38 @@ class Tokenizer(MLXLMTokenizer):
                 "add_generation_prompt starts a new answer and continue_final_message writes the last "
                 "message further: only one of them can be true."
             )
-        chat = self._chat(
+        chat = Chat(
+            ChatTemplate(chat_template) if chat_template is not None else self._chat_template,
             messages,
             tools,
+            separator=self._separator,
+            eos_token=self.eos_token,
+            variables=kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **kwargs,
         )
-        template = ChatTemplate(chat_template) if chat_template is not None else self._chat_template
-        text = self._render(template, *chat)
-        return self._encode_chat(template, text, *chat) if tokenize else text
+        text = chat.render()
+        return self._encode_chat(chat, text) if tokenize else text
 
-    def _chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        **variables: Any,
-    ) -> tuple[list[Message], dict[str, Any], dict[str, Any]]:
-        """Checked messages; the caller's variables, `tools` among them; and the template's own."""
-        checked = checked_messages(messages)
-        own_tools = checked[0].pop("tools", None)
-        if own_tools and tools:
-            raise TokenizerError(
-                "Tool definitions are given twice, as tools= and as messages[0]['tools']. Leave one out."
-            )
-        variables["tools"] = checked_tools(tools) if tools else own_tools
-        own = {"target_role": "assistant", "eos_token": self.eos_token}
-        own = {name: value for name, value in own.items() if variables.get(name, value) == value}
-        return checked, variables, own | {"bos_token": "", "arguments_are_decoded": True}
-
-    def _render(
-        self,
-        template: ChatTemplate,
-        messages: list[Message],
-        variables: dict[str, Any],
-        own: dict[str, Any],
-    ) -> str:
-        text = template.render(messages, **variables | own)
-        # Templates for other programs may write the separator out; here `encode` puts its id.
-        text = text.removeprefix(self._separator)
-        if variables["continue_final_message"]:
-            opened = text.rstrip().removesuffix(self.eos_token)
-            text = text if opened == text.rstrip() else opened
-        return text
-
-    def _encode_chat(
-        self,
-        template: ChatTemplate,
-        text: str,
-        messages: list[Message],
-        variables: dict[str, Any],
-        own: dict[str, Any],
-    ) -> list[int]:
-        """The ids of a rendered chat, with the control tokens that the template wrote and no others."""
+    def _encode_chat(self, chat: Chat, text: str) -> list[int]:
+        """The ids of a chat rendered as `text`, with the control tokens of its template and no others."""
         controls = self._controls
         tokens = self.encode(text, add_special_tokens=True)
-        texts = strings_in(
-            [*variables.values(), *(v for m in messages for k, v in m.items() if k != "role")]
-        )
-        is_clean = not controls.may_come_from(texts, template)
-        if is_clean and controls.are_those_of(text, tokens):
+        if not controls.may_come_from(chat) and controls.are_those_of(text, tokens):
             return tokens
-        mark = free_mark([text, template.source, *texts])
-        try:
-            theirs = [{**marked(m, mark), "role": m["role"]} for m in messages]
-            values = {name: marked(value, mark) for name, value in variables.items()}
-            rendered = self._render(template, theirs, values, own)
-        except RecursionError:
-            raise TokenizerError(
-                "The messages or tools are nested too deeply to be encoded. Flatten them."
-            ) from None
+        mark = chat.free_mark(text)
+        rendered = chat.render(mark)
         written = controls.written_in(rendered, mark)
         # A template that looks into texts in ways that marks disturb has said something else this time.
         is_same = rendered.replace(mark, "") == text
-        found = controls.ids_in(tokens[1:])
-        if found == written and (is_same or not controls.are_in(texts)):
+        if controls.ids_in(tokens[1:]) == written and (is_same or not controls.are_in(chat.texts)):
             return tokens
         tokens = self._behind_separator(controls.encode(rendered, mark), rendered)
         rest = iter(written)
         if not all(token in rest for token in controls.ids_in(tokens[1:])):
             raise TokenizerError(
                 "The chat template mixes its control tokens with the messages' text, which has names of such. "
-                "Remove it from the text, or the template, to use AFM's own."
+                "Remove them from the text, or the template, to use AFM's own."
             )
         return tokens
 
