@@ -35,10 +35,20 @@ FILES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def built():
+    """Tokenizers by kind and file; training one costs more than the tests do."""
+    return {}
+
+
 @pytest.fixture(scope="module", params=FILES, ids=" ".join)
-def tokenizer(request, tmp_path_factory):
-    kind, file = request.param
-    folder = tmp_path_factory.mktemp("kind")
+def tokenizer(request, built, tmp_path_factory):
+    if request.param not in built:
+        built[request.param] = build(*request.param, tmp_path_factory.mktemp("kind"))
+    return built[request.param]
+
+
+def build(kind, file, folder):
     train_tiny_spm(folder / "tiny.spm", **KINDS[kind])
     save_tokenizer(folder / "tiny.spm", folder)
     if file != "tokenizer.model":
