@@ -68,7 +68,9 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
         "--prefill-response", help="beginning of the answer, for the model to continue"
     )
     parser.add_argument(
-        "--ignore-chat-template", action="store_true", help="continue the prompt as plain text"
+        "--ignore-chat-template",
+        action="store_true",
+        help="continue the prompt as plain text, in which names such as <turn_end> are control tokens",
     )
     parser.add_argument(
         "--chat-template-config",
