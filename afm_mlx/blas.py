@@ -16,7 +16,11 @@ import sysconfig
 from pathlib import Path
 
 SWITCH = "AFM_MLX_BLAS"
-_SYMBOL = "scipy_cblas_sgemm64_"
+_SYMBOLS = (
+    "scipy_cblas_sgemm64_",
+    "scipy_openblas_get_num_threads64_",
+    "scipy_openblas_set_num_threads64_",
+)
 
 _status = "not installed"
 
@@ -55,11 +59,12 @@ def _install() -> str:
     if openblas is None:
         return "MLX's own (Netlib): this NumPy carries no OpenBLAS of its own"
     try:
-        function = getattr(ctypes.CDLL(str(openblas)), _SYMBOL)
+        loaded = ctypes.CDLL(str(openblas))
+        functions = [ctypes.cast(loaded[name], ctypes.c_void_p) for name in _SYMBOLS]
         forwarder = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (OSError, AttributeError) as error:
         return f"MLX's own (Netlib): {error}"
-    forwarder.afm_blas_bind(ctypes.cast(function, ctypes.c_void_p))
+    forwarder.afm_blas_bind(*functions)
     return "NumPy's OpenBLAS"
 
 
