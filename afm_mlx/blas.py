@@ -4,6 +4,10 @@ MLX's Linux wheel carries Netlib's reference BLAS: 8 GFLOP/s at 512 x 512 x 512 
 where the OpenBLAS inside NumPy's wheel reaches 250 on two. `install` puts a forwarding `cblas_sgemm` in
 front, before `mlx.core` is loaded and binds its own. Nothing happens on macOS, where MLX uses Accelerate.
 
+OpenBLAS's own threads wait for each other in a loop, which one busy process beside them makes many times
+slower. So its products are shared out among the kernels' threads once these are loaded, a tile at a time,
+unless OpenBLAS is to use one thread; `kernels/cpu/blas.c` says how.
+
 The environment variable `AFM_MLX_BLAS=0` switches it off.
 """
 

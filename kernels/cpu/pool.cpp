@@ -127,7 +127,7 @@ void ThreadPool::await_workers(int64_t done, int64_t pieces, LoopTimes& times) {
   }
   const int64_t waited = now() - done;
   times.all += waited;
-  times.lost = std::max<int64_t>(waited - expected, 0);
+  if (times.late > 0) times.lost = std::max<int64_t>(waited - expected, 0);
 }
 
 // How many.

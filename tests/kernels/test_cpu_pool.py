@@ -1,4 +1,4 @@
-"""The threads that the CPU kernels compute with: loops, late threads, and who else uses the cores."""
+"""The threads that the CPU kernels compute with: loops of all kinds, and threads that come late."""
 
 import shutil
 import subprocess
@@ -6,14 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from afm_mlx.kernels.cpu import extension
-
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "kernels" / "cpu"
-QUIET_SHARE = 1 / 3
-needs_native = pytest.mark.skipif(
-    not extension.status().available, reason=extension.status().reason
-)
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
