@@ -5,12 +5,12 @@
 namespace afm {
 namespace {
 
-constexpr int64_t kMillisecond = 1000000;
-// Several of the system's time slices.
-constexpr int64_t kWindow = 30 * kMillisecond;
-// Time of loops from a trial to the next: the first is short because neighbours may be gone soon, the longest such that
-// trials cost little beside neighbours that stay.
-constexpr int64_t kShortest = 2 * kWindow, kLongest = 32 * kWindow;
+// A speed is that of several of the system's time slices, and of several loops, be they long or held up for long.
+constexpr int64_t kWindow = 30000000;
+constexpr int64_t kLoops = 6;
+// Windows from a trial to the next: few at first because neighbours may be gone soon, at last so many that trials cost
+// little beside neighbours that stay.
+constexpr int kFewest = 2, kMost = 32;
 
 }  // namespace
 
@@ -18,8 +18,9 @@ bool Crew::loop_ended(const LoopTimes& times) {
   window_.work += times.work;
   window_.all += times.all;
   window_.lost += times.lost;
+  window_.longest = std::max(window_.longest, times.all);
   window_.late = std::max(window_.late, times.late);
-  if (window_.all < kWindow) return false;
+  if (window_.all < std::max(kWindow, kLoops * window_.longest)) return false;
   const Window window = window_;
   window_ = {};
   return window_ended(window);
@@ -27,15 +28,15 @@ bool Crew::loop_ended(const LoopTimes& times) {
 
 bool Crew::window_ended(const Window& window) {
   const double speed = static_cast<double>(window.work) / window.all;
-  since_trial_ += window.all;
+  ++since_trial_;
   if (trying_) {
     trying_ = false;
     since_trial_ = 0;
     if (speed > kept_speed_) {
-      next_trial_ = kShortest;
+      next_trial_ = kFewest;
       return false;
     }
-    next_trial_ = std::min(2 * next_trial_, kLongest);
+    next_trial_ = std::min(2 * next_trial_, kMost);
     return resize(kept_);
   }
   // Without the late ones, the others could do all the work in so much of the time.
@@ -46,7 +47,7 @@ bool Crew::window_ended(const Window& window) {
     return false;
   }
   if (since_trial_ < next_trial_) return false;
-  if (next_trial_ == 0) next_trial_ = kShortest;
+  if (next_trial_ == 0) next_trial_ = kFewest;
   trying_ = true;
   kept_ = size_;
   kept_speed_ = speed;

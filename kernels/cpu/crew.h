@@ -30,7 +30,7 @@ class Crew {
 
  private:
   struct Window {
-    int64_t work = 0, all = 0, lost = 0;
+    int64_t work = 0, all = 0, lost = 0, longest = 0;
     int late = 0;
   };
 
@@ -44,8 +44,8 @@ class Crew {
   bool trying_ = false;
   int kept_ = 0;
   double kept_speed_ = 0;
-  int64_t since_trial_ = 0;
-  int64_t next_trial_ = 0;
+  int since_trial_ = 0;  // windows
+  int next_trial_ = 0;
 };
 
 }  // namespace afm
