@@ -26,6 +26,11 @@ def shown(value: Any) -> str:
     return _ends(text)
 
 
+def named(name: str) -> str:
+    """A name from a file for an error's message: as it is when it is plain, else as `shown`."""
+    return name if len(name) <= SHOWN and name.isprintable() else shown(name)
+
+
 def _ends(text: Any) -> Any:
     if len(text) <= SHOWN:
         return text
