@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from afm_mlx.adapters.files import AdapterConfig, check_pairs, is_number
-from afm_mlx.errors import CheckpointError, RequestError
+from afm_mlx.errors import CheckpointError, RequestError, named
 
 Adapter = tuple[Mapping[str, mx.array], AdapterConfig]
 
@@ -129,7 +129,8 @@ def _common_base(configs: Sequence[AdapterConfig], force: bool) -> str | None:
     for other in known:
         if other != known[0] and not force:
             raise CheckpointError(
-                f"The adapters belong to different models, with the fingerprints {known[0]} and {other}. "
+                f"The adapters belong to different models, with the fingerprints {named(known[0])} and "
+                f"{named(other)}. "
                 "Compose adapters of one model, or force it (--force) when you know that both fit."
             )
     return known[0] if len(set(known)) == 1 else None

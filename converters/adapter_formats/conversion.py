@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.adapters.files import FLOAT16_MAX, AdapterConfig, not_finite
+from afm_mlx.adapters.files import FLOAT16_MAX, AdapterConfig
 from afm_mlx.adapters.sources import check_fingerprint
 from afm_mlx.config import ModelConfig
 from afm_mlx.converters.adapter_formats import (
@@ -29,6 +29,7 @@ from afm_mlx.converters.adapter_formats.fmadapter import SUFFIX
 from afm_mlx.converters.adapter_formats.pair_order import Tensors, exact_alpha, layer_of
 from afm_mlx.errors import AFMError, CheckpointError
 from afm_mlx.fingerprint import folder_fingerprint
+from afm_mlx.finite import not_finite
 
 
 @dataclasses.dataclass(frozen=True)
