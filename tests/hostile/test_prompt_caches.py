@@ -15,6 +15,7 @@ from tests.hostile.file_mutations import (
     safetensors_bytes,
     some_value,
 )
+from tests.hostile.folders import MODERATE
 from tests.hostile.harness import Case, run_cases, share
 from tests.tools.models import random_config, random_model
 
@@ -59,7 +60,9 @@ def test_changed_files_give_right_logits_or_one_error(rng, model, tmp_path):
             cache, _ = load_prompt_cache(path, model)
             rows = len(cache[0].lengths)
             now = model(mx.repeat(tokens[:1, :1], rows, axis=0), cache)
-            assert mx.isfinite(now).all().item()
+            layers = [layer for layer in cache if not layer.empty()]
+            if max(float(mx.abs(layer.in_use()).max()) for layer in layers) <= MODERATE:
+                assert mx.isfinite(now).all().item(), "logits that are not finite"
             found, found_data = read_safetensors(path)
             same = found_data == data and all(found[name] == header[name] for name in tensors)
             if same and cache[0].kind == kind:
