@@ -19,9 +19,9 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.config import read_config_json
-from afm_mlx.errors import AFMError, CheckpointError, ConfigError
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_write
-from afm_mlx.weights import read_header, save_file
+from afm_mlx.weights import load_stored, read_header, save_file
 
 TENSORS_NAME = "adapters.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -82,7 +82,7 @@ class AdapterConfig:
         kind = values.get("fine_tune_type", "lora")
         if kind != "lora":
             raise ConfigError(
-                f"{source}: fine_tune_type is {kind!r}; 'lora' is the kind that works here."
+                f"{source}: fine_tune_type is {shown(kind)}; 'lora' is the kind that works here."
             )
         if "peft_type" in values:
             raise ConfigError(
@@ -111,7 +111,7 @@ class AdapterConfig:
         )
         for name, value, holds, allowed in checks:
             if not holds:
-                raise ConfigError(f"{source}: {name} is {value!r}, and must be {allowed}.")
+                raise ConfigError(f"{source}: {name} is {shown(value)}, and must be {allowed}.")
         return cls(rank, float(scale), num_layers, tuple(keys), float(dropout), fingerprint)
 
 
@@ -138,7 +138,7 @@ def save_adapter(
 
 
 def load_adapter(folder: str | Path) -> tuple[dict[str, mx.array], AdapterConfig]:
-    """Read an adapter folder; the tensors are lazy.
+    """Read an adapter folder; the tensors are lazy, and their numbers are not looked at (`check_finite`).
 
     Raises:
         CheckpointError: when files are missing, damaged, or hold no LoRA pairs of the config's rank.
@@ -157,51 +157,46 @@ def load_adapter(folder: str | Path) -> tuple[dict[str, mx.array], AdapterConfig
             "folder: afm-mlx adapter convert."
         )
     config = AdapterConfig.from_dict(read_config_json(path), path)
-    check_pairs(read_header(folder / TENSORS_NAME), config, folder)
-    tensors = mx.load(str(folder / TENSORS_NAME))
-    assert isinstance(tensors, dict)
-    return tensors, config
-
-
-def check_finite(tensors: Mapping[str, mx.array], source: str | Path) -> None:
-    """Raise `CheckpointError` for NaN and infinity, naming a tensor that has one."""
-    if bad := not_finite(tensors):
-        more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
-        raise CheckpointError(
-            f"{source}: {bad[0]}{more} holds NaN or infinity: the training diverged, the file is damaged, or "
-            "the numbers are too large for their type."
-        )
-
-
-def not_finite(tensors: Mapping[str, mx.array]) -> list[str]:
-    """Names of the tensors that hold NaN or infinity."""
-    if not tensors:
-        return []
-    found = mx.stack([mx.all(mx.isfinite(tensor)) for tensor in tensors.values()]).tolist()
-    return [name for name, fine in zip(tensors, found, strict=True) if not fine]
+    stored = read_header(folder / TENSORS_NAME)
+    check_pairs(stored, config, folder)
+    return load_stored(stored), config
 
 
 def check_pairs(tensors: Mapping[str, Any], config: AdapterConfig, source: str | Path) -> None:
-    """Raise `CheckpointError` when tensors, of which only shapes count, are no LoRA pairs of one rank."""
+    """Raise `CheckpointError` when tensors, going by their shapes and types, are no LoRA pairs of one rank."""
+    check_floating(tensors, source)
     for name, tensor in tensors.items():
         match = _TENSOR_NAME.fullmatch(name)
         if match is None:
             raise CheckpointError(
-                f"{source}: {name} is no LoRA tensor; names end in lora_a or lora_b, with .0 to .2 "
+                f"{source}: {named(name)} is no LoRA tensor; names end in lora_a or lora_b, with .0 to .2 "
                 "for a fused layer."
             )
         side = match["side"]
         other = f"{match['layer']}.lora_{'b' if side == 'a' else 'a'}{match['part'] or ''}"
         if other not in tensors:
-            raise CheckpointError(f"{source}: {name} is there without {other}; LoRA has pairs.")
+            raise CheckpointError(
+                f"{source}: {named(name)} is there without {named(other)}; LoRA has pairs."
+            )
         shape = tuple(tensor.shape)
         if len(shape) != 2 or shape[1 if side == "a" else 0] != config.rank:
             allowed = f"[in, {config.rank}]" if side == "a" else f"[{config.rank}, out]"
             raise CheckpointError(
-                f"{source}: {name} is {list(shape)}, and rank {config.rank} needs {allowed}."
+                f"{source}: {named(name)} is {shown(list(shape))}, and rank {config.rank} needs {allowed}."
             )
     if not tensors:
         raise CheckpointError(f"{source} holds no LoRA tensors.")
+
+
+def check_floating(tensors: Mapping[str, Any], source: str | Path) -> None:
+    """Raise `CheckpointError` for a tensor of integers or booleans, going by its type alone."""
+    for name, tensor in tensors.items():
+        if not mx.issubdtype(tensor.dtype, mx.floating):
+            kind = str(tensor.dtype).removeprefix("mlx.core.")
+            raise CheckpointError(
+                f"{source}: {named(name)} is {kind}; an adapter's tensors are float16, bfloat16 or float32. "
+                "The file is damaged, or of a format that is not read here."
+            )
 
 
 def _are_names(value: Any) -> bool:

@@ -25,6 +25,7 @@ from afm_mlx.adapters.places import LinearWrapper, linear_shape, places
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
 from afm_mlx.fingerprint import base_model_fingerprint, folder_fingerprint
+from afm_mlx.finite import check_finite
 from afm_mlx.kernels import dispatch
 from afm_mlx.quantization import replace_modules
 
@@ -193,9 +194,10 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
         folder: see `load_adapter`.
 
     Raises:
-        CheckpointError: names what differs.
+        CheckpointError: names what differs, or a tensor that holds NaN or infinity.
     """
     tensors, config = load_adapter(folder)
+    check_finite(tensors, folder)
     start_lora(model, tensors, config, folder)
 
 

@@ -22,10 +22,10 @@ import numpy as np
 
 from afm_mlx.adapters.files import FLOAT16_MAX
 from afm_mlx.adapters.places import Shapes
-from afm_mlx.errors import CheckpointError, named
+from afm_mlx.errors import CheckpointError, named, shown
 from afm_mlx.kernels import BLOCK, Part
 from afm_mlx.kernels.cpu.memory import unfilled
-from afm_mlx.weights import StoredTensor
+from afm_mlx.weights import StoredTensor, reading
 
 _SAMPLES = 256
 _THREADS = 2  # that read and rearrange: 119 ms for 133 MB on two cores, where one took 188; more were not tried
@@ -120,7 +120,7 @@ def build_resident(
     # NumPy fills it without Python's lock, and faster than MLX copies: decoding goes on meanwhile.
     numbers = unfilled(layout.size)
     view = np.array(numbers, copy=False)
-    places = list(pairs_by_layer(for_numpy(tensors), shapes, source).items())
+    places = list(pairs_by_layer(for_numpy(tensors, source), shapes, source).items())
 
     def fill(first: int) -> list[np.uint64]:
         """Every `_THREADS`-th place; returns the sum of each one's numbers."""
@@ -222,16 +222,20 @@ def _checked(values: np.ndarray, name: str, source: str | Path) -> np.ndarray:
     return half
 
 
-def for_numpy(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def for_numpy(tensors: Mapping[str, Any], source: str | Path) -> dict[str, Any]:
     """What a `TensorReader` takes: arrays are evaluated, and those of bfloat16, which NumPy lacks, are float32.
 
     Called before threads read: MLX gives each thread that computes a stream, and never takes it back.
+
+    Raises:
+        CheckpointError: when MLX can't read what an array holds from its file.
     """
     arrays = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, mx.array)}
     for name, array in arrays.items():
         if array.dtype == mx.bfloat16:
             arrays[name] = array.astype(mx.float32)
-    mx.eval(arrays)
+    with reading(source):
+        mx.eval(arrays)
     return {**tensors, **arrays}
 
 
@@ -255,21 +259,10 @@ class TensorReader:
         return np.asarray(tensor)
 
     def _read(self, tensor: StoredTensor) -> np.ndarray:
-        """Bytes of a tensor. (A mapped file that somebody cuts off meanwhile would end the process.)"""
         if self._buffer.size < tensor.nbytes:
             self._buffer = np.empty(tensor.nbytes, np.uint8)
         raw = self._buffer[: tensor.nbytes]
-        try:
-            with tensor.path.open("rb", buffering=0) as file:
-                file.seek(tensor.offset)
-                count = file.readinto(raw.data) or 0
-        except OSError as error:
-            raise CheckpointError(f"{tensor.path} can't be read: {error.strerror}.") from None
-        if count < tensor.nbytes:
-            raise CheckpointError(
-                f"{tensor.path} ends within {named(tensor.name)}: {count:,} of {tensor.nbytes:,} bytes are "
-                "there. It was cut off: copy or download it again."
-            )
+        tensor.read_into(raw)
         return raw
 
 
@@ -323,8 +316,9 @@ def pairs_by_layer(
                     f"{source}: {path} has lora_{'b' if a is None else 'a'}{end} only; LoRA has pairs."
                 )
             if (a.shape[0], b.shape[1]) != (inputs, outputs) or a.shape[1] != b.shape[0]:
+                got = f"{shown(list(a.shape))} and {shown(list(b.shape))}"
                 raise CheckpointError(
-                    f"{source}: the adapter of {path}{end} is {list(a.shape)} and {list(b.shape)}, and the "
+                    f"{source}: the adapter of {path}{end} is {got}, and the "
                     f"layer needs [{inputs}, rank] and [rank, {outputs}]. It was made for another model."
                 )
             pairs.append((a, b))

@@ -34,7 +34,7 @@ from afm_mlx.adapters.resident import (
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import CheckpointError, named
 from afm_mlx.fingerprint import base_model_fingerprint, folder_fingerprint
-from afm_mlx.weights import read_header
+from afm_mlx.weights import read_header, reading
 
 
 class Base(NamedTuple):
@@ -127,7 +127,8 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
         from afm_mlx.converters.adapter_formats import read_adapter
 
         tensors, config = read_adapter(path, base.config, finite=False)
-        mx.eval(tensors)
+        with reading(path):
+            mx.eval(tensors)
     check_fingerprint(config, base.fingerprints, path)
     nbytes = plan_layout(tensors, base.shapes, path).nbytes
     return OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes)
@@ -148,7 +149,7 @@ def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str
     Raises:
         RequestError: for a weight that can't be used.
     """
-    adapters = [(for_numpy(part.tensors), part.scale) for part, _ in parts]
+    adapters = [(for_numpy(part.tensors, part.source), part.scale) for part, _ in parts]
     scale, terms = weighted_sum(adapters, [weight for _, weight in parts])
     tensors = {name: _Joined(tuple(each), int(is_a(name))) for name, each in terms.items()}
     stamps = {path: stamp for part, _ in parts for path, stamp in part.stamps.items()}

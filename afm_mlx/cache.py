@@ -18,9 +18,10 @@ from typing import Any, NamedTuple, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.errors import ContextLengthError
+from afm_mlx.errors import CacheFileError, ContextLengthError, shown
 
 STEP = 256  # columns that are added at a time
+MOST_TOKENS = 1 << 30  # positions are int32
 KEEP = 4  # first tokens that a sliding window never forgets, as in mlx-lm's rotating cache
 
 
@@ -398,8 +399,44 @@ class KVCache:
             self._lengths, self._forgotten = [0], [0]
             return
         keys, values, rows = state
+        self._check_state(keys, values, rows)
         self.buffer = mx.concatenate([keys, values], axis=1)
         self._lengths, self._forgotten = rows.tolist()
+
+    def _check_state(self, keys: mx.array, values: mx.array, rows: mx.array) -> None:
+        """Raise `CacheFileError` unless a cache of this kind can have been in this state."""
+        kind = mx.int8 if self.int8 else mx.floating
+        for name, array in (("keys", keys), ("values", values)):
+            if array.ndim != 4 or 0 in array.shape[:2] or not mx.issubdtype(array.dtype, kind):
+                raise CacheFileError(
+                    f"{name} are {array.dtype} {shown(list(array.shape))}; "
+                    f"{'int8' if self.int8 else 'floats'} [rows, heads, columns, head_dim] are needed."
+                )
+        count, columns = keys.shape[0], keys.shape[2]
+        if (keys.shape, keys.dtype) != (values.shape, values.dtype):
+            raise CacheFileError(
+                f"keys are {keys.dtype} {list(keys.shape)} and values {values.dtype} {list(values.shape)}; "
+                "both must be the same."
+            )
+        if rows.dtype != mx.int32 or rows.shape != (2, count):
+            raise CacheFileError(
+                f"rows are {rows.dtype} {shown(list(rows.shape))}; int32 [2, {count}] is needed, tokens seen "
+                "and forgotten by each row."
+            )
+        for seen, forgotten in rows.T.tolist():
+            held = seen - forgotten
+            # A window forgets down to one column less than its width.
+            sound = forgotten == 0 or (forgotten > 0 and 0 < self._window <= held + 1)
+            bound = (
+                columns if self._window or self.max_size is None else min(columns, self.max_size)
+            )
+            if not (sound and 0 <= held <= bound and seen <= MOST_TOKENS):
+                raise CacheFileError(
+                    f"a row has seen {seen} tokens and forgotten {forgotten}, which does not go with {columns} "
+                    f"columns in a cache of kind {shown(self.kind)}."
+                )
+        if columns != int((rows[0] - rows[1]).max().item()):
+            raise CacheFileError(f"no row has tokens for all of the {columns} columns.")
 
 
 class NoKVCache:

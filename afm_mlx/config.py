@@ -16,9 +16,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.errors import ConfigError
+from afm_mlx.errors import ConfigError, named, shown
 
 MODEL_TYPE = "afm7"
+
+# Ten times the largest models that there are: more is a damaged file, and would be built for minutes.
+_SIZES = {
+    "vocab_size": 1 << 24,
+    "hidden_dim": 1 << 17,
+    "num_layers": 1 << 10,
+    "num_heads": 1 << 16,
+    "num_kv_heads": 1 << 16,
+    "context_length": (1 << 31) - 1,  # positions are int32
+}
+_MAX_FFN_DIM = 1 << 20
+# Below 1, later dimensions of a head turn faster than once per token; float32 has to hold the slowest turn.
+_ROPE_THETA = (1.0, 1e30)
+# Float32 has to hold its inverse, and with more nothing would be left of a normalized vector.
+_RMS_NORM_EPS = (1e-30, 1.0)
 
 # Keys that may stand in an afm7 `config.json` beside the architecture.
 _OTHER_KEYS = {
@@ -47,7 +62,7 @@ class ModelConfig:
         num_kv_reuse_layers: how many of them, the last ones, reuse keys and values; 0 is allowed.
         num_heads: query heads; `head_dim = hidden_dim / num_heads`.
         num_kv_heads: key and value heads; divides `num_heads`.
-        rope_theta: base of the rotary frequencies. Required: mlx-lm's default (50000) is not the
+        rope_theta: base of the rotary frequencies, 1 or more. Required: mlx-lm's default (50000) is not the
             value that Apple's models use (500000).
         hidden_dim_scale_factor: feed-forward width over `hidden_dim`.
         rms_norm_eps: added to the mean square in every RMSNorm.
@@ -56,7 +71,7 @@ class ModelConfig:
         context_length: tokens that the model was trained to see; the engine ends a run there.
 
     Raises:
-        ConfigError: on contradictory values.
+        ConfigError: on contradictory values, and on those that no model has, such as a million layers.
     """
 
     vocab_size: int
@@ -74,21 +89,19 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             self._check_type(field.name, field.type)
-        for name in ("vocab_size", "hidden_dim", "num_layers", "num_heads", "num_kv_heads"):
-            self._require(
-                getattr(self, name) >= 1, f"{name} is {getattr(self, name)}", "at least 1"
-            )
+        for name, largest in _SIZES.items():
+            self._require_within(name, 1, largest)
+        self._require_within("rope_theta", *_ROPE_THETA)
+        self._require_within("rms_norm_eps", *_RMS_NORM_EPS)
+        most = _MAX_FFN_DIM / self.hidden_dim
         self._require(
-            self.context_length >= 1, f"context_length is {self.context_length}", "at least 1"
+            0 < self.hidden_dim_scale_factor <= most and self.ffn_dim >= 1,
+            f"hidden_dim_scale_factor is {self.hidden_dim_scale_factor} with hidden_dim {self.hidden_dim}",
+            f"above 0 and up to {most:g}: the feed-forward width, their product, is 1 to {_MAX_FFN_DIM:,}",
         )
-        for name in ("rope_theta", "hidden_dim_scale_factor", "rms_norm_eps"):
-            value = getattr(self, name)
-            self._require(
-                0 < value < float("inf"), f"{name} is {value}", "a positive finite number"
-            )
         self._require(
             0 <= self.num_kv_reuse_layers < self.num_layers,
-            f"num_kv_reuse_layers is {self.num_kv_reuse_layers}",
+            f"num_kv_reuse_layers is {shown(self.num_kv_reuse_layers)}",
             f"0 to {self.num_layers - 1} with {self.num_layers} layers: one block at least writes K and V",
         )
         self._require(
@@ -101,19 +114,29 @@ class ModelConfig:
             f"num_kv_heads is {self.num_kv_heads}",
             f"a divisor of num_heads, which is {self.num_heads}",
         )
-        self._require(self.kv_bits in (8, None), f"kv_bits is {self.kv_bits}", "8 or null")
+        self._require(self.kv_bits in (8, None), f"kv_bits is {shown(self.kv_bits)}", "8 or null")
 
     def _check_type(self, name: str, annotation: Any) -> None:
         value = getattr(self, name)
         if "float" in annotation and type(value) is int:
-            object.__setattr__(self, name, float(value))
+            try:
+                object.__setattr__(self, name, float(value))
+            except OverflowError:
+                raise ConfigError(
+                    f"config: {name} is {shown(value)}, which is no number of float64."
+                ) from None
             return
         allowed = {"int": (int,), "float": (float,), "int | None": (int, type(None))}[annotation]
         # bool is an int to Python, and never a size.
         if not isinstance(value, allowed) or isinstance(value, bool):
             raise ConfigError(
-                f"config: {name} is {value!r}, and must be of type {annotation.replace('None', 'null')}"
+                f"config: {name} is {shown(value)}, and must be of type {annotation.replace('None', 'null')}"
             )
+
+    def _require_within(self, name: str, least: float, most: float) -> None:
+        value = getattr(self, name)
+        allowed = " to ".join(f"{x:,}" if type(x) is int else f"{x:g}" for x in (least, most))
+        self._require(least <= value <= most, f"{name} is {shown(value)}", allowed)
 
     @staticmethod
     def _require(holds: bool, got: str, allowed: str) -> None:
@@ -158,13 +181,13 @@ class ModelConfig:
         model_type = values.get("model_type", MODEL_TYPE)
         if model_type != MODEL_TYPE:
             raise ConfigError(
-                f"{source}: model_type is {model_type!r}; an AFM model has {MODEL_TYPE!r}."
+                f"{source}: model_type is {shown(model_type)}; an AFM model has {MODEL_TYPE!r}."
             )
         names = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - names - _OTHER_KEYS)
+        unknown = sorted(map(str, set(values) - names - _OTHER_KEYS))
         if unknown:
             raise ConfigError(
-                f"{source}: unknown keys {', '.join(unknown)}. Known are {', '.join(sorted(names))}."
+                f"{source}: unknown keys {named(', '.join(unknown))}. Known are {', '.join(sorted(names))}."
             )
         required = {f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING}
         missing = sorted(required - set(values))
@@ -215,7 +238,7 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         # Python's for bad text, for numbers of thousands of digits, and for deep nesting.
-        raise ConfigError(f"{path} is not valid JSON: {error}.") from None
+        raise ConfigError(f"{path} is not valid JSON: {shown(str(error))}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds a JSON {type(values).__name__}; an object is needed.")
     return values

@@ -17,12 +17,13 @@ import mlx.core as mx
 
 from afm_mlx import __version__, blas
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
+from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.fingerprint import folder_fingerprint
 from afm_mlx.loading import activation_dtype
 from afm_mlx.packed import PARTS
-from afm_mlx.stored_layers import quantization_of, stored_settings, stored_shapes
+from afm_mlx.stored_layers import check_folder_tensors, quantization_of, stored_settings
 from afm_mlx.tokenizer import load_tokenizer
-from afm_mlx.weights import StoredTensor, check_weights, parameter_shapes, stored_tensors
+from afm_mlx.weights import StoredTensor, stored_tensors
 
 _PRODUCT = 512  # rows and columns of the product that is timed
 _SECONDS_TO_TIME = 0.1
@@ -49,8 +50,7 @@ def describe_folder(folder: Path) -> Facts:
         }
     config = ModelConfig.from_dict(values, source=str(source))
     quantization = quantization_of(values, source)
-    expected = stored_shapes(parameter_shapes(config), quantization, tensors, source)
-    check_weights(expected, tensors, source=folder)
+    check_folder_tensors(config, quantization, tensors, source)
     packed = describe_packed_layers(tensors, quantization, source)
     return {
         **describe_config(config),
@@ -97,8 +97,8 @@ def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts
     return {
         "parameters": parameters,
         "bytes": nbytes,
-        "bits_per_weight": 8 * nbytes / parameters,
-        "bytes_per_weight": nbytes / parameters,
+        "bits_per_weight": 8 * nbytes / max(1, parameters),
+        "bytes_per_weight": nbytes / max(1, parameters),
         "tensors": len(tensors),
         "files": len({tensor.path for tensor in tensors.values()}),
         "stored_as": sorted(kinds),
@@ -124,14 +124,14 @@ def describe_packed_layers(
         if kind != "weight" or tensor.dtype != mx.uint32:
             continue
         settings = stored_settings(quantization, path)
-        bits = settings.get("bits", 32)
+        bits = _bits(settings, path, source)
         nbytes = sum(tensors[n].nbytes for n in (f"{path}.{p}" for p in PARTS) if n in tensors)
         found = formats.setdefault(_format(settings), {"layers": 0, "weights": 0, "bytes": 0})
         found["layers"] += 1
         found["weights"] += tensor.size * 32 // bits
         found["bytes"] += nbytes
     for found in formats.values():
-        found["bits_per_weight"] = 8 * found["bytes"] / found["weights"]
+        found["bits_per_weight"] = 8 * found["bytes"] / max(1, found["weights"])
     return formats
 
 
@@ -208,7 +208,17 @@ def _count_parameters(tensors: dict[str, StoredTensor], values: Facts) -> int:
         if weight is None or weight.dtype != mx.uint32:
             count += tensor.size
         elif kind == "weight":
-            count += tensor.size * 32 // stored_settings(quantization, layer).get("bits", 32)
+            bits = _bits(stored_settings(quantization, layer), layer, "config.json")
+            count += tensor.size * 32 // bits
         elif kind not in PARTS:
             count += tensor.size
     return count
+
+
+def _bits(settings: Facts, path: str, source: str | Path) -> int:
+    bits = settings.get("bits", 32)
+    if type(bits) is not int or not 1 <= bits <= 32:
+        raise ConfigError(
+            f"{source}: the quantization of {named(path)} has {shown(bits)} bits; 1 to 32 are possible."
+        )
+    return bits

@@ -31,6 +31,7 @@ from afm_mlx.config import ModelConfig
 from afm_mlx.weights import StoredTensor, array_bytes, stored_tensors
 
 _SAMPLES = 256
+_READ_WHOLE = 1 << 16  # bytes: to find samples in them is faster than to read each for itself
 _Sampled = tuple[str, Iterable[int], mx.Dtype, np.ndarray]
 _LORA = re.compile(r"(?P<layer>.+)\.lora_[ab](\.\d+)?")
 
@@ -110,8 +111,10 @@ def _sample_stored(tensor: StoredTensor) -> np.ndarray:
     if tensor.size == 0:
         return np.empty(0, np.uint8)
     stride, count = _stride(math.prod(tensor.shape))
-    rows = np.memmap(tensor.path, np.uint8, "r", tensor.offset, (tensor.size, width))
-    return rows[: stride * count : stride].reshape(-1)
+    if stride * count * width <= _READ_WHOLE:
+        rows = tensor.read(0, stride * count * width).reshape(-1, width)
+        return rows[::stride].reshape(-1)
+    return tensor.read_elements(range(0, stride * count, stride))
 
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:

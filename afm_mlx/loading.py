@@ -8,24 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
-from afm_mlx.errors import AFMError, did_you_mean, shown
+from afm_mlx.errors import AFMError, ConfigError, did_you_mean, shown
+from afm_mlx.finite import read_parameters
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest import ensure_checked
 from afm_mlx.model import Model
 from afm_mlx.packed import (
-    PackedEmbedding,
-    PackedLinear,
     activation_dtype,
     set_activation_bits,
 )
-from afm_mlx.stored_layers import place_stored_layers, quantization_of, settle_scales
+from afm_mlx.stored_layers import (
+    check_folder_tensors,
+    place_stored_layers,
+    quantization_of,
+    settle_scales,
+)
 from afm_mlx.tokenizer import load_tokenizer
-from afm_mlx.weights import check_weights, load_weights
+from afm_mlx.weights import KV_SCALES, load_stored, stored_tensors
 
 EMBEDDED_MODEL = "afm-nano"
 ADAPTERS = "adapters"
@@ -122,7 +124,9 @@ def load(
         model_config: keys that replace those of config.json.
         adapter_path: LoRA adapter that was made for this model: its path, or its name if it comes with the
             model, in a folder below `adapters`. All rows use it; see `AdapterPool` for several.
-        lazy: leave the weights unread until they are used.
+        lazy: leave the weights unread until they are used. Only names, shapes and types are checked then, not
+            the numbers; and when a file is cut off before its tensors are read, MLX raises `RuntimeError` and
+            the model has to be loaded anew.
         return_config: return config.json's content too.
         revision: of a hub id.
         trust_remote_code: let a folder's own code run; for mlx-lm's zoo only.
@@ -136,9 +140,15 @@ def load(
         AFMError: what is wrong with the folder, and where.
     """
     folder = resolve_model(path_or_hf_repo, revision)
+    _check_overrides(model_config)
     values = read_config_json(folder / "config.json") | dict(model_config or {})
     adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)
-    if values.get("model_type") != MODEL_TYPE:
+    if not isinstance(values.get("model_type"), str):
+        raise ConfigError(
+            f"{folder / 'config.json'}: model_type is {shown(values.get('model_type'))}; it names the "
+            f"architecture, {MODEL_TYPE!r} for an AFM model."
+        )
+    if values["model_type"] != MODEL_TYPE:
         from afm_mlx.zoo import load_zoo
 
         loaded = load_zoo(
@@ -154,7 +164,7 @@ def load(
         return loaded
     if tokenizer_config:
         raise AFMError(
-            f"tokenizer_config is {dict(tokenizer_config)}: an AFM folder's tokenizer has no options."
+            f"tokenizer_config is {shown(dict(tokenizer_config))}: an AFM folder's tokenizer has no options."
         )
     model = load_model(folder, values, lazy=lazy)
     set_activation_bits(model, activation_bits)
@@ -162,6 +172,15 @@ def load(
         attach_adapter(model, adapter, base_folder=folder, force=force_adapter)
     tokenizer = load_tokenizer(folder)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
+
+
+def _check_overrides(model_config: Any) -> None:
+    if model_config is None:
+        return
+    if not isinstance(model_config, Mapping) or not all(isinstance(k, str) for k in model_config):
+        raise ConfigError(
+            f"model_config is {shown(model_config)}; a mapping of config.json's keys to values is needed."
+        )
 
 
 def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool = False) -> Model:
@@ -172,7 +191,7 @@ def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool
     Args:
         folder: holds config.json and safetensors.
         values: content of config.json, when it was read already.
-        lazy: leave the weights unread until they are used.
+        lazy: leave the weights unread until they are used; see `load`.
 
     Raises:
         ConfigError, CheckpointError: name the file, and the key or the tensor.
@@ -180,31 +199,24 @@ def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool
     ensure_checked()
     source = folder / "config.json"
     values = read_config_json(source) if values is None else values
-    model = Model(ModelConfig.from_dict(values, source=str(source)))
-    weights = load_weights(folder)
-    _place_weights(model, values, weights, source)
-    model.eval()
-    if not lazy:
-        mx.eval(model.parameters())
-        prefer_huge_pages(array for _, array in tree_flatten(model.parameters()))
-    return model
-
-
-def _place_weights(
-    model: nn.Module, values: Mapping[str, Any], weights: Mapping[str, mx.array], source: Path
-) -> None:
-    """Give the model the layers that the folder stores packed, and every parameter its array."""
-    dtype = activation_dtype()
-    place_stored_layers(model, quantization_of(values, source), weights, source, dtype)
-    expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
-    check_weights(expected, weights, source=source.parent)
-    packed = {p for p, m in model.named_modules() if isinstance(m, PackedLinear | PackedEmbedding)}
+    config = ModelConfig.from_dict(values, source=str(source))
+    quantization = quantization_of(values, source)
+    tensors = stored_tensors(folder)
+    rules = check_folder_tensors(config, quantization, tensors, source)
+    model = Model(config)
+    weights, dtype = load_stored(tensors), activation_dtype()
+    place_stored_layers(model, quantization, weights, source, dtype, rules)
+    packed = {path for path, rule in rules.items() if rule is not None}
     rest = [(n, a) for n, a in weights.items() if n.rpartition(".")[0] not in packed]
     model.load_weights([(n, _cast(n, a, dtype)) for n, a in rest], strict=False)
     settle_scales(model)
+    model.eval()
+    if not lazy:
+        prefer_huge_pages(read_parameters(model, folder).values())
+    return model
 
 
 def _cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
-    if name.endswith(("quant_key_scale", "quant_value_scale")):
+    if name.endswith(KV_SCALES):
         return array.astype(mx.float32)
     return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array

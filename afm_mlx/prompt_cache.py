@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from safetensors import safe_open
 
 from afm_mlx.adapters.attach import adapter_fingerprint
-from afm_mlx.cache import KVCache, NoKVCache
-from afm_mlx.errors import CacheFileError, CheckpointError
+from afm_mlx.cache import KEEP, MOST_TOKENS, KVCache
+from afm_mlx.errors import CacheFileError, CheckpointError, named, shown
 from afm_mlx.files import atomic_write
 from afm_mlx.fingerprint import base_model_fingerprint
+from afm_mlx.finite import check_finite
 from afm_mlx.model import Model
-from afm_mlx.weights import read_header, save_file
+from afm_mlx.weights import StoredTensor, load_stored, read_header, reading, save_file
 
 FORMAT = "afm-mlx prompt cache"
 VERSION = "1"
+_PARTS = ("keys", "values", "rows")
+"""Names of a block's tensors, in the order of `KVCache.state`."""
 
 
 def save_prompt_cache(
@@ -60,8 +64,8 @@ def save_prompt_cache(
         )
     tensors: dict[str, mx.array] = {}
     for index, layer in enumerate(layers):
-        keys, values, rows = layer.state
-        tensors |= {f"{index}.keys": keys, f"{index}.values": values, f"{index}.rows": rows}
+        parts = zip(_PARTS, layer.state, strict=True)
+        tensors |= {f"{index}.{part}": array for part, array in parts}
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -96,31 +100,108 @@ def load_prompt_cache(
     if not path.is_file():
         raise CacheFileError(f"There is no prompt cache file {path}.")
     try:
-        read_header(path)
+        stored = read_header(path)
+        header = _header(path)
+        _check_origin(header, path, model, adapter)
+        metadata = _metadata_of(header, path)
+        cache = model.make_cache(*_kind_of(header, path))
+        layers = [layer for layer in cache if isinstance(layer, KVCache)]
+        _check_tensors(stored, len(layers), model, path)
+        tensors = load_stored(stored)
+        with reading(path):
+            mx.eval(tensors)
+        check_finite(tensors, path)
     except CheckpointError as error:
         raise CacheFileError(str(error)) from None
-    tensors, header = mx.load(str(path), format="safetensors", return_metadata=True)
+    for index, layer in enumerate(layers):
+        state = [tensors[f"{index}.{part}"] for part in _PARTS]
+        if not mx.array_equal(state[2], tensors["0.rows"]).item():
+            raise CacheFileError(
+                f"{path}: blocks 0 and {index} hold different rows; it is damaged."
+            )
+        try:
+            layer.state = state
+        except CacheFileError as error:
+            raise CacheFileError(f"{path}: block {index}: {error} It is damaged.") from None
+    cache[0].adapter = header["adapter"]
+    mx.eval([layer.state for layer in cache])
+    return cache, metadata
+
+
+def _header(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="np") as file:
+        return file.metadata() or {}
+
+
+def _check_origin(header: Mapping[str, str], path: Path, model: Model, adapter: str | None) -> None:
     if header.get("format") != FORMAT or header.get("version") != VERSION:
         raise CacheFileError(
-            f"{path} is {header.get('format', 'of an unknown format')!r} in version "
-            f"{header.get('version')}; version {VERSION} of {FORMAT!r} is read here. Make it anew."
+            f"{path} is {shown(header.get('format', 'of an unknown format'))} in version "
+            f"{shown(header.get('version'))}; version {VERSION} of {FORMAT!r} is read here. Make it anew."
         )
     if adapter is None:
         adapter = adapter_fingerprint(model) or ""
     for part, wanted in (("model", base_model_fingerprint(model)), ("adapter", adapter)):
         if header.get(part) != wanted:
             raise CacheFileError(
-                f"{path} was made with another {part}: its fingerprint is {header.get(part) or 'none'}, "
-                f"and the one in use has {wanted or 'none'}. Keys and values don't carry over; make the "
-                "cache anew."
+                f"{path} was made with another {part}: its fingerprint is "
+                f"{named(header.get(part) or 'none')}, and the one in use has {wanted or 'none'}. Keys and "
+                "values don't carry over; make the cache anew."
             )
-    kind, max_size, sliding_window = json.loads(header["kind"])
-    cache = model.make_cache(kind, max_size, sliding_window)
-    for index, layer in enumerate(layer for layer in cache if not isinstance(layer, NoKVCache)):
-        try:
-            layer.state = [tensors[f"{index}.{name}"] for name in ("keys", "values", "rows")]
-        except KeyError as error:
-            raise CacheFileError(f"{path} lacks the tensor {error}; it is damaged.") from None
-    cache[0].adapter = adapter
-    mx.eval([layer.state for layer in cache])
-    return cache, json.loads(header["metadata"])
+
+
+def _parsed(header: Mapping[str, str], key: str, path: Path) -> Any:
+    try:
+        return json.loads(header[key])
+    except KeyError:
+        raise CacheFileError(f"{path} says nothing of its {key}; it is damaged.") from None
+    except (ValueError, RecursionError):
+        raise CacheFileError(
+            f"{path}: {key} is {shown(header[key])}, which is no JSON; it is damaged."
+        ) from None
+
+
+def _kind_of(header: Mapping[str, str], path: Path) -> tuple[str, int | None, bool]:
+    kind = _parsed(header, "kind", path)
+    if isinstance(kind, list) and len(kind) == 3:
+        storage, size, window = kind
+        sized = type(size) is int and (KEEP if window else 0) < size <= MOST_TOKENS
+        if (
+            storage in ("int8", "float")
+            and isinstance(window, bool)
+            and (sized or (size is None and not window))
+        ):
+            return storage, size, window
+    raise CacheFileError(
+        f"{path}: kind is {shown(kind)}; 'int8' or 'float', the bound on tokens or null, and whether a window "
+        f"of more than {KEEP} tokens slides are needed. It is damaged."
+    )
+
+
+def _metadata_of(header: Mapping[str, str], path: Path) -> dict[str, str]:
+    metadata = _parsed(header, "metadata", path)
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CacheFileError(
+            f"{path}: metadata is {shown(metadata)}; an object of strings is needed. It is damaged."
+        )
+    return metadata
+
+
+def _check_tensors(
+    stored: Mapping[str, StoredTensor], blocks: int, model: Model, path: Path
+) -> None:
+    """Compare names, and what the model says of shapes, with the header; `KVCache` checks what is left."""
+    wanted = {f"{index}.{part}" for index in range(blocks) for part in _PARTS}
+    if differing := sorted(wanted ^ set(stored)):
+        what = "lacks" if differing[0] in wanted else "holds, beside those of a cache,"
+        raise CacheFileError(
+            f"{path} {what} the tensor {named(differing[0])} ({len(differing)} such). It is damaged."
+        )
+    heads, dim = model.args.num_kv_heads, model.args.head_dim
+    for name, tensor in stored.items():
+        shape = tensor.shape
+        if not name.endswith(".rows") and (len(shape) != 4 or (shape[1], shape[3]) != (heads, dim)):
+            raise CacheFileError(
+                f"{path}: {name} is {shown(list(shape))}; the model needs [rows, {heads}, columns, {dim}]. "
+                "It is damaged."
+            )

@@ -19,7 +19,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.config import MODEL_TYPE, ModelConfig
-from afm_mlx.errors import ConfigError
+from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.kernels import BITS, MODES, PackedWeight
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.model import Model
@@ -29,6 +29,7 @@ from afm_mlx.rounding import pack
 GRANULARITIES = ("tensor", "row", "group")
 RULE_KEYS = ("bits", "mode", "granularity", "group_size")
 _DEFAULT_GRANULARITY = {"balanced": "row", "affine": "group", "palette": "group"}
+_MOST_IN_GROUP = 1 << 24
 _DEFAULT_GROUP = {"balanced": 64, "affine": 64, "palette": 16}
 
 
@@ -62,13 +63,15 @@ class QuantizationRule:
         if self.granularity != "group":
             if self.group_size is not None:
                 raise ConfigError(
-                    f"group_size is {self.group_size} with granularity {self.granularity!r}; only groups have "
-                    'a size. Leave it out, or set granularity to "group".'
+                    f"group_size is {shown(self.group_size)} with granularity {self.granularity!r}; only "
+                    'groups have a size. Leave it out, or set granularity to "group".'
                 )
         elif self.group_size is None:
             object.__setattr__(self, "group_size", _DEFAULT_GROUP[self.mode])
-        elif type(self.group_size) is not int or self.group_size < 1:
-            raise ConfigError(f"group_size is {self.group_size!r}; allowed is a positive integer.")
+        elif type(self.group_size) is not int or not 1 <= self.group_size <= _MOST_IN_GROUP:
+            raise ConfigError(
+                f"group_size is {shown(self.group_size)}; allowed is a positive integer of a matrix's size."
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QuantizationRule:
@@ -77,10 +80,10 @@ class QuantizationRule:
         Raises:
             ConfigError: names every unknown key.
         """
-        unknown = sorted(set(values) - set(RULE_KEYS))
+        unknown = sorted(map(str, set(values) - set(RULE_KEYS)))
         if unknown:
             raise ConfigError(
-                f"unknown keys {', '.join(unknown)}; known are {', '.join(RULE_KEYS)}."
+                f"unknown keys {named(', '.join(unknown))}; known are {', '.join(RULE_KEYS)}."
             )
         return cls(**values)
 
@@ -147,7 +150,7 @@ class QuantizationRule:
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
     if value not in allowed or isinstance(value, bool):
-        raise ConfigError(f"{name} is {value!r}; allowed are {', '.join(map(str, allowed))}.")
+        raise ConfigError(f"{name} is {shown(value)}; allowed are {', '.join(map(str, allowed))}.")
 
 
 AFM_RULE = QuantizationRule()

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.errors import CheckpointError, ConfigError
+from afm_mlx.config import ModelConfig
+from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 from afm_mlx.kernels import BITS, PackedWeight
 from afm_mlx.packed import PARTS, PackedEmbedding, PackedLinear
 from afm_mlx.quantization import RULE_KEYS, QuantizationRule, replace_modules
-from afm_mlx.weights import Shapes
+from afm_mlx.weights import Shapes, check_weights, parameter_shapes
 
 _MLX_MODES = ("mxfp4", "mxfp8", "nvfp4")
 _MLX_BITS = (1, 3, 5, 6)
+_MLX_MOST_BITS, _MLX_MOST_IN_GROUP = 8, 128
 
 Tensors = Mapping[str, Any]
 """Anything with a shape and a dtype, by name."""
@@ -35,7 +37,7 @@ def quantization_of(values: Mapping[str, Any], source: str | Path) -> dict[str, 
     """
     quantization = values.get("quantization") or values.get("quantization_config") or {}
     if not isinstance(quantization, dict):
-        raise ConfigError(f"{source}: quantization is {quantization!r}; an object is needed.")
+        raise ConfigError(f"{source}: quantization is {shown(quantization)}; an object is needed.")
     return quantization
 
 
@@ -68,17 +70,21 @@ def stored_rule(
     settings = {"mode": "affine", **stored_settings(quantization, path)}
     mode, bits, group = settings["mode"], settings.get("bits"), settings.get("group_size")
     of_mlx = mode in _MLX_MODES or (mode == "affine" and bits in _MLX_BITS)
-    if of_mlx and type(bits) is int and type(group) is int and group > 0:
+    if of_mlx and _is_within(bits, _MLX_MOST_BITS) and _is_within(group, _MLX_MOST_IN_GROUP):
         return None
     try:
         if type(bits) is not int:
-            raise ConfigError(f"bits is {bits!r}; allowed are {', '.join(map(str, BITS))}.")
+            raise ConfigError(f"bits is {shown(bits)}; allowed are {', '.join(map(str, BITS))}.")
         grouped = settings.get("granularity", "group") == "group"
         if mode in ("affine", *_MLX_MODES) and grouped and type(group) is not int:
-            raise ConfigError(f"group_size is {group!r}; a number of inputs is needed.")
+            raise ConfigError(f"group_size is {shown(group)}; a number of inputs is needed.")
         return QuantizationRule.from_dict(settings)
     except ConfigError as error:
         raise ConfigError(f"{source}: the quantization of {path} can't be used: {error}") from None
+
+
+def _is_within(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
 
 
 def is_stored_packed(
@@ -92,12 +98,12 @@ def is_stored_packed(
     weight = tensors.get(f"{path}.weight")
     parts = [part for part in PARTS[1:] if f"{path}.{part}" in tensors]
     packed = bool(parts) or (weight is not None and weight.dtype == mx.uint32)
-    says = "nothing of it" if not quantization else f"{quantization.get(path)}"
+    says = "nothing of it" if not quantization else shown(quantization.get(path))
     if packed and (not quantization or quantization.get(path) is False):
         got = f"{path} is stored packed, and its quantization says {says}"
     elif not packed and isinstance(quantization.get(path), Mapping):
         got = f"the quantization says that {path} is {says}, and the folder stores it as "
-        got += "nothing" if weight is None else f"{_name(weight.dtype)} {list(weight.shape)}"
+        got += "nothing" if weight is None else f"{_name(weight.dtype)} {shown(list(weight.shape))}"
     else:
         return packed
     raise CheckpointError(
@@ -131,7 +137,7 @@ def check_stored(
         integer = part == "weight"
         right = tensor.dtype == mx.uint32 if integer else mx.issubdtype(tensor.dtype, mx.floating)
         if part in wanted and (not right or tuple(tensor.shape) != wanted[part]):
-            got = f"{part} is {_name(tensor.dtype)} {list(tensor.shape)}"
+            got = f"{part} is {_name(tensor.dtype)} {shown(list(tensor.shape))}"
             kind = "uint32" if integer else "float"
             problems.append(f"{got} and must be {kind} {list(wanted[part])}")
     if problems:
@@ -141,40 +147,116 @@ def check_stored(
         )
 
 
-def stored_shapes(
+Rules: TypeAlias = dict[str, QuantizationRule | None]
+"""Rules of the layers that are stored packed, by their paths; None for a format of MLX's own layers alone."""
+
+
+def stored_rules(
     shapes: Shapes, quantization: Mapping[str, Any], tensors: Tensors, source: str | Path
-) -> Shapes:
-    """Names and shapes that a folder must hold: those of the float model, packed layers by their parts.
+) -> Rules:
+    """Find the layers that are stored packed, and compare their tensors with their settings.
+
+    Args:
+        shapes: of the float weights, by name.
+        quantization: of `quantization_of`.
+        tensors: of the folder.
+        source: for errors.
 
     Raises:
         ConfigError, CheckpointError: name the layer whose tensors and settings do not fit.
     """
-    result: Shapes = {}
+    rules: Rules = {}
     for name, shape in shapes.items():
         path, _, kind = name.rpartition(".")
-        packed = kind == "weight" and len(shape) == 2
-        if not packed or not is_stored_packed(path, quantization, tensors, source):
-            result[name] = shape
+        if kind != "weight" or len(shape) != 2:
             continue
-        rule = stored_rule(quantization, path, source)
-        if rule is None:
-            parts = _mlx_part_shapes(
-                shape, {"mode": "affine", **stored_settings(quantization, path)}
-            )
+        if is_stored_packed(path, quantization, tensors, source):
+            rules[path] = rule = stored_rule(quantization, path, source)
+            if rule is not None:
+                check_stored(path, rule, shape, tensors, source)
+    return rules
+
+
+def check_folder_tensors(
+    config: ModelConfig, quantization: Mapping[str, Any], tensors: Tensors, source: Path
+) -> Rules:
+    """Compare the tensors of an AFM folder with its config, by headers alone: before anything is built.
+
+    Args:
+        config: the architecture.
+        quantization: of `quantization_of`.
+        tensors: of `stored_tensors`.
+        source: the folder's config.json.
+
+    Returns:
+        Those of `stored_rules`.
+
+    Raises:
+        ConfigError, CheckpointError: name the tensors that are missing, not of the model, of another shape, or
+            integers where numbers belong.
+    """
+    shapes = parameter_shapes(config)
+    rules = stored_rules(shapes, quantization, tensors, source)
+    expected: Shapes = {}
+    floats = []
+    for name, shape in shapes.items():
+        path = name.removesuffix(".weight")
+        if path in rules:
+            parts = _part_shapes(path, rules[path], shape, quantization, tensors, source)
+            expected |= {f"{path}.{part}": of_part for part, of_part in parts.items()}
         else:
-            check_stored(path, rule, shape, tensors, source)
-            parts = rule.part_shapes(shape)
-            if f"{path}.column_scale" in tensors:
-                parts["column_scale"] = shape[1:]
-        result |= {f"{path}.{part}": of_part for part, of_part in parts.items()}
-    return result
+            expected[name] = shape
+            floats.append(name)
+    check_weights(expected, tensors, source.parent)
+    for name in floats:
+        if not _is_float(tensors[name]):
+            raise CheckpointError(
+                f"{source.parent}: {name} is {_name(tensors[name].dtype)} and must be float. The weights were "
+                "damaged or saved in a wrong type: copy or convert them again."
+            )
+    return rules
 
 
-def _mlx_part_shapes(shape: tuple[int, ...], settings: Mapping[str, Any]) -> Shapes:
-    rows, inputs = shape
+def _part_shapes(
+    path: str,
+    rule: QuantizationRule | None,
+    shape: tuple[int, ...],
+    quantization: Mapping[str, Any],
+    tensors: Tensors,
+    source: Path,
+) -> Shapes:
+    if rule is None:
+        return _mlx_part_shapes(path, shape, quantization, tensors, source)
+    columns = {"column_scale": shape[1:]} if f"{path}.column_scale" in tensors else {}
+    return rule.part_shapes(shape) | columns
+
+
+def _is_float(tensor: Any) -> bool:
+    return mx.issubdtype(tensor.dtype, mx.floating)
+
+
+def _mlx_part_shapes(
+    path: str,
+    shape: tuple[int, ...],
+    quantization: Mapping[str, Any],
+    tensors: Tensors,
+    source: str | Path,
+) -> Shapes:
+    """Shapes of a layer that stays MLX's own, whose types are checked: only affine ones have float scales."""
+    settings = {"mode": "affine", **stored_settings(quantization, path)}
+    affine, (rows, inputs) = settings["mode"] == "affine", shape
     groups = (rows, math.ceil(inputs / settings["group_size"]))
     parts: Shapes = {"weight": (rows, math.ceil(inputs * settings["bits"] / 32)), "scales": groups}
-    return parts | {"biases": groups} if settings["mode"] == "affine" else parts
+    if affine:
+        parts["biases"] = groups
+    for part in parts:
+        tensor = tensors.get(f"{path}.{part}")
+        if tensor is not None and _is_float(tensor) != (affine and part != "weight"):
+            raise CheckpointError(
+                f"{source}: {path}.{part} is {_name(tensor.dtype)}, which mode {settings['mode']} does not "
+                "have. Check that the config and the weights are of the same model."
+            )
+    return parts
 
 
 def place_stored_layers(
@@ -183,6 +265,7 @@ def place_stored_layers(
     weights: Mapping[str, mx.array],
     source: str | Path,
     dtype: mx.Dtype,
+    rules: Rules | None = None,
 ) -> None:
     """Replace the layers that a folder stores packed by packed layers of its arrays.
 
@@ -192,24 +275,21 @@ def place_stored_layers(
         weights: arrays by name, lazy as a rule.
         source: for errors.
         dtype: that embeddings return.
+        rules: of `stored_rules` for this very model, when they are known.
 
     Raises:
         ConfigError, CheckpointError: name the layer.
     """
+    modules = dict(model.named_modules())
+    floats = {p: m for p, m in modules.items() if type(m) in (nn.Linear, nn.Embedding)}
+    if rules is None:
+        shapes = {f"{path}.weight": module.weight.shape for path, module in floats.items()}
+        rules = stored_rules(shapes, quantization, weights, source)
     layers: list[tuple[str, nn.Module]] = []
-    others: list[str] = []
-    for path, module in model.named_modules():
-        if type(module) not in (nn.Linear, nn.Embedding):
-            if hasattr(module, "to_quantized") and f"{path}.scales" in weights:
-                others.append(path)
-            continue
-        if not is_stored_packed(path, quantization, weights, source):
-            continue
-        rule = stored_rule(quantization, path, source)
+    for path, rule in rules.items():
         if rule is None:
-            others.append(path)
             continue
-        check_stored(path, rule, module.weight.shape, weights, source)
+        module = floats[path]
         parts = {part: weights.get(f"{path}.{part}") for part in PARTS[1:]}
         packed = PackedWeight(weights[f"{path}.weight"], rule.bits, rule.mode, **parts)
         if isinstance(module, nn.Embedding):
@@ -217,8 +297,14 @@ def place_stored_layers(
         else:
             layers.append((path, PackedLinear(packed, module.get("bias"))))
     replace_modules(model, layers)
+    others = {path for path, rule in rules.items() if rule is None}
+    others |= {
+        path
+        for path, module in modules.items()
+        if path not in floats and hasattr(module, "to_quantized") and f"{path}.scales" in weights
+    }
     if others:
-        _place_mlx_layers(model, quantization, set(others), source)
+        _place_mlx_layers(model, quantization, others, source)
 
 
 def _place_mlx_layers(
@@ -234,8 +320,8 @@ def _place_mlx_layers(
         nn.quantize(model, class_predicate=settings)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{source}: the quantization {dict(quantization)} can't be used: {error}. It needs group_size, "
-            "bits and mode, as mlx-lm writes them."
+            f"{source}: the quantization {shown(dict(quantization))} can't be used: {named(str(error))}. It "
+            "needs group_size, bits and mode, as mlx-lm writes them."
         ) from None
 
 

@@ -10,13 +10,16 @@ Source of the format: https://github.com/huggingface/safetensors, section "Forma
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import math
 import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +29,13 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from afm_mlx.config import ModelConfig, read_config_json
-from afm_mlx.errors import CheckpointError, ConfigError
+from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 << 30
+
+KV_SCALES = ("quant_key_scale", "quant_value_scale")
+"""Names of the static int8 scales in every block that writes keys and values."""
 
 Shapes = dict[str, tuple[int, ...]]
 Progress = Callable[[int, int], None]
@@ -51,6 +57,7 @@ _DTYPES: dict[str, mx.Dtype] = {
     "F32": mx.float32,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_LINE = 300
 _SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
@@ -77,6 +84,52 @@ class StoredTensor(TensorSpec):
 
     path: Path
     offset: int
+
+    # Files are read, and never mapped: one that is cut off while it is mapped ends the process.
+
+    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
+        """Bytes `start` to `stop`, all by default, as `uint8` in memory of their own; errors as `read_into`."""
+        raw = np.empty((self.nbytes if stop is None else stop) - start, np.uint8)
+        self.read_into(raw, start)
+        return raw
+
+    def read_into(self, raw: np.ndarray, start: int = 0) -> None:
+        """Fill an array of bytes from byte `start` of the tensor on.
+
+        Raises:
+            CheckpointError: when the file can't be read, or ends early.
+        """
+        with self._opened() as file:
+            self._fill(file, raw, start)
+
+    def read_elements(self, indices: Iterable[int]) -> np.ndarray:
+        """Bytes of single elements, one after the other; errors as `read_into`."""
+        width = self.dtype.size
+        indices = list(indices)
+        raw = np.empty((len(indices), width), np.uint8)
+        with self._opened() as file:
+            for row, index in zip(raw, indices, strict=True):
+                self._fill(file, row, index * width)
+        return raw.reshape(-1)
+
+    @contextmanager
+    def _opened(self) -> Iterator[io.FileIO]:
+        try:
+            with self.path.open("rb", buffering=0) as file:
+                yield file
+        except OSError as error:
+            raise CheckpointError(f"{self.path} can't be read: {error.strerror}.") from None
+
+    def _fill(self, file: io.FileIO, raw: np.ndarray, start: int) -> None:
+        file.seek(self.offset + start)
+        done = 0
+        while done < raw.size and (count := file.readinto(raw[done:].data)):
+            done += count
+        if done < raw.size:
+            raise CheckpointError(
+                f"{self.path} ends within {named(self.name)}: {start + done:,} of {self.nbytes:,} bytes are "
+                "there. It was cut off: copy or download it again."
+            )
 
 
 def parameter_shapes(config: ModelConfig) -> Shapes:
@@ -125,7 +178,7 @@ def read_header(path: str | Path) -> dict[str, StoredTensor]:
             pass
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} ({path.stat().st_size:,} bytes) is no whole safetensors file: {error}. "
+            f"{path} ({path.stat().st_size:,} bytes) is no whole safetensors file: {named(str(error))}. "
             "It was cut off or damaged on its way: copy or download it again."
         ) from None
     with path.open("rb") as file:
@@ -135,7 +188,7 @@ def read_header(path: str | Path) -> dict[str, StoredTensor]:
     unknown = sorted({entry["dtype"] for entry in header.values()} - set(_DTYPES))
     if unknown:
         raise CheckpointError(
-            f"{path} holds tensors of type {', '.join(unknown)}; MLX loads {', '.join(_DTYPES)}. "
+            f"{path} holds tensors of type {_first(unknown)}; MLX loads {', '.join(_DTYPES)}. "
             "Save the model in one of these."
         )
     return {
@@ -166,7 +219,7 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
             if tensor.name in tensors:
                 raise CheckpointError(
                     f"{folder}: both {tensors[tensor.name].path.name} and {name} hold the tensor "
-                    f"{tensor.name}. Remove the file that does not belong to the model."
+                    f"{named(tensor.name)}. Remove the file that does not belong to the model."
                 )
             tensors[tensor.name] = tensor
     if weight_map is not None:
@@ -181,17 +234,46 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+@contextmanager
+def reading(source: str | Path) -> Iterator[None]:
+    """Let what MLX raises while it reads arrays of a file be a `CheckpointError` that names the source."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"{source} can't be read: {named(str(error))} The file was cut off or replaced since it was "
+            "opened, or memory is short. Load it again once it is whole."
+        ) from None
+
+
 def load_weights(folder: str | Path) -> dict[str, mx.array]:
     """Load a model folder's tensors lazily: MLX reads the data of an array when it is first used.
 
     Raises:
         CheckpointError: see `stored_tensors`.
     """
+    return load_stored(stored_tensors(folder))
+
+
+def load_stored(tensors: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
+    """The tensors as lazy arrays. A file that is cut off before they are read makes MLX raise `RuntimeError`.
+
+    Raises:
+        CheckpointError: when MLX finds something else in a file than `tensors` says.
+    """
     weights: dict[str, mx.array] = {}
-    for path in {tensor.path: None for tensor in stored_tensors(folder).values()}:
-        loaded = mx.load(str(path))
+    for path in {tensor.path: None for tensor in tensors.values()}:
+        with reading(path):
+            loaded = mx.load(str(path), format="safetensors")
         assert isinstance(loaded, dict)
         weights |= loaded
+    for name, tensor in tensors.items():
+        found = weights.get(name)
+        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+            raise CheckpointError(
+                f"{tensor.path}: {named(name)} is not what the header says: the file was replaced meanwhile, "
+                "or MLX reads it otherwise. Load it again, or save the model again."
+            )
     return weights
 
 
@@ -204,7 +286,7 @@ def check_weights(
         CheckpointError: one that lists what is missing, unexpected and of the wrong shape.
     """
     wrong = [
-        f"{name} is {list(weights[name].shape)} and must be {list(shape)}"
+        f"{named(name)} is {shown(list(weights[name].shape))} and must be {list(shape)}"
         for name, shape in expected.items()
         if name in weights and tuple(weights[name].shape) != tuple(shape)
     ]
@@ -404,7 +486,7 @@ def _read_index(path: Path) -> dict[str, str]:
         # The names come from a file of others: one that leaves the folder would read what it should not.
         if not isinstance(name, str) or not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):
             raise CheckpointError(
-                f"{path} names the file {name!r}; only names of *.safetensors files in the same folder "
+                f"{path} names the file {shown(name)}; only names of *.safetensors files in the same folder "
                 "are allowed. Do not use this folder unless you know who made it."
             )
     return weight_map
@@ -427,6 +509,9 @@ def _find_files(folder: Path) -> list[str]:
     return files
 
 
-def _first(names: Sequence[str], count: int = 5) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
+def _first(names: Sequence[str]) -> str:
+    """Up to five of the names, as many as a line holds, and how many there are beyond."""
+    chosen = list(itertools.accumulate(map(named, names[:5]), "{}, {}".format))
+    fitting = [text for text in chosen if len(text) <= _LINE] or chosen[:1]
+    more = len(names) - len(fitting)
+    return fitting[-1] + (f" and {more} more" if more else "")

@@ -10,8 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.adapters.files import TENSORS_NAME, check_floating
 from afm_mlx.config import read_config_json
-from afm_mlx.errors import CheckpointError
+from afm_mlx.errors import AFMError, CheckpointError, named
+from afm_mlx.finite import check_finite, read_parameters
 from afm_mlx.packed import PackedLinear
 from afm_mlx.stored_layers import (
     place_stored_layers,
@@ -19,7 +21,7 @@ from afm_mlx.stored_layers import (
     repack_mlx_layers,
     settle_scales,
 )
-from afm_mlx.weights import load_weights
+from afm_mlx.weights import load_stored, load_weights, read_header
 
 
 def load_zoo(
@@ -38,11 +40,13 @@ def load_zoo(
     is stored in this package's formats gets its adapter from this package.
 
     Raises:
-        CheckpointError: why mlx-lm can't load it, or what is wrong with its packed layers.
+        CheckpointError: why mlx-lm can't load it, or what is wrong with its packed layers or its numbers.
     """
     from mlx_lm import utils
 
     try:
+        if adapter_path is not None:
+            _check_adapter(Path(adapter_path) / TENSORS_NAME)
         model, config = load_zoo_model(folder, model_config, trust_remote_code)
         ours = any(isinstance(module, PackedLinear) for module in model.modules())
         if adapter_path is not None and not ours:
@@ -52,11 +56,12 @@ def load_zoo(
         tokenizer = utils.load_tokenizer(
             folder, dict(tokenizer_config or {}), eos_token_ids=config.get("eos_token_id")
         )
-    except CheckpointError:
+    except AFMError:
         raise
-    except (ValueError, OSError) as error:
+    except Exception as error:  # whatever a damaged config makes mlx-lm raise
+        reason = named(" ".join(str(error).split()) or type(error).__name__)
         raise CheckpointError(
-            f"mlx-lm can't load {folder}: {' '.join(str(error).split())}. Check that the folder is whole, "
+            f"mlx-lm can't load {folder}: {reason}. Check that the folder is whole, "
             "and that mlx-lm knows its model_type."
         ) from error
     settle_scales(model)
@@ -64,8 +69,16 @@ def load_zoo(
     if adapter_path is not None and ours:
         attach_adapter(model, adapter_path)
     if not lazy:
-        mx.eval(model.parameters())
+        read_parameters(model, folder)
     return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _check_adapter(path: Path) -> None:
+    """Look at the types and numbers of an adapter for mlx-lm, which takes any."""
+    if path.is_file():
+        stored = read_header(path)
+        check_floating(stored, path)
+        check_finite(load_stored(stored), path)
 
 
 def load_zoo_model(

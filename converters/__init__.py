@@ -9,19 +9,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.config import MODEL_TYPE
+from afm_mlx.config import MODEL_TYPE, read_config_json
 from afm_mlx.converters import mixed_bits, mlx_lm, toolkit, zoo
 from afm_mlx.converters.output import write_config
 from afm_mlx.converters.toolkit_config import is_toolkit_config, read_toolkit_config
 from afm_mlx.converters.torch_file import check_archive
 from afm_mlx.converters.wishes import Wishes
-from afm_mlx.errors import AFMError, CheckpointError, named
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
 from afm_mlx.files import atomic_folder, place_beside, refuse_existing
 from afm_mlx.tokenizer import load_tokenizer
 from afm_mlx.weights import Progress
@@ -137,12 +136,13 @@ def detect(source: Path) -> str:
             "base-model-config.json, or a model folder with config.json and *.safetensors."
         )
     try:
-        values = json.loads(config.read_text(encoding="utf-8"))
+        values = read_config_json(config)
         kind = "" if is_toolkit_config(values) else values["model_type"]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ConfigError, KeyError) as error:
+        reason = error if isinstance(error, ConfigError) else "it has no model_type"
         raise CheckpointError(
-            f"{config} does not say what model this is: {error or type(error).__name__}. A model folder's "
-            'config.json has "model_type".'
+            f"{config} does not say what model this is: {reason}. A model folder's config.json has "
+            '"model_type".'
         ) from None
     if not kind or not isinstance(kind, str):
         raise CheckpointError(

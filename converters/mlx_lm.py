@@ -30,21 +30,22 @@ from afm_mlx.converters.quantize import (
 )
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
 from afm_mlx.fingerprint import folder_fingerprint
+from afm_mlx.finite import check_finite, not_finite
 from afm_mlx.packed import PARTS
 from afm_mlx.quantization import QuantizationRule
 from afm_mlx.rounding import Rows
 from afm_mlx.stored_layers import (
+    check_folder_tensors,
     quantization_of,
     stored_rule,
     stored_settings,
-    stored_shapes,
 )
 from afm_mlx.weights import (
+    KV_SCALES,
     Progress,
     StoredTensor,
     TensorSpec,
     array_bytes,
-    check_weights,
     parameter_shapes,
     stored_tensors,
     write_weights,
@@ -136,8 +137,7 @@ def write_mlx_lm(
     if stock:
         check_stock(config, source)
     check_wishes(source, bool(quantization), dtype, rules is not None, dequantize)
-    shapes = parameter_shapes(config)
-    check_weights(stored_shapes(shapes, quantization, tensors, source), tensors, source)
+    check_folder_tensors(config, quantization, tensors, source / "config.json")
     copied = _copy_tokenizer(source, folder)
     _check_vocabulary(folder, copied, config.vocab_size, source)
 
@@ -243,11 +243,10 @@ class _Plan:
 def stored_rows(tensor: StoredTensor) -> Rows:
     """A stored float matrix, read in blocks of rows."""
     height, width = tensor.shape
-    data = np.memmap(tensor.path, np.uint8, "r", tensor.offset, (max(1, tensor.nbytes),))
     row = width * tensor.dtype.size
 
     def read(start: int, stop: int) -> np.ndarray:
-        part = mx.array(data[start * row : stop * row]).view(tensor.dtype)
+        part = mx.array(tensor.read(start * row, stop * row)).view(tensor.dtype)
         return np.array(part.astype(mx.float32)).reshape(stop - start, width)
 
     return Rows((height, width), tensor.dtype, read, f"{tensor.path}: {tensor.name}")
@@ -256,26 +255,21 @@ def stored_rows(tensor: StoredTensor) -> Rows:
 def _target(tensor: StoredTensor, dtype: mx.Dtype | None) -> mx.Dtype:
     if dtype is None or not mx.issubdtype(tensor.dtype, mx.floating):
         return tensor.dtype
-    return mx.float32 if tensor.name.endswith(("_key_scale", "_value_scale")) else dtype
+    return mx.float32 if tensor.name.endswith(KV_SCALES) else dtype
 
 
 def _cast(tensor: StoredTensor, dtype: mx.Dtype) -> Iterable[Any]:
     """A stored tensor's bytes as `dtype`, in chunks."""
-    width = tensor.dtype.size
-    data = np.memmap(tensor.path, np.uint8, "r", tensor.offset, (max(1, tensor.nbytes),))
     for start in range(0, tensor.nbytes, _CHUNK_BYTES):
-        chunk = data[start : min(start + _CHUNK_BYTES // width * width, tensor.nbytes)]
-        if tensor.dtype == dtype:
-            yield chunk
-            continue
+        chunk = tensor.read(start, min(start + _CHUNK_BYTES, tensor.nbytes))
         values = mx.array(chunk).view(tensor.dtype)
-        cast = values.astype(dtype)
-        if not mx.all(mx.isfinite(cast)).item():
+        cast = values if tensor.dtype == dtype else values.astype(dtype)
+        if not_finite({tensor.name: cast}):
             raise CheckpointError(
                 f"{tensor.path}: {named(tensor.name)} holds NaN, infinity, or numbers that {dtype} can't hold. "
                 "Choose another dtype, or check the source."
             )
-        yield array_bytes(cast)
+        yield chunk if cast is values else array_bytes(cast)
 
 
 def _copy_adapters(
@@ -288,6 +282,7 @@ def _copy_adapters(
     old, new = folder_fingerprint(config, source), folder_fingerprint(config, folder)
     for path in paths:
         tensors, plan = load_adapter(path)
+        check_finite(tensors, path)
         if dtype is not None:
             tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
         if plan.base_model_fingerprint == old:

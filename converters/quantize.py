@@ -18,6 +18,7 @@ import numpy as np
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ConfigError, shown
+from afm_mlx.finite import check_finite
 from afm_mlx.kernels import PackedWeight
 from afm_mlx.kernels.packing import dequantize_rows
 from afm_mlx.model import Model
@@ -327,6 +328,7 @@ def unpacked(
 
 
 def read_stored(tensor: StoredTensor) -> mx.array:
-    """A stored tensor as an array."""
-    data = np.memmap(tensor.path, np.uint8, "r", tensor.offset, (max(1, tensor.nbytes),))
-    return mx.array(data[: tensor.nbytes]).view(tensor.dtype).reshape(tensor.shape)
+    """A stored tensor as an array, whose numbers are finite."""
+    array = mx.array(tensor.read()).view(tensor.dtype).reshape(tensor.shape)
+    check_finite({tensor.name: array}, tensor.path)
+    return array

@@ -20,7 +20,7 @@ from afm_mlx.config import read_config_json
 from afm_mlx.converters.mixed_bits import calibration_file, choose_mix
 from afm_mlx.converters.quantize import MLX_LM_RECIPES
 from afm_mlx.converters.wishes import Wishes
-from afm_mlx.errors import AFMError, shown
+from afm_mlx.errors import AFMError, named, shown
 from afm_mlx.quantization import dequantize_model, quantize_model
 from afm_mlx.stored_layers import quantization_of
 from afm_mlx.weights import Progress
@@ -59,10 +59,13 @@ def write_zoo(
                 _write_by_mlx_lm(source, inner, wishes)
     except AFMError:
         raise
-    except (ValueError, KeyError, TypeError, ImportError, RuntimeError, FileNotFoundError) as error:
+    except Exception as error:  # whatever a damaged folder makes mlx-lm raise
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise  # the disk's: `convert` says what it lacks
+        reason = named(" ".join(str(error).split()) or type(error).__name__)
         raise AFMError(
-            f"{source} is a model of the architecture {shown(kind)}, which mlx-lm can't convert: {error}"
-        ) from None
+            f"{source} is a model of the architecture {shown(kind)}, which mlx-lm can't convert: {reason}"
+        ) from error
     for path in list(inner.iterdir()):
         shutil.move(path, folder / path.name)
     inner.rmdir()

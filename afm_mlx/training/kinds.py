@@ -18,7 +18,6 @@ from afm_mlx.adapters.files import (
     FLOAT16_MAX,
     FLOAT32_MAX,
     MAX_RANK,
-    check_finite,
     is_rank,
     save_adapter,
 )
@@ -27,16 +26,18 @@ from afm_mlx.adapters.places import places
 from afm_mlx.adapters.sources import Base, check_fingerprint
 from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.fingerprint import arrays_fingerprint
+from afm_mlx.finite import check_finite
 from afm_mlx.packed import PackedEmbedding, PackedLinear
 from afm_mlx.quantization import Predicate, QuantizationRule
 from afm_mlx.training.initial_adapter import read_initial
 from afm_mlx.training.kv_scales import calibrate_kv_scales
 from afm_mlx.training.model_folder import save_model_folder
 from afm_mlx.training.options import TrainingOptions
-from afm_mlx.training.qat import KV_SCALES, QATEmbedding, QATLinear, pack_qat, prepare_qat
+from afm_mlx.training.qat import QATEmbedding, QATLinear, pack_qat, prepare_qat
 from afm_mlx.training.recipe import Data
 from afm_mlx.training.scores import WITHOUT
 from afm_mlx.training.source import Source
+from afm_mlx.weights import KV_SCALES
 
 QAT_RULE = QuantizationRule(bits=2, mode="balanced", granularity="tensor")
 """As Apple describes it: balanced levels, and one factor to learn for each matrix (arXiv 2507.13575)."""

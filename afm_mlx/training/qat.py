@@ -30,9 +30,7 @@ from afm_mlx.training.fake_quantize import (
     lsq_gradient_scale,
     quantize,
 )
-
-KV_SCALES = ("quant_key_scale", "quant_value_scale")
-"""Names of the static int8 scales in every block that writes keys and values."""
+from afm_mlx.weights import KV_SCALES
 
 
 class _QAT(nn.Module):

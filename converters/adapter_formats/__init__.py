@@ -22,7 +22,6 @@ from afm_mlx.adapters.files import (
     CONFIG_NAME,
     TENSORS_NAME,
     AdapterConfig,
-    check_finite,
     check_pairs,
     load_adapter,
     save_adapter,
@@ -38,6 +37,7 @@ from afm_mlx.converters.adapter_formats.pair_order import (
 )
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.finite import check_finite
 
 __all__ = [
     "FORMATS",

@@ -15,7 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.adapters.files import CONFIG_NAME, FLOAT16_MAX, AdapterConfig, is_text, not_finite
+from afm_mlx.adapters.files import CONFIG_NAME, FLOAT16_MAX, AdapterConfig, is_text
 from afm_mlx.adapters.sources import check_fingerprint
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
 from afm_mlx.converters.adapter_formats import (
@@ -30,6 +30,7 @@ from afm_mlx.converters.adapter_formats.fmadapter import SUFFIX
 from afm_mlx.converters.adapter_formats.pair_order import Tensors, exact_alpha, layer_of
 from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.fingerprint import folder_fingerprint
+from afm_mlx.finite import not_finite
 from afm_mlx.loading import EMBEDDED_MODEL, resolve_model
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from afm_mlx.config import PRESETS, ModelConfig
-from afm_mlx.errors import CheckpointError, ConfigError, named
+from afm_mlx.errors import CheckpointError, named, shown
 
 Tensors = dict[str, mx.array]
 
@@ -29,7 +29,6 @@ _NAME = re.compile(
     re.ASCII,
 )
 _SHOWN = 5
-_MAX_LAYERS = 10_000
 
 
 class PairPlace(NamedTuple):
@@ -61,16 +60,7 @@ class PairPlace(NamedTuple):
 
 
 def pair_places(config: ModelConfig) -> list[PairPlace]:
-    """Every pair that a model can carry, in the order of a checkpoint.
-
-    Raises:
-        ConfigError: for more layers than any model has, which would fill memory.
-    """
-    if config.num_layers > _MAX_LAYERS:
-        raise ConfigError(
-            f"num_layers is {config.num_layers:,}, and adapters are for models of {_MAX_LAYERS:,} at most. The "
-            "config is damaged."
-        )
+    """Every pair that a model can carry, in the order of a checkpoint."""
     width, ffn = config.hidden_dim, config.ffn_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     kv_rows = kv_heads * config.head_dim
@@ -161,7 +151,9 @@ def misfits(tensors: Mapping[str, Any], config: ModelConfig) -> list[str]:
         wanted = place.inputs if is_a else place.outputs
         if len(tensor.shape) != 2 or tensor.shape[0 if is_a else 1] != wanted:
             shape = f"[{wanted}, rank]" if is_a else f"[rank, {wanted}]"
-            found.append(f"{named(name)} is {list(tensor.shape)}, and the model needs {shape}")
+            found.append(
+                f"{named(name)} is {shown(list(tensor.shape))}, and the model needs {shape}"
+            )
     return found
 
 

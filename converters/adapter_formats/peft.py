@@ -35,7 +35,7 @@ from afm_mlx.converters.adapter_formats.pair_order import (
 from afm_mlx.converters.adapter_formats.peft_config import config_json, read_settings
 from afm_mlx.errors import CheckpointError, named, shown
 from afm_mlx.files import atomic_folder
-from afm_mlx.weights import read_header, save_file
+from afm_mlx.weights import StoredTensor, load_stored, read_header, reading, save_file
 
 TENSORS_NAME = "adapter_model.safetensors"
 Pair = tuple[mx.array, mx.array]
@@ -58,18 +58,19 @@ def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, Adapter
             f"{path} holds adapter_model.bin, a pickle that could run code; only {TENSORS_NAME} is read. Save "
             "it again with PEFT: model.save_pretrained(folder, safe_serialization=True)."
         )
-    matrices = _matrices(path)
-    loaded = mx.load(str(path / TENSORS_NAME))
-    assert isinstance(loaded, dict)
+    stored = read_header(path / TENSORS_NAME)
+    matrices = _matrices(path, stored)
+    loaded = load_stored(stored)
     tensors: Tensors = {}
     scales: dict[str, float] = {}
     for layer, names in sorted(matrices.items()):
-        stored = _NAME.fullmatch(names["A"])
-        assert stored is not None
-        rank, scale = settings.of(stored["layer"].removeprefix(PREFIX))
+        matched = _NAME.fullmatch(names["A"])
+        assert matched is not None
+        rank, scale = settings.of(matched["layer"].removeprefix(PREFIX))
         a, b = loaded[names["A"]], loaded[names["B"]]
         _check_pair(path, layer, a, b, rank)
-        pairs = _pairs(path, layer, a, b)
+        with reading(path / TENSORS_NAME):
+            pairs = _pairs(path, layer, a, b)
         tensors |= pairs
         scales |= dict.fromkeys(pairs, scale)
     rank, scale = _common(tensors, scales, path)
@@ -89,10 +90,10 @@ def _fingerprint(path: Path) -> str | None:
     return value if is_text(value) else None
 
 
-def _matrices(path: Path) -> dict[str, dict[str, str]]:
+def _matrices(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, str]]:
     """Names of A and B in the file, by layer."""
     found: dict[str, dict[str, str]] = {}
-    for name, tensor in read_header(path / TENSORS_NAME).items():
+    for name, tensor in stored.items():
         match = _NAME.fullmatch(name)
         if match is None or not mx.issubdtype(tensor.dtype, mx.floating):
             raise CheckpointError(
@@ -126,8 +127,8 @@ def _matrices(path: Path) -> dict[str, dict[str, str]]:
 def _check_pair(path: Path, layer: str, a: mx.array, b: mx.array, rank: int) -> None:
     if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (rank, rank):
         raise CheckpointError(
-            f"{path}: the pair of {named(layer)} is {list(a.shape)} and {list(b.shape)}, and rank {rank} needs "
-            f"[{rank}, in] and [out, {rank}]."
+            f"{path}: the pair of {named(layer)} is {shown(list(a.shape))} and {shown(list(b.shape))}, and "
+            f"rank {rank} needs [{rank}, in] and [out, {rank}]."
         )
 
 

@@ -68,7 +68,9 @@ def read_pairs(
     for name, key in keys.items():
         stored = mlx_dtype(state[key])
         if stored is None:
-            raise CheckpointError(f"{source}: {named(key)} is of type {state[key].dtype}.")
+            raise CheckpointError(
+                f"{source}: {named(key)} is of type {state[key].dtype}; an adapter's tensors are floats."
+            )
         target = dtype or stored
         data = b"".join(tensor_chunks(state[key], target, f"{source}: {key}"))
         flat = mx.array(np.frombuffer(data, np.uint8)).view(target)
@@ -126,8 +128,8 @@ def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) ->
     entry = adapters.get(adapter) or next(iter(adapters.values()))
     if adapter not in adapters and len(adapters) > 1:
         raise ConfigError(
-            f"{config} has the adapters {named(', '.join(adapters))}, and none is {shown(adapter)}, that "
-            "of the .pt file. Put the config of its training run there."
+            f"{config} has the adapters {named(', '.join(adapters))}, and none is {shown(adapter)}, that of "
+            "the .pt file. Put the config of its training run there."
         )
     if not isinstance(entry, LoRASpec):
         raise ConfigError(
@@ -160,7 +162,9 @@ def _rank(state: Mapping[str, torch.Tensor], keys: Mapping[str, str], path: Path
     for name, key in keys.items():
         shape = tuple(state[key].shape)
         if len(shape) != 2:
-            raise CheckpointError(f"{path}: {named(key)} is {list(shape)}; a matrix is needed.")
+            raise CheckpointError(
+                f"{path}: {named(key)} is {shown(list(shape))}; a matrix is needed."
+            )
         ranks.add(shape[1 if ".lora_a" in name else 0])
     if len(ranks) != 1 or 0 in ranks:
         raise CheckpointError(

@@ -181,6 +181,18 @@ def _tensor(tensors, name="model.layers.0.mlp.up_proj.lora_b"):
 BAD = {
     "NaN": (lambda t: _tensor(t).__setitem__((1, 2), np.nan), r"up_proj\.lora_b holds NaN"),
     "infinity": (lambda t: _tensor(t).__setitem__((0, 3), np.inf), r"up_proj\.lora_b holds NaN or"),
+    "integers": (
+        lambda t: t.update({"model.layers.0.mlp.up_proj.lora_b": np.ones((4, 128), np.int32)}),
+        r"up_proj\.lora_b is int32; an adapter's tensors are float16",
+    ),
+    "bytes": (  # too few to be read as numbers
+        lambda t: t.update({"model.layers.0.mlp.up_proj.lora_b": np.ones((4, 128), np.uint8)}),
+        r"up_proj\.lora_b is uint8",
+    ),
+    "booleans": (
+        lambda t: t.update({"model.layers.0.mlp.up_proj.lora_b": np.ones((4, 128), bool)}),
+        r"up_proj\.lora_b is bool",
+    ),
     "half a pair": (
         lambda t: t.pop("model.layers.0.mlp.up_proj.lora_a"),
         r"without .*up_proj\.lora_a",
@@ -224,6 +236,8 @@ def test_tensors_that_cannot_be_used(make_pool, folder, model, rng, name):
     assert str(path) in str(caught.value)
     with pytest.raises(CheckpointError, match=words):
         pool.load({"bad": 0.5, "b": 0.5})
+    with pytest.raises(CheckpointError, match=words):
+        attach_adapter(model, path)
     assert pool.load("b").rank == 4
     assert pool.resident == ["b"]
 

@@ -75,9 +75,26 @@ def test_keys_of_mlx_lm_and_of_quantization_are_known():
         ({"num_kv_heads": 3}, "num_kv_heads is 3; allowed is a divisor of num_heads"),
         ({"num_heads": 5}, "hidden_dim is 32 with 5 heads"),
         ({"num_heads": 32}, "RoPE rotates pairs"),
-        ({"hidden_dim": 0}, "hidden_dim is 0; allowed is at least 1"),
-        ({"rope_theta": -1.0}, "rope_theta is -1.0"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"hidden_dim": 0}, "hidden_dim is 0; allowed is 1 to 131,072"),
+        ({"rope_theta": -1.0}, "rope_theta is -1.0; allowed is 1 to 1e+30"),
+        (
+            {"rope_theta": 1e-300},
+            "rope_theta is 1e-300",
+        ),  # frequencies beyond float32: logits of NaN
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_theta": 10**5000}, "rope_theta is a int too large to be shown"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; allowed is 1e-30 to 1"),
+        ({"rms_norm_eps": 1e-300}, "rms_norm_eps is 1e-300"),
+        ({"num_layers": 20000}, "num_layers is 20000; allowed is 1 to 1,024"),
+        ({"vocab_size": 1 << 31}, "vocab_size is 2147483648; allowed is 1 to 16,777,216"),
+        ({"context_length": 10**5000}, "context_length is a int too large to be shown"),
+        ({"num_kv_reuse_layers": 10**5000}, "num_kv_reuse_layers is a int too large"),
+        (
+            {"hidden_dim_scale_factor": 1e308},
+            "hidden_dim_scale_factor is 1e+308 with hidden_dim 32",
+        ),
+        ({"hidden_dim_scale_factor": 1e-9}, "hidden_dim_scale_factor is 1e-09"),
+        ({"x" * 5000: 1}, "unknown keys 'xxx"),
         ({"vocab_size": "100"}, "vocab_size is '100', and must be of type int"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"kv_bits": 4}, "kv_bits is 4; allowed is 8 or null"),
@@ -90,6 +107,7 @@ def test_contradictions_are_named(change, message):
         ModelConfig.from_dict(values, source="here/config.json")
     assert message in str(caught.value)
     assert str(caught.value).startswith("here/config.json")
+    assert len(str(caught.value)) < 600
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\udcff"])

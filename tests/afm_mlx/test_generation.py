@@ -322,6 +322,26 @@ def test_load_runs_zoo_folders(rng, tmp_path, model_type):
     assert text.split() == [f"w{t}" for t in wanted if t not in tokenizer.eos_token_ids]
 
 
+def test_numbers_and_configs_of_the_zoos_models_are_looked_at_too(tmp_path):
+    model = zoo_model("llama", 40, 3)
+    norm = model.model.norm.weight
+    norm[3] = float("nan")
+    write_zoo_folder(tmp_path / "zoo", "llama", model, word_tokenizer_json(40))
+    with pytest.raises(AFMError, match=r"zoo: model.norm.weight holds NaN or infinity"):
+        afm_mlx.load(tmp_path / "zoo")
+    for change in ({"num_attention_heads": "four"}, {"hidden_size": None}, {"model_type": "a.b"}):
+        with pytest.raises(AFMError, match="mlx-lm can't load"):
+            afm_mlx.load(tmp_path / "zoo", model_config=change)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), {"a.lora_a": mx.array([[1]])})
+    with pytest.raises(AFMError, match=r"a\.lora_a is int32; an adapter's tensors are float16"):
+        afm_mlx.load(tmp_path / "zoo", adapter_path=str(adapter))
+    mx.save_safetensors(str(adapter / "adapters.safetensors"), {"a.lora_b": norm})
+    with pytest.raises(AFMError, match=r"adapters\.safetensors: a\.lora_b holds NaN"):
+        afm_mlx.load(tmp_path / "zoo", adapter_path=str(adapter))
+
+
 def test_load_refuses_what_is_no_model(tmp_path):
     with pytest.raises(AFMError, match="no folder"):
         afm_mlx.load(str(tmp_path / "missing"))

@@ -80,3 +80,75 @@ def test_an_interrupt_leaves_the_old_file(rng, model, tmp_path, monkeypatch):
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
     assert np.frombuffer(before[:8], "<u8")[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kind": "x"}, "kind is 'x', which is no JSON"),
+        ({"kind": "[]"}, r"kind is \[\]; 'int8' or 'float'"),
+        ({"kind": '["int8", 3, true]'}, "a window of more than 4 tokens"),
+        (
+            {"kind": '["int8", 8, false]'},
+            "seen 9 tokens and forgotten 0, which does not go with 9 columns",
+        ),
+        ({"kind": '["float", null, false]'}, "block 0: keys are mlx.core.int8"),
+        ({"kind": None}, "says nothing of its kind"),
+        ({"metadata": "[1]"}, r"metadata is \[1\]"),
+        ({"metadata": "[" * 100_000}, r"metadata is '\[\[\[\["),
+        (
+            {"0.rows": [[100], [0]]},
+            "seen 100 tokens and forgotten 0, which does not go with 9 columns",
+        ),
+        ({"rows": [[100], [0]]}, "block 0: a row has seen 100 tokens"),
+        ({"rows": [[-1], [0]]}, "block 0: a row has seen -1 tokens"),
+        ({"rows": [[12], [3]]}, "seen 12 tokens and forgotten 3"),
+        ({"rows": [[8], [0]]}, "no row has tokens for all of the 9 columns"),
+        ({"rows": [[9, 9], [0, 0]]}, r"rows are mlx.core.int32 \[2, 2\]; int32 \[2, 1\]"),
+        ({"rows": [9, 0]}, r"rows are mlx.core.int32 \[2\]"),
+        ({"1.rows": [[8], [0]]}, "blocks 0 and 1 hold different rows"),
+        ({"1.keys": None}, "lacks the tensor 1.keys"),
+        ({"9.keys": [1]}, "holds, beside those of a cache, the tensor 9.keys"),
+        ({"1.values": [[1]]}, r"1.values is \[1, 1\]; the model needs"),
+    ],
+)
+def test_files_that_contradict_themselves_are_refused(rng, model, tmp_path, change, words):
+    """A false length was believed once, and what lay behind the tokens was attended to."""
+    path = tmp_path / "c.safetensors"
+    cache = model.make_cache()
+    model.prefill(mx.array(rng.integers(0, model.args.vocab_size, (1, 9))), cache)
+    save_prompt_cache(path, cache, model)
+    tensors, header = mx.load(str(path), return_metadata=True)
+    mx.eval(tensors)
+    for name, value in change.items():
+        for key in [n for n in tensors if n.endswith(".rows")] if name == "rows" else [name]:
+            held = header if key in header else tensors
+            held.pop(key, None)
+            if value is not None:
+                held[key] = value if isinstance(value, str) else mx.array(value)
+    save_file(path, tensors, header)
+    with pytest.raises(CacheFileError, match=words) as caught:
+        load_prompt_cache(path, model)
+    assert str(path) in str(caught.value)
+
+
+def test_a_window_that_has_forgotten_tokens_is_taken_back(rng, model, tmp_path):
+    path = tmp_path / "c.safetensors"
+    cache = model.make_cache("int8", 16, True)
+    tokens = mx.array(rng.integers(0, model.args.vocab_size, (1, 300)))
+    for start in range(0, 300, 100):
+        model.prefill(tokens[:, start : start + 100], cache)
+    assert not cache[0].is_trimmable()
+    save_prompt_cache(path, cache, model)
+    loaded, _ = load_prompt_cache(path, model)
+    assert mx.array_equal(model(tokens[:, :1], loaded), model(tokens[:, :1], cache))
+
+
+def test_numbers_that_are_none_are_refused(rng, model, tmp_path):
+    path = tmp_path / "c.safetensors"
+    cache = model.make_cache("float")
+    model.prefill(mx.array([[1, 2, 3]]), cache)
+    cache[1].buffer[0, 0, 1, 0] = float("nan")
+    save_prompt_cache(path, cache, model)
+    with pytest.raises(CacheFileError, match=r"1\.keys holds NaN or infinity"):
+        load_prompt_cache(path, model)

@@ -1,0 +1,80 @@
+"""Tiny model folders that hostile tests change, and what a model must still do if it loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from afm_mlx.config import ModelConfig
+from afm_mlx.loading import load_model
+from afm_mlx.model import Model
+from afm_mlx.quantization import QuantizationRule, quantize_model
+from afm_mlx.weights import save_weights
+from tests.tools.models import random_model
+
+CONFIG = ModelConfig(
+    vocab_size=48,
+    hidden_dim=32,
+    num_layers=2,
+    num_kv_reuse_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    rope_theta=10000.0,
+    hidden_dim_scale_factor=2.0,
+    context_length=128,
+)
+TOKENS = mx.array([[1, 7, 3]])
+MODERATE = 1e4
+"""Finite weights up to this give finite logits; what larger ones overflow is seen where requests end."""
+
+
+def write_folders(place: Path, rng: np.random.Generator) -> dict[str, Path]:
+    """A folder of float weights, a packed one, one of mlx-lm's format, and one of bfloat16 in shards."""
+    rules = {"packed": QuantizationRule(2), "affine": QuantizationRule(4, "affine", "group", 32)}
+    rules |= {"palette": QuantizationRule(4, "palette", "tensor")}
+    folders = {}
+    for name in ("float", "halves", *rules):
+        model, values = random_model(CONFIG, rng), CONFIG.to_dict()
+        if name in rules:
+            model, values = quantize_model(model, values, rules[name])
+        arrays, options = dict(tree_flatten(model.parameters())), {}
+        if name == "halves":
+            scales = {n: a for n, a in arrays.items() if "quant_" in n}
+            arrays = {n: a.astype(mx.bfloat16) for n, a in arrays.items()} | scales
+            options = {"max_shard_bytes": 1 << 14}
+        folders[name] = place / name
+        folders[name].mkdir()
+        (folders[name] / "config.json").write_text(json.dumps(values))
+        save_weights(folders[name], arrays, **options)
+    return folders
+
+
+def logits(model: Model) -> mx.array:
+    return model(TOKENS, model.make_cache())
+
+
+def check_loads_right(folder: Path, right: mx.array, same: Model) -> Model:
+    """Load a folder that was changed. If it loads, its numbers must be good, and the right ones where nothing
+    that matters was changed.
+
+    Args:
+        folder: that was changed.
+        right: logits of the folder as it was.
+        same: the model that the folder held; what equals it in all that matters must say what it says.
+    """
+    model = load_model(folder)
+    now = logits(model)
+    arrays, before = dict(tree_flatten(model.parameters())), dict(tree_flatten(same.parameters()))
+    floats = [a for a in arrays.values() if mx.issubdtype(a.dtype, mx.floating)]
+    largest = float(mx.stack([mx.abs(a).max() for a in floats]).max())
+    assert np.isfinite(largest)
+    if largest <= MODERATE:
+        assert mx.isfinite(now).all().item(), "logits that are not finite"
+    unchanged = all(mx.array_equal(arrays[name], before[name]).item() for name in before)
+    if unchanged and model.args == same.args:
+        assert mx.array_equal(now, right).item(), "other logits from the same weights and config"
+    return model

@@ -1,0 +1,111 @@
+"""Damaged and hostile adapters of all four formats, in every way that an adapter is loaded."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.adapters.active import active_adapters
+from afm_mlx.adapters.attach import adapter_fingerprint, attach_adapter, detach_adapter
+from afm_mlx.adapters.files import AdapterConfig
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.resident import FLOAT16_MAX
+from afm_mlx.converters.adapter_formats import FORMATS, read_adapter, write_adapter
+from afm_mlx.fingerprint import base_model_fingerprint
+from tests.hostile.file_mutations import (
+    changed_bytes,
+    changed_json,
+    changed_safetensors,
+    pick,
+    read_safetensors,
+)
+from tests.hostile.folders import CONFIG, logits
+from tests.hostile.harness import Case, run_cases, share
+from tests.tools.adapters import draw_tensors
+from tests.tools.models import random_model
+
+ENDS = {"toolkit": ".pt", "fmadapter": ".fmadapter"}
+
+
+def test_changed_adapters_give_right_answers_or_one_error(rng, tmp_path):
+    model = random_model(CONFIG, rng)
+    tensors = {name: mx.array(t) for name, t in draw_tensors(model, rng, rank=4).items()}
+    config = AdapterConfig(4, 0.5, -1, base_model_fingerprint=base_model_fingerprint(model))
+    files, right = {}, {}
+    for kind in FORMATS:
+        path = tmp_path / f"{kind.replace('-', '_')}{ENDS.get(kind, '')}"
+        write_adapter(path, tensors, config, kind, model_config=CONFIG)
+        attach_adapter(model, path)
+        right[path] = adapter_fingerprint(model), logits(model)
+        # The toolkit's config lies beside its file.
+        beside = [path.with_name(f"{path.stem}-config.json")] if path.is_file() else []
+        files[path] = [path, *beside] if path.is_file() else sorted(path.iterdir())
+    detach_adapter(model)
+
+    def check(path):
+        """What still loads computes finite numbers, and the same ones if it is the same adapter."""
+        try:
+            attach_adapter(model, path)
+            now, (fingerprint, before) = logits(model), right[path]
+            if adapter_fingerprint(model) == fingerprint:
+                assert mx.array_equal(now, before).item(), "other logits from the same adapter"
+            (resident,) = active_adapters(model).batch.residents
+            if float(mx.abs(resident.numbers).max()) * abs(resident.scale) < 1e4:
+                assert mx.isfinite(now).all().item(), "logits that are not finite"
+        finally:
+            detach_adapter(model)
+
+    def pool(path):
+        with AdapterPool(model) as pool:
+            pool.register("one", path)
+            if int(path.stat().st_mtime_ns) % 2:
+                resident = pool.load({"one": 0.5})
+            else:
+                resident = pool.load("one")
+            assert mx.isfinite(resident.numbers).all().item()
+
+    def read(path):
+        arrays, _ = read_adapter(path, CONFIG)
+        for array in arrays.values():
+            assert mx.isfinite(array).all().item()
+            assert mx.issubdtype(array.dtype, mx.floating)
+
+    def changed(rng: np.random.Generator) -> Case:
+        path = pick(rng, list(files))
+        file = pick(rng, files[path])
+        way = pick(rng, [check, check, pool, read])
+        whole, name = file.read_bytes(), str(file.relative_to(tmp_path))
+        content = _changed(rng, file)
+
+        def run() -> None:
+            if content is None:
+                file.unlink()
+            else:
+                file.write_bytes(content)
+            try:
+                way(path)
+            finally:
+                file.write_bytes(whole)
+
+        return Case(f"{way.__name__} {name}: {(content or b'gone')[:1500]!r}", run)
+
+    run_cases(changed, rng, share(0.12))
+    shutil.rmtree(tmp_path)
+
+
+def _changed(rng, file):
+    """The content of a file with something changed in it; None for one that is to go."""
+    if rng.random() < 0.02:
+        return None
+    if file.suffix == ".json" and rng.random() < 0.9:
+        return changed_json(rng, json.loads(file.read_text())).encode(errors="replace")
+    if file.suffix == ".safetensors":
+        return changed_safetensors(rng, *read_safetensors(file))
+    if file.name == "adapter_weights.bin" and rng.random() < 0.4:
+        content = bytearray(file.read_bytes())
+        at = int(rng.integers(128, len(content) - 1)) // 2 * 2
+        numbers = [np.nan, np.inf, -np.inf, FLOAT16_MAX, 0, 1]
+        content[at : at + 2] = np.float16(pick(rng, numbers)).tobytes()
+        return bytes(content)
+    return changed_bytes(rng, file.read_bytes())
