@@ -88,8 +88,11 @@ class Chat:
     @cached_property
     def texts(self) -> list[str]:
         """The caller's strings, wherever they are; roles are none, for only some are allowed."""
-        of_messages = (v for m in self._messages for name, v in m.items() if name != "role")
-        return strings_in([*self._variables.values(), *of_messages])
+        values = [value for m in self._messages for name, value in m.items() if name != "role"]
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) < len(values):  # a message with more than text, which is rare
+            texts = strings_in(values)
+        return texts + strings_in([v for v in self._variables.values() if v is not None])
 
     def free_mark(self, text: str) -> str:
         """A character that neither the chat has, nor its template, nor the text that was rendered."""

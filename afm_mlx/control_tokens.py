@@ -74,12 +74,8 @@ class ControlTokens:
     def may_come_from(self, chat: Chat) -> bool:
         """Whether the caller's texts may have a part in a name that is in the rendered chat."""
         if chat.template.is_own:  # it writes texts whole, and none beside another
-            return self._begin_in(chat.texts) and any(map(self._name.search, chat.texts))
-        return self._begin_in(chat.texts) or not self._are_whole_in(chat.template.source)
-
-    def _begin_in(self, texts: Iterable[str]) -> bool:
-        joined = "\n".join(texts)
-        return any(first in joined for first in self._firsts)
+            return _any_in(self.names, chat.texts)
+        return _any_in(self._firsts, chat.texts) or not self._are_whole_in(chat.template.source)
 
     def _are_whole_in(self, source: str) -> bool:
         """Whether a template has first characters of names only in whole names.
@@ -87,7 +83,7 @@ class ControlTokens:
         If not, it might write a `<` before a text that goes on with `turn_end>`.
         """
         rest = self._name.sub("", source).replace(NEWLINE, "")
-        return not self._begin_in([rest]) and not _ESCAPE.search(rest)
+        return not _any_in(self._firsts, [rest]) and not _ESCAPE.search(rest)
 
     def are_in(self, texts: Iterable[str]) -> bool:
         """Whether a text has a whole name, as the vocabulary reads it."""
@@ -120,6 +116,11 @@ class ControlTokens:
         return names, self._vocabulary.renamed(
             {token: names[name] for name, token in self.names.items()}
         )
+
+
+def _any_in(parts: Iterable[str], texts: list[str]) -> bool:
+    joined = "\0".join(texts)
+    return any(part in joined for part in parts)
 
 
 def is_bracketed(name: str) -> bool:
