@@ -39,6 +39,7 @@ from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.adapters.room import due, never, used, victims
 from afm_mlx.adapters.sources import Base, OpenAdapter, open_adapter, open_sum
 from afm_mlx.errors import AFMError, CheckpointError, RequestError
+from afm_mlx.threads import call
 
 PATIENCE = 64
 """Leases of other adapters that a load which waits for room lets pass."""
@@ -79,7 +80,7 @@ class AdapterPool:
             )
         self.budget = budget
         self._model = weakref.ref(model)
-        self._base = Base.of(model, base_folder, force)
+        self._base = call(Base.of, model, base_folder, force)
         self._entries = Registry()
         self._queue: deque[Entry] = deque()  # loads that wait for room
         self._abandoned: deque[Entry] = deque()  # of leases that were forgotten

@@ -15,10 +15,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.async_generation import stream_generate_async
     from afm_mlx.generation import batch_generate, generate, stream_generate
     from afm_mlx.loading import load
 
-__all__ = ["AdapterPool", "__version__", "batch_generate", "generate", "load", "stream_generate"]
+__all__ = [
+    "AdapterPool",
+    "__version__",
+    "batch_generate",
+    "generate",
+    "load",
+    "stream_generate",
+    "stream_generate_async",
+]
 
 _HOME = {
     "AdapterPool": "adapters.pool",
@@ -26,6 +35,7 @@ _HOME = {
     "generate": "generation",
     "load": "loading",
     "stream_generate": "generation",
+    "stream_generate_async": "async_generation",
 }
 
 # In a source checkout the subpackages lie beside this folder instead of in it. Python started at the

@@ -11,7 +11,8 @@ step. So the reuse blocks and the head run for one token per row and step, whate
 A row may run with an adapter of a pool (`AdapterPool`); it waits until that is loaded, and others don't. Rows
 of one batch may have different ones, `MAX_ADAPTERS` at most.
 
-An engine belongs to one thread: MLX's streams do.
+An engine that is made in the main thread belongs to it, because MLX's streams do. Made in any other thread, it
+runs in the thread of `afm_mlx.threads`, and every thread may use it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.request import Request, Response, Row
 from afm_mlx.row_adapters import RowAdapters, batch_adapters, can_start, must_not_overtake
 from afm_mlx.sampling import sample
+from afm_mlx.threads import Home
 
 # On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B.
 CPU_STEP = 128
@@ -121,6 +123,10 @@ class Engine:
         sliding_window: past that, forget the oldest tokens instead of ending the row with an error.
         kv: "int8" or "float" storage of keys and values (`Model.make_cache`).
         adapters: that requests may name; None for no adapter but the one that is attached to the model.
+
+    Raises:
+        RequestError: for options that can't be honoured; and from any method when an engine of the main
+            thread is used in another.
     """
 
     def __init__(
@@ -145,7 +151,9 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.adapters = adapters
-        self._adapters = RowAdapters(model, adapters)
+        self._home = Home()
+        self._home.call(self._home.take_in, model.state)
+        self._adapters = self._home.call(RowAdapters, model, adapters)
         self.max_batch = max_batch
         on_cpu = dispatch.device() == "cpu"
         self.prefill_step_size = min(prefill_step_size, CPU_STEP) if on_cpu else prefill_step_size
@@ -184,6 +192,9 @@ class Engine:
             RequestError: for what can't be honoured.
             ContextLengthError: when the prompt alone does not fit.
         """
+        return self._home.call(self._submit, request)
+
+    def _submit(self, request: Request) -> int:
         request.validate(self.model.args.vocab_size if self._is_afm else None)
         cache = self._cache_of(request)
         position = cache[0].size() if not self._is_afm else max(cache[0].lengths)
@@ -223,6 +234,9 @@ class Engine:
 
     def cancel(self, row_id: int) -> None:
         """Drop a row, wherever it is; unknown and finished ids are ignored."""
+        self._home.call(self._cancel, row_id)
+
+    def _cancel(self, row_id: int) -> None:
         for row, _ in self._waiting:
             if row.id == row_id:
                 row.release()
@@ -246,6 +260,9 @@ class Engine:
 
     def step(self) -> list[Response]:
         """Advance prompts by a chunk and every row by a token; returns what was read back."""
+        return self._home.call(self._step)
+
+    def _step(self) -> list[Response]:
         self._advance_prefill()
         responses, self._refused = self._refused, []
         previous, self._flight = self._flight, None
@@ -258,6 +275,7 @@ class Engine:
             responses += self._read(previous)
         if not (responses or self._prefill or self._batch.rows):
             self._adapters.wait((row for row, _ in self._waiting), LOADING_STEP)
+        self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
         return responses
 
     def _is_last(self, row: Row) -> bool:
@@ -320,14 +338,14 @@ class Engine:
             self._flight = self._flight.keep(keep) if keep else None
         self._batch.keep(keep)
 
-    @staticmethod
-    def _hand_back(row: Row, mine: list[Any], theirs: list[Any]) -> None:
+    def _hand_back(self, row: Row, mine: list[Any], theirs: list[Any]) -> None:
         """Fill the caller's cache with prompt and answer, but for the answer's last token."""
         surplus = row.sampled - len(row.tokens)  # fed before it was known to be past the end
         for source, target in zip(mine, theirs, strict=True):
             if surplus and source.is_trimmable():
                 source.trim(surplus)
             target.state = source.state
+        self._home.hand_out([target.state for target in theirs])
 
     # -- prompts
 

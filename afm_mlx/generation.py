@@ -16,6 +16,7 @@ from afm_mlx.adapters.registry import Adapter
 from afm_mlx.engine import Engine
 from afm_mlx.errors import RequestError
 from afm_mlx.request import Request, Response
+from afm_mlx.threads import call, in_main_thread
 
 
 @dataclass
@@ -209,12 +210,19 @@ def _raise_if_failed(response: Response) -> None:
 
 @contextmanager
 def wired_memory(model: nn.Module) -> Iterator[None]:
-    """On Metal, keep the model's memory resident while it runs; elsewhere nothing to do."""
+    """On Metal, keep the model's memory resident while it runs; elsewhere nothing to do.
+
+    In other threads than the main one it stays resident, for nobody knows which of them is the last to run it.
+    """
     if not mx.metal.is_available():
         yield
         return
-    from mlx_lm.generate import wired_limit
+    from mlx_lm.generate import maybe_set_recommended_wired_limit, wired_limit
 
+    if not in_main_thread():
+        call(maybe_set_recommended_wired_limit)
+        yield
+        return
     with wired_limit(model):
         yield
 

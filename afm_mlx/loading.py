@@ -24,6 +24,7 @@ from afm_mlx.packed import (
     set_activation_bits,
 )
 from afm_mlx.stored_layers import place_stored_layers, quantization_of, settle_scales
+from afm_mlx.threads import in_main_thread, in_mlx_thread
 from afm_mlx.tokenizer import load_tokenizer
 from afm_mlx.weights import check_weights, load_weights
 
@@ -99,6 +100,7 @@ def _download(name: str, revision: str | None) -> Path:
         ) from None
 
 
+@in_mlx_thread
 def load(
     path_or_hf_repo: str | Path = EMBEDDED_MODEL,
     tokenizer_config: Mapping[str, Any] | None = None,
@@ -122,7 +124,8 @@ def load(
         model_config: keys that replace those of config.json.
         adapter_path: LoRA adapter that was made for this model: its path, or its name if it comes with the
             model, in a folder below `adapters`. All rows use it; see `AdapterPool` for several.
-        lazy: leave the weights unread until they are used.
+        lazy: leave the weights unread until they are used; in the main thread only, because what is begun in
+            another one can't be read elsewhere.
         return_config: return config.json's content too.
         revision: of a hub id.
         trust_remote_code: let a folder's own code run; for mlx-lm's zoo only.
@@ -135,6 +138,7 @@ def load(
     Raises:
         AFMError: what is wrong with the folder, and where.
     """
+    lazy = lazy and in_main_thread()
     folder = resolve_model(path_or_hf_repo, revision)
     values = read_config_json(folder / "config.json") | dict(model_config or {})
     adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)

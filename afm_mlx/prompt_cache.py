@@ -15,12 +15,14 @@ from afm_mlx.errors import CacheFileError, CheckpointError
 from afm_mlx.files import atomic_write
 from afm_mlx.fingerprint import base_model_fingerprint
 from afm_mlx.model import Model
+from afm_mlx.threads import in_mlx_thread
 from afm_mlx.weights import read_header, save_file
 
 FORMAT = "afm-mlx prompt cache"
 VERSION = "1"
 
 
+@in_mlx_thread
 def save_prompt_cache(
     path: str | Path,
     cache: Sequence[Any],
@@ -74,6 +76,7 @@ def save_prompt_cache(
         save_file(temporary, tensors, header)
 
 
+@in_mlx_thread
 def load_prompt_cache(
     path: str | Path, model: Model, *, adapter: str | None = None
 ) -> tuple[list[Any], dict[str, str]]:
