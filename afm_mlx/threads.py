@@ -172,18 +172,22 @@ class Home:
         return _in_turn(function, *args, **kwargs)
 
     def hand_out(self, arrays: Any) -> None:
-        """Evaluate what callers get, a tree of arrays, if their thread may be another one.
+        """Evaluate what callers may look at, a tree of arrays, if their thread may be another one.
 
         Lazy in the main thread: what nobody looks at costs nothing there.
         """
         if not self._is_main:
             mx.eval(arrays)
 
-    def take_in(self, arrays: Any) -> None:
+    def take_in(self, arrays: Any, what: str) -> None:
         """Evaluate what callers bring, a tree of arrays, if another thread may have begun it.
 
+        Args:
+            arrays: evaluated, or begun in this thread.
+            what: they are, for the error.
+
         Raises:
-            RequestError: when that thread has to do it.
+            RequestError: when another thread has to do it.
         """
         if self._is_main:
             return
@@ -191,8 +195,8 @@ class Home:
             mx.eval(arrays)
         except RuntimeError as error:
             raise RequestError(
-                f"The model has arrays that another thread has begun and not evaluated ({error}), such as "
-                "weights that were loaded with lazy=True. Call mx.eval(model.state) in that thread first."
+                f"{what} has arrays that another thread has begun and not evaluated ({error}). Call mx.eval on "
+                "them in that thread first; weights are read by load without lazy=True."
             ) from None
 
 

@@ -24,6 +24,7 @@ def load():
 
 def stream(count=40, pause=0.0):
     options = {"seed": 1, "sampler": lambda logprobs: logprobs.argmax(-1)}
+    options |= {"max_kv_size": 64, "sliding_window": True}  # which goes on for ever
     for _ in afm_mlx.stream_generate(model, tokenizer, "hello", count, **options):
         begun.set()
         time.sleep(pause)
