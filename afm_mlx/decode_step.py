@@ -86,7 +86,7 @@ class DecodeStep:
         lengths: mx.array,
         cache: Sequence[KVCache],
         head: str,
-    ) -> mx.array:
+    ) -> Any:
         """What `Model.forward` returns; the caches grow by a token.
 
         Args:
@@ -134,7 +134,7 @@ def _compiled(model: Model) -> Any:
         generation: int,
         layout: str,
         serial: int,
-    ) -> tuple[mx.array, list[mx.array]]:
+    ) -> tuple[Any, list[mx.array]]:
         # The last four are there because another choice of kernels needs another trace, and so do adapters
         # whose numbers lie elsewhere, and other models.
         cache = [_TracedCache(buffer, lengths) for buffer in buffers]

@@ -18,6 +18,7 @@ runs in the thread of `afm_mlx.threads`, and every thread may use it.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.request import Request, Response, Row
 from afm_mlx.row_adapters import RowAdapters, batch_adapters, can_start, must_not_overtake
 from afm_mlx.row_caches import RowCaches, hand_back
-from afm_mlx.sampling import sample
+from afm_mlx.sampling import no_token, sample
 from afm_mlx.threads import Home
 
 # On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B.
@@ -98,6 +99,7 @@ class _Flight:
 
     rows: list[Row]
     tokens: mx.array  # (B,)
+    peaks: mx.array  # (B,) largest logits
     logprobs: mx.array | None  # (B, vocab_size), None when no row asked for them
 
     def logprobs_of(self, index: int) -> mx.array | None:
@@ -108,7 +110,8 @@ class _Flight:
     def keep(self, indices: list[int]) -> _Flight:
         index = mx.array(indices, dtype=mx.int32)
         logprobs = None if self.logprobs is None else self.logprobs[index]
-        return _Flight([self.rows[i] for i in indices], self.tokens[index], logprobs)
+        rows, peaks = [self.rows[i] for i in indices], self.peaks[index]
+        return _Flight(rows, self.tokens[index], peaks, logprobs)
 
 
 class Engine:
@@ -264,22 +267,29 @@ class Engine:
         logprobs = None
         with self._adapters.using(batch.adapters):
             if self._is_afm and not any(row.needs_logits for row in batch.rows):
-                tokens = self.model.greedy(batch.inputs[:, None], batch.cache).astype(mx.int32)
+                tokens, peaks = self.model.greedy(batch.inputs[:, None], batch.cache)
+                tokens = tokens.astype(mx.int32)
             else:
                 logits = self.model(batch.inputs[:, None], cache=batch.cache)[:, -1]
-                tokens, logprobs = sample(batch.rows, logits, batch.inputs)
-        mx.async_eval(tokens)
+                tokens, peaks, logprobs = sample(batch.rows, logits, batch.inputs)
+        mx.async_eval(tokens, peaks)
         for row in batch.rows:
             row.position += 1
             row.sampled += 1
         batch.inputs = tokens
-        return _Flight(list(batch.rows), tokens, logprobs)
+        return _Flight(list(batch.rows), tokens, peaks, logprobs)
 
     def _read(self, flight: _Flight) -> list[Response]:
         alive = {row.id for row in self._batch.rows}
         responses, finished = [], set()
-        for i, (row, token) in enumerate(zip(flight.rows, flight.tokens.tolist(), strict=True)):
+        read_back = zip(flight.rows, flight.tokens.tolist(), flight.peaks.tolist(), strict=True)
+        for i, (row, token, peak) in enumerate(read_back):
             if row.id not in alive:  # cancelled
+                continue
+            if not math.isfinite(peak) and row.error is None:
+                error = no_token(peak, row.request)
+                responses.append(Response(row.id, -1, row.give_up(), None, "error", error))
+                finished.add(row.id)
                 continue
             is_newest = row.sampled == len(row.tokens) + 1  # nothing was submitted after it
             full = row.is_full and is_newest

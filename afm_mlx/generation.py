@@ -203,7 +203,7 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
     start = time.perf_counter()
     prompt_tps = 0.0
     for count, response in enumerate(engine.run(), start=1):
-        if response.token < 0:  # there is nothing to show
+        if response.token < 0 and not response.text:  # there is nothing to show
             _raise_if_failed(response)
         if count == 1:
             prompt_tps = prompt_tokens / (time.perf_counter() - start)
@@ -215,7 +215,7 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
             from_draft=False,
             prompt_tokens=prompt_tokens,
             prompt_tps=prompt_tps,
-            generation_tokens=count,
+            generation_tokens=count - (response.token < 0),
             # The first token came with the prompt; its time is not in the clock.
             generation_tps=(count - 1) / (time.perf_counter() - start) if count > 1 else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,

@@ -197,6 +197,12 @@ class Row:
             return text, "stop"
         return (text + self._stop.flush() if reason is not None else text), reason
 
+    def give_up(self) -> str:
+        """End the answer before its next token; returns the text that was not shown yet."""
+        self.detokenizer.finalize()
+        text, stopped = self._stop.feed(self.detokenizer.last_segment)
+        return text if stopped else text + self._stop.flush()
+
 
 class StopStrings:
     """Holds back text that may turn out to be the start of a stop string."""
