@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from afm_mlx.converters.toolkit_config import is_toolkit_config, read_toolkit_co
 from afm_mlx.converters.torch_file import check_archive
 from afm_mlx.converters.wishes import Wishes
 from afm_mlx.errors import AFMError, CheckpointError
-from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.files import atomic_folder, place_beside, refuse_existing
 from afm_mlx.tokenizer import load_tokenizer
 from afm_mlx.weights import Progress
 
@@ -162,8 +161,8 @@ def _mix_of(
         return mixed_bits.mix_of_folder(source, wishes, data, progress)
     mlx_path.parent.mkdir(parents=True, exist_ok=True)
     # Float weights lie beside the output for a while: only a folder can be read into a model.
-    with tempfile.TemporaryDirectory(prefix=f".{mlx_path.name}-", dir=mlx_path.parent) as place:
-        folder = convert(source, Path(place) / "float")
+    with place_beside(mlx_path) as place:
+        folder = convert(source, place / "float")
         return mixed_bits.mix_of_folder(folder, wishes, data, progress)
 
 

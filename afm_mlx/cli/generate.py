@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx.cli import options
-from afm_mlx.cli.output import add_json, print_json
+from afm_mlx.cli.output import add_json, print_answer, print_json
 from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
 from afm_mlx.errors import CacheFileError
 
@@ -169,7 +169,7 @@ def _generate(
             text += response.text
             tokens.append(response.token)
             if response.text and not args.json:
-                print(response.text, end="", flush=True)
+                print_answer(response.text)
     finally:
         # An error's one line, too, starts at the beginning of a line.
         if text and not args.json:

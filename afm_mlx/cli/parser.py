@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -119,6 +120,7 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     parser.add_argument(
         "--debug", action="store_true", help="show the traceback of an error, for bug reports"
     )
+    parser.set_defaults(command_line=shlex.join([PROGRAM, *name.split(), *argv]))  # for advice
     args = parser.parse_args(argv)
     if args.config is None:
         return args

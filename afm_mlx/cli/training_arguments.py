@@ -9,7 +9,9 @@ from afm_mlx.cli import options
 from afm_mlx.cli.output import add_json
 from afm_mlx.cli.parser import integer, json_object, number
 
-ITERS = 1000  # mlx-lm's default
+EPOCHS, STEPS_BETWEEN = 3, (100, 1000)
+"""How long to train where nobody says: passes over the data, and the fewest and the most steps of these."""
+
 FEATURES = ("prompt", "completion", "chat", "text")  # what mlx-lm's YAML files may rename
 
 ALTERNATIVES = (
@@ -72,8 +74,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-seq-length",
         type=integer(2),
-        default=2048,
-        help="the most tokens of a sample, and of a row; longer texts are cut, longer chats an error",
+        help="the most tokens of a sample, and of a row; longer texts are cut, longer chats an error. By "
+        "default 2048, or the model's context if that is less, and packed rows of some four samples",
     )
     group.add_argument(
         "--packing",
@@ -101,7 +103,12 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_loop(parser: argparse.ArgumentParser, learning_rate: str) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--iters", type=integer(1), help=f"steps; {ITERS} by default")
+    group.add_argument(
+        "--iters",
+        type=integer(1),
+        help=f"steps; by default {EPOCHS} passes over the data, but {STEPS_BETWEEN[0]} steps at least and "
+        f"{STEPS_BETWEEN[1]} at most",
+    )
     group.add_argument("--epochs", type=number(0), help="passes over the data, instead of --iters")
     group.add_argument(
         "--learning-rate", type=number(0), help=f"the highest; {learning_rate} by default"

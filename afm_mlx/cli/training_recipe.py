@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli.parser import UsageError
-from afm_mlx.cli.training_arguments import ALTERNATIVES, FEATURES, ITERS
+from afm_mlx.cli.training_arguments import ALTERNATIVES, EPOCHS, FEATURES, STEPS_BETWEEN
 
 if TYPE_CHECKING:
     from afm_mlx.training.options import TrainingOptions
@@ -60,11 +60,13 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
 
     of_warmup = (args.warmup_iters, args.warmup_epochs, args.lr_schedule)
     has_share = all(value is None for value in of_warmup)
+    says_nothing = args.iters is None and args.epochs is None
     return Recipe(
         data=args.data,
         options=_options(args, of_optimizer),
         model=args.model,
-        epochs=args.epochs,
+        epochs=EPOCHS if says_nothing else args.epochs,
+        steps_between=STEPS_BETWEEN if says_nothing else None,
         warmup_share=WARMUP_SHARE if has_share else None,
         warmup_epochs=args.warmup_epochs,
         batch_size=args.batch_size,
@@ -88,7 +90,7 @@ def _options(args: argparse.Namespace, of_optimizer: dict[str, Any]) -> Training
 
     warmup = args.warmup_iters or 0
     # The number of steps in epochs is only known with the data.
-    iters = warmup + 1 if args.epochs is not None else args.iters or ITERS
+    iters = warmup + 1 if args.iters is None else args.iters
     same = {field.name for field in dataclasses.fields(TrainingOptions)} & set(vars(args))
     values = {name: getattr(args, name) for name in same} | of_optimizer | _peak(args)
     return TrainingOptions(

@@ -18,7 +18,17 @@ from tests.tools.cli import ROOT, process, write_folder
 
 # -- help, version, and what they import
 
-HEAVY = ("mlx", "numpy", "transformers", "mlx_lm", "tokenizers", "sentencepiece", "yaml", "tqdm")
+HEAVY = (
+    "mlx",
+    "prompt_toolkit",
+    "numpy",
+    "transformers",
+    "mlx_lm",
+    "tokenizers",
+    "sentencepiece",
+    "yaml",
+    "tqdm",
+)
 
 
 def test_help_and_usage_errors_import_nothing_heavy():
