@@ -287,8 +287,8 @@ class Engine:
             if row.id not in alive:  # cancelled
                 continue
             if not math.isfinite(peak) and row.error is None:
-                error = no_token(peak, row.request)
-                responses.append(Response(row.id, -1, row.give_up(), None, "error", error))
+                cause = no_token(peak, row.request)
+                responses.append(Response(row.id, -1, row.give_up(), None, "error", cause))
                 finished.add(row.id)
                 continue
             is_newest = row.sampled == len(row.tokens) + 1  # nothing was submitted after it

@@ -130,7 +130,7 @@ def stream_generate(
             "draft_model: speculative decoding is not available in this version; "
             "mlx_lm.stream_generate accepts both models."
         )
-    caches = [] if prompt_cache is None else _caches([prompt_cache], 1)
+    caches = [] if prompt_cache is None else _given(_caches([prompt_cache], 1))
     engine = Engine(
         model,
         tokenizer,
@@ -321,14 +321,13 @@ def batch_generate(
     max_new = _for_each("max_tokens", max_tokens, len(prompts))
     names = _for_each("adapter", adapter, len(prompts))
     caches = _caches(cache, len(prompts))
-    given = [each for each in caches if each is not None]
     engine = Engine(
         model,
         tokenizer,
         max_batch=max_batch,
         prefill_step_size=prefill_step_size,
         adapters=adapters,
-        **_cache_options(model, given, kv_bits, max_kv_size, sliding_window),
+        **_cache_options(model, _given(caches), kv_bits, max_kv_size, sliding_window),
     )
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     options = {"logprobs": False, **request}  # nothing here returns them
@@ -373,6 +372,10 @@ def _caches(cache: Sequence[Any] | None, count: int) -> list[list[Any] | None]:
             f"There are {len(each)} prompt caches for {count} prompts; give each prompt its own, or None."
         )
     return list(each)
+
+
+def _given(caches: Sequence[list[Any] | None]) -> list[list[Any]]:
+    return [cache for cache in caches if cache is not None]
 
 
 def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> BatchResponse:

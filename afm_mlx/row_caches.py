@@ -74,8 +74,8 @@ class RowCaches:
         """
         if not self._is_afm or self.sliding:
             return None
-        own = cache[0].max_size
-        return min(own or self._limit, self._asked or own or self._limit)
+        bounds = [size for size in (cache[0].max_size, self._asked) if size is not None]
+        return min(bounds, default=self._limit)
 
     def position(self, cache: Cache) -> int:
         """Tokens that a row's cache holds."""
