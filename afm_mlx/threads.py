@@ -48,20 +48,27 @@ class MLXThread:
     def submit(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
         """Have a function run after those that were submitted before.
 
+        Once Python has begun to end, daemon threads stay in here: the process's end is theirs.
+
         Raises:
-            RequestError: once Python has begun to end.
+            RequestError: for any other thread then.
         """
         with self._starting:
-            if self._ended:
-                raise RequestError("Python is ending, and MLX runs no more: end threads before.")
-            if self._thread is None:
-                # A daemon: Python would wait for any other before it calls `end`.
-                self._thread = threading.Thread(target=self._run, name="afm-mlx MLX", daemon=True)
-                self._thread.start()
-                atexit.register(self.end)
-            future: Future[Result] = Future()
-            self._jobs.put((future, functools.partial(function, *args, **kwargs)))
-        return future
+            if not self._ended:
+                if self._thread is None:
+                    self._start()
+                future: Future[Result] = Future()
+                self._jobs.put((future, functools.partial(function, *args, **kwargs)))
+                return future
+        if threading.current_thread().daemon:
+            threading.Event().wait()
+        raise RequestError("Python is ending, and MLX runs no more: let threads end before.")
+
+    def _start(self) -> None:
+        # A daemon: Python would wait for any other before it calls `end`.
+        self._thread = threading.Thread(target=self._run, name="afm-mlx MLX", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
