@@ -12,8 +12,9 @@ Notable choices:
 - One thread of the pool's own reads files. Everything else happens in the callers' threads, under
   one lock that is never held while a file is read.
 - A row has a `Lease` from the time it is submitted until it ends. What is leased or pinned is never evicted.
-- Loads are served in the order of requests. One that waits for room lets `PATIENCE` later leases of other
-  adapters pass; then no new ones are given of those that have to go for it, least recently used first.
+- Of the loads that wait for room, the one that most leases wait for comes first, so that rows of one adapter
+  run together. The oldest lets `PATIENCE` leases of other adapters pass; then it comes first, and no new ones
+  are given of those that have to go for it, least recently used first.
 - A resident adapter needs its files no more. Read again, they must hold what they held the first time.
 """
 
@@ -36,9 +37,10 @@ from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.lease import Lease
 from afm_mlx.adapters.registry import Adapter, Entry, Registry
 from afm_mlx.adapters.resident import ResidentAdapter
-from afm_mlx.adapters.room import due, never, used, victims
+from afm_mlx.adapters.room import due, never, next_load, used, victims
 from afm_mlx.adapters.sources import Base, OpenAdapter, open_adapter, open_sum
 from afm_mlx.errors import AFMError, CheckpointError, RequestError
+from afm_mlx.threads import call
 
 PATIENCE = 64
 """Leases of other adapters that a load which waits for room lets pass."""
@@ -79,7 +81,7 @@ class AdapterPool:
             )
         self.budget = budget
         self._model = weakref.ref(model)
-        self._base = Base.of(model, base_folder, force)
+        self._base = call(Base.of, model, base_folder, force)
         self._entries = Registry()
         self._queue: deque[Entry] = deque()  # loads that wait for room
         self._abandoned: deque[Entry] = deque()  # of leases that were forgotten
@@ -403,19 +405,21 @@ class AdapterPool:
             lease._entry.waiting.discard(lease)
 
     def _advance(self) -> None:
-        """Start the loads for which there is room, in the order of their requests."""
+        """Start the loads for which there is room."""
         while self._abandoned:
             self._returned(self._abandoned.popleft())
         while self._queue:
-            entry = self._queue[0]
+            entry = next_load(self._queue, PATIENCE)
             if not entry.waiting:  # all that asked for it have gone
                 self._forget(entry)
             elif self._make_room(entry):
-                self._queue.popleft()
+                if entry is not self._queue[0]:
+                    self._queue[0].passed += len(entry.waiting)
+                self._queue.remove(entry)
                 entry.state = "loading"
                 assert self._executor is not None
                 self._executor.submit(self._read, entry, entry.opened)
-            elif self._queue and self._queue[0] is entry and not self._refuse_hasty():
+            elif entry in self._queue and not self._refuse_hasty():
                 break
         self._drain()
         self._changed.notify_all()

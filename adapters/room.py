@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from afm_mlx.adapters.registry import Entry
 
@@ -25,6 +25,23 @@ def never(entry: Entry, entries: Iterable[Entry], budget: int) -> str | None:
         f"{needed}, and {', '.join(other.name for other in pinned)}, which are pinned, leave {left:,} of the "
         f"budget of {budget:,}. Unpin one, or raise the budget."
     )
+
+
+def next_load(queue: Sequence[Entry], patience: int) -> Entry:
+    """The load that comes first of those that wait for room.
+
+    It is the one that most leases wait for: the more rows share what is in memory, the fewer loads there are.
+    The oldest load goes before it once that has let `patience` leases pass, and so does one for a lease that
+    does not wait for rows to end.
+
+    Args:
+        queue: at least one load, in the order of their requests.
+        patience: leases of other adapters.
+    """
+    if queue[0].passed >= patience:
+        return queue[0]
+    hasty = (entry for entry in queue if not all(lease.patient for lease in entry.waiting))
+    return next(hasty, None) or max(queue, key=lambda entry: len(entry.waiting))
 
 
 def victims(entry: Entry, entries: Iterable[Entry], budget: int) -> list[Entry] | None:

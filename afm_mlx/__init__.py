@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.async_generation import stream_generate_async
     from afm_mlx.generation import batch_generate, generate, stream_generate
     from afm_mlx.loading import load
     from afm_mlx.logits_processors import make_logits_processors
@@ -29,6 +30,7 @@ __all__ = [
     "make_logits_processors",
     "make_sampler",
     "stream_generate",
+    "stream_generate_async",
 ]
 
 _HOME = {
@@ -39,6 +41,7 @@ _HOME = {
     "make_logits_processors": "logits_processors",
     "make_sampler": "samplers",
     "stream_generate": "generation",
+    "stream_generate_async": "async_generation",
 }
 
 # In a source checkout the subpackages lie beside this folder instead of in it. Python started at the

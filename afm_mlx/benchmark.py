@@ -385,7 +385,7 @@ def count_operations(model: Any, batch: int = 1, kv: str = "int8") -> int:
     cache = [layer.merge([layer] * batch) for layer in cache]
     model.prefill(mx.zeros((batch, 1), mx.int32), cache)
     mx.eval([layer.state for layer in cache])
-    tokens = model.greedy(mx.zeros((batch, 1), mx.int32), cache)
+    tokens, _ = model.greedy(mx.zeros((batch, 1), mx.int32), cache)
     # Unlike tracing (`mx.export_function`) this knows compiled and custom primitives too.
     drawing = io.StringIO()
     mx.export_to_dot(drawing, tokens)

@@ -104,7 +104,7 @@ class KVCache:
 
     @property
     def kind(self) -> tuple[str, int | None, bool]:
-        """What has to agree for caches to share a batch: storage, bound, and sliding window."""
+        """Storage, bound, and whether that is a sliding window's: the arguments of `Model.make_cache`."""
         return ("int8" if self.int8 else "float", self.max_size, self.sliding_window)
 
     # -- positions
@@ -308,24 +308,27 @@ class KVCache:
     def extend(self, other: KVCache) -> None:
         """Append the rows of another cache of the same block."""
         merged = KVCache.merge([self, other])
-        self.buffer, self.adapter = merged.buffer, merged.adapter
+        self.buffer, self.adapter, self.max_size = merged.buffer, merged.adapter, merged.max_size
         self._lengths, self._forgotten = merged._lengths, merged._forgotten
 
     @staticmethod
     def merge(caches: Sequence[KVCache]) -> KVCache:
         """One batch of the rows of several caches of the same block.
 
+        It is bounded as the row that may hold the most: the others' bounds are the caller's to keep.
+
         Raises:
-            ValueError: when they are of different kinds or bounds.
+            ValueError: when they store different things, or have different windows.
         """
-        kinds = {cache.kind for cache in caches}
-        if len(kinds) > 1:
+        if len({(cache.int8, cache._window) for cache in caches}) > 1:
             raise ValueError(
                 "[KVCache] rows of one batch need caches of one kind; got (storage, bound, sliding "
-                f"window) of {sorted(kinds, key=str)}."
+                f"window) of {sorted({cache.kind for cache in caches}, key=str)}."
             )
         first = caches[0]
         merged = first._like([0])
+        bounds = [cache.max_size for cache in caches]
+        merged.max_size = None if None in bounds else max(bounds)  # type: ignore[type-var]
         merged._lengths = [n for c in caches for n in c._lengths]
         merged._forgotten = [n for c in caches for n in c._forgotten]
         if any(cache.adapter != first.adapter for cache in caches):

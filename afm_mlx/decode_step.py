@@ -7,6 +7,8 @@ cache, every parameter, and the adapters' numbers) goes in as an argument.
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +21,12 @@ from afm_mlx.packed import PackedLinear
 if TYPE_CHECKING:
     from afm_mlx.model import Model
 
-MAX_TRACES = 256
-"""Traces that are kept; one of the 3B takes some 0.9 MB. Adapters of many ranks in all mixtures have no end."""
+MAX_TRACES = 64
+"""Traces that are kept; one takes some 0.4 MB for the embedded model, and 0.9 MB for the 3B.
+
+Rows, columns of the cache and mixtures of adapters have no end: with 256 traces, a process gained 100 MB in
+minutes. A new trace takes less time than the steps that one batch of rows runs for.
+"""
 
 
 class _TracedCache:
@@ -36,12 +42,30 @@ class _TracedCache:
         self.buffer = write_tokens(self.buffer, codes, self._lengths)
 
 
+class _Traces(threading.local):
+    """A thread's own: MLX keeps what a function was traced to for each thread, by the function's address.
+
+    So another function at the address of one that was dropped elsewhere must not find its traces: `serial`
+    tells them apart.
+    """
+
+    def __init__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        self.replay: Any = None
+        self.serial = next(_SERIALS)
+        self.made_for: set[tuple[Any, ...]] = set()
+
+
+_SERIALS = itertools.count()
+
+
 class DecodeStep:
     """One new token per row over int8 caches: `Model.forward` as a replayed graph."""
 
     def __init__(self) -> None:
-        self._replay: Any = None
-        self._traces: set[tuple[Any, ...]] = set()  # what each of them was made for
+        self._traces = _Traces()
         self._packed: tuple[int, bool] = (-1, False)
 
     def applies(self, model: Model, cache: Sequence[KVCache]) -> bool:
@@ -66,7 +90,7 @@ class DecodeStep:
         lengths: mx.array,
         cache: Sequence[KVCache],
         head: str,
-    ) -> mx.array:
+    ) -> Any:
         """What `Model.forward` returns; the caches grow by a token.
 
         Args:
@@ -83,13 +107,13 @@ class DecodeStep:
         layout = "" if active is None else active.layout
         chosen = (dispatch.device(), dispatch.generation(), layout)
         trace = (*inputs.shape, *buffers[0].shape, head, *chosen)
-        if trace not in self._traces and len(self._traces) >= MAX_TRACES:
-            self._replay = None
-            self._traces.clear()
-        self._traces.add(trace)
-        if self._replay is None:
-            self._replay = _compiled(model)
-        result, buffers = self._replay(inputs, lengths, buffers, head, *chosen)
+        mine = self._traces
+        if trace not in mine.made_for and len(mine.made_for) >= MAX_TRACES:
+            mine.drop()
+        mine.made_for.add(trace)
+        if mine.replay is None:
+            mine.replay = _compiled(model)
+        result, buffers = mine.replay(inputs, lengths, buffers, head, *chosen, mine.serial)
         for entry, buffer in zip(cache, buffers, strict=True):
             entry.take(buffer, 1)
         return result
@@ -113,9 +137,10 @@ def _compiled(model: Model) -> Any:
         device: str,
         generation: int,
         layout: str,
-    ) -> tuple[mx.array, list[mx.array]]:
-        # The last three are there because another choice of kernels needs another trace, and so do adapters
-        # whose numbers lie elsewhere.
+        serial: int,
+    ) -> tuple[Any, list[mx.array]]:
+        # The last four are there because another choice of kernels needs another trace, and so do adapters
+        # whose numbers lie elsewhere, and other models.
         cache = [_TracedCache(buffer, lengths) for buffer in buffers]
         result = model.forward(inputs, Positions(lengths - 1, None, lengths), cache, head)
         return result, [entry.buffer for entry in cache]

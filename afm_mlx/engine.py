@@ -11,12 +11,14 @@ step. So the reuse blocks and the head run for one token per row and step, whate
 A row may run with an adapter of a pool (`AdapterPool`); it waits until that is loaded, and others don't. Rows
 of one batch may have different ones, `MAX_ADAPTERS` at most.
 
-An engine belongs to one thread: MLX's streams do.
+An engine that is made in the main thread belongs to it, because MLX's streams do. Made in any other thread, it
+runs in the thread of `afm_mlx.threads`, and every thread may use it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -32,7 +34,9 @@ from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.kernels import dispatch
 from afm_mlx.request import Request, Response, Row
 from afm_mlx.row_adapters import RowAdapters, batch_adapters, can_start, must_not_overtake
-from afm_mlx.sampling import sample
+from afm_mlx.row_caches import RowCaches, hand_back
+from afm_mlx.sampling import no_token, sample
+from afm_mlx.threads import Home
 
 # On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B.
 CPU_STEP = 128
@@ -95,6 +99,7 @@ class _Flight:
 
     rows: list[Row]
     tokens: mx.array  # (B,)
+    peaks: mx.array  # (B,) largest logits
     logprobs: mx.array | None  # (B, vocab_size), None when no row asked for them
 
     def logprobs_of(self, index: int) -> mx.array | None:
@@ -105,7 +110,8 @@ class _Flight:
     def keep(self, indices: list[int]) -> _Flight:
         index = mx.array(indices, dtype=mx.int32)
         logprobs = None if self.logprobs is None else self.logprobs[index]
-        return _Flight([self.rows[i] for i in indices], self.tokens[index], logprobs)
+        rows, peaks = [self.rows[i] for i in indices], self.peaks[index]
+        return _Flight(rows, self.tokens[index], peaks, logprobs)
 
 
 class Engine:
@@ -117,10 +123,15 @@ class Engine:
         max_batch: rows that decode together; more wait.
         prefill_step_size: prompt tokens per row and step at most; bounds memory, and how long others wait. A
             CPU takes no more than 128, because more would not be faster there.
-        max_kv_size: tokens that a row may hold; None takes the model's context length.
+        max_kv_size: tokens that a row may hold; None takes its prompt cache's bound, or else the model's
+            context length.
         sliding_window: past that, forget the oldest tokens instead of ending the row with an error.
         kv: "int8" or "float" storage of keys and values (`Model.make_cache`).
         adapters: that requests may name; None for no adapter but the one that is attached to the model.
+
+    Raises:
+        RequestError: for options that can't be honoured; and from any method when an engine of the main
+            thread is used in another.
     """
 
     def __init__(
@@ -145,18 +156,14 @@ class Engine:
         self.model = model
         self.tokenizer = tokenizer
         self.adapters = adapters
-        self._adapters = RowAdapters(model, adapters)
+        self._home = Home()
+        self._home.call(self._home.take_in, model.state, "The model")
+        self._adapters = self._home.call(RowAdapters, model, adapters)
         self.max_batch = max_batch
         on_cpu = dispatch.device() == "cpu"
         self.prefill_step_size = min(prefill_step_size, CPU_STEP) if on_cpu else prefill_step_size
         self._is_afm = isinstance(getattr(model, "args", None), ModelConfig)
-        self._sliding = sliding_window
-        self._limit = max_kv_size
-        self._kv = kv
-        if self._is_afm:
-            self._limit = max_kv_size or model.args.context_length
-        # Where a row has to end; caches of mlx-lm's zoo see to their own limits.
-        self._bound = self._limit if self._is_afm and not sliding_window else None
+        self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
         self._ids = itertools.count()
         self._waiting: deque[tuple[Row, list[Any]]] = deque()
         self._refused: list[Response] = []  # of rows that could not start
@@ -168,11 +175,7 @@ class Engine:
 
     def make_cache(self) -> list[Any]:
         """An empty cache for one row, one entry per block."""
-        if self._is_afm:
-            return self.model.make_cache(self._kv, self._limit, self._sliding)
-        from mlx_lm.models.cache import make_prompt_cache
-
-        return make_prompt_cache(self.model, max_kv_size=self._limit)
+        return self._caches.make()
 
     def submit(self, request: Request) -> int:
         """Queue a request; returns the id that its responses carry.
@@ -184,18 +187,23 @@ class Engine:
             RequestError: for what can't be honoured.
             ContextLengthError: when the prompt alone does not fit.
         """
+        return self._home.call(self._submit, request)
+
+    def _submit(self, request: Request) -> int:
         request.validate(self.model.args.vocab_size if self._is_afm else None)
-        cache = self._cache_of(request)
-        position = cache[0].size() if not self._is_afm else max(cache[0].lengths)
+        given = request.cache
+        cache = self._caches.make() if given is None else self._caches.checked(given)
+        self._home.take_in([layer.state for layer in given or ()], "The prompt cache")
+        position, bound = self._caches.position(cache), self._caches.bound(cache)
         needed = position + len(request.prompt)
-        if self._bound is not None and needed > self._bound:
+        if bound is not None and needed > bound:
             raise ContextLengthError(
-                f"The prompt needs {needed} tokens and the context holds {self._bound}. Shorten it, "
+                f"The prompt needs {needed} tokens and the context holds {bound}. Shorten it, "
                 "raise max_kv_size, or ask for a sliding window."
             )
         lease = self._adapters.lease(request.adapter)
-        row = Row(next(self._ids), request, self.tokenizer.detokenizer, position, _seed_of(request))
-        row.lease = lease
+        detokenizer, seed = self.tokenizer.detokenizer, _seed_of(request)
+        row = Row(next(self._ids), request, detokenizer, position, seed, bound=bound, lease=lease)
         # A load's error is the row's response, however early it comes.
         known = lease is None or lease.ready
         if known and (error := self._adapters.refusal(row, cache)) is not None:
@@ -204,25 +212,11 @@ class Engine:
         self._waiting.append((row, cache))
         return row.id
 
-    def _cache_of(self, request: Request) -> list[Any]:
-        template = self.make_cache()
-        if request.cache is None:
-            return template
-        kinds = [
-            [getattr(c, "kind", type(c)) for c in cache] for cache in (request.cache, template)
-        ]
-        if kinds[0] != kinds[1]:
-            raise RequestError(
-                f"The prompt cache has {len(kinds[0])} entries of kind {kinds[0][:1]}, and this engine "
-                f"uses {len(kinds[1])} of {kinds[1][:1]}. Make it with Engine.make_cache, or give the "
-                "engine the same kv, max_kv_size and sliding_window."
-            )
-        if not request.cache[0].empty() and len(getattr(request.cache[0], "lengths", [0])) != 1:
-            raise RequestError("A prompt cache holds one row; extract one from the batch.")
-        return request.cache
-
     def cancel(self, row_id: int) -> None:
         """Drop a row, wherever it is; unknown and finished ids are ignored."""
+        self._home.call(self._cancel, row_id)
+
+    def _cancel(self, row_id: int) -> None:
         for row, _ in self._waiting:
             if row.id == row_id:
                 row.release()
@@ -246,6 +240,9 @@ class Engine:
 
     def step(self) -> list[Response]:
         """Advance prompts by a chunk and every row by a token; returns what was read back."""
+        return self._home.call(self._step)
+
+    def _step(self) -> list[Response]:
         self._advance_prefill()
         responses, self._refused = self._refused, []
         previous, self._flight = self._flight, None
@@ -258,39 +255,44 @@ class Engine:
             responses += self._read(previous)
         if not (responses or self._prefill or self._batch.rows):
             self._adapters.wait((row for row, _ in self._waiting), LOADING_STEP)
+        self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
         return responses
 
     def _is_last(self, row: Row) -> bool:
         """Whether the row can't be fed the token that is in flight."""
-        return row.out_of_tokens or row.error is not None or self._is_full(row)
-
-    def _is_full(self, row: Row) -> bool:
-        return self._bound is not None and row.position >= self._bound
+        return row.out_of_tokens or row.error is not None or row.is_full
 
     def _forward(self) -> _Flight:
         batch = self._batch
         logprobs = None
         with self._adapters.using(batch.adapters):
             if self._is_afm and not any(row.needs_logits for row in batch.rows):
-                tokens = self.model.greedy(batch.inputs[:, None], batch.cache).astype(mx.int32)
+                tokens, peaks = self.model.greedy(batch.inputs[:, None], batch.cache)
+                tokens = tokens.astype(mx.int32)
             else:
                 logits = self.model(batch.inputs[:, None], cache=batch.cache)[:, -1]
-                tokens, logprobs = sample(batch.rows, logits, batch.inputs)
-        mx.async_eval(tokens)
+                tokens, peaks, logprobs = sample(batch.rows, logits, batch.inputs)
+        mx.async_eval(tokens, peaks)
         for row in batch.rows:
             row.position += 1
             row.sampled += 1
         batch.inputs = tokens
-        return _Flight(list(batch.rows), tokens, logprobs)
+        return _Flight(list(batch.rows), tokens, peaks, logprobs)
 
     def _read(self, flight: _Flight) -> list[Response]:
         alive = {row.id for row in self._batch.rows}
         responses, finished = [], set()
-        for i, (row, token) in enumerate(zip(flight.rows, flight.tokens.tolist(), strict=True)):
+        read_back = zip(flight.rows, flight.tokens.tolist(), flight.peaks.tolist(), strict=True)
+        for i, (row, token, peak) in enumerate(read_back):
             if row.id not in alive:  # cancelled
                 continue
+            if not math.isfinite(peak) and row.error is None:
+                cause = no_token(peak, row.request)
+                responses.append(Response(row.id, -1, row.give_up(), None, "error", cause))
+                finished.add(row.id)
+                continue
             is_newest = row.sampled == len(row.tokens) + 1  # nothing was submitted after it
-            full = self._is_full(row) and is_newest
+            full = row.is_full and is_newest
             text, reason = row.accept(token, self.tokenizer.eos_token_ids, full)
             error = row.error
             if reason == "error" and error is None:
@@ -305,7 +307,7 @@ class Engine:
 
     def _context_error(self, row: Row) -> ContextLengthError:
         return ContextLengthError(
-            f"The context of {self._bound} tokens is full after {len(row.tokens)} new ones. Ask for "
+            f"The context of {row.bound} tokens is full after {len(row.tokens)} new ones. Ask for "
             "fewer, raise max_kv_size, or ask for a sliding window."
         )
 
@@ -313,21 +315,14 @@ class Engine:
         for i, row in enumerate(self._batch.rows):
             if row.id in finished and row.request.cache is not None:
                 mine = [layer.extract(i) for layer in self._batch.cache]
-                self._hand_back(row, mine, row.request.cache)
+                # Tokens that were fed before it was known that they are past the end.
+                hand_back(mine, row.request.cache, surplus=row.sampled - len(row.tokens))
+                mx.async_eval([layer.state for layer in row.request.cache])  # for any thread
                 row.request.cache[0].adapter = self._adapters.fingerprint(row)
         keep = [i for i, row in enumerate(self._batch.rows) if row.id not in finished]
         if self._flight:
             self._flight = self._flight.keep(keep) if keep else None
         self._batch.keep(keep)
-
-    @staticmethod
-    def _hand_back(row: Row, mine: list[Any], theirs: list[Any]) -> None:
-        """Fill the caller's cache with prompt and answer, but for the answer's last token."""
-        surplus = row.sampled - len(row.tokens)  # fed before it was known to be past the end
-        for source, target in zip(mine, theirs, strict=True):
-            if surplus and source.is_trimmable():
-                source.trim(surplus)
-            target.state = source.state
 
     # -- prompts
 
@@ -386,7 +381,7 @@ class Engine:
     def _next_rows(self) -> list[tuple[Row, list[Any]]]:
         """Take the first waiting rows that can start: there is room, and their adapters are loaded."""
         room = self.max_batch - len(self._batch.rows)
-        if self._sliding:
+        if self._caches.sliding:
             room = min(room, 1)  # a window takes no padding
         taken: list[tuple[Row, list[Any]]] = []
         left: deque[tuple[Row, list[Any]]] = deque()

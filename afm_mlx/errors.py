@@ -89,6 +89,10 @@ class RequestError(AFMError):
     """A generation request that can't be honoured as it was asked."""
 
 
+class LogitsError(AFMError):
+    """Logits from which no token can be chosen: NaN, infinite, or none left."""
+
+
 class DataError(AFMError):
     """A data file with a line that can't be used."""
 

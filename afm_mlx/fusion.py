@@ -96,17 +96,21 @@ def project_head(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.arra
     return embedding.as_linear(norm(x))
 
 
-def head_argmax(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:
-    """Index of the largest logit of a tied head: (...) uint32 for x (..., K)."""
+def head_argmax(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array]:
+    """The largest logit of a tied head, for x (..., K).
+
+    Returns:
+        its index, (...) uint32, and itself, (...): NaN or infinity if any logit is NaN or +infinity.
+    """
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
-        indices, _ = packed_argmax(
+        return packed_argmax(
             x,
             embedding.packed,
             activation_bits=embedding.activation_bits,
             **_norm_options(norm),
         )
-        return indices
-    return mx.argmax(embedding.as_linear(norm(x)), axis=-1)
+    logits = embedding.as_linear(norm(x))
+    return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)
 
 
 def _is_fusable(layer: nn.Module) -> bool:

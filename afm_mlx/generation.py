@@ -14,8 +14,10 @@ import mlx.nn as nn
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import Adapter
 from afm_mlx.engine import Engine
-from afm_mlx.errors import RequestError
+from afm_mlx.errors import RequestError, shown
 from afm_mlx.request import Request, Response
+from afm_mlx.row_caches import fit_empty, kv_storage, limits
+from afm_mlx.threads import call, in_main_thread
 
 
 @dataclass
@@ -128,18 +130,13 @@ def stream_generate(
             "draft_model: speculative decoding is not available in this version; "
             "mlx_lm.stream_generate accepts both models."
         )
-    if prompt_cache is not None and max_kv_size is None:
-        _, max_kv_size, sliding_window = getattr(
-            prompt_cache[0], "kind", (None, None, sliding_window)
-        )
+    caches = [] if prompt_cache is None else _given(_caches([prompt_cache], 1))
     engine = Engine(
         model,
         tokenizer,
         prefill_step_size=prefill_step_size,
-        max_kv_size=max_kv_size,
-        sliding_window=sliding_window,
-        kv=_kv_storage(model, kv_bits, prompt_cache),
         adapters=adapters,
+        **_cache_options(model, caches, kv_bits, max_kv_size, sliding_window),
     )
     request = Request(
         prompt=encode_prompt(tokenizer, prompt),
@@ -158,10 +155,35 @@ def stream_generate(
         yield from _timed(engine, len(request.prompt))
 
 
-def _kv_storage(model: nn.Module, kv_bits: int | None, prompt_cache: list[Any] | None) -> str:
+def _cache_options(
+    model: nn.Module,
+    caches: Sequence[list[Any]],
+    kv_bits: int | None,
+    max_kv_size: int | None,
+    sliding_window: bool,
+) -> dict[str, Any]:
+    """An engine's options for these prompt caches: what is not asked for is as they have it.
+
+    Empty ones become what is asked for, as mlx-lm has it.
+    """
+    kv = None if kv_bits is None else _kv_storage(model, kv_bits)
+    context = getattr(getattr(model, "args", None), "context_length", None)
+    for cache in caches:
+        bound = max_kv_size or limits(cache)[0] or context
+        fit_empty(cache, kv, bound if sliding_window else None)
+    first = next(iter(caches), [])
+    bound, slides = limits(first)
+    if max_kv_size is None and (slides or kv_storage(first) is None):
+        max_kv_size = bound  # bounds without a window are their rows' own
+    return {
+        "kv": kv or kv_storage(first) or "int8",
+        "max_kv_size": max_kv_size,
+        "sliding_window": sliding_window or slides,
+    }
+
+
+def _kv_storage(model: nn.Module, kv_bits: int) -> str:
     config_bits = getattr(getattr(model, "args", None), "kv_bits", None)
-    if kv_bits is None:
-        return getattr(prompt_cache[0], "kind", ("int8",))[0] if prompt_cache else "int8"
     if kv_bits == 16:
         return "float"
     if kv_bits != 8 or config_bits != 8:
@@ -181,7 +203,7 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
     start = time.perf_counter()
     prompt_tps = 0.0
     for count, response in enumerate(engine.run(), start=1):
-        if response.token < 0:  # there is nothing to show
+        if response.token < 0 and not response.text:  # there is nothing to show
             _raise_if_failed(response)
         if count == 1:
             prompt_tps = prompt_tokens / (time.perf_counter() - start)
@@ -193,7 +215,7 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
             from_draft=False,
             prompt_tokens=prompt_tokens,
             prompt_tps=prompt_tps,
-            generation_tokens=count,
+            generation_tokens=count - (response.token < 0),
             # The first token came with the prompt; its time is not in the clock.
             generation_tps=(count - 1) / (time.perf_counter() - start) if count > 1 else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
@@ -209,12 +231,19 @@ def _raise_if_failed(response: Response) -> None:
 
 @contextmanager
 def wired_memory(model: nn.Module) -> Iterator[None]:
-    """On Metal, keep the model's memory resident while it runs; elsewhere nothing to do."""
+    """On Metal, keep the model's memory resident while it runs; elsewhere nothing to do.
+
+    In other threads than the main one it stays resident, for nobody knows which of them is the last to run it.
+    """
     if not mx.metal.is_available():
         yield
         return
-    from afm_mlx.wired import wired_limit
+    from afm_mlx.wired import maybe_set_recommended_wired_limit, wired_limit
 
+    if not in_main_thread():
+        call(maybe_set_recommended_wired_limit)
+        yield
+        return
     with wired_limit(model):
         yield
 
@@ -266,6 +295,9 @@ def batch_generate(
     max_batch: int = 8,
     prefill_step_size: int = 2048,
     max_kv_size: int | None = None,
+    sliding_window: bool = False,
+    cache: Sequence[Any] | None = None,
+    kv_bits: int | None = None,
     adapter: Adapter | Sequence[Adapter | None] | None = None,
     adapters: AdapterPool | None = None,
     **request: Any,
@@ -277,7 +309,8 @@ def batch_generate(
         prompts: texts or token ids.
         max_tokens: new tokens at most, for all or for each.
         max_batch: prompts that run side by side; the others follow as rows fall free.
-        prefill_step_size, max_kv_size: as for `stream_generate`.
+        prefill_step_size, max_kv_size, sliding_window, kv_bits: as for `stream_generate`.
+        cache: the prompt cache of the only prompt, or one or None for each; updated in place.
         adapter: as for `stream_generate`, for all or for each; different ones run side by side.
         adapters: the pool.
         request: other fields of `Request`, the same for all prompts.
@@ -285,21 +318,24 @@ def batch_generate(
     Raises:
         AFMError: as `stream_generate` does, and as soon as one row can't go on.
     """
-    limits = _for_each("max_tokens", max_tokens, len(prompts))
+    max_new = _for_each("max_tokens", max_tokens, len(prompts))
     names = _for_each("adapter", adapter, len(prompts))
+    caches = _caches(cache, len(prompts))
     engine = Engine(
         model,
         tokenizer,
         max_batch=max_batch,
         prefill_step_size=prefill_step_size,
-        max_kv_size=max_kv_size,
         adapters=adapters,
+        **_cache_options(model, _given(caches), kv_bits, max_kv_size, sliding_window),
     )
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     options = {"logprobs": False, **request}  # nothing here returns them
     rows = {
-        engine.submit(Request(prompt=ids, max_tokens=limit, adapter=name, **options)): index
-        for index, (ids, limit, name) in enumerate(zip(encoded, limits, names, strict=True))
+        engine.submit(Request(ids, most, cache=own, adapter=name, **options)): index
+        for index, (ids, most, own, name) in enumerate(
+            zip(encoded, max_new, caches, names, strict=True)
+        )
     }
     with wired_memory(model):
         return _answers(engine, rows, sum(map(len, encoded)))
@@ -312,6 +348,34 @@ def _for_each(name: str, value: Any, count: int) -> list[Any]:
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
     return values
+
+
+def _caches(cache: Sequence[Any] | None, count: int) -> list[list[Any] | None]:
+    """The prompt caches of `count` prompts, from that of the only one, or one or None for each.
+
+    Raises:
+        RequestError: when there are more or fewer of them, or something else than lists.
+    """
+    if cache is None:
+        return [None] * count
+    is_one = isinstance(cache, list) and not any(c is None or isinstance(c, list) for c in cache)
+    each = [cache] if is_one else cache
+    if not isinstance(each, list | tuple) or not all(
+        c is None or isinstance(c, list) for c in each
+    ):
+        raise RequestError(
+            f"The prompt cache is {shown(cache)}; a list of entries is needed, of Model.make_cache or "
+            "mlx-lm's make_prompt_cache."
+        )
+    if len(each) != count:
+        raise RequestError(
+            f"There are {len(each)} prompt caches for {count} prompts; give each prompt its own, or None."
+        )
+    return list(each)
+
+
+def _given(caches: Sequence[list[Any] | None]) -> list[list[Any]]:
+    return [cache for cache in caches if cache is not None]
 
 
 def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> BatchResponse:

@@ -26,6 +26,7 @@ from afm_mlx.stored_layers import (
     quantization_of,
     settle_scales,
 )
+from afm_mlx.threads import in_main_thread, in_mlx_thread
 from afm_mlx.tokenizer import load_tokenizer
 from afm_mlx.weights import KV_SCALES, load_stored, stored_tensors
 
@@ -101,6 +102,7 @@ def _download(name: str, revision: str | None) -> Path:
         ) from None
 
 
+@in_mlx_thread
 def load(
     path_or_hf_repo: str | Path = EMBEDDED_MODEL,
     tokenizer_config: Mapping[str, Any] | None = None,
@@ -126,7 +128,8 @@ def load(
             model, in a folder below `adapters`. All rows use it; see `AdapterPool` for several.
         lazy: leave the weights unread until they are used. Only names, shapes and types are checked then, not
             the numbers; and when a file is cut off before its tensors are read, MLX raises `RuntimeError` and
-            the model has to be loaded anew.
+            the model has to be loaded anew. In any thread but the main one the weights are read at once, because
+            one thread can't read what another has begun to.
         return_config: return config.json's content too.
         revision: of a hub id.
         trust_remote_code: let a folder's own code run; for mlx-lm's zoo only.
@@ -139,6 +142,7 @@ def load(
     Raises:
         AFMError: what is wrong with the folder, and where.
     """
+    lazy = lazy and in_main_thread()
     folder = resolve_model(path_or_hf_repo, revision)
     _check_overrides(model_config)
     values = read_config_json(folder / "config.json") | dict(model_config or {})

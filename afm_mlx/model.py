@@ -308,7 +308,7 @@ class Model(nn.Module):
         """
         return self._next(inputs, cache, "logits")
 
-    def greedy(self, inputs: mx.array, cache: Sequence[Any]) -> mx.array:
+    def greedy(self, inputs: mx.array, cache: Sequence[Any]) -> tuple[mx.array, mx.array]:
         """The most likely next token of every row, without its logits where the head can do that.
 
         Args:
@@ -316,11 +316,11 @@ class Model(nn.Module):
             cache: of `make_cache`; grows by one.
 
         Returns:
-            (B,) uint32.
+            tokens (B,) uint32, and their logits (B,): NaN or infinity where any of the row's is.
         """
         return self._next(inputs, cache, "argmax")
 
-    def _next(self, inputs: mx.array, cache: Sequence[Any] | None, head: str) -> mx.array:
+    def _next(self, inputs: mx.array, cache: Sequence[Any] | None, head: str) -> Any:
         positions, cache = self._positions(inputs, cache)
         writing = cache[: len(self.model.layers)]
         if positions.lengths is not None and self._step.applies(self, writing):
@@ -333,15 +333,15 @@ class Model(nn.Module):
         positions: Positions,
         cache: Sequence[Any],
         head: str,
-    ) -> mx.array:
+    ) -> Any:
         """Every block, and the head.
 
         Args:
             inputs: (B, L) integers.
             positions: where they stand.
             cache: of the writing blocks.
-            head: "logits" for those of every token, (B, L, vocab_size); "argmax" for the most likely token
-                after the last of each row, (B,) uint32.
+            head: "logits" for those of every token, (B, L, vocab_size); "argmax" for what `greedy`
+                returns, after the last token of each row.
         """
         h, kv = self.model.write(inputs, positions, cache)
         h = self.model.read(h, positions, kv)

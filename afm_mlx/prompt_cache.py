@@ -17,6 +17,7 @@ from afm_mlx.files import atomic_write
 from afm_mlx.fingerprint import base_model_fingerprint
 from afm_mlx.finite import check_finite
 from afm_mlx.model import Model
+from afm_mlx.threads import in_mlx_thread
 from afm_mlx.weights import StoredTensor, load_stored, read_header, reading, save_file
 
 FORMAT = "afm-mlx prompt cache"
@@ -25,6 +26,7 @@ _PARTS = ("keys", "values", "rows")
 """Names of a block's tensors, in the order of `KVCache.state`."""
 
 
+@in_mlx_thread
 def save_prompt_cache(
     path: str | Path,
     cache: Sequence[Any],
@@ -78,6 +80,7 @@ def save_prompt_cache(
         save_file(temporary, tensors, header)
 
 
+@in_mlx_thread
 def load_prompt_cache(
     path: str | Path, model: Model, *, adapter: str | None = None
 ) -> tuple[list[Any], dict[str, str]]:

@@ -34,8 +34,9 @@ class Request:
             one from `mx.random`.
         logits_processors: each maps (tokens so far, logits (1, vocab_size)) to logits, as mlx-lm's do.
         stop: strings that end the text; they are not part of it.
-        cache: keys and values of tokens that come before the prompt (`Model.make_cache`); on finish it
-            holds prompt and answer, the last token excepted.
+        cache: keys and values of tokens that come before the prompt, of `Model.make_cache` or mlx-lm's
+            `make_prompt_cache`; on finish it holds prompt and answer, the last token excepted. Where it is
+            bounded, so is the row.
         on_prefill: called with (prompt tokens done, prompt tokens in all).
         logprobs: whether responses carry log-probabilities. Without them, a batch of rows that take the
             most likely token needs no logits.
@@ -113,6 +114,7 @@ class Row:
         error: raised by the row's own sampler or logits processor.
         lease: of the row's adapter; None without one.
         overtaken: by how many later rows with adapters, while this one could not start.
+        bound: tokens that the cache may hold; None where it sees to that itself.
     """
 
     id: int
@@ -125,6 +127,7 @@ class Row:
     error: Exception | None = None
     lease: Lease | None = None
     overtaken: int = 0
+    bound: int | None = None
 
     def __post_init__(self) -> None:
         self._stop = StopStrings(self.request.stop)
@@ -150,6 +153,11 @@ class Row:
     def out_of_tokens(self) -> bool:
         """Whether the last token drawn is the last one that was asked for."""
         return self.sampled == self.request.max_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the cache has no room for another token."""
+        return self.bound is not None and self.position >= self.bound
 
     @property
     def step_seed(self) -> int:
@@ -187,6 +195,12 @@ class Row:
         if stopped:
             return text, "stop"
         return (text + self._stop.flush() if reason is not None else text), reason
+
+    def give_up(self) -> str:
+        """End the answer before its next token; returns the text that was not shown yet."""
+        self.detokenizer.finalize()
+        text, stopped = self._stop.feed(self.detokenizer.last_segment)
+        return text if stopped else text + self._stop.flush()
 
 
 class StopStrings:

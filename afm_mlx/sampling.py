@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import mlx.core as mx
 
-from afm_mlx.request import Row
+from afm_mlx.errors import LogitsError
+from afm_mlx.request import Request, Row
 
 
-def sample(rows: Sequence[Row], logits: mx.array, inputs: mx.array) -> tuple[mx.array, mx.array]:
+def sample(
+    rows: Sequence[Row], logits: mx.array, inputs: mx.array
+) -> tuple[mx.array, mx.array, mx.array]:
     """Draw one token per row, each by its own processors, sampler and random stream.
 
     Whatever a row's own callables raise is kept in `Row.error`, so that the other rows go on.
@@ -21,8 +25,9 @@ def sample(rows: Sequence[Row], logits: mx.array, inputs: mx.array) -> tuple[mx.
         inputs: (B,) tokens that the logits follow.
 
     Returns:
-        Tokens (B,) int32 and log-probabilities (B, vocab_size) float32, nothing evaluated yet. The most
-        likely token needs no log-probabilities, so they cost nothing until a sampler or a caller looks.
+        Tokens (B,) int32; each row's largest logit, (B,), NaN or infinity where any logit is NaN or +infinity;
+        and log-probabilities (B, vocab_size) float32. Nothing is evaluated yet. The most likely token needs no
+        log-probabilities, so they cost nothing until a sampler or a caller looks.
     """
     logits = logits.astype(mx.float32)
     if any(row.request.logits_processors for row in rows):
@@ -37,7 +42,23 @@ def sample(rows: Sequence[Row], logits: mx.array, inputs: mx.array) -> tuple[mx.
                 _draw(row, logprobs[i : i + 1], tokens[i : i + 1]) for i, row in enumerate(rows)
             ]
         tokens = mx.concatenate(drawn)
-    return tokens.astype(mx.int32), logprobs
+    return tokens.astype(mx.int32), mx.max(logits, axis=-1), logprobs
+
+
+def no_token(peak: float, request: Request) -> LogitsError:
+    """Why no token can be chosen from logits whose largest is NaN or infinite."""
+    if peak == -math.inf:
+        return LogitsError(
+            "Every token is banned: all logits are -infinity. The logits processors of a request have to leave "
+            "one token at least."
+        )
+    source = "The model's logits"
+    if request.logits_processors:
+        source += ", or what the logits processors made of them,"
+    return LogitsError(
+        f"{source} hold {peak}: no token can be chosen. Weights, adapters or scales that hold NaN or overflow "
+        "lead to that; load them in another type (bfloat16, float32), or take other ones."
+    )
 
 
 def _process(row: Row, logits: mx.array, token: mx.array) -> mx.array:

@@ -59,7 +59,7 @@ def swaps(model: Any, ranks: Sequence[int], steps: int) -> Figures:
     model.prefill(mx.zeros((1, 8), mx.int32), cache)
 
     def step() -> None:
-        mx.eval(model.greedy(token, cache))
+        mx.eval(model.greedy(token, cache)[0])
 
     first = []  # with each adapter: that may make a trace
     for resident in residents:

@@ -91,7 +91,7 @@ def variants(op: str) -> tuple[Variant, ...]:
     return (*listed, Variant(op, "reference", getattr(reference, op), lambda case: None))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)  # a case for every number of rows, that is of prompt tokens, too
 def select(op: str, case: Case) -> Variant:
     """The variant that runs this case."""
     return next(v for v, obstacle in explain(op, case) if obstacle is None)

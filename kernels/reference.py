@@ -339,7 +339,8 @@ def packed_argmax(
     """Row with the largest product, the lowest on a tie: the next token of greedy decoding.
 
     Returns:
-        indices (...) uint32, and their products (...) float32.
+        indices (...) uint32, and their products (...) float32. A product that is no number is the largest, and
+        is NaN or infinity there.
     """
     logits = packed_matmul(x.astype(mx.float32), weight, norm=norm, eps=eps)
     return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)

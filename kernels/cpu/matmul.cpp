@@ -379,7 +379,8 @@ class Best {
  public:
   void offer(const float* values, int64_t count, int64_t first_index, size_t k) {
     for (int64_t i = 0; i < count; ++i) {
-      const float value = std::isnan(values[i]) ? -std::numeric_limits<float>::infinity() : values[i];
+      // What is no number comes first, so that whoever looks at the largest sees it.
+      const float value = std::isnan(values[i]) ? std::numeric_limits<float>::infinity() : values[i];
       if (heap_.size() == k && !(value >= heap_.front().value)) continue;
       offer({value, static_cast<uint32_t>(first_index + i)}, k);
     }

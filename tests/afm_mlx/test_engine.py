@@ -373,7 +373,7 @@ def test_engine_arguments_and_foreign_caches(rng, int8_model, tokenizer):
     with pytest.raises(AFMError, match="max_batch is 0"):
         Engine(model, tokenizer, max_batch=0)
     engine = Engine(model, tokenizer)
-    with pytest.raises(RequestError, match="of kind"):
+    with pytest.raises(RequestError, match="holds floats, and this engine int8"):
         engine.submit(Request([1], cache=model.make_cache("float")))
 
 

@@ -357,6 +357,15 @@ def test_ties_go_to_the_lower_row(rng, isa):
     assert ops.packed_argmax(x, packed)[0].tolist() == [0, 0]
 
 
+def test_what_is_no_number_is_the_largest_so_that_it_is_seen(rng, isa):
+    scales = np.ones(900, np.float32)
+    scales[700] = np.nan
+    packed = Matrix(rng, 900, 64, 4, "balanced").packed._replace(scales=mx.array(scales))
+    index, value = ops.packed_argmax(draw(rng, (2, 64)), packed)
+    assert index.tolist() == [700] * 2
+    assert not np.isfinite(exact(value)).any()
+
+
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize(("bits", "mode", "granularity"), cases())
 def test_rows_as_numbers(rng, isa, bits, mode, granularity, dtype):

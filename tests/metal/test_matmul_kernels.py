@@ -207,12 +207,14 @@ def test_top_k_with_norm(metal, rng, rows):
     assert_right("top_k", rng, spec._replace(mode="balanced", granularity="row"))
 
 
-def test_what_is_no_number_is_never_the_largest(metal):
+def test_what_is_no_number_is_the_largest_so_that_it_is_seen(metal):
     weight = PackedWeight(mx.zeros((9, 2), mx.uint32), 4, "balanced", mx.full((9,), float("nan")))
-    weight = weight._replace(scales=mx.array([float("nan")] * 8 + [-1.0]))
+    weight = weight._replace(scales=mx.array([-1.0] * 4 + [float("nan")] + [-2.0] * 4))
     x = mx.ones((1, 16))
-    assert kernels.packed_argmax(x, weight)[0].tolist() == [8]
-    assert kernels.packed_top_k(x, weight, 3)[0].tolist() == [[8, 0, 1]]
+    index, value = kernels.packed_argmax(x, weight)
+    assert index.tolist() == [4]
+    assert not np.isfinite(value.tolist()[0])
+    assert kernels.packed_top_k(x, weight, 3)[0].tolist() == [[4, 5, 6]]
 
 
 # -- what it costs

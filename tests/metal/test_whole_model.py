@@ -51,7 +51,9 @@ def run(model, prompts, following, adapters=None):
     # Looked at before it is written, so the choice is made on a copy.
     copy = [KVCache.merge([c]) if isinstance(c, KVCache) else c for c in cache]
     last = mx.array(following[:, :1])
-    return np.array(mx.concatenate([*logits, model(last, copy)], axis=1)), model.greedy(last, cache)
+    return np.array(mx.concatenate([*logits, model(last, copy)], axis=1)), model.greedy(
+        last, cache
+    )[0]
 
 
 @pytest.mark.parametrize("lengths", [(5,), (3, 7)], ids=str)

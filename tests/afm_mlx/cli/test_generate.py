@@ -183,7 +183,7 @@ def test_prompt_cache_files_that_do_not_fit(folder, run, fails, tmp_path, spm_bp
     assert run(*argv)[0] == 0
     other = write_folder(tmp_path / "other", spm_bpe, rng)
     assert "another model" in fails(*(other if a == folder else a for a in argv))
-    assert "The prompt cache has" in fails(*argv, "--max-kv-size", 99)
+    assert "the context holds 3." in fails(*argv, "--max-kv-size", 3)
     file.write_bytes(file.read_bytes()[:-10])
     assert "prompt.safetensors" in fails(*argv)
 

@@ -1,0 +1,218 @@
+"""Which thread MLX runs in: the main one, and for every other one a thread of this module's.
+
+MLX keeps streams, compiled graphs and random state for each thread. What was begun in one thread can't be
+evaluated in another. A thread that has such state when Python ends aborts the process, and so may one that ends
+with it, because MLX's destructors ask for Python's lock then. So a thread of the caller's never runs MLX: one
+thread does its work, and that one ends in good order when Python does.
+
+The main thread runs MLX itself, at no cost, and Ctrl-C interrupts it as ever.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+from afm_mlx.errors import RequestError
+
+Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_PAUSE = 1e-4
+"""Seconds that a thread leaves the lock to another that waits; else it would take it again at once."""
+
+
+class MLXThread:
+    """The thread that runs MLX for all threads but the main one. It begins when it is first needed."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._ended = False
+
+    def is_current(self) -> bool:
+        return self._thread is not None and self._thread.ident == threading.get_ident()
+
+    def submit(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
+        """Have a function run after those that were submitted before.
+
+        Once Python has begun to end, daemon threads stay in here: the process's end is theirs.
+
+        Raises:
+            RequestError: for any other thread then.
+        """
+        with self._starting:
+            if not self._ended:
+                if self._thread is None:
+                    self._start()
+                future: Future[Result] = Future()
+                self._jobs.put((future, functools.partial(function, *args, **kwargs)))
+                return future
+        if threading.current_thread().daemon:
+            threading.Event().wait()
+        raise RequestError("Python is ending, and MLX runs no more: let threads end before.")
+
+    def _start(self) -> None:
+        # A daemon: Python would wait for any other before it calls `end`.
+        self._thread = threading.Thread(target=self._run, name="afm-mlx MLX", daemon=True)
+        self._thread.start()
+        atexit.register(self.end)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            future, function = job
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function())
+            except BaseException as error:  # whatever it is, its caller waits for it
+                future.set_exception(error)
+            del job, future, function  # not to be kept until the next one comes
+        mx.clear_streams()
+
+    def end(self) -> None:
+        """Finish the work at hand, drop the rest, and give MLX's state back.
+
+        Threads that wait for what is dropped are daemons, and wait for the end of the process.
+        """
+        with self._starting:
+            self._ended = True
+            thread = self._thread
+        if thread is None or not thread.is_alive():
+            return
+        while not self._jobs.empty():
+            self._jobs.get()
+        self._jobs.put(None)
+        thread.join()
+
+
+_mlx_thread = MLXThread()
+_turn = threading.RLock()  # of the main thread and the MLX thread, for they share models
+_wanting: set[int] = set()  # threads that wait for a turn
+
+
+def _forget_threads() -> None:
+    """In a forked child, where only the thread that forked is left."""
+    global _mlx_thread, _turn
+    _mlx_thread, _turn = MLXThread(), threading.RLock()
+    _wanting.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)
+
+
+def runs_mlx() -> bool:
+    """Whether the current thread is one that MLX runs in."""
+    return in_main_thread() or _mlx_thread.is_current()
+
+
+def in_main_thread() -> bool:
+    """Whether the current thread is Python's main one."""
+    return threading.get_ident() == threading.main_thread().ident
+
+
+def call(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Call a function where MLX may run: here in the main thread, and in the MLX thread from any other.
+
+    What it returns should be evaluated (`mx.eval`), or used by functions that are called this way.
+
+    Raises:
+        RequestError: once Python has begun to end.
+    """
+    return function(*args, **kwargs) if runs_mlx() else submit(function, *args, **kwargs).result()
+
+
+def submit(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
+    """As `call`, but always in the MLX thread, and without waiting: for asyncio.
+
+    Raises:
+        RequestError: once Python has begun to end.
+    """
+    return _mlx_thread.submit(function, *args, **kwargs)
+
+
+def in_mlx_thread(function: Function) -> Function:
+    """A decorator: the function runs by `call`."""
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(function, *args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+class Home:
+    """The thread that an object's arrays belong to: the main one if it is made there, else the MLX thread."""
+
+    def __init__(self) -> None:
+        self._is_main = in_main_thread()
+
+    def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Call a function there, while no other thread runs a model.
+
+        Raises:
+            RequestError: in any other thread when the home is the main one, which can't be made to run it; and
+                once Python has begun to end.
+        """
+        if self._is_main:
+            if not in_main_thread():
+                raise RequestError(
+                    "This engine was made in the main thread, and is used in the thread "
+                    f"{threading.current_thread().name!r}. Use it in the main thread only, or make one in "
+                    "another thread: then any may use it."
+                )
+        elif not _mlx_thread.is_current():
+            return submit(self.call, function, *args, **kwargs).result()
+        return _in_turn(function, *args, **kwargs)
+
+    def hand_out(self, arrays: Any) -> None:
+        """Evaluate what callers may look at, a tree of arrays, if their thread may be another one.
+
+        Lazy in the main thread: what nobody looks at costs nothing there.
+        """
+        if not self._is_main:
+            mx.eval(arrays)
+
+    def take_in(self, arrays: Any, what: str) -> None:
+        """Evaluate what callers bring, a tree of arrays, if another thread may have begun it.
+
+        Args:
+            arrays: evaluated, or begun in this thread.
+            what: they are, for the error.
+
+        Raises:
+            RequestError: when another thread has to do it.
+        """
+        if self._is_main:
+            return
+        try:
+            mx.eval(arrays)
+        except RuntimeError as error:
+            raise RequestError(
+                f"{what} has arrays that another thread has begun and not evaluated ({error}). Call mx.eval on "
+                "them in that thread first; weights are read by load without lazy=True."
+            ) from None
+
+
+def _in_turn(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    me = threading.get_ident()
+    _wanting.add(me)
+    with _turn:  # in one instruction, so that Ctrl-C finds it either taken or not
+        _wanting.discard(me)
+        result = function(*args, **kwargs)
+    if _wanting:
+        time.sleep(_PAUSE)
+    return result
