@@ -128,7 +128,7 @@ def load(
             model, in a folder below `adapters`. All rows use it; see `AdapterPool` for several.
         lazy: leave the weights unread until they are used. Only names, shapes and types are checked then, not
             the numbers; and when a file is cut off before its tensors are read, MLX raises `RuntimeError` and
-            the model has to be loaded anew. In any thread but the main one the weights are read at once, because
+            the model has to be loaded anew. In any thread but the main one the weights are read at once:
             one thread can't read what another has begun to.
         return_config: return config.json's content too.
         revision: of a hub id.
