@@ -14,6 +14,8 @@ whether it has levelled off; the exit status is 1 when it has not.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import gc
 import itertools
 import json
@@ -191,6 +193,12 @@ class Load:
         )
 
 
+def trim() -> None:
+    """Have the C library give freed memory back to the system, where it can; what is left is in use."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def resident_bytes() -> int:
     """Memory that the process has now, as the system counts it."""
     try:
@@ -225,7 +233,7 @@ def levelled_off(samples: Sequence[Sample]) -> bool:
     return gained * 60 <= LEVEL * mean or gained * (last[-1].minutes - last[0].minutes) <= NOISE
 
 
-def soak(load: Load, minutes: float, every: float) -> list[Sample]:
+def soak(load: Load, minutes: float, every: float, trimmed: bool) -> list[Sample]:
     """Run waves for so long, and print a sample every so many seconds."""
     columns = [field.name for field in fields(Sample)]
     print("  ".join(f"{name:>9}" for name in columns), flush=True)
@@ -235,6 +243,8 @@ def soak(load: Load, minutes: float, every: float) -> list[Sample]:
         load.between_waves()
         passed = time.monotonic() - start
         if passed >= every * len(samples):
+            if trimmed:
+                trim()
             samples.append(load.sample(passed / 60))
             row = asdict(samples[-1])
             print(
@@ -253,6 +263,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=64, help="requests of a wave")
     parser.add_argument("--adapters", type=int, default=6, help="that requests name")
     parser.add_argument("--every", type=float, default=60, help="seconds between samples")
+    parser.add_argument(
+        "--trim",
+        action="store_true",
+        help="give freed memory back before each sample: what grows all the same is held by somebody",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of everything that is random")
     parser.add_argument("--model", help="folder or hub id; the embedded model without it")
     parser.add_argument("--output", type=Path, help="file for all samples, as JSON")
@@ -263,7 +278,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
         load = Load(options.model, options.rows, options.adapters, Path(folder), options.seed)
-        samples = soak(load, options.minutes, options.every)
+        samples = soak(load, options.minutes, options.every, options.trim)
         load.pool.close()
     level = levelled_off(samples)
     gained = slope(samples, "resident")
