@@ -8,25 +8,27 @@ namespace {
 // A speed is that of several of the system's time slices, and of several loops, be they long or held up for long.
 constexpr int64_t kWindow = 30000000;
 constexpr int64_t kLoops = 6;
+// A machine that nobody else uses takes a thread off its core for less than a hundredth of the time.
+constexpr double kOffCore = 1.0 / 8;
 // Windows from a trial to the next: few at first because neighbours may be gone soon, at last so many that trials cost
 // little beside neighbours that stay.
 constexpr int kFewest = 2, kMost = 32;
 
 }  // namespace
 
-bool Crew::loop_ended(const LoopTimes& times) {
+void Crew::loop_ended(const LoopTimes& times) {
   window_.work += times.work;
   window_.all += times.all;
   window_.lost += times.lost;
   window_.longest = std::max(window_.longest, times.all);
   window_.late = std::max(window_.late, times.late);
-  if (window_.all < std::max(kWindow, kLoops * window_.longest)) return false;
-  const Window window = window_;
-  window_ = {};
-  return window_ended(window);
 }
 
-bool Crew::window_ended(const Window& window) {
+bool Crew::window_is_full() const { return window_.all >= std::max(kWindow, kLoops * window_.longest); }
+
+bool Crew::judge(double off_core) {
+  const Window window = window_;
+  window_ = {};
   const double speed = static_cast<double>(window.work) / window.all;
   ++since_trial_;
   if (trying_) {
@@ -39,9 +41,10 @@ bool Crew::window_ended(const Window& window) {
     next_trial_ = std::min(2 * next_trial_, kMost);
     return resize(kept_);
   }
-  // Without the late ones, the others could do all the work in so much of the time.
-  const int fewer = std::max(1, size_ - window.late);
-  const bool held_up = 2 * window.lost * size_ > window.all * window.late && fewer < size_;
+  const int late = std::max(1, window.late), fewer = std::max(1, size_ - late);
+  // The late threads' share of the work, at least half of which went into waiting for them.
+  const bool waits = 2 * window.lost * size_ > window.all * late;
+  const bool held_up = fewer < size_ && (waits || off_core > kOffCore);
   if (!held_up && size_ == all_) {
     next_trial_ = 0;
     return false;

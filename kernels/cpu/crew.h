@@ -1,9 +1,9 @@
 // How many threads share a loop: all of them, or fewer while others use the cores. Knows no threads and no clock.
 //
 // A thread that the system takes off its core keeps the others waiting for as long as a time slice, which is many
-// loops. When that takes much of the time, the loops go on with fewer threads for a while, and how fast they then
-// are decides: which is better depends on the neighbours, on who shares a core with whom, and on how the system
-// divides its time among processes or threads.
+// loops; and two of ours may have to share a core. When such waiting takes much of the time, the loops go on with
+// fewer threads for a while, and how fast they then are decides: which is better depends on the neighbours, and on
+// how the system divides its cores among processes, sessions or threads.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,13 @@ class Crew {
   // Threads for the next loop, from 1 to all.
   int size() const { return size_; }
 
-  // Whether the size changed.
-  bool loop_ended(const LoopTimes& times);
+  void loop_ended(const LoopTimes& times);
+
+  // Whether enough loops have ended for `judge`.
+  bool window_is_full() const;
+
+  // Whether the size changes. `off_core`: share of the time in which the caller would have run, had it had a core.
+  bool judge(double off_core);
 
  private:
   struct Window {
@@ -34,7 +39,6 @@ class Crew {
     int late = 0;
   };
 
-  bool window_ended(const Window& window);
   bool resize(int size);
 
   const int all_;

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cinttypes>
+#include <cstdio>
 #include <mutex>
 #include <thread>
 
@@ -31,6 +33,22 @@ std::atomic_flag starting = ATOMIC_FLAG_INIT;
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
       .count();
+}
+
+// Share of the time since this thread's last call in which it was ready to run and others had its core; 0 where the
+// system doesn't say.
+double off_core() {
+  static thread_local int64_t last_time = now(), last_delay = 0;
+  int64_t delay = 0;
+  if (FILE* file = std::fopen("/proc/thread-self/schedstat", "re")) {  // nanoseconds: on a core, waiting for one
+    if (std::fscanf(file, "%*d %" SCNd64, &delay) != 1) delay = 0;
+    std::fclose(file);
+  }
+  const int64_t time = now();
+  const double share = last_delay > 0 ? static_cast<double>(delay - last_delay) / std::max<int64_t>(time - last_time, 1) : 0;
+  last_time = time;
+  last_delay = delay;
+  return share;
 }
 
 }  // namespace
@@ -101,7 +119,8 @@ void ThreadPool::run(int64_t count, int64_t chunk, int64_t each, Call call, void
   const int64_t done = now();
   times.all = done - start;
   if (crew_.size() > 1) await_workers(done, pieces, times);
-  if (crew_.loop_ended(times)) {
+  crew_.loop_ended(times);
+  if (crew_.window_is_full() && crew_.judge(off_core())) {
     active_.store(crew_.size());
     wake(active_);
   }

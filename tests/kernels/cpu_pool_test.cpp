@@ -14,7 +14,6 @@
 #include "pool.h"
 
 using afm::Crew;
-using afm::LoopTimes;
 using afm::ThreadPool;
 
 namespace {
@@ -33,64 +32,74 @@ void sleep_for(int microseconds) { std::this_thread::sleep_for(std::chrono::micr
 
 constexpr int64_t kMillisecond = 1000000;
 
-// Loops of a millisecond, `speed(threads)` of work each, until `wanted` threads are chosen; how many it took.
-template <class Speed>
-int loops_until(Crew& crew, int wanted, int64_t lost, int late, Speed speed) {
-  for (int loops = 0; loops < 5000; ++loops) {
-    if (crew.size() == wanted) return loops;
-    const bool several = crew.size() > 1;
-    crew.loop_ended({speed(crew.size()), kMillisecond, several ? lost : 0, several ? late : 0});
-  }
-  return -1;
+// What others do to the loops of so many threads.
+struct Machine {
+  int64_t (*speed)(int threads);         // work in a millisecond
+  int64_t (*lost)(int threads);          // of the millisecond, while one of them was late
+  double (*off_core)(int threads);       // the caller
+};
+
+int64_t nothing_lost(int) { return 0; }
+int64_t half_of_it(int threads) { return threads > 1 ? kMillisecond / 2 : 0; }
+double never_off(int) { return 0.01; }
+double half_off(int) { return 0.5; }
+
+void run_loop(Crew& crew, const Machine& machine) {
+  const int64_t lost = machine.lost(crew.size());
+  crew.loop_ended({machine.speed(crew.size()), kMillisecond, lost, lost > 0});
+  if (crew.window_is_full()) crew.judge(machine.off_core(crew.size()));
 }
+
+// Of 5000 loops, those that had so many threads.
+int loops_with(int threads, Crew& crew, const Machine& machine) {
+  int found = 0;
+  for (int i = 0; i < 5000; ++i, run_loop(crew, machine)) found += crew.size() == threads;
+  return found;
+}
+
+int64_t together(int threads) { return 200 * threads; }
+int64_t alone_is_faster(int threads) { return threads == 1 ? 100 : 40; }
+int64_t alone_is_slower(int threads) { return threads == 1 ? 60 : 100; }
 
 void nobody_is_late() {
   Crew crew(4);
-  for (int i = 0; i < 5000; ++i) {
-    crew.loop_ended({100, kMillisecond, 0, 0});
-    check(crew.size() == 4, "threads were sent away that nobody waited for");
-  }
+  check(loops_with(4, crew, {together, nothing_lost, never_off}) == 5000, "threads were sent away on a quiet machine");
 }
 
 void late_threads_go_and_come_back() {
-  Crew crew(2);
-  auto alone_is_faster = [](int threads) { return threads == 1 ? 100 : 40; };
-  auto alone_is_slower = [](int threads) { return 200 * threads; };
-  check(loops_until(crew, 1, kMillisecond / 2, 1, alone_is_faster) > 0, "a thread that is late stayed");
-  int alone = 0, loops = 0;  // neighbours that stay: it is tried again, more and more seldom
-  for (; loops < 5000; ++loops) {
-    alone += crew.size() == 1;
-    const bool both = crew.size() == 2;
-    crew.loop_ended({alone_is_faster(crew.size()), kMillisecond, both ? kMillisecond / 2 : 0, both});
+  for (const Machine& busy : {Machine{alone_is_faster, half_of_it, never_off}, {alone_is_faster, nothing_lost, half_off}}) {
+    Crew crew(2);
+    const int alone = loops_with(1, crew, busy);
+    check(alone > 4500, "a thread that slows the loops down took part in many");
+    check(alone < 4950, "a thread that slowed the loops down was not tried again");
+    const Machine quiet = {together, nothing_lost, never_off};
+    check(loops_with(2, crew, quiet) > 3500, "a thread that could help again came back late");
+    check(loops_with(2, crew, quiet) == 5000, "a thread that came back was sent away");
   }
-  check(alone > 0.9 * loops, "a thread that is always late was tried too often");
-  check(alone < loops, "a thread that was late was never tried again");
-  check(loops_until(crew, 2, 0, 0, alone_is_slower) >= 0, "a thread that is late no more stayed away");
-  for (int i = 0; i < 1000; ++i) crew.loop_ended({alone_is_slower(crew.size()), kMillisecond, 0, 0});
-  check(crew.size() == 2, "a thread that came back was sent away");
 }
 
 void late_threads_that_help_stay() {
-  Crew crew(2);
-  int both = 0, loops = 0;
-  for (; loops < 5000; ++loops) {
-    both += crew.size() == 2;
-    const bool late = crew.size() == 2;
-    crew.loop_ended({crew.size() == 2 ? 100 : 60, kMillisecond, late ? kMillisecond / 2 : 0, late});
+  for (const Machine& busy : {Machine{alone_is_slower, half_of_it, never_off}, {alone_is_slower, nothing_lost, half_off}}) {
+    Crew crew(2);
+    const int both = loops_with(2, crew, busy);
+    check(both > 4500, "a thread was sent away although loops are slower without it");
+    check(both < 5000, "it was never tried whether loops are faster with fewer threads");
   }
-  check(both > 0.9 * loops, "a thread was sent away although loops are slower without it");
-  check(both < loops, "it was never tried whether loops are faster without a late thread");
 }
 
 void only_the_late_ones_go() {
   Crew crew(16);
-  auto one_too_many = [](int threads) { return threads == 16 ? 50 : threads * 10; };
-  check(loops_until(crew, 15, kMillisecond / 2, 1, one_too_many) > 0, "the late one of 16 threads stayed");
-  for (int i = 0; i < 1000; ++i) {
-    const bool all = crew.size() == 16;
-    crew.loop_ended({one_too_many(crew.size()), kMillisecond, all ? kMillisecond / 2 : 0, all});
-    check(crew.size() >= 15, "threads were sent away that nobody waited for");
-  }
+  const Machine busy = {[](int threads) -> int64_t { return threads == 16 ? 50 : threads * 10; },
+                        [](int threads) { return threads == 16 ? kMillisecond / 2 : 0; }, never_off};
+  check(loops_with(15, crew, busy) > 4500, "the late one of 16 threads stayed, or others went");
+}
+
+// Long loops, and long waits, take longer windows: a speed is never that of one or two loops.
+void a_speed_is_that_of_several_loops() {
+  Crew crew(2);
+  int loops = 0;
+  for (; !crew.window_is_full(); ++loops) crew.loop_ended({1, 400 * kMillisecond, 0, 0});
+  check(loops >= 5, "a speed was that of a few loops");
 }
 
 // ---- Loops
@@ -204,6 +213,7 @@ int main() {
   late_threads_go_and_come_back();
   late_threads_that_help_stay();
   only_the_late_ones_go();
+  a_speed_is_that_of_several_loops();
   for (int threads : {1, 2, 5}) loops_of_all_kinds(threads);
   for (int threads : {2, 4}) late_workers_are_left_out(threads);
   a_countdown_wakes_who_sleeps();
