@@ -115,7 +115,7 @@ class PackedLayer:
         rule: what it is packed to.
         make: the matrix, packed as the rule says.
         dtype: of scales, biases and tables.
-        exact: set when it was written: whether its codes are those of the grid that the weights lay on.
+        exact: set when it was written: whether the weights lay on a grid, and its codes are of that.
     """
 
     path: str
@@ -173,13 +173,13 @@ class PackedLayers:
         return {"quantization": entries, "quantization_config": entries}
 
     def note(self) -> str:
-        """For the card, once all is written: how many layers kept the codes of their grid."""
+        """For the card, once all is written: how many layers lay on a grid."""
         exact = sum(layer.exact for layer in self._layers.values())
         if not self._layers:
             return ""
         return (
-            f"Of {len(self._layers)} packed layers, {exact} lay on a grid already and kept its codes; the "
-            "others were rounded to the nearest."
+            f"Of {len(self._layers)} packed layers, {exact} lay on a grid already and stay on it; the others "
+            "were rounded to the nearest."
         )
 
 

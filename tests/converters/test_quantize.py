@@ -227,6 +227,25 @@ def test_dtypes(float_folder, tmp_path):
     assert "2-bit codes (balanced), what is not packed in bfloat16" in card
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
+def test_floats_of_a_packed_folder_are_packed_to_the_same_codes(
+    float_folder, tmp_path, options, dtype
+):
+    if dtype == "bfloat16" and 8 in options.values():
+        pytest.skip("255 levels do not all fit bfloat16's 8 digits")
+    source, _ = float_folder()
+    packed = convert(source, tmp_path / "packed", quantize=True, dtype=dtype, **options)
+    whole = convert(packed, tmp_path / "whole", dequantize=True)
+    again = convert(whole, tmp_path / "again", quantize=True, **options)
+    before, after = load_weights(packed), load_weights(again)
+    codes = [name for name, array in before.items() if array.dtype == mx.uint32]
+    for name in codes:
+        assert mx.array_equal(before[name], after[name]), name
+    card = (again / "README.md").read_text()
+    assert f"Of {len(codes)} packed layers, {len(codes)} lay on a grid already" in card
+
+
 def test_adapters_follow_a_quantized_base(make_checkpoint, tmp_path):
     from afm_mlx.adapters.files import load_adapter
 
