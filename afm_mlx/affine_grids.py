@@ -247,7 +247,7 @@ def _along_range(units: Array, low: Array, high: Array, dtype: mx.Dtype) -> tupl
 def _whole(share: Array, slack: Array, steps: int) -> Array:
     """Which units may lie on a grid of so many steps."""
     place = share * np.float32(steps)
-    return (np.abs(place - np.rint(place)) <= slack * np.float32(steps)).all(axis=1)
+    return np.asarray((np.abs(place - np.rint(place)) <= slack * np.float32(steps)).all(axis=1))
 
 
 def _half_places(units: Array, dtype: mx.Dtype) -> tuple[Array, Array]:

@@ -14,7 +14,7 @@ from afm_mlx.converters.quantize import layer_rules, recipe
 from afm_mlx.errors import AFMError, ConfigError
 from afm_mlx.fingerprint import folder_fingerprint, model_fingerprint
 from afm_mlx.kernels import dispatch, unpack_codes
-from afm_mlx.loading import load_model
+from afm_mlx.loading import load_model, resolve_model
 from afm_mlx.packed import PackedEmbedding, PackedLinear
 from afm_mlx.quantization import QuantizationRule
 from afm_mlx.weights import load_weights, stored_tensors
@@ -350,3 +350,8 @@ def test_a_quantized_folder_is_not_quantized_again(float_folder, tmp_path):
         convert(packed, tmp_path / "out", dtype="float16")
     same_tensors(packed, convert(packed, tmp_path / "copy"))
     assert stored_bits(tmp_path / "copy") == stored_bits(packed)
+
+
+def test_the_embedded_model_as_floats_is_packed_to_itself(tmp_path):
+    whole = convert("afm-nano", tmp_path / "whole", dequantize=True)
+    same_tensors(resolve_model("afm-nano"), convert(whole, tmp_path / "again", quantize=True))
