@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from afm_mlx.adapters.files import AdapterConfig, check_pairs, is_number
-from afm_mlx.errors import CheckpointError, RequestError
+from afm_mlx.errors import CheckpointError, RequestError, named, shown
 
 Adapter = tuple[Mapping[str, mx.array], AdapterConfig]
 
@@ -56,7 +56,9 @@ def weighted_sum(
     factors = [float(weight * scale) for weight, (_, scale) in zip(weights, adapters, strict=True)]
     for weight, factor in zip(weights, factors, strict=True):
         if not math.isfinite(weight):
-            raise RequestError(f"A weight of an adapter is {weight}; it must be a finite number.")
+            raise RequestError(
+                f"A weight of an adapter is {shown(weight)}; it must be a finite number."
+            )
         if not is_number(factor):
             raise RequestError(
                 f"A weight of an adapter is {weight:g}, and {factor:g} with its scale, which float32 does not "
@@ -104,9 +106,9 @@ def compose(
     fingerprint = _common_base([config for _, config in adapters], force)
     used = [(adapter, weight) for adapter, weight in zip(adapters, weights, strict=True) if weight]
     if not used:
-        shown = ", ".join(f"{weight:g}" for weight in weights)
+        listed = named(", ".join(f"{weight:g}" for weight in weights))
         raise RequestError(
-            f"The weights are {shown}: no adapter is left. Give one of them another weight."
+            f"The weights are {listed}: no adapter is left. Give one of them another weight."
         )
     configs = [config for (_, config), _ in used]
     whole = _completed([adapter for adapter, _ in used])
@@ -129,7 +131,8 @@ def _common_base(configs: Sequence[AdapterConfig], force: bool) -> str | None:
     for other in known:
         if other != known[0] and not force:
             raise CheckpointError(
-                f"The adapters belong to different models, with the fingerprints {known[0]} and {other}. "
+                f"The adapters belong to different models, with the fingerprints {named(known[0])} and "
+                f"{named(other)}. "
                 "Compose adapters of one model, or force it (--force) when you know that both fit."
             )
     return known[0] if len(set(known)) == 1 else None
@@ -147,8 +150,8 @@ def _completed(adapters: Sequence[Adapter]) -> list[dict[str, mx.array]]:
             one, other = _width(name, known.setdefault(name, tensor)), _width(name, tensor)
             if one != other:
                 raise CheckpointError(
-                    f"{name} has {one} {'inputs' if is_a(name) else 'outputs'} in one adapter and {other} in "
-                    "another. They were made for different models."
+                    f"{named(name)} has {one} {'inputs' if is_a(name) else 'outputs'} in one adapter and "
+                    f"{other} in another. They were made for different models."
                 )
     return [
         {

@@ -23,7 +23,7 @@ from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.files import AdapterConfig, load_adapter, save_adapter
 from afm_mlx.adapters.places import LinearWrapper, linear_shape, places
 from afm_mlx.config import ModelConfig
-from afm_mlx.errors import CheckpointError, RequestError
+from afm_mlx.errors import CheckpointError, RequestError, named, shown
 from afm_mlx.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.kernels import dispatch
 from afm_mlx.quantization import replace_modules
@@ -132,7 +132,7 @@ def add_lora(
     unknown = (wanted or set()) - {place.key for place in found}
     if unknown or not found:
         raise RequestError(
-            f"There is no layer {', '.join(sorted(unknown))} in a block; linear layers are "
+            f"There is no layer {named(', '.join(sorted(unknown)))} in a block; linear layers are "
             f"{', '.join(sorted({place.key for place in found})) or 'none'}."
         )
     first = 0 if num_layers == -1 else blocks - num_layers
@@ -140,7 +140,7 @@ def add_lora(
     if not chosen:
         raise RequestError(
             f"No layer is left to adapt: the last {blocks - first} blocks have none of the keys "
-            f"{sorted(wanted or ())}. Name others, or take more blocks (num_layers)."
+            f"{shown(sorted(wanted or ()))}. Name others, or take more blocks (num_layers)."
         )
     model.freeze()
     random = mx.random.split(mx.random.key(seed), len(chosen))
@@ -168,7 +168,7 @@ def _check_settings(rank: int, dropout: float, num_layers: int, blocks: int) -> 
         ),
     ):
         if not holds:
-            raise RequestError(f"{name} of LoRA is {value}; it must be {allowed}.")
+            raise RequestError(f"{name} of LoRA is {shown(value)}; it must be {allowed}.")
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
@@ -207,7 +207,8 @@ def start_lora(
     scales = {layer.scale for layer in lora_layers(model).values()}
     if scales != {config.scale}:
         raise CheckpointError(
-            f"{folder} has scale {config.scale}, and the LoRA layers have {sorted(scales)}; give both the same."
+            f"{folder} has scale {config.scale}, and the LoRA layers have {shown(sorted(scales))}; give "
+            "both the same."
         )
     differing = sorted(
         name
@@ -218,7 +219,7 @@ def start_lora(
         name = differing[0]
         shapes = [f"{list(t[name].shape)}" if name in t else "none" for t in (tensors, mine)]
         raise CheckpointError(
-            f"{folder} does not fit the LoRA layers: {name} is {shapes[0]} there and {shapes[1]} here "
+            f"{folder} does not fit the LoRA layers: {named(name)} is {shapes[0]} there and {shapes[1]} here "
             f"({len(differing)} tensors differ). Train with the same rank and the same layers."
         )
     model.load_weights([(n, t.astype(mine[n].dtype)) for n, t in tensors.items()], strict=False)

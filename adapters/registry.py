@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.adapters.sources import OpenAdapter
-from afm_mlx.errors import CheckpointError, RequestError
+from afm_mlx.errors import CheckpointError, RequestError, shown
 
 Adapter: TypeAlias = str | Mapping[str, float]
 """A registered name, or weights of registered adapters by their names, which are added up."""
@@ -100,8 +100,8 @@ class Registry(dict[Key, Entry]):
         _check_name(name)
         if name in self:
             raise RequestError(
-                f"The adapter name {name!r} is taken, by {self[name].origin}. Choose another, or unregister "
-                "that one first."
+                f"The adapter name {shown(name)} is taken, by {self[name].origin}. Choose another, or "
+                "unregister that one first."
             )
         if isinstance(source, Mapping):
             self[name] = Entry(name, self.flattened(source))
@@ -121,7 +121,7 @@ class Registry(dict[Key, Entry]):
         entry = self.get(name) if isinstance(name, str) else None
         if entry is None:
             raise RequestError(
-                f"There is no adapter {name!r}; registered are {', '.join(self.names) or 'none'}."
+                f"There is no adapter {shown(name)}; registered are {', '.join(self.names) or 'none'}."
             )
         return entry
 
@@ -135,7 +135,7 @@ class Registry(dict[Key, Entry]):
             return self.named(adapter)
         if not isinstance(adapter, Mapping):
             raise RequestError(
-                f"adapter is {adapter!r}; a registered name, weights by name, or None is needed."
+                f"adapter is {shown(adapter)}; a registered name, weights by name, or None is needed."
             )
         weights = self.flattened(adapter)
         for plain in (adapter, weights):  # once a name is that name
@@ -155,7 +155,7 @@ class Registry(dict[Key, Entry]):
         flat = {name: weight for name, weight in flat.items() if weight}
         if not flat:
             raise RequestError(
-                f"The weights {dict(weights)} leave no adapter; give None for the model without one."
+                f"The weights {shown(dict(weights))} leave no adapter; give None for the model without one."
             )
         return flat
 
@@ -163,8 +163,8 @@ class Registry(dict[Key, Entry]):
 def _path_of(name: str, source: str | Path) -> Path:
     if not isinstance(source, str | Path) or not str(source):
         raise RequestError(
-            f"The adapter {name!r} is to come from {source!r}; a path, or weights of registered adapters by "
-            "their names, are needed."
+            f"The adapter {shown(name)} is to come from {shown(source)}; a path, or weights of registered "
+            "adapters by their names, are needed."
         )
     path = Path(os.path.expanduser(source)).absolute()
     try:
@@ -172,7 +172,7 @@ def _path_of(name: str, source: str | Path) -> Path:
     except OSError as error:
         missing = f"that can't be read: {error.strerror}"
     if missing is not None:
-        raise CheckpointError(f"The adapter {name!r} is to come from {path}, and {missing}.")
+        raise CheckpointError(f"The adapter {shown(name)} is to come from {path}, and {missing}.")
     return path
 
 
@@ -185,7 +185,7 @@ def _finite(name: str, weight: object) -> float:
         value = math.inf
     if not math.isfinite(value):
         raise RequestError(
-            f"The weight of the adapter {name!r} is {weight!r}; a finite number is needed."
+            f"The weight of the adapter {shown(name)} is {shown(weight)}; a finite number is needed."
         )
     return value
 
@@ -193,7 +193,7 @@ def _finite(name: str, weight: object) -> float:
 def _check_name(name: str) -> None:
     if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > 200:
         raise RequestError(
-            f"The adapter name is {name!r}; a text of 1 to 200 printable characters is needed."
+            f"The adapter name is {shown(name)}; a text of 1 to 200 printable characters is needed."
         )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from afm_mlx.adapters.files import FLOAT16_MAX
 from afm_mlx.adapters.places import Shapes
-from afm_mlx.errors import CheckpointError
+from afm_mlx.errors import CheckpointError, named
 from afm_mlx.kernels import BLOCK, Part
 from afm_mlx.kernels.cpu.memory import unfilled
 from afm_mlx.weights import StoredTensor
@@ -211,12 +211,13 @@ def _checked(values: np.ndarray, name: str, source: str | Path) -> np.ndarray:
     if half.size and (half.view(np.uint16) & _INFINITE).max() == _INFINITE:
         if np.isfinite(values).all():
             raise CheckpointError(
-                f"{source}: {name} has numbers up to {np.abs(values).max():g}, and float16, in which adapters "
+                f"{source}: {named(name)} has numbers up to {np.abs(values).max():g}, and float16, in "
+                "which adapters "
                 f"run, ends at {FLOAT16_MAX:g}. Scale A up and B down, or the other way round."
             )
         raise CheckpointError(
-            f"{source}: {name} holds NaN or infinity. The training that made the adapter has failed: take an "
-            "earlier checkpoint of it."
+            f"{source}: {named(name)} holds NaN or infinity. The training that made the adapter has "
+            "failed: take an earlier checkpoint of it."
         )
     return half
 
@@ -266,8 +267,8 @@ class TensorReader:
             raise CheckpointError(f"{tensor.path} can't be read: {error.strerror}.") from None
         if count < tensor.nbytes:
             raise CheckpointError(
-                f"{tensor.path} ends within {tensor.name}: {count:,} of {tensor.nbytes:,} bytes are there. It "
-                "was cut off: copy or download it again."
+                f"{tensor.path} ends within {named(tensor.name)}: {count:,} of {tensor.nbytes:,} bytes are "
+                "there. It was cut off: copy or download it again."
             )
         return raw
 
@@ -331,7 +332,7 @@ def pairs_by_layer(
             result[path] = pairs
     if rest:
         raise CheckpointError(
-            f"{source}: this model has no layer for {min(rest)} ({len(rest)} such tensors). It was made for "
-            "another model."
+            f"{source}: this model has no layer for {named(min(rest))} ({len(rest)} such tensors). It was "
+            "made for another model."
         )
     return result

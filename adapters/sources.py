@@ -32,7 +32,7 @@ from afm_mlx.adapters.resident import (
     plan_layout,
 )
 from afm_mlx.config import ModelConfig, read_config_json
-from afm_mlx.errors import CheckpointError
+from afm_mlx.errors import CheckpointError, named
 from afm_mlx.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.weights import read_header
 
@@ -172,7 +172,7 @@ def check_fingerprint(
     wanted = config.base_model_fingerprint
     if wanted is not None and known is not None and wanted not in known:
         raise CheckpointError(
-            f"The adapter {source} was made for the model with fingerprint {wanted}, and this one has "
+            f"The adapter {source} was made for the model with fingerprint {named(wanted)}, and this one has "
             f"{' or '.join(sorted(known))}. Take the model that it was trained on, train an adapter "
             "for this one, or force it (--force) to try."
         )

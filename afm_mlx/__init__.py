@@ -17,14 +17,27 @@ if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
     from afm_mlx.generation import batch_generate, generate, stream_generate
     from afm_mlx.loading import load
+    from afm_mlx.logits_processors import make_logits_processors
+    from afm_mlx.samplers import make_sampler
 
-__all__ = ["AdapterPool", "__version__", "batch_generate", "generate", "load", "stream_generate"]
+__all__ = [
+    "AdapterPool",
+    "__version__",
+    "batch_generate",
+    "generate",
+    "load",
+    "make_logits_processors",
+    "make_sampler",
+    "stream_generate",
+]
 
 _HOME = {
     "AdapterPool": "adapters.pool",
     "batch_generate": "generation",
     "generate": "generation",
     "load": "loading",
+    "make_logits_processors": "logits_processors",
+    "make_sampler": "samplers",
     "stream_generate": "generation",
 }
 

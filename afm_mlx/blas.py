@@ -4,6 +4,10 @@ MLX's Linux wheel carries Netlib's reference BLAS: 8 GFLOP/s at 512 x 512 x 512 
 where the OpenBLAS inside NumPy's wheel reaches 250 on two. `install` puts a forwarding `cblas_sgemm` in
 front, before `mlx.core` is loaded and binds its own. Nothing happens on macOS, where MLX uses Accelerate.
 
+OpenBLAS's own threads wait for each other in a loop, which one busy process beside them makes many times
+slower. So its products are shared out among the kernels' threads once these are loaded, a tile at a time,
+unless OpenBLAS is to use one thread; `kernels/cpu/blas.c` says how.
+
 The environment variable `AFM_MLX_BLAS=0` switches it off.
 """
 
@@ -16,7 +20,11 @@ import sysconfig
 from pathlib import Path
 
 SWITCH = "AFM_MLX_BLAS"
-_SYMBOL = "scipy_cblas_sgemm64_"
+_SYMBOLS = (
+    "scipy_cblas_sgemm64_",
+    "scipy_openblas_get_num_threads64_",
+    "scipy_openblas_set_num_threads64_",
+)
 
 _status = "not installed"
 
@@ -55,11 +63,12 @@ def _install() -> str:
     if openblas is None:
         return "MLX's own (Netlib): this NumPy carries no OpenBLAS of its own"
     try:
-        function = getattr(ctypes.CDLL(str(openblas)), _SYMBOL)
+        loaded = ctypes.CDLL(str(openblas))
+        functions = [ctypes.cast(loaded[name], ctypes.c_void_p) for name in _SYMBOLS]
         forwarder = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     except (OSError, AttributeError) as error:
         return f"MLX's own (Netlib): {error}"
-    forwarder.afm_blas_bind(ctypes.cast(function, ctypes.c_void_p))
+    forwarder.afm_blas_bind(*functions)
     return "NumPy's OpenBLAS"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from afm_mlx.errors import TokenizerError
+from afm_mlx.errors import TokenizerError, shown
 
 Message = dict[str, Any]
 
@@ -53,7 +53,7 @@ def _checked_message(index: int, message: Mapping[str, Any]) -> Message:
         )
     role = message.get("role")
     if role not in ROLES:
-        raise TokenizerError(f"{where} has the role {role!r}; allowed are {', '.join(ROLES)}.")
+        raise TokenizerError(f"{where} has the role {shown(role)}; allowed are {', '.join(ROLES)}.")
     checked: Message = {"role": role}
     calls = message.get("tool_calls")
     # Null and an empty list both say "no calls" in the OpenAI API.
@@ -86,7 +86,7 @@ def _checked_content(where: str, role: str, content: Any) -> Any:
         if not parts:
             return ""
         index, part = next((i, p) for i, p in enumerate(parts) if not _is_text_part(p))
-        got = repr(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
+        got = shown(part.get("type")) if isinstance(part, Mapping) else type(part).__name__
         raise TokenizerError(
             f"{where}['content'][{index}] has the type {got}; this model reads text only: "
             "{'type': 'text', 'text': a string}."
@@ -123,7 +123,7 @@ def _checked_calls(where: str, calls: Any) -> list[Message]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise TokenizerError(
                 f"{where}['tool_calls'][{index}] must be {{'function': {{'name': a string, "
-                f"'arguments': JSON}}}}, got {call!r}."
+                f"'arguments': JSON}}}}, got {shown(call)}."
             )
         arguments = function.get("arguments")
         if isinstance(arguments, str):
@@ -142,7 +142,7 @@ def _checked_response_format(where: str, response_format: Any) -> Message | None
     if not isinstance(schema, Mapping) or "schema" not in schema:
         raise TokenizerError(
             f"{where} must be {{'type': 'json_schema', 'json_schema': {{'name', 'schema'}}}}, "
-            f"got {response_format!r}."
+            f"got {shown(response_format)}."
         )
     return {"type": kind, "json_schema": dict(schema)}
 
@@ -179,9 +179,13 @@ def parse_tool_calls(text: str, tools: Any = None) -> list[Message]:
     try:
         calls = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"The model's tool call is not JSON ({error}): {text!r}.") from None
+        raise TokenizerError(
+            f"The model's tool call is not JSON ({error}): {shown(text)}."
+        ) from None
     calls = calls if isinstance(calls, list) else [calls]
     for call in calls:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise TokenizerError(f"The model's tool call has no name: {call!r}, in {text!r}.")
+            raise TokenizerError(
+                f"The model's tool call has no name: {shown(call)}, in {shown(text)}."
+            )
     return [{"name": call["name"], "arguments": call.get("arguments", {})} for call in calls]

@@ -11,13 +11,14 @@ Source: tamm 0.2.0, `preprocessors/instruct_lm/afm/afm_v6.py`.
 from __future__ import annotations
 
 import json
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from functools import cached_property, lru_cache, partial
+from typing import Any, NoReturn
 
+from afm_mlx.caller_text import CallerText, strings_in
 from afm_mlx.errors import TokenizerError
 
-if TYPE_CHECKING:
-    from jinja2 import Template
+_REASON = 600  # characters of a reason
 
 DEFAULT_SYSTEM_MESSAGE = "A conversation between a user and a helpful assistant."
 
@@ -87,13 +88,18 @@ V6_TEMPLATE = (
 class ChatTemplate:
     """A Jinja template, compiled on first use in a sandbox that forbids reaching Python's internals.
 
-    The sandbox keeps a template from running code; it doesn't bound the time or memory it takes.
+    One that isn't AFM's own is also bounded in the time and memory that it takes, see `template_sandbox`.
     `path` is the file that holds the template, for messages; none means the one built in.
     """
 
     def __init__(self, source: str = V6_TEMPLATE, path: str | None = None) -> None:
         self.source = source
         self._name = f"The chat template in {path}" if path else "The chat template"
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is AFM's, above."""
+        return self.source == V6_TEMPLATE
 
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
         """The prompt's text.
@@ -103,42 +109,54 @@ class ChatTemplate:
             variables: `tools`, `add_generation_prompt`, `bos_token`, ... as the template uses them.
 
         Raises:
-            TokenizerError: when the template is wrong, forbidden, rejects the messages, or doesn't know
-                tool calls or response formats that the messages have.
+            TokenizerError: when the template is wrong, forbidden, rejects the messages, takes too much time or
+                memory, or doesn't know tool calls or response formats that the messages have.
         """
         self._refuse_ignored_fields(messages)
-        template = self._compiled
+        render = self._compiled
         try:
-            return template.render(messages=messages, **variables)
+            return render({**variables, "messages": messages})
         except Exception as error:  # a template may fail in any way that Python can
-            raise TokenizerError(f"{self._name} failed: {type(error).__name__}: {error}") from error
+            raise TokenizerError(f"{self._name} failed: {_reason(error)}") from error
 
     @cached_property
-    def _compiled(self) -> Template:
-        from jinja2 import TemplateError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        # Left alone, a forbidden attribute renders as nothing.
-        environment.unsafe_undefined = _refuse_unsafe  # type: ignore[assignment, method-assign]
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+    def _compiled(self) -> Callable[[dict[str, Any]], str]:
         try:
-            return environment.from_string(self.source)
-        except (TemplateError, RecursionError) as error:
-            raise TokenizerError(f"{self._name} is not valid Jinja: {error}") from error
+            return _compile(self.source)
+        except Exception as error:  # Jinja's own errors, and Python's when it compiles Jinja's code
+            raise TokenizerError(f"{self._name} is not valid Jinja: {_reason(error)}") from error
 
     def _refuse_ignored_fields(self, messages: list[dict[str, Any]]) -> None:
         for field in ("tool_calls", "response_format"):
+            if field in self.source:
+                continue
             index = next((i for i, message in enumerate(messages) if field in message), None)
-            if index is not None and field not in self.source:
+            if index is not None:
                 raise TokenizerError(
                     f"messages[{index}] has {field!r}, which {self._name[0].lower()}{self._name[1:]} "
                     "does not use. Remove that template to use AFM's own, or leave the field out."
                 )
+
+
+@lru_cache(maxsize=16)
+def _compile(source: str) -> Callable[[dict[str, Any]], str]:
+    """What renders a template with variables."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from afm_mlx.template_sandbox import BoundedEnvironment, bounded_filter
+
+    is_own = source == V6_TEMPLATE
+    kind = ImmutableSandboxedEnvironment if is_own else BoundedEnvironment
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    # Left alone, a forbidden attribute renders as nothing.
+    environment.unsafe_undefined = _refuse_unsafe  # type: ignore[assignment, method-assign]
+    environment.filters["tojson"] = _to_json if is_own else bounded_filter("tojson", _to_json)
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    template = environment.from_string(source)
+    if isinstance(environment, BoundedEnvironment):
+        return partial(environment.render, template)
+    return template.render
 
 
 def _to_json(
@@ -149,13 +167,19 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """JSON as transformers' templates write it; Jinja's own filter escapes `<` and `&` for HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    if ensure_ascii:
+        marks = {item.mark for item in strings_in(value) if isinstance(item, CallerText)}
+        text = "".join(c if c.isascii() or c in marks else json.dumps(c)[1:-1] for c in text)
+    return text
+
+
+def _reason(error: Exception) -> str:
+    """An error in one line; what it quotes of the messages may be long."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _REASON else f"{text[: _REASON // 2]} ... {text[-_REASON // 2 :]}"
 
 
 def _refuse_unsafe(value: Any, attribute: str) -> NoReturn:

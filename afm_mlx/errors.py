@@ -6,10 +6,13 @@ prints it on one line and exits with status 2; everything else that is raised is
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 SHOWN = 200
 """Characters of a value that an error quotes."""
+MESSAGE = 1100
+"""Characters of a whole message."""
 
 
 def shown(value: Any) -> str:
@@ -26,15 +29,40 @@ def shown(value: Any) -> str:
     return _ends(text)
 
 
-def _ends(text: Any) -> Any:
-    if len(text) <= SHOWN:
+def named(name: str) -> str:
+    """A name from a file for an error's message: as it is when it is plain, else as `shown`."""
+    return name if len(name) <= SHOWN and name.isprintable() else shown(name)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)` for the known name that is most like what was given, else nothing."""
+    import difflib
+
+    close = difflib.get_close_matches(name[:100], list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _ends(text: Any, limit: int = SHOWN) -> Any:
+    if len(text) <= limit:
         return text
     dots = "..." if isinstance(text, str) else b"..."
-    return text[: SHOWN * 3 // 4] + dots + text[len(text) - SHOWN // 4 + 3 :]
+    return text[: limit * 3 // 4] + dots + text[len(text) - limit // 4 + 3 :]
+
+
+def bounded(message: str) -> str:
+    """A message, cut in the middle to `MESSAGE` characters, whatever it quotes."""
+    return _ends(message, MESSAGE)
 
 
 class AFMError(ValueError):
-    """Something the caller got wrong, or a file that can't be used."""
+    """Something the caller got wrong, or a file that can't be used.
+
+    Args:
+        message: what is wrong, what was got, what is allowed and what to do next; `bounded`.
+    """
+
+    def __init__(self, message: str = ""):
+        super().__init__(bounded(message))
 
 
 class ConfigError(AFMError):

@@ -1,54 +1,49 @@
-"""Files that are either whole or not there: written beside their place, flushed, and renamed."""
+"""Files that are either whole or not there: written in a place of their own, flushed, and renamed.
+
+The place is a hidden folder beside the output. It is locked while its process lives, and removed when that is
+done with it, by an error or an interrupt too. What a killed process leaves is removed by the next one that
+writes to the same folder.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from afm_mlx.errors import AFMError
+from afm_mlx.file_lock import FileLock, LockHeldError
 
+_SUFFIX = ".afm-mlx"  # of places; nothing else is ever taken for a leftover
+_LOCK_NAME = "owner.json"
+_MAX_NAME = 200  # bytes of an output's name; file systems allow 255 for that of a place
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+_places: dict[Path, FileLock] = {}
+"""Of this process, for whoever ends it without unwinding; see `remove_places`."""
 
 
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder; on success it takes the place of `path`.
+    """Yield a temporary path, to be written; on success the file takes the place of `path`.
 
-    The temporary file keeps the suffix of `path`, because writers such as `mx.save_safetensors` look at
-    it. Whatever is raised inside, an interrupt too, removes it and leaves `path` as it was.
+    It has the name of `path`, because writers such as `mx.save_safetensors` look at the suffix. Whatever is
+    raised inside, an interrupt too, removes it and leaves `path` as it was.
     """
     path = Path(path)
-    descriptor, name = tempfile.mkstemp(
-        prefix=f".{path.stem}-", suffix=path.suffix or ".tmp", dir=path.parent
-    )
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
+    with place_beside(path) as place:
+        temporary = place / path.name
         yield temporary
         _flush(temporary)
-        # mkstemp makes private files; a finished one gets the mode that open() would have given.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder beside `path`; on success it is renamed to `path`.
+    """Yield a temporary folder; on success it is renamed to `path`.
 
     Raises:
         AFMError: when `path` exists already: a folder is never overwritten.
@@ -56,20 +51,22 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     refuse_existing(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
+    with place_beside(path) as place:
+        temporary = place / path.name
+        temporary.mkdir()
         yield temporary
         for file in temporary.rglob("*"):
             if file.is_file():
                 _flush(file)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o777 & ~umask)
         refuse_existing(path)
         os.rename(temporary, path)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+
+
+def remove_folder(path: str | Path) -> None:
+    """Remove a folder at once: however the removal ends, nothing is left that looks like a part of it."""
+    path = Path(path)
+    with place_beside(path) as place:
+        os.rename(path, place / path.name)
 
 
 def refuse_existing(path: str | Path) -> None:
@@ -79,3 +76,89 @@ def refuse_existing(path: str | Path) -> None:
             f"The output folder {path} exists already and would be overwritten. "
             "Choose another path, or remove it first."
         )
+
+
+# -- places
+
+
+@contextmanager
+def place_beside(path: Path) -> Iterator[Path]:
+    """Yield an empty hidden folder beside `path`, which is removed in the end, with what is in it.
+
+    What killed processes left beside `path` is removed before.
+    """
+    remove_leftovers(path.parent)
+    place, lock = _make(path)
+    _places[place] = lock
+    try:
+        yield place
+    finally:
+        _discard(place, lock)
+        _places.pop(place, None)
+
+
+def remove_leftovers(folder: str | Path) -> None:
+    """Remove the places in a folder whose processes are gone; those of living ones stay as they are."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [entry for entry in entries if _is_place(entry)]
+    except OSError:
+        return  # nothing there, or nothing that may be looked at
+    for entry in found:
+        place = Path(entry)
+        try:
+            _discard(place, FileLock(place / _LOCK_NAME, create=False))
+        except FileNotFoundError:
+            # Killed before it had a lock. If it lives after all, it makes another place.
+            with suppress(OSError):
+                place.rmdir()
+        except (LockHeldError, OSError):
+            continue
+
+
+def remove_places() -> None:
+    """Remove all places of this process, which is about to end, whatever other threads are doing."""
+    for place, lock in list(_places.items()):
+        _discard(place, lock)
+
+
+def _is_place(entry: os.DirEntry[str]) -> bool:
+    name = entry.name
+    return name.startswith(".") and name.endswith(_SUFFIX) and entry.is_dir(follow_symlinks=False)
+
+
+def _make(path: Path) -> tuple[Path, FileLock]:
+    name = path.name
+    if len(os.fsencode(name)) > _MAX_NAME:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    while True:
+        place = Path(tempfile.mkdtemp(prefix=f".{name}-", suffix=_SUFFIX, dir=path.parent))
+        try:
+            return place, FileLock(place / _LOCK_NAME)
+        except (FileNotFoundError, LockHeldError):
+            continue  # another process took it for a leftover before it was locked
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+
+
+def _discard(place: Path, lock: FileLock) -> None:
+    # The lock last: a place that is half removed is still one that the next process finds.
+    with suppress(OSError):
+        for entry in list(os.scandir(place)):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
+            elif entry.name != _LOCK_NAME:
+                Path(entry).unlink(missing_ok=True)
+    with suppress(OSError):
+        lock.release()
+    with suppress(OSError):
+        place.rmdir()
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

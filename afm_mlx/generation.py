@@ -213,7 +213,7 @@ def wired_memory(model: nn.Module) -> Iterator[None]:
     if not mx.metal.is_available():
         yield
         return
-    from mlx_lm.generate import wired_limit
+    from afm_mlx.wired import wired_limit
 
     with wired_limit(model):
         yield

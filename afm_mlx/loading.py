@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
-from afm_mlx.errors import AFMError
+from afm_mlx.errors import AFMError, did_you_mean, shown
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest import ensure_checked
 from afm_mlx.model import Model
@@ -79,8 +79,8 @@ def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
     if str(path_or_name) in own:
         return own[str(path_or_name)]
     raise AFMError(
-        f"There is no adapter {str(path_or_name)!r}: it is no path, and the model's own adapters are "
-        f"{', '.join(own) or 'none'}."
+        f"There is no adapter {shown(str(path_or_name))}{did_you_mean(str(path_or_name), own)}: it is no path, "
+        f"and the model's own adapters are {', '.join(own) or 'none'}."
     )
 
 

@@ -128,7 +128,7 @@ class Row:
 
     def __post_init__(self) -> None:
         self._stop = StopStrings(self.request.stop)
-        self._context: Any = None
+        self._context: mx.array | None = None
 
     @property
     def adapter(self) -> ResidentAdapter | None:
@@ -159,10 +159,9 @@ class Row:
     def context(self, token: mx.array) -> mx.array:
         """Prompt and answer so far with `token` (1,) appended, for logits processors."""
         if self._context is None:
-            from mlx_lm.models.cache import TokenBuffer
-
-            self._context = TokenBuffer(list(self.request.prompt[:-1]))
-        return self._context.update_and_fetch(token)
+            self._context = mx.array(list(self.request.prompt[:-1]), dtype=mx.int32)
+        self._context = mx.concatenate([self._context, token.astype(mx.int32)])
+        return self._context
 
     def accept(self, token: int, end_tokens: set[int], full: bool) -> tuple[str, str | None]:
         """Take a token that was read back.

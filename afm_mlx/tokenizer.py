@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.chat_messages import checked_messages, checked_tools
+from afm_mlx.chat import Chat
 from afm_mlx.chat_template import ChatTemplate
+from afm_mlx.control_tokens import ControlTokens
 from afm_mlx.detokenizer import NEWLINE, SPACE, Piece, StreamingDetokenizer
-from afm_mlx.errors import TokenizerError
+from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.mlx_lm_protocol import MLXLMTokenizer
 from afm_mlx.tokenizer_export import save_tokenizer
 from afm_mlx.vocabulary import (
@@ -90,7 +92,7 @@ class Tokenizer(MLXLMTokenizer):
         eos_token_id = vocabulary.id_of(eos_token)
         if eos_token_id is None:
             raise TokenizerError(
-                f"The eos_token {eos_token!r} of tokenizer_config.json is not in the vocabulary of "
+                f"The eos_token {shown(eos_token)} of tokenizer_config.json is not in the vocabulary of "
                 f"{name_or_path or 'the tokenizer'} ({self.vocab_size} pieces). AFM's is {TURN_END!r}."
             )
         self.eos_token: str = eos_token
@@ -100,6 +102,7 @@ class Tokenizer(MLXLMTokenizer):
             self.eos_token_ids.add(turn_end)
         self._marker_ids = {name: vocabulary.id_of(name) for name in MARKERS}
         self._prefix_id = vocabulary.id_of(SPACE)
+        self._separator = separator
 
     def __len__(self) -> int:
         return self.vocab_size
@@ -115,6 +118,9 @@ class Tokenizer(MLXLMTokenizer):
         Without special tokens these are the ids of tamm's `AFMTokenizer.encode`. With them, they are what
         the model expects at the start of a sequence: the separator first, and for a text that starts with
         a marker of the prompt format (a rendered chat), not the dummy prefix that encoding puts there.
+
+        The text is taken as it is: where it has the name of a control token, such as `<turn_end>`, the ids have
+        that token. What others wrote belongs in a message, see `apply_chat_template`.
 
         Raises:
             TokenizerError: when `text` is not a string, or has surrogates that no UTF-8 can hold.
@@ -133,6 +139,9 @@ class Tokenizer(MLXLMTokenizer):
         tokens = self._vocabulary.encode(text.replace("\n", NEWLINE))
         if not add_special_tokens:
             return tokens
+        return self._behind_separator(tokens, text)
+
+    def _behind_separator(self, tokens: list[int], text: str) -> list[int]:
         if (
             tokens[:1] == [self._prefix_id]
             and text.startswith(MARKERS)
@@ -157,6 +166,10 @@ class Tokenizer(MLXLMTokenizer):
         The messages are not changed. A default system message is put first when there is none. Tool
         definitions come from `tools` or from the system message's `tools`.
 
+        Only the template writes control tokens. Where messages, tools, response formats or `kwargs` hold the
+        name of one, the ids are those of its characters. The text of `tokenize=False` can't tell the two apart:
+        encoded again, it has control tokens for both.
+
         Args:
             messages: `{"role", "content"}` dicts, see `chat_messages.checked_messages`.
             add_generation_prompt: end with the start of an answer. A final assistant message is then left
@@ -171,11 +184,11 @@ class Tokenizer(MLXLMTokenizer):
         Raises:
             TokenizerError: for messages, tools or arguments that can't be honoured.
         """
-        for name, neutral in _NEUTRAL_ARGUMENTS.items():
-            value = kwargs.pop(name, None)
-            if value not in neutral:
+        for name in _NEUTRAL_ARGUMENTS.keys() & kwargs.keys():
+            value = kwargs.pop(name)
+            if value not in _NEUTRAL_ARGUMENTS[name]:
                 raise TokenizerError(
-                    f"apply_chat_template({name}={value!r}) is not supported: it returns a list of ids, "
+                    f"apply_chat_template({name}={shown(value)}) is not supported: it returns a list of ids, "
                     "or text with tokenize=False. Leave it out."
                 )
         if add_generation_prompt and continue_final_message:
@@ -183,46 +196,40 @@ class Tokenizer(MLXLMTokenizer):
                 "add_generation_prompt starts a new answer and continue_final_message writes the last "
                 "message further: only one of them can be true."
             )
-        text = self._render(
+        chat = Chat(
+            ChatTemplate(chat_template) if chat_template is not None else self._chat_template,
             messages,
             tools,
-            ChatTemplate(chat_template) if chat_template is not None else self._chat_template,
+            separator=self._separator,
+            eos_token=self.eos_token,
+            variables=kwargs,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            **kwargs,
         )
-        return self.encode(text, add_special_tokens=True) if tokenize else text
+        text = chat.render()
+        return self._encode_chat(chat, text) if tokenize else text
 
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        template: ChatTemplate,
-        **variables: Any,
-    ) -> str:
-        checked = checked_messages(messages)
-        own_tools = checked[0].pop("tools", None)
-        if own_tools and tools:
+    def _encode_chat(self, chat: Chat, text: str) -> list[int]:
+        """The ids of a chat rendered as `text`, with the control tokens of its template and no others."""
+        controls = self._controls
+        tokens = self.encode(text, add_special_tokens=True)
+        if not controls.may_come_from(chat) and controls.are_those_of(text, tokens):
+            return tokens
+        mark = chat.free_mark(text)
+        rendered = chat.render(mark)
+        written = controls.written_in(rendered, mark)
+        # A template that looks into texts in ways that marks disturb has said something else this time.
+        is_same = rendered.replace(mark, "") == text
+        if controls.ids_in(tokens[1:]) == written and (is_same or not controls.are_in(chat.texts)):
+            return tokens
+        tokens = self._behind_separator(controls.encode(rendered, mark), rendered)
+        rest = iter(written)
+        if not all(token in rest for token in controls.ids_in(tokens[1:])):
             raise TokenizerError(
-                "Tool definitions are given twice, as tools= and as messages[0]['tools']. Leave one out."
+                "The chat template mixes its control tokens with the messages' text, which has names of such. "
+                "Remove them from the text, or the template, to use AFM's own."
             )
-        separator = self.convert_ids_to_tokens(self.separator_id)
-        variables = {
-            "target_role": "assistant",
-            "eos_token": self.eos_token,
-            **variables,
-            "bos_token": "",
-            "arguments_are_decoded": True,
-        }
-        text = template.render(
-            checked, tools=checked_tools(tools) if tools else own_tools, **variables
-        )
-        # Templates for other programs may write the separator out; here `encode` puts its id.
-        text = text.removeprefix(separator)
-        if variables["continue_final_message"]:
-            opened = text.rstrip().removesuffix(self.eos_token)
-            text = text if opened == text.rstrip() else opened
-        return text
+        return tokens
 
     # Ids to text
 
@@ -272,6 +279,10 @@ class Tokenizer(MLXLMTokenizer):
             )
 
     # Vocabulary
+
+    @cached_property
+    def _controls(self) -> ControlTokens:
+        return ControlTokens(self._vocabulary, self.all_special_ids)
 
     @property
     def pad_token(self) -> str | None:
@@ -328,7 +339,7 @@ class Tokenizer(MLXLMTokenizer):
             found = self._vocabulary.id_of(token) if isinstance(token, str) else None
             if found is None:
                 raise TokenizerError(
-                    f"{token!r} is neither a piece nor an id of the vocabulary "
+                    f"{shown(token)} is neither a piece nor an id of the vocabulary "
                     f"(0 to {self.vocab_size - 1}), so it can't end generation."
                 ) from None
             token_id = found
@@ -367,7 +378,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         )
     return Tokenizer(
         vocabulary,
-        eos_token=text_of(config.get("eos_token")),
+        eos_token=text_of(config.get("eos_token"), "eos_token"),
         chat_template=_read_chat_template(folder, config),
         name_or_path=str(folder),
     )
@@ -377,16 +388,17 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | 
     file = folder / "chat_template.jinja"
     if file.exists():
         return ChatTemplate(_read_text(file), str(file))
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named ones
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+    given = source = config.get("chat_template")
+    if isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
+        source = [entry.get("template") for entry in given if entry.get("name") == "default"]
+        source = source[-1] if source else (given or None)
     if source is None:
         return None
     if not isinstance(source, str):
         raise TokenizerError(
-            f"'chat_template' in {folder / 'tokenizer_config.json'} must be a string or a list with a "
-            f"template named 'default', got {type(source).__name__}."
+            f"'chat_template' in {folder / 'tokenizer_config.json'} must be a string or a list of "
+            "{'name', 'template'} objects with one named 'default', got "
+            f"{type(given).__name__}: {shown(given)}."
         )
     return ChatTemplate(source, str(folder / "tokenizer_config.json"))
 
@@ -394,11 +406,10 @@ def _read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | 
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
+    text = _read_text(path)
     try:
-        config = json.loads(_read_text(path))
-    except ValueError as error:
-        if isinstance(error, TokenizerError):
-            raise
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise TokenizerError(f"{path} must be a JSON object, got {type(config).__name__}.")

@@ -24,13 +24,20 @@ from afm_mlx.chat_template import V6_TEMPLATE
 from afm_mlx.detokenizer import NEWLINE, SPACE
 from afm_mlx.errors import TokenizerError
 from afm_mlx.files import atomic_write
-from afm_mlx.vocabulary import MARKERS, TURN_END, TURN_START, SentencePieceVocabulary
+from afm_mlx.vocabulary import (
+    MARKERS,
+    TURN_END,
+    TURN_START,
+    USER_DEFINED,
+    SentencePieceVocabulary,
+    parse_model,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HubTokenizer
 
-# Types of pieces in sentencepiece_model.proto.
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+# Types of pieces in sentencepiece_model.proto; see also USER_DEFINED.
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 _UNIGRAM = 1  # of trainer_spec.model_type
 
 _CHECKED_TEXTS = 3000
@@ -159,9 +166,9 @@ def _with_added_pieces(model: bytes, vocabulary: SentencePieceVocabulary, tokens
         raise TokenizerError(
             f"user_defined_tokens repeats pieces that the SentencePiece model has: {known!r}."
         )
-    proto = _parse(model)
+    proto = parse_model(model, "tokenizer.model")
     for token in tokens:
-        proto.pieces.add(piece=token, score=0.0, type=_USER_DEFINED)
+        proto.pieces.add(piece=token, score=0.0, type=USER_DEFINED)
     return proto.SerializeToString()
 
 
@@ -180,21 +187,13 @@ def _end_of_turn(vocabulary: SentencePieceVocabulary, eot_id: Any, path: Any) ->
 # tokenizer.json
 
 
-def _parse(model: bytes) -> Any:
-    from sentencepiece import sentencepiece_model_pb2
-
-    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
-    proto.ParseFromString(model)
-    return proto
-
-
 class _HubFile:
     """The Hugging Face twin of a SentencePiece model."""
 
     def __init__(self, model: bytes, separator_id: int) -> None:
         from tokenizers import AddedToken, Tokenizer, decoders, processors
 
-        self._proto = _parse(model)
+        self._proto = parse_model(model, "tokenizer.model")
         # A vocabulary with a newline piece of its own keeps "<n>" as it is.
         names = [piece.piece for piece in self._proto.pieces]
         newline = "\n" if "\n" not in names else NEWLINE
@@ -203,7 +202,7 @@ class _HubFile:
         self._newline = newline
         self.control = self._of_type(_CONTROL)
         self.separator = self._names[separator_id]
-        self.markers = [name for name in self._of_type(_USER_DEFINED) if name != newline]
+        self.markers = [name for name in self._of_type(USER_DEFINED) if name != newline]
 
         self.tokenizer: HubTokenizer = Tokenizer(self._model())
         self.tokenizer.normalizer = self._normalizer()
@@ -275,7 +274,7 @@ class _HubFile:
         for piece in self._proto.pieces:
             if piece.type == _NORMAL:
                 scores.append(piece.score)
-            elif piece.type == _USER_DEFINED:
+            elif piece.type == USER_DEFINED:
                 scores.append(len(piece.piece.encode()) * best - 0.1)
             else:
                 scores.append(never)

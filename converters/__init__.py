@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,8 @@ from afm_mlx.converters.output import write_config
 from afm_mlx.converters.toolkit_config import is_toolkit_config, read_toolkit_config
 from afm_mlx.converters.torch_file import check_archive
 from afm_mlx.converters.wishes import Wishes
-from afm_mlx.errors import AFMError, CheckpointError
-from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.errors import AFMError, CheckpointError, named
+from afm_mlx.files import atomic_folder, place_beside, refuse_existing
 from afm_mlx.tokenizer import load_tokenizer
 from afm_mlx.weights import Progress
 
@@ -134,7 +133,7 @@ def detect(source: Path) -> str:
         names = sorted(path.name for path in source.iterdir())
         found = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
         raise CheckpointError(
-            f"{source} is no checkpoint: it holds {found}. Give a folder with base-model.pt and "
+            f"{source} is no checkpoint: it holds {named(found)}. Give a folder with base-model.pt and "
             "base-model-config.json, or a model folder with config.json and *.safetensors."
         )
     try:
@@ -162,8 +161,8 @@ def _mix_of(
         return mixed_bits.mix_of_folder(source, wishes, data, progress)
     mlx_path.parent.mkdir(parents=True, exist_ok=True)
     # Float weights lie beside the output for a while: only a folder can be read into a model.
-    with tempfile.TemporaryDirectory(prefix=f".{mlx_path.name}-", dir=mlx_path.parent) as place:
-        folder = convert(source, Path(place) / "float")
+    with place_beside(mlx_path) as place:
+        folder = convert(source, place / "float")
         return mixed_bits.mix_of_folder(folder, wishes, data, progress)
 
 

@@ -28,7 +28,7 @@ from afm_mlx.converters.quantize import (
     stock_layer,
     unpacked,
 )
-from afm_mlx.errors import AFMError, CheckpointError, ConfigError
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
 from afm_mlx.fingerprint import folder_fingerprint
 from afm_mlx.packed import PARTS
 from afm_mlx.quantization import QuantizationRule
@@ -227,8 +227,8 @@ class _Plan:
         rule = stored_rule(self.quantization, path, self.source)
         if rule is None:
             raise AFMError(
-                f"{self.source}: {path} has {stored_settings(self.quantization, path)}, which stock mlx-lm's "
-                "afm7 can't load beside other formats. Write float weights (-d)."
+                f"{self.source}: {named(path)} has {stored_settings(self.quantization, path)}, which stock "
+                "mlx-lm's afm7 can't load beside other formats. Write float weights (-d)."
             )
         return stock_layer(path, shape, rule, self.tensors)
 
@@ -272,7 +272,7 @@ def _cast(tensor: StoredTensor, dtype: mx.Dtype) -> Iterable[Any]:
         cast = values.astype(dtype)
         if not mx.all(mx.isfinite(cast)).item():
             raise CheckpointError(
-                f"{tensor.path}: {tensor.name} holds NaN, infinity, or numbers that {dtype} can't hold. "
+                f"{tensor.path}: {named(tensor.name)} holds NaN, infinity, or numbers that {dtype} can't hold. "
                 "Choose another dtype, or check the source."
             )
         yield array_bytes(cast)

@@ -17,7 +17,7 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.config import ModelConfig
-from afm_mlx.errors import AFMError, ConfigError
+from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.kernels import PackedWeight
 from afm_mlx.kernels.packing import dequantize_rows
 from afm_mlx.model import Model
@@ -83,7 +83,7 @@ def recipe(name: str, config: ModelConfig, rule: QuantizationRule) -> Predicate:
     """
     if name not in RECIPES:
         raise ConfigError(
-            f"The recipe {name!r} has layers of 3 or 6 bits, or is none; an AFM model takes 2, 4 and 8: "
+            f"The recipe {shown(name)} has layers of 3 or 6 bits, or is none; an AFM model takes 2, 4 and 8: "
             f"{', '.join(RECIPES)}."
         )
     low, high = RECIPES[name]

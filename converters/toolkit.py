@@ -39,7 +39,7 @@ from afm_mlx.converters.toolkit_config import (
 )
 from afm_mlx.converters.toolkit_keys import KeyMap, map_keys
 from afm_mlx.converters.torch_file import equal, mlx_dtype, open_state_dict, tensor_chunks
-from afm_mlx.errors import CheckpointError
+from afm_mlx.errors import CheckpointError, named, shown
 from afm_mlx.fingerprint import folder_fingerprint
 from afm_mlx.quantization import QuantizationRule
 from afm_mlx.rounding import Rows
@@ -222,7 +222,7 @@ def _choose_weights(folder: Path) -> Path:
     if len(files) != 1:
         found = ", ".join(file.name for file in files) or "none"
         raise CheckpointError(
-            f"{folder} holds {len(files)} .pt files ({found}), and none is base-model.pt. "
+            f"{folder} holds {len(files)} .pt files ({named(found)}), and none is base-model.pt. "
             "Give the path of the one to convert."
         )
     return files[0]
@@ -247,7 +247,7 @@ def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -
     """Names, shapes, types, and that the head is the embedding."""
     if keys.adapters and not keys.weights:
         raise CheckpointError(
-            f"{source} holds the adapters {', '.join(sorted(keys.adapters))} and no base model. "
+            f"{source} holds the adapters {named(', '.join(sorted(keys.adapters)))} and no base model. "
             "Convert the base-model.pt that they were trained on."
         )
     if config.kv_bits is None and keys.kv_ranges:
@@ -261,7 +261,7 @@ def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -
     integers = [k for k in keys.weights.values() if mlx_dtype(state[k]) is None]
     if integers:
         raise CheckpointError(
-            f"{source}: {integers[0]} is of type {state[integers[0]].dtype}; weights are floating-point."
+            f"{source}: {named(integers[0])} is of type {state[integers[0]].dtype}; weights are floating-point."
         )
     if keys.tied_head is not None:
         head, embedding = state[keys.tied_head], state[keys.weights["model.embedding.weight"]]
@@ -275,7 +275,8 @@ def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -
 def _kv_scale(keys: dict[str, str], state: State, source: str) -> np.float32:
     if set(keys) != {"range", "num_samples"}:
         raise CheckpointError(
-            f"{source}: {next(iter(keys.values()))} stands alone; a KV quantizer has a range and num_samples."
+            f"{source}: {named(next(iter(keys.values())))} stands alone; a KV quantizer has a range and "
+            "num_samples."
         )
     observed, samples = state[keys["range"]], state[keys["num_samples"]]
     if tuple(observed.shape) != (2,) or samples.numel() != 1:
@@ -301,13 +302,13 @@ def _plan_adapters(
     """Check each adapter's tensors against the config and the base; the configs to write."""
     plans = {}
     for adapter, tensors in keys.adapters.items():
-        where = f"{source}: adapter {adapter!r}"
+        where = f"{source}: adapter {shown(adapter)}"
         spec = config.adapters.get(adapter)
         # The id names a folder.
         if not re.fullmatch(r"\w[\w.-]*", adapter):
             raise CheckpointError(f"{where}: an id is made of letters, digits, '_', '-' and '.'.")
         if not isinstance(spec, LoRASpec):
-            found = f"is of type {spec!r} there" if spec else "is not in the model's config"
+            found = f"is of type {shown(spec)} there" if spec else "is not in the model's config"
             raise CheckpointError(
                 f"{where} {found}, so its rank and alpha are unknown. LoRAModelAdapter can be converted."
             )

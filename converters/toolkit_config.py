@@ -17,7 +17,7 @@ from typing import Any
 
 from afm_mlx.adapters.files import MAX_RANK, is_number, is_rank
 from afm_mlx.config import ModelConfig, read_config_json
-from afm_mlx.errors import ConfigError
+from afm_mlx.errors import ConfigError, named, shown
 
 _ARCHITECTURE_DEFAULTS: dict[str, Any] = {
     "vocab_size": 153600,
@@ -92,14 +92,14 @@ def read_toolkit_config(path: str | Path) -> ToolkitConfig:
     kind = _type_name(values)
     if kind != "AFMTextV7Config":
         raise ConfigError(
-            f"{path}: __tamm_type__ is {values.get('__tamm_type__')!r}; AFMTextV7Config is the "
+            f"{path}: __tamm_type__ is {shown(values.get('__tamm_type__'))}; AFMTextV7Config is the "
             "architecture that can be converted."
         )
     known = set(_ARCHITECTURE_DEFAULTS) | _WITHOUT_EFFECT
     unknown = sorted(set(values) - known - {"__tamm_type__", "adapters", "arch_optimizers"})
     if unknown:
         raise ConfigError(
-            f"{path}: unknown keys {', '.join(unknown)}. They may change what the model computes, so it "
+            f"{path}: unknown keys {named(', '.join(unknown))}. They may change what the model computes, so it "
             f"is not converted. Known are {', '.join(sorted(_ARCHITECTURE_DEFAULTS))}, adapters and "
             "arch_optimizers."
         )
@@ -108,7 +108,7 @@ def read_toolkit_config(path: str | Path) -> ToolkitConfig:
         fields["num_kv_heads"] = fields["num_heads"]
     fields["kv_bits"] = _kv_bits(_objects(values, "arch_optimizers", path), path)
     adapters = {
-        name: _adapter(entry, f"{path}: adapter {name!r}")
+        name: _adapter(entry, f"{path}: adapter {shown(name)}")
         for name, entry in _objects(values, "adapters", path).items()
     }
     return ToolkitConfig(ModelConfig.from_dict(fields, source=str(path)), adapters)
@@ -129,12 +129,12 @@ def _kv_bits(optimizers: Mapping[str, dict[str, Any]], path: str | Path) -> int 
     for name, entry in optimizers.items():
         if _type_name(entry) != "KVQuantArchOptimizer":
             raise ConfigError(
-                f"{path}: arch_optimizers {name!r} is {entry.get('__tamm_type__')!r}; "
+                f"{path}: arch_optimizers {shown(name)} is {shown(entry.get('__tamm_type__'))}; "
                 "KVQuantArchOptimizer is the one that can be converted."
             )
         if entry.get("skip_quantize_for_first_token", False):
             raise ConfigError(
-                f"{path}: arch_optimizers {name!r} sets skip_quantize_for_first_token, which computes "
+                f"{path}: arch_optimizers {shown(name)} sets skip_quantize_for_first_token, which computes "
                 "the prompt's logits from unquantized keys and values. This package always reads "
                 "what the cache holds; set it to false if that is what you want."
             )
@@ -149,9 +149,11 @@ def _adapter(entry: Mapping[str, Any], where: str) -> LoRASpec | str:
     dropout = entry.get("dropout_p", 0)
     if not is_rank(rank):
         raise ConfigError(
-            f"{where}: rank is {rank!r}, and must be a whole number of 1 to {MAX_RANK}."
+            f"{where}: rank is {shown(rank)}, and must be a whole number of 1 to {MAX_RANK}."
         )
     for name, value in (("alpha", rank if alpha is None else alpha), ("dropout_p", dropout)):
         if not is_number(value) or value < 0:
-            raise ConfigError(f"{where}: {name} is {value!r}, and must be a number of 0 or more.")
+            raise ConfigError(
+                f"{where}: {name} is {shown(value)}, and must be a number of 0 or more."
+            )
     return LoRASpec(rank, float(rank if alpha is None else alpha), float(dropout))

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from afm_mlx.errors import CheckpointError
+from afm_mlx.errors import CheckpointError, named
 
 _OUTER = {
     "embedding.weight": "model.embedding.weight",
@@ -91,7 +91,7 @@ def map_keys(keys: Iterable[str], source: str) -> KeyMap:
     if unknown:
         more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
         raise CheckpointError(
-            f"{source}: {len(unknown)} unknown tensors: {', '.join(unknown[:5])}{more}. They may "
+            f"{source}: {len(unknown)} unknown tensors: {named(', '.join(unknown[:5]))}{more}. They may "
             "change what the model computes, so it is not converted. An AFMTextV7 state dict is needed."
         )
     return result
@@ -141,7 +141,7 @@ def _map_block(result: KeyMap, block: re.Match[str], key: str, source: str) -> b
 def _put(target: dict[str, str], name: str, key: str, source: str) -> None:
     if name in target:
         raise CheckpointError(
-            f"{source}: the tensors {target[name]} and {key} both mean {name}. "
+            f"{source}: the tensors {named(target[name])} and {named(key)} both mean {named(name)}. "
             "The state dict is a mix of two models."
         )
     target[name] = key

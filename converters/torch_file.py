@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from afm_mlx.errors import AFMError, CheckpointError
+from afm_mlx.errors import AFMError, CheckpointError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -194,7 +194,9 @@ def _check_state(state: Any, path: Path, torch: Any) -> dict[str, torch.Tensor]:
         )
     for key, tensor in state.items():
         if not isinstance(key, str):
-            raise CheckpointError(f"{path}: the name {key!r} is no text. A state dict is needed.")
+            raise CheckpointError(
+                f"{path}: the name {shown(key)} is no text. A state dict is needed."
+            )
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
             raise CheckpointError(f"{path}: {key} is no dense tensor, and only those are read.")
     return state

@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.converters.quantize import RECIPES, layer_rules, recipe
-from afm_mlx.errors import AFMError, ConfigError
+from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.quantization import Predicate, QuantizationRule
 
 DTYPES: dict[str, mx.Dtype] = {
@@ -65,9 +65,11 @@ class Wishes:
     def check(self) -> None:
         """Raise `AFMError` on options that contradict each other or would do nothing."""
         if self.dtype is not None and self.dtype not in DTYPES:
-            raise AFMError(f"dtype is {self.dtype!r}; allowed are {', '.join(DTYPES)}.")
+            raise AFMError(f"dtype is {shown(self.dtype)}; allowed are {', '.join(DTYPES)}.")
         if self.to not in TARGETS:
-            raise AFMError(f"The target format is {self.to!r}; allowed are {', '.join(TARGETS)}.")
+            raise AFMError(
+                f"The target format is {shown(self.to)}; allowed are {', '.join(TARGETS)}."
+            )
         self._check_quantization()
 
     def _check_quantization(self) -> None:
@@ -112,7 +114,7 @@ class Wishes:
             return 2, 4
         if self.quant_predicate not in RECIPES:
             raise ConfigError(
-                f"The recipe {self.quant_predicate!r} does not go with --target-bpw, which takes "
+                f"The recipe {shown(self.quant_predicate)} does not go with --target-bpw, which takes "
                 f"{', '.join(RECIPES)}."
             )
         return RECIPES[self.quant_predicate]

@@ -21,7 +21,7 @@ from afm_mlx.converters.mixed_bits import calibration_file, check_stock, choose_
 from afm_mlx.converters.mlx_lm import QUANTIZATION_KEYS, check_wishes
 from afm_mlx.converters.quantize import MLX_LM_RECIPES, as_stock, stock_rule
 from afm_mlx.converters.wishes import Wishes
-from afm_mlx.errors import AFMError
+from afm_mlx.errors import AFMError, shown
 from afm_mlx.packed import PackedEmbedding, PackedLinear
 from afm_mlx.quantization import (
     QuantizationRule,
@@ -70,7 +70,7 @@ def write_zoo(
         raise
     except (ValueError, KeyError, TypeError, ImportError, RuntimeError, FileNotFoundError) as error:
         raise AFMError(
-            f"{source} is a model of the architecture {kind!r}, which mlx-lm can't convert: {error}"
+            f"{source} is a model of the architecture {shown(kind)}, which mlx-lm can't convert: {error}"
         ) from None
     for path in list(inner.iterdir()):
         shutil.move(path, folder / path.name)
@@ -94,7 +94,8 @@ def _write_by_mlx_lm(source: Path, inner: Path, wishes: Wishes) -> None:
 
     if isinstance(wishes.quant_predicate, str) and wishes.quant_predicate not in MLX_LM_RECIPES:
         raise AFMError(
-            f"The recipe {wishes.quant_predicate!r} is for AFM models; others take {', '.join(MLX_LM_RECIPES)}."
+            f"The recipe {shown(wishes.quant_predicate)} is for AFM models; others take "
+            f"{', '.join(MLX_LM_RECIPES)}."
         )
     options: dict[str, Any] = {}
     if wishes.quantize:
@@ -124,8 +125,8 @@ def _write_packed(
         check_wishes(source, True, wishes.mlx_dtype, wishes.quantize, wishes.dequantize)
     if isinstance(wishes.quant_predicate, str) and wishes.target_bpw is None:
         raise AFMError(
-            f"The recipe {wishes.quant_predicate!r} is affine in mlx-lm; leave --q-mode, --q-granularity and "
-            "--q-embedding-bits out."
+            f"The recipe {shown(wishes.quant_predicate)} is affine in mlx-lm; leave --q-mode, --q-granularity "
+            "and --q-embedding-bits out."
         )
     if wishes.target_bpw is not None and wishes.stock:
         check_stock(wishes, "affine")

@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import tempfile
+import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ from afm_mlx.kernels.cpu import extension
 
 FOLDER = "AFM_MLX_CACHE"
 ENDED = "ended the process in the self-test"
+TESTING_SECONDS = 600
+"""More than the test of a variant takes, or the writing of a verdict."""
+
+_TEMPORARY = ".tmp"
 _SOURCES = (".py", ".metal", ".h", ".cpp")
 
 
@@ -55,8 +60,8 @@ class Verdict:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return  # none yet, or a damaged one: the test runs again
         self.done = running is None
-        # Another process may be testing at this moment.
-        if running is not None and not _is_alive(pid):
+        # Another process may be testing at this moment; but after a restart its number may be anyone's.
+        if running is not None and (_age(self._path) > TESTING_SECONDS or not _is_alive(pid)):
             self.failures[running] = ENDED
 
     def begin(self, variant: str) -> None:
@@ -67,6 +72,7 @@ class Verdict:
         """Note that the test is over."""
         self.failures, self.done = dict(failures), True
         self._write(None)
+        self._remove_leftovers()
 
     def forget(self, *, keep_ended: bool = False) -> None:
         """Start from nothing, or from the variants alone that ended a process."""
@@ -81,12 +87,26 @@ class Verdict:
         values.update(running=running, pid=os.getpid())
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(dir=self._path.parent, suffix=".tmp")
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(values, file, indent=1)
-            os.replace(name, self._path)
+            descriptor, name = tempfile.mkstemp(
+                prefix=f"{self._path.stem}-", suffix=_TEMPORARY, dir=self._path.parent
+            )
+            try:
+                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                    json.dump(values, file, indent=1)
+                os.replace(name, self._path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
         except OSError:
             pass  # a folder that can't be written costs a test at every start, and nothing else
+
+    def _remove_leftovers(self) -> None:
+        """Of processes that were killed while they wrote, which takes a moment."""
+        for path in self._path.parent.glob(f"selftest-*{_TEMPORARY}"):
+            if _age(path) > TESTING_SECONDS:
+                with contextlib.suppress(OSError):
+                    path.unlink()
 
 
 def cache_folder() -> Path:
@@ -134,6 +154,14 @@ def _sources_digest() -> str:
         if path.suffix in _SOURCES:
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _age(path: Path) -> float:
+    """Seconds since a file was written; 0 for one that is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _is_alive(pid: int) -> bool:

@@ -5,7 +5,8 @@ names in `ACTIONS`. It is imported when it is chosen, and it imports MLX when it
 come at once.
 
 Exit status: 0 done, 1 when `doctor` found a fault, 2 for what the user got wrong (one line on stderr),
-130 after Ctrl-C. Whatever else is raised is a defect of ours and keeps its traceback.
+130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP (one line each). Whatever else is raised is a defect
+of ours and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
+from typing import TextIO
 
-from afm_mlx.errors import AFMError
+from afm_mlx.cli.signals import Terminated, handled_signals
+from afm_mlx.errors import AFMError, bounded
 
 PROGRAM = "afm-mlx"
 COMMANDS = {
@@ -44,15 +47,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     _show_what_the_terminal_can()
     try:
-        status = _run(argv)
-        sys.stdout.flush()
+        with handled_signals():
+            status = _run(argv)
+            sys.stdout.flush()
         return status
     except BrokenPipeError:
-        # Whoever read the output has seen enough. Python flushes once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)  # whoever read the output has seen enough
         return 0
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+    except KeyboardInterrupt as interrupt:
+        return _fail(_with_advice("interrupted", interrupt), INTERRUPTED)
+    except Terminated as stopped:
+        return _fail(_with_advice(str(stopped), stopped), stopped.status)
 
 
 def _run(argv: list[str]) -> int:
@@ -73,7 +78,15 @@ def _run(argv: list[str]) -> int:
     except (AFMError, OSError, ValueError) as error:
         if debug or not _is_for_the_user(error):
             raise
-        return _fail(f"error: {error}", USAGE_ERROR)
+        return _fail(f"error: {bounded(str(error))}", USAGE_ERROR)
+    except (MemoryError, RuntimeError) as error:
+        if debug or not _is_out_of_memory(error):
+            raise
+        return _fail(
+            f"error: there is not enough memory ({bounded(str(error))}). Ask for fewer or shorter rows, "
+            "a smaller rank or a smaller model.",
+            USAGE_ERROR,
+        )
 
 
 def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
@@ -117,14 +130,36 @@ def _is_for_the_user(error: Exception) -> bool:
     return isinstance(error, (AFMError, SettingError))
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    # MLX raises RuntimeError: of its allocators, and of Metal's queue.
+    words = ("Unable to allocate", "Attempting to allocate", "Insufficient Memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def _with_advice(what: str, error: BaseException) -> str:
+    """With the notes on what ended a command, which say how to go on."""
+    return " ".join([f"{what}.", *notes]) if (notes := getattr(error, "__notes__", ())) else what
+
+
 def _fail(message: str, status: int) -> int:
-    sys.stdout.flush()
-    print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # the terminal is closed, say
+        _discard(sys.stdout)
+    try:
+        print(f"{PROGRAM}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
     return status
 
 
+def _discard(stream: TextIO) -> None:
+    # Python flushes once more at exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def _show_what_the_terminal_can() -> None:
-    # A model may write any character; one that the terminal lacks is no reason to stop.
+    # A model may write any character, and a file's name may have half of one; one that the terminal lacks is no
+    # reason to stop.
     for stream in (sys.stdout, sys.stderr):
-        if (stream.encoding or "").lower().replace("-", "") != "utf8":
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ import argparse
 import csv
 import dataclasses
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import options
 from afm_mlx.cli.output import print_json, progress_bar
-from afm_mlx.cli.parser import UsageError, integer
+from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.config import PRESETS
 
 if TYPE_CHECKING:
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from afm_mlx.benchmark import Result
 
 THREADS_VARIABLE = "AFM_MLX_THREADS"
+MAX_CASES, MAX_TOKENS, MAX_RANK = 10_000, 1 << 20, 1 << 16
 
 
-def integers(low: int) -> Callable[[str], list[int]]:
-    """Integers of at least `low`, separated by commas."""
-    one = integer(low)
+def integers(low: int, high: int) -> Callable[[str], list[int]]:
+    """Integers from `low` to `high`, separated by commas; see `integer`."""
+    one = integer(low, high)
 
     def convert(text: str) -> list[int]:
         return [one(part.strip()) for part in text.split(",")]
@@ -55,15 +57,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cases = parser.add_argument_group(
         "cases", "each takes a list, as in 128,512; all combinations run"
     )
-    for flags, low, default, text in (
-        (("--prompt-tokens", "-p"), 1, "512", "tokens of a prompt"),
-        (("--generation-tokens", "-g"), 3, "128", "tokens of an answer"),
-        (("--batch-size", "-b"), 1, "1", "rows side by side"),
-        (("--depth", "-d"), 0, "0", "tokens that lie in the cache before the prompt"),
-        (("--adapter-rank",), 0, "0", "of a random adapter on every linear layer; 0 for none"),
-        (("--adapters",), 1, "1", "different adapters, which the rows use in turn"),
+    for flags, allowed, default, text in (
+        (("--prompt-tokens", "-p"), (1, MAX_TOKENS), "512", "tokens of a prompt"),
+        (("--generation-tokens", "-g"), (3, MAX_TOKENS), "128", "tokens of an answer"),
+        (("--batch-size", "-b"), (1, MAX_ROWS), "1", "rows side by side"),
+        (("--depth", "-d"), (0, MAX_TOKENS), "0", "tokens that lie in the cache before the prompt"),
+        (
+            ("--adapter-rank",),
+            (0, MAX_RANK),
+            "0",
+            "of a random adapter on every linear layer; 0 for none",
+        ),
+        (("--adapters",), (1, MAX_ROWS), "1", "different adapters, which the rows use in turn"),
     ):
-        cases.add_argument(*flags, type=integers(low), default=default, metavar="N,...", help=text)
+        kind = integers(*allowed)
+        cases.add_argument(*flags, type=kind, default=default, metavar="N,...", help=text)
     parser.add_argument(
         "--num-trials", "-n", type=integer(1), default=5, help="measured runs of a case"
     )
@@ -72,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv", choices=["int8", "float"], default="int8", help="storage of keys and values"
     )
     parser.add_argument(
-        "--threads", "-t", type=integer(1), help="of the CPU; by default the cores it may use"
+        "--threads", "-t", type=integer(1, 4096), help="of the CPU; by default the cores it may use"
     )
     parser.add_argument(
         "--seed", type=integer(0, options.MAX_SEED), default=0, help="of the tokens and codes"
@@ -89,17 +97,17 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.benchmark import Case, run_case, threads_in_use
     from afm_mlx.packed import set_activation_bits
 
-    cases = [
-        Case(*sizes)
-        for sizes in itertools.product(
-            args.prompt_tokens,
-            args.generation_tokens,
-            args.batch_size,
-            args.depth,
-            args.adapter_rank,
-            args.adapters,
-        )
-    ]
+    lists = (
+        args.prompt_tokens,
+        args.generation_tokens,
+        args.batch_size,
+        args.depth,
+        args.adapter_rank,
+        args.adapters,
+    )
+    if (count := math.prod(map(len, lists))) > MAX_CASES:
+        raise UsageError(f"the lists make {count:,} cases; allowed are {MAX_CASES:,}.")
+    cases = [Case(*sizes) for sizes in itertools.product(*lists)]
     threads = threads_in_use()
     bandwidth = measure_bandwidth(threads)
     name, model, tokenizer = _model_of(args)

@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from afm_mlx.cli.options import MAX_SEED
 from afm_mlx.cli.output import add_json, finite, print_facts, print_json, print_table, progress_bar
 from afm_mlx.cli.parser import UsageError, integer
 
@@ -34,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also run kernels that ended the process the last time",
     )
     parser.add_argument(
-        "--seed", type=integer(0), help="of the random inputs, to repeat a report; fresh by default"
+        "--seed",
+        type=integer(0, MAX_SEED),
+        help="of the random inputs, to repeat a report; fresh by default",
     )
     add_json(parser)
 

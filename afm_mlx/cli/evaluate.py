@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import options
 from afm_mlx.cli.output import add_json, print_json, print_table, progress_bar
-from afm_mlx.cli.parser import UsageError, integer
+from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.cli.perplexity import HELD_OUT
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{TEST_SET}, which the embedded model has",
     )
     parser.add_argument("--limit", type=integer(1), help="examples per task; all by default")
-    parser.add_argument("--batch-size", type=integer(1), default=16, help="examples side by side")
+    parser.add_argument(
+        "--batch-size", type=integer(1, MAX_ROWS), default=16, help="examples side by side"
+    )
     parser.add_argument(
         "--show-errors", type=integer(0), default=0, metavar="N", help="print N wrong answers"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx.cli import options
-from afm_mlx.cli.output import add_json, print_json
+from afm_mlx.cli.output import add_json, print_answer, print_json
 from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
 from afm_mlx.errors import CacheFileError
 
@@ -68,7 +68,9 @@ def _add_prompt(parser: argparse.ArgumentParser) -> None:
         "--prefill-response", help="beginning of the answer, for the model to continue"
     )
     parser.add_argument(
-        "--ignore-chat-template", action="store_true", help="continue the prompt as plain text"
+        "--ignore-chat-template",
+        action="store_true",
+        help="continue the prompt as plain text, in which names such as <turn_end> are control tokens",
     )
     parser.add_argument(
         "--chat-template-config",
@@ -169,7 +171,7 @@ def _generate(
             text += response.text
             tokens.append(response.token)
             if response.text and not args.json:
-                print(response.text, end="", flush=True)
+                print_answer(response.text)
     finally:
         # An error's one line, too, starts at the beginning of a line.
         if text and not args.json:

@@ -15,6 +15,7 @@ from afm_mlx.cli.parser import UsageError, integer, json_object, number
 from afm_mlx.cli.training_arguments import add_training
 from afm_mlx.cli.training_output import data_line, print_scores, run_training, scores_dict
 from afm_mlx.cli.training_recipe import fill, recipe_of, refuse_both
+from afm_mlx.errors import did_you_mean, shown
 
 if TYPE_CHECKING:
     from afm_mlx.training.kinds import LoRATraining
@@ -307,15 +308,24 @@ def _take_parameters(args: argparse.Namespace) -> None:
 
 
 def _parameters(args: argparse.Namespace) -> dict[str, Any]:
-    """The content of `--lora-parameters`, checked."""
+    """The content of `--lora-parameters`, checked; ranges of rank and scale are the training's to check."""
     kinds = {"rank": (int,), "scale": (int, float), "dropout": (int, float), "keys": (list,)}
     found = dict(args.lora_parameters or {})
     for name, value in found.items():
         if name not in kinds:
             raise UsageError(
-                f"--lora-parameters has the key {name!r}; known are {', '.join(kinds)}."
+                f"--lora-parameters has the key {shown(name)}{did_you_mean(name, kinds)}; known are "
+                f"{', '.join(kinds)}."
             )
         if type(value) not in kinds[name]:
             wanted = " or ".join(kind.__name__ for kind in kinds[name])
-            raise UsageError(f"--lora-parameters: {name} is {value!r}; {wanted} is needed.")
+            raise UsageError(f"--lora-parameters: {name} is {shown(value)}; {wanted} is needed.")
+        if name == "dropout" and not 0 <= value < 1:
+            raise UsageError(
+                f"--lora-parameters: dropout is {shown(value)}; allowed is 0 to 0.999."
+            )
+        if name == "keys" and not all(isinstance(key, str) for key in value):
+            raise UsageError(
+                f"--lora-parameters: keys is {shown(value)}; names are needed, such as mlp.up_proj."
+            )
     return found

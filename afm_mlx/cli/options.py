@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from afm_mlx.cli.parser import Unavailable, UsageError, integer, number
+from afm_mlx.errors import shown
 
 EMBEDDED_MODEL = "afm-nano"  # as in afm_mlx.loading, which would import MLX
 
@@ -43,7 +44,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 def add_activation_bits(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activation-bits",
-        type=int,
+        type=integer(1, 16),
         choices=[16, 8],
         default=16,
         help="8 lets packed layers round their input to int8, which is faster on a CPU and less exact",
@@ -84,7 +85,9 @@ def named_path(text: str) -> tuple[str, str]:
     """`NAME=PATH`, for argparse."""
     name, equals, path = text.partition("=")
     if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f"{text!r} is no NAME=PATH, such as tidy=my-adapters/tidy")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is no NAME=PATH, such as tidy=my-adapters/tidy"
+        )
     return name, path
 
 
@@ -93,7 +96,7 @@ def gigabytes(text: str) -> int:
     nbytes = round(number(0, 10**6)(text) * 1e9)
     if nbytes < 1:
         raise argparse.ArgumentTypeError(
-            f"{text!r} holds no adapter; one takes some 0.001 to 0.3 GB"
+            f"{shown(text)} holds no adapter; one takes some 0.001 to 0.3 GB"
         )
     return nbytes
 
@@ -189,8 +192,7 @@ def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
         raise UsageError(
             f"--top-k is {args.top_k}; this model has {vocab_size} tokens. Use 0 to keep all."
         )
-    # Takes a second or two, because it brings transformers along.
-    from mlx_lm.sample_utils import make_sampler
+    from afm_mlx.samplers import make_sampler
 
     return make_sampler(
         args.temp,
@@ -221,7 +223,7 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--kv-bits",
-        type=int,
+        type=integer(1, 16),
         help="8 for the checkpoint's int8 (the default where it has scales), 16 for floats",
     )
     group.add_argument(

@@ -5,10 +5,34 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+# All but tab and line break: a terminal takes the others for orders.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def print_answer(text: str) -> None:
+    """Print a segment of what a model writes; a terminal gets no control characters of its."""
+    print(harmless(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def note(text: str) -> None:
+    """Say something on stderr, so that it is no part of the output."""
+    print(harmless(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def harmless(text: str) -> str:
+    """A text with its control characters written out, `\\x1b` for ESC, but for tab and line break."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def one_line(error: Exception) -> str:
+    """An error's message on one line."""
+    return " ".join(str(error).split())
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

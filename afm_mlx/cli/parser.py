@@ -8,19 +8,24 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from afm_mlx import __version__
-from afm_mlx.errors import AFMError
+from afm_mlx.cli.usage import UsageError as UsageError
+from afm_mlx.cli.usage import check_text
+from afm_mlx.errors import did_you_mean, named, shown
 
 PROGRAM = "afm-mlx"
-
-
-class UsageError(AFMError):
-    """Arguments that can't be used."""
+MAX_INTEGER = 2**31 - 1
+"""Of arguments that say no more: what MLX counts elements of a dimension with."""
+MAX_ROWS = 4096
+"""Rows of a batch."""
+MAX_NUMBER = 1e30
+"""Likewise: float32 ends at 3e38."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,7 +45,33 @@ class Parser(argparse.ArgumentParser):
             message += f"; one that starts with a dash is written {missing[1]}=TEXT"
         raise UsageError(f"{message}. {self.prog} --help explains the arguments.")
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        args, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            known = [
+                name
+                for action in self._actions
+                if action.help is not argparse.SUPPRESS
+                for name in action.option_strings
+            ]
+            self.error(
+                f"unrecognized arguments: {named(' '.join(unknown))}{did_you_mean(flag, known)}"
+            )
+        return args
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action,
+                f"invalid choice: {shown(value)}{did_you_mean(str(value), choices)} "
+                f"(choose from {', '.join(choices)})",
+            )
+
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        flag = "/".join(action.option_strings) or action.metavar or action.dest
+        check_text(str(flag), arg_strings)
         dashes = arg_strings == ["--"] and action.option_strings
         values = super()._get_values(action, arg_strings)
         if dashes and values == []:  # before Python 3.13 `--option=--` loses its value
@@ -119,10 +150,11 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     parser.add_argument(
         "--debug", action="store_true", help="show the traceback of an error, for bug reports"
     )
+    parser.set_defaults(command_line=shlex.join([PROGRAM, *name.split(), *argv]))  # for advice
     args = parser.parse_args(argv)
     if args.config is None:
         return args
-    values = _read_yaml(Path(args.config), parser)
+    values = _from_yaml(args.config, parser)
     for one, other, *_ in getattr(command, "ALTERNATIVES", ()):
         for given, name_in_file in ((one, other), (other, one)):
             if getattr(args, given) is not None:
@@ -131,42 +163,26 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     return parser.parse_args(argv)
 
 
-def _read_yaml(path: Path, parser: Parser) -> dict[str, Any]:
-    values = _load_yaml(path)
+def _from_yaml(path: str, parser: Parser) -> dict[str, Any]:
+    """The arguments that a file sets, by their names, checked as those of the command line are."""
+    from afm_mlx.cli.yaml_config import read_yaml
+
+    settings = read_yaml(Path(path))
     actions = {a.dest: a for a in parser._actions if a.dest not in ("help", "config", "command")}
-    unknown = sorted(str(key) for key in values if key not in actions)
-    if unknown:
-        raise UsageError(
-            f"{path}: unknown key {', '.join(unknown)}. Known are {', '.join(sorted(actions))}."
-        )
-    return {
-        key: _checked(f"{path}: {key}", value, actions[key])
-        for key, value in values.items()
+    values = {}
+    for key, (value, line) in settings.items():
+        where = f"{path}, line {line}"
+        if key not in actions:
+            known = [name for name, a in actions.items() if a.help is not argparse.SUPPRESS]
+            raise UsageError(
+                f"{where}: unknown key {named(key)}{did_you_mean(key, known)}. Known are the names that "
+                f"{parser.prog} --help lists, with _ for -."
+            )
         # An empty value leaves the default, and what is not available may be declined.
-        if value is not None and not (value is False and isinstance(actions[key], Unavailable))
-    }
-
-
-def _load_yaml(path: Path) -> dict[Any, Any]:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """YAML 1.1 wants a dot in a number with an exponent; people write 1e-5."""
-
-    Loader.add_implicit_resolver(
-        "tag:yaml.org,2002:float",
-        re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"),
-        list("-+0123456789"),
-    )
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader)
-    except OSError as error:
-        raise UsageError(f"the config file {path} can't be read: {error.strerror}.") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"the config file {path} is not valid YAML: {error}.") from None
-    if not isinstance(values or {}, dict):
-        raise UsageError(f"{path} holds a {type(values).__name__}; 'name: value' lines are needed.")
-    return values or {}
+        if value is None or (value is False and isinstance(actions[key], Unavailable)):
+            continue
+        values[key] = _checked(f"{where}: {key}", value, actions[key])
+    return values
 
 
 def _checked(where: str, value: Any, action: argparse.Action) -> Any:
@@ -175,9 +191,9 @@ def _checked(where: str, value: Any, action: argparse.Action) -> Any:
         raise UsageError(f"{where}: {action.reason}.")
     if action.nargs == 0:
         if not isinstance(value, bool):
-            raise UsageError(f"{where} is {value!r}; allowed are true and false.")
+            raise UsageError(f"{where} is {shown(value)}; allowed are true and false.")
         return value
-    if action.nargs in ("+", "*"):
+    if action.nargs in ("+", "*") or isinstance(action, argparse._AppendAction):
         return [
             _converted(where, v, action) for v in (value if isinstance(value, list) else [value])
         ]
@@ -188,21 +204,22 @@ def _converted(where: str, value: Any, action: argparse.Action) -> Any:
     if action.type is boolean and isinstance(value, bool):
         return value
     if action.type is json_object and isinstance(value, dict):
-        return value
+        value = json.dumps(value)
     convert: Callable[[str], Any] = action.type if callable(action.type) else str
     is_text = isinstance(value, str)
-    if isinstance(value, (bool, list, dict)) or (convert is str and not is_text):
-        raise UsageError(f"{where} is {value!r} ({type(value).__name__}); a string is needed.")
+    if isinstance(value, bool | list | dict) or (convert is str and not is_text):
+        raise UsageError(f"{where} is {shown(value)} ({type(value).__name__}); a string is needed.")
     try:
         converted = convert(value if is_text else repr(value))
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"{where}: {error}.") from None
     except ValueError:
         kind = getattr(convert, "__name__", "value")
-        raise UsageError(f"{where} is {value!r}; {kind} is needed.") from None
+        raise UsageError(f"{where} is {shown(value)}; {kind} is needed.") from None
     if action.choices is not None and converted not in action.choices:
         allowed = ", ".join(map(str, action.choices))
-        raise UsageError(f"{where} is {value!r}; allowed are {allowed}.")
+        hint = did_you_mean(str(converted), map(str, action.choices))
+        raise UsageError(f"{where} is {shown(value)}{hint}; allowed are {allowed}.")
     return converted
 
 
@@ -213,21 +230,23 @@ def boolean(text: str) -> bool:
     """True, T, False or F in any case, as mlx-lm's `--verbose` takes them."""
     lowered = text.lower()
     if lowered not in ("true", "t", "false", "f"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+        raise argparse.ArgumentTypeError(f"{shown(text)} is neither True nor False")
     return lowered in ("true", "t")
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
-    """An integer of at least `low`."""
-    return _number(int, "an integer", low, high)
+    """An integer from `low` to `high`, which is `MAX_INTEGER` by default."""
+    return _number(int, "an integer", low, high, MAX_INTEGER)
 
 
 def number(low: float, high: float | None = None) -> Callable[[str], float]:
-    """A finite number of at least `low`."""
-    return _number(float, "a number", low, high)
+    """A finite number from `low` to `high`, which is `MAX_NUMBER` by default."""
+    return _number(float, "a number", low, high, MAX_NUMBER)
 
 
-def _number(kind: type, name: str, low: float, high: float | None) -> Callable[[str], Any]:
+def _number(
+    kind: type, name: str, low: float, high: float | None, highest: float
+) -> Callable[[str], Any]:
     allowed = f"{low} or more" if high is None else f"{low} to {high}"
 
     def convert(text: str) -> Any:
@@ -235,10 +254,14 @@ def _number(kind: type, name: str, low: float, high: float | None) -> Callable[[
             value = kind(text)
         except ValueError:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not {name}; allowed is {allowed}"
+                f"{shown(text)} is not {name}; allowed is {allowed}"
             ) from None
-        if not low <= value <= (float("inf") if high is None else high) or value == float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is out of range; allowed is {allowed}")
+        if high is None and value > highest:
+            raise argparse.ArgumentTypeError(
+                f"{named(text)} is out of range; allowed is {low} to {highest}"
+            )
+        if not low <= value <= (highest if high is None else high):
+            raise argparse.ArgumentTypeError(f"{named(text)} is out of range; allowed is {allowed}")
         return value
 
     return convert
@@ -248,8 +271,12 @@ def json_object(text: str) -> dict[str, Any]:
     """A JSON object."""
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+        json.dumps(value, allow_nan=False)
+        check_text("it", value)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{shown(text)} can't be used as JSON: {error}") from None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object, such as '{{\"key\": 1}}'")
+        raise argparse.ArgumentTypeError(
+            f"{shown(text)} is not a JSON object, such as '{{\"key\": 1}}'"
+        )
     return value

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from afm_mlx.cli import options
 from afm_mlx.cli.output import add_json, print_json, progress_bar
-from afm_mlx.cli.parser import UsageError, integer
+from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 
 HELD_OUT = "heldout.jsonl"
 
@@ -26,7 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sequence-length", type=integer(2), default=512, help="tokens of a piece at most"
     )
-    parser.add_argument("--batch-size", type=integer(1), default=8, help="pieces side by side")
+    parser.add_argument(
+        "--batch-size", type=integer(1, MAX_ROWS), default=8, help="pieces side by side"
+    )
     parser.add_argument(
         "--seed", type=integer(0, options.MAX_SEED), default=123, help="of the choice of samples"
     )

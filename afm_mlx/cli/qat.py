@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_grids(group: argparse._ArgumentGroup) -> None:
     """What weights are rounded to."""
     group.add_argument(
-        "--bits", "--q-bits", type=int, choices=[2, 4, 8], help="per weight; 2 by default"
+        "--bits", "--q-bits", type=integer(1, 8), choices=[2, 4, 8], help="per weight; 2 by default"
     )
     group.add_argument(
         "--q-mode",
@@ -66,7 +66,7 @@ def _add_grids(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--embedding-bits",
         "--q-embedding-bits",
-        type=int,
+        type=integer(1, 8),
         choices=[2, 4, 8],
         default=4,
         help="of the embedding, which is the head too",

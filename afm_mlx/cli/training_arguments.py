@@ -7,9 +7,13 @@ import re
 
 from afm_mlx.cli import options
 from afm_mlx.cli.output import add_json
-from afm_mlx.cli.parser import integer, json_object, number
+from afm_mlx.cli.parser import MAX_ROWS, integer, json_object, number
+from afm_mlx.errors import named, shown
 
-ITERS = 1000  # mlx-lm's default
+MAX_EPOCHS, MAX_SIZE = 10**6, 10**15  # the latter in bytes
+EPOCHS, STEPS_BETWEEN = 3, (100, 1000)
+"""How long to train where nobody says: passes over the data, and the fewest and the most steps of these."""
+
 FEATURES = ("prompt", "completion", "chat", "text")  # what mlx-lm's YAML files may rename
 
 ALTERNATIVES = (
@@ -68,12 +72,14 @@ def add_training(parser: argparse.ArgumentParser, learning_rate: str) -> None:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data")
-    group.add_argument("--batch-size", type=integer(1), help="rows of a batch; 4 by default")
+    group.add_argument(
+        "--batch-size", type=integer(1, MAX_ROWS), help="rows of a batch; 4 by default"
+    )
     group.add_argument(
         "--max-seq-length",
         type=integer(2),
-        default=2048,
-        help="the most tokens of a sample, and of a row; longer texts are cut, longer chats an error",
+        help="the most tokens of a sample, and of a row; longer texts are cut, longer chats an error. By "
+        "default 2048, or the model's context if that is less, and packed rows of some four samples",
     )
     group.add_argument(
         "--packing",
@@ -101,8 +107,15 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def _add_loop(parser: argparse.ArgumentParser, learning_rate: str) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--iters", type=integer(1), help=f"steps; {ITERS} by default")
-    group.add_argument("--epochs", type=number(0), help="passes over the data, instead of --iters")
+    group.add_argument(
+        "--iters",
+        type=integer(1),
+        help=f"steps; by default {EPOCHS} passes over the data, but {STEPS_BETWEEN[0]} steps at least and "
+        f"{STEPS_BETWEEN[1]} at most",
+    )
+    group.add_argument(
+        "--epochs", type=number(0, MAX_EPOCHS), help="passes over the data, instead of --iters"
+    )
     group.add_argument(
         "--learning-rate", type=number(0), help=f"the highest; {learning_rate} by default"
     )
@@ -111,7 +124,9 @@ def _add_loop(parser: argparse.ArgumentParser, learning_rate: str) -> None:
         type=integer(0),
         help="steps of linear warm-up; by default 5%% of all, 100 at most",
     )
-    group.add_argument("--warmup-epochs", type=number(0), help="likewise, in passes over the data")
+    group.add_argument(
+        "--warmup-epochs", type=number(0, MAX_EPOCHS), help="likewise, in passes over the data"
+    )
     group.add_argument(
         "--schedule",
         choices=["cosine", "constant"],
@@ -228,7 +243,10 @@ def size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]B?)?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; allowed are such as 0, 500MB and 2GB"
+            f"{shown(text)} is no size; allowed are such as 0, 500MB and 2GB"
         )
     unit = (match[2] or "").upper()[:1]
-    return int(float(match[1]) * {"": 1, "M": 10**6, "G": 10**9}[unit])
+    nbytes = float(match[1]) * {"": 1, "M": 10**6, "G": 10**9}[unit]
+    if nbytes > MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"{named(text)} is too much; allowed is up to 1000000GB")
+    return int(nbytes)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.parser import UsageError
+from afm_mlx.cli.signals import Terminated, deferred_signals
 
 if TYPE_CHECKING:
     from afm_mlx.training.events import Event
@@ -139,9 +140,14 @@ def run_training(args: argparse.Namespace, start: Callable[..., Result], run_pat
     """
     if args.resume and not (run_path / "run.json").exists():
         raise UsageError(f"--resume: {run_path} holds no run. Leave it out to start one.")
-    with _advice_after_interrupt(run_path), progress_bar("training", "step") as bar:
+    with _advice(args, run_path), progress_bar("training", "step") as bar:
         reporter = Reporter(args, bar)
-        result = start(resume=args.resume, on_plan=reporter.on_plan, on_event=reporter.on_event)
+        result = start(
+            resume=args.resume,
+            on_plan=reporter.on_plan,
+            on_event=reporter.on_event,
+            stopping=deferred_signals,
+        )
     if args.plot is not None:
         from afm_mlx.training.plot import plot_metrics
 
@@ -205,13 +211,18 @@ def scores_dict(scores: Scores) -> dict[str, Any]:
 
 
 @contextmanager
-def _advice_after_interrupt(run_path: Path) -> Iterator[None]:
+def _advice(args: argparse.Namespace, run_path: Path) -> Iterator[None]:
+    """Say of a run that is there how to go on with it, and how to start anew."""
+    from afm_mlx.training.run_folder import RunExistsError
+
+    resume = args.command_line if args.resume else f"{args.command_line} --resume"
+    flag = "--adapter-path" if args.save_path is None else "--save-path"
+    advice = f"To go on with it: {resume}. To start anew, choose another folder ({flag})."
     try:
         yield
-    except KeyboardInterrupt:
+    except RunExistsError as error:
+        raise UsageError(f"{error.path} holds a training run already. {advice}") from None
+    except (KeyboardInterrupt, Terminated) as stopped:
         if (run_path / "run.json").exists():
-            print(
-                f"\nThe run is kept in {run_path}; the same command with --resume goes on with it.",
-                file=sys.stderr,
-            )
+            stopped.add_note(f"The run is kept in {run_path}. {advice}")
         raise

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli.parser import UsageError
-from afm_mlx.cli.training_arguments import ALTERNATIVES, FEATURES, ITERS
+from afm_mlx.cli.training_arguments import ALTERNATIVES, EPOCHS, FEATURES, STEPS_BETWEEN
+from afm_mlx.errors import shown
 
 if TYPE_CHECKING:
     from afm_mlx.training.options import TrainingOptions
@@ -60,11 +61,13 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
 
     of_warmup = (args.warmup_iters, args.warmup_epochs, args.lr_schedule)
     has_share = all(value is None for value in of_warmup)
+    says_nothing = args.iters is None and args.epochs is None
     return Recipe(
         data=args.data,
         options=_options(args, of_optimizer),
         model=args.model,
-        epochs=args.epochs,
+        epochs=EPOCHS if says_nothing else args.epochs,
+        steps_between=STEPS_BETWEEN if says_nothing else None,
         warmup_share=WARMUP_SHARE if has_share else None,
         warmup_epochs=args.warmup_epochs,
         batch_size=args.batch_size,
@@ -88,7 +91,7 @@ def _options(args: argparse.Namespace, of_optimizer: dict[str, Any]) -> Training
 
     warmup = args.warmup_iters or 0
     # The number of steps in epochs is only known with the data.
-    iters = warmup + 1 if args.epochs is not None else args.iters or ITERS
+    iters = warmup + 1 if args.iters is None else args.iters
     same = {field.name for field in dataclasses.fields(TrainingOptions)} & set(vars(args))
     values = {name: getattr(args, name) for name in same} | of_optimizer | _peak(args)
     return TrainingOptions(
@@ -156,7 +159,8 @@ def _optimizer(args: argparse.Namespace) -> dict[str, Any]:
     wanted = {"betas", "eps", "weight_decay", "bias_correction"}
     if not isinstance(given, dict) or not given.keys() <= wanted:
         raise UsageError(
-            f"--optimizer-config has {given!r} for {args.optimizer}; allowed are {', '.join(sorted(wanted))}."
+            f"--optimizer-config has {shown(given)} for {args.optimizer}; allowed are "
+            f"{', '.join(sorted(wanted))}."
         )
     if given.get("bias_correction") is False:
         raise UsageError("--optimizer-config: bias_correction is always on here; leave it out.")
@@ -164,7 +168,7 @@ def _optimizer(args: argparse.Namespace) -> dict[str, Any]:
     numbers = [*betas, given.get("eps", 0.0)] if isinstance(betas, list) else []
     if len(numbers) != 3 or not all(type(n) in (int, float) for n in numbers):
         raise UsageError(
-            f"--optimizer-config has {given!r}; betas are a list of two numbers, and eps is one."
+            f"--optimizer-config has {shown(given)}; betas are a list of two numbers, and eps is one."
         )
     fill(args, {"weight_decay": given.get("weight_decay")})
     if args.optimizer == "adam" and args.weight_decay:

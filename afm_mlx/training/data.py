@@ -259,7 +259,7 @@ class _Chat:
             self._tools = own_tools
         self._refuse_ignored_fields(checked, tools or own_tools)
         self._text = self._render(len(messages))
-        self.tokens = self._encode(self._text)
+        self.tokens = self._encode(self._text, len(messages))
 
     def span(self, index: int, earliest: int) -> tuple[int, int]:
         """First token of the assistant's message `index`, and the one behind its last."""
@@ -285,14 +285,15 @@ class _Chat:
                     "Use a template without that, or data as {'text'}."
                 )
             head = shared
-        return _shared_length(self._encode(head), self.tokens)
+        ids = self._encode(head, index, add_generation_prompt=True)
+        return _shared_length(ids, self.tokens)
 
     def _end(self, index: int, start: int) -> int:
         if index + 1 == len(self._messages):
             return len(self.tokens)
         upto = self._render(index + 1)
         if self._text.startswith(upto):
-            return _shared_length(self._encode(upto), self.tokens)
+            return _shared_length(self._encode(upto, index + 1), self.tokens)
         stops = np.flatnonzero(np.isin(self.tokens[start:], list(self._stop_ids)))
         if not len(stops):
             raise DataError(
@@ -305,18 +306,20 @@ class _Chat:
     def _stop_ids(self) -> set[int]:
         return set(self._tokenizer.eos_token_ids)
 
-    def _render(self, count: int, **variables: Any) -> str:
+    def _render(self, count: int, tokenize: bool = False, **variables: Any) -> Any:
         return _guarded(
             "chat",
             lambda: self._tokenizer.apply_chat_template(
-                self._messages[:count], tools=self._tools, tokenize=False, **variables
+                self._messages[:count], tools=self._tools, tokenize=tokenize, **variables
             ),
         )
 
-    def _encode(self, text: str) -> np.ndarray:
-        # Templates of the zoo write the first token out; AFM's leave it to the tokenizer.
-        encode = self._tokenizer.encode
-        tokens = _guarded("chat", lambda: encode(text, add_special_tokens=self._is_afm))
+    def _encode(self, text: str, count: int, **variables: Any) -> np.ndarray:
+        """The ids of the first `count` messages, which are rendered as `text`."""
+        if self._is_afm:  # the text doesn't tell control tokens from what messages say
+            return np.array(self._render(count, tokenize=True, **variables), np.int32)
+        # Templates of the zoo write the first token out.
+        tokens = _guarded("chat", lambda: self._tokenizer.encode(text, add_special_tokens=False))
         return np.array(tokens, np.int32)
 
     def _refuse_ignored_fields(self, checked: Sequence[Message], tools: Any) -> None:

@@ -24,12 +24,13 @@ estimate within 15 % is a good one.
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 
 import mlx.core as mx
 
 from afm_mlx.config import ModelConfig
-from afm_mlx.errors import ConfigError
+from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.training.losses import CHUNK, WHOLE
 
 KINDS = ("full", "lora", "qat")
@@ -139,6 +140,29 @@ def estimate_memory(
         expanded=_expanded_bytes(config, kind, base_bits, size, grad_checkpoint),
         head=head,
     )
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_fits(nbytes: int | None) -> None:
+    """Refuse a run that this machine has not the memory for, swap space aside.
+
+    Args:
+        nbytes: estimate of what it needs; None when there is none.
+
+    Raises:
+        TrainingError: says how much there is, and what takes less.
+    """
+    there = machine_memory()
+    if nbytes is not None and nbytes > there:
+        raise TrainingError(
+            f"The training needs about {nbytes / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f}. "
+            "--grad-checkpoint, a smaller --batch-size, --max-seq-length or --rank, and a packed model "
+            "need less."
+        )
 
 
 def _check(kind: str, batch_size: int, length: int, rank: int, base_bits: int | None) -> None:

@@ -40,13 +40,13 @@ from afm_mlx.stored_layers import quantization_of
 from afm_mlx.training.events import Event, Testing
 from afm_mlx.training.kinds import DraftTraining, FullTraining, LoRATraining, Method, QATTraining
 from afm_mlx.training.losses import CrossEntropy, Distillation, Loss
-from afm_mlx.training.memory import estimate_memory
+from afm_mlx.training.memory import check_fits, estimate_memory
 from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.recipe import Data, Plan, Recipe, read_data
 from afm_mlx.training.run_folder import RunFolder
 from afm_mlx.training.scores import Score, Scores, measure
 from afm_mlx.training.source import Source, open_teacher
-from afm_mlx.training.trainer import Outcome, train
+from afm_mlx.training.trainer import Outcome, Stopping, train
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,14 @@ def train_lora(
         AFMError: what is wrong with an argument, the data, the model or the run.
     """
     path = Path(adapter_path)
+    options["run_path"] = options.get("run_path") or path / "run"
     taken = [name for name in (TENSORS_NAME, CONFIG_NAME) if (path / name).exists()]
     if taken and not options.get("resume"):
+        if CONFIG_NAME not in taken:  # its run was killed while it saved, and may go on
+            RunFolder(Path(options["run_path"])).check(resume=False)
         raise TrainingError(
-            f"{path} holds an adapter already ({taken[0]}). Choose another folder, or remove it first."
+            f"{path} holds an adapter already ({taken[0]}). Choose another folder, or move it away first."
         )
-    options["run_path"] = options.get("run_path") or path / "run"
     return train_by(method or LoRATraining(), recipe, path, **options)
 
 
@@ -176,6 +178,7 @@ def train_by(
     resume: bool = False,
     on_plan: Callable[[Plan], None] | None = None,
     on_event: Callable[[Event], None] | None = None,
+    stopping: Stopping | None = None,
 ) -> Result:
     """The way that all methods share.
 
@@ -187,11 +190,13 @@ def train_by(
         resume: go on with the run that is there, which was started with the same arguments.
         on_plan: called before training starts.
         on_event: called by the loop.
+        stopping: see `trainer.train`.
 
     Raises:
         AFMError: what is wrong with an argument, the data, the model or the run.
     """
-    _check_run(Path(run_path), resume)
+    # Again when the run is opened; this is before any model is loaded.
+    RunFolder(Path(run_path)).check(resume=resume)
     source = Source.open(recipe.model)
     method.check(source)
     teacher = _teacher_of(recipe, source, method)
@@ -205,21 +210,22 @@ def train_by(
     }
     loss, taught = _loss_of(recipe, source, teacher, manifest)
     method.prepare(model, source, data, options.seed)
+    check_fits(_plan(model, source, method, taught, data, options).memory)
     manifest |= method.manifest(model) | _manifest(recipe, data, options)
-    run = (RunFolder.open if resume else RunFolder.create)(run_path, manifest)
-    if on_plan is not None:
-        on_plan(_plan(model, source, method, taught, data, options))
-    judge = taught if method.kind == "draft" else None
-    score = partial(_score, model, data, recipe, judge, on_event)
-    with method.as_untrained(model):
-        untrained = score(method.untrained)
-    valid = data.valid.batches if data.valid else None
-    outcome = train(model, loss, data.train.batches, options, run, valid, on_event)
-    method.finish(model)
-    trained = score(None)
-    scores = None if untrained is None else Scores(untrained, trained, method.untrained)
-    facts = _facts(recipe, data, options, outcome, teacher, scores, method)
-    method.save(path, model, source, facts)
+    with (RunFolder.open if resume else RunFolder.create)(run_path, manifest) as run:
+        if on_plan is not None:
+            on_plan(_plan(model, source, method, taught, data, options))
+        judge = taught if method.kind == "draft" else None
+        score = partial(_score, model, data, recipe, judge, on_event)
+        with method.as_untrained(model):
+            untrained = score(method.untrained)
+        valid = data.valid.batches if data.valid else None
+        outcome = train(model, loss, data.train.batches, options, run, valid, on_event, stopping)
+        method.finish(model)
+        trained = score(None)
+        scores = None if untrained is None else Scores(untrained, trained, method.untrained)
+        facts = _facts(recipe, data, options, outcome, teacher, scores, method)
+        method.save(path, model, source, facts)
     return Result(path, Path(run_path), outcome, scores)
 
 
@@ -237,15 +243,6 @@ def _score(
     if on_event is not None:
         on_event(Testing(what))
     return measure(model, data.test.batches, recipe.test_batches, judge)
-
-
-def _check_run(path: Path, resume: bool) -> None:
-    # Again when the run is opened; this is before any model is loaded.
-    if (path / "run.json").exists() and not resume:
-        raise TrainingError(
-            f"{path} holds a training run already. Resume it (--resume) with the arguments that it was started "
-            "with, choose another path, or remove it."
-        )
 
 
 def _teacher_of(recipe: Recipe, source: Source, method: Method) -> Source | None:

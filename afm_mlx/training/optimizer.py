@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from afm_mlx.errors import ConfigError
+from afm_mlx.errors import ConfigError, shown
 
 Tree: TypeAlias = Any
 """Nested dictionaries and lists of arrays, as `nn.Module.parameters` gives them."""
@@ -31,6 +31,8 @@ Schedule: TypeAlias = Callable[[mx.array], mx.array]
 
 SCHEDULES = ("cosine", "constant")
 MLX_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
+
+_LARGEST = 1e30  # of numbers of a schedule; float32 ends at 3e38
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 """Of AdamW by default, as in PyTorch and MLX."""
@@ -84,16 +86,22 @@ def mlx_lm_schedule(values: Mapping[str, Any]) -> Schedule:
         ("keys", sorted(values), not unknown, "name, arguments, warmup and warmup_init"),
         ("name", name, name in MLX_SCHEDULES, ", ".join(MLX_SCHEDULES)),
         ("arguments", arguments, _are_numbers(arguments), "a list of numbers, the rate first"),
-        ("warmup", warmup, type(warmup) is int and warmup >= 0, "whole numbers, 0 and more"),
+        (
+            "warmup",
+            warmup,
+            type(warmup) is int and 0 <= warmup < 2**31,
+            "whole numbers, 0 to 2**31 - 1",
+        ),
         ("warmup_init", start, _are_numbers([start]) and start >= 0, "numbers, 0 and more"),
     )
     for key, value, holds, allowed in checks:
         if not holds:
-            raise ConfigError(f"lr_schedule: {key} is {value!r}; allowed are {allowed}.")
+            raise ConfigError(f"lr_schedule: {key} is {shown(value)}; allowed are {allowed}.")
     try:
         after = getattr(optim, name)(*arguments)
-    except TypeError as error:
-        raise ConfigError(f"lr_schedule: arguments are {arguments}, and {error}.") from None
+    except (TypeError, ValueError) as error:
+        reason = str(error).rstrip(".")
+        raise ConfigError(f"lr_schedule: arguments are {shown(arguments)}, and {reason}.") from None
     if not warmup:
         return after
     before = optim.linear_schedule(start, arguments[0], warmup)
@@ -104,7 +112,7 @@ def _are_numbers(values: Any) -> bool:
     return (
         isinstance(values, list | tuple)
         and bool(values)
-        and all(type(value) in (int, float) and math.isfinite(value) for value in values)
+        and all(type(value) in (int, float) and abs(value) <= _LARGEST for value in values)
     )
 
 

@@ -19,6 +19,8 @@ from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.source import Source
 
 MAX_WARMUP = 100  # steps, where a share is asked for
+MAX_SEQ_LENGTH = 2048  # mlx-lm's default; less where the model's context is shorter
+_SAMPLES_OF_A_ROW = 4  # of the mean length, where nobody says how long rows are
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class Recipe:
         model: what training starts from: a folder, a hub id, the embedded model; or a draft model of random
             weights, `FreshSource.for_target(...)`.
         epochs: passes over the data, in the place of `options.iters`.
+        steps_between: the fewest and the most steps that these epochs may become; None for any.
         warmup_share: of the steps, in the place of `options.warmup_iters`; 100 steps at most.
         warmup_epochs: likewise in passes over the data.
         batch_size: rows of a micro-batch.
-        max_seq_length: the most tokens of a sample, and of a row.
+        max_seq_length: the most tokens of a sample, and of a row. With None a sample may have 2,048, or the
+            model's context if that is less, and a packed row takes some four samples.
         packing: put several samples into a row; None does where the model can keep them apart.
         prompt_weight: of the loss of what the assistant did not write.
         features: what the data calls "prompt", "completion", "messages" or "text", by these names.
@@ -50,10 +54,11 @@ class Recipe:
     options: TrainingOptions
     model: str | Path | Source = EMBEDDED_MODEL
     epochs: float | None = None
+    steps_between: tuple[int, int] | None = None
     warmup_share: float | None = None
     warmup_epochs: float | None = None
     batch_size: int = 4
-    max_seq_length: int = 2048
+    max_seq_length: int | None = None
     packing: bool | None = None
     prompt_weight: float = 0.0
     features: Mapping[str, str] = field(default_factory=dict)
@@ -77,19 +82,22 @@ class Recipe:
         """The options, once the number of micro-batches in an epoch is known."""
         options = self.options
         if self.epochs is not None:
-            steps = self.epochs * per_epoch / options.grad_accumulation_steps
-            options = dataclasses.replace(options, iters=max(1, math.ceil(steps)), warmup_iters=0)
+            steps = math.ceil(self.epochs * per_epoch / options.grad_accumulation_steps)
+            if self.steps_between is not None:
+                fewest, most = self.steps_between
+                steps = min(max(steps, fewest), most)
+            options = dataclasses.replace(options, iters=max(1, steps), warmup_iters=0)
             fixed = self.warmup_share is None and self.warmup_epochs is None
             if self.options.warmup_iters >= options.iters and fixed:
                 raise ConfigError(
-                    f"warmup_iters is {self.options.warmup_iters}, and {self.epochs:g} epochs are "
-                    f"{options.iters} steps; allowed are fewer than these."
+                    f"warmup_iters is {self.options.warmup_iters}, and the run has {options.iters} steps "
+                    f"({options.iters * options.grad_accumulation_steps / per_epoch:.3g} epochs); allowed are "
+                    "fewer than these. Train longer (--iters), or warm up for less."
                 )
             if fixed:
                 options = dataclasses.replace(options, warmup_iters=self.options.warmup_iters)
         if self.warmup_epochs is not None:
-            steps = self.warmup_epochs * per_epoch / options.grad_accumulation_steps
-            warmup = math.ceil(steps)
+            warmup = math.ceil(self.warmup_epochs * per_epoch / options.grad_accumulation_steps)
             if warmup >= options.iters:
                 raise ConfigError(
                     f"A warm-up of {self.warmup_epochs:g} epochs is {warmup} steps, and the run has "
@@ -179,7 +187,7 @@ def read_split(recipe: Recipe, source: Source, split: str) -> Split:
             "(--no-packing)."
         )
     # Positions start anew with each sample of a row, so only samples are bound by the context.
-    limit = min(recipe.max_seq_length, source.values.get("context_length") or recipe.max_seq_length)
+    limit = _sample_length(recipe, source)
     samples = load_split(
         recipe.data,
         split,
@@ -191,7 +199,7 @@ def read_split(recipe: Recipe, source: Source, split: str) -> Split:
     batches = Batches(
         samples,
         batch_size=recipe.batch_size,
-        length=_row_length(samples, recipe) if packed else recipe.max_seq_length,
+        length=_row_length(samples, recipe, limit) if packed else recipe.max_seq_length or limit,
         packed=packed,
         seed=recipe.options.seed,
         shuffle=split == "train",
@@ -201,8 +209,21 @@ def read_split(recipe: Recipe, source: Source, split: str) -> Split:
     return Split(batches, len(samples), tokens, targets)
 
 
-def _row_length(samples: Sequence[Sample], recipe: Recipe) -> int:
+def _sample_length(recipe: Recipe, source: Source) -> int:
+    """The most tokens of a sample."""
+    length = MAX_SEQ_LENGTH if recipe.max_seq_length is None else recipe.max_seq_length
+    contexts = [source.values.get("context_length")]
+    if recipe.max_seq_length is None:  # in the words of models of the zoo, too
+        contexts.append(source.values.get("max_position_embeddings"))
+    return min([length, *(n for n in contexts if type(n) is int and n > 1)])
+
+
+def _row_length(samples: Sequence[Sample], recipe: Recipe, limit: int) -> int:
     """Tokens of a packed row: no more than it takes to put all samples into one batch."""
     inputs = [len(sample.tokens) - 1 for sample in samples]
-    wanted = max(*inputs, math.ceil(sum(inputs) / recipe.batch_size), 1)
-    return min(-(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE, recipe.max_seq_length)
+    longest, total = max([*inputs, 1]), sum(inputs)
+    wanted = max(longest, math.ceil(total / recipe.batch_size))
+    if recipe.max_seq_length is None:
+        # Attention's memory grows with the square of a row, and four samples leave little room for padding.
+        wanted = min(wanted, max(longest, math.ceil(_SAMPLES_OF_A_ROW * total / len(inputs))))
+    return min(-(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE, recipe.max_seq_length or limit)

@@ -4,6 +4,7 @@
     metrics.jsonl                  a line per report and per evaluation
     checkpoints/step-0000100/      trainable.safetensors, optimizer.safetensors, ema.safetensors, state.json
     best/                          trainable.safetensors, state.json
+    run.lock                       while a process works in it: which, and since when
 
 A checkpoint is written beside its place and renamed when all of it is on the disk; the ones before it go
 only after that. So whenever the process is killed, the newest folder under `checkpoints` is whole. The two
@@ -15,21 +16,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import mlx.core as mx
+from safetensors import SafetensorError, safe_open
 
 from afm_mlx.errors import CheckpointError, TrainingError
-from afm_mlx.files import atomic_folder, atomic_write
+from afm_mlx.file_lock import FileLock, LockHeldError, Owner
+from afm_mlx.files import atomic_folder, atomic_write, remove_folder, remove_leftovers
 from afm_mlx.weights import save_file
 
 KEEP = 2  # checkpoints; the second is for disks that lose what they said was written
 STATE_NAME = "state.json"
+LOCK_NAME = "run.lock"
 TRAINABLE = "trainable"
 
 _STEP = re.compile(r"step-(\d+)")
@@ -47,11 +49,31 @@ class Saved(NamedTuple):
     state: dict[str, Any]
 
 
+class RunExistsError(TrainingError):
+    """A new run in a folder that has one.
+
+    Attributes:
+        path: of the run's folder.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(
+            f"{path} holds a training run already. Resume it (--resume) with the arguments that it was started "
+            "with, or choose another folder for a new one."
+        )
+        self.path = path
+
+
 class RunFolder:
-    """Use `create` for a new run and `open` for one to go on with."""
+    """Use `create` for a new run and `open` for one to go on with, and `close` when done with it.
+
+    One object at a time works in a folder, in whatever process: both of these lock it, until it is closed or
+    its process ends. As a context manager it closes itself. A `RunFolder(path)` is for looking only.
+    """
 
     def __init__(self, path: Path):
         self.path = path
+        self._lock: FileLock | None = None
         self.metrics_path = path / "metrics.jsonl"
         self._checkpoints = path / "checkpoints"
         self._best = path / "best"
@@ -65,20 +87,24 @@ class RunFolder:
             manifest: JSON values that a run must keep when it resumes.
 
         Raises:
-            TrainingError: when there is a run already, or the folder can't be made.
+            RunExistsError: when there is a run already.
+            TrainingError: when another process starts one, or the folder can't be made.
         """
         run = cls(Path(path))
-        if run._manifest_path.exists() or run.steps():
-            raise TrainingError(
-                f"{path} holds a training run already. Resume it, choose another folder, or remove it."
-            )
+        run.check(resume=False)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise TrainingError(
                 f"The run's folder {path} can't be made: {error.strerror}. Choose another path."
             ) from None
-        run._write_json(run._manifest_path, dict(manifest))
+        run._begin_work()
+        try:
+            run.check(resume=False)  # again: another may have come and gone
+            run._write_json(run._manifest_path, dict(manifest))
+        except BaseException:
+            run.close()
+            raise
         return run
 
     @classmethod
@@ -86,14 +112,67 @@ class RunFolder:
         """Go on with a run.
 
         Raises:
-            TrainingError: when there is none, or it was started with another manifest: names the keys.
+            TrainingError: when there is none, when a process works in it (says which), or when it was started
+                with another manifest: names the keys.
         """
         run = cls(Path(path))
-        if not run._manifest_path.exists():
+        run.check(resume=True)
+        run._begin_work()
+        try:
+            run._check_manifest(manifest)
+            for folder in (run.path, run._checkpoints, run._best):
+                remove_leftovers(folder)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def check(self, *, resume: bool) -> None:
+        """Raise what `open` or else `create` would raise before it looks at a manifest; nothing is changed.
+
+        Raises:
+            RunExistsError: for a new run where there is one.
+            TrainingError: when there is none to resume, or when a process works in it.
+        """
+        if self.path.is_dir() and self._lock is None:
+            self._begin_work(create=False)
+            self.close()
+        if not resume and (self._manifest_path.exists() or self.steps()):
+            raise RunExistsError(self.path)
+        if resume and not self._manifest_path.exists():
             raise TrainingError(
-                f"{path} holds no training run to resume (no run.json). Check the path, or start a new run."
+                f"{self.path} holds no training run to resume (no run.json). Check the path, or start a new "
+                "run."
             )
-        before = _read_json(run._manifest_path)
+
+    def close(self) -> None:
+        """Let others work in the folder; a second call does nothing."""
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            lock.release()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _begin_work(self, *, create: bool = True) -> None:
+        try:
+            self._lock = FileLock(self.path / LOCK_NAME, create=create)
+        except LockHeldError as error:
+            raise TrainingError(f"{self.path} is in use by {_whom_to_ask(error.owner)}") from None
+        except FileNotFoundError:
+            if create:
+                raise
+        except OSError as error:
+            raise TrainingError(
+                f"The run's folder {self.path} can't be locked: {error.strerror}. Check that it may be written "
+                "to."
+            ) from None
+
+    def _check_manifest(self, manifest: Mapping[str, Any]) -> None:
+        path, before = self.path, _read_json(self._manifest_path)
         # Through JSON and back: tuples become lists there.
         now = json.loads(json.dumps(dict(manifest)))
         differing = [
@@ -106,8 +185,6 @@ class RunFolder:
                 f"{path} was started with other settings: {'; '.join(differing)}. Resume with the old ones, "
                 "or start a new run in another folder."
             )
-        run._remove_leftovers()
-        return run
 
     @property
     def _manifest_path(self) -> Path:
@@ -150,7 +227,7 @@ class RunFolder:
                 f"The checkpoint of step {step} could not be written: {error} {self.what_remains()}"
             ) from None
         for old in self.steps()[:-KEEP]:
-            _remove(self.checkpoint_path(old))
+            remove_folder(self.checkpoint_path(old))
         return path
 
     def load(self, step: int) -> Saved:
@@ -160,9 +237,32 @@ class RunFolder:
             CheckpointError: names the file that is missing or damaged.
         """
         path = self.checkpoint_path(step)
-        return Saved(
-            {file.stem: _read_tensors(file)[0] for file in sorted(path.glob("*.safetensors"))},
-            _read_json(path / STATE_NAME),
+        try:
+            return Saved(
+                {file.stem: _read_tensors(file)[0] for file in sorted(path.glob("*.safetensors"))},
+                _read_json(path / STATE_NAME),
+            )
+        except CheckpointError as error:
+            raise self.damaged(step, str(error)) from None
+
+    def damaged(self, step: int, fault: str) -> CheckpointError:
+        """The error for a checkpoint that can't be used, with what to do.
+
+        It never says to remove one: what can't be read today may be whole, on a disk that comes back.
+
+        Args:
+            step: of the checkpoint.
+            fault: a sentence.
+        """
+        path, before = self.checkpoint_path(step), [s for s in self.steps() if s < step]
+        advice = "There is no checkpoint before it: start a new run in another folder."
+        if before:
+            advice = (
+                f"If it stays so, move {path} out of {self._checkpoints} and keep it; --resume then goes on "
+                f"from the checkpoint of step {before[-1]}."
+            )
+        return CheckpointError(
+            f"{fault} Check the disk and permissions, and resume again. {advice}"
         )
 
     def what_remains(self) -> str:
@@ -173,13 +273,6 @@ class RunFolder:
         return (
             f"The last checkpoint is that of step {steps[-1]}, {self.checkpoint_path(steps[-1])}."
         )
-
-    def _remove_leftovers(self) -> None:
-        # Of processes that were killed while they wrote or removed a folder or a file.
-        for folder in (self.path, self._checkpoints, self._best):
-            for path in folder.glob(".*") if folder.is_dir() else ():
-                if re.match(r"\.(step|run|metrics|trainable|state)-", path.name):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     # -- best weights
 
@@ -205,7 +298,15 @@ class RunFolder:
         if not path.exists():
             return None
         tensors, metadata = _read_tensors(path)
-        return tensors, json.loads(metadata["state"])
+        try:
+            state = json.loads(metadata["state"])
+            return tensors, {"step": state["step"], "valid_loss": state["valid_loss"]}
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            fault = f"{type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{path} does not say which step its weights are of ({fault}). Start a new run in another "
+                "folder."
+            ) from None
 
     # -- metrics
 
@@ -249,31 +350,38 @@ def _upto(line: str, step: int) -> bool:
         return False
 
 
-def _remove(folder: Path) -> None:
-    # Under another name first: a removal that is cut short must not leave what looks like a checkpoint.
-    hidden = folder.with_name(f".{folder.name}-old")
-    os.rename(folder, hidden)
-    shutil.rmtree(hidden)
+def _whom_to_ask(owner: Owner | None) -> str:
+    if owner is None:
+        return "a process that its lock does not name. Let it end, or choose another folder."
+    if owner.is_here():
+        return f"{owner}. Close the `RunFolder` that has it first."
+    return (
+        f"{owner}. Let that run go on, or stop it (kill {owner.pid} lets it save a checkpoint) and resume it "
+        "then (--resume); or choose another folder for a new run."
+    )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(path, error) from None
+        values = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from None
+    if not isinstance(values, dict):
+        raise _unreadable(path, f"it holds a JSON {type(values).__name__}, and an object is needed")
+    return values
 
 
 def _read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     try:
+        with safe_open(path, framework="np"):
+            pass  # sizes in the header are checked against the file's
         tensors, metadata = mx.load(str(path), return_metadata=True)
         mx.eval(tensors)  # now: the file may be gone by the time that they are used
-    except (OSError, RuntimeError, ValueError) as error:
-        raise _damaged(path, error) from None
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
     return tensors, metadata
 
 
-def _damaged(path: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{path} can't be read: {error}. Remove its folder to go on from the checkpoint before, or start a "
-        "new run."
-    )
+def _unreadable(path: Path, error: object) -> CheckpointError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return CheckpointError(f"{path} can't be read: {reason}.")

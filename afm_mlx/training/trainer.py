@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from threading import Event as Flag
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
     from afm_mlx.training.losses import Loss
 
 OnEvent = Callable[[Event], None]
+Stopping = Callable[[], AbstractContextManager[Flag]]
+"""A context within which what would interrupt sets the flag that it gives instead."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,13 @@ def train(
     run: RunFolder,
     valid: Batches | None = None,
     on_event: OnEvent | None = None,
+    stopping: Stopping | None = None,
 ) -> Outcome:
     """Train what is trainable in a model, in place.
 
-    It goes on where `run` has a checkpoint. Ctrl-C ends the step, writes a checkpoint and raises
-    `KeyboardInterrupt`; a second one interrupts at once.
+    It goes on where `run` has a checkpoint. No signal handler is installed here: Ctrl-C interrupts at once, and
+    the run resumes from its last checkpoint. With `stopping` the step is ended and a checkpoint written before
+    `KeyboardInterrupt` is raised, which is how the command line runs it.
 
     Args:
         model: its `trainable_parameters()` are trained; it is in eval mode afterwards.
@@ -104,6 +107,7 @@ def train(
         run: where checkpoints, best weights and metrics go.
         valid: for evaluation; None for none.
         on_event: is told of every step, report, evaluation and checkpoint.
+        stopping: entered around the loop, see `Stopping`; its flag may be set by any thread.
 
     Returns:
         The outcome. The model has the best weights by validation loss, or the last ones where nothing was
@@ -123,9 +127,9 @@ def train(
         stack.enter_context(wired_memory(model))
         if options.grad_checkpoint:
             stack.enter_context(recomputed_blocks(model))
-        interrupt = stack.enter_context(_delayed_interrupt())
+        flag = stack.enter_context(nullcontext(Flag()) if stopping is None else stopping())
         trainer = _Trainer(model, loss, batches, options, run, valid, on_event or (lambda e: None))
-        return trainer.run_to_the_end(interrupt)
+        return trainer.run_to_the_end(flag)
 
 
 class _Trainer:
@@ -149,7 +153,7 @@ class _Trainer:
         self._grad_norm = 0.0  # of the last step
         self._started = 0.0
 
-    def run_to_the_end(self, interrupt: threading.Event) -> Outcome:
+    def run_to_the_end(self, stop: Flag) -> Outcome:
         self._begin()
         options, progress = self.options, self.progress
         self._started = time.perf_counter() - progress.seconds
@@ -162,10 +166,10 @@ class _Trainer:
                 self._report()
             if self.valid is not None and (step % options.steps_per_eval == 0 or is_last):
                 self._evaluate()
-            stops = is_last or progress.stopped_early or interrupt.is_set()
+            stops = is_last or progress.stopped_early or stop.is_set()
             if step % options.save_every == 0 or stops:
                 self._save()
-            if interrupt.is_set():
+            if stop.is_set():
                 raise KeyboardInterrupt
         return self._finish()
 
@@ -310,9 +314,13 @@ class _Trainer:
         self.model.update(_filled(self.model.trainable_parameters(), weights, TRAINABLE))
         optimizer.update(_filled(optimizer, saved.tensors.get("optimizer", {}), "optimizer"))
         average.update(_filled(average, saved.tensors.get("ema", {}), "ema"))
-        self.progress = _Progress(**saved.state["progress"])
-        self._grad_norm = saved.state["grad_norm"]
-        mx.random.seed(saved.state["random_key"])
+        try:
+            self.progress = _Progress(**saved.state["progress"])
+            self._grad_norm = saved.state["grad_norm"]
+            mx.random.seed(saved.state["random_key"])
+        except (KeyError, TypeError) as error:
+            fault = f"{self.run.checkpoint_path(steps[-1])} has a state of another kind: {error}."
+            raise self.run.damaged(steps[-1], fault) from None
         self.run.truncate_metrics(self.progress.step)
         self.on_event(Resumed(self.progress.step))
 
@@ -351,22 +359,3 @@ def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
 
 
 _NONE = mx.zeros((0, 0, 0, 0, 0))
-
-
-@contextmanager
-def _delayed_interrupt() -> Iterator[threading.Event]:
-    """An event that Ctrl-C sets instead of interrupting; the second one interrupts as ever."""
-    requested = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield requested  # only the main thread gets signals
-        return
-
-    def handle(number: int, frame: Any) -> None:
-        signal.signal(signal.SIGINT, previous)
-        requested.set()
-
-    previous = signal.signal(signal.SIGINT, handle)
-    try:
-        yield requested
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -36,7 +36,7 @@ from afm_mlx.converters.adapter_formats.pair_order import (
     complete_fused,
     misfits,
 )
-from afm_mlx.errors import AFMError, CheckpointError, ConfigError
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder, refuse_existing
 
 __all__ = [
@@ -82,8 +82,8 @@ def detect_format(path: str | Path) -> str:
         return "peft" if "peft_type" in read_config_json(path / CONFIG_NAME) else "mlx-lm"
     found = ", ".join(sorted(names)[:8]) or "nothing"
     raise CheckpointError(
-        f"{path} is no adapter: it holds {found}. An adapter is a folder with {TENSORS_NAME} (mlx-lm) or "
-        f"{peft.TENSORS_NAME} (PEFT), a .pt file, or an .fmadapter package."
+        f"{path} is no adapter: it holds {named(found)}. An adapter is a folder with {TENSORS_NAME} "
+        f"(mlx-lm) or {peft.TENSORS_NAME} (PEFT), a .pt file, or an .fmadapter package."
     )
 
 
@@ -180,7 +180,7 @@ def write_adapter(
     """
     path = Path(path)
     if to not in FORMATS:
-        raise AFMError(f"The format is {to!r}; allowed are {', '.join(FORMATS)}.")
+        raise AFMError(f"The format is {shown(to)}; allowed are {', '.join(FORMATS)}.")
     refuse_existing(path)
     check_pairs(tensors, config, path)
     if model_config is not None:

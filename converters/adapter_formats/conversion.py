@@ -7,6 +7,7 @@ and an adapter without a fingerprint gets that of the folder.
 from __future__ import annotations
 
 import dataclasses
+import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,9 +15,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.adapters.files import FLOAT16_MAX, AdapterConfig, not_finite
+from afm_mlx.adapters.files import CONFIG_NAME, FLOAT16_MAX, AdapterConfig, is_text, not_finite
 from afm_mlx.adapters.sources import check_fingerprint
-from afm_mlx.config import ModelConfig
+from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
 from afm_mlx.converters.adapter_formats import (
     PackageMetadata,
     detect_format,
@@ -27,8 +28,9 @@ from afm_mlx.converters.adapter_formats import (
 )
 from afm_mlx.converters.adapter_formats.fmadapter import SUFFIX
 from afm_mlx.converters.adapter_formats.pair_order import Tensors, exact_alpha, layer_of
-from afm_mlx.errors import AFMError, CheckpointError
+from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.fingerprint import folder_fingerprint
+from afm_mlx.loading import EMBEDDED_MODEL, resolve_model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,35 @@ class BaseFolder:
         """Of an AFM model; no weights are loaded."""
         config = ModelConfig.from_file(folder / "config.json")
         return cls(config, folder_fingerprint(config, folder))
+
+
+def base_of(adapter: Path) -> BaseFolder | None:
+    """The model that a folder of mlx-lm or PEFT is for, if it is on this machine.
+
+    That is the one that its config names, an AFM model's folder or the embedded model; or the embedded model
+    when the fingerprint is of that. The config may have been made elsewhere: a name that leads nowhere is
+    passed over, and nothing is fetched.
+    """
+    path = adapter / CONFIG_NAME
+    if not path.is_file():
+        return None
+    values = read_config_json(path)
+    name: Any = values.get("base_model_name_or_path" if "peft_type" in values else "model")
+    folder = _folder_here(name) if is_text(name) else None
+    if folder is not None:
+        return BaseFolder.read(folder)
+    embedded = BaseFolder.read(resolve_model(EMBEDDED_MODEL))
+    return embedded if values.get("base_model_fingerprint") == embedded.fingerprint else None
+
+
+def _folder_here(name: str) -> Path | None:
+    try:
+        path = Path(os.path.expanduser(name))
+        folder = path if path.is_dir() else resolve_model(name) if name == EMBEDDED_MODEL else None
+        is_afm = folder and read_config_json(folder / "config.json").get("model_type") == MODEL_TYPE
+    except (OSError, ValueError):  # no config, or a name that no file can have
+        return None
+    return folder if is_afm else None
 
 
 def read_for(
@@ -267,17 +298,20 @@ def _check_signature(verdict: Verdict, wanted: str | None) -> None:
     if "package" not in verdict.facts:
         verdict.problems.append("only .fmadapter packages have a base signature, and this is none")
     elif (found := verdict.facts["package"]["base_signature"]) != wanted:
-        verdict.problems.append(f"the package is for the base signature {found}, not {wanted}")
+        verdict.problems.append(
+            f"the package is for the base signature {named(found)}, not {named(wanted)}"
+        )
 
 
 def _check_numbers(verdict: Verdict, tensors: Tensors) -> None:
     bad = set(not_finite(tensors))
-    verdict.problems += [f"{name} holds NaN or infinity" for name in sorted(bad)]
+    verdict.problems += [f"{named(name)} holds NaN or infinity" for name in sorted(bad)]
     for name in sorted(set(tensors) - bad):
         high = mx.abs(tensors[name].astype(mx.float32)).max().item()
         if high > FLOAT16_MAX:
             verdict.problems.append(
-                f"{name} has numbers up to {high:g}; adapters run in float16, which ends at {FLOAT16_MAX:g}"
+                f"{named(name)} has numbers up to {high:g}; adapters run in float16, which ends at "
+                f"{FLOAT16_MAX:g}"
             )
     second = sorted(name for name in tensors if ".lora_b" in name)
     zero = [name for name in second if name not in bad and not mx.any(tensors[name]).item()]

@@ -50,7 +50,7 @@ from afm_mlx.converters.adapter_formats.pair_order import (
     pair_places,
     without_empty,
 )
-from afm_mlx.errors import CheckpointError, ConfigError
+from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder
 
 SUFFIX = ".fmadapter"
@@ -127,7 +127,7 @@ def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
     )
     for name, value, holds, allowed in checks:
         if not holds:
-            raise ConfigError(f"{path}: {name} is {value!r}, and must be {allowed}.")
+            raise ConfigError(f"{path}: {name} is {shown(value)}, and must be {allowed}.")
     assert match is not None
     assert type(rank) is int
     draft = folder if check_draft(folder) else None
@@ -300,11 +300,13 @@ def _signature(metadata: PackageMetadata, config: AdapterConfig, model: ModelCon
         if not _is_signature(signature):
             raise CheckpointError(
                 f"The base model's signature is unknown: the adapter's fingerprint of it is "
-                f"{config.base_model_fingerprint!r}. Give the signature (--base-signature), 40 hex digits, or "
-                "the model folder (--model)."
+                f"{shown(config.base_model_fingerprint)}. Give the signature (--base-signature), 40 hex "
+                "digits, or the model folder (--model)."
             )
     if not _is_signature(signature):
-        raise CheckpointError(f"The base model's signature is {signature!r}; it has 40 hex digits.")
+        raise CheckpointError(
+            f"The base model's signature is {shown(signature)}; it has 40 hex digits."
+        )
     return signature
 
 
@@ -316,8 +318,8 @@ def _check_name(name: str) -> None:
     if re.fullmatch(r"[A-Za-z0-9_]+", name) is None:
         proposal = re.sub(r"[^A-Za-z0-9_]+", "_", name).strip("_") or "my_adapter"
         raise CheckpointError(
-            f"The adapter's name is {name!r}. Apple's framework loads names of letters, digits and '_' only: "
-            f"take --name {proposal}."
+            f"The adapter's name is {shown(name)}. Apple's framework loads names of letters, digits and '_' "
+            f"only: take --name {named(proposal)}."
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from afm_mlx.config import PRESETS, ModelConfig
-from afm_mlx.errors import CheckpointError, ConfigError
+from afm_mlx.errors import CheckpointError, ConfigError, named
 
 Tensors = dict[str, mx.array]
 
@@ -143,7 +143,7 @@ def check_names(tensors: Iterable[str], source: object) -> None:
     for name in tensors:
         if _NAME.fullmatch(name) is None:
             raise CheckpointError(
-                f"{source}: {name} is no LoRA tensor of an AFM model; they are named like "
+                f"{source}: {named(name)} is no LoRA tensor of an AFM model; they are named like "
                 "model.layers.0.mlp.up_proj.lora_a and model.layers.0.self_attn.qkv_proj.lora_b.2."
             )
 
@@ -155,13 +155,13 @@ def misfits(tensors: Mapping[str, Any], config: ModelConfig) -> list[str]:
     for name, tensor in tensors.items():
         place = places.get(name)
         if place is None:
-            found.append(f"the model has no layer for {name}")
+            found.append(f"the model has no layer for {named(name)}")
             continue
         is_a = name == place.a
         wanted = place.inputs if is_a else place.outputs
         if len(tensor.shape) != 2 or tensor.shape[0 if is_a else 1] != wanted:
             shape = f"[{wanted}, rank]" if is_a else f"[rank, {wanted}]"
-            found.append(f"{name} is {list(tensor.shape)}, and the model needs {shape}")
+            found.append(f"{named(name)} is {list(tensor.shape)}, and the model needs {shape}")
     return found
 
 

@@ -33,7 +33,7 @@ from afm_mlx.converters.adapter_formats.pair_order import (
     num_layers_of,
 )
 from afm_mlx.converters.adapter_formats.peft_config import config_json, read_settings
-from afm_mlx.errors import CheckpointError
+from afm_mlx.errors import CheckpointError, named, shown
 from afm_mlx.files import atomic_folder
 from afm_mlx.weights import read_header, save_file
 
@@ -96,8 +96,8 @@ def _matrices(path: Path) -> dict[str, dict[str, str]]:
         match = _NAME.fullmatch(name)
         if match is None or not mx.issubdtype(tensor.dtype, mx.floating):
             raise CheckpointError(
-                f"{path}: {name} ({tensor.dtype}) is no matrix of a LoRA pair; names end in lora_A.weight and "
-                "lora_B.weight. Other tensors would change what the model computes."
+                f"{path}: {named(name)} ({tensor.dtype}) is no matrix of a LoRA pair; names end in "
+                "lora_A.weight and lora_B.weight. Other tensors would change what the model computes."
             )
         layer = match["layer"].removeprefix(PREFIX)
         if not layer.startswith("model."):
@@ -106,17 +106,19 @@ def _matrices(path: Path) -> dict[str, dict[str, str]]:
         fused = _SPLIT.sub(r"\g<attention>.qkv_proj", layer)
         check_names([f"{fused}.lora_a{'.0' * fused.endswith('.qkv_proj')}"], path)
         if match["side"] in found.setdefault(layer, {}):
-            raise CheckpointError(f"{path}: two tensors are lora_{match['side']} of {layer}.")
+            raise CheckpointError(
+                f"{path}: two tensors are lora_{match['side']} of {named(layer)}."
+            )
         found[layer][match["side"]] = name
     alone = [layer for layer, names in found.items() if len(names) == 1]
     if alone or not found:
-        what = f"one matrix of {alone[0]}" if alone else "no tensors"
+        what = f"one matrix of {named(alone[0])}" if alone else "no tensors"
         raise CheckpointError(f"{path} holds {what}; LoRA has pairs.")
     for layer in found:
         if (match := _SPLIT.fullmatch(layer)) and f"{match['attention']}.qkv_proj" in found:
             raise CheckpointError(
-                f"{path} holds pairs of {layer} and of {match['attention']}.qkv_proj, which holds it too. A "
-                "model has one or the other."
+                f"{path} holds pairs of {named(layer)} and of {named(match['attention'])}.qkv_proj, which "
+                "holds it too. A model has one or the other."
             )
     return found
 
@@ -124,7 +126,7 @@ def _matrices(path: Path) -> dict[str, dict[str, str]]:
 def _check_pair(path: Path, layer: str, a: mx.array, b: mx.array, rank: int) -> None:
     if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (rank, rank):
         raise CheckpointError(
-            f"{path}: the pair of {layer} is {list(a.shape)} and {list(b.shape)}, and rank {rank} needs "
+            f"{path}: the pair of {named(layer)} is {list(a.shape)} and {list(b.shape)}, and rank {rank} needs "
             f"[{rank}, in] and [out, {rank}]."
         )
 
@@ -141,8 +143,8 @@ def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:
     width, rows = a.shape[1], b.shape[0] - a.shape[1]
     if rows <= 0 or rows % 2:
         raise CheckpointError(
-            f"{path}: lora_B of {layer} has {b.shape[0]} rows; queries have {width}, and keys and values must "
-            "share the rest evenly."
+            f"{path}: lora_B of {named(layer)} has {b.shape[0]} rows; queries have {width}, and keys and "
+            "values must share the rest evenly."
         )
     sections = mx.split(b, [width, width + rows // 2])
     stacked = _is_block_diagonal(sections)
@@ -200,7 +202,7 @@ def write(
 ) -> None:
     """Write a folder that PEFT loads; see `write_adapter`."""
     if qkv not in QKV:
-        raise CheckpointError(f"qkv is {qkv!r}; allowed are {', '.join(QKV)}.")
+        raise CheckpointError(f"qkv is {shown(qkv)}; allowed are {', '.join(QKV)}.")
     check_names(tensors, path)
     if model_config is not None and qkv == "fused":
         tensors = complete_fused(tensors, model_config, config.rank)
@@ -237,7 +239,8 @@ def _fused(path: Path, layer: str, parts: Mapping[int, Pair]) -> Pair:
     """One pair for queries, keys and values: of the same rank when they share their A, else of three times."""
     if len(parts) != 3:
         raise CheckpointError(
-            f"{path}: {layer} has pairs for {len(parts)} of queries, keys and values. One fused layer needs "
+            f"{path}: {named(layer)} has pairs for {len(parts)} of queries, keys and values. One fused "
+            "layer needs "
             "the widths of all: name the model folder (--model), or write three layers (--qkv split)."
         )
     a, b = ([parts[i][side] for i in range(3)] for side in (0, 1))

@@ -18,7 +18,7 @@ from typing import Any
 from afm_mlx.adapters.files import MAX_RANK, AdapterConfig, is_number, is_rank
 from afm_mlx.config import read_config_json
 from afm_mlx.converters.adapter_formats.pair_order import exact_alpha
-from afm_mlx.errors import ConfigError
+from afm_mlx.errors import ConfigError, shown
 
 # Options that change what an adapter computes, and what each is called.
 _MUST_BE_OFF = {
@@ -141,7 +141,7 @@ def read_settings(path: Path) -> LoRASettings:
     )
     for name, value, holds, allowed in checks:
         if not holds:
-            raise ConfigError(f"{path}: {name} is {value!r}, and must be {allowed}.")
+            raise ConfigError(f"{path}: {name} is {shown(value)}, and must be {allowed}.")
     assert type(rank) is int
     assert isinstance(alpha, (int, float))
     return LoRASettings(rank, float(alpha), rs, ranks, alphas, float(dropout))
@@ -151,15 +151,19 @@ def _check_options(values: Mapping[str, Any], path: Path) -> None:
     """Raise `ConfigError` on options that would make an adapter compute something else."""
     kind = values.get("peft_type")
     if kind != "LORA":
-        raise ConfigError(f"{path}: peft_type is {kind!r}; 'LORA' is the kind that works here.")
+        raise ConfigError(
+            f"{path}: peft_type is {shown(kind)}; 'LORA' is the kind that works here."
+        )
     for name, what in _MUST_BE_OFF.items():
         if values.get(name):
-            raise ConfigError(f"{path}: {name} is {values[name]!r}; {what} can't be converted.")
+            raise ConfigError(
+                f"{path}: {name} is {shown(values[name])}; {what} can't be converted."
+            )
     known = _MUST_BE_OFF.keys() | _WITHOUT_EFFECT | _READ
     unknown = next((name for name, value in values.items() if value and name not in known), None)
     if unknown is not None:
         raise ConfigError(
-            f"{path} has the option {unknown!r}, which is unknown here and may change what the adapter "
+            f"{path} has the option {shown(unknown)}, which is unknown here and may change what the adapter "
             "computes. Set it to null if it doesn't."
         )
 

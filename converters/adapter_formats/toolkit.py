@@ -32,7 +32,7 @@ from afm_mlx.converters.adapter_formats.pair_order import (
 from afm_mlx.converters.toolkit_config import LoRASpec, is_toolkit_config, read_toolkit_config
 from afm_mlx.converters.toolkit_keys import adapter_key, map_keys
 from afm_mlx.converters.torch_file import import_torch, mlx_dtype, open_state_dict, tensor_chunks
-from afm_mlx.errors import AFMError, CheckpointError, ConfigError
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_write, refuse_existing
 from afm_mlx.weights import array_bytes
 
@@ -68,7 +68,7 @@ def read_pairs(
     for name, key in keys.items():
         stored = mlx_dtype(state[key])
         if stored is None:
-            raise CheckpointError(f"{source}: {key} is of type {state[key].dtype}.")
+            raise CheckpointError(f"{source}: {named(key)} is of type {state[key].dtype}.")
         target = dtype or stored
         data = b"".join(tensor_chunks(state[key], target, f"{source}: {key}"))
         flat = mx.array(np.frombuffer(data, np.uint8)).view(target)
@@ -85,8 +85,8 @@ def read(
     if len(found) != 1:
         names = ", ".join(sorted(found)) or "none"
         raise CheckpointError(
-            f"{path} holds {len(found)} adapters ({names}), and one is needed. A base model with several is "
-            "split by afm-mlx convert."
+            f"{path} holds {len(found)} adapters ({named(names)}), and one is needed. A base model with "
+            "several is split by afm-mlx convert."
         )
     ((adapter, keys),) = found.items()
     spec, fingerprint = None, None
@@ -126,12 +126,12 @@ def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) ->
     entry = adapters.get(adapter) or next(iter(adapters.values()))
     if adapter not in adapters and len(adapters) > 1:
         raise ConfigError(
-            f"{config} has the adapters {', '.join(adapters)}, and none is {adapter!r}, that of the .pt file. "
-            "Put the config of its training run there."
+            f"{config} has the adapters {named(', '.join(adapters))}, and none is {shown(adapter)}, that "
+            "of the .pt file. Put the config of its training run there."
         )
     if not isinstance(entry, LoRASpec):
         raise ConfigError(
-            f"{config}: the adapter is of type {entry!r}; LoRAModelAdapter can be read."
+            f"{config}: the adapter is of type {shown(entry)}; LoRAModelAdapter can be read."
         )
     return entry
 
@@ -160,18 +160,18 @@ def _rank(state: Mapping[str, torch.Tensor], keys: Mapping[str, str], path: Path
     for name, key in keys.items():
         shape = tuple(state[key].shape)
         if len(shape) != 2:
-            raise CheckpointError(f"{path}: {key} is {list(shape)}; a matrix is needed.")
+            raise CheckpointError(f"{path}: {named(key)} is {list(shape)}; a matrix is needed.")
         ranks.add(shape[1 if ".lora_a" in name else 0])
     if len(ranks) != 1 or 0 in ranks:
         raise CheckpointError(
-            f"{path} holds pairs of the ranks {sorted(ranks)}; one rank is needed."
+            f"{path} holds pairs of the ranks {shown(sorted(ranks))}; one rank is needed."
         )
     return ranks.pop()
 
 
 def _scale(rank: int, alpha: float | None, spec: LoRASpec | None, path: Path) -> float:
     if alpha is not None and not (is_number(alpha) and alpha >= 0):
-        raise ConfigError(f"The alpha is {alpha!r}; it is a finite number of 0 or more.")
+        raise ConfigError(f"The alpha is {shown(alpha)}; it is a finite number of 0 or more.")
     if alpha is not None:
         return alpha / rank
     if spec is not None:

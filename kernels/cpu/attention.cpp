@@ -113,7 +113,7 @@ void Attention::run() {
   for (size_t t = 0; t < tiles_.size(); ++t) missing[t].store(of_tile[t]);
   std::vector<std::unique_ptr<Partial>> partials(pieces_.size());
 
-  ThreadPool::shared().parallel_for(static_cast<int64_t>(pieces_.size()), 1, [&](int64_t i, int64_t) {
+  auto take = [&](int64_t i, int64_t) {
     const Piece& piece = pieces_[i];
     const Tile& tile = tiles_[piece.tile];
     partials[i].reset(new Partial(tile.rows, dim_));
@@ -124,7 +124,10 @@ void Attention::run() {
       if (static_cast<int64_t>(other) != i && pieces_[other].tile == piece.tile) merge(*partials[i], *partials[other]);
     }
     finish(tile, *partials[i]);
-  });
+  };
+  const Piece& longest = pieces_[0];
+  ThreadPool::shared().parallel_for(static_cast<int64_t>(pieces_.size()), 1, take,
+                                    (longest.end - longest.begin) * kTileRows * dim_ * 2);
 }
 
 void Attention::work(const Piece& piece, Partial& partial) const {

@@ -8,6 +8,7 @@
 #include <atomic>
 
 #include "attention.h"
+#include "dense.h"
 #include "huge_pages.h"
 #include "matmul.h"
 #include "mlx/version.h"
@@ -85,7 +86,10 @@ NB_MODULE(_afm_cpu, m) {
   m.def("probe", [](const afm::mx::array& a) { return a.size(); }, "a"_a,
         "Size of an array: works only when MLX's own module shares its types with this one.");
   m.def("threads", [] { return afm::ThreadPool::shared().threads(); });
+  m.def("active_threads", [] { return afm::ThreadPool::shared().active_threads(); },
+        "Threads that share loops at present: fewer than `threads` while others use the cores.");
   m.def("set_threads", &afm::ThreadPool::configure, "count"_a);
+  afm::share_with_blas();
   m.def("self_test",
         [](int64_t count) {
           std::atomic<int64_t> sum{0};

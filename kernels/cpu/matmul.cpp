@@ -108,7 +108,7 @@ Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int6
   };
   ThreadPool& pool = ThreadPool::shared();
   if (count > 1) {
-    pool.parallel_for(count, 4, prepare_vectors);
+    pool.parallel_for(count, 4, prepare_vectors, cols);
   } else {
     prepare_vectors(0, count);
   }
@@ -123,7 +123,7 @@ Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int6
         k.arrange(digits + b * step * out.digit_bytes, std::min(step, count - b * step),
                   std::min(step, count), out.digit_bytes, arranged + b * stride);
       }
-    });
+    }, stride);
     out.digits = arranged;
   }
   out.scales = scales;
@@ -290,12 +290,14 @@ template <class Body>
 void for_rows(const PackedMatrix& w, int64_t vectors, LowRankProduct& first, LowRankProduct* second, Body body) {
   const int64_t step = rows_at_once(w, vectors), stretches = (w.rows + step - 1) / step;
   const int64_t of_first = first.pieces(), pieces = of_first + (second != nullptr ? second->pieces() : 0);
-  ThreadPool::shared().parallel_for(pieces + stretches, 1, [&](int64_t piece, int64_t) {
+  auto take = [&](int64_t piece, int64_t) {
     if (piece < of_first) return first.shrink(piece);
     if (piece < pieces) return second->shrink(piece - of_first);
     const int64_t begin = (piece - pieces) * step;
     body(begin, std::min(begin + step, w.rows));
-  });
+  };
+  ThreadPool::shared().parallel_for(pieces + stretches, 1, take,
+                                     step * w.cols * vectors * (second != nullptr ? 2 : 1));
 }
 
 // Rows [begin, end) of `count` vectors from `start` on into y (M, N).
@@ -415,7 +417,7 @@ void top_k(const Activations& x, const PackedMatrix& w, int64_t k, uint32_t* ind
         best[thread * count + m].offer(product + m * rows, rows, begin, static_cast<size_t>(k));
       }
     };
-    pool.parallel_for(w.rows, rows_at_once(w, count), body);
+    pool.parallel_for(w.rows, rows_at_once(w, count), body, w.cols * count);
     for (int64_t m = 0; m < count; ++m) {
       std::vector<Candidate>& found = best[m].all();
       for (int t = 1; t < pool.threads(); ++t) {

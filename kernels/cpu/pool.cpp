@@ -2,45 +2,35 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <chrono>
 #include <mutex>
 #include <thread>
 
+#include "sleep.h"
+
 #if defined(__linux__)
 #include <sched.h>
-#endif
-#if defined(__x86_64__)
-#include <immintrin.h>
 #endif
 
 namespace afm {
 namespace {
 
 constexpr uint32_t kOpen = 1u << 31;
+constexpr uint32_t kAsleep = 1u << 30;  // the caller, until the last worker wakes it
 // Longer than the gaps between a token's loops, short next to a token: an idle process burns no core.
-constexpr auto kSpin = std::chrono::microseconds(200);
-constexpr int kPausesPerLook = 64;
+constexpr int64_t kSpin = 200000;
+// What a caller waits for at least before it sleeps: falling asleep and waking up take about as long.
+constexpr int64_t kShortWait = 50000;
 
 // Never freed: workers may outlive every static object.
 std::atomic<ThreadPool*> instance{nullptr};
 std::atomic<int> configured{0};
 std::atomic_flag starting = ATOMIC_FLAG_INIT;
 
-inline void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
-
-// Waits for `done()`; gives the core away now and then, as its owner may be what we wait for.
-template <class Done>
-void spin_until(Done done) {
-  for (int i = 0; !done(); ++i) {
-    if (i % 1024 == 1023) std::this_thread::yield();
-    pause();
-  }
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 }  // namespace
@@ -55,7 +45,7 @@ ThreadPool& ThreadPool::shared() {
       starting.clear(std::memory_order_release);
     });
   });
-  spin_until([&] { return !starting.test_and_set(std::memory_order_acquire); });
+  while (starting.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
   ThreadPool* pool = instance.load(std::memory_order_acquire);
   if (pool == nullptr) {
     int wanted = configured.load();
@@ -80,15 +70,15 @@ int ThreadPool::available_cores() {
   return count > 0 ? count : 1;
 }
 
-ThreadPool::ThreadPool(int threads) : threads_(threads) {
+ThreadPool::ThreadPool(int threads) : threads_(threads), crew_(threads), active_(threads) {
   for (int i = 1; i < threads; ++i) std::thread(&ThreadPool::work, this, i).detach();
 }
 
-void ThreadPool::run(int64_t count, int64_t chunk, Call call, void* context) {
+void ThreadPool::run(int64_t count, int64_t chunk, int64_t each, Call call, void* context) {
   if (count <= 0) return;
   if (threads_ == 1 || count <= chunk || busy_.exchange(true, std::memory_order_acquire)) {
     for (int64_t begin = 0; begin < count; begin += chunk) {
-      call(context, begin, begin + chunk < count ? begin + chunk : count, 0);
+      call(context, begin, std::min(begin + chunk, count), 0);
     }
     return;
   }
@@ -98,27 +88,55 @@ void ThreadPool::run(int64_t count, int64_t chunk, Call call, void* context) {
   chunk_ = chunk;
   next_.store(0, std::memory_order_relaxed);
   failed_.store(false, std::memory_order_relaxed);
-  inside_.store(kOpen, std::memory_order_release);
-  loops_.fetch_add(1);
-  if (sleepers_.load() > 0) loops_.notify_all();
 
-  take_pieces(0);
+  LoopTimes times;
+  times.work = count * each;
+  const int64_t start = now();
+  if (crew_.size() > 1) {
+    inside_.store(kOpen, std::memory_order_release);
+    loops_.fetch_add(1);
+    if (sleepers_.load() > 0) wake(loops_);
+  }
+  const int64_t pieces = take_pieces(0);
+  const int64_t done = now();
+  times.all = done - start;
+  if (crew_.size() > 1) await_workers(done, pieces, times);
+  if (crew_.loop_ended(times)) {
+    active_.store(crew_.size());
+    wake(active_);
+  }
 
-  // A worker that comes late finds the door closed, and nobody waits for it.
-  inside_.fetch_and(~kOpen, std::memory_order_acq_rel);
-  spin_until([&] { return inside_.load(std::memory_order_acquire) == 0; });
   std::exception_ptr error = failed_.load() ? std::move(error_) : nullptr;
   error_ = nullptr;
   busy_.store(false, std::memory_order_release);
   if (error) std::rethrow_exception(error);
 }
 
-void ThreadPool::take_pieces(int thread) {
-  while (true) {
+// After the caller's own `pieces`, done at time `done`.
+void ThreadPool::await_workers(int64_t done, int64_t pieces, LoopTimes& times) {
+  // A worker that comes late finds the door closed, and nobody waits for it.
+  const uint32_t inside = inside_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
+  if (inside == 0) return;
+  // Each of them holds one piece. Who holds it for twice as long as one takes is not on a core.
+  const int64_t expected = std::max(kShortWait, 2 * times.all / std::max<int64_t>(pieces, 1));
+  const auto all_out = [&] { return inside_.load(std::memory_order_acquire) == 0; };
+  if (!spin(std::min(expected, kSpin), all_out)) {
+    uint32_t left = inside_.fetch_or(kAsleep, std::memory_order_acq_rel);
+    times.late = static_cast<int>(left);
+    for (left |= kAsleep; left != kAsleep; left = inside_.load(std::memory_order_acquire)) sleep_while(inside_, left);
+  }
+  const int64_t waited = now() - done;
+  times.all += waited;
+  if (times.late > 0) times.lost = std::max<int64_t>(waited - expected, 0);
+}
+
+// How many.
+int64_t ThreadPool::take_pieces(int thread) {
+  for (int64_t pieces = 0;; ++pieces) {
     int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
-    if (begin >= count_) return;
+    if (begin >= count_) return pieces;
     try {
-      call_(context_, begin, begin + chunk_ < count_ ? begin + chunk_ : count_, thread);
+      call_(context_, begin, std::min(begin + chunk_, count_), thread);
     } catch (...) {
       if (!failed_.exchange(true)) error_ = std::current_exception();
       next_.store(count_, std::memory_order_relaxed);
@@ -126,31 +144,47 @@ void ThreadPool::take_pieces(int thread) {
   }
 }
 
+// Returns when another loop than `seen` has begun, for a thread on duty.
+void ThreadPool::await_loop(int thread, uint32_t seen) {
+  const auto begun = [&] { return loops_.load(std::memory_order_acquire) != seen; };
+  while (true) {
+    const uint32_t active = active_.load();
+    if (thread >= static_cast<int>(active)) {
+      sleep_while(active_, active);
+    } else if (spin(kSpin, begun)) {
+      return;
+    } else {
+      sleepers_.fetch_add(1);
+      sleep_while(loops_, seen);
+      sleepers_.fetch_sub(1);
+    }
+  }
+}
+
 void ThreadPool::work(int thread) {
   uint32_t seen = 0;
   while (true) {
-    auto until = std::chrono::steady_clock::now() + kSpin;
-    while (loops_.load(std::memory_order_acquire) == seen) {
-      for (int i = 0; i < kPausesPerLook && loops_.load(std::memory_order_relaxed) == seen; ++i) pause();
-      if (std::chrono::steady_clock::now() < until) continue;
-      sleepers_.fetch_add(1);
-      loops_.wait(seen);
-      sleepers_.fetch_sub(1);
-      break;
-    }
+    await_loop(thread, seen);
     seen = loops_.load(std::memory_order_acquire);
     uint32_t inside = inside_.load(std::memory_order_acquire);
     while ((inside & kOpen) && !inside_.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel)) {
     }
     if (inside & kOpen) {
       take_pieces(thread);
-      inside_.fetch_sub(1, std::memory_order_acq_rel);
+      if (inside_.fetch_sub(1, std::memory_order_acq_rel) == kAsleep + 1) wake(inside_);
     }
   }
 }
 
+void Countdown::count_down() {
+  if (left_.fetch_sub(1) == 1 && sleepers_.load() > 0) wake(left_);
+}
+
 void Countdown::wait() const {
-  spin_until([&] { return left_.load(std::memory_order_acquire) == 0; });
+  if (spin(kShortWait, [&] { return left_.load(std::memory_order_acquire) == 0; })) return;
+  sleepers_.fetch_add(1);
+  while (const uint32_t left = left_.load()) sleep_while(left_, left);
+  sleepers_.fetch_sub(1);
 }
 
 }  // namespace afm

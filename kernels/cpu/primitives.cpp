@@ -201,7 +201,7 @@ class RopeNormQuantize : public CpuPrimitive {
           }
         }
       };
-      ThreadPool::shared().parallel_for(batch * tokens * all, kHeadsPerPiece, work);
+      ThreadPool::shared().parallel_for(batch * tokens * all, kHeadsPerPiece, work, dim);
     }
   };
 

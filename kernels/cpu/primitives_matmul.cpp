@@ -396,7 +396,7 @@ class Embedding : public MatmulPrimitive {
           row = row < 0 ? 0 : row < weight.rows ? row : weight.rows - 1;
           dequantize_row(weight, row, out[0] + i * row_bytes, type);
         }
-      });
+      }, weight.cols);
     });
   }
 

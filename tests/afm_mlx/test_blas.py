@@ -31,8 +31,8 @@ print(json.dumps({{"status": blas.status(), "error": worst, "loaded": "afm_blas.
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="macOS has Accelerate")
 
 
-def probe(rng, first="", **environment):
-    code = PROBE.format(first=first, seed=int(rng.integers(2**31)))
+def run(code, rng, first="", **environment):
+    code = code.format(first=first, seed=int(rng.integers(2**31)))
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -41,6 +41,10 @@ def probe(rng, first="", **environment):
         env=os.environ | environment,
     )
     return json.loads(result.stdout)
+
+
+def probe(rng, first="", **environment):
+    return run(PROBE, rng, first, **environment)
 
 
 @linux_only
@@ -66,3 +70,46 @@ def test_too_late_is_reported(rng):
     answer = probe(rng, first="import mlx.core")
     assert "imported before afm_mlx" in answer["status"]
     assert answer["error"] < 1e-4
+
+
+SHARED = """
+import json, time
+import afm_mlx
+from afm_mlx.kernels.cpu import extension
+import mlx.core as mx, numpy as np
+native = extension.module()
+rng = np.random.default_rng({seed})
+mx.set_default_device(mx.cpu)
+
+def product(m, k, n, ta, tb):
+    a = rng.standard_normal((k, m) if ta else (m, k)).astype(np.float32)
+    b = rng.standard_normal((n, k) if tb else (k, n)).astype(np.float32)
+    x, y = (a.T if ta else a), (b.T if tb else b)
+    u, v = mx.array(a), mx.array(b)
+    u, v = (u.T if ta else u), (v.T if tb else v)
+    got = [np.array(u @ v) for _ in range(3)]
+    same = all(np.array_equal(got[0], again) for again in got)
+    return same, float(np.abs(got[0] - x.astype(np.float64) @ y).max())
+
+shapes = [(129, 130, 301), (1, 1100, 700), (700, 1100, 1), (513, 65, 260), (3, 70000, 5)]
+results = [product(*s, ta, tb) for s in shapes for ta in (0, 1) for tb in (0, 1)]
+start = time.process_time()
+time.sleep(0.1)
+print(json.dumps({{
+    "native": native is not None,
+    "alike": all(same for same, _ in results),
+    "error": max(error for _, error in results),
+    "seconds_while_idle": time.process_time() - start,
+}}))
+"""
+
+
+@linux_only
+def test_the_kernels_threads_share_products_and_rest_afterwards(rng):
+    """OpenBLAS's own would compute on, waiting for the next product, for a tenth of a second."""
+    answer = run(SHARED, rng, AFM_MLX_THREADS="3", OPENBLAS_NUM_THREADS="2")
+    if not answer["native"]:
+        pytest.skip("needs the C++ extension")
+    assert answer["alike"]
+    assert answer["error"] < 1e-3
+    assert answer["seconds_while_idle"] < 0.02

@@ -2,7 +2,7 @@
 
 import pytest
 
-from afm_mlx.errors import SHOWN, shown
+from afm_mlx.errors import MESSAGE, SHOWN, AFMError, CheckpointError, named, shown
 
 
 @pytest.mark.parametrize("value", ["x", 3, [1, "a"], b"y", None, "a" * (SHOWN - 2)])
@@ -25,3 +25,18 @@ def test_what_has_no_text_is_named():
         nested = [nested]
     assert shown(10**5000) == "a int too large to be shown"
     assert shown(nested) == "a list too large to be shown"
+
+
+def test_names_are_plain_where_they_can_be():
+    assert named("model.layers.0") == "model.layers.0"
+    assert named("a\nb") == "'a\\nb'"
+    assert len(named("a" * 10**6)) == SHOWN
+
+
+@pytest.mark.parametrize("kind", [AFMError, CheckpointError])
+def test_a_message_is_bounded_whatever_it_quotes(kind):
+    message = str(kind(f"There is no {'x' * 10**6}; give another."))
+    assert len(message) == MESSAGE
+    assert message.startswith("There is no x")
+    assert message.endswith("x; give another.")
+    assert str(kind("short")) == "short"

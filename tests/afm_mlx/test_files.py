@@ -1,11 +1,43 @@
 """Files are whole or not there."""
 
 import os
+import subprocess
+import sys
+import threading
 
 import pytest
 
+from afm_mlx import files
 from afm_mlx.errors import AFMError
-from afm_mlx.files import atomic_folder, atomic_write
+from afm_mlx.files import (
+    atomic_folder,
+    atomic_write,
+    place_beside,
+    remove_folder,
+    remove_leftovers,
+    remove_places,
+)
+from tests.tools.cli import ROOT
+
+# A process that is killed, or lives, in the middle of a write.
+WRITE = """
+import os, signal, sys
+from afm_mlx.files import atomic_folder
+with atomic_folder(sys.argv[1]) as folder:
+    (folder / "deep").mkdir()
+    (folder / "deep" / "x").write_text("half")
+    print("writing", flush=True)
+    if sys.stdin.read() == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def writer(path):
+    command = [sys.executable, "-c", WRITE, str(path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, cwd=ROOT, **pipes)
+    assert process.stdout.readline() == "writing\n"
+    return process
 
 
 def test_a_written_file_takes_its_place(tmp_path):
@@ -54,3 +86,99 @@ def test_existing_folders_are_refused_before_and_after(tmp_path):
     with pytest.raises(AFMError, match="exists already"), atomic_folder(other):
         other.mkdir()
     assert list(other.iterdir()) == []
+
+
+# -- what killed processes leave
+
+
+def test_leftovers_go_with_the_next_write_and_never_under_a_living_owner(tmp_path):
+    path = tmp_path / "model"
+    killed, living = writer(path), writer(path)
+    killed.communicate("kill")
+    assert len(list(tmp_path.iterdir())) == 2
+    with atomic_write(tmp_path / "other.json") as temporary:
+        temporary.write_text("{}")
+    assert len(list(tmp_path.glob(".model-*"))) == 1
+    living.communicate("")
+    assert living.returncode == 0
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "other.json"]
+    assert (path / "deep" / "x").read_text() == "half"
+
+
+def test_a_place_that_is_not_locked_yet_is_made_anew(tmp_path, monkeypatch):
+    """Another process may remove the folder between its making and the making of its lock."""
+    made, lock = [], files.FileLock
+
+    def interrupted(path, **options):
+        made.append(path.parent)
+        if len(made) == 1:
+            remove_leftovers(tmp_path)
+            assert not path.parent.exists()
+        return lock(path, **options)
+
+    monkeypatch.setattr(files, "FileLock", interrupted)
+    with place_beside(tmp_path / "x") as place:
+        assert place == made[-1] != made[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_ours_is_no_leftover(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "owner.json").touch()
+    (tmp_path / ".x-link.afm-mlx").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / ".x-file.afm-mlx").touch()
+    (tmp_path / ".x-users.afm-mlx").mkdir()
+    (tmp_path / ".x-users.afm-mlx" / "notes").touch()  # without a lock file
+    (tmp_path / ".out-backup").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    remove_leftovers(tmp_path)
+    remove_leftovers(tmp_path / "missing")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_is_removed_at_once_whatever_ends_the_removal(tmp_path, monkeypatch):
+    path = tmp_path / "step"
+    path.mkdir()
+    (path / "x").touch()
+
+    def interrupted(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "rmtree", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            remove_folder(path)
+    assert not path.exists()
+    files._places.clear()  # the process is gone
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_threads_write_beside_each_other(tmp_path):
+    def write(number):
+        for round in range(20):
+            with atomic_write(tmp_path / f"{number}.txt") as path:
+                path.write_text(f"{round}")
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        f"{number}.txt": "19" for number in range(4)
+    }
+
+
+def test_all_places_of_a_process_can_be_removed(tmp_path):
+    with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "a.json") as path:
+        path.write_text("half")
+        remove_places()
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["x" * 250, "\u00e9" * 120, "no-suffix"])
+def test_names_of_any_length(tmp_path, name):
+    with atomic_write(tmp_path / name) as path:
+        path.write_text("x")
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]

@@ -173,6 +173,64 @@ def test_chat_template_of_the_folder(tmp_path, spm_path):
     assert tokenizer.apply_chat_template(messages)[:2] == [2, 3]
 
 
+JUNK = [
+    ("chat_template", [5]),
+    ("chat_template", [{"name": ["default"], "template": "x"}]),
+    ("chat_template", [{"name": "default", "template": ["x"]}]),
+    ("chat_template", [{"name": "tool_use", "template": "x"}]),
+    ("chat_template", {"default": "x"}),
+    ("eos_token", 5),
+    ("eos_token", ["<turn_end>"]),
+    ("eos_token", {"content": 5}),
+    ("eos_token", "x" * 5000),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), JUNK)
+def test_configuration_of_wrong_types(tmp_path, spm_bpe, key, value):
+    shutil.copy(spm_bpe, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value}))
+    with pytest.raises(
+        TokenizerError, match=f"{key}.* of tokenizer_config.json|'{key}' in"
+    ) as error:
+        load_tokenizer(tmp_path)
+    assert len(str(error.value)) < 700
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
+def test_configuration_that_is_no_json(tmp_path, spm_bpe, text):
+    shutil.copy(spm_bpe, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(text)
+    with pytest.raises(TokenizerError, match="is not valid JSON"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["model", "vocab"], 5),
+        (["model", "vocab"], {}),
+        (["model", "vocab"], [5]),
+        (["model"], None),
+        (["added_tokens"], [5]),
+        (["added_tokens"], [{"content": ["</s>"], "special": True}]),
+        (["added_tokens", 0, "content"], ["x"]),
+        (["normalizer"], {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
+        (["normalizer"], {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+        (["decoder"], 3),
+    ],
+)
+def test_hub_file_of_wrong_types(tmp_path, tokenizer_folder, path, value):
+    content = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    inner = content
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=f"{tmp_path}"):
+        load_tokenizer(tmp_path).encode("abc <turn_end>")
+
+
 def test_import_is_light():
     """transformers alone would cost more than loading does."""
     heavy = ["transformers", "tokenizers", "sentencepiece", "jinja2", "torch"]

@@ -1,11 +1,9 @@
-"""How the C++ extension is found, refused and set up, and the threads it computes with."""
+"""How the C++ extension is found, refused and set up."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -15,7 +13,6 @@ from afm_mlx.kernels import dispatch, packed_embedding
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.formats import PackedWeight
 
-SOURCES = Path(__file__).parents[2] / "kernels" / "cpu"
 native = extension.module()
 needs_native = pytest.mark.skipif(native is None, reason=extension.unavailable())
 
@@ -132,80 +129,6 @@ if child == 0:
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60)
-
-
-POOL_TEST = r"""
-#include "pool.h"
-#include <atomic>
-#include <cstdio>
-#include <stdexcept>
-#include <thread>
-#include <vector>
-using afm::ThreadPool;
-
-static int failures = 0;
-static void check(bool good, const char* what) { if (!good) { ++failures; std::puts(what); } }
-
-// Every index once, whatever the sizes.
-static void covers(int64_t count, int64_t chunk) {
-  std::vector<std::atomic<int>> seen(count);
-  std::atomic<bool> shaped{true};
-  ThreadPool& pool = ThreadPool::shared();
-  pool.parallel_for(count, chunk, [&](int64_t begin, int64_t end, int thread) {
-    if (begin % chunk || end - begin > chunk || thread < 0 || thread >= pool.threads()) shaped = false;
-    for (int64_t i = begin; i < end; ++i) ++seen[i];
-  });
-  bool once = true;
-  for (auto& n : seen) once = once && n == 1;
-  check(once, "an index was left out or visited twice");
-  check(shaped, "a piece has another shape, or a thread another number");
-}
-
-int main() {
-  for (int threads : {1, 2, 5}) {
-    ThreadPool::configure(threads);
-    ThreadPool& pool = ThreadPool::shared();
-    check(pool.threads() == threads, "the pool has another size");
-    for (int round = 0; round < 300; ++round) covers(1 + round * 7 % 101, 1 + round % 13);
-    covers(0, 1);
-
-    std::atomic<int> calls{0};
-    pool.parallel_for(10, 1, [&](int64_t, int64_t) {
-      pool.parallel_for(10, 1, [&](int64_t, int64_t) { ++calls; });
-    });
-    check(calls == 100, "a loop inside a loop lost some of its pieces");
-
-    bool thrown = false;
-    try {
-      pool.parallel_for(1000, 1, [&](int64_t i, int64_t) { if (i == 37) throw std::runtime_error("37"); });
-    } catch (const std::runtime_error& error) {
-      thrown = error.what() == std::string("37");
-    }
-    check(thrown, "an exception did not reach the caller");
-    covers(100, 3);
-
-    std::vector<std::thread> callers;  // loops of several threads at once
-    for (int i = 0; i < 4; ++i) callers.emplace_back([] { for (int j = 0; j < 200; ++j) covers(50, 2); });
-    for (auto& caller : callers) caller.join();
-
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // workers sleep by now
-    covers(64, 1);
-  }
-  return failures != 0;
-}
-"""
-
-
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
-def test_the_thread_pool(tmp_path):
-    source, program = tmp_path / "test.cpp", tmp_path / "test"
-    source.write_text("#include <string>\n#include <chrono>\n" + POOL_TEST)
-    flags = ["-std=c++20", "-O1", "-pthread", f"-I{SOURCES}"]
-    subprocess.run(
-        ["c++", *flags, str(source), str(SOURCES / "pool.cpp"), "-o", str(program)], check=True
-    )
-    result = subprocess.run([program], capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stdout
 
 
 @needs_native

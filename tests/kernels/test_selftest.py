@@ -4,6 +4,7 @@ import itertools
 import os
 import subprocess
 import sys
+import time
 import warnings
 
 import mlx.core as mx
@@ -464,6 +465,21 @@ def test_another_process_that_is_testing_now_is_no_failure():
     Verdict().begin("cpu/fake")
     known = Verdict()
     assert (known.done, known.failures) == (False, {})
+
+
+def test_a_process_id_that_is_another_processs_now_is_no_test(machine):
+    """The test of a variant takes moments; a machine that it stopped starts anew, and so do its ids."""
+    Verdict().begin("cpu/fake")
+    (path,) = machine.iterdir()
+    leftover, new = path.with_name("selftest-0-x.tmp"), path.with_name("selftest-0-y.tmp")
+    leftover.touch()
+    for file in (path, leftover):
+        os.utime(file, times=(time.time() - 2 * verdict.TESTING_SECONDS,) * 2)
+    new.touch()
+    known = Verdict()
+    assert known.failures == {"cpu/fake": ENDED}
+    known.end(known.failures)
+    assert sorted(path.parent.iterdir()) == sorted([path, new])
 
 
 def test_an_interrupted_test_is_no_verdict(monkeypatch):

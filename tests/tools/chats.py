@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from afm_mlx.training.data import load_split
-from tests.tools.tokenizers import random_text
+from tests.tools.tokenizers import plain_text
 
 USER = {"role": "user", "content": "Who?"}
 ANSWER = {"role": "assistant", "content": "The fox."}
@@ -34,14 +34,6 @@ def load_one(tmp_path, tokenizer, record, max_seq_length=2000, **options):
 def targets(sample, tokenizer):
     """The text that has full weight."""
     return tokenizer.decode(np.asarray(sample.tokens)[np.asarray(sample.weights) == 1].tolist())
-
-
-def plain_text(rng):
-    """Text without the markers that mislead tamm's search for turns."""
-    while True:
-        text = random_text(rng)
-        if "<turn_" not in text:
-            return text
 
 
 def random_chat(rng):

@@ -73,6 +73,14 @@ def random_text(rng: np.random.Generator) -> str:
     return "".join(chr(rng.integers(*bounds)) for bounds in ranges)
 
 
+def plain_text(rng: np.random.Generator) -> str:
+    """The same without names of control tokens, which tamm takes for these."""
+    while True:
+        text = random_text(rng)
+        if not any(marker in text for marker in MARKERS if marker != "<n>"):
+            return text
+
+
 def is_tie(spm_path: Path, first: list[int], second: list[int]) -> bool:
     """Whether two segmentations have the same Unigram score, so that rounding decides between them."""
     import sentencepiece

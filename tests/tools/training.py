@@ -88,7 +88,12 @@ def joined(batches: list[Batch]) -> Batch:
 
 
 def toy_run(
-    folder: Any, iters: int, on_event: Any = None, resume: bool = False, **options: Any
+    folder: Any,
+    iters: int,
+    on_event: Any = None,
+    resume: bool = False,
+    stopping: Any = None,
+    **options: Any,
 ) -> Any:
     """Train a toy with everything that a checkpoint has to keep; returns the model and the outcome."""
     defaults = {
@@ -100,11 +105,12 @@ def toy_run(
         "steps_per_eval": 5,
         "save_every": 4,
     }
-    run = (RunFolder.open if resume else RunFolder.create)(folder, {"iters": iters})
-    # Other weights where there is a checkpoint: all of them have to come from there.
-    model = ToyModel(dropout=0.2, seed=99 if run.steps() else 1)
     chosen = TrainingOptions(iters, **(defaults | options))
-    outcome = train(model, toy_loss, ToyBatches(1), chosen, run, ToyBatches(2), on_event)
+    batches = ToyBatches(1), ToyBatches(2)
+    with (RunFolder.open if resume else RunFolder.create)(folder, {"iters": iters}) as run:
+        # Other weights where there is a checkpoint: all of them have to come from there.
+        model = ToyModel(dropout=0.2, seed=99 if run.steps() else 1)
+        outcome = train(model, toy_loss, batches[0], chosen, run, batches[1], on_event, stopping)
     return model, outcome
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from afm_mlx.cli.options import EMBEDDED_MODEL
 from afm_mlx.cli.parser import UsageError, number
+from afm_mlx.errors import named
 
 # As in afm_mlx.converters.adapter_formats, which would import MLX.
 FORMATS = ["mlx-lm", "peft", "toolkit", "fmadapter"]
@@ -27,7 +31,8 @@ def add_source(parser: argparse.ArgumentParser) -> None:
         "adapter",
         nargs="?",
         metavar="ADAPTER",
-        help="a folder of mlx-lm or PEFT, a .pt file of Apple's toolkit, or an .fmadapter package",
+        help="a folder of mlx-lm or PEFT, a .pt file of Apple's toolkit, an .fmadapter package, or the name of "
+        "an adapter that comes with the model",
     )
     parser.add_argument("--adapter-path", metavar="ADAPTER", help="the same, as a flag")
     parser.add_argument(
@@ -116,19 +121,37 @@ def _take_positional(args: argparse.Namespace) -> None:
         return
     if args.adapter_path is not None:
         raise UsageError(
-            f"two adapters were given, {adapter} and --adapter-path {args.adapter_path}; leave one out."
+            f"two adapters were given, {named(adapter)} and --adapter-path {named(args.adapter_path)}; leave "
+            "one out."
         )
     args.adapter_path = adapter
 
 
-def base_of(args: argparse.Namespace) -> Any:
-    """What `--model` names, None without it."""
-    if args.model is None:
-        return None
-    from afm_mlx.converters.adapter_formats.conversion import BaseFolder
-    from afm_mlx.loading import resolve_model
+def located(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Path], Any]:
+    """Where adapters are, and the base model.
 
-    return BaseFolder.read(resolve_model(args.model))
+    Args:
+        args: with `add_model`'s.
+        names: paths, or names of adapters that come with the model, the embedded one by default.
+
+    Returns:
+        The paths, and the `BaseFolder` of the model that was named or whose adapters were; None without one.
+
+    Raises:
+        AFMError: for a name that is neither.
+    """
+    from afm_mlx.converters.adapter_formats.conversion import BaseFolder
+    from afm_mlx.loading import resolve_adapter, resolve_model
+
+    folder = None if args.model is None else resolve_model(args.model)
+    paths = []
+    for name in names:
+        path = Path(os.path.expanduser(name))
+        if not (name and path.exists()):
+            folder = folder or resolve_model(EMBEDDED_MODEL)
+            path = resolve_adapter(name, folder)
+        paths.append(path)
+    return paths, None if folder is None else BaseFolder.read(folder)
 
 
 def dtype_of(args: argparse.Namespace) -> Any:

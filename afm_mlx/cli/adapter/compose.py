@@ -10,13 +10,14 @@ from afm_mlx.cli.adapter.arguments import (
     add_force,
     add_model,
     add_output,
-    base_of,
     dtype_of,
+    located,
     package_fields,
     print_written,
     require,
 )
 from afm_mlx.cli.parser import UsageError
+from afm_mlx.errors import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "adapters",
         nargs="*",
         metavar="PATH=WEIGHT",
-        help="an adapter of any format and its weight, such as poet=0.7",
+        help="an adapter of any format, or the name of one that comes with the model, and its weight, such as "
+        "poet=0.7",
     )
     add_output(parser, default="mlx-lm")
     add_model(parser, "the adapters must fit it")
@@ -41,8 +43,8 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.converters.adapter_formats import write_adapter
     from afm_mlx.converters.adapter_formats.conversion import package_for, read_for
 
-    base = base_of(args)
-    adapters = [read_for(path, base, force=args.force) for path, _ in weighted]
+    paths, base = located(args, [name for name, _ in weighted])
+    adapters = [read_for(path, base, force=args.force) for path in paths]
     tensors, config = compose(adapters, [weight for _, weight in weighted], force=args.force)
     write_adapter(
         args.output,
@@ -66,6 +68,6 @@ def _weighted(text: str) -> tuple[str, float]:
         value = math.nan
     if not equals or not path or not math.isfinite(value):
         raise UsageError(
-            f"{text!r} is no adapter with a weight; give PATH=WEIGHT, such as poet=0.7."
+            f"{shown(text)} is no adapter with a weight; give PATH=WEIGHT, such as poet=0.7."
         )
     return path, value

@@ -9,8 +9,8 @@ from afm_mlx.cli.adapter.arguments import (
     add_model,
     add_output,
     add_source,
-    base_of,
     dtype_of,
+    located,
     package_fields,
     print_written,
     require,
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(
         parser,
         "the adapter must fit it, and formats with a place for every layer need it for other models than "
-        "Apple's 3B",
+        "Apple's 3B; by default the one that the adapter's config names, if it is here",
     )
     add_force(parser)
 
@@ -37,13 +37,14 @@ def run(args: argparse.Namespace) -> None:
         output="what to write",
     )
     package = package_fields(args)
-    from afm_mlx.converters.adapter_formats.conversion import convert_adapter
+    from afm_mlx.converters.adapter_formats.conversion import base_of, convert_adapter
 
+    (path,), base = located(args, [args.adapter_path])
     config = convert_adapter(
-        args.adapter_path,
+        path,
         args.output,
         args.to,
-        base=base_of(args),
+        base=base or base_of(path),
         alpha=args.alpha,
         dtype=dtype_of(args),
         package=package,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from afm_mlx.cli.adapter.arguments import add_model, add_source, base_of, require
+from afm_mlx.cli.adapter.arguments import add_model, add_source, located, require
 from afm_mlx.cli.output import add_json, print_facts, print_json
 
 
@@ -18,7 +18,8 @@ def run(args: argparse.Namespace) -> None:
     require(args, "info", adapter_path="what to show")
     from afm_mlx.converters.adapter_formats.conversion import describe_adapter
 
-    facts = describe_adapter(args.adapter_path, base_of(args), args.alpha)
+    (path,), base = located(args, [args.adapter_path])
+    facts = describe_adapter(path, base, args.alpha)
     if args.json:
         print_json(facts)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from afm_mlx.cli.adapter.arguments import add_model, add_source, base_of, require
+from afm_mlx.cli.adapter.arguments import add_model, add_source, located, require
 from afm_mlx.cli.output import add_json, print_json
 from afm_mlx.errors import CheckpointError
 
@@ -22,9 +22,8 @@ def run(args: argparse.Namespace) -> None:
     require(args, "verify", adapter_path="what to look at")
     from afm_mlx.converters.adapter_formats.conversion import verify_adapter
 
-    verdict = verify_adapter(
-        args.adapter_path, base_of(args), alpha=args.alpha, base_signature=args.base_signature
-    )
+    (path,), base = located(args, [args.adapter_path])
+    verdict = verify_adapter(path, base, alpha=args.alpha, base_signature=args.base_signature)
     if args.json:
         result = {"ok": not verdict.problems, "problems": verdict.problems, "notes": verdict.notes}
         print_json(result | (verdict.facts or {"adapter": args.adapter_path}))

@@ -313,6 +313,47 @@ def test_arguments_that_are_refused(adapter, fails, tmp_path):
         assert not out.exists()
 
 
+def test_adapters_that_come_with_the_model_are_known_by_name(run, fails, tmp_path):
+    """As `--adapter-path` knows them; the model is the embedded one."""
+    facts = json.loads(done(run, "info", "todo", "--json"))
+    assert facts["adapter"].endswith("afm-nano/adapters/todo")
+    assert done(run, "verify", "todo").startswith("todo is a whole adapter")
+    done(run, "compose", "todo=0.7", "redact=0.3", "--output", tmp_path / "both")
+    assert load_adapter(tmp_path / "both")[1].rank == 2 * facts["rank"]
+    # A toolkit's file has a place for every layer of the model, which is found.
+    done(run, "convert", "todo", "--to", "toolkit", "--output", tmp_path / "todo.pt")
+    assert "(did you mean todo?)" in fails("adapter", "info", "tood")
+    assert "adapters are redact, todo, triage" in fails(
+        "adapter", "compose", "x=1", "--output", "y"
+    )
+
+
+@pytest.mark.parametrize("key", ["model", "base_model_name_or_path", "base_model_fingerprint"])
+def test_convert_finds_the_model_that_an_adapter_is_for(adapter, folder, run, tmp_path, key):
+    """The toolkit's format needs it. What the config names comes before the embedded model."""
+    source, wanted = adapter, fingerprint(folder)
+    if key == "base_model_name_or_path":
+        source = tmp_path / "peft"
+        done(run, "convert", adapter, "--to", "peft", "--output", source)
+    if key == "base_model_fingerprint":
+        source = tmp_path / "copy"
+        done(run, "compose", "todo=1", "--output", source)
+        wanted = load_adapter(source)[1].base_model_fingerprint
+    else:
+        config = json.loads((source / "adapter_config.json").read_text())
+        (source / "adapter_config.json").write_text(json.dumps(config | {key: str(folder)}))
+    done(run, "convert", source, "--to", "toolkit", "--output", tmp_path / "a.pt")
+    facts = json.loads((tmp_path / "a-config.json").read_text())
+    assert wanted in json.dumps(facts)
+
+
+@pytest.mark.parametrize("name", ["no/such", "a\0b", "\ud800", "x" * 5000, 5, None, "~nobody/x"])
+def test_a_model_that_is_not_here_is_passed_over(adapter, run, tmp_path, name):
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"model": name}))
+    done(run, "convert", adapter, "--to", "peft", "--output", tmp_path / "peft")
+
+
 def test_a_pt_file_without_alpha(adapter, folder, run, fails, tmp_path):
     done(
         run,

@@ -110,10 +110,10 @@ def test_the_first_generation_has_its_own_formats(run, quick, monkeypatch):
         (["--preset", "afm-3b"], "Add --random-weights"),
         (["--random-weights"], "--random-weights needs --preset"),
         (["--model", "x", "--preset", "afm-3b"], "can't both be given"),
-        (["-p", "0"], "0 is out of range; allowed is 1 or more"),
-        (["-g", "2"], "2 is out of range; allowed is 3 or more"),
+        (["-p", "0"], "0 is out of range; allowed is 1 to 1048576"),
+        (["-g", "2"], "2 is out of range; allowed is 3 to 1048576"),
         (["-b", "1,two"], "'two' is not an integer"),
-        (["--adapter-rank", "0,-8"], "-8 is out of range; allowed is 0 or more"),
+        (["--adapter-rank", "0,-8"], "-8 is out of range; allowed is 0 to 65536"),
         (["-o", "yaml"], "choose from"),
     ],
 )

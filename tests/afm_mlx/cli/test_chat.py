@@ -1,11 +1,12 @@
 """`afm-mlx chat`."""
 
+import contextlib
 import json
 import sys
 
 import pytest
 
-from afm_mlx.cli.conversation import Conversation
+from afm_mlx.cli.chat.conversation import Conversation
 from afm_mlx.errors import ContextLengthError
 from afm_mlx.generation import stream_generate
 from afm_mlx.loading import load
@@ -87,12 +88,27 @@ def test_a_full_context_leaves_the_conversation_as_it_was(folder):
 
 
 def test_chat_through_pipes(folder, run, say):
-    say(b"the fox\n\nh\nr\nthe fox\nq\nnot reached\n")
+    say(b"the fox\n\n/help\n/reset\nthe fox\n/exit\nnot reached\n")
     status, out, err = run("chat", "--model", folder, "-m", 12)
     text = answer(folder, "the fox")
     assert (status, out) == (0, f"{text}\n{text}\n")
-    assert err.splitlines()[0].startswith("q quits, r forgets")
-    assert err.splitlines()[1] == "The conversation is forgotten."
+    assert err.startswith("/help ")
+    assert err.endswith("The conversation is forgotten.\n")
+
+
+def test_letters_are_text_and_not_commands(folder, run, say):
+    """Before there were commands with a slash, q quit, r forgot and h helped."""
+    say(b"r\n")
+    assert run("chat", "--model", folder, "-m", 12) == (0, answer(folder, "r") + "\n", "")
+
+
+def test_lines_between_quotes_are_one_message(folder, run, say, fails):
+    say(b'"""\nthe fox\n\nthe dog\n"""\n/reset\n"the" fox\n')
+    status, out, _ = run("chat", "--model", folder, "-m", 12)
+    expected = [answer(folder, text) for text in ("the fox\n\nthe dog", '"the" fox')]
+    assert (status, out.split("\n")[:-1]) == (0, "\n".join(expected).split("\n"))
+    say(b'"""\nthe fox\n')
+    assert "ends within a message of several lines" in fails("chat", "--model", folder)
 
 
 def test_chat_ends_with_its_input(folder, run, say):
@@ -101,15 +117,29 @@ def test_chat_ends_with_its_input(folder, run, say):
 
 
 def test_chat_survives_a_full_context(folder, run, say):
-    say(b"the fox\n" + b"fox " * 300 + b"\nthe fox\nr\nthe fox\n")
+    say(b"the fox\n" + b"fox " * 300 + b"\nthe fox\n/reset\nthe fox\n")
     status, out, err = run("chat", "--model", folder, "-m", 5)
     assert status == 0
-    assert len(err.splitlines()) == 2
-    assert "The prompt needs" in err
-    assert "or r starts anew" in err.splitlines()[0]
+    full, forgotten = err.splitlines()
+    assert forgotten == "The conversation is forgotten."
+    assert full.startswith(
+        "The context of 256 tokens is full: the conversation with this question takes "
+    )
+    assert full.endswith("The question is left out of the conversation.")
+    for way_out in ("/save FILE and /reset", "start afm-mlx chat with --sliding-window"):
+        assert way_out in full
+    assert "max_kv_size" not in full
     text = answer(folder, "the fox", max_tokens=5)
     assert out.startswith(f"{text}\n")
     assert out.endswith(f"{text}\n")
+
+
+def test_an_answer_that_fills_the_context_says_so(folder, run, say):
+    say(b"the fox\n")
+    status, _, err = run("chat", "--model", folder, "-m", -1, "--max-kv-size", 64)
+    assert status == 0
+    assert "of 64 tokens is full" in err
+    assert "the answer needs more than the rest" in err
 
 
 def test_chat_refuses_bytes_that_are_no_text(folder, fails, say):
@@ -122,15 +152,46 @@ def test_chat_ends_at_a_request_that_no_turn_can_honour(folder, fails, say):
     assert "max_tokens is 0" in fails("chat", "--model", folder, "-m", 0)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_ctrl_c_anywhere_leaves_a_conversation_that_goes_on(folder, rng, seed):
+    """At any line of Python that runs for an answer: while the prompt is written, computed, or answered."""
+    model, tokenizer = load(folder)
+    conversation = Conversation(model, tokenizer, lambda: model.make_cache(max_size=256))
+    conversation.ask("the quick brown fox", [].append, max_tokens=10)
+    before = conversation.turns
+    countdown = int(rng.spawn(seed + 1)[-1].integers(1, 25_000))  # an answer takes some 26,000
+
+    def interrupt(frame, event, argument):
+        nonlocal countdown
+        countdown -= 1
+        if not countdown:
+            raise KeyboardInterrupt
+        return interrupt
+
+    tracer = sys.gettrace()
+    sys.settrace(interrupt)
+    with contextlib.suppress(KeyboardInterrupt):
+        conversation.ask("the lazy", [].append, max_tokens=10)
+    sys.settrace(tracer)
+    turns = conversation.turns
+    assert turns[:2] == before
+    if turns != before:
+        assert [turn["role"] for turn in turns[2:]] == ["user", "assistant"]
+    shown = []
+    conversation.ask("and then", shown.append, max_tokens=10)
+    asked = [*turns, {"role": "user", "content": "and then"}]
+    assert "".join(shown) == scratch_answer(model, tokenizer, asked, max_tokens=10)[0]
+
+
 def test_ctrl_c_stops_an_answer_and_not_the_chat(folder, run, say, monkeypatch):
-    from afm_mlx.cli import conversation
+    from afm_mlx.cli.chat import conversation
 
     def interrupted_once(*args, **kwargs):
         monkeypatch.undo()
         yield from list(stream_generate(*args, **kwargs))[:3]
         raise KeyboardInterrupt
 
-    say(b"the fox\nr\nthe fox\n")
+    say(b"the fox\n/reset\nthe fox\n")
     stdin = sys.stdin
     monkeypatch.setattr(conversation, "stream_generate", interrupted_once)
     status, out, err = main_with_stdin(run, stdin, "chat", "--model", folder, "-m", 12)

@@ -122,7 +122,7 @@ def test_a_full_context_ends_with_the_text_so_far(folder, run, fails):
         (["--temp", "1", "--top-k", "1000"], "1000 tokens"),
         (["--extra-eos-token", "nosuchpiece"], "nosuchpiece"),
         (["--stop", ""], "non-empty"),
-        (["--prompt", "\udcff"], "surrogate"),
+        (["--prompt", "\udcff"], "not valid UTF-8"),
         (["--chat-template-config", '{"tokenize": false}'], "can't set tokenize"),
         (["--ignore-chat-template", "--system-prompt", "x"], "--system-prompt needs"),
         (["--ignore-chat-template", "--prefill-response", "x"], "--prefill-response needs"),

@@ -328,7 +328,7 @@ def test_full_training(folder, data, run, tmp_path):
         (("--initial-adapter", "nowhere"), "nowhere is no folder"),
         (("--resume-adapter-file", "x"), "x is no folder"),
         (("--rank", 0), "allowed is 1 or more"),
-        (("--lr-schedule", "x"), "is not JSON"),
+        (("--lr-schedule", "x"), "can't be used as JSON"),
         (("--lr-schedule", "{}"), "lr_schedule: name is None"),
         (("--lr-schedule", "{}", "--warmup-iters", 2), "both say what the learning rate does"),
     ],
@@ -337,3 +337,33 @@ def test_wrong_arguments(folder, data, fails, tmp_path, monkeypatch, arguments, 
     monkeypatch.chdir(tmp_path)
     assert message in fails("lora", "--model", folder, "--data", data, *SHORT, *arguments)
     assert not (tmp_path / "adapters").exists()
+
+
+def test_more_than_the_machine_has_memory_for(folder, data, fails, tmp_path, monkeypatch):
+    """Said before a run is begun: nothing is in the way of the next try."""
+    from afm_mlx.training import memory
+
+    monkeypatch.setattr(memory, "machine_memory", lambda: 10**4)
+    argv = ("--data", data, *SHORT, "--adapter-path", tmp_path / "a")
+    assert "this machine has 0.0" in fails("lora", "--model", folder, *argv)
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--max-seq-length", 10**14),
+        ("--batch-size", 10**6),
+        ("--epochs", 1e300),
+        ("--clear-cache-threshold", "9" * 400),
+        ("--lora-parameters", '{"keys": [1, 2]}'),
+        ("--lora-parameters", '{"dropout": 2}'),
+        ("--lr-schedule", '{"name": "cosine_decay", "arguments": [1e-3, 0]}'),
+        ("--lr-schedule", '{"name": "cosine_decay", "arguments": [1' + "0" * 400 + "]}"),
+    ],
+)
+def test_values_without_measure(folder, data, fails, tmp_path, argv):
+    path = tmp_path / "a"
+    line = fails("lora", "--model", folder, "--data", data, "--adapter-path", path, *argv)
+    assert len(line) < 1200
+    assert not path.exists()

@@ -18,7 +18,17 @@ from tests.tools.cli import ROOT, process, write_folder
 
 # -- help, version, and what they import
 
-HEAVY = ("mlx", "numpy", "transformers", "mlx_lm", "tokenizers", "sentencepiece", "yaml", "tqdm")
+HEAVY = (
+    "mlx",
+    "prompt_toolkit",
+    "numpy",
+    "transformers",
+    "mlx_lm",
+    "tokenizers",
+    "sentencepiece",
+    "yaml",
+    "tqdm",
+)
 
 
 def test_help_and_usage_errors_import_nothing_heavy():
@@ -36,15 +46,37 @@ print("IMPORTED", [name for name in {HEAVY!r} if name in sys.modules])
     assert all(f"\n  {command}" in done.stdout for command in COMMANDS)
 
 
-def test_a_greedy_run_imports_neither_mlx_lm_nor_transformers(folder):
+RUNS = {
+    "greedy": ["-m", "3"],
+    "sampled": "-m 3 --temp 0.7 --top-p 0.9 --min-p 0.01 --top-k 50 --xtc-probability 0.5".split(),
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_imports_neither_mlx_lm_nor_transformers(folder, kind):
     code = """
 import sys
 from afm_mlx.cli import main
 assert main(sys.argv[1:]) == 0
 print("IMPORTED", [name for name in ("mlx_lm", "transformers", "torch") if name in sys.modules])
 """
-    done = process("generate", "--model", folder, "-m", 3, code=code)
+    done = process("generate", "--model", folder, *RUNS[kind], code=code)
     assert done.stdout.splitlines()[-1] == "IMPORTED []", done.stderr
+
+
+def test_a_batch_with_samplers_and_penalties_imports_neither(folder):
+    code = """
+import sys
+from afm_mlx import batch_generate, load, make_logits_processors, make_sampler
+model, tokenizer = load(sys.argv[1])
+found = batch_generate(model, tokenizer, ["a", "b"], 3, sampler=make_sampler(0.7, 0.9), logits_processors=(
+    make_logits_processors({5: 1.0}, 1.1, presence_penalty=0.5, frequency_penalty=0.5)
+))
+assert list(map(len, found.token_ids)) == [3, 3]
+print("IMPORTED", [name for name in ("mlx_lm", "transformers", "torch") if name in sys.modules])
+"""
+    done = process(folder, code=code)
+    assert done.stdout.splitlines()[-1:] == ["IMPORTED []"], done.stderr
 
 
 def test_python_m(tmp_path):
@@ -95,19 +127,24 @@ def test_the_embedded_model_is_the_default(tmp_path, spm_bpe, rng, monkeypatch, 
     [
         ([], "a command is needed"),
         (["frobnicate"], "frobnicate"),
+        (["generat"], "did you mean generate?"),
+        (["adapter", "conver"], "did you mean convert?"),
+        (["generate", "--max-token", "5"], "did you mean --max-tokens?"),
+        (["generate", "--top_p=0.5"], "did you mean --top-p?"),
+        (["convert", "--q-mode", "afine"], "did you mean affine?"),
         (["generate", "--frobnicate"], "--frobnicate"),
         (["generate", "--max-tokens"], "expected one argument"),
         (["generate", "-m", "many"], "'many' is not an integer"),
         (["generate", "--prefill-step-size", "0"], "allowed is 1 or more"),
         (["generate", "--top-p", "1.5"], "allowed is 0 to 1"),
         (["generate", "--temp", "nan"], "allowed is 0 or more"),
-        (["generate", "--temp", "inf"], "allowed is 0 or more"),
+        (["generate", "--temp", "inf"], "allowed is 0 to 1e+30"),
         (["generate", "--temp", "-1"], "allowed is 0 or more"),
         (["generate", "--seed", "-1"], "allowed is 0 to"),
         (["generate", "--verbose", "loud"], "neither True nor False"),
         (["generate", "--prompt", " \n"], "the prompt is empty"),
         (["generate", "--prompt", ""], "the prompt is empty"),
-        (["generate", "--chat-template-config", "{"], "is not JSON"),
+        (["generate", "--chat-template-config", "{"], "can't be used as JSON"),
         (["generate", "--chat-template-config", "[]"], "is not a JSON object"),
         (["generate", "--draft-model", "x"], "speculative decoding is not available"),
         (["generate", "--image", "a.png"], "text only"),
@@ -127,7 +164,7 @@ def test_the_embedded_model_is_the_default(tmp_path, spm_bpe, rng, monkeypatch, 
         (["perplexity", "--sequence-length", "1"], "allowed is 2 or more"),
         (["perplexity", "--data-path", "no.jsonl"], "no file or folder no.jsonl"),
         (["evaluate", "--tasks", "hellaswag"], "mlx_lm.evaluate"),
-        (["evaluate", "--batch-size", "0"], "allowed is 1 or more"),
+        (["evaluate", "--batch-size", "0"], "allowed is 1 to 4096"),
     ],
 )
 def test_what_the_user_got_wrong_is_one_line(fails, argv, says):
@@ -137,6 +174,43 @@ def test_what_the_user_got_wrong_is_one_line(fails, argv, says):
 def test_debug_keeps_the_traceback(run):
     with pytest.raises(afm_mlx.errors.AFMError):
         main(["generate", "--model", "no/such/folder", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["generate", "--prompt", "a\udce9"], "--prompt/-p is not valid UTF-8: 'a\\udce9'"),
+        (["generate", "--model", "\udcff/x"], "--model is not valid UTF-8"),
+        (["info", "--model", "a\0b"], "--model has a NUL character"),
+        (["adapter", "info", "a\0b"], "ADAPTER has a NUL character"),
+        (["generate", "--stop", "a", "\ud800"], "--stop is not valid UTF-8"),
+        (["generate", "--chat-template-config", '{"a": "\\ud800"}'], "not valid UTF-8"),
+        (["generate", "-c", "\udcff.yaml"], "--config is not valid UTF-8"),
+        (["\udcff"], "COMMAND is not valid UTF-8"),
+        (["generate", "-m", "9" * 5000], "is not an integer"),
+        (["generate", "-m", "9" * 100], "allowed is -1 to 2147483647"),
+        (["generate", "--kv-bits", "9" * 5000], "is not an integer"),
+        (["generate", "--model", "x" * 100_000], "x..."),
+        (["generate", "--" + "x" * 100_000], "unrecognized arguments"),
+        (["generate", "--chat-template-config", "[" * 100_000], "can't be used as JSON"),
+        (["adapter", "compose", "x" * 100_000, "--output", "y"], "no adapter with a weight"),
+    ],
+)
+def test_texts_that_nothing_takes(fails, argv, says):
+    line = fails(*argv)
+    assert says in line
+    assert len(line) < 1300
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RuntimeError])
+def test_too_little_memory_is_one_line(monkeypatch, fails, kind):
+    from afm_mlx.cli import info
+
+    def too_large(args):
+        raise kind("[malloc] Unable to allocate 99999999 bytes.")
+
+    monkeypatch.setattr(info, "run", too_large)
+    assert "there is not enough memory ([malloc] Unable" in fails("info")
 
 
 def test_our_own_defects_keep_their_traceback(monkeypatch):
@@ -203,8 +277,8 @@ def test_command_line_beats_yaml_beats_defaults(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("max_token: 5", "unknown key max_token"),
-        ("max-tokens: 5", "unknown key max-tokens"),
+        ("max_token: 5", "line 1: unknown key max_token (did you mean max_tokens?)"),
+        ("temp: 1\nmax-tokens: 5", "line 2: unknown key max-tokens (did you mean max_tokens?)"),
         ("5: 5", "unknown key 5"),
         ("config: x.yaml", "unknown key config"),
         ("max_tokens: many", "max_tokens: 'many' is not an integer"),
@@ -213,13 +287,13 @@ def test_command_line_beats_yaml_beats_defaults(tmp_path):
         ("prompt: 5", "a string is needed"),
         ("prompt: [a]", "a string is needed"),
         ("top_p: 2", "top_p: 2 is out of range"),
-        ("kv_bits: 8.5", "kv_bits is 8.5"),
+        ("kv_bits: 8.5", "kv_bits: '8.5' is not an integer"),
         ("sliding_window: 1", "allowed are true and false"),
         ("verbose: loud", "neither True nor False"),
         ("draft_model: x", "speculative decoding is not available"),
         ("- a\n- b", "'name: value' lines are needed"),
         ("a: [", "is not valid YAML"),
-        ("a: !!python/object/apply:os.getcwd []", "is not valid YAML"),
+        ("a: !!python/object/apply:os.getcwd []", "is not valid YAML, line 1: the tag "),
     ],
 )
 def test_bad_yaml_is_one_line(tmp_path, fails, text, says):

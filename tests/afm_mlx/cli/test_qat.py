@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -103,9 +104,13 @@ def test_an_interrupted_run_resumes(folder, data, run, fails, tmp_path):
         if line.startswith("Iter 2: Train"):
             child.send_signal(signal.SIGINT)
     assert child.wait() == 130
-    assert "the same command with --resume" in child.stderr.read()
+    how = f"To go on with it: afm-mlx {shlex.join([*arguments, '--save-path', str(out)])}"
+    advice = child.stderr.read()
+    assert advice.startswith(f"afm-mlx: interrupted. The run is kept in {out}-run. {how} ")
+    assert advice.endswith(" --resume. To start anew, choose another folder (--save-path).\n")
     child.stderr.close()
-    assert "Resume it (--resume)" in fails(*arguments, "--save-path", out)
+    again = fails(*arguments, "--save-path", out)
+    assert f"{out}-run holds a training run already. {how} --resume. To start anew" in again
     changed = (*arguments, "--save-path", out, "--resume", "--clip-grad-norm", 0.5)
     assert "clip_grad_norm was 1.0 and is now 0.5" in fails(*changed)
     status, text, _ = run(*arguments, "--save-path", out, "--resume")

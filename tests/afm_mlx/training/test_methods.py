@@ -21,6 +21,7 @@ from afm_mlx.training.losses import CrossEntropy, mean_loss
 from afm_mlx.training.methods import train_full, train_lora, train_qat
 from afm_mlx.training.options import TrainingOptions
 from afm_mlx.training.recipe import Recipe, read_data
+from afm_mlx.training.run_folder import RunExistsError
 from afm_mlx.training.scores import measure_adapter
 from afm_mlx.training.source import Source
 from tests.tools.cli import write_folder
@@ -365,6 +366,11 @@ def test_an_adapter_is_not_overwritten(recipe, tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     with pytest.raises(TrainingError, match="holds an adapter already"):
         train_lora(recipe, tmp_path / "adapter")
+    (tmp_path / "killed" / "run").mkdir(parents=True)
+    (tmp_path / "killed" / "run" / "run.json").write_text("{}")
+    (tmp_path / "killed" / "adapters.safetensors").touch()  # and no config yet
+    with pytest.raises(RunExistsError, match=r"Resume it \(--resume\)"):
+        train_lora(recipe, tmp_path / "killed")
 
 
 def test_a_teacher_must_be_of_use(recipe, model, tmp_path, spm_unigram, rng):
@@ -410,5 +416,29 @@ def test_epochs_and_shares_become_steps(recipe):
     late = dataclasses.replace(options, iters=51, warmup_iters=50)
     recipe = dataclasses.replace(recipe, options=late, warmup_share=None)
     assert recipe.settled(100).warmup_iters == 50
-    with pytest.raises(ConfigError, match=r"1\.5 epochs are 8 steps"):
+    with pytest.raises(
+        ConfigError, match=r"warmup_iters is 50, and the run has 8 steps \(1\.6 epochs"
+    ):
         recipe.settled(10)
+    bounded = dataclasses.replace(recipe, epochs=3, steps_between=(60, 80))
+    assert [bounded.settled(n).iters for n in (4, 50, 400)] == [60, 75, 80]
+
+
+def test_sizes_that_nobody_gives_fit_model_and_data(model, recipe, tmp_path):
+    source = Source.open(model)
+    recipe = dataclasses.replace(recipe, max_seq_length=None, batch_size=1)
+    context = source.values["context_length"]
+    short, long = ({"text": "word " * n} for n in (10, 5000))
+    for records, most in (([short] * 30, context // 2), ([long], context)):
+        path = tmp_path / "train.jsonl"
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        split = read_data(dataclasses.replace(recipe, data=path), source).train
+        assert split.batches.length <= most
+        assert split.batches.fill > 0.7
+    assert split.tokens / split.samples <= context
+    of_zoo = dataclasses.replace(
+        source, values={"model_type": "llama", "max_position_embeddings": 48}
+    )
+    path.write_text(json.dumps(long))
+    vars(of_zoo)["tokenizer"] = source.tokenizer
+    assert read_data(dataclasses.replace(recipe, data=path), of_zoo).train.batches.length == 48

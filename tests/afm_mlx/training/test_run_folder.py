@@ -1,13 +1,15 @@
 """Run folders: whole or not there, whatever happens."""
 
 import json
+import re
 import resource
+from functools import partial
 
 import mlx.core as mx
 import pytest
 
 from afm_mlx.errors import CheckpointError, TrainingError
-from afm_mlx.training.run_folder import RunFolder
+from afm_mlx.training.run_folder import RunExistsError, RunFolder
 
 MANIFEST = {"learning_rate": 1e-4, "keys": ("a", "b"), "data": {"train": "x"}}
 
@@ -47,7 +49,8 @@ def test_the_newest_two_are_kept(run):
 
 
 def test_another_manifest_is_refused_by_its_keys(run):
-    RunFolder.open(run.path, MANIFEST)
+    run.close()
+    RunFolder.open(run.path, MANIFEST).close()
     other = {"learning_rate": 2e-4, "keys": ("a", "b"), "seed": None}
     with pytest.raises(TrainingError) as error:
         RunFolder.open(run.path, other)
@@ -57,6 +60,7 @@ def test_another_manifest_is_refused_by_its_keys(run):
 
 
 def test_a_run_is_neither_overwritten_nor_made_up(run, tmp_path):
+    run.close()
     with pytest.raises(TrainingError, match="holds a training run already"):
         RunFolder.create(run.path, MANIFEST)
     with pytest.raises(TrainingError, match="no training run to resume"):
@@ -69,21 +73,48 @@ def test_a_folder_that_can_not_be_made(tmp_path):
         RunFolder.create(tmp_path / "file" / "run", {})
 
 
+def test_one_at_a_time_works_in_a_folder(run):
+    for attempt in (partial(RunFolder.open, run.path), partial(RunFolder.create, run.path)):
+        with pytest.raises(TrainingError) as error:
+            attempt(MANIFEST)
+        assert re.search(r"in use by .*this very process since \d{4}-\d\d-\d\dT", str(error.value))
+    run.close()
+    with RunFolder.open(run.path, MANIFEST):
+        pass
+    assert not (run.path / "run.lock").exists()
+
+
+def test_a_refused_resume_leaves_the_folder_to_others(run):
+    run.close()
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="started with other settings"):
+            RunFolder.open(run.path, {"learning_rate": 1})
+    with pytest.raises(RunExistsError, match="holds a training run already"):
+        RunFolder.create(run.path, MANIFEST)
+    RunFolder.open(run.path, MANIFEST).close()
+
+
 def test_what_a_killed_process_left_is_removed(run):
     save(run, 3)
-    (run.path / "checkpoints" / ".step-0000004-abc").mkdir()
-    (run.path / "checkpoints" / ".step-0000004-abc" / "trainable.safetensors").touch()
-    (run.path / ".metrics-xyz.jsonl").touch()
+    run.close()
+    for folder in (run.path, run.path / "checkpoints", run.path / "best"):
+        leftover = folder / ".step-0000004-abc.afm-mlx"
+        leftover.mkdir(parents=True)
+        (leftover / "owner.json").touch()
+        (leftover / "trainable.safetensors").touch()
     (run.path / ".gitignore").touch()
+    (run.path / "run.lock").write_text("{}")  # without a lock on it
     assert run.steps() == [3]
-    RunFolder.open(run.path, MANIFEST)
-    assert [path.name for path in (run.path / "checkpoints").iterdir()] == ["step-0000003"]
-    assert sorted(path.name for path in run.path.glob(".*")) == [".gitignore"]
+    with RunFolder.open(run.path, MANIFEST):
+        names = sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*"))
+    assert [name for name in names if not name.startswith("checkpoints/step-0000003")] == [
+        ".gitignore", "best", "checkpoints", "run.json", "run.lock"
+    ]  # fmt: skip
 
 
 def test_a_full_disk_leaves_the_old_checkpoint(run):
     save(run, 1)
-    run.save_best(group(1), {"step": 1})
+    run.save_best(group(1), {"step": 1, "valid_loss": 3.0})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     # The largest file that may be written: to the process, a disk that is full.
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
@@ -98,7 +129,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(run):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert run.steps() == [1]
     assert mx.array_equal(run.load(1).tensors["trainable"]["half"], mx.ones(2))
-    assert run.load_best()[1] == {"step": 1}
+    assert run.load_best()[1]["step"] == 1
     assert len(list((run.path / "checkpoints").iterdir())) == 1
 
 
@@ -113,8 +144,25 @@ def test_damage_is_named(run, name, damage):
     if (name, damage) == ("trainable.safetensors", "gone"):
         assert "trainable" not in run.load(1).tensors  # the loop misses it by its names
         return
-    with pytest.raises(CheckpointError, match=name):
+    with pytest.raises(CheckpointError, match=rf"{name} can't be read: .*no checkpoint before it"):
         run.load(1)
+    save(run, 5)
+    (run.checkpoint_path(5) / "state.json").write_text("[]")
+    with pytest.raises(
+        CheckpointError, match=r"a JSON list, .*move .*step-0000005 out of"
+    ) as error:
+        run.load(5)
+    assert "goes on from the checkpoint of step 1." in str(error.value)
+    assert not re.search("remove|delete", str(error.value))
+
+
+@pytest.mark.parametrize("metadata", [{}, {"state": "1"}, {"state": '{"step": 1}'}])
+def test_best_weights_that_do_not_say_whose_they_are(run, metadata):
+    run.save_best(group(1), {"step": 1, "valid_loss": 2.0})
+    path = run.path / "best" / "trainable.safetensors"
+    mx.save_safetensors(str(path), group(1), metadata)
+    with pytest.raises(CheckpointError, match="does not say which step"):
+        run.load_best()
 
 
 def test_the_best_replaces_the_best(run):
@@ -129,6 +177,7 @@ def test_the_best_replaces_the_best(run):
 
 def test_checkpoints_without_a_manifest_are_no_new_run(run):
     save(run, 3)
+    run.close()
     (run.path / "run.json").unlink()
     with pytest.raises(TrainingError, match="holds a training run already"):
         RunFolder.create(run.path, MANIFEST)

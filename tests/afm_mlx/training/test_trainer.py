@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from afm_mlx.cli.signals import deferred_signals
 from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
 from afm_mlx.training.events import Evaluation, Report, Resumed, Saved, Stepped
 from afm_mlx.training.run_folder import RunFolder
@@ -135,7 +136,7 @@ def test_an_interrupt_ends_the_step_and_saves(tmp_path):
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        toy_run(tmp_path / "run", 12, on_event)
+        toy_run(tmp_path / "run", 12, on_event, stopping=deferred_signals)
     assert signal.getsignal(signal.SIGINT) is before
     assert RunFolder(tmp_path / "run").steps() == [4, 6]
     toy_run(tmp_path / "run", 12, resume=True)

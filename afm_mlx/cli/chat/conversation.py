@@ -1,0 +1,267 @@
+"""A conversation that keeps its keys and values from turn to turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.chat_messages import Message, checked_messages
+from afm_mlx.cli.reuse import keep_common, tokens_in
+from afm_mlx.errors import AFMError, RequestError, TokenizerError
+from afm_mlx.generation import GenerationResponse, stream_generate
+
+
+@dataclass
+class _Kept:
+    """Keys and values that an adapter has computed, and the tokens that they are of."""
+
+    cache: list[Any]
+    tokens: list[int]
+
+
+@dataclass
+class _Asked:
+    """The last question, answered or not, and the turns before it."""
+
+    before: list[Message]
+    question: Message
+
+
+class Conversation:
+    """Turns of user and assistant.
+
+    A turn renders the whole conversation and computes what the cache does not hold yet, as a rule the end
+    of the last answer and the new question.
+
+    Each adapter has keys and values of its own, for those of another would be wrong. So the first turn after a
+    switch computes what the adapter has not seen of the conversation.
+
+    Whatever is raised in a method, Ctrl-C too, leaves the conversation as it was before; an answer that Ctrl-C
+    stops stays as far as it came.
+
+    Args:
+        model, tokenizer: of `load`.
+        new_cache: makes an empty cache.
+        system_prompt: instructions for all turns.
+        adapters: that turns may use.
+
+    Attributes:
+        adapter: name of the one that answers, or None.
+        last_response: of the last answer, with its figures; None before there is one.
+        prompt_tokens: of the last question, with the conversation before it.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        new_cache: Callable[[], list[Any]],
+        system_prompt: str | None = None,
+        adapters: AdapterPool | None = None,
+    ):
+        self._model = model
+        self._tokenizer = tokenizer
+        self._new_cache = new_cache
+        self._adapters = adapters
+        self.adapter: str | None = None
+        self._system: list[Message] = []
+        self.system = system_prompt
+        self.reset()
+
+    # -- what was said
+
+    @property
+    def messages(self) -> list[Message]:
+        """Instructions, if there are any, and all turns."""
+        return [*self._system, *self._turns]
+
+    @property
+    def turns(self) -> list[Message]:
+        """What was said, without the instructions."""
+        return list(self._turns)
+
+    @property
+    def system(self) -> str | None:
+        """Instructions for all turns; None for those that the chat template has by itself.
+
+        Raises:
+            TokenizerError: when they are set to what is no text.
+        """
+        return self._system[0]["content"] if self._system else None
+
+    @system.setter
+    def system(self, text: str | None) -> None:
+        # Tools that came with loaded instructions stay with the new ones.
+        old: Mapping[str, Any] = self._system[0] if self._system else {}
+        new = [] if text is None else [{**old, "role": "system", "content": text}]
+        self._system = _checked(new)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole conversation, as the chat template writes it."""
+        return len(self._encoded(self.messages, open_answer=False)) if self.messages else 0
+
+    def reset(self) -> None:
+        """Forget all turns; instructions and adapter stay."""
+        self._turns: list[Message] = []
+        self._asked: _Asked | None = None
+        self._caches: dict[str | None, _Kept] = {}
+        self.last_response: GenerationResponse | None = None
+        self.prompt_tokens = 0
+
+    def restore(self, messages: Sequence[Message], adapter: str | None) -> None:
+        """Go on with another conversation.
+
+        Args:
+            messages: its turns, and instructions if it has any.
+            adapter: that answers from now on; None for none.
+
+        Raises:
+            AFMError: when the messages can't be used, or the adapter can't be loaded.
+        """
+        checked = _checked(messages)
+        self._encoded(checked, open_answer=False)
+        starts = int(bool(checked) and checked[0]["role"] == "system")
+        turns = checked[starts:]
+        asked = next((i for i in reversed(range(len(turns))) if turns[i]["role"] == "user"), None)
+        self.switch(adapter)
+        self.reset()
+        self._system, self._turns = checked[:starts], turns
+        if asked is not None:
+            self._asked = _Asked(turns[:asked], turns[asked])
+
+    def switch(self, adapter: str | None) -> None:
+        """Answer with another adapter of the pool from now on, or with none.
+
+        Raises:
+            AFMError: when it can't be loaded; the one before stays.
+        """
+        if adapter is not None:
+            if self._adapters is None:
+                raise RequestError(f"There is no adapter {adapter!r}: the conversation has none.")
+            self._adapters.load(adapter)
+        self.adapter = adapter
+
+    # -- answers
+
+    def ask(
+        self, question: str, show: Callable[[str], None], **arguments: Any
+    ) -> GenerationResponse | None:
+        """Ask and answer one question.
+
+        Ctrl-C ends the answer where it is; the conversation goes on from there.
+
+        Args:
+            question: what the user says.
+            show: is given each segment of the answer.
+            arguments: of `stream_generate`.
+
+        Returns:
+            The last response, with its figures; None after Ctrl-C.
+
+        Raises:
+            AFMError: when the question can't be answered, or not to the end. The conversation is then
+                as it was before.
+        """
+        self._asked = _Asked(self._turns, {"role": "user", "content": question})
+        return self._answer(self._asked, show, arguments)
+
+    def retry(self, show: Callable[[str], None], **arguments: Any) -> GenerationResponse | None:
+        """Answer the last question again, in place of the answer that it has, if it has one.
+
+        Args:
+            show, arguments: as for `ask`.
+
+        Raises:
+            RequestError: when nothing was asked yet.
+            AFMError: as `ask`.
+        """
+        if self._asked is None:
+            raise RequestError("There is no question yet that could be answered again.")
+        return self._answer(self._asked, show, arguments)
+
+    def _answer(
+        self, asked: _Asked, show: Callable[[str], None], arguments: Mapping[str, Any]
+    ) -> GenerationResponse | None:
+        turns = [*asked.before, asked.question]
+        prompt = self._encoded([*self._system, *turns], open_answer=True)
+        self.prompt_tokens = len(prompt)
+        kept, common = self._kept_of(prompt)
+        answer, tokens, stopped, last = "", list[int](), False, None
+        responses = stream_generate(
+            self._model,
+            self._tokenizer,
+            prompt[common:],
+            prompt_cache=kept.cache,
+            logprobs=False,
+            adapter=self.adapter,
+            adapters=self._adapters,
+            **arguments,
+        )
+        try:
+            with closing(responses):  # type: ignore[type-var]
+                for response in responses:
+                    answer += response.text
+                    tokens.append(response.token)
+                    self.last_response = last = response
+                    show(response.text)
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            kept.tokens = [*prompt, *tokens][: tokens_in(kept.cache)]
+            # One that Ctrl-C came upon while it was handed back may hold less in some blocks than in others.
+            if not stopped or len(kept.tokens) == common:
+                self._caches[self.adapter] = kept
+        if answer:
+            self._turns = [*turns, {"role": "assistant", "content": answer}]
+        return None if stopped else last
+
+    def _kept_of(self, prompt: Sequence[int]) -> tuple[_Kept, int]:
+        """A cache for the adapter's next turn, and how many tokens of the prompt it holds.
+
+        It is the conversation's no more until it is put back whole.
+        """
+        kept = self._caches.pop(self.adapter, None)
+        if kept is not None:
+            common = keep_common(kept.cache, kept.tokens, prompt)
+            if common is not None:
+                return kept, common
+        return _Kept(self._new_cache(), []), 0
+
+    def _encoded(self, messages: Sequence[Message], open_answer: bool) -> list[int]:
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=open_answer
+            )
+        except AFMError:
+            raise
+        except Exception as error:  # templates of mlx-lm's zoo raise what they like
+            raise TokenizerError(
+                f"The model's chat template can't write this conversation: {error}"
+            ) from error
+
+
+def _checked(messages: Sequence[Message]) -> list[Message]:
+    """Messages that can be encoded, and saved.
+
+    Raises:
+        TokenizerError: says which message is wrong.
+    """
+    checked = checked_messages(messages) if messages else []
+    for index, message in enumerate(checked):
+        try:
+            json.dumps(message, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise TokenizerError(
+                f"messages[{index}] ({message['role']}) has half of a surrogate pair, which is not valid "
+                "Unicode text. Remove it."
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise TokenizerError(
+                f"messages[{index}] ({message['role']}) can't be written as JSON: {error}."
+            ) from None
+    return checked

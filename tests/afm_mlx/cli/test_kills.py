@@ -1,0 +1,209 @@
+"""Commands that are ended from outside at any moment: nothing half-written, nothing left by the next run."""
+
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from afm_mlx.adapters.files import load_adapter
+from afm_mlx.loading import load
+from afm_mlx.training.run_folder import RunFolder
+from tests.tools.cli import ROOT, process
+from tests.tools.training_runs import random_adapter
+
+# A disk that takes its time, so that signals come while something is written.
+SLOW = """
+import os, sys, time
+flush = os.fsync
+def slow(descriptor):
+    time.sleep(float(sys.argv[1]))
+    flush(descriptor)
+os.fsync = slow
+from afm_mlx.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+STATUS = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGKILL: -signal.SIGKILL}
+KILLS = list(STATUS)
+
+
+@dataclass
+class Job:
+    """A command that writes, to be ended.
+
+    Args:
+        argv: of the command.
+        output: that it makes.
+        folders: where it writes.
+        read: reads the output, and raises when it isn't whole.
+    """
+
+    argv: list
+    output: Path
+    folders: list
+    read: object
+
+    def start(self, seconds):
+        command = [sys.executable, "-c", SLOW, str(seconds), *map(str, self.argv)]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, text=True, cwd=ROOT, **pipes)
+
+    def places(self):
+        return [place for folder in self.folders for place in folder.glob(".*.afm-mlx")]
+
+    def wait_for_a_place(self, process):
+        deadline = time.monotonic() + 60
+        while not self.places() and process.poll() is None:
+            assert time.monotonic() < deadline, "it wrote nothing"
+            time.sleep(0.005)
+
+    def finish(self):
+        """Run it to its end."""
+        run = next((path for path in (self.output / "run", self.output) if path.is_dir()), None)
+        resumes = run is not None and (run / "run.json").exists()
+        done = process(*self.argv, *(["--resume"] if resumes else []), timeout=120)
+        assert (done.returncode, done.stderr) == (0, "")
+        self.read(self.output)
+        assert self.places() == []
+
+
+@pytest.fixture
+def job(request, tmp_path, trainable_folder, data, rng):
+    """By name."""
+
+    def make(name):
+        folder, work = trainable_folder, tmp_path / "work"
+        work.mkdir()
+        out = work / "out"
+        if name == "convert":
+            argv = ["convert", "--model", folder, "--mlx-path", out, "-q"]
+            return Job(argv, out, [work], load)
+        if name == "compose":
+            adapters = [random_adapter(folder, tmp_path / n, rng) for n in "ab"]
+            weighted = [f"{path}=0.5" for path in adapters]
+            argv = ["adapter", "compose", *weighted, "--model", folder, "--output", out]
+            return Job(argv, out, [work, out], load_adapter)
+        if name == "prompt cache":
+            out = work / "cache.safetensors"
+            argv = ["generate", "--model", folder, "--prompt", "say hello", "-m", 2]
+            argv += ["--prompt-cache-file", out]
+            return Job(argv, out, [work], lambda path: path.stat())
+        assert name == "lora"
+        argv = ["lora", "--model", folder, "--data", data, "--adapter-path", out, "--iters", 6]
+        argv += ["--batch-size", 2, "--max-seq-length", 96, "--save-every", 1]
+        run = out / "run"
+        return Job(argv, out, [out, run, run / "checkpoints", run / "best"], load_adapter)
+
+    return make
+
+
+def end_once(job, number, rng):
+    """Start the command, end it at a random moment of its writing, and check what is left."""
+    started = job.start(0.15)
+    job.wait_for_a_place(started)
+    time.sleep(rng.uniform(0, 0.5))
+    started.send_signal(number)
+    _, err = started.communicate(timeout=60)
+    if started.returncode == 0:
+        return  # it was done
+    assert started.returncode == STATUS[number]
+    if number != signal.SIGKILL:
+        assert err.startswith(f"afm-mlx: stopped by {number.name}")
+        assert err.count("\n") == 1
+        assert job.places() == []
+    elif job.argv[0] == "lora":
+        run = RunFolder(job.output / "run")
+        for step in run.steps():
+            assert run.load(step).tensors
+
+
+COMMANDS = ("convert", "compose", "prompt cache", "lora")
+CASES = [(name, number) for name in COMMANDS for number in KILLS]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        pytest.param(*case, marks=() if case == ("convert", signal.SIGKILL) else pytest.mark.slow)
+        for case in CASES
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_nothing_half_written_is_left(job, rng, name, number):
+    job = job(name)
+    end_once(job, number, rng)
+    last = job.output / "adapter_config.json" if name == "lora" else job.output
+    if not last.exists():
+        job.finish()
+    job.read(job.output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", KILLS, ids=lambda number: number.name)
+def test_a_run_that_is_ended_again_and_again_comes_to_its_end(job, rng, number):
+    job = job("lora")
+    for attempt in range(6):
+        if attempt == 1 and (job.output / "run" / "run.json").exists():
+            job.argv.append("--resume")
+        end_once(job, number, rng)
+        if (job.output / "adapter_config.json").exists():
+            break
+    job.argv = [argument for argument in job.argv if argument != "--resume"]
+    job.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["convert", "compose", "prompt cache"])
+def test_two_at_once_on_one_output(job, name):
+    """The second neither removes nor mixes up what the first is writing."""
+    job = job(name)
+    first = job.start(1.0)
+    job.wait_for_a_place(first)
+    second = job.start(0.0)
+    seen = set()
+    while second.poll() is None:
+        seen |= set(job.places())
+        time.sleep(0.005)
+    second.communicate()
+    _, err = first.communicate(timeout=60)
+    assert (first.returncode, second.returncode) in ((0, 0), (2, 0), (0, 2)), err
+    job.read(job.output)
+    assert job.places() == []
+
+
+@pytest.mark.slow
+def test_two_resumes_at_once(job):
+    job = job("lora")
+    first = job.start(0.3)
+    while not RunFolder(job.output / "run").steps():
+        time.sleep(0.02)
+    second = process(*job.argv, "--resume", timeout=60)
+    assert second.returncode == 2
+    assert f"in use by process {first.pid} since 20" in second.stderr
+    first.terminate()
+    _, err = first.communicate(timeout=60)
+    assert (first.returncode, err.count("\n")) == (143, 1)
+    command = err.partition("To go on with it: afm-mlx ")[2].partition(". To start anew")[0]
+    done = process(*command.split(), timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Resumed after step" in done.stdout
+    job.read(job.output)
+
+
+@pytest.mark.slow
+def test_a_job_of_a_script_in_the_background_ignores_interrupts(job):
+    """POSIX shells start `command &` so; Python then has no handler, and training must not make one."""
+    job = job("lora")
+    ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        started = job.start(0.1)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+    while not RunFolder(job.output / "run").steps():
+        time.sleep(0.02)
+    started.send_signal(signal.SIGINT)
+    assert started.wait(60) == 0
+    job.read(job.output)

@@ -1,0 +1,100 @@
+"""All commands of the command line, and values that their arguments take or must refuse."""
+
+from importlib import import_module
+
+import numpy as np
+
+from afm_mlx.cli import COMMANDS
+from afm_mlx.cli.parser import Parser, Unavailable, json_object
+
+NUMBERS = "0 1 -1 3 0.5 1e-5 8 2147483647 2147483648 -9223372036854775809 100000000000000".split()
+NUMBERS += [*"1e400 -0.0 nan inf -inf 0x10 1_000 ٣".split(), "9" * 5000]
+TEXTS = "- -- a no/such/file x=y = a=b=c afm-nano None true 2001-13-45 ~ %s%n{0} '\" * ~nobody/x".split()
+TEXTS += [
+    "",
+    " ",
+    "\n",
+    "\x1b[31m",
+    "\ufeff",
+    "\U0001f600",
+    "\udce9",
+    "a\ud800",
+    "cosine",
+    "balanced",
+]
+TEXTS += ["a" * 5000, "ä" * 300, "/" * 300, "../" * 50]
+JSONS = [
+    "{}",
+    "[]",
+    '{"rank": 8}',
+    '{"keys": [1]}',
+    "{",
+    '{"a": NaN}',
+    '{"a": "\\ud800"}',
+    "[" * 3000,
+]
+JSONS += [
+    '{"a": 1e999}',
+    '{"adamw": {"betas": [1]}}',
+    '{"name": "cosine_decay", "arguments": [1e-3]}',
+]
+JSONS += [
+    '{"rank": -1}',
+    '{"scale": "x", "dropout": 2}',
+    '{"a": ' + "9" * 5000 + "}",
+    '{"\\u0000": 1}',
+]
+JSONS += ['{"name": "step_decay", "arguments": [1e-3, 2, 0], "warmup": 99999999999}']
+JSONS += [
+    '{"name": "linear_schedule", "arguments": [1, 1, 0]}',
+    '{"adamw": 5}',
+    '{"adamw": {"betas": [1e999, -1]}}',
+]
+JSONS += [
+    '{"name": ["x"], "arguments": [true]}',
+    '{"adamw": {"eps": "x"}}',
+    '{"adam": {"weight_decay": "x"}}',
+]
+JSONS += [
+    '{"name": "cosine_decay", "arguments": [1e-3, 0]}',
+    '{"adamw": {"betas": [0.9, 0.9], "eps": -1}}',
+]
+JSONS += [
+    '{"name": "exponential_decay", "arguments": [1' + "0" * 400 + ", 2]}",
+    '{"rank": 1' + "0" * 400 + "}",
+]
+JSONS += [
+    '{"name": "cosine_decay", "arguments": [1e-3, -5, "x"], "warmup_init": -1}',
+    '{"dropout": NaN}',
+]
+
+
+def commands():
+    """Modules by their names, those of `adapter` as `adapter info`."""
+    found = {}
+    for name in COMMANDS:
+        module = import_module(f"afm_mlx.cli.{name}")
+        actions = getattr(module, "ACTIONS", None)
+        if actions is None:
+            found[name] = module
+        for action in actions or ():
+            found[f"{name} {action}"] = import_module(f"afm_mlx.cli.{name}.{action}")
+    return found
+
+
+def actions_of(module):
+    """The arguments of a command, but for --help."""
+    parser = Parser(prog="p", add_help=False)
+    module.add_arguments(parser)
+    return parser._actions
+
+
+def draw_value(action, rng: np.random.Generator) -> str:
+    """A value for an argument: one that it takes, or any other."""
+    if action.type is json_object and rng.random() < 0.8:
+        return str(rng.choice(JSONS))
+    if action.choices is not None and rng.random() < 0.6:
+        return str(rng.choice(list(map(str, action.choices))))
+    if not isinstance(action, Unavailable) and rng.random() < 0.3:
+        return str(rng.choice(["1", "2", "0.5", "true", "a=b", "{}", "64,128"]))
+    return str(rng.choice([NUMBERS, TEXTS, JSONS][int(rng.integers(3))]))
