@@ -39,14 +39,19 @@ def grid_scales(units: Array, bits: int, dtype: mx.Dtype) -> tuple[Array, Array]
     scales = np.zeros(len(units), np.float32)
     exact = np.asarray(~units.any(axis=1))  # a row of zeros lies on the grid of scale 0
     left = np.flatnonzero(~exact & _may_be_grid(units, bits))
-    top = (2**bits - 1) / 2
-    for below in range(min(1 << (bits - 1), _LEVELS_TRIED)):
+    top, largest = (2**bits - 1) / 2, np.abs(units).max(axis=1)
+    # Where the type has too few digits for that many levels, few weights tell a wrong scale from a right one.
+    tried = 1 << (bits - 1) if digits(dtype) > bits else _LEVELS_TRIED
+    for below in range(tried):
         if not len(left):
             break
         # As if the largest weight were on the top level, on the one below, ...
-        guess = np.abs(units[left]).max(axis=1) / np.float32(top - below)
-        close = _close_to_grid(units[left, :16], guess[:, None], bits, dtype)
-        _accept(units, left[close], guess[close], (scales, exact), bits, dtype)
+        guess = largest[left] / np.float32(top - below)
+        likely = np.arange(len(left))
+        for few in (4, 16):
+            part = units[left[likely], :few]
+            likely = likely[_close_to_grid(part, guess[likely, None], bits, dtype)]
+        _accept(units, left[likely], guess[likely], (scales, exact), bits, dtype)
         left = left[~exact[left]]
     return scales, exact
 
@@ -91,11 +96,11 @@ def _may_be_grid(units: Array, bits: int) -> Array:
 def _close_to_grid(units: Array, scale: Array, bits: int, dtype: mx.Dtype) -> Array:
     """Which units lie as near to a guess's levels as rounding of weights and guess would leave them."""
     values = balanced_values(units, scale, bits)
-    slack = np.float32(2.0 ** (2 - _digits(dtype)))
+    slack = np.float32(2.0 ** (2 - digits(dtype)))
     return (np.abs(values - units) <= slack * np.abs(units)).all(axis=1)
 
 
-def _digits(dtype: mx.Dtype) -> int:
+def digits(dtype: mx.Dtype) -> int:
     """Binary digits of a float's significand, the leading 1 included."""
     return {mx.bfloat16: 8, mx.float16: 11}.get(dtype, 24)
 
@@ -106,7 +111,7 @@ def _middle_scale(units: Array, guess: Array, bits: int, dtype: mx.Dtype, step: 
     Where a single float32 is left of them, the middle may be its neighbour, for bounds are those of exact
     products: `step` -1 and 1 take the floats next to the middle.
     """
-    for _ in range(8 if _digits(dtype) <= bits else 1):  # settles in one to four
+    for _ in range(8 if digits(dtype) <= bits else 1):  # settles in one to four
         guess = _least_squares(units, guess, bits)
     low, high = scale_bounds(units, guess[:, None], bits, dtype)
     middle = ((low.max(axis=1) + high.min(axis=1)) / 2).astype(np.float32)
@@ -118,7 +123,7 @@ def scale_bounds(units: Array, scale: Array, bits: int, dtype: mx.Dtype) -> tupl
     levels = np.abs(_levels(units, scale, bits))
     magnitudes = np.abs(units).astype(np.float64)
     fraction, exponent = np.frexp(magnitudes)
-    half_step = np.ldexp(1.0, exponent - _digits(dtype) - 1)
+    half_step = np.ldexp(1.0, exponent - digits(dtype) - 1)
     # Below a power of two, numbers lie twice as close.
     below = np.where(fraction == 0.5, half_step / 2, half_step)
     return (magnitudes - below) / levels, (magnitudes + half_step) / levels

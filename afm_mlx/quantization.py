@@ -148,6 +148,17 @@ class QuantizationRule:
         )
 
 
+def rule_of(packed: PackedWeight) -> QuantizationRule:
+    """The rule of a packed matrix."""
+    if packed.table is not None:
+        tables = packed.table.shape[0]
+        if tables in (1, packed.out_dims):
+            return QuantizationRule(packed.bits, packed.mode, "tensor" if tables == 1 else "row")
+        return QuantizationRule(packed.bits, packed.mode, "group", packed.out_dims // tables)
+    group = packed.group_size if packed.granularity == "group" else None
+    return QuantizationRule(packed.bits, packed.mode, packed.granularity, group)
+
+
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
     if value not in allowed or isinstance(value, bool):
         raise ConfigError(f"{name} is {shown(value)}; allowed are {', '.join(map(str, allowed))}.")

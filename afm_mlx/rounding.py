@@ -1,9 +1,11 @@
 """Float matrices to codes: the grid that weights lie on where there is one, the nearest codes otherwise.
 
-Weights that were trained on a grid (quantization-aware training, dequantized checkpoints) give their codes
-back bit for bit: a scale is accepted when the numbers that it stands for equal the weights in their own
-dtype. Where there is no such grid, a balanced scale minimizes the squared error, an affine one is that of
-`mx.quantize`, and a palette is the 1-D k-means of its weights.
+Weights that lie on a grid (after quantization-aware training, or in a checkpoint that was dequantized) get
+its codes back. A balanced scale and a palette are accepted when the numbers that they stand for equal the
+weights in their own dtype; affine scales and biases when these numbers are within rounding of the weights,
+see `affine_grids`. Where there is no such grid, a balanced scale minimizes the squared error, an affine
+group is that of `mx.quantize`, and a palette is the 1-D k-means of its weights. A unit of few levels lies
+on several grids: it keeps its numbers, and gets the codes of the finest.
 
 Matrices are read in blocks of rows, so that one larger than memory can be packed. All is NumPy, and
 deterministic.
@@ -12,6 +14,7 @@ deterministic.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from afm_mlx.affine_grids import AffineCodes, any_grids, mlx_codes, no_grids
 from afm_mlx.errors import CheckpointError
 from afm_mlx.grids import (
     Array,
@@ -33,13 +37,15 @@ from afm_mlx.grids import (
     round_to,
     scale_bounds,
 )
-from afm_mlx.kernels import PackedWeight, unpack_codes
+from afm_mlx.kernels import PackedWeight
 
 if TYPE_CHECKING:
     from afm_mlx.quantization import QuantizationRule
 
 _BLOCK_ELEMENTS = 4 << 20
 _SAMPLE_ELEMENTS = 1 << 20
+_ROWS_OF_SAMPLE = 16
+_UNITS_OF_SAMPLE = 256
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,7 @@ class Rows:
 
 
 class Packing(NamedTuple):
-    """A packed matrix, and whether its codes are those of the grid that the weights lay on."""
+    """A packed matrix, and whether the weights lay on a grid, which then is that of the codes."""
 
     packed: PackedWeight
     exact: bool
@@ -199,30 +205,76 @@ def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
     dtype = rows.dtype if rule.is_stock else mx.float32
     half = np.float32((2**rule.bits - 1) / 2)
     if _starts_on_grid(rows, rule):
-        # `mx.quantize` would not give these codes back.
+        # Biases are half a step from where `mx.quantize` may have them.
         found, exact = _pack_balanced(rows, dataclasses.replace(rule, mode="balanced"))
         if exact:
             scales = np.array(found.scales)
             return Packing(_affine(found.codes, rule, scales, -half * scales, dtype), True)
+    if rule.granularity == "tensor":
+        return _pack_affine_tensor(rows, rule)
+    look, all_exact = _sample_lies_on_grid(rows, rule), True
 
     def encode(units: Array) -> tuple[Array, ...]:
-        if rule.is_stock:
-            weights = mx.array(units).astype(rows.dtype)
-            words, *parts = mx.quantize(weights, rule.group_size, rule.bits)
-            codes = np.array(unpack_codes(words, rule.bits))
-            return codes, *(np.array(part.astype(mx.float32)) for part in parts)
-        center = units.mean(axis=1)
-        scales = fit_scales(units - center[:, None], rule.bits)
-        biases = center - half * scales
-        codes = affine_codes(units, scales[:, None], biases[:, None], rule.bits)
+        nonlocal all_exact
+        codes, scales, biases, exact = _affine_units(units, rule, rows.dtype, look)
+        all_exact = all_exact and bool(exact.all())
         return codes, scales, biases
 
-    if rule.granularity == "tensor":
-        _, scale, bias = (part[0] for part in encode(rows.sample().reshape(1, -1)))
-        words, _ = _each_unit(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits),))
-        return Packing(_affine(mx.array(words), rule, scale, bias, dtype), False)
     words, (scales, biases) = _each_unit(rows, rule, encode)
-    return Packing(_affine(mx.array(words), rule, scales, biases, dtype), False)
+    return Packing(_affine(mx.array(words), rule, scales, biases, dtype), all_exact)
+
+
+def _affine_units(units: Array, rule: QuantizationRule, dtype: mx.Dtype, look: bool) -> AffineCodes:
+    """Codes of units (U, L); `look` for grids that they lie on."""
+    if rule.is_stock:
+        return mlx_codes(units, rule.bits, dtype, look)
+    centers = units.mean(axis=1)
+    grids = any_grids(units, centers, rule.bits, dtype) if look else no_grids(len(units))
+    left = ~grids.found
+    if left.any():
+        scales = fit_scales(units[left] - centers[left, None], rule.bits)
+        grids.scales[left] = scales
+        grids.biases[left] = centers[left] - np.float32((2**rule.bits - 1) / 2) * scales
+    codes = affine_codes(units, grids.scales[:, None], grids.biases[:, None], rule.bits)
+    return AffineCodes(codes, *grids)
+
+
+def _pack_affine_tensor(rows: Rows, rule: QuantizationRule) -> Packing:
+    """One scale and bias of a whole matrix; a grid is that of its distinct weights."""
+    sample = rows.sample().reshape(1, -1)
+    distinct = _distinct(rows, 2**rule.bits)
+    if distinct is None:
+        _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
+        found = False
+    else:
+        center = sample.mean(axis=1)
+        (scale,), (bias,), (found,) = any_grids(distinct[None], center, rule.bits, rows.dtype)
+        if not found:
+            _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
+    words, _ = _each_unit(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits),))
+    return Packing(_affine(mx.array(words), rule, scale, bias, mx.float32), bool(found))
+
+
+def _distinct(rows: Rows, most: int) -> Array | None:
+    """The distinct weights of a matrix, ascending; None when there are more than `most`."""
+    distinct = np.empty(0, np.float32)
+    # The first row tells nearly every matrix that has more.
+    for block in itertools.chain([rows.read(0, 1)], (block for _, _, block in rows.blocks())):
+        distinct = np.union1d(distinct, block)
+        if len(distinct) > most:
+            return None
+    return distinct
+
+
+def _sample_lies_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
+    """Whether any unit of a few rows lies on an affine grid: a matrix is on grids as a whole or not at all."""
+    step = -(-rows.shape[0] // _ROWS_OF_SAMPLE)
+    sample = [rows.read(start, start + 1) for start in range(0, rows.shape[0], step)]
+    units = np.concatenate(sample).reshape(-1, rule.group_size or rows.shape[1])
+    units = units[:: -(-len(units) // _UNITS_OF_SAMPLE)]
+    # A constant lies on any grid; what is not finite is an error later.
+    units = units[np.isfinite(units).all(axis=1) & (units != units[:, :1]).any(axis=1)]
+    return bool(_affine_units(units, rule, rows.dtype, True).found.any())
 
 
 def _starts_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
@@ -307,14 +359,10 @@ def _pack_palette(rows: Rows, rule: QuantizationRule) -> Packing:
 def _tensor_table(rows: Rows, entries: int) -> tuple[Array, bool]:
     """A table for a whole matrix: its distinct weights where they are few, else k-means of a sample."""
     table, exact = k_means(rows.sample().reshape(1, -1), entries)
-    if exact[0]:
-        distinct = np.empty(0, np.float32)
-        for _, _, block in rows.blocks():
-            distinct = np.union1d(distinct, block)
-            if len(distinct) > entries:
-                return table[0], False
-        return np.pad(distinct, (0, entries - len(distinct)), mode="edge"), True
-    return table[0], False
+    distinct = _distinct(rows, entries) if exact[0] else None
+    if distinct is None:
+        return table[0], False
+    return np.pad(distinct, (0, entries - len(distinct)), mode="edge"), True
 
 
 # -- blocks

@@ -116,7 +116,7 @@ class PackedLayer:
         rule: what it is packed to.
         make: the matrix, packed as the rule says.
         dtype: of scales, biases and tables.
-        exact: set when it was written: whether its codes are those of the grid that the weights lay on.
+        exact: set when it was written: whether the weights lay on a grid, and its codes are of that.
     """
 
     path: str
@@ -174,13 +174,13 @@ class PackedLayers:
         return {"quantization": entries, "quantization_config": entries}
 
     def note(self) -> str:
-        """For the card, once all is written: how many layers kept the codes of their grid."""
+        """For the card, once all is written: how many layers lay on a grid."""
         exact = sum(layer.exact for layer in self._layers.values())
         if not self._layers:
             return ""
         return (
-            f"Of {len(self._layers)} packed layers, {exact} lay on a grid already and kept its codes; the "
-            "others were rounded to the nearest."
+            f"Of {len(self._layers)} packed layers, {exact} lay on a grid already and stay on it; the others "
+            "were rounded to the nearest."
         )
 
 
@@ -225,19 +225,27 @@ def rounded(rows: Rows, dtype: mx.Dtype) -> Rows:
 # -- MLX's own format
 
 
-def stock_rule(rule: QuantizationRule, shape: tuple[int, ...], path: str) -> QuantizationRule:
+def stock_rule(
+    rule: QuantizationRule, shape: tuple[int, ...], path: str, column_scale: bool = False
+) -> QuantizationRule:
     """MLX's own format that holds the same numbers.
+
+    Args:
+        rule: of the packed layer.
+        shape: (N, K).
+        path: of the layer, for errors.
+        column_scale: whether it has a scale for each input, too.
 
     Raises:
         AFMError: names the layer when there is none.
     """
-    if rule.is_stock:
+    if rule.is_stock and not column_scale:
         return rule
     shared = shape[1] if rule.granularity != "group" else rule.group_size or 0
     group = next((g for g in _STOCK_GROUPS if shared % g == 0), None)
-    if rule.mode == "palette" or group is None:
-        lacks = "palettes"
-        if rule.mode != "palette":
+    if rule.mode == "palette" or group is None or column_scale:
+        lacks = "scales per column" if column_scale else "palettes"
+        if group is None and rule.mode != "palette":
             groups = ", ".join(map(str, _STOCK_GROUPS))
             lacks = f"scales that {shared} inputs share (its groups are of {groups})"
         raise AFMError(
@@ -287,12 +295,7 @@ def stock_layer(
     Raises:
         AFMError: names the layer that stock mlx-lm has no format for.
     """
-    if f"{path}.column_scale" in tensors:
-        raise AFMError(
-            f"{path} can't be used by stock mlx-lm, whose layers have no scales per column. Write float "
-            "weights (-d), or use the folder with afm-mlx."
-        )
-    target = stock_rule(rule, shape, path)
+    target = stock_rule(rule, shape, path, column_scale=f"{path}.column_scale" in tensors)
     return PackedLayer(
         path,
         shape,

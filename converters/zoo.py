@@ -17,12 +17,21 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from afm_mlx.config import read_config_json
-from afm_mlx.converters.mixed_bits import calibration_file, choose_mix
-from afm_mlx.converters.quantize import MLX_LM_RECIPES
+from afm_mlx.converters.mixed_bits import calibration_file, check_stock, choose_mix
+from afm_mlx.converters.mlx_lm import QUANTIZATION_KEYS, check_wishes
+from afm_mlx.converters.quantize import MLX_LM_RECIPES, as_stock, stock_rule
 from afm_mlx.converters.wishes import Wishes
 from afm_mlx.errors import AFMError, named, shown
-from afm_mlx.quantization import dequantize_model, quantize_model
-from afm_mlx.stored_layers import quantization_of
+from afm_mlx.packed import PackedEmbedding, PackedLinear
+from afm_mlx.quantization import (
+    QuantizationRule,
+    dequantize_model,
+    quantization_entries,
+    quantize_model,
+    replace_modules,
+    rule_of,
+)
+from afm_mlx.stored_layers import quantization_of, stored_settings
 from afm_mlx.weights import Progress
 from afm_mlx.zoo import has_packed_layers, load_zoo_model
 
@@ -115,20 +124,20 @@ def _write_packed(
 ) -> None:
     from mlx_lm import utils
 
-    if packed and not wishes.dequantize:
-        raise AFMError(
-            f"{source} is packed already, in a format that is only loaded here. Dequantize it (-d), or convert "
-            "the model that it was made of."
-        )
+    if packed:
+        check_wishes(source, True, wishes.mlx_dtype, wishes.quantize, wishes.dequantize)
     if isinstance(wishes.quant_predicate, str) and wishes.target_bpw is None:
         raise AFMError(
             f"The recipe {shown(wishes.quant_predicate)} is affine in mlx-lm; leave --q-mode, --q-granularity "
             "and --q-embedding-bits out."
         )
+    if wishes.target_bpw is not None and wishes.stock:
+        check_stock(wishes, "affine")
     model, config = load_zoo_model(source)
     if wishes.mlx_dtype is not None:
         _cast(model, wishes.mlx_dtype)
-    config = {k: v for k, v in config.items() if not k.startswith("quantization")}
+    quantization = quantization_of(config, source / "config.json")
+    config = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
     tokenizer = utils.load_tokenizer(source, eos_token_ids=config.get("eos_token_id"))
     mix = None
     if wishes.target_bpw is not None:
@@ -139,14 +148,49 @@ def _write_packed(
         wishes = mix.wishes
     if wishes.dequantize:
         dequantize_model(model, wishes.mlx_dtype or mx.float32)
-    else:
+    elif wishes.quantize:
         assert not isinstance(wishes.quant_predicate, str)
         rule = wishes.rule("affine")
         embedding = wishes.embedding_rule(rule)
         _, config = quantize_model(model, config, rule, embedding, wishes.quant_predicate)
+    else:
+        config |= dict.fromkeys(QUANTIZATION_KEYS, quantization)
+    if wishes.stock and not wishes.dequantize:
+        config |= dict.fromkeys(
+            QUANTIZATION_KEYS, _to_stock_layers(model, quantization_of(config, source))
+        )
     utils.save(inner, source, model, tokenizer, config)
     if mix is not None:
         mix.write(inner)
+
+
+def _to_stock_layers(model: nn.Module, quantization: dict[str, Any]) -> dict[str, Any]:
+    """Give packed layers the format of MLX's own that holds the same numbers.
+
+    Returns:
+        `quantization` of config.json; MLX's own layers in the model keep their settings.
+
+    Raises:
+        AFMError: names the layer that MLX has no format for.
+    """
+    rules: dict[str, QuantizationRule] = {}
+    others: dict[str, Any] = {}
+    layers: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        if isinstance(module, PackedLinear | PackedEmbedding):
+            packed, rule = module.packed, rule_of(module.packed)
+            scaled = packed.column_scale is not None
+            rules[path] = stock_rule(rule, (packed.out_dims, packed.in_dims), path, scaled)
+            own = as_stock(packed, rules[path])
+            assert own.scales is not None
+            if isinstance(module, PackedEmbedding):
+                layers.append((path, PackedEmbedding(own, own.scales.dtype)))
+            else:
+                layers.append((path, PackedLinear(own, module.get("bias"))))
+        elif isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            others[path] = {"mode": "affine", **stored_settings(quantization, path)}
+    replace_modules(model, layers)
+    return quantization_entries(rules) | others
 
 
 def _cast(model: nn.Module, dtype: mx.Dtype) -> None:

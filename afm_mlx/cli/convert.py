@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to",
         choices=["afm-mlx", "mlx-lm"],
         default="afm-mlx",
-        help="mlx-lm leaves out what stock mlx-lm does not read",
+        help="mlx-lm leaves out what stock mlx-lm does not read; balanced layers become MLX's own",
     )
     group = parser.add_argument_group("quantization")
     _add_layers(group)

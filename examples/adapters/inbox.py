@@ -10,15 +10,18 @@ Answers are a function of the prompt, so the measure is exact match. Values that
 generator of the embedded model (`examples/nano/values.py`): those of the test split never occur in training.
 
     python inbox.py            # print one message and what each task makes of it
+    python inbox.py todo 64    # print training chats, a line of JSON each
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -312,8 +315,22 @@ def switching_examples(seed: int, count: int) -> list[list[dict[str, Any]]]:
     return chats
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print training chats of a task, a line of JSON each; without a task, a message and all made of it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", nargs="?", choices=list(TASKS))
+    parser.add_argument("count", nargs="?", type=int, default=100, help="chats (default: 100)")
+    parser.add_argument("--seed", type=int, default=0, help="of all draws (default: 0)")
+    args = parser.parse_args(argv)
+    if args.task is not None:
+        for messages in islice(training_chats(args.task, args.seed), args.count):
+            print(json.dumps({"messages": messages}))
+        return
     shown = draw_inquiry(Values(random.Random(), "train"))
     print(shown.text)
     for name, (_, view) in TASKS.items():
         print(f"\n{name}:\n{view(shown)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -180,7 +180,7 @@ def test_models_of_the_zoo(rng, tmp_path, model_type):
     assert near(logits, dequantize_model(model)(tokens), 2e-3)
     whole = convert(folder, tmp_path / "whole", dequantize=True)
     assert near(afm_mlx.load(whole)[0](tokens), logits, 2e-3)
-    with pytest.raises(AFMError, match="packed already"):
+    with pytest.raises(AFMError, match="quantized already"):
         convert(folder, tmp_path / "again", quantize=True)
 
 

@@ -252,3 +252,17 @@ def test_rows_are_read_in_blocks(rng, monkeypatch):
         parts, _ = pack(Rows((ROWS, INPUTS), mx.float32, read), QuantizationRule(2, mode, per))
         assert mx.array_equal(whole.codes, parts.codes)
     assert max(heights) <= 4
+
+
+def test_small_groups_of_8_bits_need_not_reach_their_outer_levels(rng):
+    """Of 16 random codes the largest often lies far below the top of 128 levels."""
+    rule = QuantizationRule(8, "balanced", group_size=16)
+    codes = rng.integers(0, 256, (ROWS, INPUTS))
+    codes[:, 1::16] = 128 + rng.integers(0, 2, codes[:, 1::16].shape)  # no coarser grid fits
+    codes[0] = np.clip(codes[0], 100, 150)  # on finer grids, too
+    scales = rng.uniform(0.01, 0.1, (ROWS, INPUTS // 16)).astype(np.float32)
+    values = (codes - 127.5).astype(np.float32) * np.repeat(scales, 16, axis=1)
+    packed, exact = pack(mx.array(values), rule)
+    assert exact
+    np.testing.assert_array_equal(np.array(dequantize(packed)), values)
+    np.testing.assert_array_equal(np.array(unpack_codes(packed.codes, 8))[1:], codes[1:])

@@ -14,7 +14,7 @@ from afm_mlx.converters.quantize import layer_rules, recipe
 from afm_mlx.errors import AFMError, ConfigError
 from afm_mlx.fingerprint import folder_fingerprint, model_fingerprint
 from afm_mlx.kernels import dispatch, unpack_codes
-from afm_mlx.loading import load_model
+from afm_mlx.loading import load_model, resolve_model
 from afm_mlx.packed import PackedEmbedding, PackedLinear
 from afm_mlx.quantization import QuantizationRule
 from afm_mlx.weights import load_weights, stored_tensors
@@ -227,6 +227,25 @@ def test_dtypes(float_folder, tmp_path):
     assert "2-bit codes (balanced), what is not packed in bfloat16" in card
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
+def test_floats_of_a_packed_folder_are_packed_to_the_same_codes(
+    float_folder, tmp_path, options, dtype
+):
+    if dtype == "bfloat16" and 8 in options.values():
+        pytest.skip("255 levels do not all fit bfloat16's 8 digits")
+    source, _ = float_folder()
+    packed = convert(source, tmp_path / "packed", quantize=True, dtype=dtype, **options)
+    whole = convert(packed, tmp_path / "whole", dequantize=True)
+    again = convert(whole, tmp_path / "again", quantize=True, **options)
+    before, after = load_weights(packed), load_weights(again)
+    codes = [name for name, array in before.items() if array.dtype == mx.uint32]
+    for name in codes:
+        assert mx.array_equal(before[name], after[name]), name
+    card = (again / "README.md").read_text()
+    assert f"Of {len(codes)} packed layers, {len(codes)} lay on a grid already" in card
+
+
 def test_adapters_follow_a_quantized_base(make_checkpoint, tmp_path):
     from afm_mlx.adapters.files import load_adapter
 
@@ -331,3 +350,8 @@ def test_a_quantized_folder_is_not_quantized_again(float_folder, tmp_path):
         convert(packed, tmp_path / "out", dtype="float16")
     same_tensors(packed, convert(packed, tmp_path / "copy"))
     assert stored_bits(tmp_path / "copy") == stored_bits(packed)
+
+
+def test_the_embedded_model_as_floats_is_packed_to_itself(tmp_path):
+    whole = convert("afm-nano", tmp_path / "whole", dequantize=True)
+    same_tensors(resolve_model("afm-nano"), convert(whole, tmp_path / "again", quantize=True))

@@ -177,3 +177,12 @@ def test_one_command_makes_a_small_adapter_and_measures_it(
     before = {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors")}
     assert build.main([*argv, "--iters", "1"]) == 0
     assert before == {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors")}
+
+
+def test_the_command_prints_training_chats(capsys):
+    inbox.main(["todo", "3", "--seed", "5"])
+    lines = [json.loads(line)["messages"] for line in capsys.readouterr().out.splitlines()]
+    assert lines == list(itertools.islice(inbox.training_chats("todo", 5), 3))
+    inbox.main([])
+    shown = capsys.readouterr().out
+    assert all(f"\n{task}:\n" in shown for task in inbox.TASKS)
