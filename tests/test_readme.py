@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RUN = "On the command line"
 OWN = "Your own checkpoint"
+IGNORED = (ROOT / ".gitignore").read_text().splitlines()
 YOURS = "path/to/"  # what a reader has and README has not
 
 READS = ("model", "teacher", "data", "data_path", "initial_adapter", "adapter")
@@ -60,11 +62,17 @@ def stages(command):
     return found, written
 
 
+def is_ignored(path):
+    """Whether git ignores it in this folder: a reader's files, made by the README, change nothing here."""
+    name = Path(path).parts[0]
+    return any(fnmatch(name, line.strip("/")) for line in IGNORED if line.startswith("/"))
+
+
 def follow(command, made):
     """Note in `made` what a command writes.
 
     Raises:
-        AssertionError: when it reads what nothing made, or writes what there is.
+        AssertionError: when it reads what nothing made, or writes what there is or what git would see.
         UsageError: for a flag or a value that the command does not take.
     """
     programs, written = stages(command)
@@ -94,7 +102,7 @@ def follow(command, made):
             assert there or path.startswith(YOURS), f"{command}: nothing made {path}"
     for path in writes:
         assert path not in made, f"{command}: {path} is there already"
-        assert not (ROOT / path).exists()
+        assert is_ignored(path), f"{command}: .gitignore does not know {path}"
         assert str(Path(path).parent) in (".", *made)
     made |= writes
 
@@ -159,7 +167,7 @@ def test_all_of_it_runs(tmp_path):
     for name in ("examples", "afm_mlx"):
         (tmp_path / name).symlink_to(ROOT / name)
     for command in commands(section(RUN)):
-        run(["/bin/sh", "-c", command], tmp_path, "q\n")
+        run(["/bin/sh", "-c", command], tmp_path, "/exit\n")
     for python in blocks(README, "python"):
         run([sys.executable, "-c", python], tmp_path)
 
@@ -169,6 +177,6 @@ def test_the_chat_answers_as_shown(tmp_path):
     (block,) = [b for b in blocks(README, "console") if "\n>> " in b]
     command, *lines = block.splitlines()
     said = "".join(f"{line[3:]}\n" for line in lines if line.startswith(">> "))
-    got = run(["/bin/sh", "-c", command[2:]], tmp_path, f"{said}q\n")
+    got = run(["/bin/sh", "-c", command[2:]], tmp_path, f"{said}/exit\n")
     for line in lines:
         assert line.startswith(">> ") or line in got
