@@ -13,7 +13,8 @@ class Interrupts:
     """Lets Ctrl-C raise `KeyboardInterrupt` inside of `allowed` only, and once in each.
 
     Between, while an answer is put away or a message printed, there is nothing to stop; and a second Ctrl-C
-    must not end what cleans up after the first. Outside of the main thread, signals are none of ours.
+    must not end what cleans up after the first. Outside of the main thread, signals are none of ours; and one that
+    is ignored (`nohup`) stays so.
     """
 
     def __init__(self) -> None:
@@ -21,7 +22,8 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         self._previous = None
-        if threading.current_thread() is threading.main_thread():
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if in_main_thread and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
             self._previous = signal.signal(signal.SIGINT, self._handle)
         return self
 

@@ -266,3 +266,13 @@ def test_ctrl_c_counts_once_and_only_where_it_is_allowed():
             signal.raise_signal(signal.SIGINT)
     assert cleaned
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_ignored_ctrl_c_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts, interrupts.allowed():
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
