@@ -13,8 +13,8 @@ class Interrupts:
     """Lets Ctrl-C raise `KeyboardInterrupt` inside of `allowed` only, and once in each.
 
     Between, while an answer is put away or a message printed, there is nothing to stop; and a second Ctrl-C
-    must not end what cleans up after the first. Outside of the main thread, signals are none of ours; and one that
-    is ignored (`nohup`) stays so.
+    must not end what cleans up after the first. Outside of the main thread, signals are none of ours; and where
+    Ctrl-C is ignored (`nohup`), it stays so.
     """
 
     def __init__(self) -> None:
