@@ -4,7 +4,8 @@ It is built when afm-mlx is installed, against the MLX of that moment. Without i
 MLX, and `status` says why. Read from the environment when it is first asked for:
 
 - `AFM_MLX_NATIVE=0` switches it off,
-- `AFM_MLX_THREADS` is the number of threads it uses, by default one per core that the process may run on,
+- `AFM_MLX_THREADS` is the number of threads it uses, by default one per core that the process may run on; dense
+  products, whose BLAS is `afm_mlx.blas`, run on the same ones,
 - `AFM_MLX_ISA` is the instruction set it uses, by default the best that the processor has.
 """
 

@@ -45,7 +45,8 @@ double off_core() {
     std::fclose(file);
   }
   const int64_t time = now();
-  const double share = last_delay > 0 ? static_cast<double>(delay - last_delay) / std::max<int64_t>(time - last_time, 1) : 0;
+  const int64_t passed = std::max<int64_t>(time - last_time, 1);
+  const double share = last_delay > 0 ? static_cast<double>(delay - last_delay) / passed : 0;
   last_time = time;
   last_delay = delay;
   return share;
