@@ -3,8 +3,8 @@
 glibc keeps what is freed in its heaps, where one small piece that lives keeps all that lies below it; and
 MLX's thread frees what other threads have made. So the memory of a process that runs requests grows for a long
 time, though nobody holds it. Asking for it back now and then stops that ("Memory over time" in
-docs/benchmarks.md). Taking every large piece from the system by itself would, too (`M_MMAP_THRESHOLD`), but then
-a prompt of the embedded model takes a fifth longer.
+docs/benchmarks.md). Taking every large piece from the system by itself would, too (`M_MMAP_THRESHOLD`), but
+then a prompt of the embedded model takes a fifth longer.
 """
 
 from __future__ import annotations
