@@ -231,3 +231,20 @@ def _numbers(rng: Generator, header: Header, name: str, data: bytes) -> bytes:
         limits = np.iinfo(numbers.dtype)
         numbers[at] = pick(rng, [0, 1, limits.min, limits.max, 100])
     return data[:begin] + numbers.tobytes() + data[end:]
+
+
+def place_in(rng: Generator, value: Any, deeper: int) -> tuple[Any, Any] | None:
+    """A container somewhere inside a JSON value, and a key of it; None when there is nothing inside.
+
+    Args:
+        rng: draws it.
+        value: a list or dict.
+        deeper: of so many chances, all but one go on into a container.
+    """
+    while keys := list(value) if isinstance(value, dict) else list(range(len(value))):
+        key = pick(rng, keys)
+        inner = value[key]
+        if not (isinstance(inner, dict | list) and inner and rng.integers(deeper)):
+            return value, key
+        value = inner
+    return None

@@ -6,6 +6,7 @@ from functools import cache
 from afm_mlx.chat_template import V6_TEMPLATE
 from afm_mlx.loading import EMBEDDED_MODEL, resolve_model
 from afm_mlx.tokenizer import load_tokenizer
+from tests.hostile.file_mutations import place_in
 from tests.hostile.harness import Case, run_cases, share
 
 NAMES = ["<turn_start>", "<turn_end>", "<executable_start>", "<executable_end>"]
@@ -174,19 +175,13 @@ def wrong_messages(rng):
 
 def spoil(rng, value):
     """Put something of a wrong type somewhere inside."""
-    while True:
-        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-        if not keys:
-            return
-        key = pick(rng, keys)
-        if isinstance(value[key], dict | list) and value[key] and rng.integers(4):
-            value = value[key]
-            continue
-        deep = []
-        for _ in range(int(rng.integers(2000))):
-            deep = [deep]
-        value[key] = pick(rng, [*WRONG, deep, {"a": deep}, {5: "x"}, [{"type": "text", "text": 5}]])
+    if (place := place_in(rng, value, deeper=4)) is None:
         return
+    value, key = place
+    deep = []
+    for _ in range(int(rng.integers(2000))):
+        deep = [deep]
+    value[key] = pick(rng, [*WRONG, deep, {"a": deep}, {5: "x"}, [{"type": "text", "text": 5}]])
 
 
 def repr_of(value):

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from afm_mlx.tokenizer import load_tokenizer, save_tokenizer
+from tests.hostile.file_mutations import place_in
 from tests.hostile.harness import Case, run_cases, share
 from tests.tools.tokenizers import random_text, train_tiny_spm
 
@@ -76,30 +77,24 @@ def mutated_bytes(rng, content):
 
 def spoil(rng, value):
     """Drop, swap, retype or nest something somewhere inside a JSON value."""
-    while True:
-        keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-        if not keys:
-            return
-        key = pick(rng, keys)
-        if isinstance(value[key], dict | list) and value[key] and rng.integers(6):
-            value = value[key]
-            continue
-        kind = int(rng.integers(6))
-        if kind == 0:
-            del value[key]
-        elif kind == 1:
-            other = pick(rng, keys)
-            value[key], value[other] = value[other], value[key]
-        elif kind == 2:
-            deep = value[key]
-            for _ in range(int(rng.integers(1, 3000))):
-                deep = [deep] if rng.integers(2) else {"type": deep}
-            value[key] = deep
-        elif kind == 3 and isinstance(value, list):
-            value.append(value[key])
-        else:
-            value[key] = pick(rng, JUNK)
+    if (place := place_in(rng, value, deeper=6)) is None:
         return
+    value, key = place
+    kind = int(rng.integers(6))
+    if kind == 0:
+        del value[key]
+    elif kind == 1:
+        other = pick(rng, list(value) if isinstance(value, dict) else range(len(value)))
+        value[key], value[other] = value[other], value[key]
+    elif kind == 2:
+        deep = value[key]
+        for _ in range(int(rng.integers(1, 3000))):
+            deep = [deep] if rng.integers(2) else {"type": deep}
+        value[key] = deep
+    elif kind == 3 and isinstance(value, list):
+        value.append(value[key])
+    else:
+        value[key] = pick(rng, JUNK)
 
 
 def dumped(value):
