@@ -6,7 +6,7 @@ from functools import cache
 from afm_mlx.chat_template import V6_TEMPLATE
 from afm_mlx.loading import EMBEDDED_MODEL, resolve_model
 from afm_mlx.tokenizer import load_tokenizer
-from tests.hostile.file_mutations import place_in
+from tests.hostile.file_mutations import pick, place_in
 from tests.hostile.harness import Case, run_cases, share
 
 NAMES = ["<turn_start>", "<turn_end>", "<executable_start>", "<executable_end>"]
@@ -65,10 +65,6 @@ def control_ids():
 
 def controls(ids):
     return [token for token in ids if token in control_ids()]
-
-
-def pick(rng, values):
-    return values[int(rng.integers(len(values)))]
 
 
 def text(rng):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from afm_mlx.tokenizer import load_tokenizer, save_tokenizer
-from tests.hostile.file_mutations import place_in
+from tests.hostile.file_mutations import pick, place_in
 from tests.hostile.harness import Case, run_cases, share
 from tests.tools.tokenizers import random_text, train_tiny_spm
 
@@ -31,10 +31,6 @@ def normalizing(tmp_path_factory):
     path = tmp_path_factory.mktemp("normalizing") / "tokenizer.model"
     options = {"normalization_rule_name": "nmt_nfkc", "remove_extra_whitespaces": True}
     return train_tiny_spm(path, "bpe", vocab_size=420, **options)
-
-
-def pick(rng, values):
-    return values[int(rng.integers(len(values)))]
 
 
 def use(folder, text):
