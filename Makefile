@@ -29,10 +29,14 @@ fuzz: $(VENV)/.test
 		[ $$(date +%s) -lt $$end ] || break; \
 	done
 
+# Imports are read in a copy of links that is laid out as the wheel is.
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	@rm -rf build/rooms && mkdir -p build/rooms/afm_mlx
+	@ln -s $(CURDIR)/afm_mlx/* $(addprefix $(CURDIR)/,kernels converters adapters) build/rooms/afm_mlx
+	cd build/rooms && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache --no-logo
 
 format: $(VENV)/.lint
 	$(BIN)/ruff format .

@@ -26,8 +26,8 @@ from afm_mlx.config import ModelConfig
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS, LowRank, Part, dispatch
 from afm_mlx.kernels.reference import low_rank_product
-from afm_mlx.packed import PackedLinear
-from afm_mlx.quantization import replace_modules
+from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.quantization.quantize import replace_modules
 
 _NO_PART = Part(0, 0, 0)
 
@@ -166,8 +166,8 @@ class AdaptedLinear(LinearWrapper):
 def bind(model: nn.Module) -> ActiveAdapters:
     """Link a model's layers with an `ActiveAdapters`, the same one every time.
 
-    Blocks of an AFM model ask for it themselves (`afm_mlx.fusion`); in any other model, linear layers that
-    aren't packed are wrapped.
+    Blocks of an AFM model ask for it themselves (`afm_mlx.model.fused_layers`); in any other model, linear layers
+    that aren't packed are wrapped.
 
     Raises:
         RequestError: when no block has a linear layer, or the model has LoRA layers, which would hide them.

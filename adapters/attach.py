@@ -10,12 +10,12 @@ import numpy as np
 
 from afm_mlx.adapters.active import BatchAdapters, active_adapters, bind, unbind
 from afm_mlx.adapters.lora import LoRALinear, lora_tensors
+from afm_mlx.adapters.opening import Base, open_adapter
 from afm_mlx.adapters.places import place_shapes, places
 from afm_mlx.adapters.resident import build_resident
-from afm_mlx.adapters.sources import Base, open_adapter
-from afm_mlx.fingerprint import arrays_fingerprint
+from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.kernels import dispatch
-from afm_mlx.quantization import replace_modules
+from afm_mlx.quantization.quantize import replace_modules
 
 
 def attach_adapter(

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from afm_mlx.adapters.files import AdapterConfig, check_pairs, is_number
+from afm_mlx.adapters.adapter_folder import AdapterConfig, check_pairs
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
+from afm_mlx.values import is_number
 
 Adapter = tuple[Mapping[str, mx.array], AdapterConfig]
 

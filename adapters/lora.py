@@ -20,14 +20,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.active import active_adapters
-from afm_mlx.adapters.files import AdapterConfig, load_adapter, save_adapter
+from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter, save_adapter
 from afm_mlx.adapters.places import LinearWrapper, linear_shape, places
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
+from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
-from afm_mlx.fingerprint import base_model_fingerprint, folder_fingerprint
-from afm_mlx.finite import check_finite
 from afm_mlx.kernels import dispatch
-from afm_mlx.quantization import replace_modules
+from afm_mlx.quantization.quantize import replace_modules
 
 Pair = tuple[mx.array, mx.array]
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import mlx.nn as nn
 
 from afm_mlx.config import ModelConfig
-from afm_mlx.packed import PackedLinear
+from afm_mlx.quantization.packed_layers import PackedLinear
 
 Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
 """Of every place by its path: `Place.shapes`."""

@@ -34,11 +34,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.active import active_adapters
+from afm_mlx.adapters.eviction import due, never, next_load, used, victims
 from afm_mlx.adapters.lease import Lease
+from afm_mlx.adapters.opening import Base, OpenAdapter, open_adapter, open_sum
 from afm_mlx.adapters.registry import Adapter, Entry, Registry
 from afm_mlx.adapters.resident import ResidentAdapter
-from afm_mlx.adapters.room import due, never, next_load, used, victims
-from afm_mlx.adapters.sources import Base, OpenAdapter, open_adapter, open_sum
 from afm_mlx.errors import AFMError, CheckpointError, RequestError
 from afm_mlx.threads import call
 

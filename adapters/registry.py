@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from afm_mlx.adapters.opening import OpenAdapter
 from afm_mlx.adapters.resident import ResidentAdapter
-from afm_mlx.adapters.sources import OpenAdapter
 from afm_mlx.errors import CheckpointError, RequestError, shown
 
 Adapter: TypeAlias = str | Mapping[str, float]

@@ -15,11 +15,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.pool import AdapterPool
-    from afm_mlx.async_generation import stream_generate_async
-    from afm_mlx.generation import batch_generate, generate, stream_generate
-    from afm_mlx.loading import load
-    from afm_mlx.logits_processors import make_logits_processors
-    from afm_mlx.samplers import make_sampler
+    from afm_mlx.engine.async_generation import stream_generate_async
+    from afm_mlx.engine.generation import batch_generate, generate, stream_generate
+    from afm_mlx.engine.logits_processors import make_logits_processors
+    from afm_mlx.engine.samplers import make_sampler
+    from afm_mlx.loading.load import load
 
 __all__ = [
     "AdapterPool",
@@ -35,13 +35,13 @@ __all__ = [
 
 _HOME = {
     "AdapterPool": "adapters.pool",
-    "batch_generate": "generation",
-    "generate": "generation",
-    "load": "loading",
-    "make_logits_processors": "logits_processors",
-    "make_sampler": "samplers",
-    "stream_generate": "generation",
-    "stream_generate_async": "async_generation",
+    "batch_generate": "engine.generation",
+    "generate": "engine.generation",
+    "load": "loading.load",
+    "make_logits_processors": "engine.logits_processors",
+    "make_sampler": "engine.samplers",
+    "stream_generate": "engine.generation",
+    "stream_generate_async": "engine.async_generation",
 }
 
 # In a source checkout the subpackages lie beside this folder instead of in it. Python started at the

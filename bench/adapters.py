@@ -22,15 +22,15 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.adapters.active import ActiveAdapters, BatchAdapters, bind, unbind
+from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
 from afm_mlx.adapters.attach import attach_random_adapters, detach_adapter, random_adapter
-from afm_mlx.adapters.files import AdapterConfig, save_adapter
 from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import ResidentAdapter, build_resident
-from afm_mlx.bandwidth import measure_bandwidth
-from afm_mlx.benchmark import Bench, Case, count_operations, threads_in_use
 from afm_mlx.config import PRESETS
-from afm_mlx.quantization import random_packed_model
+from afm_mlx.measure.bandwidth import measure_bandwidth
+from afm_mlx.measure.benchmark import Bench, Case, count_operations, threads_in_use
+from afm_mlx.measure.random_model import random_packed_model
 from bench.peers import Bystanders, Target, markdown, target_rows
 
 SWAP_SECONDS = 1e-3

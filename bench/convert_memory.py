@@ -72,7 +72,7 @@ def make_checkpoint(folder: Path, num_layers: int, num_kv_reuse_layers: int) -> 
 
 _CHILD = """
 import resource, sys
-from afm_mlx.converters import convert
+from afm_mlx.converters.convert import convert
 import torch
 print("ready", flush=True)
 sys.stdin.readline()

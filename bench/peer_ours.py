@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.benchmark import Bench, Case, Result, run_case, step_cost
-from afm_mlx.loading import load_model
-from afm_mlx.packed import set_activation_bits
+from afm_mlx.loading.load import load_model
+from afm_mlx.measure.benchmark import Bench, Case, Result, run_case, step_cost
+from afm_mlx.quantization.packed_layers import set_activation_bits
 from bench.peer_protocol import Answer, peak_resident, serve
 
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.bandwidth import Bandwidth, measure_bandwidth
-from afm_mlx.benchmark import threads_in_use
 from afm_mlx.config import PRESETS, ModelConfig
+from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
+from afm_mlx.measure.benchmark import threads_in_use
 from bench.peer_gguf import matrix_parameters, write_gguf
 from bench.peer_protocol import Peer, PeerError
 
@@ -87,8 +87,9 @@ def write_folder(folder: Path, config: ModelConfig) -> None:
     """Write a model folder with random codes: 2-bit balanced rows, 4-bit embedding."""
     from mlx.utils import tree_flatten
 
-    from afm_mlx.quantization import AFM_EMBEDDING_RULE, AFM_RULE, random_packed_model
-    from afm_mlx.weights import save_weights
+    from afm_mlx.checkpoint.weights import save_weights
+    from afm_mlx.measure.random_model import random_packed_model
+    from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE
 
     folder.mkdir(parents=True)
     model = random_packed_model(config)

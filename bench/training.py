@@ -20,9 +20,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.benchmark import threads_in_use
 from afm_mlx.config import PRESETS, ModelConfig
-from afm_mlx.training.memory import (
+from afm_mlx.measure.benchmark import threads_in_use
+from afm_mlx.training.methods.training_memory import (
     MemoryEstimate,
     estimate_memory,
     largest_length,

@@ -16,14 +16,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from afm_mlx.checkpoint.stored_layers import quantization_of
+from afm_mlx.checkpoint.weights import Progress, stored_tensors
 from afm_mlx.config import read_config_json
+from afm_mlx.converters.conversion_options import Wishes
 from afm_mlx.converters.mlx_lm import check_wishes, read_config
-from afm_mlx.converters.wishes import Wishes
 from afm_mlx.errors import AFMError, DataError
-from afm_mlx.loading import load_model
-from afm_mlx.perplexity import cut, load_documents
-from afm_mlx.quantization import Predicate, QuantizationRule
-from afm_mlx.sensitivity import (
+from afm_mlx.loading.load import load_model
+from afm_mlx.measure.perplexity import cut, load_documents
+from afm_mlx.quantization.quantize import Predicate
+from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.quantization.sensitivity import (
     LayerSensitivity,
     check_target,
     choose_bits,
@@ -31,9 +34,7 @@ from afm_mlx.sensitivity import (
     plan_layers,
     stored_size,
 )
-from afm_mlx.stored_layers import quantization_of
-from afm_mlx.tokenizer import load_tokenizer
-from afm_mlx.weights import Progress, stored_tensors
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 REPORT = "sensitivity.json"
 HELD_OUT = "heldout.jsonl"

@@ -18,29 +18,17 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.files import load_adapter, save_adapter
-from afm_mlx.config import ModelConfig, read_config_json
-from afm_mlx.converters.output import copy_tokenizer_files, write_card, write_config
-from afm_mlx.converters.quantize import (
-    PackedLayer,
-    PackedLayers,
-    layer_of_rows,
-    stock_layer,
-    unpacked,
-)
-from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
-from afm_mlx.fingerprint import folder_fingerprint
-from afm_mlx.finite import check_finite, not_finite
-from afm_mlx.packed import PARTS
-from afm_mlx.quantization import QuantizationRule
-from afm_mlx.rounding import Rows
-from afm_mlx.stored_layers import (
+from afm_mlx.adapters.adapter_folder import load_adapter, save_adapter
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+from afm_mlx.checkpoint.finite import check_finite, not_finite
+from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files, write_card, write_config
+from afm_mlx.checkpoint.stored_layers import (
     check_folder_tensors,
     quantization_of,
     stored_rule,
     stored_settings,
 )
-from afm_mlx.weights import (
+from afm_mlx.checkpoint.weights import (
     KV_SCALES,
     Progress,
     StoredTensor,
@@ -50,6 +38,18 @@ from afm_mlx.weights import (
     stored_tensors,
     write_weights,
 )
+from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.converters.quantize import (
+    PackedLayer,
+    PackedLayers,
+    layer_of_rows,
+    stock_layer,
+    unpacked,
+)
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
+from afm_mlx.quantization.packed_layers import PARTS
+from afm_mlx.quantization.rounding import Rows
+from afm_mlx.quantization.rule import QuantizationRule
 
 _OUR_KEYS = ("kv_bits", "context_length")
 _CHUNK_BYTES = 32 << 20

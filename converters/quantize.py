@@ -16,23 +16,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from afm_mlx.checkpoint.finite import check_finite
+from afm_mlx.checkpoint.stored_layers import stored_rule, stored_settings
+from afm_mlx.checkpoint.weights import StoredTensor, TensorSpec, array_bytes
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ConfigError, shown
-from afm_mlx.finite import check_finite
 from afm_mlx.kernels import PackedWeight
 from afm_mlx.kernels.packing import dequantize_rows
-from afm_mlx.model import Model
-from afm_mlx.packed import PARTS
-from afm_mlx.quantization import (
-    AFM_RULE,
-    Predicate,
-    QuantizationRule,
-    quantization_entries,
-    rule_chooser,
-)
-from afm_mlx.rounding import Packing, Rows, pack, round_to
-from afm_mlx.stored_layers import stored_rule, stored_settings
-from afm_mlx.weights import StoredTensor, TensorSpec, array_bytes
+from afm_mlx.model.model import Model
+from afm_mlx.quantization.packed_layers import PARTS
+from afm_mlx.quantization.quantize import Predicate, quantization_entries, rule_chooser
+from afm_mlx.quantization.rounding import Packing, Rows, pack, round_to
+from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 
 RECIPES = {"mixed_2_4": (2, 4), "mixed_2_8": (2, 8), "mixed_4_8": (4, 8)}
 """Bits of most layers, and of those that suffer most; see `recipe`."""

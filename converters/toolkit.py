@@ -21,37 +21,33 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.files import AdapterConfig, save_adapter
-from afm_mlx.config import ModelConfig, read_config_json
-from afm_mlx.converters.adapter_formats.pair_order import (
+from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
+from afm_mlx.adapters.formats.pair_order import (
     complete_fused,
     expected_shapes,
     keys_of,
     num_layers_of,
 )
-from afm_mlx.converters.adapter_formats.toolkit import read_pairs
-from afm_mlx.converters.output import write_card
-from afm_mlx.converters.quantize import PackedLayers, layer_of_rows
-from afm_mlx.converters.toolkit_config import (
-    LoRASpec,
-    ToolkitConfig,
-    is_toolkit_config,
-)
-from afm_mlx.converters.toolkit_keys import KeyMap, map_keys
-from afm_mlx.converters.torch_file import equal, mlx_dtype, open_state_dict, tensor_chunks
-from afm_mlx.errors import CheckpointError, named, shown
-from afm_mlx.fingerprint import folder_fingerprint
-from afm_mlx.quantization import QuantizationRule
-from afm_mlx.rounding import Rows
-from afm_mlx.tokenizer_export import save_tokenizer
-from afm_mlx.vocabulary import SentencePieceVocabulary
-from afm_mlx.weights import (
+from afm_mlx.adapters.formats.toolkit_adapter import read_pairs
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+from afm_mlx.checkpoint.folder_texts import write_card
+from afm_mlx.checkpoint.toolkit_config import LoRASpec, ToolkitConfig, is_toolkit_config
+from afm_mlx.checkpoint.toolkit_keys import KeyMap, map_keys
+from afm_mlx.checkpoint.torch_file import equal, mlx_dtype, open_state_dict, tensor_chunks
+from afm_mlx.checkpoint.weights import (
     Progress,
     TensorSpec,
     check_weights,
     parameter_shapes,
     write_weights,
 )
+from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.converters.quantize import PackedLayers, layer_of_rows
+from afm_mlx.errors import CheckpointError, named, shown
+from afm_mlx.quantization.rounding import Rows
+from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.tokenizer.tokenizer_export import save_tokenizer
+from afm_mlx.tokenizer.vocabulary import SentencePieceVocabulary
 
 if TYPE_CHECKING:
     import torch

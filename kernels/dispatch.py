@@ -1,6 +1,6 @@
 """Which implementation of an operation runs: decided here, by device and shape, and nowhere else.
 
-Every backend lists its variants (`VARIANTS` of `kernels/metal`, `kernels/cpu` and `kernels/stock.py`), each
+Every backend lists its variants (`VARIANTS` of `kernels/metal`, `kernels/cpu` and `kernels/mlx.py`), each
 with a function of the reference's signature and a rule that says why it can't run a case, or nothing. The
 first one whose rule is silent runs: kernels of ours, made for one device, before MLX's own operations (the
 backend "mlx", on any device), before the reference. A variant that failed the self-test on this machine is
@@ -84,7 +84,7 @@ _generation = 0
 def variants(op: str) -> tuple[Variant, ...]:
     """Every implementation of an operation, in order of preference; the reference is the last."""
     modules = [
-        importlib.import_module(f"afm_mlx.kernels.{name}") for name in ("metal", "cpu", "stock")
+        importlib.import_module(f"afm_mlx.kernels.{name}") for name in ("metal", "cpu", "mlx")
     ]
     listed = [v for module in modules for v in module.VARIANTS if v.op == op]
     reference = importlib.import_module("afm_mlx.kernels.reference")

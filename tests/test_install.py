@@ -23,7 +23,7 @@ start = time.perf_counter()
 import afm_mlx
 seconds = time.perf_counter() - start
 heavy = sorted({"mlx", "numpy", "transformers", "mlx_lm", "torch"} & set(sys.modules))
-import afm_mlx.kernels, afm_mlx.converters, afm_mlx.adapters
+import afm_mlx.kernels, afm_mlx.converters.convert, afm_mlx.adapters
 from afm_mlx import load, generate
 print(json.dumps({"heavy": heavy, "seconds": seconds, "kernels": afm_mlx.kernels.__name__,
                   "blas": afm_mlx.blas.status()}))
@@ -78,7 +78,7 @@ def test_the_wheel_installs_one_package(wheel):
         "py.typed",
     ):
         assert f"afm_mlx/{name}" in names
-    assert "afm_mlx/models/afm-nano/config.json" in names
+    assert "afm_mlx/embedded/afm-nano/config.json" in names
     sources = (".c", ".cpp", ".h", ".cmake", "CMakeLists.txt", "check_build.py", ".pyc")
     assert not [name for name in names if name.endswith(sources)]
     assert wheel.stat().st_size < 12e6

@@ -18,8 +18,8 @@ from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.config import PRESETS
 
 if TYPE_CHECKING:
-    from afm_mlx.bandwidth import Bandwidth
-    from afm_mlx.benchmark import Result
+    from afm_mlx.measure.bandwidth import Bandwidth
+    from afm_mlx.measure.benchmark import Result
 
 THREADS_VARIABLE = "AFM_MLX_THREADS"
 MAX_CASES, MAX_TOKENS, MAX_RANK = 10_000, 1 << 20, 1 << 16
@@ -93,9 +93,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     _check(args)
     _limit_threads(args.threads)
-    from afm_mlx.bandwidth import measure_bandwidth
-    from afm_mlx.benchmark import Case, run_case, threads_in_use
-    from afm_mlx.packed import set_activation_bits
+    from afm_mlx.measure.bandwidth import measure_bandwidth
+    from afm_mlx.measure.benchmark import Case, run_case, threads_in_use
+    from afm_mlx.quantization.packed_layers import set_activation_bits
 
     lists = (
         args.prompt_tokens,
@@ -163,17 +163,13 @@ def _limit_threads(threads: int | None) -> None:
 def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
     """The name of the model, the model, and its tokenizer; a random one has none."""
     if args.preset is not None:
-        from afm_mlx.quantization import (
-            AFM_EMBEDDING_RULE,
-            AFM_RULE,
-            PRESET_RULES,
-            random_packed_model,
-        )
+        from afm_mlx.measure.random_model import random_packed_model
+        from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, PRESET_RULES
 
         rules = PRESET_RULES.get(args.preset, (AFM_RULE, AFM_EMBEDDING_RULE))
         model = random_packed_model(PRESETS[args.preset], *rules, seed=args.seed)
         return f"{args.preset} (random)", model, None
-    from afm_mlx.loading import load
+    from afm_mlx.loading.load import load
 
     name = args.model or options.EMBEDDED_MODEL
     return name, *load(name, trust_remote_code=args.trust_remote_code)
@@ -184,7 +180,7 @@ def _facts(
 ) -> dict[str, Any]:
     from mlx.utils import tree_flatten
 
-    from afm_mlx.describe import describe_runtime
+    from afm_mlx.measure.describe import describe_runtime
 
     return {
         "model": name,

@@ -115,8 +115,8 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(
             "--model is missing; it says what to convert. afm-mlx convert --help explains."
         )
-    from afm_mlx.converters import Wishes, convert
-    from afm_mlx.describe import describe_stored_weights
+    from afm_mlx.converters.convert import Wishes, convert
+    from afm_mlx.measure.describe import describe_stored_weights
 
     wishes = {field.name: getattr(args, field.name) for field in fields(Wishes)}
     measuring_bar = (

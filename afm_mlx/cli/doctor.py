@@ -46,8 +46,8 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.report or f"afm-mlx-report-{datetime.date.today()}.json")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"--report {path} can't be written: name a file in a folder that exists.")
-    from afm_mlx.doctor import examine
     from afm_mlx.files import atomic_write
+    from afm_mlx.measure.doctor import examine
 
     with progress_bar("testing", " problems") as progress:
         facts = examine(quick=args.quick, retry=args.retry, seed=args.seed, progress=progress)

@@ -12,8 +12,8 @@ from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.cli.perplexity import HELD_OUT
 
 if TYPE_CHECKING:
-    from afm_mlx.evaluation import Evaluation, Score
-    from afm_mlx.perplexity import Perplexity
+    from afm_mlx.measure.evaluation import Evaluation, Score
+    from afm_mlx.measure.perplexity import Perplexity
 
 TEST_SET = "evaluation.jsonl"
 
@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from afm_mlx.evaluation import evaluate, load_examples
-    from afm_mlx.loading import resolve_model
-    from afm_mlx.perplexity import cut, load_documents, measure_perplexity
+    from afm_mlx.loading.load import resolve_model
+    from afm_mlx.measure.evaluation import evaluate, load_examples
+    from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
 
     folder = resolve_model(args.model)
     data = Path(args.data) if args.data is not None else folder / TEST_SET

@@ -160,7 +160,7 @@ def _generate(
     prompt: list[int],
     arguments: dict[str, Any],
 ) -> None:
-    from afm_mlx.generation import stream_generate, summary
+    from afm_mlx.engine.generation import stream_generate, summary
 
     framed = args.verbose and not args.json
     text, tokens, response = "", list[int](), None
@@ -206,8 +206,8 @@ def _generate_with_file(
     prompt: list[int],
     arguments: dict[str, Any],
 ) -> None:
-    from afm_mlx.cli.reuse import keep_common
-    from afm_mlx.prompt_cache import save_prompt_cache
+    from afm_mlx.engine.prompt_cache import save_prompt_cache
+    from afm_mlx.engine.prompt_reuse import keep_common
 
     path = _checked_cache_path(args, model)
     new = options.new_cache(args, model, tokenizer)
@@ -242,8 +242,8 @@ def _checked_cache_path(args: argparse.Namespace, model: Any) -> Path:
 
 
 def _read_cache(path: Path, model: Any) -> tuple[list[Any], list[int]]:
-    from afm_mlx.cli.reuse import tokens_in
-    from afm_mlx.prompt_cache import load_prompt_cache
+    from afm_mlx.engine.prompt_cache import load_prompt_cache
+    from afm_mlx.engine.prompt_reuse import tokens_in
 
     cache, metadata = load_prompt_cache(path, model)
     held = json.loads(metadata.get("tokens", "null"))

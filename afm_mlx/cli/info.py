@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.model is not None and args.preset is not None:
         raise UsageError("--model and --preset can't both be given; a preset has no folder.")
-    from afm_mlx import describe
-    from afm_mlx.loading import resolve_model
+    from afm_mlx.loading.load import resolve_model
+    from afm_mlx.measure import describe
 
     if args.preset is not None:
         facts = {"preset": args.preset, **describe.describe_config(PRESETS[args.preset])}

@@ -18,8 +18,8 @@ from afm_mlx.cli.training_recipe import fill, recipe_of, refuse_both
 from afm_mlx.errors import did_you_mean, shown
 
 if TYPE_CHECKING:
-    from afm_mlx.training.kinds import LoRATraining
-    from afm_mlx.training.recipe import Recipe, Split
+    from afm_mlx.training.methods.methods import LoRATraining
+    from afm_mlx.training.methods.recipe import Recipe, Split
 
 LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3}
 ADAPTER_PATH = "adapters"  # mlx-lm's default
@@ -198,7 +198,7 @@ def _take_preset(args: argparse.Namespace) -> None:
 
 
 def _run_lora(args: argparse.Namespace, recipe: Recipe) -> None:
-    from afm_mlx.training.methods import train_lora
+    from afm_mlx.training.methods.train import train_lora
 
     if args.save_path is not None:
         raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
@@ -230,9 +230,9 @@ def _check_whole(args: argparse.Namespace) -> None:
 
 
 def _run_whole(args: argparse.Namespace, recipe: Recipe) -> None:
-    from afm_mlx.training.kinds import DraftTraining, FullTraining
-    from afm_mlx.training.methods import train_draft, train_full
-    from afm_mlx.training.source import FreshSource
+    from afm_mlx.training.methods.methods import DraftTraining, FullTraining
+    from afm_mlx.training.methods.source import FreshSource
+    from afm_mlx.training.methods.train import train_draft, train_full
 
     start: partial[Any]
     if args.fine_tune_type == "draft":
@@ -256,7 +256,7 @@ def _run_test(args: argparse.Namespace) -> None:
     if args.teacher is not None:
         raise UsageError("--teacher would do nothing with --test alone; add --train to train.")
     recipe = recipe_of(args, LEARNING_RATES["lora"])
-    from afm_mlx.training.scores import measure_adapter
+    from afm_mlx.training.methods.scores import measure_adapter
 
     path = ADAPTER_PATH if args.adapter_path is None else args.adapter_path
 
@@ -278,7 +278,7 @@ def _run_test(args: argparse.Namespace) -> None:
 
 
 def _lora(args: argparse.Namespace) -> LoRATraining:
-    from afm_mlx.training.kinds import RANK, LoRATraining
+    from afm_mlx.training.methods.methods import RANK, LoRATraining
 
     initial = args.initial_adapter or args.resume_adapter_file
     refuse_both(args, _OF_LORA_ALONE)

@@ -8,7 +8,7 @@ from typing import Any
 from afm_mlx.cli.parser import Unavailable, UsageError, integer, number
 from afm_mlx.errors import shown
 
-EMBEDDED_MODEL = "afm-nano"  # as in afm_mlx.loading, which would import MLX
+EMBEDDED_MODEL = "afm-nano"  # as in afm_mlx.loading.load, which would import MLX
 
 MAX_SEED = 2**64 - 1
 
@@ -53,7 +53,7 @@ def add_activation_bits(parser: argparse.ArgumentParser) -> None:
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
     """The model and the tokenizer that `add_model`'s arguments name."""
-    from afm_mlx.loading import load
+    from afm_mlx.loading.load import load
 
     return load(
         args.model,
@@ -107,7 +107,7 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     `--adapter-path` is registered as what it was given as.
     """
     from afm_mlx.adapters.pool import AdapterPool
-    from afm_mlx.loading import load, model_adapters, resolve_adapter, resolve_model
+    from afm_mlx.loading.load import load, model_adapters, resolve_adapter, resolve_model
 
     names = [name for name, _ in args.adapter]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
@@ -135,7 +135,7 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 def is_afm(model: Any) -> bool:
     """Whether a model is of this package, and not of mlx-lm's zoo."""
-    from afm_mlx.model import Model
+    from afm_mlx.model.model import Model
 
     return isinstance(model, Model)
 
@@ -192,7 +192,7 @@ def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
         raise UsageError(
             f"--top-k is {args.top_k}; this model has {vocab_size} tokens. Use 0 to keep all."
         )
-    from afm_mlx.samplers import make_sampler
+    from afm_mlx.engine.samplers import make_sampler
 
     return make_sampler(
         args.temp,
@@ -258,7 +258,7 @@ def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
 
 def new_cache(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
     """An empty cache of the kind that `add_cache`'s arguments ask for."""
-    from afm_mlx.engine import Engine
+    from afm_mlx.engine.engine import Engine
 
     engine = Engine(
         model,

@@ -14,9 +14,10 @@ from afm_mlx.cli.training_output import run_training
 from afm_mlx.cli.training_recipe import recipe_of
 
 if TYPE_CHECKING:
-    from afm_mlx.quantization import Predicate, QuantizationRule
-    from afm_mlx.training.kinds import QATTraining
-    from afm_mlx.training.source import Source
+    from afm_mlx.quantization.quantize import Predicate
+    from afm_mlx.quantization.rule import QuantizationRule
+    from afm_mlx.training.methods.methods import QATTraining
+    from afm_mlx.training.methods.source import Source
 
 LEARNING_RATE = 2e-5
 
@@ -84,7 +85,7 @@ def _add_grids(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from afm_mlx.training.methods import train_qat
+    from afm_mlx.training.methods.train import train_qat
 
     recipe = recipe_of(args, LEARNING_RATE)
     run_path = Path(args.run_path or f"{args.save_path}-run")
@@ -94,8 +95,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _method(args: argparse.Namespace) -> QATTraining:
-    from afm_mlx.training.kinds import QATTraining
-    from afm_mlx.training.source import Source
+    from afm_mlx.training.methods.methods import QATTraining
+    from afm_mlx.training.methods.source import Source
 
     source = Source.open(args.model)
     rule = _rule(args, "balanced" if source.is_afm else "affine")
@@ -110,7 +111,7 @@ def _method(args: argparse.Namespace) -> QATTraining:
 
 
 def _rule(args: argparse.Namespace, mode: str) -> QuantizationRule:
-    from afm_mlx.quantization import QuantizationRule
+    from afm_mlx.quantization.rule import QuantizationRule
 
     if args.bits is not None and args.quant_predicate is not None:
         raise UsageError("--bits and --quant-predicate both say how many bits; choose one.")
@@ -121,7 +122,7 @@ def _rule(args: argparse.Namespace, mode: str) -> QuantizationRule:
 
 
 def _embedding_rule(args: argparse.Namespace, rule: QuantizationRule) -> QuantizationRule:
-    from afm_mlx.quantization import QuantizationRule
+    from afm_mlx.quantization.rule import QuantizationRule
 
     granularity = args.q_embedding_granularity
     if granularity is None:

@@ -15,11 +15,11 @@ from afm_mlx.cli.parser import UsageError
 from afm_mlx.cli.signals import Terminated, deferred_signals
 
 if TYPE_CHECKING:
-    from afm_mlx.training.events import Event
-    from afm_mlx.training.methods import Result
-    from afm_mlx.training.options import TrainingOptions
-    from afm_mlx.training.recipe import Plan, Split
-    from afm_mlx.training.scores import Scores
+    from afm_mlx.training.loop.events import Event
+    from afm_mlx.training.loop.training_options import TrainingOptions
+    from afm_mlx.training.methods.recipe import Plan, Split
+    from afm_mlx.training.methods.scores import Scores
+    from afm_mlx.training.methods.train import Result
 
 
 class Reporter:
@@ -45,7 +45,7 @@ class Reporter:
             self._print(line)
 
     def on_event(self, event: Event) -> None:
-        from afm_mlx.training.events import Evaluation, Report, Resumed, Stepped, Testing
+        from afm_mlx.training.loop.events import Evaluation, Report, Resumed, Stepped, Testing
 
         if isinstance(event, Resumed):
             self._last = None
@@ -149,7 +149,7 @@ def run_training(args: argparse.Namespace, start: Callable[..., Result], run_pat
             stopping=deferred_signals,
         )
     if args.plot is not None:
-        from afm_mlx.training.plot import plot_metrics
+        from afm_mlx.training.loop.plot import plot_metrics
 
         plot_metrics(run_path / "metrics.jsonl", args.plot)
     facts = _facts(args, result, reporter.trainable)
@@ -213,7 +213,7 @@ def scores_dict(scores: Scores) -> dict[str, Any]:
 @contextmanager
 def _advice(args: argparse.Namespace, run_path: Path) -> Iterator[None]:
     """Say of a run that is there how to go on with it, and how to start anew."""
-    from afm_mlx.training.run_folder import RunExistsError
+    from afm_mlx.training.loop.run_folder import RunExistsError
 
     resume = args.command_line if args.resume else f"{args.command_line} --resume"
     flag = "--adapter-path" if args.save_path is None else "--save-path"

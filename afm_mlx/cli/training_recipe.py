@@ -14,8 +14,8 @@ from afm_mlx.cli.training_arguments import ALTERNATIVES, EPOCHS, FEATURES, STEPS
 from afm_mlx.errors import shown
 
 if TYPE_CHECKING:
-    from afm_mlx.training.options import TrainingOptions
-    from afm_mlx.training.recipe import Recipe
+    from afm_mlx.training.loop.training_options import TrainingOptions
+    from afm_mlx.training.methods.recipe import Recipe
 
 WARMUP_SHARE = 0.05
 # What arguments are when neither the command line, nor a file, nor a preset says. The parser has None for
@@ -57,7 +57,7 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
     _check(args)
     of_optimizer = _optimizer(args)
     fill(args, _DEFAULTS | {"learning_rate": learning_rate})
-    from afm_mlx.training.recipe import Recipe
+    from afm_mlx.training.methods.recipe import Recipe
 
     of_warmup = (args.warmup_iters, args.warmup_epochs, args.lr_schedule)
     has_share = all(value is None for value in of_warmup)
@@ -87,7 +87,7 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
 
 
 def _options(args: argparse.Namespace, of_optimizer: dict[str, Any]) -> TrainingOptions:
-    from afm_mlx.training.options import TrainingOptions
+    from afm_mlx.training.loop.training_options import TrainingOptions
 
     warmup = args.warmup_iters or 0
     # The number of steps in epochs is only known with the data.

@@ -1,19 +1,19 @@
 """Training: full weights, LoRA adapters, and weights on a grid (quantization-aware), in one loop."""
 
-from afm_mlx.training.batches import Batch, Batches
-from afm_mlx.training.data import Sample, encode_chat, has_split, load_split
-from afm_mlx.training.kinds import DraftTraining, FullTraining, LoRATraining, QATTraining
-from afm_mlx.training.kv_scales import calibrate_kv_scales
-from afm_mlx.training.losses import CrossEntropy, Distillation
-from afm_mlx.training.methods import train_draft, train_full, train_lora, train_qat
-from afm_mlx.training.options import TrainingOptions
-from afm_mlx.training.plot import plot_metrics
-from afm_mlx.training.qat import pack_qat, prepare_qat
-from afm_mlx.training.recipe import Recipe
-from afm_mlx.training.run_folder import RunFolder
-from afm_mlx.training.scores import Score, Scores, measure_adapter
-from afm_mlx.training.source import FreshSource
-from afm_mlx.training.trainer import Outcome, train
+from afm_mlx.training.data.batches import Batch, Batches
+from afm_mlx.training.data.samples import Sample, encode_chat, has_split, load_split
+from afm_mlx.training.loop.losses import CrossEntropy, Distillation
+from afm_mlx.training.loop.plot import plot_metrics
+from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.loop.trainer import Outcome, train
+from afm_mlx.training.loop.training_options import TrainingOptions
+from afm_mlx.training.methods.methods import DraftTraining, FullTraining, LoRATraining, QATTraining
+from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.scores import Score, Scores, measure_adapter
+from afm_mlx.training.methods.source import FreshSource
+from afm_mlx.training.methods.train import train_draft, train_full, train_lora, train_qat
+from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
+from afm_mlx.training.qat.qat_layers import pack_qat, prepare_qat
 
 __all__ = [
     "Batch",

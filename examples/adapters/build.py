@@ -22,7 +22,7 @@ from card import write_card
 from measure import markdown, measure, write_lines
 
 from afm_mlx import cli
-from afm_mlx.adapters.files import CONFIG_NAME, TENSORS_NAME
+from afm_mlx.adapters.adapter_folder import CONFIG_NAME, TENSORS_NAME
 from afm_mlx.files import atomic_folder, atomic_write
 
 EXAMPLES = 1000

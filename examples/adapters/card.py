@@ -8,7 +8,7 @@ from pathlib import Path
 import inbox
 from measure import NO_ADAPTER, SWITCHING
 
-from afm_mlx.adapters.files import TENSORS_NAME, load_adapter
+from afm_mlx.adapters.adapter_folder import TENSORS_NAME, load_adapter
 from afm_mlx.files import atomic_write
 
 _TEMPLATE = Path(__file__).with_name("adapter_card_template.md")

@@ -1,7 +1,7 @@
 """Make the model folder that the package carries, out of a packed variant that `quantize.py` made.
 
     python examples/nano/package.py --source nano --model nano/models/qat-row \\
-        --adapter nano/models/recovery-row --out afm_mlx/models/afm-nano
+        --adapter nano/models/recovery-row --out afm_mlx/embedded/afm-nano
 
 Weights are copied as they are, so the figures of `quality.json` hold for the folder and go into its card. New
 are the test data, the length of the context, and golden tokens: those of tamm with the very same weights.
@@ -25,12 +25,12 @@ import torch
 from tamm.models.afm_text import AFMTextV7
 from train import greedy, model_config
 
-from afm_mlx.adapters.files import CONFIG_NAME, TENSORS_NAME, load_adapter
+from afm_mlx.adapters.adapter_folder import CONFIG_NAME, TENSORS_NAME, load_adapter
+from afm_mlx.checkpoint.toolkit_keys import KeyMap, map_keys
 from afm_mlx.config import PRESETS
-from afm_mlx.converters.toolkit_keys import KeyMap, map_keys
-from afm_mlx.describe import describe_folder
 from afm_mlx.files import atomic_folder
-from afm_mlx.packed import PackedEmbedding, PackedLinear
+from afm_mlx.measure.describe import describe_folder
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 
 ADAPTER = Path("adapters") / "recovery"
 GOLDEN = "golden.json"

@@ -29,13 +29,13 @@ import numpy as np
 import variants
 from variants import VARIANTS, Variant
 
-from afm_mlx.adapters.files import TENSORS_NAME
+from afm_mlx.adapters.adapter_folder import TENSORS_NAME
+from afm_mlx.checkpoint.weights import parameter_shapes, read_header, stored_tensors
 from afm_mlx.cli.output import progress_bar
 from afm_mlx.config import ModelConfig, read_config_json
-from afm_mlx.evaluation import evaluate, load_examples
 from afm_mlx.files import atomic_write
-from afm_mlx.perplexity import cut, load_documents, token_losses
-from afm_mlx.weights import parameter_shapes, read_header, stored_tensors
+from afm_mlx.measure.evaluation import evaluate, load_examples
+from afm_mlx.measure.perplexity import cut, load_documents, token_losses
 
 # One answer of the fifty of a task is two points.
 GOAL_POINTS, GOAL_PERPLEXITY = 2.0, 1.05

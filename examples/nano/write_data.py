@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx.files import atomic_folder
-from afm_mlx.tokenizer import Tokenizer, load_tokenizer
+from afm_mlx.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 import docstrings  # isort: skip
 import tasks

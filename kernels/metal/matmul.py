@@ -12,12 +12,12 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from afm_mlx.kernels import stock
 from afm_mlx.kernels.dispatch import Case, Variant
 from afm_mlx.kernels.formats import LowRank, PackedWeight
 from afm_mlx.kernels.metal import head, products, unpacked
 from afm_mlx.kernels.metal.low_rank import adapters_of, is_pair
 from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
+from afm_mlx.kernels.mlx import GROUPS
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
@@ -100,7 +100,7 @@ def _up_to(rows: int) -> Callable[[Case], str | None]:
 
 
 def _mlx_obstacle(case: Case) -> str | None:
-    if case.mode != "affine" or case.granularity != "group" or case.group_size not in stock.GROUPS:
+    if case.mode != "affine" or case.granularity != "group" or case.group_size not in GROUPS:
         return (
             "takes affine weights in groups of 32, 64 or 128, not "
             f"{case.mode} ones per {case.granularity} of {case.group_size}"

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from afm_mlx.kernels import stock
 from afm_mlx.kernels.formats import PackedWeight
 from afm_mlx.kernels.metal import products
+from afm_mlx.kernels.mlx import matmul_by, multiply_quantized, swiglu_by
+from afm_mlx.kernels.mlx import silu_product as silu_product_of_mlx
 
 BLOCK = 1 << 25  # numbers that are unpacked at a time: 64 MB at 16 bits
 
@@ -27,9 +28,9 @@ def multiply_unpacked(x: mx.array, weight: PackedWeight) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
-silu_product = mx.compile(stock.silu_product, shapeless=True)  # one kernel
+silu_product = mx.compile(silu_product_of_mlx, shapeless=True)  # one kernel
 
-matmul = stock.matmul_by(multiply_unpacked)
-swiglu = stock.swiglu_by(multiply_unpacked, silu_product)
-mlx_matmul = stock.matmul_by(stock.multiply_quantized)
-mlx_swiglu = stock.swiglu_by(stock.multiply_quantized, silu_product)
+matmul = matmul_by(multiply_unpacked)
+swiglu = swiglu_by(multiply_unpacked, silu_product)
+mlx_matmul = matmul_by(multiply_quantized)
+mlx_swiglu = swiglu_by(multiply_quantized, silu_product)

@@ -7,14 +7,14 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from afm_mlx import decode_step
 from afm_mlx.adapters.active import BatchAdapters, active_adapters, bind, unbind
 from afm_mlx.adapters.lora import add_lora
 from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.resident import build_resident
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS
-from afm_mlx.model import Model
+from afm_mlx.model import decode_step
+from afm_mlx.model.model import Model
 from tests.tools.adapters import KINDS, close, ragged_cache, some_tokens, steps
 from tests.tools.zoo import zoo_model
 

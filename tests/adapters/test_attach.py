@@ -8,23 +8,24 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from afm_mlx.adapters.adapter_folder import load_adapter, save_adapter
 from afm_mlx.adapters.attach import (
     adapter_arrays,
     adapter_fingerprint,
     attach_adapter,
     detach_adapter,
 )
-from afm_mlx.adapters.files import load_adapter, save_adapter
 from afm_mlx.adapters.lora import add_lora, lora_layers, lora_tensors, save_lora
-from afm_mlx.converters import convert
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
+from afm_mlx.converters.convert import convert
+from afm_mlx.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from afm_mlx.errors import CacheFileError, CheckpointError
-from afm_mlx.fingerprint import base_model_fingerprint
 from afm_mlx.kernels import dispatch
-from afm_mlx.loading import load
-from afm_mlx.model import Model
-from afm_mlx.packed import PackedLinear
-from afm_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
-from afm_mlx.quantization import QuantizationRule, quantize_model
+from afm_mlx.loading.load import load
+from afm_mlx.model.model import Model
+from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import KINDS, close, ragged_cache, randomize_lora, some_tokens, steps
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 

@@ -6,10 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.adapters.adapter_folder import load_adapter, save_adapter
 from afm_mlx.adapters.attach import attach_adapter, detach_adapter
 from afm_mlx.adapters.compose import compose
-from afm_mlx.adapters.files import load_adapter, save_adapter
-from afm_mlx.adapters.sources import Base, open_adapter, open_sum
+from afm_mlx.adapters.opening import Base, open_adapter, open_sum
 from afm_mlx.errors import CheckpointError, RequestError
 from tests.tools.adapters import deltas, some_tokens
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.adapters.files import load_adapter
+from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.pool import PATIENCE
 from afm_mlx.adapters.resident import TensorReader, build_resident

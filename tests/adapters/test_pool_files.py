@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters import pool as pool_module
+from afm_mlx.adapters.adapter_folder import TENSORS_NAME
 from afm_mlx.adapters.attach import attach_adapter
-from afm_mlx.adapters.files import TENSORS_NAME
+from afm_mlx.adapters.formats import read_adapter, write_adapter
+from afm_mlx.adapters.opening import OpenAdapter
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.adapters.sources import OpenAdapter
-from afm_mlx.converters.adapter_formats import read_adapter, write_adapter
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, RequestError
-from afm_mlx.fingerprint import base_model_fingerprint
 from tests.tools.adapters import WAIT, deltas, draw_tensors, state, until, write_folder
 
 TASKS = Path("/proc/self/task")

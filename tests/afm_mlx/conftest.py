@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from afm_mlx.tokenizer import save_tokenizer
+from afm_mlx.tokenizer.tokenizer import save_tokenizer
 from tests.tools.tokenizers import train_tiny_spm
 
 

@@ -14,12 +14,12 @@ import pytest
 
 from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.async_generation import stream_generate_async
-from afm_mlx.engine import Engine
+from afm_mlx.engine.async_generation import stream_generate_async
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.generation import batch_generate, generate, stream_generate
+from afm_mlx.engine.request import Request
 from afm_mlx.errors import RequestError
-from afm_mlx.generation import batch_generate, generate, stream_generate
-from afm_mlx.loading import load
-from afm_mlx.request import Request
+from afm_mlx.loading.load import load
 from tests.tools.engines import SIZES, Adapters, run, some_prompt, tiny
 from tests.tools.models import WordTokenizer
 from tests.tools.zoo import zoo_model

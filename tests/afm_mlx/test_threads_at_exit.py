@@ -12,8 +12,8 @@ SCRIPT = """
 import asyncio, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import afm_mlx
-from afm_mlx.engine import Engine
-from afm_mlx.request import Request
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.request import Request
 
 model = tokenizer = None
 begun = threading.Event()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from afm_mlx.loading import load_model
-from afm_mlx.model import Model
+from afm_mlx.loading.load import load_model
+from afm_mlx.model.model import Model
 from bench import peers
 from bench.peer_gguf import (
     FORMATS,
@@ -292,7 +292,7 @@ def test_plot(tmp_path):
 
 def test_the_whole_comparison_on_a_small_model(config, tmp_path, monkeypatch, capsys):
     """Ours exact and int8, each in a process of its own; what it writes is what it prints."""
-    from afm_mlx.bandwidth import Bandwidth
+    from afm_mlx.measure.bandwidth import Bandwidth
 
     monkeypatch.setitem(peers.PRESETS, "afm-3b", config)
     monkeypatch.setattr(peers, "measure_bandwidth", lambda threads: Bandwidth(1e9, "by hand"))

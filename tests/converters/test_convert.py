@@ -12,12 +12,12 @@ import pytest
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 
-from afm_mlx import weights as weights_module
+from afm_mlx.checkpoint import weights as weights_module
+from afm_mlx.checkpoint.weights import load_weights
 from afm_mlx.config import ModelConfig
-from afm_mlx.converters import convert
+from afm_mlx.converters.convert import convert
 from afm_mlx.errors import AFMError, CheckpointError
-from afm_mlx.tokenizer import load_tokenizer
-from afm_mlx.weights import load_weights
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.tokenizers import train_tiny_spm
 
 ROOT = Path(__file__).parents[2]
@@ -169,7 +169,7 @@ def test_too_little_room_is_seen_first(make_checkpoint, tmp_path, listing, monke
 # A limit on the size of files makes write() fail in the middle, as a full disk does.
 LIMITED = """
 import resource, sys
-from afm_mlx.converters import convert
+from afm_mlx.converters.convert import convert
 from afm_mlx.errors import AFMError
 for limit in sys.argv[3:]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), resource.RLIM_INFINITY))
@@ -201,7 +201,7 @@ def test_a_disk_that_fills_up(make_checkpoint, tmp_path, listing):
 
 INTERRUPTED = """
 import os, signal, sys
-from afm_mlx.converters import convert
+from afm_mlx.converters.convert import convert
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
 def progress(done, total):
     os.kill(os.getpid(), signal.SIGINT)

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model as stock_load_model
 
+from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import ModelConfig
-from afm_mlx.converters import convert
-from afm_mlx.describe import describe_packed_layers, describe_stored_weights
+from afm_mlx.converters.convert import convert
 from afm_mlx.errors import AFMError
 from afm_mlx.kernels import dispatch
-from afm_mlx.loading import load, load_model
-from afm_mlx.quantization import QuantizationRule
-from afm_mlx.weights import stored_tensors
+from afm_mlx.loading.load import load, load_model
+from afm_mlx.measure.describe import describe_packed_layers, describe_stored_weights
+from afm_mlx.quantization.rule import QuantizationRule
 from tests.converters.conftest import SMALL
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 

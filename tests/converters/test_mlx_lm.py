@@ -12,13 +12,13 @@ from mlx_lm.models import afm7
 from mlx_lm.utils import load_model as stock_load_model
 from mlx_lm.utils import save_model as stock_save_model
 
-from afm_mlx.adapters.files import load_adapter, save_adapter
+from afm_mlx.adapters.adapter_folder import load_adapter, save_adapter
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.config import ModelConfig
-from afm_mlx.converters import convert
+from afm_mlx.converters.convert import convert
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
-from afm_mlx.fingerprint import folder_fingerprint
-from afm_mlx.loading import load_model
-from afm_mlx.weights import load_weights, save_weights
+from afm_mlx.loading.load import load_model
 from tests.converters.conftest import DRAFT, SMALL
 
 

@@ -8,16 +8,16 @@ import pytest
 from mlx_lm.utils import load_model as stock_load_model
 from mlx_lm.utils import quantize_model as stock_quantize_model
 
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint, model_fingerprint
+from afm_mlx.checkpoint.weights import load_weights, stored_tensors
 from afm_mlx.config import ModelConfig
-from afm_mlx.converters import convert
+from afm_mlx.converters.convert import convert
 from afm_mlx.converters.quantize import layer_rules, recipe
 from afm_mlx.errors import AFMError, ConfigError
-from afm_mlx.fingerprint import folder_fingerprint, model_fingerprint
 from afm_mlx.kernels import dispatch, unpack_codes
-from afm_mlx.loading import load_model, resolve_model
-from afm_mlx.packed import PackedEmbedding, PackedLinear
-from afm_mlx.quantization import QuantizationRule
-from afm_mlx.weights import load_weights, stored_tensors
+from afm_mlx.loading.load import load_model, resolve_model
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.rule import QuantizationRule
 from tests.converters.conftest import SMALL
 
 # Inputs that every width and group size divides.
@@ -247,7 +247,7 @@ def test_floats_of_a_packed_folder_are_packed_to_the_same_codes(
 
 
 def test_adapters_follow_a_quantized_base(make_checkpoint, tmp_path):
-    from afm_mlx.adapters.files import load_adapter
+    from afm_mlx.adapters.adapter_folder import load_adapter
 
     checkpoint = make_checkpoint(shape=SHAPE, adapters={"a": {"rank": 4}})
     for source in (checkpoint.folder, convert(checkpoint.folder, tmp_path / "float")):

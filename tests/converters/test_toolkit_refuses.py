@@ -9,7 +9,7 @@ import zipfile
 import pytest
 import torch
 
-from afm_mlx.converters import convert
+from afm_mlx.converters.convert import convert
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, TokenizerError
 from tests.converters.conftest import DRAFT
 

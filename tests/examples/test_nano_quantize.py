@@ -34,12 +34,12 @@ from tamm.utils import json as tamm_json  # noqa: E402
 
 import afm_mlx  # noqa: E402
 from afm_mlx.adapters.lora import add_lora, lora_layers, save_lora  # noqa: E402
+from afm_mlx.checkpoint.toolkit_keys import map_keys  # noqa: E402
 from afm_mlx.cli.parser import parse  # noqa: E402
-from afm_mlx.converters.toolkit_keys import map_keys  # noqa: E402
-from afm_mlx.loading import load_model  # noqa: E402
-from afm_mlx.perplexity import cut, load_documents, token_losses  # noqa: E402
-from afm_mlx.tokenizer import load_tokenizer  # noqa: E402
-from afm_mlx.training.data import load_split  # noqa: E402
+from afm_mlx.loading.load import load_model  # noqa: E402
+from afm_mlx.measure.perplexity import cut, load_documents, token_losses  # noqa: E402
+from afm_mlx.tokenizer.tokenizer import load_tokenizer  # noqa: E402
+from afm_mlx.training.data.samples import load_split  # noqa: E402
 from tests.tools.models import random_config, tamm_logits, tamm_model  # noqa: E402
 from tests.tools.tokenizers import train_tiny_spm  # noqa: E402
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 import afm_mlx
-from afm_mlx.adapters.files import TENSORS_NAME, load_adapter
+from afm_mlx.adapters.adapter_folder import TENSORS_NAME, load_adapter
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine import Engine
-from afm_mlx.evaluation import Example, evaluate, load_examples
-from afm_mlx.fingerprint import base_model_fingerprint
-from afm_mlx.loading import resolve_model
-from afm_mlx.request import Request
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.request import Request
+from afm_mlx.loading.load import resolve_model
+from afm_mlx.measure.evaluation import Example, evaluate, load_examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "adapters"))

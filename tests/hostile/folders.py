@@ -9,11 +9,12 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import ModelConfig
-from afm_mlx.loading import load_model
-from afm_mlx.model import Model
-from afm_mlx.quantization import QuantizationRule, quantize_model
-from afm_mlx.weights import save_weights
+from afm_mlx.loading.load import load_model
+from afm_mlx.model.model import Model
+from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.models import random_model
 
 CONFIG = ModelConfig(

@@ -7,12 +7,12 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.adapters.active import active_adapters
+from afm_mlx.adapters.adapter_folder import AdapterConfig
 from afm_mlx.adapters.attach import adapter_fingerprint, attach_adapter, detach_adapter
-from afm_mlx.adapters.files import AdapterConfig
+from afm_mlx.adapters.formats import FORMATS, read_adapter, write_adapter
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import FLOAT16_MAX
-from afm_mlx.converters.adapter_formats import FORMATS, read_adapter, write_adapter
-from afm_mlx.fingerprint import base_model_fingerprint
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from tests.hostile.file_mutations import (
     changed_bytes,
     changed_json,

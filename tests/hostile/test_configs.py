@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.describe import describe_folder
-from afm_mlx.loading import load, load_model
+from afm_mlx.loading.load import load, load_model
+from afm_mlx.measure.describe import describe_folder
 from tests.hostile.file_mutations import changed_json, pick, some_value
 from tests.hostile.folders import check_loads_right, logits, write_folders
 from tests.hostile.harness import Case, run_cases, share

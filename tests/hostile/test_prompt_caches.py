@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.prompt_cache import load_prompt_cache, save_prompt_cache
+from afm_mlx.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from tests.hostile.file_mutations import (
     changed_json,
     changed_safetensors,

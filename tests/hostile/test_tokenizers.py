@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from afm_mlx.tokenizer import load_tokenizer, save_tokenizer
+from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from tests.hostile.file_mutations import pick, place_in
 from tests.hostile.harness import Case, run_cases, share
 from tests.tools.tokenizers import random_text, train_tiny_spm

@@ -6,10 +6,10 @@ import shutil
 import numpy as np
 import pytest
 
+from afm_mlx.checkpoint.weights import INDEX_NAME
 from afm_mlx.converters.mlx_lm import write_mlx_lm
-from afm_mlx.describe import describe_folder
-from afm_mlx.loading import load_model
-from afm_mlx.weights import INDEX_NAME
+from afm_mlx.loading.load import load_model
+from afm_mlx.measure.describe import describe_folder
 from tests.hostile.file_mutations import (
     changed_bytes,
     changed_json,

@@ -4,9 +4,10 @@ import mlx.core as mx
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import dispatch, specs
+from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.dispatch import Case, Variant
-from afm_mlx.kernels.problems import make
+from afm_mlx.kernels.selftest import specs
+from afm_mlx.kernels.selftest.problems import make
 
 CASE = Case("cpu", mx.float32, rows=3, in_dims=64, out_dims=8, bits=2, mode="balanced")
 

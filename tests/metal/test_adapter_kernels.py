@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import LowRank, Part, dispatch, problems
+from afm_mlx.kernels import LowRank, Part, dispatch
 from afm_mlx.kernels.metal import low_rank, products
-from afm_mlx.kernels.problems import Spec
+from afm_mlx.kernels.selftest import problems
+from afm_mlx.kernels.selftest.problems import Spec
 from tests.tools.graph import count_dispatches
 
 BODY = {"bits": 2, "mode": "balanced", "granularity": "row"}

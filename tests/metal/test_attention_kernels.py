@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import KeyValues, PackedWeight, QueryRope, dispatch, oracle
+from afm_mlx.kernels import KeyValues, PackedWeight, QueryRope, dispatch
 from afm_mlx.kernels.metal import attention
+from afm_mlx.kernels.selftest import oracle
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 # Half the distance of neighbouring numbers, relative to them.

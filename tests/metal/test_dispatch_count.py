@@ -11,9 +11,9 @@ from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.kernels import KeyValues, PackedWeight, Part, QueryRope
 from afm_mlx.kernels.metal import attention
-from afm_mlx.model import Model
-from afm_mlx.packed import PackedEmbedding, PackedLinear
-from afm_mlx.quantization import replace_modules
+from afm_mlx.model.model import Model
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.quantize import replace_modules
 from tests.tools.graph import count_dispatches, decode_cost
 
 ARRAY = mx.zeros((4, 6))

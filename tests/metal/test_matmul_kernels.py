@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import LowRank, PackedWeight, Part, dispatch, problems
+from afm_mlx.kernels import LowRank, PackedWeight, Part, dispatch
 from afm_mlx.kernels.metal import head, products, unpacked
-from afm_mlx.kernels.problems import Spec
+from afm_mlx.kernels.selftest import problems
+from afm_mlx.kernels.selftest.problems import Spec
 from tests.tools.graph import count_dispatches
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)

@@ -7,10 +7,10 @@ import pytest
 from afm_mlx.adapters.active import BatchAdapters, bind
 from afm_mlx.adapters.places import place_shapes, places
 from afm_mlx.adapters.resident import build_resident
-from afm_mlx.cache import KVCache
 from afm_mlx.config import ModelConfig
 from afm_mlx.kernels import dispatch
-from afm_mlx.quantization import random_packed_model
+from afm_mlx.measure.random_model import random_packed_model
+from afm_mlx.model.kv_cache import KVCache
 
 CONFIG = ModelConfig(
     vocab_size=96,

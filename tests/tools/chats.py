@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from afm_mlx.training.data import load_split
+from afm_mlx.training.data.samples import load_split
 from tests.tools.tokenizers import plain_text
 
 USER = {"role": "user", "content": "Who?"}

@@ -12,11 +12,11 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 import afm_mlx
+from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import ModelConfig
-from afm_mlx.generation import stream_generate
-from afm_mlx.loading import load
-from afm_mlx.tokenizer import load_tokenizer, save_tokenizer
-from afm_mlx.weights import save_weights
+from afm_mlx.engine.generation import stream_generate
+from afm_mlx.loading.load import load
+from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from tests.tools.models import random_model
 
 # Without int8 codes, whose rounding depends on how many tokens are computed at a time.

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from afm_mlx.config import ModelConfig
 from afm_mlx.kernels import dispatch
-from afm_mlx.model import Model
+from afm_mlx.model.model import Model
 
 
 def matmul_flops(config: ModelConfig, run: Callable, length: int) -> int:

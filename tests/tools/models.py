@@ -10,7 +10,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.config import ModelConfig
-from afm_mlx.model import Model
+from afm_mlx.model.model import Model
 
 
 def random_config(rng: np.random.Generator, **fixed: Any) -> ModelConfig:

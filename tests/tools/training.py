@@ -13,9 +13,9 @@ import afm_mlx  # noqa: F401  before mlx.core, so that a process of its own has 
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.training.batches import Batch
-from afm_mlx.training.run_folder import RunFolder
-from afm_mlx.training.trainer import TrainingOptions, train
+from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.loop.trainer import TrainingOptions, train
 
 VOCABULARY = 13
 

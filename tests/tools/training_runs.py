@@ -7,8 +7,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
-from afm_mlx.loading import load
-from afm_mlx.training.options import TrainingOptions
+from afm_mlx.loading.load import load
+from afm_mlx.training.loop.training_options import TrainingOptions
 
 OPTIONS = TrainingOptions(iters=6, learning_rate=5e-3, steps_per_eval=3, save_every=2, seed=3)
 

@@ -12,7 +12,7 @@ from afm_mlx.cli.options import EMBEDDED_MODEL
 from afm_mlx.cli.parser import UsageError, number
 from afm_mlx.errors import named
 
-# As in afm_mlx.converters.adapter_formats, which would import MLX.
+# As in afm_mlx.adapters.formats, which would import MLX.
 FORMATS = ["mlx-lm", "peft", "toolkit", "fmadapter"]
 DTYPES = ["float16", "bfloat16", "float32"]
 
@@ -140,8 +140,8 @@ def located(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Path],
     Raises:
         AFMError: for a name that is neither.
     """
-    from afm_mlx.converters.adapter_formats.conversion import BaseFolder
-    from afm_mlx.loading import resolve_adapter, resolve_model
+    from afm_mlx.converters.adapter_conversion import BaseFolder
+    from afm_mlx.loading.load import resolve_adapter, resolve_model
 
     folder = None if args.model is None else resolve_model(args.model)
     paths = []
@@ -161,7 +161,7 @@ def dtype_of(args: argparse.Namespace) -> Any:
 
 
 def print_written(output: str, config: Any) -> None:
-    from afm_mlx.converters.adapter_formats.conversion import stored_bytes
+    from afm_mlx.converters.adapter_conversion import stored_bytes
 
     size = stored_bytes(output)
     print(f"{output}: {size / 1e6:,.1f} MB, rank {config.rank}, scale {config.scale:g}")

@@ -40,8 +40,8 @@ def run(args: argparse.Namespace) -> None:
     if not weighted:
         raise UsageError("no adapter was named; give one or more as PATH=WEIGHT.")
     from afm_mlx.adapters.compose import compose
-    from afm_mlx.converters.adapter_formats import write_adapter
-    from afm_mlx.converters.adapter_formats.conversion import package_for, read_for
+    from afm_mlx.adapters.formats import write_adapter
+    from afm_mlx.converters.adapter_conversion import package_for, read_for
 
     paths, base = located(args, [name for name, _ in weighted])
     adapters = [read_for(path, base, force=args.force) for path in paths]

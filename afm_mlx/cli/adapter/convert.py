@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
         output="what to write",
     )
     package = package_fields(args)
-    from afm_mlx.converters.adapter_formats.conversion import base_of, convert_adapter
+    from afm_mlx.converters.adapter_conversion import base_of, convert_adapter
 
     (path,), base = located(args, [args.adapter_path])
     config = convert_adapter(

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     require(args, "info", adapter_path="what to show")
-    from afm_mlx.converters.adapter_formats.conversion import describe_adapter
+    from afm_mlx.converters.adapter_conversion import describe_adapter
 
     (path,), base = located(args, [args.adapter_path])
     facts = describe_adapter(path, base, args.alpha)

@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     require(args, "verify", adapter_path="what to look at")
-    from afm_mlx.converters.adapter_formats.conversion import verify_adapter
+    from afm_mlx.converters.adapter_conversion import verify_adapter
 
     (path,), base = located(args, [args.adapter_path])
     verdict = verify_adapter(path, base, alpha=args.alpha, base_signature=args.base_signature)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.chat_messages import Message, checked_messages
-from afm_mlx.cli.reuse import keep_common, tokens_in
+from afm_mlx.engine.generation import GenerationResponse, stream_generate
+from afm_mlx.engine.prompt_reuse import keep_common, tokens_in
 from afm_mlx.errors import AFMError, RequestError, TokenizerError
-from afm_mlx.generation import GenerationResponse, stream_generate
+from afm_mlx.tokenizer.chat_messages import Message, checked_messages
 
 
 @dataclass

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.chat_messages import Message
 from afm_mlx.errors import AFMError, shown
 from afm_mlx.files import atomic_write
+from afm_mlx.tokenizer.chat_messages import Message
 
 MAX_BYTES = 4 << 20
 """Of a file that is read: a million tokens, more than any context."""

@@ -14,6 +14,7 @@ from afm_mlx.cli.chat.interrupts import Interrupts
 from afm_mlx.cli.chat.lines import Entries, next_message
 from afm_mlx.cli.options import MAX_SEED
 from afm_mlx.cli.output import note, one_line, print_answer
+from afm_mlx.engine.generation import GenerationResponse
 from afm_mlx.errors import (
     AFMError,
     CheckpointError,
@@ -21,7 +22,6 @@ from afm_mlx.errors import (
     ContextLengthError,
     TokenizerError,
 )
-from afm_mlx.generation import GenerationResponse
 
 Answer = Callable[..., GenerationResponse | None]
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from afm_mlx.adapters.files import load_adapter, save_adapter
+from afm_mlx.adapters.adapter_folder import load_adapter, save_adapter
 from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.config import ModelConfig
-from afm_mlx.fingerprint import folder_fingerprint
-from afm_mlx.loading import load
+from afm_mlx.loading.load import load
 from tests.tools.cli import CONFIG, write_folder
 
 

@@ -9,14 +9,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.adapters.adapter_folder import load_adapter, save_adapter
 from afm_mlx.adapters.attach import attach_adapter, detach_adapter
-from afm_mlx.adapters.files import load_adapter, save_adapter
 from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
+from afm_mlx.adapters.opening import OpenAdapter
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.adapters.sources import OpenAdapter
-from afm_mlx.generation import generate
-from afm_mlx.loading import load
-from afm_mlx.weights import save_file
+from afm_mlx.checkpoint.weights import save_file
+from afm_mlx.engine.generation import generate
+from afm_mlx.loading.load import load
 from tests.tools.cli import answer, lines
 
 

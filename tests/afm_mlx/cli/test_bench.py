@@ -7,12 +7,13 @@ import json
 
 import pytest
 
-from afm_mlx import bandwidth, benchmark, blas
-from afm_mlx.bandwidth import Bandwidth
-from afm_mlx.benchmark import run_case
+from afm_mlx import blas
 from afm_mlx.cli import bench
 from afm_mlx.config import PRESETS
-from afm_mlx.model import Model
+from afm_mlx.measure import bandwidth, benchmark
+from afm_mlx.measure.bandwidth import Bandwidth
+from afm_mlx.measure.benchmark import run_case
+from afm_mlx.model.model import Model
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from afm_mlx.cli.chat.conversation import Conversation
+from afm_mlx.engine.generation import stream_generate
 from afm_mlx.errors import ContextLengthError
-from afm_mlx.generation import stream_generate
-from afm_mlx.loading import load
+from afm_mlx.loading.load import load
 from tests.tools.cli import answer, example, lines
 
 

@@ -5,8 +5,8 @@ import json
 import mlx.core as mx
 import pytest
 
-from afm_mlx.generation import stream_generate
-from afm_mlx.loading import load
+from afm_mlx.engine.generation import stream_generate
+from afm_mlx.loading.load import load
 from tests.tools.cli import answer, write_folder
 
 
@@ -189,7 +189,7 @@ def test_prompt_cache_files_that_do_not_fit(folder, run, fails, tmp_path, spm_bp
 
 
 def test_a_cache_file_that_does_not_say_its_tokens(folder, fails, tmp_path):
-    from afm_mlx.prompt_cache import save_prompt_cache
+    from afm_mlx.engine.prompt_cache import save_prompt_cache
 
     model, _ = load(folder)
     cache = model.make_cache(max_size=256)

@@ -10,8 +10,8 @@ from mlx.utils import tree_flatten
 
 import afm_mlx
 from afm_mlx.config import PRESETS
-from afm_mlx.loading import load
-from afm_mlx.tokenizer import load_tokenizer
+from afm_mlx.loading.load import load
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.cli import CONFIG, lines, write_folder
 
 
@@ -110,8 +110,8 @@ def test_info_of_other_architectures(tmp_path, run, fails):
 def test_packed_weights_are_counted_unpacked(rng):
     import mlx.nn as nn
 
-    from afm_mlx.describe import _count_parameters
-    from afm_mlx.weights import StoredTensor
+    from afm_mlx.checkpoint.weights import StoredTensor
+    from afm_mlx.measure.describe import _count_parameters
 
     layers = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(64, 96, bias=False))
     layers.layers[0] = layers.layers[0].to_quantized(32, 4)

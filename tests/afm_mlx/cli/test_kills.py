@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from afm_mlx.adapters.files import load_adapter
-from afm_mlx.loading import load
-from afm_mlx.training.run_folder import RunFolder
+from afm_mlx.adapters.adapter_folder import load_adapter
+from afm_mlx.loading.load import load
+from afm_mlx.training.loop.run_folder import RunFolder
 from tests.tools.cli import ROOT, process
 from tests.tools.training_runs import random_adapter
 

@@ -6,9 +6,9 @@ import json
 import mlx.core as mx
 import pytest
 
-from afm_mlx.adapters.files import load_adapter
+from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.config import PRESETS
-from afm_mlx.loading import load
+from afm_mlx.loading.load import load
 from tests.tools.cli import CONFIG, write_folder
 from tests.tools.training_runs import random_adapter
 
@@ -341,7 +341,7 @@ def test_wrong_arguments(folder, data, fails, tmp_path, monkeypatch, arguments, 
 
 def test_more_than_the_machine_has_memory_for(folder, data, fails, tmp_path, monkeypatch):
     """Said before a run is begun: nothing is in the way of the next try."""
-    from afm_mlx.training import memory
+    from afm_mlx.training.methods import training_memory as memory
 
     monkeypatch.setattr(memory, "machine_memory", lambda: 10**4)
     argv = ("--data", data, *SHORT, "--adapter-path", tmp_path / "a")

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import afm_mlx
-from afm_mlx import loading
 from afm_mlx.cli import COMMANDS, chat, generate, main, options
 from afm_mlx.cli.parser import parse
 from afm_mlx.kernels.cpu import extension
+from afm_mlx.loading import load as loading
 from tests.tools.cli import ROOT, process, write_folder
 
 # -- help, version, and what they import

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from afm_mlx.loading import load
+from afm_mlx.loading.load import load
 from tests.tools.cli import ROOT
 
 SHORT = ("--iters", 4, "--batch-size", 2, "--max-seq-length", 96, "--learning-rate", 5e-3)

@@ -6,10 +6,10 @@ On a CPU, `mx.compile` runs a C++ compiler for every new expression: tests ask f
 import mlx.core as mx
 import pytest
 
-from afm_mlx.quantization import quantize_model
-from afm_mlx.training.model_folder import save_model_folder
-from afm_mlx.training.recipe import Recipe
-from afm_mlx.training.source import Source
+from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.training.methods.model_folder import save_model_folder
+from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.source import Source
 from tests.tools.cli import write_folder
 from tests.tools.training_data import TRAINABLE, write_data
 from tests.tools.training_runs import OPTIONS

@@ -8,12 +8,12 @@ import signal
 import mlx.core as mx
 import pytest
 
-from afm_mlx import generation
 from afm_mlx.cli import options
 from afm_mlx.cli.chat import commands, conversation
 from afm_mlx.cli.chat.interrupts import Interrupts
+from afm_mlx.engine import generation
 from afm_mlx.errors import AFMError, RequestError
-from afm_mlx.loading import load
+from afm_mlx.loading.load import load
 from tests.tools.cli import answer
 
 

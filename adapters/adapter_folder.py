@@ -1,0 +1,196 @@
+"""Adapter folders: mlx-lm's `adapters.safetensors` and `adapter_config.json`.
+
+A LoRA pair of a layer is `<layer>.lora_a` [in, rank] and `<layer>.lora_b` [rank, out]; the fused query, key
+and value layer has three, `lora_a.0` to `lora_a.2` and so on. The layer computes
+`y = W x + scale * (x @ lora_a) @ lora_b`, and `scale` is alpha / rank. Beside mlx-lm's keys the config holds
+`base_model_fingerprint`, which says what model the adapter was made for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from afm_mlx.checkpoint.weights import load_stored, read_header, save_file
+from afm_mlx.config import read_config_json
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
+from afm_mlx.files import atomic_write
+from afm_mlx.values import MAX_RANK, is_number, is_rank, is_text
+
+TENSORS_NAME = "adapters.safetensors"
+CONFIG_NAME = "adapter_config.json"
+_TENSOR_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[ab])(?P<part>\.\d+)?")
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """What an adapter folder says of itself.
+
+    Args:
+        rank: of every pair in the folder.
+        scale: alpha / rank.
+        num_layers: how many blocks, counted from the last, may carry the adapter (mlx-lm's meaning).
+        keys: adapted layers by their names within a block, such as `mlp.up_proj`.
+        dropout: of the input while training.
+        base_model_fingerprint: of the model that the adapter belongs to; None when unknown, as in folders
+            that mlx-lm wrote.
+    """
+
+    rank: int
+    scale: float
+    num_layers: int
+    keys: tuple[str, ...] = ()
+    dropout: float = 0.0
+    base_model_fingerprint: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content for `adapter_config.json`."""
+        values: dict[str, Any] = {
+            "fine_tune_type": "lora",
+            "num_layers": self.num_layers,
+            "lora_parameters": {
+                "rank": self.rank,
+                "scale": self.scale,
+                "dropout": self.dropout,
+                "keys": list(self.keys),
+            },
+        }
+        if self.base_model_fingerprint is not None:
+            values["base_model_fingerprint"] = self.base_model_fingerprint
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str | Path) -> AdapterConfig:
+        """Parse the content of an `adapter_config.json`; keys of mlx-lm's training run are left out.
+
+        Raises:
+            ConfigError: names what is missing or can't be used, and `source`.
+        """
+        kind = values.get("fine_tune_type", "lora")
+        if kind != "lora":
+            raise ConfigError(
+                f"{source}: fine_tune_type is {shown(kind)}; 'lora' is the kind that works here."
+            )
+        if "peft_type" in values:
+            raise ConfigError(
+                f"{source} is of PEFT. Convert the folder: afm-mlx adapter convert --adapter-path FOLDER --to "
+                "mlx-lm --output OUT."
+            )
+        parameters = values.get("lora_parameters")
+        if not isinstance(parameters, dict):
+            raise ConfigError(f"{source}: lora_parameters is missing; it holds rank and scale.")
+        rank: Any = parameters.get("rank")
+        scale: Any = parameters.get("scale")
+        dropout, num_layers = parameters.get("dropout", 0.0), values.get("num_layers", -1)
+        keys, fingerprint = parameters.get("keys") or (), values.get("base_model_fingerprint")
+        checks = (
+            ("rank", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
+            ("scale", scale, is_number(scale), "a finite number of float32, alpha / rank"),
+            ("dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
+            ("num_layers", num_layers, type(num_layers) is int, "a whole number, -1 for all"),
+            ("keys", keys, _are_names(keys), "a list of layer names"),
+            (
+                "base_model_fingerprint",
+                fingerprint,
+                fingerprint is None or is_text(fingerprint),
+                "a string of Unicode",
+            ),
+        )
+        for name, value, holds, allowed in checks:
+            if not holds:
+                raise ConfigError(f"{source}: {name} is {shown(value)}, and must be {allowed}.")
+        return cls(rank, float(scale), num_layers, tuple(keys), float(dropout), fingerprint)
+
+
+def save_adapter(
+    folder: str | Path, tensors: Mapping[str, mx.array], config: AdapterConfig
+) -> None:
+    """Write an adapter folder; each of its two files is replaced whole or not at all.
+
+    Raises:
+        CheckpointError: when the tensors are no LoRA pairs of the config's rank, or the disk is full.
+    """
+    folder = Path(folder)
+    check_pairs(tensors, config, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with atomic_write(folder / TENSORS_NAME) as path:
+            save_file(path, dict(sorted(tensors.items())))
+        with atomic_write(folder / CONFIG_NAME) as path:
+            path.write_text(
+                json.dumps(config.to_dict(), indent=4, sort_keys=True), encoding="utf-8"
+            )
+    except OSError as error:
+        raise AFMError(f"The adapter folder {folder} can't be written: {error}.") from None
+
+
+def load_adapter(folder: str | Path) -> tuple[dict[str, mx.array], AdapterConfig]:
+    """Read an adapter folder; the tensors are lazy, and their numbers are not looked at (`check_finite`).
+
+    Raises:
+        CheckpointError: when files are missing, damaged, or hold no LoRA pairs of the config's rank.
+        ConfigError: when the config can't be used.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} is no folder; an adapter is a folder with {TENSORS_NAME} and {CONFIG_NAME}. Other "
+            "formats become one: afm-mlx adapter convert --adapter-path PATH --to mlx-lm --output OUT."
+        )
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} is missing; an adapter folder holds it beside {TENSORS_NAME}. Other formats become such a "
+            "folder: afm-mlx adapter convert."
+        )
+    config = AdapterConfig.from_dict(read_config_json(path), path)
+    stored = read_header(folder / TENSORS_NAME)
+    check_pairs(stored, config, folder)
+    return load_stored(stored), config
+
+
+def check_pairs(tensors: Mapping[str, Any], config: AdapterConfig, source: str | Path) -> None:
+    """Raise `CheckpointError` when tensors, going by their shapes and types, are no LoRA pairs of one rank."""
+    check_floating(tensors, source)
+    for name, tensor in tensors.items():
+        match = _TENSOR_NAME.fullmatch(name)
+        if match is None:
+            raise CheckpointError(
+                f"{source}: {named(name)} is no LoRA tensor; names end in lora_a or lora_b, with .0 to .2 "
+                "for a fused layer."
+            )
+        side = match["side"]
+        other = f"{match['layer']}.lora_{'b' if side == 'a' else 'a'}{match['part'] or ''}"
+        if other not in tensors:
+            raise CheckpointError(
+                f"{source}: {named(name)} is there without {named(other)}; LoRA has pairs."
+            )
+        shape = tuple(tensor.shape)
+        if len(shape) != 2 or shape[1 if side == "a" else 0] != config.rank:
+            allowed = f"[in, {config.rank}]" if side == "a" else f"[{config.rank}, out]"
+            raise CheckpointError(
+                f"{source}: {named(name)} is {shown(list(shape))}, and rank {config.rank} needs {allowed}."
+            )
+    if not tensors:
+        raise CheckpointError(f"{source} holds no LoRA tensors.")
+
+
+def check_floating(tensors: Mapping[str, Any], source: str | Path) -> None:
+    """Raise `CheckpointError` for a tensor of integers or booleans, going by its type alone."""
+    for name, tensor in tensors.items():
+        if not mx.issubdtype(tensor.dtype, mx.floating):
+            kind = str(tensor.dtype).removeprefix("mlx.core.")
+            raise CheckpointError(
+                f"{source}: {named(name)} is {kind}; an adapter's tensors are float16, bfloat16 or float32. "
+                "The file is damaged, or of a format that is not read here."
+            )
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)

@@ -1,0 +1,203 @@
+"""The formats that authors of adapters use, in and out.
+
+| format | what it is | file |
+| --- | --- | --- |
+| `mlx-lm` | a folder with `adapters.safetensors`; this package's own | `afm_mlx.adapters.adapter_folder` |
+| `peft` | a folder with `adapter_model.safetensors`, of Hugging Face's PEFT | `peft.py`, `peft_config.py` |
+| `toolkit` | a `.pt` file of Apple's adapter training toolkit | `toolkit_adapter.py` |
+| `fmadapter` | a package that Apple's framework loads | `fmadapter.py`, `mil_blob.py` |
+
+Between them stands the form of `afm_mlx.adapters.adapter_folder`: tensors by mlx-lm's names, and an
+`AdapterConfig`.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import mlx.core as mx
+
+from afm_mlx.adapters.adapter_folder import (
+    CONFIG_NAME,
+    TENSORS_NAME,
+    AdapterConfig,
+    check_pairs,
+    load_adapter,
+    save_adapter,
+)
+from afm_mlx.adapters.formats import fmadapter, peft, toolkit_adapter
+from afm_mlx.adapters.formats.fmadapter import PackageMetadata, read_metadata
+from afm_mlx.adapters.formats.pair_order import Tensors, check_fits, complete_fused, misfits
+from afm_mlx.checkpoint.finite import check_finite
+from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
+from afm_mlx.files import atomic_folder, refuse_existing
+
+__all__ = [
+    "FORMATS",
+    "PackageMetadata",
+    "detect_format",
+    "misfits",
+    "read_adapter",
+    "read_metadata",
+    "write_adapter",
+]
+
+FORMATS = ("mlx-lm", "peft", "toolkit", "fmadapter")
+
+
+def detect_format(path: str | Path) -> str:
+    """The format of an adapter, one of `FORMATS`, by what is there.
+
+    Raises:
+        CheckpointError: when it is none of them; says what was found.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _format_of_file(path)
+    if not path.is_dir():
+        raise CheckpointError(
+            f"There is no {path}. An adapter is a folder of mlx-lm or PEFT, a .pt file, or an .fmadapter "
+            "package."
+        )
+    if (path / fmadapter.WEIGHTS_NAME).exists() or path.suffix == fmadapter.SUFFIX:
+        return "fmadapter"
+    names = {file.name for file in path.iterdir()}
+    if TENSORS_NAME in names and peft.TENSORS_NAME in names:
+        raise CheckpointError(
+            f"{path} holds {TENSORS_NAME} and {peft.TENSORS_NAME}, which are two adapters. Give each a folder."
+        )
+    if TENSORS_NAME in names:
+        return "mlx-lm"
+    if names & {peft.TENSORS_NAME, "adapter_model.bin"}:
+        return "peft"
+    # A folder whose tensors are missing: the reader of its format says so.
+    if CONFIG_NAME in names:
+        return "peft" if "peft_type" in read_config_json(path / CONFIG_NAME) else "mlx-lm"
+    found = ", ".join(sorted(names)[:8]) or "nothing"
+    raise CheckpointError(
+        f"{path} is no adapter: it holds {named(found)}. An adapter is a folder with {TENSORS_NAME} "
+        f"(mlx-lm) or {peft.TENSORS_NAME} (PEFT), a .pt file, or an .fmadapter package."
+    )
+
+
+def _format_of_file(path: Path) -> str:
+    if path.suffix in (".aar", fmadapter.SUFFIX, ".zip"):
+        raise CheckpointError(
+            f"{path} is an archive or a file; an .fmadapter package is a folder. Unpack it first "
+            "(unzip, or aa extract)."
+        )
+    if path.suffix == ".safetensors":
+        raise CheckpointError(f"{path} is one file of an adapter; give its folder, {path.parent}.")
+    if not zipfile.is_zipfile(path) and path.suffix != ".pt":
+        raise CheckpointError(
+            f"{path} is no adapter: files are the toolkit's .pt, and the other formats are folders."
+        )
+    return "toolkit"
+
+
+def read_adapter(
+    path: str | Path,
+    model_config: ModelConfig | None = None,
+    *,
+    alpha: float | None = None,
+    finite: bool = True,
+) -> tuple[Tensors, AdapterConfig]:
+    """Read an adapter of any format.
+
+    Sizes are checked before memory is taken. Tensors of safetensors files are lazy when `finite` is False.
+
+    Args:
+        path: folder or file.
+        model_config: architecture that the adapter must fit; needed for `.fmadapter` packages of other models
+            than Apple's 3B.
+        alpha: of a toolkit's `.pt`; by default that of the config beside it.
+        finite: look at all numbers, and refuse NaN and infinity.
+
+    Returns:
+        tensors by mlx-lm's names, `lora_a` (inputs, rank) and `lora_b` (rank, outputs), and their config.
+
+    Raises:
+        CheckpointError, ConfigError: what is wrong, and where.
+    """
+    path = Path(path)
+    kind = detect_format(path)
+    if alpha is not None and kind != "toolkit":
+        raise ConfigError(
+            f"An alpha was given, and {path} has its own. Only a .pt file can lack it: leave it out."
+        )
+    if kind == "toolkit":
+        tensors, config = toolkit_adapter.read(path, model_config, alpha)
+    elif kind == "fmadapter":
+        tensors, config = fmadapter.read(path, model_config)
+    elif kind == "peft":
+        tensors, config = peft.read(path, model_config)
+    else:
+        tensors, config = load_adapter(path)
+    if model_config is not None:
+        check_fits(tensors, model_config, path)
+    if finite:
+        check_finite(tensors, path)
+    return tensors, config
+
+
+def write_adapter(
+    path: str | Path,
+    tensors: Mapping[str, mx.array],
+    config: AdapterConfig,
+    to: str,
+    *,
+    model_config: ModelConfig | None = None,
+    dtype: mx.Dtype | None = None,
+    package: PackageMetadata | None = None,
+    any_rank: bool = False,
+    qkv: str = "fused",
+) -> None:
+    """Write an adapter in a format, whole or not at all.
+
+    Args:
+        path: must not exist; `NAME.pt` for the toolkit, which also gets `NAME-config.json`, and
+            `NAME.fmadapter` for a package.
+        tensors: see `read_adapter`.
+        config: of the tensors.
+        to: one of `FORMATS`.
+        model_config: of the base; the toolkit's and Apple's formats hold pairs of every layer, and need it for
+            other models than Apple's 3B. The adapter must fit it.
+        dtype: of the numbers; as they are by default. `.pt` files are float32, and packages float16.
+        package: of `.fmadapter` only; by default the file's name is that of the adapter.
+        any_rank: write packages of ranks above 32, which Apple's runtime does not take.
+        qkv: "fused" or "split": what layers a PEFT folder names.
+
+    Raises:
+        CheckpointError: when the adapter does not fit the format, or holds NaN or infinity.
+        AFMError: when the output exists, or can't be written.
+    """
+    path = Path(path)
+    if to not in FORMATS:
+        raise AFMError(f"The format is {shown(to)}; allowed are {', '.join(FORMATS)}.")
+    refuse_existing(path)
+    check_pairs(tensors, config, path)
+    if model_config is not None:
+        check_fits(tensors, model_config, path)
+    check_finite(tensors, path)
+    if dtype is not None:
+        tensors = {name: tensor.astype(dtype) for name, tensor in tensors.items()}
+        check_finite(tensors, f"{path}, in {str(dtype).removeprefix('mlx.core.')}")
+    try:
+        if to == "toolkit":
+            toolkit_adapter.write(path, tensors, config, model_config)
+        elif to == "fmadapter":
+            fmadapter.write(path, tensors, config, model_config, package, any_rank)
+        elif to == "peft":
+            peft.write(path, tensors, config, model_config, qkv)
+        else:
+            if model_config is not None:
+                tensors = complete_fused(tensors, model_config, config.rank)
+            with atomic_folder(path) as folder:
+                save_adapter(folder, tensors, config)
+    except OSError as error:
+        raise AFMError(
+            f"The adapter {path} can't be written: {error}. Check room and permissions."
+        ) from None

@@ -1,0 +1,354 @@
+"""`.fmadapter` packages, which Apple's framework loads: a folder of metadata and unnamed blobs.
+
+| file | what |
+| --- | --- |
+| `metadata.json` | name, author, signature of the base model, rank |
+| `adapter_weights.bin` | every pair of the model, a blob each (`mil_blob.py`), in order (`pair_order.py`) |
+| `draft.mil`, `draft_weights.bin` | a draft model: both or neither, passed through as they are |
+
+A is stored as (rank, inputs) and B as (outputs, rank), in float16. The framework rotates halves of a head
+where tamm and MLX rotate neighbours, so B's rows of queries and keys are sorted: within a head of 2 h rows,
+the even ones first. alpha is not folded in: the framework multiplies by 16 / rank, with rank 32.
+
+An adapter of another scale is written with B multiplied by its scale over 0.5, which float16 rounds unless that
+is a power of two; one of a smaller rank is filled up with zeros, which changes nothing.
+
+Source: `export_fmadapter.py` of the adapter training toolkit 26.0.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.adapters.adapter_folder import AdapterConfig
+from afm_mlx.adapters.formats.mil_blob import read_blobs, write_blobs
+from afm_mlx.adapters.formats.pair_order import (
+    PairPlace,
+    Tensors,
+    complete,
+    config_for,
+    keys_of,
+    num_layers_of,
+    pair_places,
+    without_empty,
+)
+from afm_mlx.config import PRESETS, ModelConfig, read_config_json
+from afm_mlx.errors import CheckpointError, ConfigError, named, shown
+from afm_mlx.files import atomic_folder
+from afm_mlx.values import FLOAT16_MAX, MAX_RANK, is_number, is_rank, is_text
+
+SUFFIX = ".fmadapter"
+METADATA_NAME = "metadata.json"
+WEIGHTS_NAME = "adapter_weights.bin"
+DRAFT_NAMES = ("draft.mil", "draft_weights.bin")
+RUNTIME_RANK, RUNTIME_ALPHA = 32, 16
+# Of the base model that the toolkit 26.0 trains adapters for.
+BASE_SIGNATURE = "9799725ff8e851184037110b422d891ad3b92ec1"
+# Where our own notes lie among what a package's creator may define.
+OUR_NOTES = "afm-mlx"
+
+_SIGNATURE = re.compile(r"[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class PackageMetadata:
+    """What a package says of itself beside its rank.
+
+    Args:
+        name: letters, digits and '_'; the framework accepts no others.
+        author: of the adapter.
+        description: for people.
+        license: for people.
+        base_signature: 40 hex digits that name the base model; None takes that of the toolkit 26.0 for the 3B's
+            shape, and the start of the base's fingerprint for any other.
+        draft_token_count: tokens that a draft model proposes at a time.
+        creator_defined: whatever the author wants to note.
+        draft: folder that holds `draft.mil` and `draft_weights.bin`.
+    """
+
+    name: str
+    author: str = "3P developer"
+    description: str = ""
+    license: str = ""
+    base_signature: str | None = None
+    draft_token_count: int = 5
+    creator_defined: Mapping[str, Any] = field(default_factory=dict)
+    draft: Path | None = None
+
+
+def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
+    """The content of a package's `metadata.json`, and its rank.
+
+    Raises:
+        ConfigError: names what is missing or can't be used.
+        CheckpointError: when one part of a draft model is there without the other.
+    """
+    path = folder / METADATA_NAME
+    values = read_config_json(path)
+    rank = values.get("loraRank")
+    identifier, signature = values.get("adapterIdentifier"), values.get("baseModelSignature")
+    author, description, license = (values.get(k, "") for k in ("author", "description", "license"))
+    texts = [author, description, license]
+    draft_tokens, notes = (
+        values.get("speculativeDecodingDraftTokenCount", 5),
+        values.get("creatorDefined", {}),
+    )
+    match = (
+        re.fullmatch(r"fmadapter-(\w+)-\w+", identifier) if isinstance(identifier, str) else None
+    )
+    checks = (
+        ("loraRank", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
+        ("adapterIdentifier", identifier, match is not None, "fmadapter-NAME-SIGNATURE"),
+        ("baseModelSignature", signature, _is_signature(signature), "40 hex digits"),
+        ("author, description or license", texts, all(map(is_text, texts)), "Unicode text"),
+        ("creatorDefined", notes, isinstance(notes, dict), "an object"),
+        (
+            "speculativeDecodingDraftTokenCount",
+            draft_tokens,
+            type(draft_tokens) is int and draft_tokens >= 0,
+            "a whole number",
+        ),
+    )
+    for name, value, holds, allowed in checks:
+        if not holds:
+            raise ConfigError(f"{path}: {name} is {shown(value)}, and must be {allowed}.")
+    assert match is not None
+    assert type(rank) is int
+    draft = folder if check_draft(folder) else None
+    return PackageMetadata(
+        match[1], author, description, license, signature, draft_tokens, notes, draft
+    ), rank
+
+
+def check_draft(folder: Path) -> bool:
+    """Whether a folder has both parts of a draft model.
+
+    Raises:
+        CheckpointError: when it has one of them.
+    """
+    there = [name for name in DRAFT_NAMES if (folder / name).is_file()]
+    if len(there) == 1:
+        raise CheckpointError(
+            f"{folder} holds {there[0]} alone; a draft model is {' and '.join(DRAFT_NAMES)}, or neither."
+        )
+    return bool(there)
+
+
+def read(path: Path, model_config: ModelConfig | None) -> tuple[Tensors, AdapterConfig]:
+    """Read a package; see `read_adapter`."""
+    metadata, rank = read_metadata(path)
+    config = model_config or PRESETS["afm-3b"]
+    places = pair_places(config)
+    blobs = read_blobs(path / WEIGHTS_NAME)
+    sizes = [rank * n for place in places for n in (place.inputs, place.outputs)]
+    _check_sizes(path, blobs, sizes, places, known=model_config is not None)
+    tensors = {}
+    for index, place in enumerate(places):
+        a, b = blobs[2 * index], blobs[2 * index + 1]
+        tensors[place.a] = mx.array(a.reshape(rank, place.inputs)).T
+        rows = interleave_rows(b.reshape(place.outputs, rank), place.rotary_heads)
+        tensors[place.b] = mx.array(rows).T
+    tensors = without_empty(tensors)
+    notes = metadata.creator_defined.get(OUR_NOTES)
+    notes = notes if isinstance(notes, dict) else {}
+    rank, scale = _restore(tensors, rank, notes)
+    fingerprint = notes.get("baseModelFingerprint")
+    return tensors, AdapterConfig(
+        rank=rank,
+        scale=scale,
+        num_layers=num_layers_of(tensors, config),
+        keys=keys_of(tensors),
+        base_model_fingerprint=fingerprint if is_text(fingerprint) else None,
+    )
+
+
+def _restore(tensors: Tensors, rank: int, notes: Mapping[str, Any]) -> tuple[int, float]:
+    """Undo, in place, what `write` did to rank and scale, where our notes tell and no number changes.
+
+    Notes are anybody's claim: the result computes the same as without them, whatever they say.
+    """
+    own_rank, scale = notes.get("rank"), RUNTIME_ALPHA / rank
+    own_scale: Any = notes.get("scale")
+    if type(own_rank) is int and 1 <= own_rank < rank:
+        rest = [t[:, own_rank:] if ".lora_a" in n else t[own_rank:] for n, t in tensors.items()]
+        if not mx.any(mx.stack([mx.any(part) for part in rest])).item():
+            rank = own_rank
+            for name, tensor in tensors.items():
+                tensors[name] = tensor[:, :rank] if ".lora_a" in name else tensor[:rank]
+    if is_number(own_scale) and own_scale != 0 and _is_power_of_two(scale / own_scale):
+        factor = scale / own_scale
+        b = {n: t for n, t in tensors.items() if ".lora_b" in n}
+        own = {n: (factor * t.astype(mx.float32)).astype(mx.float16) for n, t in b.items()}
+        # A factor beyond float32 would make zeros and infinities that look exact one way.
+        exact = [mx.array_equal(own[n].astype(mx.float32) / factor, t) for n, t in b.items()]
+        if mx.all(mx.stack(exact)).item():
+            tensors |= own
+            scale = float(own_scale)
+    return rank, scale
+
+
+def _is_power_of_two(value: float) -> bool:
+    return math.isfinite(value) and math.frexp(abs(value))[0] == 0.5
+
+
+def _check_sizes(
+    path: Path,
+    blobs: Sequence[np.ndarray],
+    sizes: Sequence[int],
+    places: Sequence[PairPlace],
+    known: bool,
+) -> None:
+    hint = "" if known else " For another model than Apple's 3B, name its folder (--model)."
+    if len(blobs) != len(sizes):
+        raise CheckpointError(
+            f"{path / WEIGHTS_NAME} holds {len(blobs)} blobs, and this model has {len(sizes)}.{hint}"
+        )
+    for index, (blob, size) in enumerate(zip(blobs, sizes, strict=True)):
+        if blob.size != size:
+            place = places[index // 2]
+            raise CheckpointError(
+                f"{path / WEIGHTS_NAME}: blob {index}, {place.b if index % 2 else place.a}, has {blob.size:,} "
+                f"numbers, and this model needs {size:,}.{hint}"
+            )
+
+
+def write(
+    path: Path,
+    tensors: Mapping[str, mx.array],
+    config: AdapterConfig,
+    model_config: ModelConfig | None,
+    metadata: PackageMetadata | None = None,
+    any_rank: bool = False,
+) -> None:
+    """Write a package; see `write_adapter`."""
+    if path.suffix != SUFFIX:
+        raise CheckpointError(f"A package's name ends in {SUFFIX}; {path.name} does not.")
+    metadata = metadata or PackageMetadata(path.stem)
+    model_config = config_for(tensors, model_config, path)
+    signature = _signature(metadata, config, model_config)
+    _check_name(metadata.name)
+    if metadata.draft is not None and not check_draft(metadata.draft):
+        raise CheckpointError(
+            f"{metadata.draft} holds no draft model; that is {' and '.join(DRAFT_NAMES)}. Name the folder that "
+            "holds both, or leave it out (--draft)."
+        )
+    rank = max(config.rank, RUNTIME_RANK)
+    if config.rank > RUNTIME_RANK and not any_rank:
+        raise CheckpointError(
+            f"The adapter has rank {config.rank}, and Apple's runtime takes {RUNTIME_RANK} at most. Train "
+            f"one of rank {RUNTIME_RANK}, or ask for a package that other runtimes may read (--any-rank)."
+        )
+    places = pair_places(model_config)
+    whole = complete(tensors, places, config.rank)
+    with atomic_folder(path) as folder:
+        text = json.dumps(
+            _metadata_json(metadata, config, rank, signature), indent=4, sort_keys=True
+        )
+        (folder / METADATA_NAME).write_text(text, encoding="utf-8")
+        blobs = _blobs(whole, places, rank, config.scale / (RUNTIME_ALPHA / rank), path)
+        write_blobs(folder / WEIGHTS_NAME, blobs, 2 * len(places))
+        if metadata.draft is not None:
+            for name in DRAFT_NAMES:
+                shutil.copyfile(metadata.draft / name, folder / name)
+
+
+def _metadata_json(
+    metadata: PackageMetadata, config: AdapterConfig, rank: int, signature: str
+) -> dict[str, Any]:
+    notes = {key: value for key, value in metadata.creator_defined.items() if key != OUR_NOTES}
+    ours: dict[str, Any] = {}
+    if config.base_model_fingerprint is not None:
+        ours["baseModelFingerprint"] = config.base_model_fingerprint
+    if (config.rank, config.scale) != (rank, RUNTIME_ALPHA / rank):
+        ours |= {"rank": config.rank, "scale": float(config.scale)}
+    if ours:
+        notes[OUR_NOTES] = ours
+    return {
+        "adapterIdentifier": f"fmadapter-{metadata.name}-{signature[:7]}",
+        "author": metadata.author,
+        "baseModelSignature": signature,
+        "creatorDefined": notes,
+        "description": metadata.description,
+        "license": metadata.license,
+        "loraRank": rank,
+        "speculativeDecodingDraftTokenCount": metadata.draft_token_count,
+    }
+
+
+def _signature(metadata: PackageMetadata, config: AdapterConfig, model: ModelConfig) -> str:
+    signature = metadata.base_signature
+    if signature is None:
+        if pair_places(model) == pair_places(PRESETS["afm-3b"]):
+            return BASE_SIGNATURE
+        signature = (config.base_model_fingerprint or "")[:40]
+        if not _is_signature(signature):
+            raise CheckpointError(
+                f"The base model's signature is unknown: the adapter's fingerprint of it is "
+                f"{shown(config.base_model_fingerprint)}. Give the signature (--base-signature), 40 hex "
+                "digits, or the model folder (--model)."
+            )
+    if not _is_signature(signature):
+        raise CheckpointError(
+            f"The base model's signature is {shown(signature)}; it has 40 hex digits."
+        )
+    return signature
+
+
+def _is_signature(value: Any) -> bool:
+    return isinstance(value, str) and _SIGNATURE.fullmatch(value) is not None
+
+
+def _check_name(name: str) -> None:
+    if re.fullmatch(r"[A-Za-z0-9_]+", name) is None:
+        proposal = re.sub(r"[^A-Za-z0-9_]+", "_", name).strip("_") or "my_adapter"
+        raise CheckpointError(
+            f"The adapter's name is {shown(name)}. Apple's framework loads names of letters, digits and '_' "
+            f"only: take --name {named(proposal)}."
+        )
+
+
+def _blobs(
+    tensors: Mapping[str, mx.array],
+    places: Sequence[PairPlace],
+    rank: int,
+    factor: float,
+    path: Path,
+) -> Iterator[np.ndarray]:
+    for place in places:
+        a = np.array(tensors[place.a].astype(mx.float32)).T
+        b = factor * np.array(tensors[place.b].astype(mx.float32)).T
+        for name, matrix in ((place.a, a), (place.b, b)):
+            # NaN fails this too.
+            if not np.abs(matrix).max() <= FLOAT16_MAX:
+                raise CheckpointError(
+                    f"{path}: {name} holds NaN, or numbers beyond float16's {FLOAT16_MAX:g} at the scale "
+                    "of Apple's runtime. Its training diverged, or its scale is extreme."
+                )
+        more = rank - a.shape[0]
+        yield np.pad(a.astype(np.float16), ((0, more), (0, 0)))
+        rows = split_rows(b.astype(np.float16), place.rotary_heads)
+        yield np.pad(rows, ((0, 0), (0, more)))
+
+
+def split_rows(b: np.ndarray, heads: int) -> np.ndarray:
+    """Rows (heads * 2 h, rank) of neighbouring pairs, as tamm rotates them, to halves: even ones first."""
+    if heads == 0:
+        return b
+    return b.reshape(heads, -1, 2, b.shape[1]).swapaxes(1, 2).reshape(b.shape)
+
+
+def interleave_rows(b: np.ndarray, heads: int) -> np.ndarray:
+    """What `split_rows` undoes."""
+    if heads == 0:
+        return b
+    return b.reshape(heads, 2, -1, b.shape[1]).swapaxes(1, 2).reshape(b.shape)

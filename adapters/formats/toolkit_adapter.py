@@ -1,0 +1,248 @@
+"""Adapters of Apple's training toolkit: a `.pt` file of the LoRA pairs' part of a state dict.
+
+The toolkit's trainer saves them without rank and alpha, which stand in the base model's config. So a config
+of tamm's kind is looked for beside the file (`<stem>-config.json`, `<stem>.json`, `config.json`,
+`base-model-config.json`), and written there. Without one, rank 32 means the toolkit's alpha of 16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.adapters.adapter_folder import AdapterConfig, check_pairs
+from afm_mlx.adapters.formats.pair_order import (
+    Tensors,
+    check_fits,
+    complete,
+    config_for,
+    exact_alpha,
+    keys_of,
+    num_layers_of,
+    pair_places,
+    without_empty,
+)
+from afm_mlx.checkpoint.toolkit_config import LoRASpec, is_toolkit_config, read_toolkit_config
+from afm_mlx.checkpoint.toolkit_keys import adapter_key, map_keys
+from afm_mlx.checkpoint.torch_file import import_torch, mlx_dtype, open_state_dict, tensor_chunks
+from afm_mlx.checkpoint.weights import array_bytes
+from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
+from afm_mlx.files import atomic_write, refuse_existing
+from afm_mlx.values import is_number, is_text
+
+if TYPE_CHECKING:
+    import torch
+
+RANK, ALPHA = 32, 16
+ADAPTER_ID = "base_adapter"
+# tamm's config has a field for whatever its user wants to note.
+FINGERPRINT = "base_model_fingerprint"
+
+_MAX_SHARED = 4
+
+
+def read_pairs(
+    state: Mapping[str, torch.Tensor],
+    keys: Mapping[str, str],
+    dtype: mx.Dtype | None,
+    source: str | Path,
+) -> Tensors:
+    """Tensors of a state dict as arrays.
+
+    Args:
+        state: of `open_state_dict`.
+        keys: names to give -> keys of the state.
+        dtype: of the arrays; as stored when None.
+        source: for messages.
+
+    Raises:
+        CheckpointError: on NaN, infinity, integers, and numbers that the dtype can't hold.
+    """
+    tensors = {}
+    for name, key in keys.items():
+        stored = mlx_dtype(state[key])
+        if stored is None:
+            raise CheckpointError(
+                f"{source}: {named(key)} is of type {state[key].dtype}; an adapter's tensors are floats."
+            )
+        target = dtype or stored
+        data = b"".join(tensor_chunks(state[key], target, f"{source}: {key}"))
+        flat = mx.array(np.frombuffer(data, np.uint8)).view(target)
+        tensors[name] = flat.reshape(tuple(state[key].shape))
+    return tensors
+
+
+def read(
+    path: Path, model_config: ModelConfig | None, alpha: float | None = None
+) -> tuple[Tensors, AdapterConfig]:
+    """Read a `.pt` file with one adapter; see `read_adapter`."""
+    state = open_state_dict(path)
+    found = map_keys(state, str(path)).adapters
+    if len(found) != 1:
+        names = ", ".join(sorted(found)) or "none"
+        raise CheckpointError(
+            f"{path} holds {len(found)} adapters ({named(names)}), and one is needed. A base model with "
+            "several is split by afm-mlx convert."
+        )
+    ((adapter, keys),) = found.items()
+    spec, fingerprint = None, None
+    if config := _find_config(path):
+        parsed = read_toolkit_config(config)
+        spec = _spec(parsed.adapters, adapter, config)
+        fingerprint = _fingerprint(config)
+        model_config = model_config or parsed.model
+    if model_config is not None:
+        check_fits({name: state[key] for name, key in keys.items()}, model_config, path)
+    # Tensors may share what is stored: a few bytes can claim to be gigabytes.
+    size, claimed = path.stat().st_size, sum(state[key].nbytes for key in keys.values())
+    if claimed > _MAX_SHARED * size:
+        raise CheckpointError(
+            f"{path} has {size:,} bytes, and its tensors would take {claimed:,}: they repeat what is "
+            "stored, or were made to fill memory. Save them whole: tensor.clone()."
+        )
+    rank = _rank(state, keys, path)
+    scale = _scale(rank, alpha, spec, path)
+    tensors = without_empty(read_pairs(state, keys, None, path))
+    result = AdapterConfig(
+        rank=rank,
+        scale=scale,
+        num_layers=num_layers_of(tensors, model_config),
+        keys=keys_of(tensors),
+        dropout=spec.dropout if spec and 0 <= spec.dropout < 1 else 0.0,
+        base_model_fingerprint=fingerprint,
+    )
+    check_pairs(tensors, result, path)
+    return tensors, result
+
+
+def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
+    """What a config says of the adapter; the base model's own may have another id than the trained one."""
+    if not adapters:
+        return None
+    entry = adapters.get(adapter) or next(iter(adapters.values()))
+    if adapter not in adapters and len(adapters) > 1:
+        raise ConfigError(
+            f"{config} has the adapters {named(', '.join(adapters))}, and none is {shown(adapter)}, that of "
+            "the .pt file. Put the config of its training run there."
+        )
+    if not isinstance(entry, LoRASpec):
+        raise ConfigError(
+            f"{config}: the adapter is of type {shown(entry)}; LoRAModelAdapter can be read."
+        )
+    return entry
+
+
+def _find_config(path: Path) -> Path | None:
+    names = (
+        f"{path.stem}-config.json",
+        f"{path.stem}.json",
+        "config.json",
+        "base-model-config.json",
+    )
+    for candidate in (path.parent / name for name in names):
+        if candidate.is_file() and is_toolkit_config(read_config_json(candidate)):
+            return candidate
+    return None
+
+
+def _fingerprint(config: Path) -> str | None:
+    notes = read_config_json(config).get("metadata")
+    value = notes.get(FINGERPRINT) if isinstance(notes, dict) else None
+    return value if is_text(value) else None
+
+
+def _rank(state: Mapping[str, torch.Tensor], keys: Mapping[str, str], path: Path) -> int:
+    ranks = set()
+    for name, key in keys.items():
+        shape = tuple(state[key].shape)
+        if len(shape) != 2:
+            raise CheckpointError(
+                f"{path}: {named(key)} is {shown(list(shape))}; a matrix is needed."
+            )
+        ranks.add(shape[1 if ".lora_a" in name else 0])
+    if len(ranks) != 1 or 0 in ranks:
+        raise CheckpointError(
+            f"{path} holds pairs of the ranks {shown(sorted(ranks))}; one rank is needed."
+        )
+    return ranks.pop()
+
+
+def _scale(rank: int, alpha: float | None, spec: LoRASpec | None, path: Path) -> float:
+    if alpha is not None and not (is_number(alpha) and alpha >= 0):
+        raise ConfigError(f"The alpha is {shown(alpha)}; it is a finite number of 0 or more.")
+    if alpha is not None:
+        return alpha / rank
+    if spec is not None:
+        if spec.rank != rank:
+            raise CheckpointError(
+                f"{path} holds pairs of rank {rank}, and the config beside it says {spec.rank}. They are of "
+                "different training runs."
+            )
+        return spec.scale
+    if rank != RANK:
+        raise CheckpointError(
+            f"{path} holds pairs of rank {rank} and no alpha: only with rank {RANK} is it known, {ALPHA}. Put "
+            "the config of the training run beside it, or give the alpha (--alpha)."
+        )
+    return ALPHA / RANK
+
+
+def write(
+    path: Path,
+    tensors: Mapping[str, mx.array],
+    config: AdapterConfig,
+    model_config: ModelConfig | None,
+) -> None:
+    """Write a `.pt` file in float32, the toolkit's type, and its config; see `write_adapter`."""
+    if path.suffix != ".pt":
+        raise CheckpointError(
+            f"The toolkit's adapters are .pt files; {path.name} is no name of one."
+        )
+    torch = import_torch()
+    beside = path.with_name(f"{path.stem}-config.json")
+    refuse_existing(path)
+    refuse_existing(beside)
+    model_config = config_for(tensors, model_config, path)
+    state = {}
+    for name, array in complete(tensors, pair_places(model_config), config.rank).items():
+        data = array_bytes(array.astype(mx.float32)).copy()
+        key = adapter_key(name, ADAPTER_ID, model_config.num_kv_reuse_layers > 0)
+        state[key] = torch.from_numpy(data.view(np.float32).reshape(array.shape))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(_config_json(config, model_config), indent=4)
+    with atomic_write(beside) as config_file, atomic_write(path) as weights_file:
+        config_file.write_text(text, encoding="utf-8")
+        try:
+            torch.save(state, weights_file)
+        except RuntimeError as error:  # PyTorch's for a full disk
+            reason = (str(error).splitlines() or ["?"])[0]
+            raise AFMError(
+                f"{path} can't be written: {reason}. Check room and permissions."
+            ) from None
+
+
+def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, Any]:
+    """What tamm writes of a model with this adapter."""
+    values: dict[str, Any] = {"__tamm_type__": "module_configs:AFMTextV7Config"}
+    left_out = ("rms_norm_eps", "kv_bits", "context_length")
+    values |= {k: v for k, v in dataclasses.asdict(model).items() if k not in left_out}
+    values["adapters"] = {
+        ADAPTER_ID: {
+            "__tamm_type__": "adapters:LoRAModelAdapter",
+            "rank": config.rank,
+            "alpha": exact_alpha(config.rank, config.scale),
+            "dropout_p": config.dropout,
+        }
+    }
+    if model.kv_bits is not None:
+        values["arch_optimizers"] = {"kv_quant": {"__tamm_type__": "ao:KVQuantArchOptimizer"}}
+    if config.base_model_fingerprint is not None:
+        values["metadata"] = {FINGERPRINT: config.base_model_fingerprint}
+    return values

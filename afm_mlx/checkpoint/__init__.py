@@ -1,0 +1,11 @@
+"""Model folders and training checkpoints: what is stored, checked before it is read, and written.
+
+| file | what it holds |
+| --- | --- |
+| `weights.py` | safetensors files: headers, reading, writing as a stream |
+| `stored_layers.py` | layers that a folder stores packed, held against `config.json` |
+| `finite.py` | whether numbers are finite |
+| `fingerprint.py` | the name of "this very model" |
+| `folder_texts.py` | `config.json`, the model card, tokenizer files |
+| `torch_file.py`, `toolkit_config.py`, `toolkit_keys.py` | checkpoints of Apple's toolkit |
+"""

@@ -1,0 +1,149 @@
+"""A short name for "this very model": 64 hex digits of SHA-256.
+
+Prompt caches and adapters carry it, so that they are never used with another model. It covers the
+architecture (all of `ModelConfig` but `context_length`, which changes no weight) and, of each tensor in
+the order of names, its name, shape, kind of type, and up to 256 elements at an even, odd stride. Sampling
+keeps it quick: a 3B model gives 160,000 numbers, not 6 GB. It tells models apart; it is no proof against
+somebody who forges one.
+
+Floating-point elements are hashed as float32, integers as they are. So a model that was loaded as
+bfloat16 and widened to float32 has the fingerprint of its file; one that was rounded to fewer bits has
+another, for its output differs too. Numbers too small for float32's normal range count as zero, because
+devices differ in whether they keep them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from afm_mlx.checkpoint.weights import StoredTensor, array_bytes, stored_tensors
+from afm_mlx.config import ModelConfig
+
+_SAMPLES = 256
+_READ_WHOLE = 1 << 16  # bytes: to find samples in them is faster than to read each for itself
+_Sampled = tuple[str, Iterable[int], mx.Dtype, np.ndarray]
+_LORA = re.compile(r"(?P<layer>.+)\.lora_[ab](\.\d+)?")
+
+
+def model_fingerprint(config: ModelConfig, parameters: Mapping[str, mx.array]) -> str:
+    """Fingerprint of a model in memory, or of lazily loaded arrays.
+
+    Args:
+        config: the architecture.
+        parameters: arrays by name, as `load_weights` or the flattened parameters of a model give them.
+            A lazy array is evaluated, which reads it whole; `folder_fingerprint` does not.
+    """
+    return _digest(_architecture(config), _sampled(parameters))
+
+
+def base_model_fingerprint(model: nn.Module) -> str:
+    """Fingerprint of an AFM model in memory as it is without adapters, LoRA layers included."""
+    return model_fingerprint(model.args, base_parameters(model))
+
+
+def base_parameters(model: nn.Module) -> dict[str, mx.array]:
+    """Parameters by their names in the model's folder: those of LoRA layers left out, or unwrapped."""
+    parameters = dict(tree_flatten(model.parameters()))
+    found = {name: match for name in parameters if (match := _LORA.fullmatch(name))}
+    wrapped = {match["layer"] + ".linear" for match in found.values()}
+    base = {}
+    for name, array in parameters.items():
+        owner, _, leaf = name.rpartition(".")
+        if owner in wrapped:
+            name = f"{owner.removesuffix('.linear')}.{leaf}"
+        if name not in found:
+            base[name] = array
+    return base
+
+
+def arrays_fingerprint(head: Any, arrays: Mapping[str, mx.array]) -> str:
+    """Fingerprint of any arrays by name, and of what else tells them apart, such as an adapter's scale.
+
+    Args:
+        head: anything that JSON can hold.
+        arrays: see `model_fingerprint`.
+    """
+    return _digest(head, _sampled(arrays))
+
+
+def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
+    """Fingerprint of a model folder, from the sampled elements only; equal to `model_fingerprint`.
+
+    Raises:
+        CheckpointError: see `afm_mlx.checkpoint.weights.stored_tensors`.
+    """
+    tensors = stored_tensors(folder)
+    return _digest(
+        _architecture(config),
+        (
+            (name, tensors[name].shape, tensors[name].dtype, _sample_stored(tensors[name]))
+            for name in sorted(tensors)
+        ),
+    )
+
+
+def _stride(size: int) -> tuple[int, int]:
+    """Stride and number of the elements that are hashed."""
+    stride = max(1, size // _SAMPLES)
+    # An even stride would visit few columns of a matrix, whose rows are a power of two long as a rule.
+    stride -= stride > 1 and stride % 2 == 0
+    return stride, min(size, _SAMPLES)
+
+
+def _sample_array(array: mx.array) -> mx.array:
+    stride, count = _stride(array.size)
+    return array.reshape(-1)[: stride * count : stride]
+
+
+def _sample_stored(tensor: StoredTensor) -> np.ndarray:
+    width = tensor.dtype.size
+    if tensor.size == 0:
+        return np.empty(0, np.uint8)
+    stride, count = _stride(math.prod(tensor.shape))
+    if stride * count * width <= _READ_WHOLE:
+        rows = tensor.read(0, stride * count * width).reshape(-1, width)
+        return rows[::stride].reshape(-1)
+    return tensor.read_elements(range(0, stride * count, stride))
+
+
+def _architecture(config: ModelConfig) -> dict[str, Any]:
+    return {k: v for k, v in config.to_dict().items() if k != "context_length"}
+
+
+def _sampled(arrays: Mapping[str, mx.array]) -> Iterable[_Sampled]:
+    samples = {name: _sample_array(array) for name, array in arrays.items()}
+    mx.eval(samples)
+    return (
+        (name, arrays[name].shape, arrays[name].dtype, array_bytes(samples[name]))
+        for name in sorted(arrays)
+    )
+
+
+def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:
+    digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
+    for name, shape, dtype, raw in tensors:
+        floating = mx.issubdtype(dtype, mx.floating)
+        kind = "float" if floating else str(dtype).removeprefix("mlx.core.")
+        digest.update(json.dumps([name, list(shape), kind]).encode())
+        digest.update(_widen(raw, dtype).astype("<f4").tobytes() if floating else raw.tobytes())
+    return digest.hexdigest()
+
+
+def _widen(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
+    """Bytes of float16, bfloat16 or float32 as float32, subnormal numbers and -0 as 0."""
+    if dtype == mx.bfloat16:
+        values = (raw.view("<u2").astype("<u4") << 16).view("<f4")
+    else:
+        values = raw.view("<f2" if dtype == mx.float16 else "<f4").astype("<f4")
+    return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0), values)

@@ -1,0 +1,173 @@
+"""The text files of a converted folder: `config.json` and the model card, `README.md`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from afm_mlx.checkpoint.weights import stored_tensors
+from afm_mlx.config import ModelConfig
+
+_CARD = """\
+---
+library_name: mlx
+pipeline_tag: text-generation
+license: other
+tags:
+- mlx
+- afm7
+---
+
+# {name}
+
+An AFM text v7 model in MLX format: {parameters:,} parameters in {kind}, and {layers} blocks, of which the
+last {reuse} reuse keys and values. Converted from `{source}` by afm-mlx.
+{note}
+```bash
+afm-mlx generate --model {name} --prompt "Hello"
+```
+{adapters}
+## Licence
+
+Converting changes the format, not the terms. The weights stay under the licence of the checkpoint that they
+came from: read it before you use them, and before you give this folder to anybody.
+"""
+
+_ADAPTERS = """
+The adapters that the checkpoint held are folders of their own: {names}.
+"""
+
+
+def write_config(folder: Path, values: Mapping[str, Any]) -> None:
+    """Write `config.json` in mlx-lm's manner: sorted, indented by 4."""
+    text = json.dumps(values, indent=4, sort_keys=True)
+    (folder / "config.json").write_text(text, encoding="utf-8")
+
+
+def write_card(
+    folder: Path,
+    *,
+    name: str,
+    source: str,
+    config: ModelConfig,
+    dtype: mx.Dtype,
+    quantization: Mapping[str, Any] | None = None,
+    note: str = "",
+    adapters: Sequence[str] = (),
+) -> None:
+    """Write the card.
+
+    Args:
+        folder: where to.
+        name: of the model.
+        source: the checkpoint's bare name, without the folders of whoever converts it.
+        config: the architecture.
+        dtype: of weights that are not packed.
+        quantization: that of config.json, or None.
+        note: a sentence on how layers were packed.
+        adapters: names of those in the folder.
+    """
+    kind = str(dtype).removeprefix("mlx.core.")
+    if quantization:
+        mode = quantization.get("mode", "affine")
+        kind = f"{quantization['bits']}-bit codes ({mode}), what is not packed in {kind}"
+        bits = 8 * sum(tensor.nbytes for tensor in stored_tensors(folder).values())
+        note = f"A weight takes {bits / config.num_parameters:.3f} bits on average. {note}".rstrip()
+    names = ", ".join(f"`adapters/{adapter}`" for adapter in adapters)
+    text = _CARD.format(
+        name=name,
+        source=source,
+        parameters=config.num_parameters,
+        layers=config.num_layers,
+        reuse=config.num_kv_reuse_layers,
+        kind=kind,
+        note=f"{note}\n" if note else "",
+        adapters=_ADAPTERS.format(names=names) if adapters else "",
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")
+
+
+# -- tokenizers
+
+_TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
+    """Copy what makes the tokenizer of a model folder; returns the names of the files."""
+    files = {
+        file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()
+    }
+    for file in files:
+        shutil.copyfile(file, folder / file.name)
+    return sorted(file.name for file in files)
+
+
+# -- trained models
+
+_TRAINED_CARD = """\
+---
+library_name: mlx
+pipeline_tag: text-generation
+license: other
+tags:
+- mlx
+- {model_type}
+---
+
+# {name}
+
+{what} Trained from `{source}` by afm-mlx.
+
+| training | |
+| --- | --- |
+{facts}
+
+```bash
+afm-mlx generate --model {name} --prompt "Hello"
+```
+
+## Licence
+
+Training changes numbers, not terms. The weights stay under the licence of the model that they came from, and
+the data may have terms of its own: read both before you use this folder, and before you give it to anybody.
+"""
+
+
+def write_trained_card(
+    folder: Path,
+    *,
+    name: str,
+    source: str,
+    model_type: str,
+    what: str,
+    facts: Mapping[str, str],
+) -> None:
+    """Write the card of a model that was trained here.
+
+    Args:
+        folder: where to.
+        name: of the model.
+        source: bare name of the model that training started from.
+        model_type: of config.json.
+        what: a sentence on what the weights are.
+        facts: figures of the run, by what they are.
+    """
+    rows = "\n".join(f"| {label} | {value} |" for label, value in facts.items())
+    text = _TRAINED_CARD.format(
+        name=name, source=source, model_type=model_type, what=what, facts=rows
+    )
+    (folder / "README.md").write_text(text, encoding="utf-8")

@@ -1,0 +1,363 @@
+"""Layers that a folder stores packed: what `config.json` says of them, held against the tensors.
+
+Balanced, affine and palette matrices of 2, 4 and 8 bits become packed layers, mlx-lm's own folders
+included. The formats beside these (3, 5 and 6 bits, mxfp4 and the like) stay MLX's own layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.checkpoint.weights import Shapes, check_weights, parameter_shapes
+from afm_mlx.config import ModelConfig
+from afm_mlx.errors import CheckpointError, ConfigError, named, shown
+from afm_mlx.kernels import BITS, PackedWeight
+from afm_mlx.quantization.packed_layers import PARTS, PackedEmbedding, PackedLinear
+from afm_mlx.quantization.quantize import replace_modules
+from afm_mlx.quantization.rule import RULE_KEYS, QuantizationRule
+
+_MLX_MODES = ("mxfp4", "mxfp8", "nvfp4")
+_MLX_BITS = (1, 3, 5, 6)
+_MLX_MOST_BITS, _MLX_MOST_IN_GROUP = 8, 128
+
+Tensors = Mapping[str, Any]
+"""Anything with a shape and a dtype, by name."""
+
+
+def quantization_of(values: Mapping[str, Any], source: str | Path) -> dict[str, Any]:
+    """The content of `quantization` in a config.json; empty for a folder that is not quantized.
+
+    Raises:
+        ConfigError: when it is no object.
+    """
+    quantization = values.get("quantization") or values.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
+        raise ConfigError(f"{source}: quantization is {shown(quantization)}; an object is needed.")
+    return quantization
+
+
+def stored_settings(quantization: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """What `quantization` says of the layer at a path: its own entry over the common keys.
+
+    An entry of another mode, or with a group size or granularity of its own, takes no more from the
+    common keys than goes with that.
+    """
+    common = {key: quantization[key] for key in RULE_KEYS if key in quantization}
+    own = quantization.get(path)
+    if not isinstance(own, Mapping):
+        return common
+    if own.get("mode", common.get("mode")) != common.get("mode"):
+        return dict(own)
+    if "group_size" in own or "granularity" in own:
+        common.pop("group_size", None)
+        common.pop("granularity", None)
+    return common | dict(own)
+
+
+def stored_rule(
+    quantization: Mapping[str, Any], path: str, source: str | Path
+) -> QuantizationRule | None:
+    """The rule of a stored layer; None for a format that only MLX's own layers hold.
+
+    Raises:
+        ConfigError: names the layer, and the key that is missing or can't be used.
+    """
+    settings = {"mode": "affine", **stored_settings(quantization, path)}
+    mode, bits, group = settings["mode"], settings.get("bits"), settings.get("group_size")
+    of_mlx = mode in _MLX_MODES or (mode == "affine" and bits in _MLX_BITS)
+    if of_mlx and _is_within(bits, _MLX_MOST_BITS) and _is_within(group, _MLX_MOST_IN_GROUP):
+        return None
+    try:
+        if type(bits) is not int:
+            raise ConfigError(f"bits is {shown(bits)}; allowed are {', '.join(map(str, BITS))}.")
+        grouped = settings.get("granularity", "group") == "group"
+        if mode in ("affine", *_MLX_MODES) and grouped and type(group) is not int:
+            raise ConfigError(f"group_size is {shown(group)}; a number of inputs is needed.")
+        return QuantizationRule.from_dict(settings)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: the quantization of {path} can't be used: {error}") from None
+
+
+def _is_within(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def is_stored_packed(
+    path: str, quantization: Mapping[str, Any], tensors: Tensors, source: str | Path
+) -> bool:
+    """Whether a layer's tensors are packed.
+
+    Raises:
+        CheckpointError: when the config says otherwise; names the layer.
+    """
+    weight = tensors.get(f"{path}.weight")
+    parts = [part for part in PARTS[1:] if f"{path}.{part}" in tensors]
+    packed = bool(parts) or (weight is not None and weight.dtype == mx.uint32)
+    says = "nothing of it" if not quantization else shown(quantization.get(path))
+    if packed and (not quantization or quantization.get(path) is False):
+        got = f"{path} is stored packed, and its quantization says {says}"
+    elif not packed and isinstance(quantization.get(path), Mapping):
+        got = f"the quantization says that {path} is {says}, and the folder stores it as "
+        got += "nothing" if weight is None else f"{_name(weight.dtype)} {shown(list(weight.shape))}"
+    else:
+        return packed
+    raise CheckpointError(
+        f"{source}: {got}. The config and the weights are not of the same model: copy or convert it again."
+    )
+
+
+def check_stored(
+    path: str,
+    rule: QuantizationRule,
+    shape: tuple[int, ...],
+    tensors: Tensors,
+    source: str | Path,
+) -> None:
+    """Whether the tensors of a layer are what its rule makes of a matrix of `shape`.
+
+    Raises:
+        CheckpointError: names the layer, what was got and what is expected.
+        ConfigError: when no matrix of that shape can be packed so.
+    """
+    rule.check(shape, f"{source}: {path}")
+    wanted = rule.part_shapes(shape)
+    found = {part: tensors[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in tensors}
+    if "column_scale" in found:
+        wanted["column_scale"] = (shape[1],)
+    problems = [f"{part} is missing" for part in wanted if part not in found]
+    problems += [
+        f"{part} does not belong to mode {rule.mode}" for part in found if part not in wanted
+    ]
+    for part, tensor in found.items():
+        integer = part == "weight"
+        right = tensor.dtype == mx.uint32 if integer else mx.issubdtype(tensor.dtype, mx.floating)
+        if part in wanted and (not right or tuple(tensor.shape) != wanted[part]):
+            got = f"{part} is {_name(tensor.dtype)} {shown(list(tensor.shape))}"
+            kind = "uint32" if integer else "float"
+            problems.append(f"{got} and must be {kind} {list(wanted[part])}")
+    if problems:
+        raise CheckpointError(
+            f"{source}: {path} is {list(shape)} and its quantization {rule.to_dict()}, which its tensors do "
+            f"not fit: {'; '.join(problems)}. Check that the config and the weights are of the same model."
+        )
+
+
+Rules: TypeAlias = dict[str, QuantizationRule | None]
+"""Rules of the layers that are stored packed, by their paths; None for a format of MLX's own layers alone."""
+
+
+def stored_rules(
+    shapes: Shapes, quantization: Mapping[str, Any], tensors: Tensors, source: str | Path
+) -> Rules:
+    """Find the layers that are stored packed, and compare their tensors with their settings.
+
+    Args:
+        shapes: of the float weights, by name.
+        quantization: of `quantization_of`.
+        tensors: of the folder.
+        source: for errors.
+
+    Raises:
+        ConfigError, CheckpointError: name the layer whose tensors and settings do not fit.
+    """
+    rules: Rules = {}
+    for name, shape in shapes.items():
+        path, _, kind = name.rpartition(".")
+        if kind != "weight" or len(shape) != 2:
+            continue
+        if is_stored_packed(path, quantization, tensors, source):
+            rules[path] = rule = stored_rule(quantization, path, source)
+            if rule is not None:
+                check_stored(path, rule, shape, tensors, source)
+    return rules
+
+
+def check_folder_tensors(
+    config: ModelConfig, quantization: Mapping[str, Any], tensors: Tensors, source: Path
+) -> Rules:
+    """Compare the tensors of an AFM folder with its config, by headers alone: before anything is built.
+
+    Args:
+        config: the architecture.
+        quantization: of `quantization_of`.
+        tensors: of `stored_tensors`.
+        source: the folder's config.json.
+
+    Returns:
+        Those of `stored_rules`.
+
+    Raises:
+        ConfigError, CheckpointError: name the tensors that are missing, not of the model, of another shape, or
+            integers where numbers belong.
+    """
+    shapes = parameter_shapes(config)
+    rules = stored_rules(shapes, quantization, tensors, source)
+    expected: Shapes = {}
+    floats = []
+    for name, shape in shapes.items():
+        path = name.removesuffix(".weight")
+        if path in rules:
+            parts = _part_shapes(path, rules[path], shape, quantization, tensors, source)
+            expected |= {f"{path}.{part}": of_part for part, of_part in parts.items()}
+        else:
+            expected[name] = shape
+            floats.append(name)
+    check_weights(expected, tensors, source.parent)
+    for name in floats:
+        if not _is_float(tensors[name]):
+            raise CheckpointError(
+                f"{source.parent}: {name} is {_name(tensors[name].dtype)} and must be float. The weights were "
+                "damaged or saved in a wrong type: copy or convert them again."
+            )
+    return rules
+
+
+def _part_shapes(
+    path: str,
+    rule: QuantizationRule | None,
+    shape: tuple[int, ...],
+    quantization: Mapping[str, Any],
+    tensors: Tensors,
+    source: Path,
+) -> Shapes:
+    if rule is None:
+        return _mlx_part_shapes(path, shape, quantization, tensors, source)
+    columns = {"column_scale": shape[1:]} if f"{path}.column_scale" in tensors else {}
+    return rule.part_shapes(shape) | columns
+
+
+def _is_float(tensor: Any) -> bool:
+    return mx.issubdtype(tensor.dtype, mx.floating)
+
+
+def _mlx_part_shapes(
+    path: str,
+    shape: tuple[int, ...],
+    quantization: Mapping[str, Any],
+    tensors: Tensors,
+    source: str | Path,
+) -> Shapes:
+    """Shapes of a layer that stays MLX's own, whose types are checked: only affine ones have float scales."""
+    settings = {"mode": "affine", **stored_settings(quantization, path)}
+    affine, (rows, inputs) = settings["mode"] == "affine", shape
+    groups = (rows, math.ceil(inputs / settings["group_size"]))
+    parts: Shapes = {"weight": (rows, math.ceil(inputs * settings["bits"] / 32)), "scales": groups}
+    if affine:
+        parts["biases"] = groups
+    for part in parts:
+        tensor = tensors.get(f"{path}.{part}")
+        if tensor is not None and _is_float(tensor) != (affine and part != "weight"):
+            raise CheckpointError(
+                f"{source}: {path}.{part} is {_name(tensor.dtype)}, which mode {settings['mode']} does not "
+                "have. Check that the config and the weights are of the same model."
+            )
+    return parts
+
+
+def place_stored_layers(
+    model: nn.Module,
+    quantization: Mapping[str, Any],
+    weights: Mapping[str, mx.array],
+    source: str | Path,
+    dtype: mx.Dtype,
+    rules: Rules | None = None,
+) -> None:
+    """Replace the layers that a folder stores packed by packed layers of its arrays.
+
+    Args:
+        model: with float layers, which may be unevaluated.
+        quantization: of `quantization_of`.
+        weights: arrays by name, lazy as a rule.
+        source: for errors.
+        dtype: that embeddings return.
+        rules: of `stored_rules` for this very model, when they are known.
+
+    Raises:
+        ConfigError, CheckpointError: name the layer.
+    """
+    modules = dict(model.named_modules())
+    floats = {p: m for p, m in modules.items() if type(m) in (nn.Linear, nn.Embedding)}
+    if rules is None:
+        shapes = {f"{path}.weight": module.weight.shape for path, module in floats.items()}
+        rules = stored_rules(shapes, quantization, weights, source)
+    layers: list[tuple[str, nn.Module]] = []
+    for path, rule in rules.items():
+        if rule is None:
+            continue
+        module = floats[path]
+        parts = {part: weights.get(f"{path}.{part}") for part in PARTS[1:]}
+        packed = PackedWeight(weights[f"{path}.weight"], rule.bits, rule.mode, **parts)
+        if isinstance(module, nn.Embedding):
+            layers.append((path, PackedEmbedding(packed, dtype)))
+        else:
+            layers.append((path, PackedLinear(packed, module.get("bias"))))
+    replace_modules(model, layers)
+    others = {path for path, rule in rules.items() if rule is None}
+    others |= {
+        path
+        for path, module in modules.items()
+        if path not in floats and hasattr(module, "to_quantized") and f"{path}.scales" in weights
+    }
+    if others:
+        _place_mlx_layers(model, quantization, others, source)
+
+
+def _place_mlx_layers(
+    model: nn.Module, quantization: Mapping[str, Any], paths: set[str], source: str | Path
+) -> None:
+    def settings(path: str, module: nn.Module) -> bool | dict[str, Any]:
+        if path not in paths:
+            return False
+        own = {"mode": "affine", **stored_settings(quantization, path)}
+        return {key: value for key, value in own.items() if key != "granularity"}
+
+    try:
+        nn.quantize(model, class_predicate=settings)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{source}: the quantization {shown(dict(quantization))} can't be used: {named(str(error))}. It "
+            "needs group_size, bits and mode, as mlx-lm writes them."
+        ) from None
+
+
+def repack_mlx_layers(model: nn.Module) -> None:
+    """Let this package's kernels run MLX's own quantized layers, where they know the format."""
+    layers: list[tuple[str, nn.Module]] = []
+    for path, module in model.named_modules():
+        if type(module) not in (nn.QuantizedLinear, nn.QuantizedEmbedding):
+            continue
+        if module.mode != "affine" or module.bits not in BITS:
+            continue
+        parts = (module.scales, module.biases)
+        packed = PackedWeight(module.weight, module.bits, "affine", *parts)
+        if isinstance(module, nn.QuantizedEmbedding):
+            layer: nn.Module = PackedEmbedding(packed, module.scales.dtype)
+        else:
+            layer = PackedLinear(packed, module.get("bias"))
+        layers.append((path, layer.train(module.training)))
+    replace_modules(model, layers)
+
+
+def settle_scales(model: nn.Module) -> None:
+    """Give the scales of packed layers the type that kernels take.
+
+    That is float32 on the CPU, and for all but affine matrices; on a GPU, affine scales keep theirs.
+    """
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    for module in model.modules():
+        if not isinstance(module, PackedLinear | PackedEmbedding):
+            continue
+        for part in PARTS[1:]:
+            affine = module.mode == "affine" and part != "column_scale"
+            if part in module and (on_cpu or not affine):
+                module[part] = module[part].astype(mx.float32)
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")

@@ -1,0 +1,15 @@
+"""The one decode loop, and `generate` on top of it.
+
+| file | what it holds |
+| --- | --- |
+| `engine.py`, `request.py` | the loop; what it is asked for, and the state of a row |
+| `row_adapters.py`, `row_caches.py` | each row's adapter and cache |
+| `sampling.py`, `samplers.py`, `logits_processors.py` | from logits to the next token |
+| `prompt_cache.py`, `prompt_reuse.py` | caches of prompts: in files, and from one prompt to the next |
+| `generation.py`, `async_generation.py` | `generate`, `stream_generate`, `batch_generate` |
+"""
+
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.request import Request, Response
+
+__all__ = ["Engine", "Request", "Response"]

@@ -1,0 +1,401 @@
+"""`generate`, `stream_generate` and `batch_generate`, with mlx-lm's signatures, on the engine's loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.registry import Adapter
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.request import Request, Response
+from afm_mlx.engine.row_caches import fit_empty, kv_storage, limits
+from afm_mlx.errors import RequestError, shown
+from afm_mlx.threads import call, in_main_thread
+
+
+@dataclass
+class GenerationResponse:
+    """One step of `stream_generate`, with mlx-lm's fields.
+
+    Args:
+        text: the next segment of the answer; may be empty.
+        token: id of the new token.
+        logprobs: (vocab_size,) log-probabilities that it was drawn from; None when none were asked for.
+        from_draft: whether a draft model proposed it.
+        prompt_tokens: tokens of the prompt.
+        prompt_tps: of them per second.
+        generation_tokens: new tokens so far.
+        generation_tps: of them per second, counted from the first one on.
+        peak_memory: of MLX's allocator, GB.
+        finish_reason: "stop", "length", or None while it goes on.
+    """
+
+    text: str
+    token: int
+    logprobs: mx.array | None
+    from_draft: bool
+    prompt_tokens: int
+    prompt_tps: float
+    generation_tokens: int
+    generation_tps: float
+    peak_memory: float
+    finish_reason: str | None = None
+
+
+@dataclass
+class BatchResponse:
+    """What `batch_generate` returns.
+
+    Args:
+        texts: one answer per prompt.
+        token_ids: its tokens, end tokens excepted.
+        finish_reasons: "stop" or "length" for each.
+        prompt_tps: prompt tokens per second, all rows together.
+        generation_tps: new tokens per second, all rows together.
+    """
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    finish_reasons: list[str]
+    prompt_tps: float
+    generation_tps: float
+
+
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
+    """Token ids of a prompt, whatever form it comes in."""
+    if isinstance(prompt, mx.array):
+        return prompt.tolist()
+    if not isinstance(prompt, str):
+        return list(prompt)
+    bos = tokenizer.bos_token
+    return tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    max_tokens: int = 256,
+    draft_model: nn.Module | None = None,
+    *,
+    sampler: Any = None,
+    logits_processors: Sequence[Any] | None = None,
+    max_kv_size: int | None = None,
+    sliding_window: bool = False,
+    prompt_cache: list[Any] | None = None,
+    prefill_step_size: int = 2048,
+    kv_bits: int | None = None,
+    prompt_progress_callback: Any = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    logprobs: bool = True,
+    adapter: Adapter | None = None,
+    adapters: AdapterPool | None = None,
+) -> Iterator[GenerationResponse]:
+    """Continue one prompt and yield the answer as it grows.
+
+    Args:
+        model: of `load`.
+        tokenizer: of `load`.
+        prompt: text, or token ids.
+        max_tokens: new tokens at most; -1 for no limit but the context's.
+        draft_model: not available yet.
+        sampler: log-probabilities to token, as mlx-lm's `make_sampler` builds; None is greedy.
+        logits_processors: as mlx-lm's `make_logits_processors` builds.
+        max_kv_size: tokens that the cache may hold; None takes the model's context length.
+        sliding_window: past that, forget the oldest tokens; without it the run ends with an error.
+        prompt_cache: tokens that come before the prompt; updated in place.
+        prefill_step_size: prompt tokens that are processed at a time, at most.
+        kv_bits: storage of an AFM model's keys and values: None takes int8 when the model has scales
+            for it, 8 insists on that, and 16 stores floats.
+        prompt_progress_callback: called with (tokens done, tokens in all).
+        seed: of this run's own random stream.
+        stop: strings that end the answer; they are not part of it.
+        logprobs: whether responses carry log-probabilities; without them, greedy decoding skips the logits.
+        adapter: name of an adapter in the pool, or weights of several by their names; None for none of them.
+        adapters: the pool.
+
+    Raises:
+        AFMError: what the request or the prompt has that can't be honoured.
+    """
+    if draft_model is not None:
+        raise RequestError(
+            "draft_model: speculative decoding is not available in this version; "
+            "mlx_lm.stream_generate accepts both models."
+        )
+    caches = [] if prompt_cache is None else _given(_caches([prompt_cache], 1))
+    engine = Engine(
+        model,
+        tokenizer,
+        prefill_step_size=prefill_step_size,
+        adapters=adapters,
+        **_cache_options(model, caches, kv_bits, max_kv_size, sliding_window),
+    )
+    request = Request(
+        prompt=encode_prompt(tokenizer, prompt),
+        max_tokens=max_tokens,
+        sampler=sampler,
+        seed=seed,
+        logits_processors=list(logits_processors or ()),
+        stop=stop,
+        cache=prompt_cache,
+        on_prefill=prompt_progress_callback,
+        logprobs=logprobs,
+        adapter=adapter,
+    )
+    engine.submit(request)
+    with wired_memory(model):
+        yield from _timed(engine, len(request.prompt))
+
+
+def _cache_options(
+    model: nn.Module,
+    caches: Sequence[list[Any]],
+    kv_bits: int | None,
+    max_kv_size: int | None,
+    sliding_window: bool,
+) -> dict[str, Any]:
+    """An engine's options for these prompt caches: what is not asked for is as they have it.
+
+    Empty ones become what is asked for, as mlx-lm has it.
+    """
+    kv = None if kv_bits is None else _kv_storage(model, kv_bits)
+    context = getattr(getattr(model, "args", None), "context_length", None)
+    for cache in caches:
+        bound = max_kv_size or limits(cache)[0] or context
+        fit_empty(cache, kv, bound if sliding_window else None)
+    first = next(iter(caches), [])
+    bound, slides = limits(first)
+    if max_kv_size is None and (slides or kv_storage(first) is None):
+        max_kv_size = bound  # bounds without a window are their rows' own
+    return {
+        "kv": kv or kv_storage(first) or "int8",
+        "max_kv_size": max_kv_size,
+        "sliding_window": sliding_window or slides,
+    }
+
+
+def _kv_storage(model: nn.Module, kv_bits: int) -> str:
+    config_bits = getattr(getattr(model, "args", None), "kv_bits", None)
+    if kv_bits == 16:
+        return "float"
+    if kv_bits != 8 or config_bits != 8:
+        raise RequestError(
+            f"kv_bits is {kv_bits}; this model's cache can be "
+            + (
+                "8 (int8 with the checkpoint's scales) or 16 (float)."
+                if config_bits
+                else "16 (float)."
+            )
+        )
+    return "int8"
+
+
+def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
+    """Dress the engine's responses with mlx-lm's figures."""
+    start = time.perf_counter()
+    prompt_tps = 0.0
+    for count, response in enumerate(engine.run(), start=1):
+        if response.token < 0 and not response.text:  # there is nothing to show
+            _raise_if_failed(response)
+        if count == 1:
+            prompt_tps = prompt_tokens / (time.perf_counter() - start)
+            start = time.perf_counter()
+        yield GenerationResponse(
+            text=response.text,
+            token=response.token,
+            logprobs=response.logprobs,
+            from_draft=False,
+            prompt_tokens=prompt_tokens,
+            prompt_tps=prompt_tps,
+            generation_tokens=count - (response.token < 0),
+            # The first token came with the prompt; its time is not in the clock.
+            generation_tps=(count - 1) / (time.perf_counter() - start) if count > 1 else 0.0,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=None if response.error else response.finish_reason,
+        )
+        _raise_if_failed(response)
+
+
+def _raise_if_failed(response: Response) -> None:
+    if response.error is not None:
+        raise response.error
+
+
+@contextmanager
+def wired_memory(model: nn.Module) -> Iterator[None]:
+    """On Metal, keep the model's memory resident while it runs; elsewhere nothing to do.
+
+    In other threads than the main one it stays resident, for nobody knows which of them is the last to run it.
+    """
+    if not mx.metal.is_available():
+        yield
+        return
+    from afm_mlx.model.wired_memory import maybe_set_recommended_wired_limit, wired_limit
+
+    if not in_main_thread():
+        call(maybe_set_recommended_wired_limit)
+        yield
+        return
+    with wired_limit(model):
+        yield
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    verbose: bool = False,
+    **kwargs: Any,
+) -> str:
+    """Continue one prompt and return the whole answer.
+
+    Args:
+        model, tokenizer, prompt: as for `stream_generate`, whose other options `kwargs` takes.
+        verbose: print the answer as it grows, and mlx-lm's three lines of figures.
+    """
+    text = ""
+    response = None
+    if verbose:
+        print("=" * 10)
+    for response in stream_generate(model, tokenizer, prompt, **{"logprobs": False, **kwargs}):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose and response is not None:
+        print()
+        print("=" * 10)
+        print(summary(response))
+    return text
+
+
+def summary(response: GenerationResponse) -> str:
+    """mlx-lm's three closing lines."""
+    return (
+        f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {response.generation_tokens} tokens, "
+        f"{response.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {response.peak_memory:.3f} GB"
+    )
+
+
+def batch_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[str | Sequence[int]],
+    max_tokens: int | Sequence[int] = 128,
+    *,
+    max_batch: int = 8,
+    prefill_step_size: int = 2048,
+    max_kv_size: int | None = None,
+    sliding_window: bool = False,
+    cache: Sequence[Any] | None = None,
+    kv_bits: int | None = None,
+    adapter: Adapter | Sequence[Adapter | None] | None = None,
+    adapters: AdapterPool | None = None,
+    **request: Any,
+) -> BatchResponse:
+    """Continue many prompts at once.
+
+    Args:
+        model, tokenizer: of `load`.
+        prompts: texts or token ids.
+        max_tokens: new tokens at most, for all or for each.
+        max_batch: prompts that run side by side; the others follow as rows fall free.
+        prefill_step_size, max_kv_size, sliding_window, kv_bits: as for `stream_generate`.
+        cache: the prompt cache of the only prompt, or one or None for each; updated in place.
+        adapter: as for `stream_generate`, for all or for each; different ones run side by side.
+        adapters: the pool.
+        request: other fields of `Request`, the same for all prompts.
+
+    Raises:
+        AFMError: as `stream_generate` does, and as soon as one row can't go on.
+    """
+    max_new = _for_each("max_tokens", max_tokens, len(prompts))
+    names = _for_each("adapter", adapter, len(prompts))
+    caches = _caches(cache, len(prompts))
+    engine = Engine(
+        model,
+        tokenizer,
+        max_batch=max_batch,
+        prefill_step_size=prefill_step_size,
+        adapters=adapters,
+        **_cache_options(model, _given(caches), kv_bits, max_kv_size, sliding_window),
+    )
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    options = {"logprobs": False, **request}  # nothing here returns them
+    rows = {
+        engine.submit(Request(ids, most, cache=own, adapter=name, **options)): index
+        for index, (ids, most, own, name) in enumerate(
+            zip(encoded, max_new, caches, names, strict=True)
+        )
+    }
+    with wired_memory(model):
+        return _answers(engine, rows, sum(map(len, encoded)))
+
+
+def _for_each(name: str, value: Any, count: int) -> list[Any]:
+    """The values of `count` prompts, from one for all or one for each."""
+    one = isinstance(value, str | Mapping) or not isinstance(value, Iterable)
+    values = [value] * count if one else list(value)
+    if len(values) != count:
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts.")
+    return values
+
+
+def _caches(cache: Sequence[Any] | None, count: int) -> list[list[Any] | None]:
+    """The prompt caches of `count` prompts, from that of the only one, or one or None for each.
+
+    Raises:
+        RequestError: when there are more or fewer of them, or something else than lists.
+    """
+    if cache is None:
+        return [None] * count
+    is_one = isinstance(cache, list) and not any(c is None or isinstance(c, list) for c in cache)
+    each = [cache] if is_one else cache
+    if not isinstance(each, list | tuple) or not all(
+        c is None or isinstance(c, list) for c in each
+    ):
+        raise RequestError(
+            f"The prompt cache is {shown(cache)}; a list of entries is needed, of Model.make_cache or "
+            "mlx-lm's make_prompt_cache."
+        )
+    if len(each) != count:
+        raise RequestError(
+            f"There are {len(each)} prompt caches for {count} prompts; give each prompt its own, or None."
+        )
+    return list(each)
+
+
+def _given(caches: Sequence[list[Any] | None]) -> list[list[Any]]:
+    return [cache for cache in caches if cache is not None]
+
+
+def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> BatchResponse:
+    """Run an engine to the end; `rows` has the index of each row's prompt."""
+    texts, reasons = [""] * len(rows), [""] * len(rows)
+    tokens: list[list[int]] = [[] for _ in rows]
+    start = first = time.perf_counter()
+    for response in engine.run():
+        _raise_if_failed(response)
+        index = rows[response.row]
+        if not any(tokens) and not any(reasons):
+            first = time.perf_counter()
+        texts[index] += response.text
+        if response.token not in engine.tokenizer.eos_token_ids:
+            tokens[index].append(response.token)
+        reasons[index] = response.finish_reason or ""
+    return BatchResponse(
+        texts=texts,
+        token_ids=tokens,
+        finish_reasons=reasons,
+        prompt_tps=prompt_tokens / max(first - start, 1e-9),
+        generation_tps=sum(map(len, tokens)) / max(time.perf_counter() - first, 1e-9),
+    )

@@ -1,0 +1,210 @@
+"""Prompt caches in files: one safetensors file that only the model it was made with will take back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from safetensors import safe_open
+
+from afm_mlx.adapters.attach import adapter_fingerprint
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
+from afm_mlx.checkpoint.finite import check_finite
+from afm_mlx.checkpoint.weights import StoredTensor, load_stored, read_header, reading, save_file
+from afm_mlx.errors import CacheFileError, CheckpointError, named, shown
+from afm_mlx.files import atomic_write
+from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, KVCache
+from afm_mlx.model.model import Model
+from afm_mlx.threads import in_mlx_thread
+
+FORMAT = "afm-mlx prompt cache"
+VERSION = "1"
+_PARTS = ("keys", "values", "rows")
+"""Names of a block's tensors, in the order of `KVCache.state`."""
+
+
+@in_mlx_thread
+def save_prompt_cache(
+    path: str | Path,
+    cache: Sequence[Any],
+    model: Model,
+    *,
+    adapter: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a cache to one file; an interrupt leaves an older file as it was.
+
+    Args:
+        path: of the file, ending in `.safetensors`.
+        cache: of `Model.make_cache`, with at least one token in it.
+        model: that filled it.
+        adapter: fingerprint of the adapter that it was filled under, "" for none; None for what the cache says
+            itself, or else for the one that the model has, if any.
+        metadata: the caller's own strings.
+
+    Raises:
+        CacheFileError: when the cache is empty or was filled under another adapter, or the file's name ends in
+            anything else.
+        CheckpointError: when the disk has no room.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise CacheFileError(f"A prompt cache file is named *.safetensors; got {path}.")
+    layers = [layer for layer in cache if isinstance(layer, KVCache)]
+    if not layers or any(layer.empty() for layer in layers):
+        raise CacheFileError("The cache holds no tokens; run a prompt through the model first.")
+    known = layers[0].adapter
+    if adapter is None:
+        adapter = known if known is not None else adapter_fingerprint(model) or ""
+    elif known not in (None, adapter):
+        raise CacheFileError(
+            f"The cache was filled under the adapter {known or 'none'}, and is to be saved as one of "
+            f"{adapter or 'none'}. Keys and values don't carry over; make the cache anew."
+        )
+    tensors: dict[str, mx.array] = {}
+    for index, layer in enumerate(layers):
+        parts = zip(_PARTS, layer.state, strict=True)
+        tensors |= {f"{index}.{part}": array for part, array in parts}
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": base_model_fingerprint(model),
+        "adapter": adapter,
+        "kind": json.dumps(layers[0].kind),
+        "metadata": json.dumps(dict(metadata or {})),
+    }
+    with atomic_write(path) as temporary:
+        save_file(temporary, tensors, header)
+
+
+@in_mlx_thread
+def load_prompt_cache(
+    path: str | Path, model: Model, *, adapter: str | None = None
+) -> tuple[list[Any], dict[str, str]]:
+    """Read a cache back.
+
+    Args:
+        path: of the file.
+        model: that will go on with it.
+        adapter: fingerprint of the adapter that will be in use, such as `pool.load(name).fingerprint`; "" for
+            none, and None for the one that the model has, if any.
+
+    Returns:
+        The cache, and the metadata that `save_prompt_cache` was given.
+
+    Raises:
+        CacheFileError: when the file is missing or damaged, of another version, or of another model or
+            adapter; both fingerprints are shown.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CacheFileError(f"There is no prompt cache file {path}.")
+    try:
+        stored = read_header(path)
+        header = _header(path)
+        _check_origin(header, path, model, adapter)
+        metadata = _metadata_of(header, path)
+        cache = model.make_cache(*_kind_of(header, path))
+        layers = [layer for layer in cache if isinstance(layer, KVCache)]
+        _check_tensors(stored, len(layers), model, path)
+        tensors = load_stored(stored)
+        with reading(path):
+            mx.eval(tensors)
+        check_finite(tensors, path)
+    except CheckpointError as error:
+        raise CacheFileError(str(error)) from None
+    for index, layer in enumerate(layers):
+        state = [tensors[f"{index}.{part}"] for part in _PARTS]
+        if not mx.array_equal(state[2], tensors["0.rows"]).item():
+            raise CacheFileError(
+                f"{path}: blocks 0 and {index} hold different rows; it is damaged."
+            )
+        try:
+            layer.state = state
+        except CacheFileError as error:
+            raise CacheFileError(f"{path}: block {index}: {error} It is damaged.") from None
+    cache[0].adapter = header["adapter"]
+    mx.eval([layer.state for layer in cache])
+    return cache, metadata
+
+
+def _header(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="np") as file:
+        return file.metadata() or {}
+
+
+def _check_origin(header: Mapping[str, str], path: Path, model: Model, adapter: str | None) -> None:
+    if header.get("format") != FORMAT or header.get("version") != VERSION:
+        raise CacheFileError(
+            f"{path} is {shown(header.get('format', 'of an unknown format'))} in version "
+            f"{shown(header.get('version'))}; version {VERSION} of {FORMAT!r} is read here. Make it anew."
+        )
+    if adapter is None:
+        adapter = adapter_fingerprint(model) or ""
+    for part, wanted in (("model", base_model_fingerprint(model)), ("adapter", adapter)):
+        if header.get(part) != wanted:
+            raise CacheFileError(
+                f"{path} was made with another {part}: its fingerprint is "
+                f"{named(header.get(part) or 'none')}, and the one in use has {wanted or 'none'}. Keys and "
+                "values don't carry over; make the cache anew."
+            )
+
+
+def _parsed(header: Mapping[str, str], key: str, path: Path) -> Any:
+    try:
+        return json.loads(header[key])
+    except KeyError:
+        raise CacheFileError(f"{path} says nothing of its {key}; it is damaged.") from None
+    except (ValueError, RecursionError):
+        raise CacheFileError(
+            f"{path}: {key} is {shown(header[key])}, which is no JSON; it is damaged."
+        ) from None
+
+
+def _kind_of(header: Mapping[str, str], path: Path) -> tuple[str, int | None, bool]:
+    kind = _parsed(header, "kind", path)
+    if isinstance(kind, list) and len(kind) == 3:
+        storage, size, window = kind
+        sized = type(size) is int and (KEEP if window else 0) < size <= MOST_TOKENS
+        if (
+            storage in ("int8", "float")
+            and isinstance(window, bool)
+            and (sized or (size is None and not window))
+        ):
+            return storage, size, window
+    raise CacheFileError(
+        f"{path}: kind is {shown(kind)}; 'int8' or 'float', the bound on tokens or null, and whether a window "
+        f"of more than {KEEP} tokens slides are needed. It is damaged."
+    )
+
+
+def _metadata_of(header: Mapping[str, str], path: Path) -> dict[str, str]:
+    metadata = _parsed(header, "metadata", path)
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CacheFileError(
+            f"{path}: metadata is {shown(metadata)}; an object of strings is needed. It is damaged."
+        )
+    return metadata
+
+
+def _check_tensors(
+    stored: Mapping[str, StoredTensor], blocks: int, model: Model, path: Path
+) -> None:
+    """Compare names, and what the model says of shapes, with the header; `KVCache` checks what is left."""
+    wanted = {f"{index}.{part}" for index in range(blocks) for part in _PARTS}
+    if differing := sorted(wanted ^ set(stored)):
+        what = "lacks" if differing[0] in wanted else "holds, beside those of a cache,"
+        raise CacheFileError(
+            f"{path} {what} the tensor {named(differing[0])} ({len(differing)} such). It is damaged."
+        )
+    heads, dim = model.args.num_kv_heads, model.args.head_dim
+    for name, tensor in stored.items():
+        shape = tensor.shape
+        if not name.endswith(".rows") and (len(shape) != 4 or (shape[1], shape[3]) != (heads, dim)):
+            raise CacheFileError(
+                f"{path}: {name} is {shown(list(shape))}; the model needs [rows, {heads}, columns, {dim}]. "
+                "It is damaged."
+            )

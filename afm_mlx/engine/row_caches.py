@@ -1,0 +1,133 @@
+"""The caches of an engine's rows: made, taken from callers, and handed back to them.
+
+A prompt cache may be bounded otherwise than the engine is: its row then ends at the smaller bound. What is
+stored (int8 codes or floats) and a sliding window have to be the engine's: rows of a batch share one buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.nn as nn
+
+from afm_mlx.config import ModelConfig
+from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.kv_cache import KVCache
+
+Cache = list[Any]
+
+
+class RowCaches:
+    """What an engine knows of its rows' caches.
+
+    Args:
+        model: that the engine runs.
+        kv: see `Engine`.
+        max_kv_size: see `Engine`.
+        sliding_window: see `Engine`.
+    """
+
+    def __init__(
+        self, model: nn.Module, kv: str, max_kv_size: int | None, sliding_window: bool = False
+    ):
+        self._model, self._kv, self._asked = model, kv, max_kv_size
+        self.sliding = sliding_window
+        self._is_afm = isinstance(getattr(model, "args", None), ModelConfig)
+        self._limit = max_kv_size or model.args.context_length if self._is_afm else max_kv_size
+
+    def make(self) -> Cache:
+        """See `Engine.make_cache`."""
+        if self._is_afm:
+            return self._model.make_cache(self._kv, self._limit, self.sliding)
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self._model, max_kv_size=self._limit)
+
+    def checked(self, cache: Cache) -> Cache:
+        """A prompt cache that the engine can go on with.
+
+        Raises:
+            RequestError: says how it differs from the engine's own.
+        """
+        template = self.make()
+        if not isinstance(cache, list | tuple) or len(cache) != len(template):
+            got = f"{len(cache)} entries" if isinstance(cache, list | tuple) else shown(cache)
+            raise RequestError(
+                f"The prompt cache has {got}, and this model's has {len(template)}. Make it with "
+                "Engine.make_cache or Model.make_cache."
+            )
+        for mine, theirs in zip(template, cache, strict=True):
+            if (wanted := _kind(mine)) != (got := _kind(theirs)):
+                raise RequestError(
+                    f"The prompt cache holds {got}, and this engine {wanted}. Give the engine the cache's "
+                    "kv, max_kv_size and sliding_window, or make the cache with Engine.make_cache."
+                )
+        if not cache[0].empty() and len(getattr(cache[0], "lengths", [0])) != 1:
+            raise RequestError("A prompt cache holds one row; extract one from the batch.")
+        return list(cache)
+
+    def bound(self, cache: Cache) -> int | None:
+        """Tokens after which a row has to end; None where its cache sees to that itself.
+
+        An engine that was given no limit of its own takes the cache's, however large.
+        """
+        if not self._is_afm or self.sliding:
+            return None
+        bounds = [size for size in (cache[0].max_size, self._asked) if size is not None]
+        return min(bounds, default=self._limit)
+
+    def position(self, cache: Cache) -> int:
+        """Tokens that a row's cache holds."""
+        return max(cache[0].lengths) if self._is_afm else cache[0].size()
+
+
+def _kind(entry: Any) -> str:
+    """In words, what rows of one batch have to have in common."""
+    if isinstance(entry, KVCache):
+        stored = "int8 codes" if entry.int8 else "floats"
+        window = f" in a sliding window of {entry.max_size}" if entry.sliding_window else ""
+        return stored + window
+    size = getattr(entry, "max_size", None)  # of mlx-lm's rotating caches
+    return f"a {type(entry).__name__}" + (f" of {size}" if size is not None else "")
+
+
+def kv_storage(cache: Cache) -> str | None:
+    """What a cache stores, as `Engine` takes it; None when it does not say."""
+    ours = [entry for entry in cache if isinstance(entry, KVCache)]
+    return None if not ours else "int8" if ours[0].int8 else "float"
+
+
+def limits(cache: Cache) -> tuple[int | None, bool]:
+    """The bound of a cache, and whether it is a sliding window."""
+    first = next(iter(cache), None)
+    return getattr(first, "max_size", None), getattr(first, "sliding_window", False)
+
+
+def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
+    """Replace an empty cache's entries by such that store what is asked for: who made them could not know.
+
+    Args:
+        cache: stays as it is where it holds tokens, or has a window.
+        kv: see `Model.make_cache`; None for no change.
+        window: tokens of a sliding window, if the bound is not smaller; None for no change.
+    """
+    for i, entry in enumerate(cache):
+        if isinstance(entry, KVCache) and entry.empty() and not entry.sliding_window:
+            int8 = entry.int8 if kv is None else kv == "int8"
+            bounds = [size for size in (window, entry.max_size) if size is not None]
+            cache[i] = KVCache(int8, min(bounds, default=None), window is not None)
+
+
+def hand_back(mine: Sequence[Any], theirs: Cache, surplus: int) -> None:
+    """Fill the caller's cache with prompt and answer, but for the answer's last token.
+
+    Args:
+        mine: the row's, taken out of the batch.
+        theirs: the caller's.
+        surplus: tokens that were fed before it was known that they are past the end.
+    """
+    for source, target in zip(mine, theirs, strict=True):
+        if surplus and source.is_trimmable():
+            source.trim(surplus)
+        target.state = source.state

@@ -1,0 +1,192 @@
+"""From log-probabilities to a token: `make_sampler`, with mlx-lm's arguments and meaning.
+
+mlx-lm's own lies beside its models, and importing those takes seconds. Tokens are filtered in mlx-lm's order:
+top-p, min-p, XTC, top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.engine.request import Sampler
+from afm_mlx.errors import RequestError, shown
+
+REAL = (int, float, np.integer, np.floating)
+INTEGER = (int, np.integer)
+COLDEST, HOTTEST = 1e-6, 1e30
+"""The inverse of other temperatures would leave float32; colder ones than this act like it."""
+
+
+def make_sampler(
+    temp: float = 0.0,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    min_tokens_to_keep: int = 1,
+    top_k: int = 0,
+    xtc_probability: float = 0.0,
+    xtc_threshold: float = 0.1,
+    xtc_special_tokens: Sequence[int] | None = None,
+) -> Sampler:
+    """A function from log-probabilities (..., vocab_size) to tokens (...), drawn from `mx.random`'s stream.
+
+    Args:
+        temp: temperature; 0 takes the most likely token, and nothing else matters.
+        top_p: keep the most likely tokens until their probabilities sum to this; 0 and 1 keep all.
+        min_p: drop tokens below this share of the highest probability.
+        min_tokens_to_keep: most likely tokens that `min_p` never drops.
+        top_k: keep this many tokens; 0 keeps all.
+        xtc_probability: how often XTC drops the tokens above its threshold, all but the least likely of them.
+        xtc_threshold: that probability, up to 0.5.
+        xtc_special_tokens: ids that XTC never drops.
+
+    Raises:
+        RequestError: for a value outside of these.
+    """
+    sampler = FilteredSampler(
+        temp=_number("temp", temp),
+        top_p=_number("top_p", top_p, 1),
+        min_p=_number("min_p", min_p, 1),
+        min_tokens_to_keep=_integer("min_tokens_to_keep", min_tokens_to_keep, 1),
+        top_k=_integer("top_k", top_k),
+        xtc_probability=_number("xtc_probability", xtc_probability, 1),
+        xtc_threshold=_number("xtc_threshold", xtc_threshold, 0.5),
+        xtc_special_tokens=[
+            _integer("xtc_special_tokens: a token", token) for token in xtc_special_tokens or ()
+        ],
+    )
+    return sampler if sampler.temp else greedy
+
+
+def _number(name: str, value: Any, high: float = HOTTEST) -> float:
+    if not isinstance(value, REAL) or not 0 <= value <= high:
+        raise RequestError(f"{name} is {shown(value)}; allowed is a number of 0 to {high:g}.")
+    return float(value)
+
+
+def _integer(name: str, value: Any, low: int = 0) -> int:
+    if not isinstance(value, INTEGER) or value < low:
+        raise RequestError(f"{name} is {shown(value)}; allowed is an integer of {low} or more.")
+    return int(value)
+
+
+def greedy(logprobs: mx.array) -> mx.array:
+    """The most likely tokens."""
+    return mx.argmax(logprobs, axis=-1)
+
+
+@dataclass(frozen=True)
+class FilteredSampler:
+    """A sampler with a temperature; its fields are `make_sampler`'s arguments."""
+
+    temp: float
+    top_p: float
+    min_p: float
+    min_tokens_to_keep: int
+    top_k: int
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_special_tokens: Sequence[int]
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        logits, tokens = self.candidates(logprobs)
+        drawn = mx.random.categorical(logits)
+        if tokens is None:
+            return drawn
+        return mx.take_along_axis(tokens, drawn[..., None], axis=-1)[..., 0]
+
+    def candidates(self, logprobs: mx.array) -> tuple[mx.array, mx.array | None]:
+        """What a token is drawn from.
+
+        Args:
+            logprobs: (..., vocab_size).
+
+        Returns:
+            Logits over the temperature, -inf for what was filtered out; and the tokens that they are of, both
+            (..., top_k). Without top-k (..., vocab_size), and None for all tokens in their order.
+        """
+        tokens, total = None, None
+        if self.top_k and not self.xtc_probability:
+            # Top-p and min-p look at nothing but more likely tokens: they find the same ones among the k most
+            # likely, which a partition gives, where top-p of all tokens has to sort them.
+            if 0 < self.top_p < 1:
+                total = mx.exp(mx.logsumexp(logprobs, axis=-1, keepdims=True))
+            logprobs, tokens = most_likely(logprobs, self.top_k)
+        if 0 < self.top_p < 1:
+            logprobs = keep_top_p(logprobs, self.top_p, total)
+        if self.min_p:
+            logprobs = keep_min_p(logprobs, self.min_p, self.min_tokens_to_keep)
+        if self.xtc_probability:
+            logprobs = self._xtc(logprobs)
+            if self.top_k:
+                logprobs, tokens = most_likely(logprobs, self.top_k)
+        return logprobs * (1 / max(self.temp, COLDEST)), tokens
+
+    def _xtc(self, logprobs: mx.array) -> mx.array:
+        dropped = drop_top_choices(logprobs, self.xtc_threshold, self.xtc_special_tokens)
+        return mx.where(mx.random.uniform() > self.xtc_probability, logprobs, dropped)
+
+
+def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The `count` highest of `logprobs` (..., vocab_size), in no order, and their tokens, both (..., count)."""
+    count = min(count, logprobs.shape[-1])
+    tokens = mx.argpartition(logprobs, kth=-count, axis=-1)[..., -count:]
+    return mx.take_along_axis(logprobs, tokens, axis=-1), tokens
+
+
+def keep_top_p(logprobs: mx.array, top_p: float, total: mx.array | None = None) -> mx.array:
+    """Drop each token (as -inf) whose more likely ones have `top_p` of all probability between them.
+
+    Args:
+        logprobs: (..., candidates).
+        top_p: more than 0.
+        total: (..., 1) probability of all tokens, where there are others than the candidates.
+    """
+    rising = mx.sort(logprobs, axis=-1)
+    probabilities = mx.exp(rising.astype(mx.float32))
+    above = mx.cumsum(probabilities, axis=-1, reverse=True, inclusive=False)
+    if total is None:
+        total = above[..., :1] + probabilities[..., :1]
+    dropped = (above >= top_p * total).sum(axis=-1, keepdims=True)
+    # Where rounding drops all, the most likely token stays.
+    first = mx.minimum(dropped, logprobs.shape[-1] - 1)
+    return mx.where(logprobs < mx.take_along_axis(rising, first, axis=-1), -mx.inf, logprobs)
+
+
+def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
+    """Drop tokens (as -inf) below `min_p` times the highest probability, but for the most likely ones."""
+    lowest = logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
+    if min_tokens_to_keep > 1:
+        count = min(min_tokens_to_keep, logprobs.shape[-1])
+        kept = mx.partition(logprobs, kth=-count, axis=-1)[
+            ..., -count : logprobs.shape[-1] - count + 1
+        ]
+        lowest = mx.minimum(lowest, kept)
+    return mx.where(logprobs < lowest, -mx.inf, logprobs)
+
+
+def drop_top_choices(
+    logprobs: mx.array, threshold: float, special_tokens: Sequence[int] = ()
+) -> mx.array:
+    """XTC: drop all tokens (as -inf) above the threshold but the least likely of them.
+
+    Raises:
+        RequestError: for a special token that is not in the vocabulary.
+    """
+    vocab_size = logprobs.shape[-1]
+    if special_tokens and max(special_tokens) >= vocab_size:
+        raise RequestError(
+            f"xtc_special_tokens has {shown(max(special_tokens))}; this model's tokens go from 0 to "
+            f"{vocab_size - 1}."
+        )
+    probabilities = mx.softmax(logprobs, axis=-1)
+    above = mx.where(probabilities > threshold, probabilities, mx.inf)
+    dropped = probabilities > above.min(axis=-1, keepdims=True)
+    if special_tokens:
+        dropped[..., mx.array(special_tokens)] = False
+    return mx.where(dropped, -mx.inf, logprobs)

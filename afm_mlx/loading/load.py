@@ -1,0 +1,223 @@
+"""From a path, a hub id, or the name of the embedded model to a model that is ready to run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.checkpoint.finite import read_parameters
+from afm_mlx.checkpoint.stored_layers import (
+    check_folder_tensors,
+    place_stored_layers,
+    quantization_of,
+    settle_scales,
+)
+from afm_mlx.checkpoint.weights import KV_SCALES, load_stored, stored_tensors
+from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
+from afm_mlx.errors import AFMError, ConfigError, did_you_mean, shown
+from afm_mlx.kernels.cpu.memory import prefer_huge_pages
+from afm_mlx.kernels.selftest.checks import ensure_checked
+from afm_mlx.model.model import Model
+from afm_mlx.quantization.packed_layers import activation_dtype, set_activation_bits
+from afm_mlx.threads import in_main_thread, in_mlx_thread
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
+
+EMBEDDED_MODEL = "afm-nano"
+ADAPTERS = "adapters"
+"""Folder in a model's folder with adapters for it."""
+
+_EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
+
+
+def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
+    """The folder of a model.
+
+    A path that exists is used; the name of the embedded model is its folder; anything else is a hub id,
+    which is fetched (`HF_HUB_OFFLINE=1` forbids that).
+
+    Raises:
+        AFMError: when it is none of the three.
+    """
+    path = Path(os.path.expanduser(path_or_hf_repo))
+    if path.is_dir():
+        return path
+    if str(path_or_hf_repo) == EMBEDDED_MODEL:
+        return _EMBEDDED_FOLDER / EMBEDDED_MODEL
+    name = str(path_or_hf_repo)
+    if path.exists():
+        raise AFMError(
+            f"{path} is a file; a model is a folder with config.json. A checkpoint file is converted "
+            "first: afm-mlx convert --model CHECKPOINT --mlx-path OUT."
+        )
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise AFMError(
+            f"There is no folder {name}. Give a model folder, {EMBEDDED_MODEL!r} for the embedded model, "
+            "or a hub id of the form owner/name."
+        )
+    return _download(name, revision)
+
+
+def model_adapters(folder: Path) -> dict[str, Path]:
+    """Adapters that come with a model, in folders below `adapters`, by their names."""
+    return {path.name: path for path in sorted((folder / ADAPTERS).glob("*")) if path.is_dir()}
+
+
+def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
+    """The folder of an adapter: a path that exists, or the name of one that comes with the model.
+
+    Raises:
+        AFMError: when it is neither.
+    """
+    path, own = Path(os.path.expanduser(path_or_name)), model_adapters(model_folder)
+    if str(path_or_name) and path.exists():
+        return path
+    if str(path_or_name) in own:
+        return own[str(path_or_name)]
+    raise AFMError(
+        f"There is no adapter {shown(str(path_or_name))}{did_you_mean(str(path_or_name), own)}: it is no path, "
+        f"and the model's own adapters are {', '.join(own) or 'none'}."
+    )
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.tiktoken", "*.txt", "*.jsonl"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise AFMError(
+            f"{name} is no folder here, and could not be fetched from the hub: {reason}. "
+            "Check the name, the connection, and HF_HUB_OFFLINE."
+        ) from None
+
+
+@in_mlx_thread
+def load(
+    path_or_hf_repo: str | Path = EMBEDDED_MODEL,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    activation_bits: int = 16,
+    force_adapter: bool = False,
+) -> Any:
+    """Load a model and its tokenizer, with mlx-lm's signature.
+
+    Folders of the AFM architecture (`model_type` "afm7") run through this package; any other
+    architecture is loaded by mlx-lm, and runs in this package's engine all the same.
+
+    Args:
+        path_or_hf_repo: folder, hub id, or "afm-nano", the model that this package carries.
+        tokenizer_config: options of the tokenizer; for mlx-lm's zoo only.
+        model_config: keys that replace those of config.json.
+        adapter_path: LoRA adapter that was made for this model: its path, or its name if it comes with the
+            model, in a folder below `adapters`. All rows use it; see `AdapterPool` for several.
+        lazy: leave the weights unread until they are used. Only names, shapes and types are checked then, not
+            the numbers; and when a file is cut off before its tensors are read, MLX raises `RuntimeError` and
+            the model has to be loaded anew. In any thread but the main one the weights are read at once:
+            one thread can't read what another has begun to.
+        return_config: return config.json's content too.
+        revision: of a hub id.
+        trust_remote_code: let a folder's own code run; for mlx-lm's zoo only.
+        activation_bits: 16, or 8 to let packed layers round their input to int8 where that is faster.
+        force_adapter: run an adapter that was made for another model, if its shapes fit.
+
+    Returns:
+        (model, tokenizer), or (model, tokenizer, config).
+
+    Raises:
+        AFMError: what is wrong with the folder, and where.
+    """
+    lazy = lazy and in_main_thread()
+    folder = resolve_model(path_or_hf_repo, revision)
+    _check_overrides(model_config)
+    values = read_config_json(folder / "config.json") | dict(model_config or {})
+    adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)
+    if not isinstance(values.get("model_type"), str):
+        raise ConfigError(
+            f"{folder / 'config.json'}: model_type is {shown(values.get('model_type'))}; it names the "
+            f"architecture, {MODEL_TYPE!r} for an AFM model."
+        )
+    if values["model_type"] != MODEL_TYPE:
+        from afm_mlx.loading.mlx_lm_models import load_zoo
+
+        loaded = load_zoo(
+            folder,
+            tokenizer_config=tokenizer_config,
+            model_config=model_config,
+            adapter_path=None if adapter is None else str(adapter),
+            lazy=lazy,
+            return_config=return_config,
+            trust_remote_code=trust_remote_code,
+        )
+        set_activation_bits(loaded[0], activation_bits)
+        return loaded
+    if tokenizer_config:
+        raise AFMError(
+            f"tokenizer_config is {shown(dict(tokenizer_config))}: an AFM folder's tokenizer has no options."
+        )
+    model = load_model(folder, values, lazy=lazy)
+    set_activation_bits(model, activation_bits)
+    if adapter is not None:
+        attach_adapter(model, adapter, base_folder=folder, force=force_adapter)
+    tokenizer = load_tokenizer(folder)
+    return (model, tokenizer, values) if return_config else (model, tokenizer)
+
+
+def _check_overrides(model_config: Any) -> None:
+    if model_config is None:
+        return
+    if not isinstance(model_config, Mapping) or not all(isinstance(k, str) for k in model_config):
+        raise ConfigError(
+            f"model_config is {shown(model_config)}; a mapping of config.json's keys to values is needed."
+        )
+
+
+def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool = False) -> Model:
+    """Load the model of an AFM folder, without its tokenizer.
+
+    Float weights take the activation dtype, but for the int8 scales, which stay float32.
+
+    Args:
+        folder: holds config.json and safetensors.
+        values: content of config.json, when it was read already.
+        lazy: leave the weights unread until they are used; see `load`.
+
+    Raises:
+        ConfigError, CheckpointError: name the file, and the key or the tensor.
+    """
+    ensure_checked()
+    source = folder / "config.json"
+    values = read_config_json(source) if values is None else values
+    config = ModelConfig.from_dict(values, source=str(source))
+    quantization = quantization_of(values, source)
+    tensors = stored_tensors(folder)
+    rules = check_folder_tensors(config, quantization, tensors, source)
+    model = Model(config)
+    weights, dtype = load_stored(tensors), activation_dtype()
+    place_stored_layers(model, quantization, weights, source, dtype, rules)
+    packed = {path for path, rule in rules.items() if rule is not None}
+    rest = [(n, a) for n, a in weights.items() if n.rpartition(".")[0] not in packed]
+    model.load_weights([(n, _cast(n, a, dtype)) for n, a in rest], strict=False)
+    settle_scales(model)
+    model.eval()
+    if not lazy:
+        prefer_huge_pages(read_parameters(model, folder).values())
+    return model
+
+
+def _cast(name: str, array: mx.array, dtype: mx.Dtype) -> mx.array:
+    if name.endswith(KV_SCALES):
+        return array.astype(mx.float32)
+    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array

@@ -1,0 +1,124 @@
+"""Models of other architectures, which mlx-lm defines and loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.adapters.adapter_folder import TENSORS_NAME, check_floating
+from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.checkpoint.finite import check_finite, read_parameters
+from afm_mlx.checkpoint.stored_layers import (
+    place_stored_layers,
+    quantization_of,
+    repack_mlx_layers,
+    settle_scales,
+)
+from afm_mlx.checkpoint.weights import load_stored, load_weights, read_header
+from afm_mlx.config import read_config_json
+from afm_mlx.errors import AFMError, CheckpointError, named
+from afm_mlx.quantization.packed_layers import PackedLinear
+
+
+def load_zoo(
+    folder: Path,
+    *,
+    tokenizer_config: Mapping[str, Any] | None = None,
+    model_config: Mapping[str, Any] | None = None,
+    adapter_path: str | None = None,
+    lazy: bool = False,
+    return_config: bool = False,
+    trust_remote_code: bool = False,
+) -> Any:
+    """`mlx_lm.load` for a folder, with packed layers where this package has kernels for their format.
+
+    Adapters of mlx-lm look for MLX's own layers, so with `adapter_path` these stay as they are. A model that
+    is stored in this package's formats gets its adapter from this package.
+
+    Raises:
+        CheckpointError: why mlx-lm can't load it, or what is wrong with its packed layers or its numbers.
+    """
+    from mlx_lm import utils
+
+    try:
+        if adapter_path is not None:
+            _check_adapter(Path(adapter_path) / TENSORS_NAME)
+        model, config = load_zoo_model(folder, model_config, trust_remote_code)
+        ours = any(isinstance(module, PackedLinear) for module in model.modules())
+        if adapter_path is not None and not ours:
+            model = utils.load_adapters(model, adapter_path)
+        else:
+            repack_mlx_layers(model)
+        tokenizer = utils.load_tokenizer(
+            folder, dict(tokenizer_config or {}), eos_token_ids=config.get("eos_token_id")
+        )
+    except AFMError:
+        raise
+    except Exception as error:  # whatever a damaged config makes mlx-lm raise
+        reason = named(" ".join(str(error).split()) or type(error).__name__)
+        raise CheckpointError(
+            f"mlx-lm can't load {folder}: {reason}. Check that the folder is whole, "
+            "and that mlx-lm knows its model_type."
+        ) from error
+    settle_scales(model)
+    model.eval()
+    if adapter_path is not None and ours:
+        attach_adapter(model, adapter_path)
+    if not lazy:
+        read_parameters(model, folder)
+    return (model, tokenizer, config) if return_config else (model, tokenizer)
+
+
+def _check_adapter(path: Path) -> None:
+    """Look at the types and numbers of an adapter for mlx-lm, which takes any."""
+    if path.is_file():
+        stored = read_header(path)
+        check_floating(stored, path)
+        check_finite(load_stored(stored), path)
+
+
+def load_zoo_model(
+    folder: Path, model_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, its arrays unread, and the content of config.json; packed layers as they are stored."""
+    from mlx_lm import utils
+
+    options: dict[str, Any] = {"lazy": True, "trust_remote_code": trust_remote_code}
+    changes = dict(model_config or {})
+    source = folder / "config.json"
+    values = read_config_json(source) | changes
+    quantization = quantization_of(values, source)
+    if not has_packed_layers(quantization):
+        return utils.load_model(folder, model_config=changes, **options)
+
+    def classes(config: dict[str, Any]) -> tuple[Callable[[Any], nn.Module], type]:
+        architecture, arguments = utils._get_classes(config)
+        weights = load_weights(folder)
+
+        def build(args: Any) -> nn.Module:
+            model = architecture(args)
+            place_stored_layers(model, quantization, weights, source, _float_dtype(weights))
+            return model
+
+        return build, arguments
+
+    # mlx-lm would build its own layers for a quantization that it does not know.
+    changes |= {"quantization": None, "quantization_config": None}
+    model, _ = utils.load_model(folder, model_config=changes, get_model_classes=classes, **options)
+    return model, values
+
+
+def has_packed_layers(quantization: Mapping[str, Any]) -> bool:
+    """Whether a folder holds formats that mlx-lm does not load."""
+    entries = [quantization, *(e for e in quantization.values() if isinstance(e, Mapping))]
+    return any(e.get("mode") in ("balanced", "palette") or "granularity" in e for e in entries)
+
+
+def _float_dtype(weights: Mapping[str, mx.array]) -> mx.Dtype:
+    """The type of the norms, which is that of a model's activations; scales have their own."""
+    kinds = [array.dtype for name, array in weights.items() if name.endswith("norm.weight")]
+    return kinds[0] if kinds else mx.float32

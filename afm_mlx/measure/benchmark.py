@@ -1,0 +1,424 @@
+"""How fast a model runs here, and what share of the memory's speed that is.
+
+A case is a prompt, an answer, rows side by side, and tokens that lie in the cache before the prompt. It runs
+through the engine, as a user's request does, with random tokens and no end token. Rates:
+
+    prefill tokens/s = rows * prompt / time to first token
+    decode tokens/s = rows * (answer - 2) / time from the first token to the last but one
+
+(The engine submits a step before it reads the step before it; nothing is submitted beside the last one, so
+its time is not that of a step.)
+
+A decode step must read every weight once (the tied embedding as the head), the adapter, and, in each block,
+the keys and values that it attends to: `StepCost` counts those bytes. Times the steps per second that is the
+rate at which memory was read, and over the machine's measured bandwidth (`bandwidth.py`) the share of what is
+possible.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from afm_mlx.adapters.attach import adapter_arrays, attach_random_adapters, detach_adapter
+from afm_mlx.checkpoint.fingerprint import base_parameters
+from afm_mlx.config import ModelConfig
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.request import Request
+from afm_mlx.errors import RequestError
+from afm_mlx.kernels import MAX_ADAPTERS
+from afm_mlx.loading.load import activation_dtype
+
+WARM_UP_TOKENS = 3
+
+# Primitives of MLX that compute nothing: another look at the same memory.
+_VIEWS = {
+    "Broadcast",
+    "BroadcastAxes",
+    "Depends",
+    "ExpandDims",
+    "Flatten",
+    "Reshape",
+    "Slice",
+    "Split",
+    "Squeeze",
+    "StopGradient",
+    "Transpose",
+    "Unflatten",
+    "View",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is run.
+
+    Args:
+        prompt_tokens: per row.
+        generated_tokens: per row, the first one included, which comes with the prompt.
+        batch: rows side by side.
+        depth: tokens in each row's cache before the prompt.
+        adapter_rank: of a random adapter on every linear layer of every block; 0 for none.
+        adapters: how many different ones the rows use.
+    """
+
+    prompt_tokens: int = 512
+    generated_tokens: int = 128
+    batch: int = 1
+    depth: int = 0
+    adapter_rank: int = 0
+    adapters: int = 1
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "prompt_tokens": 1,
+            "generated_tokens": 3,
+            "batch": 1,
+            "depth": 0,
+            "adapter_rank": 0,
+            "adapters": 1,
+        }
+        for name, least in allowed.items():
+            if getattr(self, name) < least:
+                raise RequestError(
+                    f"{name} of a benchmark is {getattr(self, name)}; at least {least} is needed."
+                )
+        if self.adapters > 1 and not self.adapter_rank:
+            raise RequestError(
+                f"adapters of a benchmark is {self.adapters}, and adapter_rank is 0, which means none; give "
+                "both."
+            )
+        most = min(self.batch, MAX_ADAPTERS)
+        if self.adapters > most:
+            raise RequestError(
+                f"adapters of a benchmark is {self.adapters}; a batch of {self.batch} runs at most {most} side "
+                "by side."
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a row's cache holds at the end, the last one excepted, which is never fed."""
+        return self.depth + self.prompt_tokens + self.generated_tokens - 1
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens that a decode step attends to, its own included, on average."""
+        return self.depth + self.prompt_tokens + self.generated_tokens / 2
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean, median and standard deviation of repeated measurements; no deviation of a single one."""
+
+    mean: float
+    median: float
+    deviation: float | None
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Spread:
+        deviation = statistics.stdev(samples) if len(samples) > 1 else None
+        return cls(statistics.fmean(samples), statistics.median(samples), deviation)
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What one decode step of all rows needs.
+
+    Args:
+        weight_bytes: every parameter once, scales and norms included.
+        adapter_bytes: of the adapters' arrays.
+        kv_bytes: keys and values that the blocks read, those of reuse blocks counted again.
+        cache_bytes: keys and values in the cache at the end of the case.
+        operations: primitives in the graph of the step that compute something. On a GPU each is a dispatch, or
+            more where MLX makes several kernels of one.
+    """
+
+    weight_bytes: int
+    adapter_bytes: int
+    kv_bytes: int
+    cache_bytes: int
+    operations: int
+
+    @property
+    def model_bytes(self) -> int:
+        """Weights and adapter."""
+        return self.weight_bytes + self.adapter_bytes
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured of a case.
+
+    Args:
+        case: that ran.
+        prefill: prompt tokens per second, of all rows.
+        decode: new tokens per second, of all rows.
+        first_token: seconds from the request to the first token.
+        cost: of a decode step; None for a model of mlx-lm's zoo, whose reads can't be counted here.
+        peak_memory: bytes that MLX held at most.
+        peak_resident: bytes of the process at most, code and Python included; None where the system has
+            no such figure for a stretch of time.
+    """
+
+    case: Case
+    prefill: Spread
+    decode: Spread
+    first_token: Spread
+    cost: StepCost | None
+    peak_memory: int
+    peak_resident: int | None
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes that a token takes: those of a step, shared by its rows."""
+        if self.cost is None:
+            return None
+        return (self.cost.model_bytes + self.cost.kv_bytes) / self.case.batch
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The rate at which decoding has read memory."""
+        return None if self.bytes_per_token is None else self.bytes_per_token * self.decode.mean
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """MLX's peak over weights, adapter and cache, which is the least that a run needs."""
+        if self.cost is None:
+            return None
+        return self.peak_memory / (self.cost.model_bytes + self.cost.cache_bytes)
+
+
+def run_case(
+    model: nn.Module,
+    case: Case,
+    repetitions: int = 5,
+    *,
+    kv: str = "int8",
+    tokenizer: Any = None,
+    seed: int = 0,
+    on_run: Callable[[], None] | None = None,
+) -> Result:
+    """Measure one case, after a warm-up that does not count.
+
+    Args:
+        model: an AFM `Model`, or one of mlx-lm's zoo. With `adapter_rank`, it has no adapter afterwards.
+        case: what to run.
+        repetitions: measured runs.
+        kv: "int8" or "float" storage of keys and values.
+        tokenizer: whose detokenizer turns tokens into text meanwhile; None leaves that out.
+        seed: of the random tokens.
+        on_run: called after every run, the warm-up too.
+
+    Raises:
+        RequestError: for a case that can't be run.
+    """
+    if case.adapter_rank:
+        attach_random_adapters(model, case.adapter_rank, seed, case.adapters, case.batch)
+    try:
+        bench = Bench(model, case, kv, tokenizer, np.random.default_rng(seed))
+        return _measure(bench, repetitions, on_run)
+    finally:
+        if case.adapter_rank:
+            detach_adapter(model)
+
+
+def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None] | None) -> Result:
+    case = bench.case
+    bench.run(min(case.generated_tokens, WARM_UP_TOKENS))
+    mx.reset_peak_memory()
+    can_reset = _reset_peak_resident()
+    times = []
+    for _ in range(repetitions):
+        if on_run:
+            on_run()
+        times.append(bench.run(case.generated_tokens))
+    peak = mx.get_peak_memory()
+    resident = peak_resident() if can_reset else None
+    if on_run:
+        on_run()
+    new = case.batch * (case.generated_tokens - 2)
+    prompt = case.batch * case.prompt_tokens
+    return Result(
+        case,
+        prefill=Spread.of([prompt / first for first, _ in times]),
+        decode=Spread.of([new / decoding for _, decoding in times]),
+        first_token=Spread.of([first for first, _ in times]),
+        cost=bench.cost(),
+        peak_memory=peak,
+        peak_resident=resident,
+    )
+
+
+class Bench:
+    """One case on one model, to be run any number of times.
+
+    Args:
+        model, case, kv, tokenizer: as in `run_case`.
+        rng: of the random tokens.
+    """
+
+    def __init__(
+        self, model: nn.Module, case: Case, kv: str, tokenizer: Any, rng: np.random.Generator
+    ):
+        self._model = model
+        self.case = case
+        self._kv = kv
+        self._rng = rng
+        self.is_afm = isinstance(getattr(model, "args", None), ModelConfig)
+        if self.is_afm:
+            self._vocab_size = model.args.vocab_size
+        else:
+            # A zoo model's config may keep it anywhere; the logits can't lie.
+            self._vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        detokenizer = tokenizer.detokenizer if tokenizer is not None else _NoText()
+        self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
+
+    def cost(self) -> StepCost | None:
+        """Of a decode step; None for a model of mlx-lm's zoo."""
+        return step_cost(self._model, self.case, self._kv) if self.is_afm else None
+
+    def run(self, generated: int) -> tuple[float, float]:
+        """Returns the seconds to the first token, and from there to the last but one."""
+        case = self.case
+        engine = Engine(
+            self._model,
+            self._tokenizer,
+            max_batch=case.batch,
+            max_kv_size=case.tokens + 1 if self.is_afm else None,
+            kv=self._kv,
+        )
+        filled = self._filled_cache(engine) if case.depth else None
+        prompts = self._rng.integers(0, self._vocab_size, (case.batch, case.prompt_tokens))
+        start = time.perf_counter()
+        for prompt in prompts.tolist():
+            cache = [layer.copy() for layer in filled] if filled else None
+            request = Request(prompt, max_tokens=generated, cache=cache, logprobs=False)
+            engine.submit(request)
+            # The engine has it; otherwise it would hand back a copy of everything at the end.
+            request.cache = None
+        filled = cache = None
+        read = []  # when tokens came back
+        while engine.busy:
+            responses = engine.step()
+            failed = next((r.error for r in responses if r.error is not None), None)
+            if failed is not None:
+                raise failed
+            if responses:
+                read.append(time.perf_counter())
+        return read[0] - start, read[-2] - read[0]
+
+    def _filled_cache(self, engine: Engine) -> list[Any]:
+        """A cache of one row with `depth` tokens whose keys and values are random numbers.
+
+        How long attention takes does not depend on what it looks at, and computing the keys and values of
+        4,096 tokens for every run would take longer than all the rest.
+        """
+        if not self.is_afm:
+            raise RequestError(
+                f"depth is {self.case.depth}: only the cache of an AFM model can be filled beforehand. "
+                "Use a longer prompt."
+            )
+        config = self._model.args
+        cache = engine.make_cache()
+        shape = (1, config.num_kv_heads, self.case.depth, config.head_dim)
+        if cache[0].int8:
+            numbers: Any = self._rng.integers(-127, 128, (2, *shape), dtype=np.int8)
+        else:
+            numbers = self._rng.standard_normal((2, *shape), dtype=np.float32)
+        keys, values = mx.array(numbers)
+        if not cache[0].int8:
+            keys, values = keys.astype(activation_dtype()), values.astype(activation_dtype())
+        for layer in cache[: config.num_kv_layers]:
+            layer.update_and_fetch(keys, values)
+        mx.eval([layer.state for layer in cache])
+        return cache
+
+
+class _NoText:
+    """A detokenizer that makes no text."""
+
+    last_segment = ""
+
+    def add_token(self, token: int) -> None: ...
+
+    def finalize(self) -> None: ...
+
+
+def step_cost(model: Any, case: Case, kv: str) -> StepCost:
+    """Count what a decode step of an AFM model needs; nothing is computed.
+
+    Args:
+        model: an AFM `Model`.
+        case: gives the rows and how many tokens they attend to.
+        kv: "int8" or "float".
+    """
+    config: ModelConfig = model.args
+    width = 1 if kv == "int8" and config.kv_bits == 8 else activation_dtype().size
+    per_block = 2 * config.num_kv_heads * config.head_dim * width
+    return StepCost(
+        weight_bytes=sum(array.nbytes for array in base_parameters(model).values()),
+        adapter_bytes=sum(array.nbytes for array in adapter_arrays(model).values()),
+        kv_bytes=round(case.batch * config.num_layers * per_block * case.mean_length),
+        cache_bytes=case.batch * config.num_kv_layers * per_block * case.tokens,
+        operations=count_operations(model, case.batch, kv),
+    )
+
+
+def count_operations(model: Any, batch: int = 1, kv: str = "int8") -> int:
+    """Primitives that compute something in the graph of one decode step of an AFM model."""
+    cache = model.make_cache(kv)
+    # Rows are at a position past the first, as in any decode step.
+    cache = [layer.merge([layer] * batch) for layer in cache]
+    model.prefill(mx.zeros((batch, 1), mx.int32), cache)
+    mx.eval([layer.state for layer in cache])
+    tokens, _ = model.greedy(mx.zeros((batch, 1), mx.int32), cache)
+    # Unlike tracing (`mx.export_function`) this knows compiled and custom primitives too.
+    drawing = io.StringIO()
+    mx.export_to_dot(drawing, tokens)
+    names = re.findall(r'\[label ="([^"]*)"', drawing.getvalue())
+    return sum(name not in _VIEWS for name in names)
+
+
+# -- the process
+
+
+def threads_in_use() -> int:
+    """Threads that the CPU's kernels compute with: `AFM_MLX_THREADS`, or the cores of this process."""
+    wanted = os.environ.get("AFM_MLX_THREADS", "")
+    if wanted.isdecimal() and int(wanted) >= 1:
+        return int(wanted)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def peak_resident() -> int:
+    """Bytes of memory that this process had at most, since its start or the last reset."""
+    status = Path("/proc/self/status")
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(found[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _reset_peak_resident() -> bool:
+    """Start the peak of `peak_resident` anew, which only Linux can."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,224 @@
+"""What a model folder is and what would run it here, as plain facts.
+
+Nothing is loaded: sizes come from the headers of the weight files. Every function returns values that
+JSON can hold.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from afm_mlx import __version__, blas
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of, stored_settings
+from afm_mlx.checkpoint.weights import StoredTensor, stored_tensors
+from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
+from afm_mlx.errors import ConfigError, named, shown
+from afm_mlx.loading.load import activation_dtype
+from afm_mlx.quantization.packed_layers import PARTS
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
+
+_PRODUCT = 512  # rows and columns of the product that is timed
+_SECONDS_TO_TIME = 0.1
+
+Facts = dict[str, Any]
+
+
+def describe_folder(folder: Path) -> Facts:
+    """The facts about a model folder.
+
+    Raises:
+        AFMError: when the folder is no model, or its files are damaged or do not belong together.
+    """
+    source = folder / "config.json"
+    values = read_config_json(source)
+    tensors = stored_tensors(folder)
+    if values.get("model_type") != MODEL_TYPE:
+        packed = describe_packed_layers(tensors, quantization_of(values, source), source)
+        return {
+            "model_type": values.get("model_type"),
+            "runs_with": "the architecture of mlx-lm, in this package's engine",
+            "weights": describe_weights(tensors, _count_parameters(tensors, values)),
+            **({"packed_layers": packed} if packed else {}),
+        }
+    config = ModelConfig.from_dict(values, source=str(source))
+    quantization = quantization_of(values, source)
+    check_folder_tensors(config, quantization, tensors, source)
+    packed = describe_packed_layers(tensors, quantization, source)
+    return {
+        **describe_config(config),
+        "weights": describe_weights(tensors, config.num_parameters),
+        **({"packed_layers": packed} if packed else {}),
+        "tokenizer": describe_tokenizer(folder),
+        "fingerprint": folder_fingerprint(config, folder),
+    }
+
+
+def describe_config(config: ModelConfig) -> Facts:
+    """The facts that follow from the architecture alone."""
+    widths = {"bfloat16": 2, "float32": 4}
+    if config.kv_bits == 8:
+        widths = {"int8": 1, **widths}
+    per_token = {name: width * config.kv_values_per_token for name, width in widths.items()}
+    return {
+        "model_type": MODEL_TYPE,
+        "architecture": {
+            "layers": config.num_layers,
+            "layers_that_write_kv": config.num_kv_layers,
+            "layers_that_reuse_kv": config.num_kv_reuse_layers,
+            "hidden_dim": config.hidden_dim,
+            "ffn_dim": config.ffn_dim,
+            "heads": config.num_heads,
+            "kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "rope_theta": config.rope_theta,
+            "context_length": config.context_length,
+            "parameters": config.num_parameters,
+        },
+        "kv_cache": {
+            "bytes_per_token": per_token,
+            "bytes_at_full_context": {k: v * config.context_length for k, v in per_token.items()},
+        },
+    }
+
+
+def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts:
+    """Sizes of stored weights, scales and the like included."""
+    nbytes = sum(tensor.nbytes for tensor in tensors.values())
+    kinds = {str(tensor.dtype).removeprefix("mlx.core.") for tensor in tensors.values()}
+    return {
+        "parameters": parameters,
+        "bytes": nbytes,
+        "bits_per_weight": 8 * nbytes / max(1, parameters),
+        "bytes_per_weight": nbytes / max(1, parameters),
+        "tensors": len(tensors),
+        "files": len({tensor.path for tensor in tensors.values()}),
+        "stored_as": sorted(kinds),
+    }
+
+
+def describe_stored_weights(folder: Path) -> Facts:
+    """`describe_weights` for a model folder of any architecture."""
+    values = read_config_json(folder / "config.json")
+    tensors = stored_tensors(folder)
+    if values.get("model_type") != MODEL_TYPE:
+        return describe_weights(tensors, _count_parameters(tensors, values))
+    return describe_weights(tensors, ModelConfig.from_dict(values).num_parameters)
+
+
+def describe_packed_layers(
+    tensors: dict[str, StoredTensor], quantization: Facts, source: Path
+) -> Facts:
+    """Layers that are stored packed, by format: how many, their weights, bytes, and bits per weight."""
+    formats: dict[str, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        path, _, kind = name.rpartition(".")
+        if kind != "weight" or tensor.dtype != mx.uint32:
+            continue
+        settings = stored_settings(quantization, path)
+        bits = _bits(settings, path, source)
+        nbytes = sum(tensors[n].nbytes for n in (f"{path}.{p}" for p in PARTS) if n in tensors)
+        found = formats.setdefault(_format(settings), {"layers": 0, "weights": 0, "bytes": 0})
+        found["layers"] += 1
+        found["weights"] += tensor.size * 32 // bits
+        found["bytes"] += nbytes
+    for found in formats.values():
+        found["bits_per_weight"] = 8 * found["bytes"] / max(1, found["weights"])
+    return formats
+
+
+def _format(settings: Facts) -> str:
+    """ "2-bit balanced per row", "4-bit affine per 64" """
+    mode = settings.get("mode", "affine")
+    per = settings.get("granularity") or "group"
+    if per == "group":
+        per = f"{settings.get('group_size')}" + (" rows" if mode == "palette" else "")
+    return f"{settings.get('bits')}-bit {mode} per {per}"
+
+
+def describe_tokenizer(folder: Path) -> Facts:
+    """The facts about an AFM folder's tokenizer."""
+    tokenizer = load_tokenizer(folder)
+    from_file = (folder / "chat_template.jinja").exists()
+    return {
+        "file": "tokenizer.model" if (folder / "tokenizer.model").exists() else "tokenizer.json",
+        "vocab_size": tokenizer.vocab_size,
+        "separator_id": tokenizer.separator_id,
+        "eos_token": tokenizer.eos_token,
+        "eos_token_ids": sorted(tokenizer.eos_token_ids),
+        "tool_calls": tokenizer.has_tool_calling,
+        "chat_template": "chat_template.jinja" if from_file else "AFM's (V6)",
+    }
+
+
+def describe_runtime() -> Facts:
+    """What would run where on this machine, with a product timed on the CPU."""
+    metal = mx.metal.is_available()
+    return {
+        "device": str(mx.default_device()).removeprefix("Device(").rstrip(")").replace(", ", ":"),
+        "device_name": mx.device_info().get("device_name", platform.processor()),
+        "activation_dtype": str(activation_dtype()).removeprefix("mlx.core."),
+        "metal": "available" if metal else "not found; everything runs on the CPU",
+        "blas": blas.status(),
+        "cpu_gflops_float32": measure_gflops(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "versions": _versions(),
+    }
+
+
+def measure_gflops() -> float:
+    """GFLOP/s of a dense float32 product on the CPU, the best of what fits in a tenth of a second."""
+    a, b = (mx.random.normal((_PRODUCT, _PRODUCT), stream=mx.cpu) for _ in range(2))
+    mx.eval(a, b)
+    best, deadline = math.inf, time.perf_counter() + _SECONDS_TO_TIME
+    while True:
+        start = time.perf_counter()
+        mx.eval(mx.matmul(a, b, stream=mx.cpu))
+        end = time.perf_counter()
+        best = min(best, end - start)
+        if end > deadline:
+            return 2 * _PRODUCT**3 / best / 1e9
+
+
+def _versions() -> dict[str, str]:
+    versions = {"afm-mlx": __version__, "python": platform.python_version()}
+    for package in ("mlx", "mlx-lm", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def _count_parameters(tensors: dict[str, StoredTensor], values: Facts) -> int:
+    """Weights of any model, those counted that MLX's quantized format packs into integers."""
+    quantization = quantization_of(values, "config.json")
+    count = 0
+    for name, tensor in tensors.items():
+        layer, _, kind = name.rpartition(".")
+        weight = tensors.get(f"{layer}.weight")
+        if weight is None or weight.dtype != mx.uint32:
+            count += tensor.size
+        elif kind == "weight":
+            bits = _bits(stored_settings(quantization, layer), layer, "config.json")
+            count += tensor.size * 32 // bits
+        elif kind not in PARTS:
+            count += tensor.size
+    return count
+
+
+def _bits(settings: Facts, path: str, source: str | Path) -> int:
+    bits = settings.get("bits", 32)
+    if type(bits) is not int or not 1 <= bits <= 32:
+        raise ConfigError(
+            f"{source}: the quantization of {named(path)} has {shown(bits)} bits; 1 to 32 are possible."
+        )
+    return bits

@@ -1,0 +1,173 @@
+"""How many tasks of a test set a model solves: greedy answers, compared word for word.
+
+A test set is a JSONL file with one example per line:
+
+    {"task": "...", "messages": [...], "tools": [...]?, "answer": "..."}
+
+An answer is right when it equals the expected one, leading and trailing white space aside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.generation import wired_memory
+from afm_mlx.engine.request import Request
+from afm_mlx.errors import AFMError, ContextLengthError, DataError
+from afm_mlx.jsonl import read_jsonl
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One line of a test set; `where` is its file and line."""
+
+    task: str
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    answer: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a model answered to an example."""
+
+    example: Example
+    answer: str
+
+    @property
+    def is_right(self) -> bool:
+        return self.answer.strip() == self.example.answer.strip()
+
+
+@dataclass(frozen=True)
+class Score:
+    """Right answers of one task, or of all of them."""
+
+    correct: int
+    total: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.total
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All outcomes in the order of the examples, and the seconds that they took."""
+
+    outcomes: list[Outcome]
+    seconds: float
+
+    @property
+    def tasks(self) -> dict[str, Score]:
+        """The score of each task, in the order of their first examples."""
+        total = Counter(outcome.example.task for outcome in self.outcomes)
+        correct = Counter(o.example.task for o in self.outcomes if o.is_right)
+        return {task: Score(correct[task], count) for task, count in total.items()}
+
+    @property
+    def overall(self) -> Score:
+        return Score(sum(outcome.is_right for outcome in self.outcomes), len(self.outcomes))
+
+    @property
+    def mistakes(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if not outcome.is_right]
+
+
+def load_examples(path: str | Path, limit: int | None = None) -> list[Example]:
+    """Read a test set.
+
+    Args:
+        path: of the JSONL file.
+        limit: examples per task, the first ones; None for all.
+
+    Raises:
+        DataError: names the file and the line.
+    """
+    examples, taken = [], Counter[str]()
+    for where, record in read_jsonl(Path(path)):
+        example = _example(where, record)
+        if limit is None or taken[example.task] < limit:
+            taken[example.task] += 1
+            examples.append(example)
+    if not examples:
+        raise DataError(f"{path} holds no examples.")
+    return examples
+
+
+def _example(where: str, record: Any) -> Example:
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: this is a JSON {type(record).__name__}; an object is needed.")
+    wanted = {"task": str, "messages": list, "answer": str}
+    for key, kind in wanted.items():
+        if not isinstance(record.get(key), kind):
+            got = type(record[key]).__name__ if key in record else "missing"
+            raise DataError(
+                f"{where}: {key!r} is {got}; an example has 'task' (a string), 'messages' (a list), "
+                "'answer' (a string) and, if need be, 'tools' (a list)."
+            )
+    return Example(record["task"], record["messages"], record.get("tools"), record["answer"], where)
+
+
+def evaluate(
+    model: nn.Module,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    *,
+    batch_size: int = 16,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Let a model answer every example.
+
+    An answer may be about twice as long as the expected one; what is longer is wrong anyway.
+
+    Args:
+        model, tokenizer: of `load`.
+        examples: of `load_examples`.
+        batch_size: examples that are answered side by side.
+        progress: called with answers done and answers in all.
+
+    Raises:
+        DataError: when an example has messages that can't be used, or does not fit in the context.
+    """
+    if not tokenizer.has_chat_template:
+        raise DataError("The examples are chats, and the model's folder has no chat template.")
+    start = time.perf_counter()
+    engine = Engine(model, tokenizer, max_batch=batch_size)
+    rows = {_submit(engine, tokenizer, example): i for i, example in enumerate(examples)}
+    answers = [""] * len(examples)
+    done = 0
+    with wired_memory(model):
+        for response in engine.run():
+            answers[rows[response.row]] += response.text
+            # An answer that fills the context is cut off, and wrong.
+            if response.error is not None and not isinstance(response.error, ContextLengthError):
+                raise response.error
+            if response.finish_reason is not None:
+                done += 1
+                if progress is not None:
+                    progress(done, len(examples))
+    outcomes = [Outcome(e, answer) for e, answer in zip(examples, answers, strict=True)]
+    return Evaluation(outcomes, time.perf_counter() - start)
+
+
+def _submit(engine: Engine, tokenizer: Any, example: Example) -> int:
+    try:
+        prompt = tokenizer.apply_chat_template(
+            example.messages, tools=example.tools, add_generation_prompt=True
+        )
+        room = 2 * len(tokenizer.encode(example.answer)) + 8
+        return engine.submit(Request(prompt, max_tokens=room, logprobs=False))
+    except AFMError as error:
+        raise DataError(f"{example.where}: {error}") from None

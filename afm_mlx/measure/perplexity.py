@@ -1,0 +1,197 @@
+"""How well a model predicts documents it has not seen.
+
+    perplexity = exp(mean over scored tokens of -log p(token | the tokens before it))
+
+A document is a text between two separators, or a chat as its template renders it. One that is longer than
+`sequence_length` is cut into pieces, each of which starts with the last token of the one before. A piece is
+read without any context, and every token of it but the first is scored; so each token of a document but
+its first is scored once. Documents never see each other.
+
+mlx-lm's perplexity differs in one point: it joins all documents and cuts them where a sequence is full.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from afm_mlx.errors import DataError, TokenizerError
+from afm_mlx.jsonl import KINDS, Text, document_of, encode_text, read_jsonl, read_text
+
+SEQUENCE_LENGTH = 512  # tokens of a piece, mlx-lm's default
+SPLITS = ("test.jsonl", "valid.jsonl", "train.jsonl")
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """A measurement.
+
+    Args:
+        perplexity: see above; 1 is a perfect prediction.
+        standard_error: of the perplexity, as if tokens were independent.
+        tokens: how many were scored.
+        samples: pieces of documents that they come from.
+        seconds: that it took.
+    """
+
+    perplexity: float
+    standard_error: float
+    tokens: int
+    samples: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+
+# -- documents
+
+
+def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
+    """Read documents and tokenize them.
+
+    Args:
+        path: a `.txt` file, which is one document; a JSONL file with a document per line, of the form
+            `{"text"}`, `{"messages", "tools"?}`, `{"prompt", "completion"}` or a list of messages; or a
+            folder with such files (`test.jsonl`, else `valid.jsonl`, else `train.jsonl`).
+        tokenizer: of `load`.
+
+    Raises:
+        DataError: names the file and the line.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = _split_of(path)
+    if path.suffix != ".jsonl" and path.suffix != ".txt":
+        raise DataError(
+            f"{path} is neither a .jsonl nor a .txt file, nor a folder with .jsonl files."
+        )
+    if path.suffix == ".txt":
+        return [encode_text(read_text(path), tokenizer)]
+    documents = []
+    for where, record in read_jsonl(path):
+        try:
+            documents.append(_encode_record(record, tokenizer))
+        except (TokenizerError, DataError) as error:
+            raise DataError(f"{where}: {error}") from None
+    if not documents:
+        raise DataError(f"{path} holds no documents; each line must be one of {KINDS}.")
+    return documents
+
+
+def _split_of(folder: Path) -> Path:
+    for name in SPLITS:
+        if (folder / name).is_file():
+            return folder / name
+    raise DataError(f"{folder} holds none of {', '.join(SPLITS)}.")
+
+
+def _encode_record(record: Any, tokenizer: Any) -> list[int]:
+    document = document_of(record)
+    if isinstance(document, Text):
+        return encode_text(document.text, tokenizer)
+    if not tokenizer.has_chat_template:
+        raise DataError("a chat, and the model's folder has no chat template.")
+    return tokenizer.apply_chat_template(document.messages, tools=document.tools)
+
+
+# -- scoring
+
+
+def cut(
+    documents: Sequence[Sequence[int]],
+    sequence_length: int = SEQUENCE_LENGTH,
+    num_samples: int = -1,
+    seed: int = 0,
+) -> list[list[int]]:
+    """Cut documents into pieces of at most `sequence_length` tokens.
+
+    Args:
+        documents: token ids.
+        sequence_length: at least 2.
+        num_samples: pieces to keep, drawn at random; -1 keeps all.
+        seed: of the draw.
+    """
+    step = sequence_length - 1
+    pieces = [
+        list(document[start : start + sequence_length])
+        for document in documents
+        for start in range(0, len(document) - 1, step)
+    ]
+    if not 0 <= num_samples < len(pieces):
+        return pieces
+    chosen = np.random.default_rng(seed).permutation(len(pieces))[:num_samples]
+    return [pieces[i] for i in sorted(chosen)]
+
+
+def token_losses(
+    model: nn.Module,
+    pieces: Sequence[Sequence[int]],
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> np.ndarray:
+    """Negative log-likelihood of every scored token, in float32.
+
+    Args:
+        model: called as `model(tokens)`.
+        pieces: token ids, two at least in each.
+        batch_size: pieces that are read side by side.
+        progress: called with pieces done and pieces in all.
+
+    Returns:
+        (scored tokens,), piece by piece in the given order.
+    """
+    # Pieces of like length lie side by side, so that little is padded.
+    order = sorted(range(len(pieces)), key=lambda i: len(pieces[i]))
+    losses: list[np.ndarray] = [np.empty(0, np.float32)] * len(pieces)
+    for start in range(0, len(order), batch_size):
+        batch = order[start : start + batch_size]
+        for index, row in zip(batch, _batch_losses(model, [pieces[i] for i in batch]), strict=True):
+            losses[index] = row[: len(pieces[index]) - 1]
+        if progress is not None:
+            progress(start + len(batch), len(pieces))
+    return np.concatenate(losses)
+
+
+def _batch_losses(model: nn.Module, rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """(B, longest - 1); what lies past the end of a row has no meaning."""
+    longest = max(map(len, rows))
+    # Padding on the right comes after everything that is scored, and no token sees what follows it.
+    tokens = mx.array([[*row, *[0] * (longest - len(row))] for row in rows], dtype=mx.int32)
+    logits = model(tokens[:, :-1]).astype(mx.float32)
+    losses = nn.losses.cross_entropy(logits, tokens[:, 1:], reduction="none")
+    return np.array(losses)
+
+
+def measure_perplexity(
+    model: nn.Module,
+    pieces: Sequence[Sequence[int]],
+    batch_size: int = 8,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Measure the perplexity of pieces of documents, as `cut` makes them.
+
+    Raises:
+        DataError: when there are too few tokens to score.
+    """
+    scored = sum(len(piece) - 1 for piece in pieces)
+    if scored < 2:
+        raise DataError(f"The documents have {scored} tokens to predict; at least 2 are needed.")
+    start = time.perf_counter()
+    losses = token_losses(model, pieces, batch_size, progress).astype(np.float64)
+    seconds = time.perf_counter() - start
+    perplexity = math.exp(losses.mean())
+    # By the delta method: the error of exp(x) is exp(x) times that of x.
+    standard_error = perplexity * float(losses.std(ddof=1)) / math.sqrt(scored)
+    return Perplexity(perplexity, standard_error, scored, len(pieces), seconds)

@@ -1,0 +1,148 @@
+"""A decode step that is traced once for each shape, and then replayed.
+
+A step is some 400 operations, and calling them one by one from Python takes longer than a fast GPU takes to run
+them. `mx.compile` keeps the graph: what changes from token to token (the token, lengths, buffers of the
+cache, every parameter, and the adapters' numbers) goes in as an argument.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from afm_mlx.kernels import dispatch, write_tokens
+from afm_mlx.model.kv_cache import KVCache, Positions
+from afm_mlx.quantization.packed_layers import PackedLinear
+
+if TYPE_CHECKING:
+    from afm_mlx.model.model import Model
+
+MAX_TRACES = 64
+"""Traces that are kept; one takes some 0.4 MB for the embedded model, and 0.9 MB for the 3B.
+
+Rows, columns of the cache and mixtures of adapters have no end: with 256 traces, a process gained 100 MB in
+minutes. A new trace takes less time than the steps that one batch of rows runs for.
+"""
+
+
+class _TracedCache:
+    """A block's cache while a step is traced; its buffer is an argument of the trace."""
+
+    int8 = True
+
+    def __init__(self, buffer: mx.array, lengths: mx.array):
+        self.buffer = buffer
+        self._lengths = lengths
+
+    def update(self, codes: mx.array) -> None:
+        self.buffer = write_tokens(self.buffer, codes, self._lengths)
+
+
+class _Traces(threading.local):
+    """A thread's own: MLX keeps what a function was traced to for each thread, by the function's address.
+
+    So another function at the address of one that was dropped elsewhere must not find its traces: `serial`
+    tells them apart.
+    """
+
+    def __init__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        self.replay: Any = None
+        self.serial = next(_SERIALS)
+        self.made_for: set[tuple[Any, ...]] = set()
+
+
+_SERIALS = itertools.count()
+
+
+class DecodeStep:
+    """One new token per row over int8 caches: `Model.forward` as a replayed graph."""
+
+    def __init__(self) -> None:
+        self._traces = _Traces()
+        self._packed: tuple[int, bool] = (-1, False)
+
+    def applies(self, model: Model, cache: Sequence[KVCache]) -> bool:
+        """Whether the model's steps are worth a trace, and the caches ready for one.
+
+        On a CPU, MLX fuses elementwise operations with a compiler that it looks for at run time. A step of
+        packed layers has none to fuse; that of a float model does.
+        """
+        if model.training or not all(entry.int8 and entry.buffer is not None for entry in cache):
+            return False
+        if self._packed[0] != dispatch.generation():  # layers were wrapped or unwrapped, perhaps
+            self._packed = (dispatch.generation(), _is_packed(model))
+        return self._packed[1] or dispatch.device() == "gpu"
+
+    def __reduce__(self) -> tuple[type[DecodeStep], tuple[()]]:
+        return DecodeStep, ()  # a copied or pickled model traces anew
+
+    def __call__(
+        self,
+        model: Model,
+        inputs: mx.array,
+        lengths: mx.array,
+        cache: Sequence[KVCache],
+        head: str,
+    ) -> Any:
+        """What `Model.forward` returns; the caches grow by a token.
+
+        Args:
+            model: whose step this is.
+            inputs: (B, 1) integers.
+            lengths: (B,) int32, of `KVCache.decode_lengths`.
+            cache: of every writing block, with a buffer.
+            head: see `Model.forward`.
+        """
+        for entry in cache:
+            entry.make_room(1)
+        buffers = [entry.buffer for entry in cache]
+        active = getattr(model, "active_adapters", None)
+        layout = "" if active is None else active.layout
+        chosen = (dispatch.device(), dispatch.generation(), layout)
+        trace = (*inputs.shape, *buffers[0].shape, head, *chosen)
+        mine = self._traces
+        if trace not in mine.made_for and len(mine.made_for) >= MAX_TRACES:
+            mine.drop()
+        mine.made_for.add(trace)
+        if mine.replay is None:
+            mine.replay = _compiled(model)
+        result, buffers = mine.replay(inputs, lengths, buffers, head, *chosen, mine.serial)
+        for entry, buffer in zip(cache, buffers, strict=True):
+            entry.take(buffer, 1)
+        return result
+
+
+def _is_packed(model: Model) -> bool:
+    return all(
+        isinstance(layer, PackedLinear) and "bias" not in layer
+        for block in model.layers
+        for name, layer in [*block.self_attn.items(), *block.mlp.items()]
+        if name.endswith("_proj")
+    )
+
+
+def _compiled(model: Model) -> Any:
+    def step(
+        inputs: mx.array,
+        lengths: mx.array,
+        buffers: list[mx.array],
+        head: str,
+        device: str,
+        generation: int,
+        layout: str,
+        serial: int,
+    ) -> tuple[Any, list[mx.array]]:
+        # The last four are there because another choice of kernels needs another trace, and so do adapters
+        # whose numbers lie elsewhere, and other models.
+        cache = [_TracedCache(buffer, lengths) for buffer in buffers]
+        result = model.forward(inputs, Positions(lengths - 1, None, lengths), cache, head)
+        return result, [entry.buffer for entry in cache]
+
+    return mx.compile(step, inputs=[model.state])

@@ -1,0 +1,129 @@
+"""A layer together with what stands before and after it, as one operation where the layer can.
+
+A packed layer does the norm before it, its adapters and the addition after it in its own kernel; any other
+layer (float, MLX's quantized ones, LoRA layers around them) is called between them, and adapters are added.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.kernels import LowRank, PackedWeight, Part, packed_argmax, packed_matmul, packed_swiglu
+from afm_mlx.kernels.reference import low_rank_product
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+
+
+def project(
+    layer: nn.Module,
+    x: mx.array,
+    norm: nn.RMSNorm | None = None,
+    residual: mx.array | None = None,
+) -> mx.array:
+    """`residual + layer(norm(x))`.
+
+    Args:
+        layer: maps (..., K) to (..., N).
+        x: (..., K).
+        norm: None for none.
+        residual: (..., N), or None.
+
+    Returns:
+        (..., N).
+    """
+    if _is_fusable(layer):
+        return packed_matmul(
+            x,
+            layer.packed,
+            residual=residual,
+            low_rank=layer.low_rank(x.shape[0]),
+            activation_bits=layer.activation_bits,
+            **_norm_options(norm),
+        )
+    y = _adapted(layer, x if norm is None else norm(x))
+    return y if residual is None else residual + y
+
+
+def swiglu(gate: nn.Module, up: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:
+    """`silu(gate(norm(x))) * up(norm(x))`: (..., N) for x (..., K)."""
+    if _is_fusable(gate) and _is_fusable(up) and _alike(gate, up):
+        return packed_swiglu(
+            x,
+            gate.packed,
+            up.packed,
+            low_rank=_both(gate.low_rank(x.shape[0]), up.low_rank(x.shape[0])),
+            activation_bits=gate.activation_bits,
+            **_norm_options(norm),
+        )
+    x = norm(x)
+    return nn.silu(_adapted(gate, x)) * _adapted(up, x)
+
+
+def _adapted(layer: nn.Module, x: mx.array) -> mx.array:
+    """`layer(x)`, and what the active adapters add."""
+    y, place = layer(x), getattr(layer, "adapter_place", None)
+    low_rank = None
+    if place is not None and not isinstance(layer, PackedLinear):  # which adds them itself
+        low_rank = place.low_rank(x.shape[0])
+    return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)
+
+
+def _both(gate: LowRank | None, up: LowRank | None) -> tuple[LowRank, LowRank] | None:
+    """The adapters of two matrices, one of which may have none."""
+    some = gate or up
+    if some is None:
+        return None
+    none = some._replace(parts=(Part(0, 0, 0),) * len(some.parts))
+    return gate or none, up or none
+
+
+def project_head(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:
+    """Logits of a tied head: (..., vocab_size) for x (..., K)."""
+    if isinstance(embedding, PackedEmbedding) and not embedding.training:
+        return packed_matmul(
+            x,
+            embedding.packed,
+            activation_bits=embedding.activation_bits,
+            **_norm_options(norm),
+        )
+    return embedding.as_linear(norm(x))
+
+
+def head_argmax(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array]:
+    """The largest logit of a tied head, for x (..., K).
+
+    Returns:
+        its index, (...) uint32, and itself, (...): NaN or infinity if any logit is NaN or +infinity.
+    """
+    if isinstance(embedding, PackedEmbedding) and not embedding.training:
+        return packed_argmax(
+            x,
+            embedding.packed,
+            activation_bits=embedding.activation_bits,
+            **_norm_options(norm),
+        )
+    logits = embedding.as_linear(norm(x))
+    return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)
+
+
+def _is_fusable(layer: nn.Module) -> bool:
+    # A bias is added by the layer itself; training needs what can be differentiated.
+    return isinstance(layer, PackedLinear) and not layer.training and "bias" not in layer
+
+
+def _alike(a: PackedLinear, b: PackedLinear) -> bool:
+    """Whether two layers differ in nothing but their numbers, as one kernel over both needs."""
+    first: PackedWeight = a.packed
+    second: PackedWeight = b.packed
+    return (
+        first.codes.shape == second.codes.shape
+        and first[1:3] == second[1:3]
+        and first.granularity == second.granularity
+        and first.group_size == second.group_size
+        and (first.column_scale is None) == (second.column_scale is None)
+        and a.activation_bits == b.activation_bits
+    )
+
+
+def _norm_options(norm: nn.RMSNorm | None) -> dict:
+    return {} if norm is None else {"norm": norm.weight, "eps": norm.eps}

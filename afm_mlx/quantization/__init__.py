@@ -1,0 +1,15 @@
+"""Weights in 2, 4 and 8 bits: rules, layers, and codes from numbers.
+
+| file | what it holds |
+| --- | --- |
+| `rule.py` | how one matrix is packed, and the rules of published models |
+| `packed_layers.py` | layers that compute with packed matrices |
+| `quantize.py` | whole models, packed and unpacked; `quantization` in `config.json` |
+| `rounding.py`, `grids.py`, `affine_grids.py` | float matrices to codes |
+| `sensitivity.py` | which layers can do with fewer bits |
+"""
+
+from afm_mlx.quantization.quantize import dequantize_model, quantize_model
+from afm_mlx.quantization.rule import QuantizationRule
+
+__all__ = ["QuantizationRule", "dequantize_model", "quantize_model"]

@@ -1,0 +1,167 @@
+"""Models whose layers are packed by rules, and the place of those rules in `config.json`.
+
+`config.json` has mlx-lm's key `quantization`: `bits`, `mode` and `group_size` of most layers, and under a
+layer's path what differs there. Ours adds `granularity`; a folder of mlx-lm has none, and means groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.config import MODEL_TYPE
+from afm_mlx.errors import ConfigError
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.rounding import pack
+from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
+
+Predicate: TypeAlias = Callable[[str, nn.Module], "QuantizationRule | bool | Mapping[str, Any]"]
+"""What the layer at a path is packed to: a rule or its keys, True for the default, False for nothing."""
+
+
+def quantize_model(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    rule: QuantizationRule = AFM_RULE,
+    embedding_rule: QuantizationRule | None = None,
+    predicate: Predicate | None = None,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Pack the linear layers and embeddings of a model, ours or one of mlx-lm's zoo, in place.
+
+    Layers of other types (experts, subclasses with a product of their own) stay as they are.
+
+    Args:
+        model: with float weights.
+        config: the content of its config.json.
+        rule: of linear layers.
+        embedding_rule: of embeddings and of a head that is no embedding (`lm_head`); `rule` with 4 bits at
+            least when None.
+        predicate: decides for each layer: one of these two rules (True), none (False), or its own.
+
+    Returns:
+        the model, and `config` with the keys `quantization` and `quantization_config`.
+
+    Raises:
+        ConfigError, CheckpointError: name the layer that can't be packed so, and why.
+    """
+    choose = rule_chooser(rule, embedding_rule, predicate)
+    rules: dict[str, QuantizationRule] = {}
+    for path, module in model.named_modules():
+        if type(module) not in (nn.Linear, nn.Embedding):
+            continue
+        own = choose(path, module)
+        if own is None:
+            continue
+        replace_modules(model, [(path, pack_layer(module, own, path))])
+        rules[path] = own
+    if not rules:
+        raise ConfigError("No layer was chosen to be packed; the rule says no to all of them.")
+    return model, quantized_config(config, rules)
+
+
+def rule_chooser(
+    rule: QuantizationRule,
+    embedding_rule: QuantizationRule | None = None,
+    predicate: Predicate | None = None,
+) -> Callable[[str, nn.Module], QuantizationRule | None]:
+    """The rule of each layer, None for those that stay as they are; see `quantize_model`.
+
+    The function that is returned raises `ConfigError`, which names the layer.
+    """
+    outer = embedding_rule or dataclasses.replace(rule, bits=max(rule.bits, 4))
+
+    def choose(path: str, module: nn.Module) -> QuantizationRule | None:
+        default = outer if is_outer(path, module) else rule
+        answer = True if predicate is None else predicate(path, module)
+        if isinstance(answer, QuantizationRule):
+            return answer
+        if isinstance(answer, Mapping):
+            try:
+                return QuantizationRule.from_dict(answer)
+            except ConfigError as error:
+                raise ConfigError(f"{path}: {error}") from None
+        if isinstance(answer, bool):
+            return default if answer else None
+        raise ConfigError(
+            f"{path}: the predicate returned {answer!r}; allowed are a QuantizationRule, a mapping of its "
+            "keys, True and False."
+        )
+
+    return choose
+
+
+def is_outer(path: str, module: nn.Module) -> bool:
+    """Whether a layer is an embedding or a head, which follow the rule of embeddings."""
+    return isinstance(module, nn.Embedding) or path.split(".")[-1] == "lm_head"
+
+
+def pack_layer(module: nn.Module, rule: QuantizationRule, name: str) -> nn.Module:
+    """The packed layer of a linear layer or an embedding."""
+    packed = pack(module.weight, rule, name=name).packed
+    if isinstance(module, nn.Embedding):
+        return PackedEmbedding(packed, module.weight.dtype).train(module.training)
+    return PackedLinear(packed, module.get("bias")).train(module.training)
+
+
+def dequantize_model(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Module:
+    """Undo `quantize_model`: packed layers become float layers of the numbers that they stand for."""
+    layers = []
+    for path, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            layers.append((path, module.to_linear(dtype)))
+        elif isinstance(module, PackedEmbedding):
+            layers.append((path, module.to_embedding(dtype)))
+    replace_modules(model, layers)
+    return model
+
+
+# -- config.json
+
+
+def quantized_config(
+    config: Mapping[str, Any], rules: Mapping[str, QuantizationRule]
+) -> dict[str, Any]:
+    """The content of config.json with the rules, by path of the layer, that its model was packed by."""
+    entries = quantization_entries(rules, fused=_fused_in_stock(config, rules))
+    return {**config, "quantization": entries, "quantization_config": entries}
+
+
+def quantization_entries(
+    rules: Mapping[str, QuantizationRule], fused: Collection[str] = ()
+) -> dict[str, Any]:
+    """The content of `quantization`: the commonest rule, and the layers that differ.
+
+    Args:
+        rules: by path of the layer.
+        fused: layers that stock mlx-lm's `to_quantized` takes no mode for (its fused QKV); they get an
+            entry without one, with which it loads them.
+    """
+    commonest, _ = Counter(rules.values()).most_common(1)[0]
+    entries: dict[str, Any] = commonest.to_dict()
+    for path, rule in rules.items():
+        if path in fused and rule.is_stock and commonest.is_stock:
+            entries[path] = {"bits": rule.bits, "group_size": rule.group_size}
+        elif rule != commonest:
+            entries[path] = rule.to_dict()
+    return entries
+
+
+def _fused_in_stock(config: Mapping[str, Any], paths: Iterable[str]) -> list[str]:
+    if config.get("model_type") != MODEL_TYPE:
+        return []
+    return [path for path in paths if path.endswith(".qkv_proj")]
+
+
+def replace_modules(model: nn.Module, leaves: list[tuple[str, nn.Module]]) -> None:
+    """Put layers in the places of others, at paths as `named_modules` gives them."""
+    for path, module in leaves:
+        *parents, last = path.split(".")
+        owner: Any = model
+        for key in parents:
+            owner = owner[int(key)] if isinstance(owner, list) else owner[key]
+        owner[int(last) if isinstance(owner, list) else last] = module

@@ -1,0 +1,385 @@
+"""Float matrices to codes: the grid that weights lie on where there is one, the nearest codes otherwise.
+
+Weights that lie on a grid (after quantization-aware training, or in a checkpoint that was dequantized) get
+its codes back. A balanced scale and a palette are accepted when the numbers that they stand for equal the
+weights in their own dtype; affine scales and biases when these numbers are within rounding of the weights,
+see `affine_grids`. Where there is no such grid, a balanced scale minimizes the squared error, an affine
+group is that of `mx.quantize`, and a palette is the 1-D k-means of its weights. A unit of few levels lies
+on several grids: it keeps its numbers, and gets the codes of the finest.
+
+Matrices are read in blocks of rows, so that one larger than memory can be packed. All is NumPy, and
+deterministic.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.errors import CheckpointError
+from afm_mlx.kernels import PackedWeight
+from afm_mlx.quantization.affine_grids import AffineCodes, any_grids, mlx_codes, no_grids
+from afm_mlx.quantization.grids import (
+    Array,
+    affine_codes,
+    balanced_codes,
+    fit_scales,
+    grid_scales,
+    k_means,
+    nearest_entries,
+    pack_words,
+    reproduces,
+    round_to,
+    scale_bounds,
+)
+
+if TYPE_CHECKING:
+    from afm_mlx.quantization.rule import QuantizationRule
+
+_BLOCK_ELEMENTS = 4 << 20
+_SAMPLE_ELEMENTS = 1 << 20
+_ROWS_OF_SAMPLE = 16
+_UNITS_OF_SAMPLE = 256
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A float matrix (N, K) that is read in blocks of rows.
+
+    Args:
+        shape: (N, K).
+        dtype: that its numbers are exact in.
+        read: rows from start to stop, as float32.
+        name: for errors.
+    """
+
+    shape: tuple[int, int]
+    dtype: mx.Dtype
+    read: Callable[[int, int], Array]
+    name: str = "the matrix"
+
+    @classmethod
+    def of(cls, array: mx.array, name: str = "the matrix") -> Rows:
+        """Rows of an array that is in memory.
+
+        Raises:
+            CheckpointError: when it is no float matrix.
+        """
+        if array.ndim != 2 or not mx.issubdtype(array.dtype, mx.floating):
+            raise CheckpointError(
+                f"{name}: the weight is {array.dtype} of shape {list(array.shape)}; a float matrix [N, K] is "
+                "needed."
+            )
+
+        def read(start: int, stop: int) -> Array:
+            return np.array(array[start:stop].astype(mx.float32))
+
+        return cls(tuple(array.shape), array.dtype, read, name)
+
+    def blocks(self, multiple: int = 1) -> Iterator[tuple[int, int, Array]]:
+        """Start, stop and rows of blocks that fit the processor's memory well.
+
+        Args:
+            multiple: of this many rows.
+
+        Raises:
+            CheckpointError: on NaN and infinity.
+        """
+        height = max(1, _BLOCK_ELEMENTS // self.shape[1] // multiple) * multiple
+        for start in range(0, self.shape[0], height):
+            stop = min(start + height, self.shape[0])
+            rows = self.read(start, stop)
+            if not np.isfinite(rows).all():
+                raise CheckpointError(
+                    f"{self.name} holds NaN or infinity: the checkpoint is damaged, or its training diverged."
+                )
+            yield start, stop, rows
+
+    def sample(self) -> Array:
+        """Rows at equal distances, (S, K): all of a small matrix."""
+        count = max(1, _SAMPLE_ELEMENTS // self.shape[1])
+        step = -(-self.shape[0] // count)
+        if step == 1:
+            return self.read(0, self.shape[0])
+        starts = range(0, self.shape[0], step)
+        return np.concatenate([self.read(start, start + 1) for start in starts])
+
+
+class Packing(NamedTuple):
+    """A packed matrix, and whether the weights lay on a grid, which then is that of the codes."""
+
+    packed: PackedWeight
+    exact: bool
+
+
+def pack(
+    weight: mx.array | Rows,
+    rule: QuantizationRule,
+    *,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    name: str = "the matrix",
+) -> Packing:
+    """Pack a float matrix.
+
+    Args:
+        weight: (N, K) float.
+        rule: bits, mode and granularity.
+        scales, biases: of a grid that is known, in the shapes of the rule; found when None. Weights
+            between the grid's points go to the nearest, those beyond its ends to the ends.
+        name: of the layer, for errors.
+
+    Raises:
+        CheckpointError, ConfigError: name the layer: shapes that don't pack, groups that don't divide,
+            NaN and infinity, scales of the wrong shape.
+    """
+    rows = weight if isinstance(weight, Rows) else Rows.of(weight, name)
+    rule.check(rows.shape, rows.name)
+    if scales is not None:
+        return _pack_given(rows, rule, scales, biases)
+    if rule.mode == "palette":
+        return _pack_palette(rows, rule)
+    if rule.mode == "affine":
+        return _pack_affine(rows, rule)
+    return _pack_balanced(rows, rule)
+
+
+# -- balanced
+
+
+def _pack_balanced(rows: Rows, rule: QuantizationRule) -> Packing:
+    if rule.granularity == "tensor":
+        scale, exact = _tensor_scale(rows, rule.bits)
+        words, _ = _each_unit(rows, rule, lambda u: (balanced_codes(u, scale, rule.bits),))
+        return Packing(_balanced(words, rule, scale), exact)
+    all_exact = True
+
+    def encode(units: Array) -> tuple[Array, ...]:
+        nonlocal all_exact
+        scales, exact = grid_scales(units, rule.bits, rows.dtype)
+        if not exact.all():
+            all_exact = False
+            scales[~exact] = fit_scales(units[~exact], rule.bits)
+        return balanced_codes(units, scales[:, None], rule.bits), scales
+
+    words, (scales,) = _each_unit(rows, rule, encode)
+    return Packing(_balanced(words, rule, scales), all_exact)
+
+
+def _balanced(words: Array, rule: QuantizationRule, scales: Array) -> PackedWeight:
+    return PackedWeight(mx.array(words), rule.bits, "balanced", mx.array(scales))
+
+
+def _tensor_scale(rows: Rows, bits: int) -> tuple[Array, bool]:
+    """One scale of a whole matrix, from a sample; a grid is checked against every weight."""
+    sample = rows.sample().reshape(1, -1)
+    scale, exact = grid_scales(sample, bits, rows.dtype)
+    if not exact[0]:
+        return fit_scales(sample, bits)[0], False
+    low, high, whole = np.float64(0), np.float64(np.inf), True
+    for _, _, block in rows.blocks():
+        whole = whole and bool(reproduces(block, scale, bits, rows.dtype).all())
+        if scale[0] > 0:
+            bounds = scale_bounds(block, scale, bits, rows.dtype)
+            low, high = max(low, bounds[0].max()), min(high, bounds[1].min())
+    if whole:
+        return scale[0], True
+    middle = np.asarray((low + high) / 2, np.float32)
+    if low <= high and all(
+        reproduces(block, middle, bits, rows.dtype).all() for _, _, block in rows.blocks()
+    ):
+        return middle, True
+    return fit_scales(sample, bits)[0], False
+
+
+# -- affine
+
+
+def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
+    dtype = rows.dtype if rule.is_stock else mx.float32
+    half = np.float32((2**rule.bits - 1) / 2)
+    if _starts_on_grid(rows, rule):
+        # Biases are half a step from where `mx.quantize` may have them.
+        found, exact = _pack_balanced(rows, dataclasses.replace(rule, mode="balanced"))
+        if exact:
+            scales = np.array(found.scales)
+            return Packing(_affine(found.codes, rule, scales, -half * scales, dtype), True)
+    if rule.granularity == "tensor":
+        return _pack_affine_tensor(rows, rule)
+    look, all_exact = _sample_lies_on_grid(rows, rule), True
+
+    def encode(units: Array) -> tuple[Array, ...]:
+        nonlocal all_exact
+        codes, scales, biases, exact = _affine_units(units, rule, rows.dtype, look)
+        all_exact = all_exact and bool(exact.all())
+        return codes, scales, biases
+
+    words, (scales, biases) = _each_unit(rows, rule, encode)
+    return Packing(_affine(mx.array(words), rule, scales, biases, dtype), all_exact)
+
+
+def _affine_units(units: Array, rule: QuantizationRule, dtype: mx.Dtype, look: bool) -> AffineCodes:
+    """Codes of units (U, L); `look` for grids that they lie on."""
+    if rule.is_stock:
+        return mlx_codes(units, rule.bits, dtype, look)
+    centers = units.mean(axis=1)
+    grids = any_grids(units, centers, rule.bits, dtype) if look else no_grids(len(units))
+    left = ~grids.found
+    if left.any():
+        scales = fit_scales(units[left] - centers[left, None], rule.bits)
+        grids.scales[left] = scales
+        grids.biases[left] = centers[left] - np.float32((2**rule.bits - 1) / 2) * scales
+    codes = affine_codes(units, grids.scales[:, None], grids.biases[:, None], rule.bits)
+    return AffineCodes(codes, *grids)
+
+
+def _pack_affine_tensor(rows: Rows, rule: QuantizationRule) -> Packing:
+    """One scale and bias of a whole matrix; a grid is that of its distinct weights."""
+    sample = rows.sample().reshape(1, -1)
+    distinct = _distinct(rows, 2**rule.bits)
+    if distinct is None:
+        _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
+        found = False
+    else:
+        center = sample.mean(axis=1)
+        (scale,), (bias,), (found,) = any_grids(distinct[None], center, rule.bits, rows.dtype)
+        if not found:
+            _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
+    words, _ = _each_unit(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits),))
+    return Packing(_affine(mx.array(words), rule, scale, bias, mx.float32), bool(found))
+
+
+def _distinct(rows: Rows, most: int) -> Array | None:
+    """The distinct weights of a matrix, ascending; None when there are more than `most`."""
+    distinct = np.empty(0, np.float32)
+    # The first row tells nearly every matrix that has more.
+    for block in itertools.chain([rows.read(0, 1)], (block for _, _, block in rows.blocks())):
+        distinct = np.union1d(distinct, block)
+        if len(distinct) > most:
+            return None
+    return distinct
+
+
+def _sample_lies_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
+    """Whether any unit of a few rows lies on an affine grid: a matrix is on grids as a whole or not at all."""
+    step = -(-rows.shape[0] // _ROWS_OF_SAMPLE)
+    sample = [rows.read(start, start + 1) for start in range(0, rows.shape[0], step)]
+    units = np.concatenate(sample).reshape(-1, rule.group_size or rows.shape[1])
+    units = units[:: -(-len(units) // _UNITS_OF_SAMPLE)]
+    # A constant lies on any grid; what is not finite is an error later.
+    units = units[np.isfinite(units).all(axis=1) & (units != units[:, :1]).any(axis=1)]
+    return bool(_affine_units(units, rule, rows.dtype, True).found.any())
+
+
+def _starts_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
+    units = rows.read(0, 1).reshape(-1, rule.group_size or rows.shape[1])
+    return bool(grid_scales(units, rule.bits, rows.dtype)[1].all())
+
+
+def _affine(
+    codes: mx.array, rule: QuantizationRule, scales: Array, biases: Array, dtype: mx.Dtype
+) -> PackedWeight:
+    parts = (mx.array(part).astype(dtype) for part in (scales, biases))
+    return PackedWeight(codes, rule.bits, "affine", *parts)
+
+
+# -- given scales
+
+
+def _pack_given(
+    rows: Rows, rule: QuantizationRule, scales: mx.array, biases: mx.array | None
+) -> Packing:
+    given = {"scales": scales} | ({} if biases is None else {"biases": biases})
+    _check_given(given, rule, rows)
+    numbers = [np.array(array.astype(mx.float32)) for array in given.values()]
+    encode: Callable[..., Array] = affine_codes if rule.mode == "affine" else balanced_codes
+    middle = np.float32(0 if rule.mode == "affine" else (2**rule.bits - 1) / 2)
+    words, exact = _words(rows, rule), True
+    for start, stop, block in rows.blocks():
+        parts = [n if n.ndim == 0 else n[start:stop].reshape(-1, 1) for n in numbers]
+        units = block.reshape(-1, rule.group_size or block.shape[1])
+        codes = encode(units, *parts, rule.bits)
+        values = (codes.astype(np.float32) - middle) * parts[0] + sum(parts[1:])
+        exact = exact and bool((round_to(values, rows.dtype) == units).all())
+        words[start:stop] = pack_words(codes.reshape(block.shape), rule.bits)
+    return Packing(PackedWeight(mx.array(words), rule.bits, rule.mode, scales, biases), exact)
+
+
+def _check_given(given: dict[str, mx.array], rule: QuantizationRule, rows: Rows) -> None:
+    wanted = {"balanced": ["scales"], "affine": ["scales", "biases"]}.get(rule.mode, [])
+    if list(given) != wanted:
+        raise CheckpointError(
+            f"{rows.name}: {' and '.join(given)} are given; mode {rule.mode} takes "
+            f"{' and '.join(wanted) or 'neither scales nor biases'}."
+        )
+    shape = rule.part_shapes(rows.shape)["scales"]
+    for part, array in given.items():
+        if array.shape != shape or not mx.issubdtype(array.dtype, mx.floating):
+            raise CheckpointError(
+                f"{rows.name}: {part} are {array.dtype} of shape {list(array.shape)}, and must be float of "
+                f"shape {list(shape)}."
+            )
+        negative = rule.mode == "balanced" and array.min().item() < 0
+        if negative or not mx.isfinite(array).all().item():
+            raise CheckpointError(
+                f"{rows.name}: {part} hold NaN, infinity or, for a balanced matrix, a negative number."
+            )
+
+
+# -- palette
+
+
+def _pack_palette(rows: Rows, rule: QuantizationRule) -> Packing:
+    count, entries = rule.part_shapes(rows.shape)["table"]
+    per_table = rows.shape[0] // count
+    words, exact = _words(rows, rule), True
+    tables = np.empty((count, entries), np.float32)
+    if count == 1:
+        tables[0], exact = _tensor_table(rows, entries)
+        per_table = 1  # blocks of any height
+    for start, stop, block in rows.blocks(per_table):
+        if count == 1:
+            own = slice(0, 1)
+        else:
+            own = slice(start // per_table, stop // per_table)
+            tables[own], found = k_means(block.reshape(own.stop - own.start, -1), entries)
+            exact = exact and bool(found.all())
+        codes = nearest_entries(block.reshape(own.stop - own.start, -1), tables[own])
+        words[start:stop] = pack_words(codes.reshape(block.shape), rule.bits)
+    packed = PackedWeight(mx.array(words), rule.bits, "palette", table=mx.array(tables))
+    return Packing(packed, exact)
+
+
+def _tensor_table(rows: Rows, entries: int) -> tuple[Array, bool]:
+    """A table for a whole matrix: its distinct weights where they are few, else k-means of a sample."""
+    table, exact = k_means(rows.sample().reshape(1, -1), entries)
+    distinct = _distinct(rows, entries) if exact[0] else None
+    if distinct is None:
+        return table[0], False
+    return np.pad(distinct, (0, entries - len(distinct)), mode="edge"), True
+
+
+# -- blocks
+
+
+def _each_unit(
+    rows: Rows, rule: QuantizationRule, encode: Callable[[Array], tuple[Array, ...]]
+) -> tuple[Array, list[Array]]:
+    """Words of a matrix, and the other things that `encode` makes of units (U, L), joined."""
+    words, others = _words(rows, rule), []
+    for start, stop, block in rows.blocks():
+        codes, *parts = encode(block.reshape(-1, rule.group_size or block.shape[1]))
+        words[start:stop] = pack_words(codes.reshape(block.shape), rule.bits)
+        others.append([part.reshape(-1) for part in parts])
+    shape = rule.part_shapes(rows.shape)["scales"]
+    return words, [np.concatenate(parts).reshape(shape) for parts in zip(*others, strict=True)]
+
+
+def _words(rows: Rows, rule: QuantizationRule) -> Array:
+    return np.empty(rule.part_shapes(rows.shape)["weight"], np.uint32)

@@ -1,0 +1,408 @@
+"""The two kinds of tokenizer file behind one interface: text to ids, ids to pieces.
+
+`SentencePieceVocabulary` reads `tokenizer.model`, the file Apple ships; `HubVocabulary` reads the Hugging
+Face `tokenizer.json` that converters write. Both take text in which newlines are `<n>`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, wraps
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, PieceJoiner, PieceKind, Spacing
+
+TURN_START, TURN_END = "<turn_start>", "<turn_end>"
+EXECUTABLE_START, EXECUTABLE_END = "<executable_start>", "<executable_end>"
+MARKERS = (TURN_START, TURN_END, EXECUTABLE_START, EXECUTABLE_END)  # of the prompt format
+
+USER_DEFINED = 4  # of the types of pieces in sentencepiece_model.proto
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _finds_damage(method: _Method) -> _Method:
+    """A method that raises `TokenizerError` for whatever libraries raise over a damaged file, `self._path`."""
+
+    @wraps(method)
+    def run(self: Any, *args: Any) -> Any:
+        try:
+            return method(self, *args)
+        except TokenizerError:
+            raise
+        except BaseException as error:
+            # What Rust code of `tokenizers` ends with is no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise TokenizerError(
+                f"{self._path} can't be used as a tokenizer ({type(error).__name__}: {shown(str(error))}). "
+                "Copy it again: it is damaged, or a placeholder for a file that was not downloaded."
+            ) from error
+
+    return run  # type: ignore[return-value]
+
+
+class Vocabulary(Protocol):
+    """Ids are 0 .. size - 1; `unk_id` and `pad_id` are None where the file has none."""
+
+    size: int
+    separator_id: int  # SentencePiece's eos: it comes before every sequence
+    pad_id: int | None
+    unk_id: int | None
+    spacing: Spacing
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def name(self, token: int) -> str: ...
+
+    def id_of(self, name: str) -> int | None: ...
+
+    def piece(self, token: int) -> Piece: ...
+
+    @property
+    def symbols(self) -> Mapping[str, int]:
+        """Names that are found in a text before it is cut into pieces: user-defined ones, and their ids."""
+        ...
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether a text has a symbol only where it has its name: no normalizer makes one of something else."""
+        ...
+
+    def is_hidden(self, token: int) -> bool:
+        """Whether no text has this id, whatever its name is."""
+        ...
+
+    def renamed(self, names: Mapping[int, str]) -> Vocabulary:
+        """One that encodes to the same ids, and finds the symbols of these ids under other names."""
+        ...
+
+
+class SentencePieceVocabulary:
+    """A SentencePiece model, Unigram or BPE."""
+
+    @_finds_damage
+    def __init__(self, model: bytes, path: str | Path) -> None:
+        """Read a serialized model; `path` is named when it can't be used.
+
+        Raises:
+            TokenizerError: when it is not a SentencePiece model, or one without an end-of-sequence piece.
+        """
+        from sentencepiece import SentencePieceProcessor
+
+        self._model, self._path = model, path
+        self._processor = SentencePieceProcessor()
+        try:
+            loaded = bool(model) and self._processor.LoadFromSerializedProto(model)
+        except RuntimeError:
+            loaded = False
+        if not loaded or not len(self._processor):
+            raise TokenizerError(
+                f"{path} ({len(model)} bytes) is not a SentencePiece model. Copy it again: it is "
+                "damaged, or a placeholder for a file that was not downloaded."
+            )
+        self.size = len(self._processor)
+        self.separator_id = self._processor.eos_id()
+        if self.separator_id < 0:
+            raise TokenizerError(
+                f"{path} has no end-of-sequence piece, which AFM puts before every sequence. "
+                "Use the tokenizer.model that belongs to the model."
+            )
+        self.pad_id = _id_or_none(self._processor.pad_id())
+        self.unk_id = _id_or_none(self._processor.unk_id())
+        if self._processor.Normalize("a").endswith(SPACE):
+            raise TokenizerError(
+                f"{path} writes spaces behind words (treat_whitespace_as_suffix), which AFM's tokenizers "
+                "don't. Use the tokenizer.model that belongs to the model."
+            )
+        self.spacing = Spacing(
+            dummy_prefix=self._processor.Normalize("a").startswith(SPACE),
+            strip_all=self._processor.Normalize("a  a").count(SPACE)
+            < self._processor.Normalize("a a").count(SPACE) + 1,
+        )
+
+    @_finds_damage
+    def encode(self, text: str) -> list[int]:
+        return self._processor.Encode(text)
+
+    @_finds_damage
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._processor.Decode(list(tokens)).replace(NEWLINE, "\n")
+
+    @_finds_damage
+    def name(self, token: int) -> str:
+        return self._processor.IdToPiece(token)
+
+    @_finds_damage
+    def id_of(self, name: str) -> int | None:
+        token = self._processor.PieceToId(name)
+        return token if self._processor.IdToPiece(token) == name else None
+
+    @_finds_damage
+    def piece(self, token: int) -> Piece:
+        name = self._processor.IdToPiece(token)
+        if self._processor.IsByte(token):
+            return Piece(PieceKind.BYTE, name, int(name[3:5], 16))
+        if self._processor.IsControl(token):
+            return Piece(PieceKind.CONTROL, name)
+        if self._processor.IsUnknown(token):
+            return Piece(PieceKind.UNKNOWN, self._processor.Decode([token]))
+        return Piece(PieceKind.TEXT, name)
+
+    @cached_property
+    def symbols(self) -> Mapping[str, int]:
+        pieces = parse_model(self._model, self._path).pieces
+        # By `name`, which finds out when a damaged piece is no text.
+        return {
+            self.name(token): token
+            for token, piece in enumerate(pieces)
+            if piece.type == USER_DEFINED
+        }
+
+    @cached_property
+    def is_literal(self) -> bool:
+        return not parse_model(self._model, self._path).normalizer_spec.precompiled_charsmap
+
+    def is_hidden(self, token: int) -> bool:
+        return self._processor.IsControl(token)
+
+    @_finds_damage
+    def renamed(self, names: Mapping[int, str]) -> Vocabulary:
+        proto = parse_model(self._model, self._path)
+        for token, name in names.items():
+            proto.pieces[token].piece, proto.pieces[token].type = name, USER_DEFINED
+        return SentencePieceVocabulary(proto.SerializeToString(), self._path)
+
+
+class HubVocabulary:
+    """A `tokenizer.json`, as `save_tokenizer` writes it or as other converters do."""
+
+    UNKNOWN_SURFACE = " \u2047 "  # SentencePiece's default
+
+    @_finds_damage
+    def __init__(self, text: str, path: str | Path, config: dict[str, Any]) -> None:
+        """Read the file's text; `config` is the content of tokenizer_config.json.
+
+        Raises:
+            TokenizerError: when it is not a tokenizer file, or has no separator.
+        """
+        import tokenizers
+
+        self._path = path
+        content = json.loads(text)
+        model = content["model"]
+        added = content.get("added_tokens") or []
+        control = _control_names(added, config)
+        # A control token is one by its id only: the user's text "</s>" is text, as in SentencePiece.
+        content["added_tokens"] = [
+            token
+            for token in added
+            if not (token["content"] in control and _in_model(token["content"], model))
+        ]
+        self._content = content
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+        self.size = self._tokenizer.get_vocab_size()
+        ids = (self._tokenizer.token_to_id(name) for name in control)
+        self._control = {token for token in ids if token is not None}
+        self._has_bytes = bool(model.get("byte_fallback"))
+        # A file that `save_tokenizer` wrote has a true newline where SentencePiece has "<n>".
+        self._newline_id = self._tokenizer.token_to_id("\n")
+        self.separator_id = self._find_separator(path, config)
+        self.pad_id = self.id_of(text_of(config.get("pad_token"), "pad_token") or "<pad>")
+        self.unk_id = self.id_of(_unknown_name(model) or "<unk>")
+        self._added = {token["content"] for token in content["added_tokens"]}
+        first = self._tokenizer.encode("a", add_special_tokens=False).tokens[:1]
+        self._prefix_id = self._tokenizer.token_to_id(SPACE) or 0
+        has_prefix = "".join(first).startswith(SPACE) and self._prefix_id > 0
+        self.spacing = Spacing(dummy_prefix=has_prefix, strip_all=False)
+
+    def _find_separator(self, path: str | Path, config: dict[str, Any]) -> int:
+        bos, eos = (text_of(config.get(key), key) for key in ("bos_token", "eos_token"))
+        for name in (bos, "</s>", eos):
+            # "<s>" is what LLaMA converters write whether or not the model knows it.
+            if name and name != "<s>" and name not in MARKERS:
+                token = self._tokenizer.token_to_id(name)
+                if token is not None:
+                    return token
+        raise TokenizerError(
+            f"{path} has no separator token: neither '</s>' nor tokenizer_config.json's bos_token. "
+            "Use the files that belong to the model, or its tokenizer.model."
+        )
+
+    @_finds_damage
+    def encode(self, text: str) -> list[int]:
+        tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+        # What `save_tokenizer` writes can't have the dummy prefix before a lone marker.
+        if len(tokens) == 1 and text in self._added and self.spacing.dummy_prefix:
+            return [self._prefix_id, *tokens]
+        return tokens
+
+    @_finds_damage
+    def decode(self, tokens: Sequence[int]) -> str:
+        joiner = PieceJoiner(self.spacing)
+        return "".join([joiner.feed(self.piece(token)) for token in tokens]) + joiner.finish()
+
+    @_finds_damage
+    def name(self, token: int) -> str:
+        return NEWLINE if token == self._newline_id else self._tokenizer.id_to_token(token) or ""
+
+    @_finds_damage
+    def id_of(self, name: str) -> int | None:
+        if name == NEWLINE and self._newline_id is not None:
+            return self._newline_id
+        return self._tokenizer.token_to_id(name)
+
+    @_finds_damage
+    def piece(self, token: int) -> Piece:
+        name = self._tokenizer.id_to_token(token) or ""
+        byte = _BYTE_PIECE.fullmatch(name) if self._has_bytes else None
+        if byte:
+            return Piece(PieceKind.BYTE, name, int(byte[1], 16))
+        if token == self.unk_id:
+            return Piece(PieceKind.UNKNOWN, self.UNKNOWN_SURFACE)
+        if token in self._control:
+            return Piece(PieceKind.CONTROL, name)
+        return Piece(PieceKind.TEXT, name)
+
+    @property
+    def symbols(self) -> Mapping[str, int]:
+        return {name: token for name in self._added if (token := self.id_of(name)) is not None}
+
+    @cached_property
+    def is_literal(self) -> bool:
+        outer = self._content.get("normalizer") or {"type": "Sequence", "normalizers": []}
+        steps = outer["normalizers"] if outer["type"] == "Sequence" else [outer]
+        spaces = ("", " ", SPACE, "\n")
+        return all(
+            step["type"] in ("Prepend", "Replace", "Strip")
+            and step.get("content", step.get("prepend", "")) in spaces
+            for step in steps
+        )
+
+    def is_hidden(self, token: int) -> bool:
+        return token in self._control
+
+    @_finds_damage
+    def renamed(self, names: Mapping[int, str]) -> Vocabulary:
+        import tokenizers
+
+        # Names of control tokens have no text, but the pieces of a Unigram model are found by their names.
+        hidden = {t: f"{self.name(t)}\U0010fffd" for t in self._control if t != self.unk_id}
+        new_names = {self.name(t): name for t, name in (hidden | dict(names)).items()}
+        content = _with_names(self._content, new_names)
+        known = {token["content"] for token in content["added_tokens"]}
+        content["added_tokens"] += [
+            {**_PLAIN_TOKEN, "id": token, "content": name}
+            for token, name in names.items()
+            if name not in known
+        ]
+        other = copy.copy(self)
+        other._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+        other._added = {token["content"] for token in content["added_tokens"]}
+        return other
+
+
+def parse_model(model: bytes, path: str | Path) -> Any:
+    """The `ModelProto` of a serialized SentencePiece model.
+
+    Raises:
+        TokenizerError: names `path` when it is damaged.
+    """
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
+
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    try:
+        proto.ParseFromString(model)
+    except DecodeError as error:
+        raise TokenizerError(f"{path} is not a SentencePiece model ({error}).") from None
+    return proto
+
+
+_PLAIN_TOKEN = {
+    "single_word": False,
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "special": False,
+}
+
+
+def _with_names(value: Any, names: Mapping[str, str]) -> Any:
+    """A copy of a tokenizer file's content with other names in the vocabulary, added tokens and normalizer."""
+    content = {key: item for key, item in value.items() if key != "post_processor"}
+    content["added_tokens"] = [
+        {**token, "content": names.get(token["content"], token["content"])}
+        for token in value["added_tokens"]
+    ]
+    model = dict(value["model"])
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(name, name): token for name, token in vocabulary.items()}
+    else:
+        model["vocab"] = [[names.get(name, name), *score] for name, *score in vocabulary]
+    if "merges" in model:
+        model["merges"] = [m for m in model["merges"] if _merged(m) not in names]
+    content["model"] = model
+    # `save_tokenizer` writes a regular expression with the markers' names.
+    normalizer = json.dumps(value.get("normalizer"), ensure_ascii=False)
+    for name, new in names.items():
+        for spelled in {name, re.escape(name)}:
+            normalizer = normalizer.replace(json.dumps(spelled, ensure_ascii=False)[1:-1], new)
+    content["normalizer"] = json.loads(normalizer)
+    return content
+
+
+def _merged(merge: str | list[str]) -> str:
+    return "".join(merge.split(" ", 1) if isinstance(merge, str) else merge)
+
+
+def _id_or_none(token: int) -> int | None:
+    return token if token >= 0 else None
+
+
+def _control_names(added: list[dict[str, Any]], config: dict[str, Any]) -> Collection[str]:
+    """Names without text: what `save_tokenizer` noted, else the special tokens that aren't markers."""
+    noted = config.get("control_tokens")
+    if isinstance(noted, list):
+        return {name for name in noted if isinstance(name, str)}
+    special = {token["content"] for token in added if token.get("special")}
+    return special - {*MARKERS, NEWLINE, "<unk>"}
+
+
+def _in_model(name: str, model: dict[str, Any]) -> bool:
+    entries = model["vocab"]
+    if isinstance(entries, dict):
+        return name in entries
+    return any(entry[0] == name for entry in entries)
+
+
+def _unknown_name(model: dict[str, Any]) -> str | None:
+    if model.get("unk_token"):
+        return model["unk_token"]
+    unk_id = model.get("unk_id")
+    return None if unk_id is None else model["vocab"][unk_id][0]
+
+
+def text_of(token: Any, key: str) -> str | None:
+    """A token of tokenizer_config.json: a string, or an object with `content`; None when there is none.
+
+    Raises:
+        TokenizerError: names the key of what is neither.
+    """
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise TokenizerError(
+            f"{key!r} of tokenizer_config.json must be a string, or an object with a string as 'content', "
+            f"got {shown(token)}."
+        )
+    return text

@@ -1,0 +1,1 @@
+"""JSONL files to samples, and samples to batches."""

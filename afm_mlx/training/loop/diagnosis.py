@@ -1,0 +1,143 @@
+"""Where a number that is not finite came from.
+
+The batch runs again, uncompiled, on the weights that it met. Looked at in order: the parameters, what each
+layer puts out, the loss, and the gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from afm_mlx.training.loop.optimizer import Tree
+from afm_mlx.training.loop.step import random_key
+
+if TYPE_CHECKING:
+    from afm_mlx.training.data.batches import Batch
+    from afm_mlx.training.loop.losses import Loss
+
+_GREAT = 1e18  # squares of such numbers overflow float32
+
+
+def find_non_finite(
+    model: nn.Module,
+    loss: Loss,
+    batches: Sequence[Batch],
+    gradients: Callable[[Batch, mx.array], tuple[mx.array, Tree]] | None = None,
+) -> str:
+    """Say where the first number comes from that is NaN or infinite.
+
+    Args:
+        model: in the mode and with the weights that the number came up with.
+        loss: that was computed.
+        batches: the micro-batches of the step.
+        gradients: of one batch and the sum of weights (`TrainingStep.gradients`); None where there were none.
+
+    Returns:
+        A clause such as "the output of layers.3.mlp.down_proj is not finite (12 NaN of 4096 numbers)".
+    """
+    for name, parameter in tree_flatten(model.parameters()):
+        if text := _not_finite(parameter):
+            return f"the parameter {name} is not finite ({text})"
+    weight = mx.array(0.0)
+    for batch in batches:
+        weight = weight + batch.weights.sum()
+    if weight.item() == 0:
+        return "no target of the batch has a weight"
+    order: list[str] = []
+    for batch in batches:
+        key = random_key()
+        with _watched(model) as calls:
+            value = loss(model, batch)
+            mx.eval(value)
+        mx.random.seed(key)  # the gradients, and the next batch, have the step's dropout
+        order = [name for name, _, _ in calls]
+        for name, text, reason in calls:
+            if text:
+                return f"the output of {name} is not finite ({text}{reason})"
+        if text := _not_finite(value):
+            return f"the loss is not finite ({text}), and every layer's output is"
+        if gradients is not None and (text := _bad_gradient(gradients(batch, weight)[1], order)):
+            return text
+    return "it did not come back when the step was computed again, uncompiled"
+
+
+def _bad_gradient(gradients: Tree, order: list[str]) -> str:
+    """The parameter nearest to the loss whose gradient is not finite; empty when there is none."""
+    place = {name: i for i, name in enumerate(order)}
+
+    def place_of(name: str) -> int:
+        # Parameters may lie in lists of a layer's (`lora_a.0`), so its name is what was called.
+        while name and name not in place:
+            name = name.rpartition(".")[0]
+        return place.get(name, -1)
+
+    flat = tree_flatten(gradients)
+    bad = {name: text for name, gradient in flat if (text := _not_finite(gradient))}
+    if bad:
+        # Gradients flow from the last layer to the first, so the last bad one comes first.
+        name = max(bad, key=place_of)
+        others = f", and those of {len(bad) - 1} parameters before it" if len(bad) > 1 else ""
+        return f"the gradient of {name} is not finite ({bad[name]}){others}"
+    largest = {name: mx.abs(gradient).max().item() for name, gradient in flat if gradient.size}
+    name = max(largest, key=largest.__getitem__, default="")
+    if name and largest[name] > _GREAT:
+        return f"the norm of the gradient overflows; its largest number is {largest[name]:.1e}, in {name}"
+    return ""
+
+
+@contextmanager
+def _watched(model: nn.Module) -> Iterator[list[tuple[str, str, str]]]:
+    """Every call of a layer, in the order in which they end: name, what is not finite, and a hint."""
+    calls: list[tuple[str, str, str]] = []
+    names = {id(module): name or "the model" for name, module in model.named_modules()}
+    modules = {id(module): module for _, module in model.named_modules()}
+    kinds = {key: type(module) for key, module in modules.items()}
+    watching = {kind: _watching(kind, names, calls) for kind in set(kinds.values())}
+    try:
+        for key, module in modules.items():
+            module.__class__ = watching[kinds[key]]
+        yield calls
+    finally:
+        for key, module in modules.items():
+            module.__class__ = kinds[key]
+
+
+def _watching(kind: type, names: dict[int, str], calls: list[tuple[str, str, str]]) -> type:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = kind.__call__(self, *args, **kwargs)
+        text = _not_finite(*_arrays(output))
+        reason = ""
+        if text:
+            largest = max((mx.abs(x).max().item() for x in _arrays((args, kwargs))), default=0.0)
+            reason = f"; the largest number that came in is {largest:.1e}"
+        calls.append((names[id(self)], text, reason))
+        return output
+
+    return type(kind.__name__, (kind,), {"__call__": call})
+
+
+def _arrays(tree: Any) -> list[mx.array]:
+    """The floating-point arrays in what a layer takes or returns."""
+    if isinstance(tree, mx.array):
+        return [tree] if mx.issubdtype(tree.dtype, mx.floating) and tree.size else []
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, (list, tuple)):
+        return [array for item in tree for array in _arrays(item)]
+    return []
+
+
+def _not_finite(*arrays: mx.array) -> str:
+    """Counts of NaN and infinities; empty when there are none."""
+    arrays = tuple(a for a in arrays if mx.issubdtype(a.dtype, mx.floating))
+    size = sum(array.size for array in arrays)
+    nan = sum(int(mx.isnan(array).sum().item()) for array in arrays)
+    infinite = sum(int(mx.isinf(array).sum().item()) for array in arrays)
+    counts = [f"{count} {name}" for count, name in ((nan, "NaN"), (infinite, "infinite")) if count]
+    return f"{' and '.join(counts)} of {size} numbers" if counts else ""

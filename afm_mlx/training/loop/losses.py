@@ -1,0 +1,286 @@
+"""What training makes small: cross-entropy of the data, and the distance from a teacher's predictions.
+
+    CrossEntropy = sum over targets of  w * -log softmax(logits)[label]
+    Distillation = sum over targets of  w * ((1 - a) * cross-entropy + a * T^2 * KL(teacher_T || student_T))
+    the same, reversed:                                              ... KL(student_T || teacher_T)
+
+with `x_T = softmax(logits / T)`. The forward divergence has the student cover all that the teacher says; the
+reverse one has it say nothing that the teacher would not, which suits a draft model: what its target doesn't
+take is proposed in vain. T^2 keeps gradients of one size whatever T is (Hinton et al. 2015,
+arXiv 1503.02531, section 2). All are sums: the training loop divides by the sum of weights, so that
+accumulated micro-batches weigh what their targets do.
+
+Only targets have logits, and of a large vocabulary never all of them at once: the head runs over
+`CHUNK` targets at a time, and once more in the backward pass instead of being kept. The 3B's logits of 8,192
+targets would be 5 GB in float32, and their gradient as much again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.errors import ConfigError, TrainingError
+from afm_mlx.model.model import Model
+from afm_mlx.training.loop.diagnosis import find_non_finite
+from afm_mlx.training.loop.ordered_checkpoint import recomputed
+
+if TYPE_CHECKING:
+    from afm_mlx.training.data.batches import Batch, Batches
+
+CHUNK = 1024
+"""Targets whose logits exist at a time."""
+
+WHOLE = 1 << 24
+"""Logits that are not worth computing twice: 64 MB of float32."""
+
+DIVERGENCES = ("forward", "reverse")
+
+TargetLoss: TypeAlias = Callable[[mx.array, "mx.array | None", mx.array], mx.array]
+"""Logits (n, V), the teacher's (n, V) or None, and labels (n,) to losses (n,), all float32."""
+
+
+class Loss(Protocol):
+    """A weighted sum over the targets of a batch, () float32."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> mx.array: ...
+
+
+class CrossEntropy:
+    """The negative log-likelihood of the data, in nats."""
+
+    def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
+        return _weighted_sum(model, None, batch, _cross_entropy)
+
+
+class Distillation:
+    """How far the predictions are from those of a teacher, over the whole vocabulary, mixed with cross-entropy.
+
+    Args:
+        teacher: a model of the same vocabulary. It is put in eval mode, and no gradient goes into it.
+        weight: a in [0, 1]; 1 looks at the teacher only.
+        temperature: T > 0; above 1 the teacher's unlikely tokens count more.
+        divergence: "forward", KL(teacher || student), or "reverse", KL(student || teacher).
+
+    Raises:
+        ConfigError: for an argument out of range; when called, for a teacher of another vocabulary.
+    """
+
+    def __init__(
+        self,
+        teacher: nn.Module,
+        weight: float = 1.0,
+        temperature: float = 1.0,
+        divergence: str = "forward",
+    ):
+        if not 0 <= weight <= 1:
+            raise ConfigError(f"The distillation weight is {weight}; allowed are 0 to 1.")
+        if not 0 < temperature < float("inf"):
+            raise ConfigError(
+                f"The distillation temperature is {temperature}; allowed are positive numbers."
+            )
+        check_divergence(divergence)
+        teacher.freeze()
+        self.teacher = teacher.eval()
+        self.weight = weight
+        self.temperature = temperature
+        self.divergence = divergence
+
+    def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
+        return _weighted_sum(model, self.teacher, batch, self._of_targets)
+
+    def _of_targets(self, logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
+        taught = _of_one_vocabulary(taught, logits)
+        first, second = (taught, logits) if self.divergence == "forward" else (logits, taught)
+        loss = self.weight * _divergence(first, second, self.temperature)
+        if self.weight < 1:
+            loss = loss + (1 - self.weight) * _cross_entropy(logits, None, labels)
+        return loss
+
+
+class Acceptance:
+    """The share of proposed tokens that speculative sampling keeps, in [0, 1]: sum of min(model, teacher).
+
+    A token that is drawn from `p` and kept with probability min(1, q / p) is kept with probability
+    sum min(p, q) (Leviathan et al. 2023, arXiv 2211.17192, section 3.2). A measure, not a loss to train by.
+
+    Args:
+        teacher: the model that decides, in eval mode, of the same vocabulary.
+    """
+
+    def __init__(self, teacher: nn.Module):
+        self.teacher = teacher
+
+    def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
+        return _weighted_sum(model, self.teacher, batch, self._of_targets)
+
+    def _of_targets(self, logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
+        taught = _of_one_vocabulary(taught, logits)
+        shared = mx.minimum(mx.softmax(logits, axis=-1), mx.softmax(taught, axis=-1))
+        return shared.sum(axis=-1)
+
+
+def check_divergence(divergence: str) -> None:
+    """Raise `ConfigError` for one that there is not."""
+    if divergence not in DIVERGENCES:
+        raise ConfigError(
+            f"The divergence is {divergence!r}; allowed are {' and '.join(map(repr, DIVERGENCES))}."
+        )
+
+
+def _of_one_vocabulary(taught: mx.array | None, logits: mx.array) -> mx.array:
+    assert taught is not None
+    if taught.shape != logits.shape:
+        raise ConfigError(
+            f"The teacher has {taught.shape[-1]} tokens and the model {logits.shape[-1]}; a teacher must "
+            "have the model's vocabulary. Choose the model that this one was made of."
+        )
+    return taught
+
+
+def _cross_entropy(logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
+    return nn.losses.cross_entropy(logits, labels, reduction="none")
+
+
+def _divergence(first: mx.array, second: mx.array, temperature: float) -> mx.array:
+    """T^2 * KL(softmax(first / T) || softmax(second / T)), (n,)."""
+    log_p, log_q = (_log_softmax(logits / temperature) for logits in (first, second))
+    return temperature**2 * mx.sum(mx.exp(log_p) * (log_p - log_q), axis=-1)
+
+
+def _log_softmax(x: mx.array) -> mx.array:
+    return x - mx.logsumexp(x, axis=-1, keepdims=True)
+
+
+def mean_loss(
+    model: nn.Module,
+    loss: Loss,
+    batches: Batches,
+    count: int = -1,
+    progress: Callable[[int, int], None] | None = None,
+) -> float:
+    """The weighted mean of a loss over the first batches of an epoch, all when -1, without dropout.
+
+    Args:
+        model: is in eval mode afterwards.
+        loss: of a batch.
+        batches: see there.
+        count: of batches.
+        progress: called with batches done and batches in all.
+
+    Raises:
+        TrainingError: when it is not finite; names the batch and the layer.
+    """
+    model.eval()
+    total = weight = 0.0
+    n = batches.per_epoch if count == -1 else min(count, batches.per_epoch)
+    for index in range(n):
+        batch = batches(index)
+        value = loss(model, batch).item()
+        if not math.isfinite(value):
+            cause = find_non_finite(model, loss, [batch])
+            raise TrainingError(f"The loss of batch {index} is {value:g}: {cause}.")
+        total += value
+        weight += batch.weights.sum().item()
+        if progress is not None:
+            progress(index + 1, n)
+    return total / weight
+
+
+def perplexity(loss: float) -> float:
+    """`exp(loss)` of a mean cross-entropy in nats; infinite where that is too large for a number."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+# -- targets, a chunk at a time
+
+
+def _weighted_sum(
+    model: nn.Module, teacher: nn.Module | None, batch: Batch, of_targets: TargetLoss
+) -> mx.array:
+    """The sum over targets of weight * loss, () float32."""
+    h = _states(model, batch)
+    taught = None if teacher is None else mx.stop_gradient(_states(teacher, batch))
+
+    def loss(rows: slice, h: mx.array) -> mx.array:
+        logits = _logits(model, h)
+        others = None
+        if teacher is not None:
+            assert taught is not None
+            # Waits for `h`: where the forward pass and what is computed again are equal expressions,
+            # `mx.compile` keeps the first one's logits.
+            others = mx.stop_gradient(_logits(teacher, mx.depends([taught[rows]], [h])[0]))
+        return mx.sum(batch.weights[rows] * of_targets(logits, others, batch.labels[rows]))
+
+    targets, vocabulary = batch.labels.size, _vocabulary(model, h)
+    if targets * vocabulary <= WHOLE:
+        return loss(slice(targets), h)
+    total = mx.array(0.0)
+    for start in range(0, targets, CHUNK):
+        rows = slice(start, min(start + CHUNK, targets))
+        total = _recomputed_head(model, loss, rows, h[rows], total)
+    return total
+
+
+def _recomputed_head(
+    model: nn.Module,
+    loss: Callable[[slice, mx.array], mx.array],
+    rows: slice,
+    h: mx.array,
+    total: mx.array,
+) -> mx.array:
+    """`total + loss(rows, h)`; logits are computed again in the backward pass, and not kept until then."""
+    head = _head_modules(model)
+
+    def run(parameters: list[Any], h: mx.array, total: mx.array) -> mx.array:
+        before = [module.trainable_parameters() for module in head]
+        _update(head, parameters)
+        try:
+            # MLX would run chunks side by side; one that waits for the sum so far comes after the others. So it
+            # is in the backward pass, where the sum's gradient comes from the chunk behind.
+            return total + loss(rows, mx.depends([h], [total])[0])
+        finally:
+            # The traced arrays are this call's own; the model must not keep them.
+            _update(head, before)
+
+    # Gradients reach the arguments of such a function only, so the parameters are among them.
+    return recomputed(run)([module.trainable_parameters() for module in head], h, total)
+
+
+def _update(modules: list[nn.Module], parameters: list[Any]) -> None:
+    for module, values in zip(modules, parameters, strict=True):
+        module.update(values)
+
+
+# -- both kinds of model
+
+
+def _states(model: nn.Module, batch: Batch) -> mx.array:
+    """What the head reads of every target, (T, D); of mlx-lm's models, whose head is inside, the logits."""
+    if isinstance(model, Model):
+        return model.hidden_at(batch.inputs, batch.positions, batch.segments)
+    if batch.segments is not None:
+        raise ConfigError(
+            "Rows that hold several samples need a mask that models of mlx-lm don't take. Give each sample a "
+            "row of its own (packed=False, --no-packing)."
+        )
+    logits = model(batch.inputs)
+    return logits.reshape(-1, logits.shape[-1])[batch.positions]
+
+
+def _logits(model: nn.Module, h: mx.array) -> mx.array:
+    return (model.head(h) if isinstance(model, Model) else h).astype(mx.float32)
+
+
+def _vocabulary(model: nn.Module, h: mx.array) -> int:
+    return model.args.vocab_size if isinstance(model, Model) else h.shape[-1]
+
+
+def _head_modules(model: nn.Module) -> list[nn.Module]:
+    if not isinstance(model, Model):
+        return []
+    return [model.model.embedding, model.model.output_norm]

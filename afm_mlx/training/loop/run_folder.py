@@ -1,0 +1,387 @@
+"""The folder of a training run: what it was started with, how it went, and where to go on.
+
+    run.json                       the manifest: settings and data that a run must not change
+    metrics.jsonl                  a line per report and per evaluation
+    checkpoints/step-0000100/      trainable.safetensors, optimizer.safetensors, ema.safetensors, state.json
+    best/                          trainable.safetensors, state.json
+    run.lock                       while a process works in it: which, and since when
+
+A checkpoint is written beside its place and renamed when all of it is on the disk; the ones before it go
+only after that. So whenever the process is killed, the newest folder under `checkpoints` is whole. The two
+files of `best` are replaced one after the other; what counts is the copy of the state in the metadata of
+the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from safetensors import SafetensorError, safe_open
+
+from afm_mlx.checkpoint.weights import save_file
+from afm_mlx.errors import CheckpointError, TrainingError
+from afm_mlx.file_lock import FileLock, LockHeldError, Owner
+from afm_mlx.files import atomic_folder, atomic_write, remove_folder, remove_leftovers
+
+KEEP = 2  # checkpoints; the second is for disks that lose what they said was written
+STATE_NAME = "state.json"
+LOCK_NAME = "run.lock"
+TRAINABLE = "trainable"
+
+_STEP = re.compile(r"step-(\d+)")
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds.
+
+    Args:
+        tensors: by file name without suffix, then by tensor name.
+        state: JSON values.
+    """
+
+    tensors: dict[str, dict[str, mx.array]]
+    state: dict[str, Any]
+
+
+class RunExistsError(TrainingError):
+    """A new run in a folder that has one.
+
+    Attributes:
+        path: of the run's folder.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(
+            f"{path} holds a training run already. Resume it (--resume) with the arguments that it was started "
+            "with, or choose another folder for a new one."
+        )
+        self.path = path
+
+
+class RunFolder:
+    """Use `create` for a new run and `open` for one to go on with, and `close` when done with it.
+
+    One object at a time works in a folder, in whatever process: both of these lock it, until it is closed or
+    its process ends. As a context manager it closes itself. A `RunFolder(path)` is for looking only.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._lock: FileLock | None = None
+        self.metrics_path = path / "metrics.jsonl"
+        self._checkpoints = path / "checkpoints"
+        self._best = path / "best"
+
+    @classmethod
+    def create(cls, path: str | Path, manifest: Mapping[str, Any]) -> RunFolder:
+        """Start a run.
+
+        Args:
+            path: a folder; made when missing.
+            manifest: JSON values that a run must keep when it resumes.
+
+        Raises:
+            RunExistsError: when there is a run already.
+            TrainingError: when another process starts one, or the folder can't be made.
+        """
+        run = cls(Path(path))
+        run.check(resume=False)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise TrainingError(
+                f"The run's folder {path} can't be made: {error.strerror}. Choose another path."
+            ) from None
+        run._begin_work()
+        try:
+            run.check(resume=False)  # again: another may have come and gone
+            run._write_json(run._manifest_path, dict(manifest))
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path, manifest: Mapping[str, Any]) -> RunFolder:
+        """Go on with a run.
+
+        Raises:
+            TrainingError: when there is none, when a process works in it (says which), or when it was started
+                with another manifest: names the keys.
+        """
+        run = cls(Path(path))
+        run.check(resume=True)
+        run._begin_work()
+        try:
+            run._check_manifest(manifest)
+            for folder in (run.path, run._checkpoints, run._best):
+                remove_leftovers(folder)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def check(self, *, resume: bool) -> None:
+        """Raise what `open` or else `create` would raise before it looks at a manifest; nothing is changed.
+
+        Raises:
+            RunExistsError: for a new run where there is one.
+            TrainingError: when there is none to resume, or when a process works in it.
+        """
+        if self.path.is_dir() and self._lock is None:
+            self._begin_work(create=False)
+            self.close()
+        if not resume and (self._manifest_path.exists() or self.steps()):
+            raise RunExistsError(self.path)
+        if resume and not self._manifest_path.exists():
+            raise TrainingError(
+                f"{self.path} holds no training run to resume (no run.json). Check the path, or start a new "
+                "run."
+            )
+
+    def close(self) -> None:
+        """Let others work in the folder; a second call does nothing."""
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            lock.release()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _begin_work(self, *, create: bool = True) -> None:
+        try:
+            self._lock = FileLock(self.path / LOCK_NAME, create=create)
+        except LockHeldError as error:
+            raise TrainingError(f"{self.path} is in use by {_whom_to_ask(error.owner)}") from None
+        except FileNotFoundError:
+            if create:
+                raise
+        except OSError as error:
+            raise TrainingError(
+                f"The run's folder {self.path} can't be locked: {error.strerror}. Check that it may be written "
+                "to."
+            ) from None
+
+    def _check_manifest(self, manifest: Mapping[str, Any]) -> None:
+        path, before = self.path, _read_json(self._manifest_path)
+        # Through JSON and back: tuples become lists there.
+        now = json.loads(json.dumps(dict(manifest)))
+        differing = [
+            f"{key} was {json.dumps(before.get(key))} and is now {json.dumps(now.get(key))}"
+            for key in [*before, *(key for key in now if key not in before)]
+            if (key in before, before.get(key)) != (key in now, now.get(key))
+        ]
+        if differing:
+            raise TrainingError(
+                f"{path} was started with other settings: {'; '.join(differing)}. Resume with the old ones, "
+                "or start a new run in another folder."
+            )
+
+    @property
+    def _manifest_path(self) -> Path:
+        return self.path / "run.json"
+
+    # -- checkpoints
+
+    def checkpoint_path(self, step: int) -> Path:
+        return self._checkpoints / f"step-{step:07d}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, in ascending order."""
+        if not self._checkpoints.is_dir():
+            return []
+        names = (_STEP.fullmatch(path.name) for path in self._checkpoints.iterdir())
+        return sorted(int(match[1]) for match in names if match)
+
+    def save(
+        self, step: int, tensors: Mapping[str, Mapping[str, mx.array]], state: Mapping[str, Any]
+    ) -> Path:
+        """Write the checkpoint of a step, and remove all but the newest `KEEP`.
+
+        Args:
+            step: that was done last.
+            tensors: by file name without suffix; empty groups get no file.
+            state: JSON values.
+
+        Raises:
+            TrainingError: when the disk is full, say; the checkpoints before are as they were.
+        """
+        path = self.checkpoint_path(step)
+        try:
+            with atomic_folder(path) as folder:
+                for name, group in tensors.items():
+                    if group:
+                        save_file(folder / f"{name}.safetensors", group)
+                self._write_json(folder / STATE_NAME, dict(state))
+        except (OSError, CheckpointError) as error:
+            raise TrainingError(
+                f"The checkpoint of step {step} could not be written: {error} {self.what_remains()}"
+            ) from None
+        for old in self.steps()[:-KEEP]:
+            remove_folder(self.checkpoint_path(old))
+        return path
+
+    def load(self, step: int) -> Saved:
+        """Read a checkpoint.
+
+        Raises:
+            CheckpointError: names the file that is missing or damaged.
+        """
+        path = self.checkpoint_path(step)
+        try:
+            return Saved(
+                {file.stem: _read_tensors(file)[0] for file in sorted(path.glob("*.safetensors"))},
+                _read_json(path / STATE_NAME),
+            )
+        except CheckpointError as error:
+            raise self.damaged(step, str(error)) from None
+
+    def damaged(self, step: int, fault: str) -> CheckpointError:
+        """The error for a checkpoint that can't be used, with what to do.
+
+        It never says to remove one: what can't be read today may be whole, on a disk that comes back.
+
+        Args:
+            step: of the checkpoint.
+            fault: a sentence.
+        """
+        path, before = self.checkpoint_path(step), [s for s in self.steps() if s < step]
+        advice = "There is no checkpoint before it: start a new run in another folder."
+        if before:
+            advice = (
+                f"If it stays so, move {path} out of {self._checkpoints} and keep it; --resume then goes on "
+                f"from the checkpoint of step {before[-1]}."
+            )
+        return CheckpointError(
+            f"{fault} Check the disk and permissions, and resume again. {advice}"
+        )
+
+    def what_remains(self) -> str:
+        """A sentence on the newest checkpoint, for errors."""
+        steps = self.steps()
+        if not steps:
+            return "No checkpoint was written yet."
+        return (
+            f"The last checkpoint is that of step {steps[-1]}, {self.checkpoint_path(steps[-1])}."
+        )
+
+    # -- best weights
+
+    def save_best(self, tensors: Mapping[str, mx.array], state: Mapping[str, Any]) -> None:
+        """Put weights in the place of the best so far.
+
+        Raises:
+            TrainingError: when they can't be written; the best so far are as they were.
+        """
+        try:
+            self._best.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._best / f"{TRAINABLE}.safetensors") as path:
+                save_file(path, tensors, {"format": "mlx", "state": json.dumps(dict(state))})
+            self._write_json(self._best / STATE_NAME, dict(state))
+        except (OSError, CheckpointError) as error:
+            raise TrainingError(
+                f"The best weights could not be written: {error} {self.what_remains()}"
+            ) from None
+
+    def load_best(self) -> tuple[dict[str, mx.array], dict[str, Any]] | None:
+        """The best weights and their state; None before any were saved."""
+        path = self._best / f"{TRAINABLE}.safetensors"
+        if not path.exists():
+            return None
+        tensors, metadata = _read_tensors(path)
+        try:
+            state = json.loads(metadata["state"])
+            return tensors, {"step": state["step"], "valid_loss": state["valid_loss"]}
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            fault = f"{type(error).__name__}: {error}"
+            raise CheckpointError(
+                f"{path} does not say which step its weights are of ({fault}). Start a new run in another "
+                "folder."
+            ) from None
+
+    # -- metrics
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl; NaN and infinities, which JSON lacks, become null.
+
+        Raises:
+            TrainingError: when it can't be written.
+        """
+        values = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        try:
+            with self.metrics_path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(values) + "\n")
+        except OSError as error:
+            raise TrainingError(
+                f"{self.metrics_path} could not be written: {error}. {self.what_remains()}"
+            ) from None
+
+    def truncate_metrics(self, step: int) -> None:
+        """Forget the lines of later steps, and a half one at the end."""
+        if not self.metrics_path.exists():
+            return
+        kept = [
+            line for line in self.metrics_path.read_text("utf-8").splitlines() if _upto(line, step)
+        ]
+        with atomic_write(self.metrics_path) as path:
+            path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+    def _write_json(self, path: Path, values: dict[str, Any]) -> None:
+        with atomic_write(path) as temporary:
+            temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _upto(line: str, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
+
+
+def _whom_to_ask(owner: Owner | None) -> str:
+    if owner is None:
+        return "a process that its lock does not name. Let it end, or choose another folder."
+    if owner.is_here():
+        return f"{owner}. Close the `RunFolder` that has it first."
+    return (
+        f"{owner}. Let that run go on, or stop it (kill {owner.pid} lets it save a checkpoint) and resume it "
+        "then (--resume); or choose another folder for a new run."
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(path, error) from None
+    if not isinstance(values, dict):
+        raise _unreadable(path, f"it holds a JSON {type(values).__name__}, and an object is needed")
+    return values
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
+    try:
+        with safe_open(path, framework="np"):
+            pass  # sizes in the header are checked against the file's
+        tensors, metadata = mx.load(str(path), return_metadata=True)
+        mx.eval(tensors)  # now: the file may be gone by the time that they are used
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise _unreadable(path, error) from None
+    return tensors, metadata
+
+
+def _unreadable(path: Path, error: object) -> CheckpointError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return CheckpointError(f"{path} can't be read: {reason}.")

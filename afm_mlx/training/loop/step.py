@@ -1,0 +1,167 @@
+"""One step of training as one graph: gradients, clipping, the optimizer, and the average of weights.
+
+`mx.compile` takes the step, or with accumulation a micro-step and an update. On a CPU MLX then fuses
+elementwise operations with `g++`, and where there is none it runs them one by one, to the same numbers but for
+rounding. `MLX_DISABLE_COMPILE=1` turns compiling off everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from afm_mlx.training.loop.optimizer import AdamW, Tree, averaged, scaled_to_norm
+
+if TYPE_CHECKING:
+    from afm_mlx.training.data.batches import Batch
+    from afm_mlx.training.loop.losses import Loss
+
+
+class StepResult(NamedTuple):
+    """What a step did, () arrays.
+
+    Args:
+        loss: weighted mean of its targets before the update.
+        grad_norm: before clipping. Where it or the loss is not finite, nothing was updated.
+        weight: sum of the targets' weights.
+        targets: how many have a weight.
+    """
+
+    loss: mx.array
+    grad_norm: mx.array
+    weight: mx.array
+    targets: mx.array
+
+
+class TrainingStep:
+    """Updates the trainable parameters of a model in place.
+
+    Gradients are those of `sum of losses / sum of weights` over all micro-batches of a step, so that
+    accumulation changes nothing but memory. A step whose loss or gradient is not finite changes nothing; the
+    choice is in the graph.
+
+    Args:
+        model: its `trainable_parameters()` are trained.
+        loss: sum of weighted losses of a batch.
+        optimizer: its state is made here.
+        max_norm: of the gradient, None for any.
+        ema_decay: of the average of weights, None for none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: AdamW,
+        max_norm: float | None = None,
+        ema_decay: float | None = None,
+    ):
+        self.model = model
+        self.loss = loss
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.ema_decay = ema_decay
+        parameters = model.trainable_parameters()
+        optimizer.init(parameters)
+        self.average: Tree = {}  # (float32) of weights; changed in place, as `mx.compile` wants it
+        if ema_decay is not None:
+            self.average.update(tree_map(lambda p: p.astype(mx.float32), parameters))
+        self._kind: Callable[..., Batch]
+        state = [model.state, optimizer.state, self.average]
+        generator = [mx.random.state]
+        self._whole = mx.compile(self._whole_step, state + generator, state + generator)
+        self._micro = mx.compile(self._micro_step, [model.state, *generator], generator)
+        self._update = mx.compile(self._apply, state, state)
+
+    def __call__(self, batches: Sequence[Batch]) -> StepResult:
+        """One step on its micro-batches; the result is not evaluated yet when there is only one."""
+        before, key = self.model.parameters(), random_key()
+        try:
+            return self._taken(batches)
+        except BaseException:
+            # A trace that ends early leaves what it traced in the model and in MLX's generator.
+            self.model.update(before)
+            mx.random.seed(key)
+            raise
+
+    def _taken(self, batches: Sequence[Batch]) -> StepResult:
+        self._kind = type(batches[0])
+        weight = sum((batch.weights.sum() for batch in batches[1:]), batches[0].weights.sum())
+        targets = sum((batch.weights != 0).sum() for batch in batches)
+        arrays = [{k: v for k, v in batch._asdict().items() if v is not None} for batch in batches]
+        if len(batches) == 1:
+            loss, norm = self._whole(arrays[0], weight)
+        else:
+            loss = mx.array(0.0)
+            gradients = tree_map(
+                lambda p: mx.zeros(p.shape, mx.float32), self.model.trainable_parameters()
+            )
+            for batch in arrays:
+                part, gradients = self._micro(batch, weight, gradients)
+                loss = loss + part
+                mx.eval(loss, gradients)  # one micro-batch's activations at a time
+            norm = self._update(loss, gradients)
+        return StepResult(loss, norm, weight, targets)
+
+    def evaluate(self, result: StepResult) -> None:
+        """Compute a step and all it changed: graphs must not grow over steps."""
+        mx.eval(result, self.model.state, self.optimizer.state, self.average, mx.random.state)
+
+    def gradients(self, batch: Batch, weight: mx.array) -> tuple[mx.array, Tree]:
+        """`loss / weight` of a batch and its gradients."""
+        parameters = self.model.trainable_parameters()
+
+        def scaled(parameters: Tree) -> mx.array:
+            self.model.update(parameters)
+            return self.loss(self.model, batch).astype(mx.float32) / weight
+
+        loss, gradients = mx.value_and_grad(scaled)(parameters)
+        self.model.update(parameters)  # the model still held what was traced
+        return loss, gradients
+
+    def _batch(self, arrays: dict[str, mx.array]) -> Batch:
+        # None is no argument of a compiled function.
+        return self._kind(*(arrays.get(name) for name in self._kind._fields))  # type: ignore[attr-defined]
+
+    def _whole_step(
+        self, arrays: dict[str, mx.array], weight: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        loss, gradients = self.gradients(self._batch(arrays), weight)
+        return loss, self._apply(loss, gradients)
+
+    def _micro_step(
+        self, arrays: dict[str, mx.array], weight: mx.array, accumulated: Tree
+    ) -> tuple[mx.array, Tree]:
+        loss, gradients = self.gradients(self._batch(arrays), weight)
+        return loss, tree_map(lambda a, g: a + g.astype(mx.float32), accumulated, gradients)
+
+    def _apply(self, loss: mx.array, gradients: Tree) -> mx.array:
+        """Update everything where loss and gradient are finite; returns the gradient's norm."""
+        optimizer, before = self.optimizer, self.model.trainable_parameters()
+        # A copy of the containers: the optimizer replaces arrays in its own.
+        state_before = tree_map(lambda a: a, optimizer.state)
+        gradients = tree_map(lambda g: g.astype(mx.float32), gradients)
+        gradients, norm = scaled_to_norm(gradients, self.max_norm)
+        after = optimizer.apply_gradients(gradients, before)
+        is_finite = mx.isfinite(loss) & mx.isfinite(norm)
+
+        def chosen(new: Tree, old: Tree) -> Tree:
+            return tree_map(lambda n, o: mx.where(is_finite, n, o), new, old)
+
+        self.model.update(chosen(after, before))
+        if self.ema_decay is not None:
+            weights = optimizer.exact(after)
+            average = averaged(self.average, weights, self.ema_decay, optimizer.step)
+            self.average.update(chosen(average, self.average))
+        optimizer.state.update(chosen(optimizer.state, state_before))
+        return norm
+
+
+def random_key() -> int:
+    """The seed that puts MLX's generator in the state that it is in."""
+    high, low = mx.random.state[0].tolist()
+    return high << 32 | low

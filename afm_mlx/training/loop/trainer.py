@@ -1,0 +1,361 @@
+"""The training loop, the same for full weights, LoRA adapters, and weights on a grid.
+
+    gradients of a step's micro-batches -> clipped -> AdamW -> average of weights     (training.step)
+    every now and then: a report, an evaluation that may find the best weights so far, a checkpoint
+
+A run is a function of its seed, options and data: one that resumes from a checkpoint takes the steps that it
+would have taken, bit for bit on one machine's CPU. (A GPU adds up the gradients of an embedding's row in any
+order, which shows in the last bits.) A step that gives a number that is not finite changes no weight and ends
+the run, and the error names the layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from threading import Event as Flag
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+
+from afm_mlx.engine.generation import wired_memory
+from afm_mlx.errors import CheckpointError, TrainingError
+from afm_mlx.training.loop.diagnosis import find_non_finite
+from afm_mlx.training.loop.events import Evaluation, Event, Report, Resumed, Saved, Stepped
+from afm_mlx.training.loop.losses import mean_loss, perplexity
+from afm_mlx.training.loop.optimizer import AdamW, Tree
+from afm_mlx.training.loop.recompute import recomputed_blocks
+from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
+from afm_mlx.training.loop.step import StepResult, TrainingStep, random_key
+from afm_mlx.training.loop.training_options import TrainingOptions as TrainingOptions
+
+if TYPE_CHECKING:
+    from afm_mlx.training.data.batches import Batch, Batches
+    from afm_mlx.training.loop.losses import Loss
+
+OnEvent = Callable[[Event], None]
+Stopping = Callable[[], AbstractContextManager[Flag]]
+"""A context within which what would interrupt sets the flag that it gives instead."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a run.
+
+    Args:
+        steps: that were taken, those before a resume included.
+        best_step: after which the weights were that the model now has.
+        best_loss: their loss on the validation batches; None where nothing was evaluated.
+        stopped_early: patience ran out.
+        seconds: in all, those before a resume included.
+        tokens: targets that were trained on.
+    """
+
+    steps: int
+    best_step: int
+    best_loss: float | None
+    stopped_early: bool
+    seconds: float
+    tokens: int
+
+
+@dataclass
+class _Progress:
+    """What a checkpoint knows besides arrays."""
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_step: int = 0
+    best_loss: float | None = None
+    evaluations_since_best: int = 0
+    stopped_early: bool = False
+    # Since the last report:
+    loss: float = 0.0  # times weight
+    weight: float = 0.0
+    new_tokens: int = 0
+    new_seconds: float = 0.0
+
+
+def train(
+    model: nn.Module,
+    loss: Loss,
+    batches: Batches,
+    options: TrainingOptions,
+    run: RunFolder,
+    valid: Batches | None = None,
+    on_event: OnEvent | None = None,
+    stopping: Stopping | None = None,
+) -> Outcome:
+    """Train what is trainable in a model, in place.
+
+    It goes on where `run` has a checkpoint. No signal handler is installed here: Ctrl-C interrupts at once, and
+    the run resumes from its last checkpoint. With `stopping` the step is ended and a checkpoint written before
+    `KeyboardInterrupt` is raised, which is how the command line runs it.
+
+    Args:
+        model: its `trainable_parameters()` are trained; it is in eval mode afterwards.
+        loss: sum of the weighted losses of a batch.
+        batches: of training; step s (from 1) takes micro-batches (s - 1) * n to s * n - 1.
+        options: see there.
+        run: where checkpoints, best weights and metrics go.
+        valid: for evaluation; None for none.
+        on_event: is told of every step, report, evaluation and checkpoint.
+        stopping: entered around the loop, see `Stopping`; its flag may be set by any thread.
+
+    Returns:
+        The outcome. The model has the best weights by validation loss, or the last ones where nothing was
+        evaluated; with `ema_decay`, those of the average of weights.
+
+    Raises:
+        TrainingError: when a number is not finite (names step and layer), when the disk is full, or when
+            there is nothing to train.
+        CheckpointError: when a checkpoint is damaged, or is another model's.
+    """
+    if not tree_flatten(model.trainable_parameters()):
+        raise TrainingError(
+            "The model has no trainable parameter. Unfreeze what shall be trained, or add an adapter."
+        )
+    with ExitStack() as stack:
+        stack.callback(model.eval)
+        stack.enter_context(wired_memory(model))
+        if options.grad_checkpoint:
+            stack.enter_context(recomputed_blocks(model))
+        flag = stack.enter_context(nullcontext(Flag()) if stopping is None else stopping())
+        trainer = _Trainer(model, loss, batches, options, run, valid, on_event or (lambda e: None))
+        return trainer.run_to_the_end(flag)
+
+
+class _Trainer:
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        batches: Batches,
+        options: TrainingOptions,
+        run: RunFolder,
+        valid: Batches | None,
+        on_event: OnEvent,
+    ):
+        self.model, self.loss, self.batches, self.valid = model, loss, batches, valid
+        self.options, self.run, self.on_event = options, run, on_event
+        self.optimizer = AdamW(options.rates, options.weight_decay, options.betas, options.eps)
+        self.step = TrainingStep(
+            model, loss, self.optimizer, options.clip_grad_norm, options.ema_decay
+        )
+        self.progress = _Progress()
+        self._grad_norm = 0.0  # of the last step
+        self._started = 0.0
+
+    def run_to_the_end(self, stop: Flag) -> Outcome:
+        self._begin()
+        options, progress = self.options, self.progress
+        self._started = time.perf_counter() - progress.seconds
+        if progress.step == 0 and self.valid is not None:
+            self._evaluate()
+        while progress.step < options.iters and not progress.stopped_early:
+            self._take_step()
+            step, is_last = progress.step, progress.step == options.iters
+            if step % options.steps_per_report == 0 or is_last:
+                self._report()
+            if self.valid is not None and (step % options.steps_per_eval == 0 or is_last):
+                self._evaluate()
+            stops = is_last or progress.stopped_early or stop.is_set()
+            if step % options.save_every == 0 or stops:
+                self._save()
+            if stop.is_set():
+                raise KeyboardInterrupt
+        return self._finish()
+
+    # -- parts of a step
+
+    def _micro_batches(self, step: int) -> list[Batch]:
+        n = self.options.grad_accumulation_steps
+        return [self.batches(i) for i in range((step - 1) * n, step * n)]
+
+    def _take_step(self) -> None:
+        progress, key = self.progress, random_key()
+        start = time.perf_counter()
+        batches = self._micro_batches(progress.step + 1)
+        self.model.train()
+        result = self.step(batches)
+        self.step.evaluate(result)
+        loss, norm = result.loss.item(), result.grad_norm.item()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            mx.random.seed(key)  # the same dropout again
+            self._fail(batches, result)
+        progress.step += 1
+        progress.loss += loss * result.weight.item()
+        progress.weight += result.weight.item()
+        progress.tokens += result.targets.item()
+        progress.new_tokens += result.targets.item()
+        progress.new_seconds += time.perf_counter() - start
+        self._grad_norm = norm
+        kept = self.options.clear_cache_threshold
+        if kept is not None and mx.get_cache_memory() > kept:
+            mx.clear_cache()
+        self.on_event(Stepped(progress.step, loss))
+
+    def _fail(self, batches: list[Batch], result: StepResult) -> None:
+        cause = find_non_finite(self.model, self.loss, batches, self.step.gradients)
+        options = self.options
+        clip = "none yet" if options.clip_grad_norm is None else f"now {options.clip_grad_norm:g}"
+        raise TrainingError(
+            f"Step {self.progress.step + 1} gave a loss of {result.loss.item():g} and a gradient of norm "
+            f"{result.grad_norm.item():g}: {cause}. No weight was changed by this step. "
+            f"{self.run.what_remains()} Try a lower learning rate (now {options.learning_rate:g}), a longer "
+            f"warm-up (now {options.warmup_iters} steps), or a lower clip_grad_norm ({clip})."
+        )
+
+    def _report(self) -> None:
+        progress = self.progress
+        report = Report(
+            step=progress.step,
+            loss=progress.loss / progress.weight,
+            learning_rate=self.optimizer.learning_rate.item(),
+            grad_norm=self._grad_norm,
+            tokens=progress.tokens,
+            tokens_per_second=progress.new_tokens / progress.new_seconds,
+            peak_memory=mx.get_peak_memory(),
+        )
+        progress.loss = progress.weight = progress.new_seconds = 0.0
+        progress.new_tokens = 0
+        self._tell(report)
+
+    def _tell(self, record: Report | Evaluation) -> None:
+        self.run.log(dataclasses.asdict(record))
+        self.on_event(record)
+
+    # -- evaluation
+
+    def _evaluate(self) -> None:
+        progress = self.progress
+        with self._averaged_weights():
+            loss = self._valid_loss()
+            is_best = progress.best_loss is None or loss < progress.best_loss
+            if is_best:
+                progress.best_step, progress.best_loss = progress.step, loss
+                self._save_best()
+        progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
+        progress.stopped_early = progress.evaluations_since_best == self.options.patience
+        self._tell(Evaluation(progress.step, loss, perplexity(loss)))
+
+    def _valid_loss(self) -> float:
+        """Over the validation batches, which are the same every time."""
+        assert self.valid is not None
+        options = self.options
+        try:
+            return mean_loss(self.model, self.loss, self.valid, options.val_batches)
+        except TrainingError as error:
+            raise TrainingError(
+                f"Validation after step {self.progress.step}: {error} {self.run.what_remains()} Try a lower "
+                f"learning rate (now {options.learning_rate:g})."
+            ) from None
+
+    @contextmanager
+    def _averaged_weights(self) -> Iterator[None]:
+        """The model has the averaged weights meanwhile, where there is an average."""
+        if not self.step.average:
+            yield
+            return
+        weights = self.model.trainable_parameters()
+        self.model.update(tree_map(lambda w, a: a.astype(w.dtype), weights, self.step.average))
+        try:
+            yield
+        finally:
+            self.model.update(weights)
+
+    def _save_best(self) -> None:
+        weights = dict(tree_flatten(self.model.trainable_parameters()))
+        state = {"step": self.progress.best_step, "valid_loss": self.progress.best_loss}
+        self.run.save_best(weights, state)
+
+    def _finish(self) -> Outcome:
+        """Give the model its best weights."""
+        if self.valid is None:
+            self.progress.best_step = self.progress.step
+            with self._averaged_weights():
+                self._save_best()
+        best = self.run.load_best()
+        if best is None:
+            raise CheckpointError(
+                f"{self.run.path} has lost its best weights. Start a new run in another folder."
+            )
+        weights, state = best
+        self.model.update(_filled(self.model.trainable_parameters(), weights, "best"))
+        progress = self.progress
+        return Outcome(
+            steps=progress.step,
+            best_step=state["step"],
+            best_loss=state["valid_loss"],
+            stopped_early=progress.stopped_early,
+            seconds=progress.seconds,
+            tokens=progress.tokens,
+        )
+
+    # -- checkpoints
+
+    def _begin(self) -> None:
+        """Start from the seed, or from the newest checkpoint."""
+        steps = self.run.steps()
+        if not steps:
+            mx.random.seed(self.options.seed)
+            self.run.truncate_metrics(-1)
+            return
+        saved = self.run.load(steps[-1])
+        optimizer, average = self.optimizer.state, self.step.average
+        weights = saved.tensors.get(TRAINABLE, {})
+        self.model.update(_filled(self.model.trainable_parameters(), weights, TRAINABLE))
+        optimizer.update(_filled(optimizer, saved.tensors.get("optimizer", {}), "optimizer"))
+        average.update(_filled(average, saved.tensors.get("ema", {}), "ema"))
+        try:
+            self.progress = _Progress(**saved.state["progress"])
+            self._grad_norm = saved.state["grad_norm"]
+            mx.random.seed(saved.state["random_key"])
+        except (KeyError, TypeError) as error:
+            fault = f"{self.run.checkpoint_path(steps[-1])} has a state of another kind: {error}."
+            raise self.run.damaged(steps[-1], fault) from None
+        self.run.truncate_metrics(self.progress.step)
+        self.on_event(Resumed(self.progress.step))
+
+    def _save(self) -> None:
+        progress = self.progress
+        progress.seconds = time.perf_counter() - self._started
+        tensors = {
+            TRAINABLE: dict(tree_flatten(self.model.trainable_parameters())),
+            "optimizer": dict(tree_flatten(self.optimizer.state)),
+            "ema": dict(tree_flatten(self.step.average)),
+        }
+        state = {
+            "progress": dataclasses.asdict(progress),
+            "grad_norm": self._grad_norm,
+            "random_key": random_key(),
+        }
+        path = self.run.save(progress.step, tensors, state)
+        self.on_event(Saved(progress.step, path))
+
+
+def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
+    """The same tree with the arrays of a file.
+
+    Raises:
+        CheckpointError: when names or shapes differ.
+    """
+    missing = [name for name, a in tree_flatten(tree) if tensors.get(name, _NONE).shape != a.shape]
+    extra = tensors.keys() - dict(tree_flatten(tree)).keys()
+    if missing or extra:
+        raise CheckpointError(
+            f"The run's {what} tensors are not those of this model: {len(missing)} are missing or of another "
+            f"shape{f' ({missing[0]} first)' if missing else ''}, and {len(extra)} are left over. Resume with "
+            "the model and options that the run was started with."
+        )
+    return tree_map_with_path(lambda name, a: tensors[name].astype(a.dtype), tree)
+
+
+_NONE = mx.zeros((0, 0, 0, 0, 0))

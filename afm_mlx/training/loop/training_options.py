@@ -1,0 +1,109 @@
+"""The settings of a training run that the loop looks at."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from afm_mlx.errors import ConfigError
+from afm_mlx.training.loop.optimizer import (
+    BETAS,
+    EPS,
+    SCHEDULES,
+    Schedule,
+    learning_rate_schedule,
+    mlx_lm_schedule,
+)
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How long, how fast, and how often what.
+
+    Args:
+        iters: steps.
+        learning_rate: the highest; see `optimizer.learning_rate_schedule` for this and the next three.
+        warmup_iters: steps of linear warm-up.
+        schedule: "cosine" or "constant".
+        final_learning_rate: at the end of a cosine.
+        grad_accumulation_steps: micro-batches of a step.
+        clip_grad_norm: the most that the global norm of a gradient may be, None for any.
+        grad_checkpoint: keep less and compute more, see `recompute`.
+        ema_decay: of an average of weights, which then is what is evaluated and kept; None for none.
+        steps_per_report: steps between reports.
+        steps_per_eval: steps between evaluations; there is one before the first step and one after the last.
+        val_batches: batches of an evaluation, -1 for all.
+        save_every: steps between checkpoints; there is one after the last step, too.
+        patience: evaluations without a better one before the run stops, None to go on.
+        seed: of what is random in the model, dropout say.
+        weight_decay: of all parameters.
+        betas, eps: of AdamW.
+        lr_schedule: of the learning rate, in mlx-lm's words (`optimizer.mlx_lm_schedule`); it is in the place
+            of `learning_rate`, `warmup_iters`, `schedule` and `final_learning_rate`.
+        clear_cache_threshold: bytes that MLX may keep for reuse between steps, or all of them are given back;
+            None for MLX's own limit.
+
+    Raises:
+        ConfigError: names the option that is out of range.
+    """
+
+    iters: int
+    learning_rate: float
+    warmup_iters: int = 0
+    schedule: str = "cosine"
+    final_learning_rate: float = 0.0
+    grad_accumulation_steps: int = 1
+    clip_grad_norm: float | None = 1.0
+    grad_checkpoint: bool = False
+    ema_decay: float | None = None
+    steps_per_report: int = 10
+    steps_per_eval: int = 200
+    val_batches: int = 25
+    save_every: int = 100
+    patience: int | None = None
+    seed: int = 0
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = BETAS
+    eps: float = EPS
+    lr_schedule: Mapping[str, Any] | None = None
+    clear_cache_threshold: int | None = None
+
+    def __post_init__(self) -> None:
+        counts = "iters grad_accumulation_steps steps_per_report steps_per_eval save_every".split()
+        clip, decay, kept = self.clip_grad_norm, self.ema_decay, self.clear_cache_threshold
+        checks = [
+            *((name, getattr(self, name) >= 1, "1 and more") for name in counts),
+            ("learning_rate", 0 < self.learning_rate < math.inf, "finite numbers over 0"),
+            ("warmup_iters", 0 <= self.warmup_iters < self.iters, "0 and more, less than iters"),
+            ("schedule", self.schedule in SCHEDULES, " and ".join(map(repr, SCHEDULES))),
+            ("final_learning_rate", 0 <= self.final_learning_rate < math.inf, "0 and more"),
+            ("clip_grad_norm", clip is None or clip > 0, "numbers over 0, and None"),
+            ("ema_decay", decay is None or 0 < decay < 1, "numbers between 0 and 1, and None"),
+            ("val_batches", self.val_batches == -1 or self.val_batches >= 1, "1 and more, and -1"),
+            ("patience", self.patience is None or self.patience >= 1, "1 and more, and None"),
+            ("seed", 0 <= self.seed < 2**64, "0 to 2**64 - 1"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 and more"),
+            ("betas", all(0 <= beta < 1 for beta in self.betas), "two numbers in [0, 1)"),
+            ("eps", 0 < self.eps < math.inf, "numbers over 0"),
+            ("clear_cache_threshold", kept is None or kept >= 0, "0 and more, and None"),
+        ]
+        for name, is_right, allowed in checks:
+            if not is_right:
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; allowed are {allowed}.")
+        if self.lr_schedule is not None:
+            mlx_lm_schedule(self.lr_schedule)
+
+    @property
+    def rates(self) -> Schedule:
+        """The learning rate of each step."""
+        if self.lr_schedule is not None:
+            return mlx_lm_schedule(self.lr_schedule)
+        return learning_rate_schedule(
+            self.learning_rate,
+            self.iters,
+            self.warmup_iters,
+            self.schedule,
+            self.final_learning_rate,
+        )

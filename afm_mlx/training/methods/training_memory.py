@@ -1,0 +1,330 @@
+"""Bytes that a training run needs, from the architecture: before the first step, not after the last crash.
+
+A step has two peaks, and the larger one counts:
+
+    at the start of the backward pass: everything kept for it, and the head's logits
+    at the update: all gradients, because their common norm is known only then, and new values beside old ones
+
+Under both lies what lives from step to step: weights, the optimizer's state, the average of weights.
+
+What MLX's automatic differentiation keeps of a block for every token, in numbers of the activations' type
+(D the hidden width, F that of the feed-forward, H query heads, K = kv heads * head_dim, L tokens of a row):
+
+    residual stream, its norm, and both again after attention                          4 D
+    queries after RoPE, after their norm, scaled; attention's output, heads merged     5 D
+    feed-forward: gate, its sigmoid, silu, up, and their product                       5 F
+    keys and values of a block that writes them: likewise, and their rounding to int8  11 K
+    attention weights                                                                  H L
+
+The constants are those of the operations in `afm_mlx.model.model`, checked against `mx.get_peak_memory`
+(`bench/training.py`). MLX frees an array when its last reader has run, in an order that it chooses, so an
+estimate within 15 % is a good one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from afm_mlx.config import ModelConfig
+from afm_mlx.errors import ConfigError, TrainingError
+from afm_mlx.training.loop.losses import CHUNK, WHOLE
+
+KINDS = ("full", "lora", "qat")
+
+_WIDTHS_KEPT = 9.5  # D, see above; half of the queries' copies are freed early
+_FEED_FORWARD_KEPT = 5
+_KEYS_KEPT = 11
+_HEAD_COPIES = 3  # logits, their softmax, and their gradient, in float32
+_UPDATE_COPIES = 0.7  # of the trained weights in float32, while new ones are made beside old ones
+_UPDATE_COPIES_AVERAGE = 1.7  # likewise, where an average is made too
+_ARRAYS_IN_FLIGHT = 20  # that MLX works on before it frees any: its MLX_BFS_MAX_WIDTH
+_WORKING_BLOCKS = 1.5  # whose activations' gradients are there at a time
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes by what they are for.
+
+    Args:
+        weights: of the model, adapters included.
+        optimizer: both moments, and a float32 copy of weights that have 16 bits.
+        average: of weights.
+        gradients: of all trained weights, float32.
+        accumulated: their sum over micro-batches.
+        update: new values while the old ones are still there.
+        activations: kept from the forward for the backward pass.
+        expanded: float copies of matrices that are packed or on a grid. Those of a grid are kept likewise.
+        head: logits of a chunk of targets, and gradients of the embedding that are not summed yet.
+    """
+
+    weights: int
+    optimizer: int
+    average: int
+    gradients: int
+    accumulated: int
+    update: int
+    activations: int
+    expanded: int
+    head: int
+
+    @property
+    def held(self) -> int:
+        """From step to step."""
+        return self.weights + self.optimizer + self.average
+
+    @property
+    def total(self) -> int:
+        """At the larger of both peaks."""
+        backward = self.activations + self.expanded + self.head
+        return self.held + self.accumulated + max(backward, self.gradients + self.update)
+
+
+def estimate_memory(
+    config: ModelConfig,
+    kind: str = "full",
+    *,
+    batch_size: int,
+    length: int,
+    rank: int = 16,
+    base_bits: int | None = None,
+    dtype: mx.Dtype = mx.bfloat16,
+    grad_checkpoint: bool = False,
+    ema: bool = False,
+    accumulates: bool = False,
+    targets: int | None = None,
+) -> MemoryEstimate:
+    """Estimate the peak of MLX's memory over a training step of an AFM model.
+
+    Args:
+        config: architecture.
+        kind: "full", "lora" (all linear layers of all blocks), or "qat" (all linear layers and the embedding).
+        batch_size: B, rows of a micro-batch.
+        length: L, tokens of a row.
+        rank: of LoRA pairs.
+        base_bits: of LoRA's frozen base: 2, 4 or 8 for a packed body with an embedding of 4 bits at least; None
+            for float.
+        dtype: of float weights and activations.
+        grad_checkpoint: blocks are recomputed, see `recompute`.
+        ema: an average of weights is kept.
+        accumulates: a step has several micro-batches.
+        targets: that are scored in a micro-batch; all B * L tokens by default.
+
+    Raises:
+        ConfigError: names the argument that can't be, and what is allowed.
+    """
+    _check(kind, batch_size, length, rank, base_bits)
+    size, tokens = dtype.size, batch_size * length
+    lora = lora_parameters(config, rank) if kind == "lora" else 0
+    trained = lora or config.num_parameters
+    # LoRA pairs are float32; other weights of 16 bits have a master copy.
+    trained_size = _FLOAT32 if kind == "lora" else size
+    master = 0 if trained_size == _FLOAT32 else _FLOAT32
+    if kind == "lora":
+        weights = _base_bytes(config, base_bits, size) + lora * _FLOAT32
+    else:
+        weights = config.num_parameters * size
+    head = _head_bytes(config, tokens if targets is None else targets, size, kind, base_bits)
+    return MemoryEstimate(
+        weights=weights,
+        optimizer=trained * (2 * _FLOAT32 + master),
+        average=trained * _FLOAT32 if ema else 0,
+        gradients=trained * _FLOAT32,
+        accumulated=trained * _FLOAT32 if accumulates else 0,
+        update=_update_bytes(config, trained, ema, kind),
+        activations=_activation_bytes(config, kind, batch_size, length, size, grad_checkpoint),
+        expanded=_expanded_bytes(config, kind, base_bits, size, grad_checkpoint),
+        head=head,
+    )
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_fits(nbytes: int | None) -> None:
+    """Refuse a run that this machine has not the memory for, swap space aside.
+
+    Args:
+        nbytes: estimate of what it needs; None when there is none.
+
+    Raises:
+        TrainingError: says how much there is, and what takes less.
+    """
+    there = machine_memory()
+    if nbytes is not None and nbytes > there:
+        raise TrainingError(
+            f"The training needs about {nbytes / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f}. "
+            "--grad-checkpoint, a smaller --batch-size, --max-seq-length or --rank, and a packed model "
+            "need less."
+        )
+
+
+def _check(kind: str, batch_size: int, length: int, rank: int, base_bits: int | None) -> None:
+    checks = (
+        ("kind", kind, kind in KINDS, ", ".join(map(repr, KINDS))),
+        ("batch_size", batch_size, batch_size >= 1, "1 and more"),
+        ("length", length, length >= 1, "1 and more"),
+        ("rank", rank, rank >= 1, "1 and more"),
+        ("base_bits", base_bits, base_bits in (2, 4, 8, None), "2, 4, 8 and None"),
+    )
+    for name, value, is_right, allowed in checks:
+        if not is_right:
+            raise ConfigError(f"{name} is {value!r}; allowed are {allowed}.")
+    if base_bits is not None and kind != "lora":
+        raise ConfigError(
+            f"base_bits is {base_bits} with kind {kind!r}; only LoRA trains on a packed base. Leave it out."
+        )
+
+
+# -- parameters
+
+
+def _matrices(config: ModelConfig) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Blocks of each kind, and (inputs, outputs) of its linear layers; queries, keys and values are three."""
+    d, f, kv = config.hidden_dim, config.ffn_dim, config.num_kv_heads * config.head_dim
+    shared = [(d, d), (d, d), (d, f), (d, f), (f, d)]  # queries, output, gate, up, down
+    return [
+        (config.num_kv_layers, [*shared, (d, kv), (d, kv)]),
+        (config.num_kv_reuse_layers, shared),
+    ]
+
+
+def lora_parameters(config: ModelConfig, rank: int) -> int:
+    """Parameters of pairs on all linear layers; queries, keys and values have a pair each."""
+    return sum(
+        blocks * rank * (inputs + outputs)
+        for blocks, pairs in _matrices(config)
+        for inputs, outputs in pairs
+    )
+
+
+def _body(config: ModelConfig) -> int:
+    """Weights of all linear layers of all blocks."""
+    return sum(
+        blocks * inputs * outputs
+        for blocks, pairs in _matrices(config)
+        for inputs, outputs in pairs
+    )
+
+
+def _embedding(config: ModelConfig) -> int:
+    return config.vocab_size * config.hidden_dim
+
+
+def _base_bytes(config: ModelConfig, bits: int | None, size: int) -> int:
+    if bits is None:
+        return config.num_parameters * size
+    norms = config.num_parameters - _body(config) - _embedding(config)
+    packed = _body(config) * bits + _embedding(config) * max(bits, 4)
+    return packed // 8 + norms * size
+
+
+# -- what a step makes
+
+
+def _kept_of_block(config: ModelConfig, length: int, writes: bool) -> float:
+    """Numbers per token that a block keeps for its backward pass."""
+    kv = config.num_kv_heads * config.head_dim
+    return (
+        _WIDTHS_KEPT * config.hidden_dim
+        + _FEED_FORWARD_KEPT * config.ffn_dim
+        + config.num_heads * length
+        + (_KEYS_KEPT * kv if writes else 0)
+    )
+
+
+def _activation_bytes(
+    config: ModelConfig, kind: str, batch_size: int, length: int, size: int, grad_checkpoint: bool
+) -> int:
+    writing = _kept_of_block(config, length, True)
+    reuse = _kept_of_block(config, length, False)
+    if grad_checkpoint:
+        kv = 2 * config.num_kv_heads * config.head_dim
+        inputs = config.num_layers * config.hidden_dim + config.num_kv_layers * kv
+        per_token = inputs + writing
+    else:
+        per_token = config.num_kv_layers * writing + config.num_kv_reuse_layers * reuse
+        if kind == "qat":
+            # The gradients of weights come late, and those of the layers' outputs wait for them.
+            per_token += config.num_layers * (3 * config.hidden_dim + 2 * config.ffn_dim)
+    per_token += _WORKING_BLOCKS * writing
+    return int(batch_size * length * size * per_token)
+
+
+def _expanded_bytes(
+    config: ModelConfig, kind: str, base_bits: int | None, size: int, grad_checkpoint: bool
+) -> int:
+    """Float matrices that were made of others, and that the gradient of the activations is a product with."""
+    if kind == "full" or (kind == "lora" and base_bits is None):
+        return 0
+    if kind == "lora":  # one matrix multiplied out in float32 for a product, and the next one
+        return 2 * config.hidden_dim * config.ffn_dim * _FLOAT32
+    blocks = 1 if grad_checkpoint else config.num_layers
+    return blocks * _body(config) * size // config.num_layers
+
+
+def _update_bytes(config: ModelConfig, trained: int, ema: bool, kind: str) -> int:
+    copies = trained * _FLOAT32 * (_UPDATE_COPIES_AVERAGE if ema else _UPDATE_COPIES)
+    if kind == "lora":
+        return int(copies)
+    return int(copies) + _ARRAYS_IN_FLIGHT * config.hidden_dim * config.ffn_dim * _FLOAT32
+
+
+def _head_bytes(
+    config: ModelConfig, targets: int, size: int, kind: str, base_bits: int | None
+) -> int:
+    whole = targets * config.vocab_size <= WHOLE
+    chunk = targets if whole else min(targets, CHUNK)
+    logits = _HEAD_COPIES * chunk * config.vocab_size * _FLOAT32
+    if kind == "lora":
+        # A packed embedding is multiplied out for the product.
+        return logits + (0 if base_bits is None else _embedding(config) * _FLOAT32)
+    # The embedding is read at both ends: a gradient of each, and one more chunk's before it is added.
+    gradients = (2 if whole else 3) * _embedding(config) * size
+    grid = _embedding(config) * (size + _FLOAT32) if kind == "qat" else 0
+    return logits + gradients + grid
+
+
+# -- what fits
+
+
+def usable_bytes(gigabytes: int) -> int:
+    """What a Mac with so many GiB lets its GPU use: two thirds up to 32, three quarters above.
+
+    An assumption: `mx.device_info()["max_recommended_working_set_size"]` says what it is on a Mac at hand.
+    Source: Metal's `recommendedMaxWorkingSetSize` in logs that users of llama.cpp have posted: 10,923 MiB of
+    16 GiB, 21,845 of 32, and 49,152 of 64.
+    """
+    total = gigabytes << 30
+    return total * 2 // 3 if gigabytes <= 32 else total * 3 // 4
+
+
+def largest_length(
+    config: ModelConfig, budget: int, kind: str, *, limit: int | None = None, **settings: object
+) -> int:
+    """The most tokens that one row may have within so many bytes, a multiple of 64; 0 where none fit.
+
+    Args:
+        config: architecture.
+        budget: bytes.
+        kind, settings: as of `estimate_memory`, without `length`.
+        limit: to look no further; the model's context by default.
+    """
+    limit = config.context_length if limit is None else limit
+    low, high = 0, limit // 64
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = estimate_memory(config, kind, length=64 * middle, **settings)  # type: ignore[arg-type]
+        low, high = (middle, high) if found.total <= budget else (low, middle - 1)
+    return 64 * low
+
+
+def as_dict(estimate: MemoryEstimate) -> dict[str, int]:
+    """Every part and the total, for JSON."""
+    return dataclasses.asdict(estimate) | {"total": estimate.total}

@@ -1,0 +1,29 @@
+"""What values of JSON may be a rank, a number or a text: not all that Python reads as an int or a str."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import numpy as np
+
+# More than any matrix of a model has rows; a config that claims more is damaged or hostile.
+MAX_RANK = 1 << 16
+# Of the numbers of an adapter that runs, whatever its file holds.
+FLOAT16_MAX = float(np.finfo(np.float16).max)
+# Of scales, which kernels take in float32.
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+def is_rank(value: Any) -> TypeGuard[int]:
+    """Whether a value of JSON can be a rank."""
+    return type(value) is int and 1 <= value <= MAX_RANK
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value of JSON is a number that float32 holds; Python's integers have no end."""
+    return type(value) in (int, float) and abs(value) <= FLOAT32_MAX
+
+
+def is_text(value: Any) -> TypeGuard[str]:
+    """Whether a value of JSON is text that can be printed and written: JSON's may hold halves of characters."""
+    return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)

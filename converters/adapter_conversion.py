@@ -1,0 +1,323 @@
+"""Adapters from one format to another, and what an adapter is and whether it is whole.
+
+An adapter may carry the fingerprint of its base model. Where a model folder is named, the two are compared,
+and an adapter without a fingerprint gets that of the folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from afm_mlx.adapters.adapter_folder import CONFIG_NAME, AdapterConfig
+from afm_mlx.adapters.formats import (
+    PackageMetadata,
+    detect_format,
+    misfits,
+    read_adapter,
+    read_metadata,
+    write_adapter,
+)
+from afm_mlx.adapters.formats.fmadapter import SUFFIX
+from afm_mlx.adapters.formats.pair_order import Tensors, exact_alpha, layer_of
+from afm_mlx.adapters.opening import check_fingerprint
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+from afm_mlx.checkpoint.finite import not_finite
+from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
+from afm_mlx.errors import AFMError, CheckpointError, named
+from afm_mlx.loading.load import EMBEDDED_MODEL, resolve_model
+from afm_mlx.values import FLOAT16_MAX, is_text
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseFolder:
+    """The folder of a model that adapters are for.
+
+    Args:
+        config: its architecture.
+        fingerprint: see `afm_mlx.checkpoint.fingerprint`.
+    """
+
+    config: ModelConfig
+    fingerprint: str
+
+    @classmethod
+    def read(cls, folder: Path) -> BaseFolder:
+        """Of an AFM model; no weights are loaded."""
+        config = ModelConfig.from_file(folder / "config.json")
+        return cls(config, folder_fingerprint(config, folder))
+
+
+def base_of(adapter: Path) -> BaseFolder | None:
+    """The model that a folder of mlx-lm or PEFT is for, if it is on this machine.
+
+    That is the one that its config names, an AFM model's folder or the embedded model; or the embedded model
+    when the fingerprint is of that. The config may have been made elsewhere: a name that leads nowhere is
+    passed over, and nothing is fetched.
+    """
+    path = adapter / CONFIG_NAME
+    if not path.is_file():
+        return None
+    values = read_config_json(path)
+    name: Any = values.get("base_model_name_or_path" if "peft_type" in values else "model")
+    folder = _folder_here(name) if is_text(name) else None
+    if folder is not None:
+        return BaseFolder.read(folder)
+    embedded = BaseFolder.read(resolve_model(EMBEDDED_MODEL))
+    return embedded if values.get("base_model_fingerprint") == embedded.fingerprint else None
+
+
+def _folder_here(name: str) -> Path | None:
+    try:
+        path = Path(os.path.expanduser(name))
+        folder = path if path.is_dir() else resolve_model(name) if name == EMBEDDED_MODEL else None
+        is_afm = folder and read_config_json(folder / "config.json").get("model_type") == MODEL_TYPE
+    except (OSError, ValueError):  # no config, or a name that no file can have
+        return None
+    return folder if is_afm else None
+
+
+def read_for(
+    source: str | Path, base: BaseFolder | None, *, alpha: float | None = None, force: bool = False
+) -> tuple[Tensors, AdapterConfig]:
+    """Read an adapter that must be one for the base, where that is given; see `read_adapter`.
+
+    Args:
+        source: of any format.
+        base: gives its fingerprint to an adapter that has none.
+        alpha: see `read_adapter`.
+        force: take an adapter with another base's fingerprint, which it keeps, if the shapes fit.
+
+    Raises:
+        CheckpointError: for an adapter of another model; shows both fingerprints.
+    """
+    tensors, config = read_adapter(source, base.config if base else None, alpha=alpha)
+    if base is not None and not force:
+        check_fingerprint(config, {base.fingerprint}, source)
+    if base is not None and config.base_model_fingerprint is None:
+        config = dataclasses.replace(config, base_model_fingerprint=base.fingerprint)
+    return tensors, config
+
+
+def convert_adapter(
+    source: str | Path,
+    output: str | Path,
+    to: str,
+    *,
+    base: BaseFolder | None = None,
+    alpha: float | None = None,
+    dtype: mx.Dtype | None = None,
+    package: Mapping[str, Any] | None = None,
+    any_rank: bool = False,
+    qkv: str = "fused",
+    force: bool = False,
+) -> AdapterConfig:
+    """Convert an adapter to another format, or to the same one.
+
+    Args:
+        source, base, alpha, force: see `read_for`.
+        output, to, dtype, any_rank, qkv: see `write_adapter`.
+        package: fields of `PackageMetadata` to set. The others are those of the source when it is a package,
+            its draft model included, and the defaults otherwise.
+
+    Returns:
+        what the adapter says of itself.
+
+    Raises:
+        AFMError: when the source can't be read or can't become what was asked for.
+    """
+    output = Path(output)
+    if package and to != "fmadapter":
+        raise AFMError(
+            f"{', '.join(package)} belong to .fmadapter packages; {to} has no such fields."
+        )
+    tensors, config = read_for(source, base, alpha=alpha, force=force)
+    metadata = None
+    if to == "fmadapter":
+        metadata = package_for(output, source, package or {})
+    write_adapter(
+        output,
+        tensors,
+        config,
+        to,
+        model_config=base.config if base else None,
+        dtype=dtype,
+        package=metadata,
+        any_rank=any_rank,
+        qkv=qkv,
+    )
+    return config
+
+
+def package_for(
+    output: Path, source: str | Path | None, fields: Mapping[str, Any]
+) -> PackageMetadata:
+    """What a package is to say of itself: the fields, else what the source says if it is a package."""
+    metadata = PackageMetadata(output.name.removesuffix(SUFFIX))
+    if source is not None and detect_format(source) == "fmadapter":
+        metadata, _ = read_metadata(Path(source))
+    return dataclasses.replace(metadata, **fields)
+
+
+def stored_bytes(path: str | Path) -> int:
+    """Bytes of an adapter's files."""
+    path = Path(path)
+    files = [path] if path.is_file() else [file for file in path.iterdir() if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def describe_adapter(
+    path: str | Path, base: BaseFolder | None = None, alpha: float | None = None
+) -> dict[str, Any]:
+    """What an adapter is, as values that JSON can hold; its numbers are not looked at.
+
+    Raises:
+        AFMError: when it can't be read.
+    """
+    tensors, config = read_adapter(path, base.config if base else None, alpha=alpha, finite=False)
+    return _facts(path, tensors, config)
+
+
+def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[str, Any]:
+    layers = {layer_of(name) for name in tensors}
+    types = {str(tensor.dtype).removeprefix("mlx.core.") for tensor in tensors.values()}
+    facts: dict[str, Any] = {
+        "adapter": str(path),
+        "format": detect_format(path),
+        "rank": config.rank,
+        "alpha": exact_alpha(config.rank, config.scale),
+        "scale": config.scale,
+        "dropout": config.dropout,
+        "blocks": len({layer.rsplit(".", 2)[0] for layer in layers}),
+        "layers": len(layers),
+        "pairs": len(tensors) // 2,
+        "keys": sorted({".".join(layer.rsplit(".", 2)[1:]) for layer in layers}),
+        "parameters": sum(tensor.size for tensor in tensors.values()),
+        "bytes": stored_bytes(path),
+        "stored_as": sorted(types),
+        "base_model_fingerprint": config.base_model_fingerprint,
+    }
+    if facts["format"] == "fmadapter":
+        metadata, _ = read_metadata(Path(path))
+        facts["package"] = {
+            "name": metadata.name,
+            "author": metadata.author,
+            "description": metadata.description,
+            "license": metadata.license,
+            "base_signature": metadata.base_signature,
+            "draft_token_count": metadata.draft_token_count,
+            "draft_model": metadata.draft is not None,
+        }
+    return facts
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What is wrong with an adapter.
+
+    Attributes:
+        problems: each a sentence; none when the adapter can be used.
+        notes: what is odd but harmless, and what was not looked at.
+        facts: those of `describe_adapter`; None when it can't be read.
+    """
+
+    problems: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    facts: dict[str, Any] | None = None
+
+
+def verify_adapter(
+    path: str | Path,
+    base: BaseFolder | None = None,
+    *,
+    alpha: float | None = None,
+    base_signature: str | None = None,
+) -> Verdict:
+    """Look for all that keeps an adapter from being used.
+
+    Args:
+        path: of any format.
+        base: model that it must fit: names and shapes of all tensors, and the fingerprint.
+        alpha: see `read_adapter`.
+        base_signature: that an `.fmadapter` package must have.
+    """
+    verdict = Verdict()
+    # An unnamed blob has a place only in a model that fits.
+    in_order = base.config if base and _kind(path) == "fmadapter" else None
+    try:
+        tensors, config = read_adapter(path, in_order, alpha=alpha, finite=False)
+        verdict.facts = _facts(path, tensors, config)
+    except AFMError as error:
+        verdict.problems.append(str(error))
+        return verdict
+    if base is None:
+        verdict.notes.append(
+            "no model was named: shapes and fingerprint were not compared with one"
+        )
+    else:
+        verdict.problems += misfits(tensors, base.config)
+        if config.base_model_fingerprint is None:
+            verdict.notes.append("the adapter has no fingerprint of its base model")
+        try:
+            check_fingerprint(config, {base.fingerprint}, path)
+        except CheckpointError as error:
+            verdict.problems.append(str(error))
+    if verdict.facts["format"] == "toolkit":
+        _check_sums(verdict, Path(path))
+    _check_signature(verdict, base_signature)
+    _check_numbers(verdict, tensors)
+    return verdict
+
+
+def _kind(path: str | Path) -> str | None:
+    try:
+        return detect_format(path)
+    except AFMError:  # read_adapter says what is wrong
+        return None
+
+
+def _check_sums(verdict: Verdict, path: Path) -> None:
+    """Compare a zip archive's checksums, which no reader of `.pt` files does."""
+    with zipfile.ZipFile(path) as archive:
+        try:
+            bad = archive.testzip()
+        except (zipfile.BadZipFile, OSError) as error:
+            bad = str(error)
+    if bad is not None:
+        verdict.problems.append(f"its checksums do not fit ({bad}): the file is damaged")
+
+
+def _check_signature(verdict: Verdict, wanted: str | None) -> None:
+    assert verdict.facts is not None
+    if wanted is None:
+        return
+    if "package" not in verdict.facts:
+        verdict.problems.append("only .fmadapter packages have a base signature, and this is none")
+    elif (found := verdict.facts["package"]["base_signature"]) != wanted:
+        verdict.problems.append(
+            f"the package is for the base signature {named(found)}, not {named(wanted)}"
+        )
+
+
+def _check_numbers(verdict: Verdict, tensors: Tensors) -> None:
+    bad = set(not_finite(tensors))
+    verdict.problems += [f"{named(name)} holds NaN or infinity" for name in sorted(bad)]
+    for name in sorted(set(tensors) - bad):
+        high = mx.abs(tensors[name].astype(mx.float32)).max().item()
+        if high > FLOAT16_MAX:
+            verdict.problems.append(
+                f"{named(name)} has numbers up to {high:g}; adapters run in float16, which ends at "
+                f"{FLOAT16_MAX:g}"
+            )
+    second = sorted(name for name in tensors if ".lora_b" in name)
+    zero = [name for name in second if name not in bad and not mx.any(tensors[name]).item()]
+    if zero and len(zero) == len(second):
+        verdict.problems.append("every B is zero: the adapter changes nothing")
+    elif zero:
+        verdict.notes.append(f"{len(zero)} of {len(second)} pairs change nothing: their B is zero")

@@ -1,0 +1,193 @@
+"""`convert` finds out what a source is and writes a model folder.
+
+| source | file |
+| --- | --- |
+| a toolkit checkpoint: a folder with `base-model.pt`, or a `.pt` file with its config | `toolkit.py` |
+| a model folder of mlx-lm's `afm7`, or one of ours | `mlx_lm.py` |
+| any other model that mlx-lm knows, as a folder or a hub id | `other_models.py`, by mlx-lm |
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from afm_mlx.checkpoint.folder_texts import write_config
+from afm_mlx.checkpoint.toolkit_config import is_toolkit_config, read_toolkit_config
+from afm_mlx.checkpoint.torch_file import check_archive
+from afm_mlx.checkpoint.weights import Progress
+from afm_mlx.config import MODEL_TYPE, read_config_json
+from afm_mlx.converters import mixed_bits, mlx_lm, other_models, toolkit
+from afm_mlx.converters.conversion_options import Wishes
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
+from afm_mlx.files import atomic_folder, place_beside, refuse_existing
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
+
+__all__ = ["Wishes", "convert", "detect"]
+
+
+def convert(
+    model: str | Path,
+    mlx_path: str | Path,
+    *,
+    progress: Progress | None = None,
+    measuring: Progress | None = None,
+    **options: Any,
+) -> Path:
+    """Convert a checkpoint to a model folder.
+
+    The folder is built beside its place and renamed when it is whole: a failure or an interrupt leaves
+    nothing behind. The source is never written to.
+
+    Args:
+        model: a toolkit checkpoint, a model folder, or a hub id.
+        mlx_path: the folder to make; it must not exist.
+        progress: called with bytes written and bytes in all.
+        measuring: called with passes over the text that are done, and passes in all.
+        options: type, target and packing, by the names that mlx-lm's `convert` has, see `Wishes`; all as in the
+            source by default.
+
+    Returns:
+        `mlx_path`.
+
+    Raises:
+        AFMError: when the source can't be read or can't become what was asked for; the message says why.
+        TypeError: for an option that there is not.
+    """
+    unknown = options.keys() - {field.name for field in fields(Wishes)}
+    if unknown:
+        raise TypeError(f"convert() has no option {min(unknown)!r}; `Wishes` explains those it has")
+    wishes = Wishes(**options)
+    wishes.check()
+    refuse_existing(mlx_path)
+    mlx_path = Path(mlx_path)
+    source = Path(model) if os.path.exists(model) else _named(str(model))
+    kind = detect(source)
+    try:
+        if kind in ("toolkit", MODEL_TYPE):
+            _convert_afm(source, kind, mlx_path, wishes, progress, measuring)
+        else:
+            with atomic_folder(mlx_path) as folder:
+                other_models.write_zoo(source, folder, kind, wishes, measuring)
+    except OSError as error:
+        raise AFMError(
+            f"Converting {model} to {mlx_path} failed: {error}. Check that the source can be read and that "
+            "there is room and permission to write."
+        ) from None
+    return mlx_path
+
+
+def _convert_afm(
+    source: Path,
+    kind: str,
+    mlx_path: Path,
+    wishes: Wishes,
+    progress: Progress | None,
+    measuring: Progress | None,
+) -> None:
+    mix = None
+    if wishes.target_bpw is not None:
+        mix = _mix_of(source, kind, mlx_path, wishes, measuring)
+        wishes = mix.wishes
+    with atomic_folder(mlx_path) as folder:
+        if kind == "toolkit":
+            _write_toolkit(source, folder, mlx_path.name, wishes, progress)
+        else:
+            mlx_lm.write_mlx_lm(
+                source,
+                folder,
+                name=mlx_path.name,
+                dtype=wishes.mlx_dtype,
+                stock=wishes.stock,
+                rules=wishes.afm_rules if wishes.quantize else None,
+                dequantize=wishes.dequantize,
+                progress=progress,
+            )
+        if mix is not None:
+            mix.write(folder)
+
+
+def _named(model: str) -> Path:
+    # Only names need it, and it takes the whole runtime along.
+    from afm_mlx.loading.load import resolve_model
+
+    return resolve_model(model)
+
+
+def detect(source: Path) -> str:
+    """What a source is, by its content: "toolkit", or the `model_type` of a model folder.
+
+    Raises:
+        CheckpointError: when it is nothing that can be converted; says what was found.
+    """
+    if not source.is_dir():
+        check_archive(source)
+        return "toolkit"
+    if any(source.glob("*.pt")):
+        return "toolkit"
+    config = source / "config.json"
+    if not config.is_file():
+        names = sorted(path.name for path in source.iterdir())
+        found = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") or "nothing"
+        raise CheckpointError(
+            f"{source} is no checkpoint: it holds {named(found)}. Give a folder with base-model.pt and "
+            "base-model-config.json, or a model folder with config.json and *.safetensors."
+        )
+    try:
+        values = read_config_json(config)
+        kind = "" if is_toolkit_config(values) else values["model_type"]
+    except (ConfigError, KeyError) as error:
+        reason = error if isinstance(error, ConfigError) else "it has no model_type"
+        raise CheckpointError(
+            f"{config} does not say what model this is: {reason}. A model folder's config.json has "
+            '"model_type".'
+        ) from None
+    if not kind or not isinstance(kind, str):
+        raise CheckpointError(
+            f"{config} is a config of a toolkit checkpoint, whose .pt file is not beside it."
+        )
+    return kind
+
+
+def _mix_of(
+    source: Path, kind: str, mlx_path: Path, wishes: Wishes, progress: Progress | None
+) -> mixed_bits.Mix:
+    data = mixed_bits.calibration_file(wishes, source)
+    if wishes.stock:
+        mixed_bits.check_stock(wishes, "balanced")
+    if kind != "toolkit":
+        return mixed_bits.mix_of_folder(source, wishes, data, progress)
+    mlx_path.parent.mkdir(parents=True, exist_ok=True)
+    # Float weights lie beside the output for a while: only a folder can be read into a model.
+    with place_beside(mlx_path) as place:
+        folder = convert(source, place / "float")
+        return mixed_bits.mix_of_folder(folder, wishes, data, progress)
+
+
+def _write_toolkit(
+    source: Path, folder: Path, name: str, wishes: Wishes, progress: Progress | None
+) -> None:
+    files = toolkit.find_files(source)
+    config = read_toolkit_config(files.config)
+    if wishes.stock:
+        mlx_lm.check_stock(config.model, files.weights)
+    if wishes.dequantize:
+        raise AFMError(f"{files.weights} holds float weights: there is nothing to dequantize.")
+    packed = toolkit.write_toolkit(
+        files,
+        config,
+        folder,
+        name=name,
+        dtype=wishes.mlx_dtype,
+        with_adapters=not wishes.stock,
+        rules=wishes.afm_rules(config.model) if wishes.quantize else None,
+        stock=wishes.stock,
+        progress=progress,
+    )
+    tokenizer = load_tokenizer(folder)
+    # Stock mlx-lm would otherwise stop at the end of a turn only.
+    ends = [tokenizer.eos_token_id, tokenizer.separator_id]
+    values = config.model.to_dict() | {"eos_token_id": ends} | packed
+    write_config(folder, mlx_lm.without_our_keys(values) if wishes.stock else values)

@@ -1,0 +1,276 @@
+"""Run every variant of every operation on this machine, and switch off those that give wrong results.
+
+`afm-mlx doctor` runs the whole test. `ensure_checked` runs a short one when a model is loaded for the first
+time on a machine, and remembers the verdict.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from afm_mlx.kernels import dispatch
+from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Problem, make
+from afm_mlx.kernels.selftest.specs import Spec, quick_specs
+from afm_mlx.kernels.selftest.verdict import Verdict
+
+# The reference unpacks a matrix into float32, several times over while it does.
+_LARGEST_OF_REFERENCE = 1 << 26
+_BYTES_IN_TURN = 192 << 20  # more than the last-level cache of any Apple chip
+_MOST_COPIES = 64
+_CHAIN_SECONDS, _CHAINS = 0.02, 5
+_MESSAGE = 600  # characters of an exception's text that are kept
+
+
+SWITCH = "AFM_MLX_SELFTEST"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one variant did with one problem.
+
+    Args:
+        spec: the problem.
+        variant: name of the variant.
+        chosen: whether this is the one that runs such a call now.
+        obstacle: why the variant was not run; None when it was.
+        error: relative to the answer's root mean square, see `Problem.error`; None when there is no result.
+        bound: the largest error that rounding explains.
+        failure: what is wrong with the variant; None when nothing is.
+        seconds: per call, in a chain of calls that wait for each other; None when it was not timed.
+        nbytes: that one call has to read and write.
+    """
+
+    spec: Spec
+    variant: str
+    chosen: bool = False
+    obstacle: str | None = None
+    error: float | None = None
+    bound: float = 0.0
+    failure: str | None = None
+    seconds: float | None = None
+    nbytes: int = 0
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        return self.nbytes / self.seconds if self.seconds else None
+
+    @property
+    def summary(self) -> str:
+        """The problem and the failure, in one clause."""
+        return f"{self.spec.op}, {self.spec.label}: {self.failure}"
+
+
+Progress = Callable[[int, int, str], None]
+"""Called before a variant runs with (specs done, specs in all, name of the variant)."""
+
+
+def check(
+    specs: Sequence[Spec],
+    rng: np.random.Generator,
+    *,
+    timed: bool = False,
+    only_what_runs: bool = False,
+    progress: Progress | None = None,
+) -> list[Result]:
+    """Run every variant that can run here on every problem, and disable those that fail.
+
+    A variant fails when it raises, returns another shape or dtype, or is off by more than rounding
+    explains. The reference can fail, too, but is never disabled: nothing stands behind it.
+
+    Args:
+        specs: the problems.
+        rng: of their numbers.
+        timed: also time every variant.
+        only_what_runs: leave out variants that others come before, as long as those pass.
+        progress: see `Progress`.
+    """
+    results, cases = [], []
+    for done, spec in enumerate(specs):
+        problem = make(spec, rng)
+        for variant, obstacle in dispatch.explain(spec.op, problem.case):
+            obstacle = obstacle or _too_large(variant, spec)
+            if obstacle is None and progress is not None:
+                progress(done, len(specs), variant.name)
+            result = (
+                _run(variant, problem, timed)
+                if obstacle is None
+                else Result(spec, variant.name, obstacle=obstacle)
+            )
+            results.append(result)
+            cases.append(problem.case)
+            if only_what_runs and obstacle is None and result.failure is None:
+                break
+    for result in results:
+        if result.failure is not None and result.variant != "reference":
+            dispatch.disable(result.variant, f"failed the self-test ({result.summary})")
+    return [
+        replace(r, chosen=dispatch.select(r.spec.op, case).name == r.variant)
+        for r, case in zip(results, cases, strict=True)
+    ]
+
+
+def _too_large(variant: dispatch.Variant, spec: Spec) -> str | None:
+    """Doesn't hold for a lookup, which unpacks single rows."""
+    if variant.name != "reference" or spec.op == "packed_embedding":
+        return None
+    size = spec.in_dims * spec.out_dims
+    return "not tested on a matrix of this size" if size > _LARGEST_OF_REFERENCE else None
+
+
+def _run(variant: dispatch.Variant, problem: Problem, timed: bool) -> Result:
+    result = Result(problem.spec, variant.name, bound=problem.bound, nbytes=problem.nbytes)
+    try:
+        outputs = variant.run(*problem.args, **problem.options)
+        mx.eval(outputs)
+        error = problem.error(outputs)
+        result = replace(result, error=error)
+        if not error <= problem.bound:
+            failure = f"error {error:.1e} is over its bound, {problem.bound:.1e}"
+            return replace(result, failure=failure)
+        if timed:
+            return replace(result, seconds=seconds_per_call(variant.run, problem))
+    except Exception as error:  # whatever a kernel's compiler, MLX or our code may raise
+        words = " ".join(str(error).split())[:_MESSAGE]
+        return replace(result, failure=f"{type(error).__name__}: {words}")
+    return result
+
+
+def failures(results: Sequence[Result]) -> dict[str, str]:
+    """The first failure of each variant that failed: what, and what runs there instead."""
+    chosen = {r.spec: r.variant for r in results if r.chosen}
+    found: dict[str, str] = {}
+    for result in results:
+        if result.failure is not None:
+            instead = chosen[result.spec]
+            instead = f"; {instead} runs instead" if instead != result.variant else ""
+            found.setdefault(result.variant, result.summary + instead)
+    return found
+
+
+def record(
+    verdict: Verdict,
+    specs: Sequence[Spec],
+    rng: np.random.Generator,
+    *,
+    timed: bool = False,
+    only_what_runs: bool = False,
+    progress: Progress | None = None,
+) -> list[Result]:
+    """`check`, with what is found added to the verdict, also when a variant ends the process."""
+
+    def begin(done: int, total: int, variant: str) -> None:
+        if variant != "reference":
+            verdict.begin(variant)
+        if progress is not None:
+            progress(done, total, variant)
+
+    try:
+        results = check(specs, rng, timed=timed, only_what_runs=only_what_runs, progress=begin)
+    except BaseException:  # Ctrl-C, or a defect of ours: no variant's fault
+        verdict.forget(keep_ended=True)
+        raise
+    verdict.end({**failures(results), **verdict.failures})
+    return results
+
+
+@functools.cache
+def ensure_checked() -> None:
+    """Test the kernels of this machine once; switch off, with a warning, what fails or has failed before.
+
+    The first time takes well under a second plus what compiling the kernels takes. Later starts read the
+    verdict from a file (`kernels.verdict`), and a process asks once. `AFM_MLX_SELFTEST=0` leaves it out.
+    """
+    # What somebody asked for by name is neither tested nor a verdict on the rest.
+    if os.environ.get(SWITCH) == "0" or dispatch.forced():
+        return
+    verdict = Verdict()
+    switch_off(verdict)
+    if not verdict.done:
+        dtype = mx.float32 if dispatch.device() == "cpu" else mx.bfloat16
+        # Each kernel has to be compiled: those that a model would compile anyway cost nothing.
+        record(verdict, quick_specs(dtype), np.random.default_rng(), only_what_runs=True)
+    for name, reason in verdict.failures.items():
+        fault = (
+            "Plain MLX gives wrong results on this machine"
+            if name == "reference"
+            else f"The kernel {name} failed its self-test on this machine and is switched off"
+        )
+        more = "`afm-mlx doctor` shows more and writes a report to send in."
+        warnings.warn(f"{fault} ({reason}). {more}", RuntimeWarning, stacklevel=2)
+
+
+def switch_off(verdict: Verdict) -> None:
+    """Disable what is known to fail."""
+    for name, reason in verdict.failures.items():
+        if name != "reference":
+            dispatch.disable(name, f"failed the self-test ({reason})")
+
+
+# -- time
+
+
+def seconds_per_call(run: Callable[..., Any], problem: Problem) -> float:
+    """Median time of one call, in chains whose calls wait for each other's result.
+
+    A call's first argument is the one of the call before plus 0 times its result. What that addition
+    takes is measured and subtracted. Weights and caches take turns, so that they come from memory.
+    """
+    copies = max(1, min(_MOST_COPIES, math.ceil(_BYTES_IN_TURN / problem.nbytes)))
+    once = _chain_seconds(run, problem, [problem.args], 1)
+    length = max(1, min(200, int(_CHAIN_SECONDS / once)))
+    args = problem.fresh(min(copies, length))
+    times, links = [], []
+    for _ in range(_CHAINS):
+        times.append(_chain_seconds(run, problem, args, length))
+        links.append(_chain_seconds(None, problem, args, length))
+        if sum(times) > 10 * _CHAIN_SECONDS:
+            break
+    return max(float(np.median(times) - np.median(links)), 1e-9) / length
+
+
+def launch_seconds() -> float:
+    """Time of one small operation that waits for the one before: what every launch costs."""
+    length, times = 200, []
+    for _ in range(_CHAINS):
+        x = mx.zeros((2048,))
+        for _ in range(length):
+            x = x + 1.0
+        start = time.perf_counter()
+        mx.eval(x)
+        times.append(time.perf_counter() - start)
+    return float(np.median(times)) / length
+
+
+def _chain_seconds(
+    run: Callable[..., Any] | None, problem: Problem, args: Sequence[tuple], length: int
+) -> float:
+    """Seconds of one chain, or of its additions alone when there is nothing to run."""
+    x = problem.args[0]
+    for arguments in itertools.islice(itertools.cycle(args), length):
+        y = x
+        if run is not None:
+            y = run(x, *arguments[1:], **problem.options)
+            y = (
+                next(o for o in y if o.dtype in UNIT_ROUNDOFF)
+                if isinstance(y, (tuple, list))
+                else y
+            )
+        x = _link(x, y)
+    start = time.perf_counter()
+    mx.eval(x)
+    return time.perf_counter() - start
+
+
+def _link(x: mx.array, y: mx.array) -> mx.array:
+    return x + (y[(0,) * y.ndim] * 0).astype(x.dtype)

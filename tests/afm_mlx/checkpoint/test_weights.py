@@ -1,0 +1,377 @@
+"""Weight files: damaged ones are told apart, written ones are read by everybody, memory stays small."""
+
+import json
+import struct
+import subprocess
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from mlx.utils import tree_flatten
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint, model_fingerprint
+from afm_mlx.checkpoint.weights import (
+    INDEX_NAME,
+    TensorSpec,
+    check_weights,
+    load_weights,
+    parameter_shapes,
+    save_file,
+    save_weights,
+    stored_tensors,
+    write_weights,
+)
+from afm_mlx.config import PRESETS, ModelConfig
+from afm_mlx.errors import CheckpointError
+from afm_mlx.model.model import Model
+
+TYPES = [
+    mx.bfloat16,
+    mx.float16,
+    mx.float32,
+    mx.uint32,
+    mx.int8,
+    mx.uint8,
+    mx.int64,
+    mx.bool_,
+]
+
+
+def random_arrays(rng):
+    """One array of each type and of odd shapes, with a scalar and an empty one."""
+    shapes = [(3, 5), (7,), (2, 3, 4), (1,), (), (0, 4), (9, 2), (5,)]
+    arrays = {}
+    for i, (dtype, shape) in enumerate(zip(TYPES, shapes, strict=True)):
+        values = mx.array(
+            rng.integers(0, 100, shape) if dtype != mx.bool_ else rng.random(shape) > 0.5
+        )
+        arrays[f"layer.{i}"] = values.astype(dtype)
+    return arrays
+
+
+def raw(array):
+    return np.array(array.reshape(-1).view(mx.uint8)) if array.size else np.empty(0)
+
+
+def assert_same(one, other):
+    assert set(one) == set(other)
+    for name in one:
+        assert (one[name].shape, one[name].dtype) == (other[name].shape, other[name].dtype)
+        np.testing.assert_array_equal(raw(one[name]), raw(other[name]))
+
+
+def file_bytes(header, data, length=None):
+    encoded = json.dumps(header).encode()
+    return struct.pack("<Q", len(encoded) if length is None else length) + encoded + data
+
+
+def test_round_trip(rng, tmp_path):
+    arrays = random_arrays(rng)
+    (path,) = save_weights(tmp_path, arrays)
+    assert path.name == "model.safetensors"
+    assert_same(load_weights(tmp_path), arrays)
+    assert_same(mx.load(str(path)), arrays)
+    # The format's own library, strict about gaps, order and alignment.
+    by_torch = load_file(path)
+    assert by_torch["layer.0"].dtype == torch.bfloat16
+    np.testing.assert_array_equal(
+        by_torch["layer.0"].float().numpy(), np.array(arrays["layer.0"].astype(mx.float32))
+    )
+    with safe_open(path, framework="np") as file:
+        assert file.metadata() == {"format": "mlx"}
+
+
+def test_every_tensor_is_aligned_to_its_type(rng, tmp_path):
+    save_weights(tmp_path, random_arrays(rng))
+    for tensor in stored_tensors(tmp_path).values():
+        assert tensor.offset % tensor.dtype.size == 0
+
+
+@pytest.mark.parametrize("limit", [1, 40, 100, 10**9])
+def test_shards(rng, tmp_path, limit):
+    arrays = random_arrays(rng)
+    paths = save_weights(tmp_path, arrays, max_shard_bytes=limit)
+    if limit == 1:
+        assert len(paths) == sum(array.size > 0 for array in arrays.values())
+    if len(paths) > 1:
+        assert [path.name for path in paths] == [
+            f"model-{i + 1:05d}-of-{len(paths):05d}.safetensors" for i in range(len(paths))
+        ]
+    assert_same(load_weights(tmp_path), arrays)
+    index = json.loads((tmp_path / INDEX_NAME).read_text())
+    assert index["metadata"] == {
+        "total_size": sum(a.nbytes for a in arrays.values()),
+        "total_parameters": sum(a.size for a in arrays.values()),
+    }
+    assert list(index["weight_map"]) == sorted(arrays)
+
+
+def test_shards_without_an_index(rng, tmp_path):
+    """mlx-lm does not read the index either."""
+    arrays = random_arrays(rng)
+    paths = save_weights(tmp_path, arrays, max_shard_bytes=40)
+    (tmp_path / INDEX_NAME).unlink()
+    assert_same(load_weights(tmp_path), arrays)
+    paths[1].unlink()
+    with pytest.raises(CheckpointError, match=f"lacks {paths[1].name}"):
+        load_weights(tmp_path)
+
+
+def test_views_are_written_as_they_look(rng, tmp_path):
+    values = mx.array(rng.normal(size=(6, 4)).astype(np.float32))
+    arrays = {
+        "transposed": values.T,
+        "rows": values[2:5],
+        "columns": values[:, 1:3],
+        "broadcast": mx.broadcast_to(values[0], (3, 4)),
+        "lazy": values + 1,
+    }
+    save_file(tmp_path / "model.safetensors", arrays)
+    assert_same(load_weights(tmp_path), arrays)
+
+
+def test_the_writer_takes_the_data_in_chunks_and_counts_it(tmp_path):
+    spec = TensorSpec("a", (4, 3), mx.float32)
+    chunks = [np.arange(5, dtype=np.float32), b"\0" * 8, memoryview(np.ones(5, np.float32))]
+    calls = []
+    write_weights(tmp_path, [spec], lambda s: chunks, progress=lambda *c: calls.append(c))
+    assert calls == [(20, 48), (28, 48), (48, 48)]
+    found = np.array(load_weights(tmp_path)["a"]).reshape(-1)
+    np.testing.assert_array_equal(found, [0, 1, 2, 3, 4, 0, 0, 1, 1, 1, 1, 1])
+    with pytest.raises(RuntimeError, match="a: 20 bytes came, 48 announced"):
+        write_weights(tmp_path, [spec], lambda s: chunks[:1])
+
+
+DAMAGED = {
+    "zero bytes": b"",
+    "three bytes": b"abc",
+    "text": b"version https://git-lfs.github.com/spec/v1\noid sha256:1234",
+    "a header of 2^60 bytes": struct.pack("<Q", 1 << 60) + b"{}",
+    "a header longer than the file": file_bytes({}, b"", length=1000),
+    "no JSON": struct.pack("<Q", 4) + b"\xff\xfe{}",
+    "cut off": file_bytes({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"\0" * 7),
+    "more data than tensors": file_bytes(
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"\0" * 9
+    ),
+    "a shape that lies": file_bytes(
+        {"a": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 8]}}, b"\0" * 8
+    ),
+    "a size that overflows": file_bytes(
+        {"a": {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 8]}}, b"\0" * 8
+    ),
+    "overlapping tensors": file_bytes(
+        {
+            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+        },
+        b"\0" * 12,
+    ),
+    "a type that MLX lacks": file_bytes(
+        {"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}, b"\0" * 8
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_damaged_files(tmp_path, name):
+    (tmp_path / "model.safetensors").write_bytes(DAMAGED[name])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors") as caught:
+        load_weights(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_any_cut_is_seen(rng, tmp_path):
+    (path,) = save_weights(tmp_path, random_arrays(rng))
+    data = path.read_bytes()
+    for keep in {0, 1, len(data) - 1, *rng.integers(0, len(data), 20).tolist()}:
+        path.write_bytes(data[:keep])
+        with pytest.raises(CheckpointError):
+            load_weights(tmp_path)
+
+
+def test_missing_files(tmp_path, rng):
+    with pytest.raises(CheckpointError, match=r"holds no model\*\.safetensors"):
+        load_weights(tmp_path)
+    paths = save_weights(tmp_path, random_arrays(rng), max_shard_bytes=40)
+    paths[2].unlink()
+    with pytest.raises(CheckpointError, match=f"{paths[2].name} is missing"):
+        load_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "x.bin", "", 7, None],
+)
+def test_an_index_that_leaves_the_folder(tmp_path, name):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(tmp_path / "x.safetensors", {"a": mx.zeros(2)})
+    (folder / INDEX_NAME).write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(CheckpointError, match="names the file"):
+        load_weights(folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"weight_map": []}', "\x00"])
+def test_an_index_that_is_none(tmp_path, content):
+    save_file(tmp_path / "model.safetensors", {"a": mx.zeros(2)})
+    (tmp_path / INDEX_NAME).write_text(content)
+    with pytest.raises(CheckpointError, match=r"index\.json"):
+        load_weights(tmp_path)
+
+
+def test_an_index_that_disagrees_with_the_files(tmp_path):
+    save_weights(tmp_path, {"a": mx.zeros(2), "b": mx.zeros(3)})
+    index = tmp_path / INDEX_NAME
+    for weight_map in ({"a": 1, "b": 1, "c": 1}, {"a": 1}):
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(weight_map, "model.safetensors")}))
+        with pytest.raises(CheckpointError, match=r"does not fit the files that it names: [bc]"):
+            load_weights(tmp_path)
+
+
+def test_one_tensor_in_two_files(tmp_path):
+    save_file(tmp_path / "model-one.safetensors", {"a": mx.zeros(2)})
+    save_file(tmp_path / "model-two.safetensors", {"a": mx.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"both .*one.* and .*two"):
+        load_weights(tmp_path)
+
+
+def test_check_weights_lists_everything_at_once():
+    expected = {"a": (2, 3), "b": (4,), "c": (), **{f"x{i}": (1,) for i in range(9)}}
+    check_weights(expected, {name: mx.zeros(shape) for name, shape in expected.items()}, "m")
+    with pytest.raises(CheckpointError) as caught:
+        check_weights(expected, {"a": mx.zeros((3, 2)), "c": mx.zeros(()), "d": mx.zeros(1)}, "m")
+    message = str(caught.value)
+    assert "10 tensors missing: b, x0, x1, x2, x3 and 5 more" in message
+    assert "1 tensors unexpected: d" in message
+    assert "a is [3, 2] and must be [2, 3]" in message
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameter_shapes_are_the_models(name):
+    config = PRESETS[name]
+    # Arrays are lazy: nothing of the 3B model takes memory here.
+    parameters = dict(tree_flatten(Model(config).parameters()))
+    assert parameter_shapes(config) == {k: tuple(v.shape) for k, v in parameters.items()}
+
+
+# 600 MB of data through a writer whose process holds little more than Python and MLX.
+STREAM = """
+import resource, sys
+import numpy as np
+import mlx.core as mx
+from afm_mlx.checkpoint.weights import TensorSpec, write_weights
+specs = [TensorSpec(f"t{i}", (25_000_000,), mx.float32) for i in range(6)]
+chunk = np.zeros(1_000_000, np.float32)
+unit = 1 if sys.platform == "darwin" else 1024
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+write_weights(sys.argv[1], specs, lambda spec: (chunk for _ in range(25)))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before)
+"""
+
+
+def test_writing_needs_little_memory(tmp_path):
+    from pathlib import Path
+
+    result = subprocess.run(
+        [sys.executable, "-c", STREAM, tmp_path],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(result.stdout) < 50e6
+
+
+@pytest.fixture
+def model_folder(rng, tmp_path):
+    """A config and a folder of weights of one type, by type."""
+    config = ModelConfig(
+        vocab_size=97,
+        hidden_dim=24,
+        num_layers=3,
+        num_kv_reuse_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        rope_theta=1e4,
+    )
+    shapes = parameter_shapes(config)
+
+    def make(dtype):
+        arrays = {n: mx.array(rng.normal(size=s).astype(np.float32)) for n, s in shapes.items()}
+        folder = tmp_path / str(dtype)
+        folder.mkdir()
+        arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+        save_weights(folder, arrays, max_shard_bytes=5000)
+        return config, folder, arrays
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_fingerprint_does_not_depend_on_where_the_weights_are(model_folder, dtype):
+    config, folder, arrays = model_folder(dtype)
+    fingerprint = model_fingerprint(config, arrays)
+    assert len(fingerprint) == 64
+    assert fingerprint == folder_fingerprint(config, folder)
+    assert fingerprint == model_fingerprint(config, load_weights(folder))
+    wide = {name: array.astype(mx.float32) for name, array in arrays.items()}
+    assert fingerprint == model_fingerprint(config, wide)
+    reordered = dict(reversed(arrays.items()))
+    assert fingerprint == model_fingerprint(config, reordered)
+    model = Model(config)
+    model.load_weights(list(arrays.items()))
+    assert fingerprint == model_fingerprint(config, dict(tree_flatten(model.parameters())))
+
+
+def test_fingerprint_tells_models_apart(model_folder):
+    import dataclasses
+
+    config, _, arrays = model_folder(mx.float32)
+    name = "model.layers.1.mlp.up_proj.weight"
+    others = {
+        "theta": (dataclasses.replace(config, rope_theta=2e4), arrays),
+        "rounded": (config, {n: a.astype(mx.bfloat16) for n, a in arrays.items()}),
+        "scaled": (config, arrays | {name: arrays[name] * 1.001}),
+        "reshaped": (config, arrays | {name: arrays[name].T}),
+        "renamed": (config, {("x" if n == name else n): a for n, a in arrays.items()}),
+        "fewer": (config, {n: a for n, a in arrays.items() if n != name}),
+        "packed": (config, arrays | {name: mx.ones((78, 3), mx.uint32)}),
+        "packed otherwise": (config, arrays | {name: mx.ones((78, 3), mx.int32)}),
+    }
+    found = {key: model_fingerprint(*value) for key, value in others.items()}
+    found["itself"] = model_fingerprint(config, arrays)
+    assert len(set(found.values())) == len(found)
+    longer = dataclasses.replace(config, context_length=8192)
+    assert model_fingerprint(longer, arrays) == found["itself"]
+
+
+def test_fingerprint_samples_all_columns_and_rows():
+    """A change to a single row or column of a matrix of the usual shape is seen as a rule."""
+    config = PRESETS["afm-nano"]
+    base = mx.zeros((1024, 256))
+    same = model_fingerprint(config, {"w": base})
+    rows = sum(
+        model_fingerprint(config, {"w": base.at[i : i + 16].add(1)}) != same
+        for i in range(0, 1024, 128)
+    )
+    columns = sum(
+        model_fingerprint(config, {"w": base.at[:, i : i + 16].add(1)}) != same
+        for i in range(0, 256, 32)
+    )
+    assert (rows, columns) == (8, 8)
+
+
+def test_fingerprint_ignores_what_devices_round_differently():
+    config = PRESETS["afm-nano"]
+    values = [0.0, 1.0, -2.0]
+    odd = [-0.0, 1.0, -2.0]
+    tiny = [1e-40, 1.0, -2.0]
+    prints = {
+        model_fingerprint(config, {"w": mx.array(np.array(v, np.float32))})
+        for v in (values, odd, tiny)
+    }
+    assert len(prints) == 1

@@ -1,0 +1,147 @@
+"""Perplexity against float64, against mlx-lm, and the documents that it is measured on."""
+
+import json
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.errors import DataError
+from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity, token_losses
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from tests.tools.models import random_config, random_model
+
+
+@pytest.fixture
+def model(rng):
+    return random_model(random_config(rng, vocab_size=60), rng)
+
+
+def random_pieces(rng, lengths):
+    return [rng.integers(0, 60, length).tolist() for length in lengths]
+
+
+def float64_losses(model, piece):
+    """-log p of each token but the first, each from a run of its own over what comes before it."""
+    losses = []
+    for end in range(1, len(piece)):
+        logits = np.array(model(mx.array([piece[:end]])), np.float64)[0, -1]
+        shifted = logits - logits.max()
+        losses.append(np.log(np.exp(shifted).sum()) - shifted[piece[end]])
+    return losses
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 20])
+def test_losses_are_those_of_tokens_one_by_one(model, rng, batch_size):
+    pieces = random_pieces(rng, rng.integers(2, 12, 7))
+    expected = [loss for piece in pieces for loss in float64_losses(model, piece)]
+    np.testing.assert_allclose(token_losses(model, pieces, batch_size), expected, atol=2e-2, rtol=0)
+    result = measure_perplexity(model, pieces, batch_size)
+    assert (result.tokens, result.samples) == (len(expected), 7)
+    assert result.perplexity == pytest.approx(math.exp(np.mean(expected)), rel=1e-2)
+    deviation = np.std(expected, ddof=1) / math.sqrt(len(expected))
+    assert result.standard_error == pytest.approx(result.perplexity * deviation, rel=2e-2)
+
+
+def test_equal_pieces_give_mlx_lms_figures(model, rng):
+    from mlx_lm.perplexity import eval_ppl
+
+    pieces = random_pieces(rng, [16] * 6)
+    result = measure_perplexity(model, pieces, batch_size=6)
+    perplexity, error = eval_ppl(model, mx.array(pieces), batch_size=6)
+    assert (result.perplexity, result.standard_error) == pytest.approx(
+        (perplexity, error), rel=1e-4
+    )
+
+
+def test_the_losses_keep_the_order_of_the_pieces(model, rng):
+    pieces = random_pieces(rng, [9, 2, 5, 3])
+    together = token_losses(model, pieces, batch_size=1)
+    alone = np.concatenate([token_losses(model, [piece]) for piece in pieces])
+    np.testing.assert_array_equal(together, alone)
+
+
+def test_progress_reaches_the_end(model, rng):
+    seen = []
+    token_losses(
+        model, random_pieces(rng, [4] * 7), 3, lambda done, total: seen.append((done, total))
+    )
+    assert seen == [(3, 7), (6, 7), (7, 7)]
+
+
+def test_every_token_but_the_first_is_scored_once(rng):
+    for _ in range(50):
+        documents = [list(range(n)) for n in rng.integers(0, 30, 4)]
+        length = int(rng.integers(2, 12))
+        pieces = cut(documents, length)
+        assert all(2 <= len(piece) <= length for piece in pieces)
+        assert sorted(token for piece in pieces for token in piece[1:]) == sorted(
+            token for document in documents for token in document[1:]
+        )
+
+
+def test_samples_are_drawn_from_the_seed(rng):
+    documents = [list(range(100 * i, 100 * i + 50)) for i in range(10)]
+    everything = cut(documents, 8)
+    some = cut(documents, 8, 5, seed=1)
+    assert len(some) == 5
+    assert all(piece in everything for piece in some)
+    assert some == cut(documents, 8, 5, seed=1)
+    assert len({str(cut(documents, 8, 5, seed=seed)) for seed in range(5)}) > 1
+    assert cut(documents, 8, 1000) == everything
+
+
+@pytest.mark.parametrize("pieces", [[], [[1]], [[1, 2]]])
+def test_too_little_to_score(model, pieces):
+    with pytest.raises(DataError, match="at least 2 are needed"):
+        measure_perplexity(model, pieces)
+
+
+# -- documents
+
+MESSAGES = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "The fox."}]
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder):
+    return load_tokenizer(tokenizer_folder)
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_a_text_lies_between_separators(tokenizer, tmp_path):
+    tokens = [2, *tokenizer.encode("The\nfox"), 2]
+    assert load_documents(write(tmp_path / "a.jsonl", {"text": "The\nfox"}), tokenizer) == [tokens]
+    (tmp_path / "a.txt").write_text("The\nfox")
+    assert load_documents(tmp_path / "a.txt", tokenizer) == [tokens]
+
+
+def test_chats_in_three_spellings(tokenizer, tmp_path):
+    file = write(
+        tmp_path / "a.jsonl",
+        {"messages": MESSAGES},
+        {"prompt": "Who?", "completion": "The fox."},
+        MESSAGES,
+        {"messages": MESSAGES, "tools": [{"name": "f"}]},
+    )
+    documents = load_documents(file, tokenizer)
+    assert documents[0] == documents[1] == documents[2] == tokenizer.apply_chat_template(MESSAGES)
+    assert documents[3] == tokenizer.apply_chat_template(MESSAGES, tools=[{"name": "f"}])
+
+
+def test_folders_give_their_test_split_first(tokenizer, tmp_path):
+    with pytest.raises(DataError, match=r"none of test\.jsonl"):
+        load_documents(tmp_path, tokenizer)
+    for name in ("train", "valid", "test"):
+        write(tmp_path / f"{name}.jsonl", {"text": name})
+        assert load_documents(tmp_path, tokenizer) == [[2, *tokenizer.encode(name), 2]]
+
+
+@pytest.mark.parametrize("name", ["missing.jsonl", "a.parquet"])
+def test_files_that_are_no_data(tokenizer, tmp_path, name):
+    with pytest.raises(DataError, match=name):
+        load_documents(tmp_path / name, tokenizer)

@@ -1,0 +1,178 @@
+"""Packed layers: exact codes, the product and the lookup, and their place among MLX's modules."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from afm_mlx.errors import CheckpointError
+from afm_mlx.kernels import PackedWeight, dequantize, unpack_codes
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+
+ROWS, INPUTS, GROUP = 24, 64, 32
+SCALES = {"tensor": (), "row": (ROWS,), "group": (ROWS, INPUTS // GROUP)}
+FORMATS = [(mode, per) for mode in ("balanced", "affine") for per in SCALES] + [("palette", "")]
+
+
+def random_parts(rng, bits, mode, per):
+    """Codes, the parts that give them a meaning, and the numbers that they stand for, in float64."""
+    codes = rng.integers(0, 2**bits, (ROWS, INPUTS))
+    column = rng.uniform(0.5, 2, INPUTS).astype(np.float32)
+    if mode == "palette":
+        table = rng.normal(0, 1, (3, 2**bits)).astype(np.float32)
+        values = table.astype(np.float64)[np.arange(ROWS)[:, None] * 3 // ROWS, codes]
+        parts = {"table": table}
+    else:
+        scales = rng.uniform(0.1, 1, SCALES[per]).astype(np.float32)
+        biases = rng.normal(0, 1, SCALES[per]).astype(np.float32)
+        wide = [np.broadcast_to(_per_input(a), (ROWS, INPUTS)) for a in (scales, biases)]
+        if mode == "affine":
+            values, parts = codes * wide[0] + wide[1], {"scales": scales, "biases": biases}
+        else:
+            values, parts = (codes - (2**bits - 1) / 2) * wide[0], {"scales": scales}
+    parts["column_scale"] = column
+    return codes, {k: mx.array(v) for k, v in parts.items()}, values * column.astype(np.float64)
+
+
+def _per_input(array):
+    array = array.astype(np.float64)
+    return np.repeat(array, GROUP, axis=1) if array.ndim == 2 else array.reshape(-1, 1)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("mode", "per"), FORMATS)
+def test_layers_compute_what_their_codes_stand_for(rng, bits, mode, per):
+    codes, parts, values = random_parts(rng, bits, mode, per)
+    bias = rng.normal(0, 1, ROWS).astype(np.float32)
+    layer = PackedLinear.from_codes(mx.array(codes), bits, mode, bias=mx.array(bias), **parts)
+    np.testing.assert_array_equal(np.array(unpack_codes(layer.weight, bits)), codes)
+    x = rng.normal(0, 1, (2, 3, INPUTS)).astype(np.float32)
+    wanted = x @ values.T + bias
+    # Activations of 16 binary digits and more, float32 sums of INPUTS products; a kernel may take the codes
+    # as they are and subtract what they lie too high by in the end.
+    magnitudes = np.abs(values) + np.abs(values).max(axis=1, keepdims=True)
+    bound = (2**-15 + INPUTS * 2**-23) * (np.abs(x) @ magnitudes.T + np.abs(bias))
+    for training in (False, True):
+        got = layer.train(training)(mx.array(x))
+        assert (np.abs(np.array(got) - wanted) <= bound).all()
+    np.testing.assert_allclose(np.array(layer.to_linear()(mx.array(x))), wanted, atol=bound.max())
+
+    embedding = PackedEmbedding.from_codes(mx.array(codes), bits, mode, **parts).eval()
+    tokens = rng.integers(0, ROWS, (2, 5))
+    np.testing.assert_allclose(
+        np.array(embedding(mx.array(tokens))), values[tokens], rtol=1e-5, atol=1e-5
+    )
+    logits = np.array(embedding.as_linear(mx.array(x)))
+    assert (np.abs(logits - x @ values.T) <= bound).all()
+    whole = np.array(embedding.to_embedding().weight)
+    np.testing.assert_array_equal(whole, np.array(dequantize(embedding.packed)))
+
+
+def test_the_lookup_has_the_activations_type(rng):
+    codes, parts, _ = random_parts(rng, 4, "balanced", "row")
+    for dtype in (mx.float32, mx.bfloat16, mx.float16):
+        layer = PackedEmbedding.from_codes(mx.array(codes), 4, dtype=dtype, **parts)
+        assert layer(mx.array([[1, 2]])).dtype == dtype
+        assert layer.as_linear(mx.ones((1, INPUTS), dtype)).dtype == dtype
+
+
+def test_gradients_reach_the_input_and_nothing_trains(rng):
+    codes, parts, values = random_parts(rng, 2, "balanced", "row")
+    layer = PackedLinear.from_codes(mx.array(codes), 2, **parts)
+    model = nn.Sequential(nn.Linear(8, INPUTS), layer, nn.ReLU())
+    model.train()
+    names = [name for name, _ in tree_flatten(model.trainable_parameters())]
+    assert sorted(names) == ["layers.0.bias", "layers.0.weight"]
+    x, weight = rng.normal(0, 1, INPUTS).astype(np.float32), rng.normal(0, 1, ROWS)
+    gradient = mx.grad(lambda x: (layer(x) * mx.array(weight.astype(np.float32))).sum())(
+        mx.array(x)
+    )
+    np.testing.assert_allclose(np.array(gradient), weight @ values, rtol=1e-3, atol=1e-4)
+
+
+def test_parameters_are_a_folders_and_load_strictly(rng):
+    codes, parts, _ = random_parts(rng, 2, "affine", "group")
+    layer = PackedLinear.from_codes(mx.array(codes), 2, "affine", **parts)
+    names = {"weight", "scales", "biases", "column_scale"}
+    assert set(dict(tree_flatten(layer.parameters()))) == names
+    other, new_parts, _ = random_parts(rng, 2, "affine", "group")
+    twin = PackedLinear.from_codes(mx.array(other), 2, "affine", **new_parts)
+    twin.load_weights(tree_flatten(layer.parameters()), strict=True)
+    assert mx.array_equal(twin.dequantize(), layer.dequantize())
+    assert not hasattr(layer, "to_quantized")  # nn.quantize leaves it alone
+    text = "input_dims=64, output_dims=24, bias=False, bits=2, mode=affine, group_size=32"
+    assert text in repr(layer)
+    tables = PackedEmbedding.from_codes(
+        mx.array(codes), 2, "palette", table=mx.zeros((2, 4)), column_scale=mx.ones(INPUTS)
+    )
+    assert "24, 64, bits=2, mode=palette, tables=2, column_scale=True" in repr(tables)
+    assert "granularity=tensor" in repr(
+        PackedLinear.from_codes(mx.array(codes), 2, scales=mx.array(1.0))
+    )
+
+
+def test_mlx_lm_counts_its_bits(rng):
+    from mlx_lm.utils import compute_bits_per_weight
+
+    codes, parts, _ = random_parts(rng, 2, "balanced", "row")
+    model = nn.Sequential(PackedLinear.from_codes(mx.array(codes), 2, scales=parts["scales"]))
+    assert compute_bits_per_weight(model) == pytest.approx(2 + 32 / INPUTS)
+
+
+def make(**changes):
+    parts = {
+        "codes": mx.zeros((4, 2), mx.uint32),
+        "bits": 4,
+        "mode": "affine",
+        "scales": mx.ones(4),
+        "biases": mx.ones(4),
+        **changes,
+    }
+    return PackedLinear(PackedWeight(**parts))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"bits": 3}, "bits is 3; it must be one of 2, 4, 8"),
+        ({"mode": "mxfp4"}, "mode is 'mxfp4'"),
+        ({"codes": mx.zeros((4, 2), mx.int32)}, "weight is int32 of shape"),
+        ({"codes": mx.zeros((4,), mx.uint32)}, "weight is uint32 of shape"),
+        ({"scales": None}, "scales is missing"),
+        (
+            {"scales": mx.ones(5)},
+            r"scales is float32 of shape \[5\]; it must be float of shape \[\], \[4\]",
+        ),
+        ({"scales": mx.ones(4, mx.int32)}, "scales is int32"),
+        ({"scales": mx.ones((4, 3)), "biases": mx.ones((4, 3))}, "G divides 16"),
+        ({"biases": None}, "biases is missing"),
+        ({"biases": mx.ones(1)}, r"biases is float32 of shape \[1\]"),
+        ({"mode": "balanced"}, "absent in a balanced matrix"),
+        ({"table": mx.ones((1, 16))}, "absent outside a palette"),
+        ({"mode": "palette", "table": mx.ones((1, 16))}, "absent in a palette"),
+        ({"mode": "palette"}, "table is missing"),
+        ({"mode": "palette", "table": mx.ones((3, 16))}, "T divides 4"),
+        ({"mode": "palette", "table": mx.ones((1, 4))}, r"\[T, 16\]"),
+        ({"column_scale": mx.ones(4)}, "column_scale is"),
+    ],
+)
+def test_parts_that_do_not_fit_each_other(changes, words):
+    with pytest.raises(CheckpointError, match=words):
+        make(**changes)
+
+
+def test_codes_that_do_not_pack():
+    def layer(codes, bits):
+        return PackedLinear.from_codes(codes, bits, scales=mx.array(1.0))
+
+    with pytest.raises(CheckpointError, match="codes reach from 0 to 4; 2 bits hold 0 to 3"):
+        layer(mx.array([[4] + [0] * 15]), 2)
+    with pytest.raises(CheckpointError, match="codes reach from -1 to 0"):
+        layer(mx.array([[-1] + [0] * 15]), 2)
+    with pytest.raises(CheckpointError, match="20 inputs, which can't be packed in 2 bits"):
+        layer(mx.zeros((1, 20), mx.int32), 2)
+    with pytest.raises(CheckpointError, match="integers of shape"):
+        layer(mx.zeros((1, 32)), 2)
+    with pytest.raises(CheckpointError, match="bits is 3"):
+        layer(mx.zeros((1, 32), mx.int32), 3)

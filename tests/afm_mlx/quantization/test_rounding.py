@@ -1,0 +1,268 @@
+"""Float matrices to codes: grids come back bit for bit, everything else to a stated error."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.errors import CheckpointError, ConfigError
+from afm_mlx.kernels import dequantize, pack_codes, unpack_codes
+from afm_mlx.quantization import rounding
+from afm_mlx.quantization.grids import k_means, nearest_entries
+from afm_mlx.quantization.rounding import Rows, pack
+from afm_mlx.quantization.rule import QuantizationRule
+
+ROWS, INPUTS = 48, 256
+RULES = [
+    QuantizationRule(bits, "balanced", per)
+    for bits in (2, 4, 8)
+    for per in ("tensor", "row", "group")
+]
+
+
+def on_grid(rng, rule, dtype):
+    """Random codes, with the top and bottom one in every unit, and the matrix that they stand for."""
+    size = rule.group_size or INPUTS
+    codes = rng.integers(0, 2**rule.bits, (ROWS, INPUTS))
+    codes[:, ::size] = rng.choice([0, 2**rule.bits - 1], codes[:, ::size].shape)
+    codes[:, 1::size] = 1 << (rule.bits - 1)
+    scales = rng.uniform(1e-3, 0.1, rule.part_shapes((ROWS, INPUTS))["scales"])
+    scales = np.asarray(scales, np.float32)
+    wide = np.repeat(scales, size, axis=1) if scales.ndim == 2 else scales.reshape(-1, 1)
+    values = (codes - (2**rule.bits - 1) / 2).astype(np.float32) * wide
+    return codes, scales, mx.array(values).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.bits}-{r.granularity}")
+@pytest.mark.parametrize("blocks", ["one", "many"])
+def test_codes_on_a_grid_come_back(rng, monkeypatch, rule, dtype, blocks):
+    if rule.bits == 8 and dtype == mx.bfloat16:
+        pytest.skip("255 levels a half apart do not all fit bfloat16's 8 digits")
+    if blocks == "many":
+        monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 5 * INPUTS)
+        monkeypatch.setattr(rounding, "_SAMPLE_ELEMENTS", 7 * INPUTS)
+    codes, scales, weight = on_grid(rng, rule, dtype)
+    for given in (None, mx.array(scales)):
+        packed, exact = pack(weight, rule, scales=given)
+        assert exact
+        np.testing.assert_array_equal(np.array(unpack_codes(packed.codes, rule.bits)), codes)
+        assert mx.array_equal(dequantize(packed).astype(dtype), weight)
+        assert mx.array_equal(packed.codes, pack_codes(mx.array(codes), rule.bits))
+        assert packed.scales.dtype == mx.float32
+
+
+def test_a_grid_of_a_single_scale():
+    """Codes under which float16 leaves one float32 of all scales, beside the middle of the exact bounds."""
+    codes = np.array(
+        """0 128 181 203 12 152 86 23 7 239 9 17 30 168 248 192 211 36 44 223 239 146 135 112 18 186 135
+        140 109 248 219 58 232 132 166 50 3 236 204 6 79 221 133 228 207 199 224 188 102 96 81 52 232 32
+        23 84 206 14 248 25 169 255 34 38""".split(),
+        np.int32,
+    )[None]
+    scale = np.float32(0.059126418)
+    weight = mx.array((codes - 127.5).astype(np.float32) * scale).astype(mx.float16)
+    packed, exact = pack(weight, QuantizationRule(8))
+    assert exact
+    assert packed.scales.item() == scale
+    np.testing.assert_array_equal(np.array(unpack_codes(packed.codes, 8)), codes)
+
+
+def test_grids_without_their_outer_levels_and_rows_of_zeros(rng):
+    rule = QuantizationRule(4)
+    codes, _, _ = on_grid(rng, rule, mx.float32)
+    inner = np.clip(codes, 3, 12)
+    scales = rng.uniform(0.01, 0.1, (ROWS, 1)).astype(np.float32)
+    values = (inner - 7.5).astype(np.float32) * scales
+    values[5] = 0
+    packed, exact = pack(mx.array(values), rule)
+    assert exact
+    np.testing.assert_array_equal(np.array(dequantize(packed)), values)
+    assert packed.scales[5].item() == 0
+
+
+def test_stock_quantization_loses_a_grid_and_ours_does_not(rng):
+    """`mx.quantize` stretches its grid over the extremes of each group: levels end up between codes."""
+    rule = QuantizationRule(2, granularity="row")
+    codes = rng.choice(4, (64, 512), p=[0.07, 0.43, 0.43, 0.07])
+    codes[:, ::64] = (
+        3  # a group of the middle levels alone would lie on a grid three times as coarse
+    )
+    scales = rng.uniform(0.01, 0.1, (64, 1)).astype(np.float32)
+    weight = mx.array((codes - 1.5).astype(np.float32) * scales)
+
+    def rms_error(numbers):
+        return float(mx.sqrt(mx.mean((numbers - weight) ** 2) / mx.mean(weight**2)))
+
+    stock = mx.dequantize(*mx.quantize(weight, 64, 2), 64, 2)
+    assert rms_error(stock) > 0.3
+    packed, _ = pack(weight, rule)
+    assert rms_error(dequantize(packed)) == 0
+    # Asked for MLX's own format, the codes still are the grid's.
+    affine, exact = pack(weight, QuantizationRule(2, "affine"))
+    assert exact
+    np.testing.assert_array_equal(np.array(unpack_codes(affine.codes, 2)), codes)
+    assert rms_error(mx.dequantize(affine.codes, affine.scales, affine.biases, 64, 2)) < 1e-6
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("per", ["tensor", "row", "group"])
+@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
+def test_normal_weights_keep_a_stated_error(rng, mode, bits, per):
+    """Near the best uniform quantizer of a normal distribution (Max, 1960)."""
+    best = {2: 0.3449, 4: 0.1074, 8: 0.0089}[bits]
+    weight = rng.normal(0, 0.02, (ROWS, INPUTS)).astype(np.float32)
+    packed, exact = pack(mx.array(weight), QuantizationRule(bits, mode, per))
+    assert not exact or (mode, bits, per) == ("palette", 8, "row")
+    error = np.array(dequantize(packed)) - weight
+    # Extremes and not least squares in MLX's own format; few weights for each of 256 entries.
+    factor = (
+        3 if (mode, bits) == ("palette", 8) else 1.5 if (mode, per) == ("affine", "group") else 1.25
+    )
+    assert error.std() / 0.02 <= factor * best
+    assert packed.granularity == ("table" if mode == "palette" else per)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_affine_groups_are_mlxs_own(rng, monkeypatch, dtype):
+    monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 5 * INPUTS)
+    weight = mx.array(rng.normal(0, 0.1, (ROWS, INPUTS))).astype(dtype)
+    for bits, group in ((2, 32), (4, 64), (8, 128)):
+        packed, _ = pack(weight, QuantizationRule(bits, "affine", group_size=group))
+        wanted = mx.quantize(weight, group, bits)
+        for got, array in zip((packed.codes, packed.scales, packed.biases), wanted, strict=True):
+            assert got.dtype == array.dtype
+            assert mx.array_equal(got, array)
+
+
+def test_scales_that_are_given(rng):
+    weight = mx.array(rng.normal(0, 1, (4, 32)).astype(np.float32))
+    rule, scales = QuantizationRule(4, "affine", "row"), mx.array([0.1, 0.2, 0.3, 0.4])
+    packed, exact = pack(weight, rule, scales=scales, biases=-7.5 * scales)
+    steps = np.array(weight) / np.array(scales)[:, None] + 7.5
+    np.testing.assert_array_equal(
+        np.array(unpack_codes(packed.codes, 4)), np.clip(np.rint(steps), 0, 15)
+    )
+    assert not exact
+    for wrong, words in (
+        ({"scales": scales}, "scales are given; mode affine takes scales and biases"),
+        ({"scales": scales[:2], "biases": scales}, r"scales are .* of shape \[2\]"),
+        ({"scales": scales * float("nan"), "biases": scales}, "scales hold NaN"),
+    ):
+        with pytest.raises(CheckpointError, match=f"mlp.up: {words}"):
+            pack(weight, rule, name="mlp.up", **wrong)
+    with pytest.raises(CheckpointError, match="a negative number"):
+        pack(weight, QuantizationRule(4), scales=-scales)
+    with pytest.raises(CheckpointError, match="palette takes neither"):
+        pack(weight, QuantizationRule(4, "palette", "tensor"), scales=scales)
+
+
+def least_error(weights, entries):
+    """Squared error of the best table: dynamic programming over where clusters of sorted weights end."""
+    ordered = np.sort(weights.astype(np.float64))
+    sums, squares = (np.concatenate([[0], np.cumsum(ordered**p)]) for p in (1, 2))
+    place = np.arange(len(ordered) + 1)
+    count = place - place[:, None]
+    spread = np.subtract.outer(sums, sums).T ** 2 / np.maximum(count, 1)
+    cost = np.where(count > 0, np.subtract.outer(squares, squares).T - spread, np.inf)
+    least = cost[0]
+    for _ in range(entries - 1):
+        least = (least[:, None] + cost).min(axis=0)
+    return least[-1]
+
+
+@pytest.mark.parametrize("entries", [4, 16])
+@pytest.mark.parametrize("kind", ["normal", "heavy tails", "two heaps", "an outlier"])
+def test_a_table_is_near_the_best_there_is(rng, kind, entries):
+    weights = {
+        "normal": rng.normal(0, 0.02, (4, 300)),
+        "heavy tails": rng.standard_t(3, (4, 300)),
+        "two heaps": rng.normal(0, 0.1, (4, 300)) + rng.choice([-1, 1], (4, 300)),
+        "an outlier": np.where(np.arange(300) == 7, 1e3, rng.normal(0, 1, (4, 300))),
+    }[kind].astype(np.float32)
+    tables, exact = k_means(weights, entries)
+    assert not exact.any()
+    assert (np.diff(tables, axis=1) >= 0).all()
+    codes = nearest_entries(weights, tables)
+    errors = np.square(np.take_along_axis(tables, codes.astype(int), 1) - weights).sum(axis=1)
+    # A far outlier leaves most of the bins empty.
+    factor = 2.0 if kind == "an outlier" else 1.06
+    for got, line in zip(errors, weights, strict=True):
+        assert got <= factor * least_error(line, entries)
+
+
+@pytest.mark.parametrize("per", ["tensor", "row", "group"])
+def test_a_palette_of_few_values_is_exact(rng, per):
+    rule = QuantizationRule(4, "palette", per)
+    table = rng.normal(0, 1, (rule.part_shapes((ROWS, INPUTS))["table"][0], 13)).astype(np.float32)
+    codes = rng.integers(0, 13, (ROWS, INPUTS))
+    values = table[np.arange(ROWS)[:, None] * len(table) // ROWS, codes]
+    packed, exact = pack(mx.array(values), rule)
+    assert exact
+    np.testing.assert_array_equal(np.array(dequantize(packed)), values)
+
+
+def test_one_stray_weight_is_no_grid(rng, monkeypatch):
+    """A sample may lie on a grid, or in a table, that the matrix does not."""
+    monkeypatch.setattr(rounding, "_SAMPLE_ELEMENTS", INPUTS)
+    monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 5 * INPUTS)
+    balanced, palette = (
+        QuantizationRule(2, "balanced", "tensor"),
+        QuantizationRule(2, "palette", "tensor"),
+    )
+    _, _, weight = on_grid(rng, balanced, mx.float32)
+    for rule in (balanced, palette):
+        assert pack(weight, rule).exact
+    weight[ROWS - 2, 3] = 0.777
+    for rule in (balanced, palette):
+        assert not pack(weight, rule).exact
+
+
+def test_what_cannot_be_packed(rng):
+    weight = rng.normal(0, 1, (6, 40)).astype(np.float32)
+    with pytest.raises(CheckpointError, match=r"lm_head has 40 inputs.*2 bits"):
+        pack(mx.array(weight), QuantizationRule(2), name="lm_head")
+    with pytest.raises(
+        ConfigError, match="lm_head has 40 inputs, which groups of 64 do not divide"
+    ):
+        pack(mx.array(weight), QuantizationRule(4, "affine"), name="lm_head")
+    with pytest.raises(ConfigError, match="lm_head has 6 rows, which groups of 16 do not divide"):
+        pack(mx.array(weight), QuantizationRule(4, "palette"), name="lm_head")
+    for bad in (np.nan, np.inf):
+        weight[3, 3] = bad
+        for mode in ("balanced", "affine", "palette"):
+            with pytest.raises(CheckpointError, match="lm_head holds NaN or infinity"):
+                pack(mx.array(weight), QuantizationRule(8, mode, "row"), name="lm_head")
+    with pytest.raises(CheckpointError, match=r"lm_head: the weight is .*int32"):
+        pack(mx.zeros((4, 32), mx.int32), QuantizationRule(4), name="lm_head")
+
+
+def test_rows_are_read_in_blocks(rng, monkeypatch):
+    """What makes a matrix larger than memory possible: no block is larger than it says."""
+    monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 4 * INPUTS)
+    monkeypatch.setattr(rounding, "_SAMPLE_ELEMENTS", 4 * INPUTS)
+    weight = rng.normal(0, 1, (ROWS, INPUTS)).astype(np.float32)
+    heights = []
+
+    def read(start, stop):
+        heights.append(stop - start)
+        return weight[start:stop]
+
+    for mode, per in (("balanced", "tensor"), ("balanced", "row"), ("affine", "group")):
+        whole, _ = pack(mx.array(weight), QuantizationRule(2, mode, per))
+        parts, _ = pack(Rows((ROWS, INPUTS), mx.float32, read), QuantizationRule(2, mode, per))
+        assert mx.array_equal(whole.codes, parts.codes)
+    assert max(heights) <= 4
+
+
+def test_small_groups_of_8_bits_need_not_reach_their_outer_levels(rng):
+    """Of 16 random codes the largest often lies far below the top of 128 levels."""
+    rule = QuantizationRule(8, "balanced", group_size=16)
+    codes = rng.integers(0, 256, (ROWS, INPUTS))
+    codes[:, 1::16] = 128 + rng.integers(0, 2, codes[:, 1::16].shape)  # no coarser grid fits
+    codes[0] = np.clip(codes[0], 100, 150)  # on finer grids, too
+    scales = rng.uniform(0.01, 0.1, (ROWS, INPUTS // 16)).astype(np.float32)
+    values = (codes - 127.5).astype(np.float32) * np.repeat(scales, 16, axis=1)
+    packed, exact = pack(mx.array(values), rule)
+    assert exact
+    np.testing.assert_array_equal(np.array(dequantize(packed)), values)
+    np.testing.assert_array_equal(np.array(unpack_codes(packed.codes, 8))[1:], codes[1:])

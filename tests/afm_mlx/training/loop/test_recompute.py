@@ -1,0 +1,148 @@
+"""Gradient checkpointing: the same gradients from less memory."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from afm_mlx.errors import TrainingError
+from afm_mlx.training.loop.recompute import recomputed_blocks
+from tests.tools.models import random_config, random_model
+from tests.tools.training import ToyBatches, ToyModel, toy_loss
+
+
+def gradients(model, loss):
+    value, tree = nn.value_and_grad(model, loss)()
+    mx.eval(value, tree)
+    return value, dict(tree_flatten(tree))
+
+
+def assert_same_gradients(model, loss):
+    value, expected = gradients(model, loss)
+    kinds = [type(module) for module in model.modules()]
+    with recomputed_blocks(model):
+        got_value, got = gradients(model, loss)
+    assert [type(module) for module in model.modules()] == kinds
+    np.testing.assert_allclose(got_value, value, rtol=1e-5)
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = mx.abs(gradient).max().item()
+        np.testing.assert_allclose(got[name], gradient, rtol=0, atol=1e-4 * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_of_writing_and_reusing_blocks(rng, kv_bits):
+    config = random_config(rng, num_layers=4, num_kv_reuse_layers=2, kv_bits=kv_bits)
+    model = random_model(config, rng).train()
+    tokens = mx.array(rng.integers(0, config.vocab_size, (2, 7)))
+    positions = mx.array(rng.permutation(14)[:9])
+    segments = mx.array([[1, 1, 1, 2, 2, 2, 0]] * 2)
+
+    def loss():
+        return mx.square(model.head(model.hidden_at(tokens, positions, segments))).mean()
+
+    assert_same_gradients(model, loss)
+
+
+def test_of_a_model_of_mlx_lm(rng):
+    from mlx_lm.models import llama
+
+    args = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=16,
+        num_hidden_layers=2,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        vocab_size=20,
+    )
+    model = llama.Model(args).train()
+    tokens = mx.array(rng.integers(0, 20, (2, 5)))
+    assert_same_gradients(model, lambda: mx.square(model(tokens)).mean())
+
+
+def test_dropout_draws_the_same_mask_both_times():
+    """With y = mask * w * x summed, dy/dw = y / w element by element, if the mask is the same."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = mx.full((400,), 2.0)
+            self.dropout = nn.Dropout(0.5)
+
+        def __call__(self, x):
+            return self.dropout(self.dropout(self.weight * x))
+
+    model = nn.Sequential(Block(), Block()).train()
+    x = mx.arange(1.0, 401.0)
+    with recomputed_blocks(model):
+        value, got = gradients(model, lambda: model(x).sum())
+    # Both blocks' weights are 2, and the sum is bilinear in them.
+    np.testing.assert_allclose(got["layers.0.weight"], got["layers.1.weight"])
+    assert (got["layers.0.weight"] * 2).sum().item() == pytest.approx(value.item(), rel=1e-5)
+    assert 0 < (got["layers.0.weight"] == 0).sum().item() < 400
+    assert model.layers[0].dropout(mx.ones(100)).min().item() == 0  # dropout is as it was before
+
+
+@pytest.mark.usefixtures("exact_memory")
+def test_peak_memory_falls(rng):
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def __call__(self, x):
+            y = self.linear(x)
+            for _ in range(8):
+                y = mx.sin(y) * y
+            return y
+
+    model = nn.Sequential(*[Wide() for _ in range(6)]).train()
+    x = mx.array(rng.normal(size=(4096, 4)), dtype=mx.float32)
+
+    def peak():
+        mx.reset_peak_memory()
+        gradients(model, lambda: model(x).sum())
+        return mx.get_peak_memory()
+
+    peak()
+    whole = peak()
+    with recomputed_blocks(model):
+        assert peak() < 0.7 * whole
+
+
+@pytest.mark.slow
+def test_a_compiled_step_recomputes(compiled):
+    from afm_mlx.training.loop.optimizer import AdamW
+    from afm_mlx.training.loop.step import TrainingStep
+
+    weights = []
+    for is_recomputed in (True, False):
+        step = TrainingStep(ToyModel(seed=3).train(), toy_loss, AdamW(0.01))
+        for i in range(2):
+            if is_recomputed:
+                with recomputed_blocks(step.model):
+                    result = step([ToyBatches(1)(i)])
+            else:
+                result = step([ToyBatches(1)(i)])
+            step.evaluate(result)
+        weights.append(dict(tree_flatten(step.model.parameters())))
+    for name, weight in weights[0].items():
+        np.testing.assert_allclose(weight, weights[1][name], atol=1e-4, err_msg=name)
+
+
+def test_evaluation_is_left_alone():
+    model, batch = ToyModel().eval(), ToyBatches()(0)
+    expected = toy_loss(model, batch)
+    with recomputed_blocks(model):
+        assert mx.array_equal(toy_loss(model, batch), expected)
+
+
+def test_a_model_without_blocks():
+    with (
+        pytest.raises(TrainingError, match="Linear has no list `layers`"),
+        recomputed_blocks(nn.Linear(2, 2)),
+    ):
+        pass

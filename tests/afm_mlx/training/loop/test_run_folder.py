@@ -1,0 +1,214 @@
+"""Run folders: whole or not there, whatever happens."""
+
+import json
+import re
+import resource
+from functools import partial
+
+import mlx.core as mx
+import pytest
+
+from afm_mlx.errors import CheckpointError, TrainingError
+from afm_mlx.training.loop.run_folder import RunExistsError, RunFolder
+
+MANIFEST = {"learning_rate": 1e-4, "keys": ("a", "b"), "data": {"train": "x"}}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFolder.create(tmp_path / "run", MANIFEST)
+
+
+def group(value, size=3):
+    return {"layers.0.weight": mx.full((size,), value), "half": mx.full((2,), value, mx.bfloat16)}
+
+
+def save(run, step, **more):
+    return run.save(step, {"trainable": group(step), "ema": {}, **more}, {"step": step})
+
+
+def test_a_checkpoint_comes_back(run):
+    path = save(run, 7, optimizer={"step": mx.array(7, mx.uint64)})
+    assert sorted(file.name for file in path.iterdir()) == [
+        "optimizer.safetensors",
+        "state.json",
+        "trainable.safetensors",
+    ]
+    tensors, state = run.load(7)
+    assert state == {"step": 7}
+    assert tensors["optimizer"]["step"].item() == 7
+    assert tensors["trainable"]["half"].dtype == mx.bfloat16
+    assert mx.array_equal(tensors["trainable"]["layers.0.weight"], mx.full((3,), 7))
+
+
+def test_the_newest_two_are_kept(run):
+    for step in (1, 2, 30, 4000000):
+        save(run, step)
+    assert run.steps() == [30, 4000000]
+    assert len(list((run.path / "checkpoints").iterdir())) == 2
+
+
+def test_another_manifest_is_refused_by_its_keys(run):
+    run.close()
+    RunFolder.open(run.path, MANIFEST).close()
+    other = {"learning_rate": 2e-4, "keys": ("a", "b"), "seed": None}
+    with pytest.raises(TrainingError) as error:
+        RunFolder.open(run.path, other)
+    for part in ("learning_rate was 0.0001 and is now 0.0002", "data was", "seed was null"):
+        assert part in str(error.value)
+    assert "keys was" not in str(error.value)
+
+
+def test_a_run_is_neither_overwritten_nor_made_up(run, tmp_path):
+    run.close()
+    with pytest.raises(TrainingError, match="holds a training run already"):
+        RunFolder.create(run.path, MANIFEST)
+    with pytest.raises(TrainingError, match="no training run to resume"):
+        RunFolder.open(tmp_path / "other", MANIFEST)
+
+
+def test_a_folder_that_can_not_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match=r"file/run can't be made: .*Choose another path"):
+        RunFolder.create(tmp_path / "file" / "run", {})
+
+
+def test_one_at_a_time_works_in_a_folder(run):
+    for attempt in (partial(RunFolder.open, run.path), partial(RunFolder.create, run.path)):
+        with pytest.raises(TrainingError) as error:
+            attempt(MANIFEST)
+        assert re.search(r"in use by .*this very process since \d{4}-\d\d-\d\dT", str(error.value))
+    run.close()
+    with RunFolder.open(run.path, MANIFEST):
+        pass
+    assert not (run.path / "run.lock").exists()
+
+
+def test_a_refused_resume_leaves_the_folder_to_others(run):
+    run.close()
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="started with other settings"):
+            RunFolder.open(run.path, {"learning_rate": 1})
+    with pytest.raises(RunExistsError, match="holds a training run already"):
+        RunFolder.create(run.path, MANIFEST)
+    RunFolder.open(run.path, MANIFEST).close()
+
+
+def test_what_a_killed_process_left_is_removed(run):
+    save(run, 3)
+    run.close()
+    for folder in (run.path, run.path / "checkpoints", run.path / "best"):
+        leftover = folder / ".step-0000004-abc.afm-mlx"
+        leftover.mkdir(parents=True)
+        (leftover / "owner.json").touch()
+        (leftover / "trainable.safetensors").touch()
+    (run.path / ".gitignore").touch()
+    (run.path / "run.lock").write_text("{}")  # without a lock on it
+    assert run.steps() == [3]
+    with RunFolder.open(run.path, MANIFEST):
+        names = sorted(str(path.relative_to(run.path)) for path in run.path.rglob("*"))
+    assert [name for name in names if not name.startswith("checkpoints/step-0000003")] == [
+        ".gitignore", "best", "checkpoints", "run.json", "run.lock"
+    ]  # fmt: skip
+
+
+def test_a_full_disk_leaves_the_old_checkpoint(run):
+    save(run, 1)
+    run.save_best(group(1), {"step": 1, "valid_loss": 3.0})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The largest file that may be written: to the process, a disk that is full.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    try:
+        with pytest.raises(
+            TrainingError, match=r"step 2 could not be written.*step 1, .*step-0000001"
+        ):
+            run.save(2, {"trainable": group(2, 1 << 16)}, {})
+        with pytest.raises(TrainingError, match="best weights could not be written"):
+            run.save_best(group(2, 1 << 16), {"step": 2})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert run.steps() == [1]
+    assert mx.array_equal(run.load(1).tensors["trainable"]["half"], mx.ones(2))
+    assert run.load_best()[1]["step"] == 1
+    assert len(list((run.path / "checkpoints").iterdir())) == 1
+
+
+@pytest.mark.parametrize("name", ["trainable.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_damage_is_named(run, name, damage):
+    path = save(run, 1) / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    if (name, damage) == ("trainable.safetensors", "gone"):
+        assert "trainable" not in run.load(1).tensors  # the loop misses it by its names
+        return
+    with pytest.raises(CheckpointError, match=rf"{name} can't be read: .*no checkpoint before it"):
+        run.load(1)
+    save(run, 5)
+    (run.checkpoint_path(5) / "state.json").write_text("[]")
+    with pytest.raises(
+        CheckpointError, match=r"a JSON list, .*move .*step-0000005 out of"
+    ) as error:
+        run.load(5)
+    assert "goes on from the checkpoint of step 1." in str(error.value)
+    assert not re.search("remove|delete", str(error.value))
+
+
+@pytest.mark.parametrize("metadata", [{}, {"state": "1"}, {"state": '{"step": 1}'}])
+def test_best_weights_that_do_not_say_whose_they_are(run, metadata):
+    run.save_best(group(1), {"step": 1, "valid_loss": 2.0})
+    path = run.path / "best" / "trainable.safetensors"
+    mx.save_safetensors(str(path), group(1), metadata)
+    with pytest.raises(CheckpointError, match="does not say which step"):
+        run.load_best()
+
+
+def test_the_best_replaces_the_best(run):
+    assert run.load_best() is None
+    for step in (3, 5):
+        run.save_best(group(step), {"step": step, "valid_loss": 1 / step})
+        tensors, state = run.load_best()
+        assert state == {"step": step, "valid_loss": 1 / step}
+        assert state == json.loads((run.path / "best" / "state.json").read_text())
+        assert tensors["half"].tolist() == [step, step]
+
+
+def test_checkpoints_without_a_manifest_are_no_new_run(run):
+    save(run, 3)
+    run.close()
+    (run.path / "run.json").unlink()
+    with pytest.raises(TrainingError, match="holds a training run already"):
+        RunFolder.create(run.path, MANIFEST)
+
+
+def test_metrics_are_json_whatever_they_are(run):
+    run.log({"step": 1, "valid_loss": 800.0, "valid_perplexity": float("inf")})
+    run.log({"step": 2, "valid_loss": float("nan")})
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = [json.loads(line, parse_constant=refuse) for line in run.metrics_path.open()]
+    assert found == [
+        {"step": 1, "valid_loss": 800.0, "valid_perplexity": None},
+        {"step": 2, "valid_loss": None},
+    ]
+
+
+def test_metrics_that_cannot_be_written(run):
+    run.metrics_path.mkdir()
+    with pytest.raises(TrainingError, match=r"metrics\.jsonl could not be written"):
+        run.log({"step": 1})
+
+
+def test_metrics_are_cut_at_a_step(run):
+    for step in (0, 3, 6, 6, 9):
+        run.log({"step": step, "loss": 0.1})
+    with run.metrics_path.open("a") as file:
+        file.write('{"step": 6, "lo')
+    run.truncate_metrics(6)
+    assert [json.loads(line)["step"] for line in run.metrics_path.open()] == [0, 3, 6, 6]
+    run.truncate_metrics(-1)
+    assert run.metrics_path.read_text() == ""

@@ -1,0 +1,150 @@
+"""One step: accumulation, clipping, skipping, and memory."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from afm_mlx.errors import ConfigError
+from afm_mlx.training.loop.optimizer import AdamW
+from afm_mlx.training.loop.step import TrainingStep
+from tests.tools.training import ToyBatches, ToyModel, joined, toy_loss
+
+
+def new_step(loss=toy_loss, dropout=0.0, rate=0.01, **options):
+    model = ToyModel(dropout=dropout, seed=3).train()
+    return TrainingStep(model, loss, AdamW(rate), **options)
+
+
+def taken(step, *batches):
+    result = step(list(batches))
+    step.evaluate(result)
+    return result
+
+
+def everything(step):
+    """All that a step changes, by name."""
+    trees = {"model": step.model, "optimizer": step.optimizer.state, "average": step.average}
+    return {name: np.array(value) for name, value in tree_flatten(trees)}
+
+
+def test_micro_batches_equal_one_batch_of_all_their_rows():
+    batches = [ToyBatches(5)(i) for i in range(3)]
+    apart, together = new_step(max_norm=0.5, ema_decay=0.9), new_step(max_norm=0.5, ema_decay=0.9)
+    for _ in range(3):
+        a, b = taken(apart, *batches), taken(together, joined(batches))
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+    expected = everything(together)
+    for name, value in everything(apart).items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-2, atol=1e-4, err_msg=name)
+
+
+def test_the_loss_is_the_weighted_mean_and_its_gradient_what_differences_give():
+    step, batch = new_step(), ToyBatches(6)(0)
+    weight = batch.weights.sum()
+    loss, gradients = step.gradients(batch, weight)
+    assert loss.item() == pytest.approx((toy_loss(step.model, batch) / weight).item(), rel=1e-5)
+    norm, start = step.model.norm, step.model.norm.weight
+    for i, slope in enumerate(gradients["norm"]["weight"].tolist()):
+        values = []
+        for sign in (1, -1):
+            norm.weight = start + sign * 1e-2 * (mx.arange(start.size) == i)
+            values.append((toy_loss(step.model, batch) / weight).item())
+        assert (values[0] - values[1]) / 2e-2 == pytest.approx(slope, abs=2e-3)
+
+
+def test_a_compiled_step_is_the_uncompiled_one(compiled):
+    steps = []
+    for is_compiled in (True, False):
+        (mx.enable_compile if is_compiled else mx.disable_compile)()
+        mx.random.seed(7)
+        step = new_step(dropout=0.3, max_norm=0.5, ema_decay=0.9)
+        results = [taken(step, ToyBatches(5)(i)) for i in range(3)]
+        steps.append((everything(step), results, mx.random.state[0].tolist()))
+    mx.enable_compile()
+    (one, results, key), (two, others, other_key) = steps
+    assert key == other_key
+    np.testing.assert_allclose(results, others, rtol=1e-4)
+    for name, value in one.items():
+        np.testing.assert_allclose(value, two[name], rtol=1e-2, atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_changes_nothing(micro_batches, bad):
+    def loss(model, batch):
+        value = toy_loss(model, batch)
+        is_bad = batch.inputs[0, 0] == -1
+        if bad == "loss":
+            return mx.where(is_bad, mx.inf, value)
+        # The square root of 0 is 0, and its derivative is not finite.
+        return value + mx.sqrt(mx.where(is_bad, 0, 1) * mx.square(model.norm.weight[0]))
+
+    step = new_step(loss, max_norm=1.0, ema_decay=0.9)
+    batches = [ToyBatches(1)(i) for i in range(micro_batches)]
+    taken(step, *batches)
+    before = everything(step)
+    tokens = np.array(batches[-1].inputs)
+    tokens[0, 0] = -1
+    spoiled = [*batches[:-1], batches[-1]._replace(inputs=mx.array(tokens))]
+    result = taken(step, *spoiled)
+    assert not np.isfinite([result.loss.item(), result.grad_norm.item()]).all()
+    for name, value in everything(step).items():
+        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    taken(step, *batches)
+    assert any((value != before[name]).any() for name, value in everything(step).items())
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_an_error_leaves_model_and_generator_as_they_were(micro_batches):
+    def loss(model, batch):
+        toy_loss(model, batch)
+        raise ConfigError("another vocabulary")
+
+    step = new_step(loss, dropout=0.3)
+    before, key = everything(step)["model.norm.weight"], mx.random.state[0].tolist()
+    with pytest.raises(ConfigError):
+        step([ToyBatches(1)(i) for i in range(micro_batches)])
+    assert mx.random.state[0].tolist() == key
+    np.testing.assert_array_equal(step.model.norm.weight, before)
+    assert np.isfinite(np.array(step.model(ToyBatches(1)(0).inputs))).all()
+
+
+@pytest.mark.usefixtures("exact_memory")
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_memory_stays_flat(micro_batches):
+    step = new_step(dropout=0.1, max_norm=1.0, ema_decay=0.9)
+    batches = [ToyBatches(1)(i) for i in range(micro_batches)]
+    held = []
+    for _ in range(20):
+        taken(step, *batches)
+        held.append(mx.get_active_memory())
+    # Less than a step allocates would be left over if each kept something.
+    assert max(held[15:]) <= 1.05 * max(held[2:7])
+
+
+def test_frozen_parameters_stay():
+    model = ToyModel(seed=3).train()
+    model.freeze()
+    model.layers[1].down.unfreeze()
+    step = TrainingStep(model, toy_loss, AdamW(0.1), ema_decay=0.5)
+    before = dict(tree_flatten(ToyModel(seed=3).parameters()))
+    taken(step, ToyBatches(1)(0))
+    changed = {n for n, a in tree_flatten(model.parameters()) if not mx.array_equal(a, before[n])}
+    assert changed == {"layers.1.down.weight", "layers.1.down.bias"}
+    assert {name for name, _ in tree_flatten(step.average)} == changed
+
+
+def test_bfloat16_weights_move_by_less_than_their_precision():
+    model = ToyModel(seed=3).train()
+    model.set_dtype(mx.bfloat16)
+    step = TrainingStep(model, toy_loss, AdamW(1e-6), ema_decay=0.5)
+    start = step.optimizer.exact(model.trainable_parameters())["norm"]["weight"]
+    for i in range(5):
+        assert np.isfinite(taken(step, ToyBatches(1)(i)).loss.item())
+    end = step.optimizer.exact(model.trainable_parameters())["norm"]["weight"]
+    moved = np.abs(np.array(end - start))
+    assert 1e-7 < moved.max() < 1e-5
+    assert model.norm.weight.dtype == mx.bfloat16
+    assert step.average["norm"]["weight"].dtype == mx.float32

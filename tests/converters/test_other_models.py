@@ -1,0 +1,88 @@
+"""Models of mlx-lm's zoo that this package packs, as folders of stock mlx-lm."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import load as stock_load
+
+from afm_mlx.checkpoint.weights import load_weights
+from afm_mlx.converters.convert import convert
+from afm_mlx.errors import AFMError
+from afm_mlx.kernels import dispatch
+from afm_mlx.loading.load import load
+from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
+
+VOCAB = 64
+BALANCED = {"quantize": True, "q_mode": "balanced"}
+
+
+@pytest.fixture
+def float_folder(rng, tmp_path):
+    model = zoo_model("llama", VOCAB, int(rng.integers(2**31)))
+    write_zoo_folder(tmp_path / "float", "llama", model, word_tokenizer_json(VOCAB))
+    return tmp_path / "float"
+
+
+def affine_embedding(path, module):
+    if path.endswith("embed_tokens"):
+        return {"bits": 8, "mode": "affine", "group_size": 32}
+    return True
+
+
+def logits(loaded, tokens):
+    # The fast kernels round activations.
+    with dispatch.force("reference"):
+        return np.array(loaded[0](tokens))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"q_bits": 4, "q_granularity": "tensor"},
+        {"q_bits": 8, "q_group_size": 32},
+        {"quant_predicate": affine_embedding},
+        {"quant_predicate": lambda path, module: {"bits": 4} if "mlp" in path else "q_" in path},
+    ],
+    ids=["row", "tensor", "group", "affine head", "some layers"],
+)
+def test_balanced_folders_become_mlxs_own(float_folder, rng, tmp_path, options):
+    packed = convert(float_folder, tmp_path / "packed", **BALANCED, **options)
+    stock = convert(packed, tmp_path / "stock", to="mlx-lm")
+    at_once = convert(float_folder, tmp_path / "at-once", to="mlx-lm", **BALANCED, **options)
+    tokens = mx.array(rng.integers(2, VOCAB, (2, 9)))
+    wanted = logits(load(packed), tokens)
+    for folder in (stock, at_once):
+        got = logits(stock_load(str(folder)), tokens)
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+        quantization = json.loads((folder / "config.json").read_text())["quantization"]
+        assert quantization["mode"] == "affine"
+        assert "granularity" not in json.dumps(quantization)
+        np.testing.assert_allclose(logits(load(folder), tokens), got, atol=1e-4)
+    codes = load_weights(packed)["model.layers.0.mlp.up_proj.weight"]
+    assert mx.array_equal(load_weights(stock)["model.layers.0.mlp.up_proj.weight"], codes)
+
+
+def test_what_stock_mlx_lm_has_no_format_for(float_folder, tmp_path):
+    palette = convert(float_folder, tmp_path / "palette", quantize=True, q_mode="palette")
+    for wrong, options, words in (
+        (palette, {}, "whose layers have no palettes"),
+        (float_folder, {"quantize": True, "q_mode": "palette"}, "whose layers have no palettes"),
+        (float_folder, {**BALANCED, "q_group_size": 16}, "scales that 16 inputs share"),
+        (palette, {"dtype": "float16"}, "no other dtype"),
+        (palette, BALANCED, "quantized already"),
+    ):
+        with pytest.raises(AFMError, match=words):
+            convert(wrong, tmp_path / "out", to="mlx-lm", **options)
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_packed_folder_is_copied_as_it_is(float_folder, tmp_path):
+    packed = convert(float_folder, tmp_path / "packed", quantize=True, q_mode="palette")
+    copy = convert(packed, tmp_path / "copy")
+    assert json.loads((copy / "config.json").read_text())["quantization"]["mode"] == "palette"
+    before, after = load_weights(packed), load_weights(copy)
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(before[name], after[name]) for name in before)
