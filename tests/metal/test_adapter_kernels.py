@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import LowRank, Part, dispatch
+from afm_mlx.kernels import LowRank, Part, ProductOptions, dispatch
 from afm_mlx.kernels.metal import low_rank, products
 from afm_mlx.kernels.selftest import problems
 from afm_mlx.kernels.selftest.problems import Spec
@@ -124,8 +124,8 @@ def assert_added(got, wanted, dtype, in_dims):
     )
 
 
-def variant_of(op, *args, **options):
-    return dispatch.select(op, problems.case_of(op, *args, **options)).name.removeprefix("metal/")
+def variant_of(op, *args):
+    return dispatch.select(op, problems.case_of(op, *args)).name.removeprefix("metal/")
 
 
 # Rows of the batch, and tokens of each.
@@ -147,12 +147,13 @@ def test_adapters_of_any_rank_in_one_batch(
     adapters = draw_adapters(rng, ranks, draw_slots(rng, batch, count), in_dims, sections)
     spec = Spec("packed_matmul", mx.bfloat16, batch, tokens, in_dims, n, **BODY)
     problem = problems.make(spec._replace(norm=i % 3 == 0, residual=i % 3 != 1), rng)
-    options = {**problem.options, "low_rank": adapters.low_rank[0]}
-    assert variant_of("packed_matmul", *problem.args, **options) == variant
-    got = kernels.packed_matmul(*problem.args, **options)
-    x = problems.oracle.float64(problem.args[0])
-    if "norm" in options:
-        x = problems.oracle.rms_norm(x, problems.oracle.float64(options["norm"]), options["eps"])
+    x, weight, options = problem.args
+    options = options._replace(adapters=adapters.low_rank)
+    assert variant_of("packed_matmul", x, weight, options) == variant
+    got = kernels.packed_matmul(x, weight, options)
+    x = problems.oracle.float64(x)
+    if options.norm is not None:
+        x = problems.oracle.rms_norm(x, problems.oracle.float64(options.norm), options.eps)
     assert_added(got, problem.wanted[0] + adapters.added(x), mx.bfloat16, in_dims)
 
 
@@ -175,16 +176,15 @@ def test_adapters_of_a_pair(metal, rng, monkeypatch, batch, tokens, variant, ins
     adapters = draw_adapters(rng, ranks, slots, in_dims, (n,))
     spec = Spec("packed_swiglu", mx.float32, batch, tokens, in_dims, n, **BODY, norm=True)
     problem = problems.make(spec, rng)
-    options = {**problem.options, "low_rank": adapters.low_rank}
-    assert variant_of("packed_swiglu", *problem.args, **options) == f"swiglu_{variant}"
-    got = kernels.packed_swiglu(*problem.args, **options)
-    x, gate, up = problem.args
-    norm = {"norm": options["norm"], "eps": options["eps"]}
+    x, gate, up, plain = problem.args
+    options = plain._replace(adapters=adapters.low_rank)
+    assert variant_of("packed_swiglu", x, gate, up, options) == f"swiglu_{variant}"
+    got = kernels.packed_swiglu(x, gate, up, options)
     normed = problems.oracle.rms_norm(
-        problems.oracle.float64(x), problems.oracle.float64(norm["norm"]), norm["eps"]
+        problems.oracle.float64(x), problems.oracle.float64(plain.norm), plain.eps
     )
     g, u = (
-        problems.oracle.packed_matmul(x, weight, **norm) + adapters.added(normed, i)
+        problems.oracle.packed_matmul(x, weight, plain) + adapters.added(normed, i)
         for i, weight in enumerate((gate, up))
     )
     wanted = g / (1 + np.exp(-g)) * u
@@ -194,11 +194,11 @@ def test_adapters_of_a_pair(metal, rng, monkeypatch, batch, tokens, variant, ins
 @pytest.mark.parametrize("batch", [2, 8])
 def test_matrices_of_a_pair_with_arrays_of_their_own(metal, rng, batch):
     spec = Spec("packed_swiglu", mx.float32, batch, in_dims=64, out_dims=20, **BODY)
-    x, gate, up = problems.make(spec, rng).args
+    x, gate, up, _ = problems.make(spec, rng).args
     g, u = (
         draw_adapters(rng, [(rank,), (3,)], draw_slots(rng, batch, 2), 64, (20,)) for rank in (4, 9)
     )
-    got = kernels.packed_swiglu(x, gate, up, low_rank=(*g.low_rank, *u.low_rank))
+    got = kernels.packed_swiglu(x, gate, up, ProductOptions(adapters=(*g.low_rank, *u.low_rank)))
     x64 = problems.oracle.float64(x)
     of_gate = problems.oracle.packed_matmul(x, gate) + g.added(x64)
     of_up = problems.oracle.packed_matmul(x, up) + u.added(x64)
@@ -214,7 +214,7 @@ def test_any_type_of_numbers_under_any_type_of_activations(metal, rng, dtype, of
     adapters = draw_adapters(rng, [(6,), (2,)], [1, 0, 1, -1, 0][:batch], 48, (19,), of_adapter)
     spec = Spec("packed_matmul", dtype, batch, in_dims=48, out_dims=19, **BODY)
     problem = problems.make(spec, rng)
-    got = kernels.packed_matmul(*problem.args, low_rank=adapters.low_rank[0])
+    got = kernels.packed_matmul(*problem.args[:2], ProductOptions(adapters=adapters.low_rank))
     x = problems.oracle.float64(problem.args[0])
     assert_added(got, problem.wanted[0] + adapters.added(x), dtype, 48)
 
@@ -222,12 +222,15 @@ def test_any_type_of_numbers_under_any_type_of_activations(metal, rng, dtype, of
 @pytest.mark.parametrize(("batch", "variant"), [(4, "vector"), (8, "matrix")])
 def test_rows_without_an_adapter_get_what_the_matrix_gives(metal, rng, batch, variant):
     spec = Spec("packed_matmul", mx.float32, batch, in_dims=64, out_dims=40, **BODY)
-    x, weight = problems.make(spec, rng).args
+    x, weight, _ = problems.make(spec, rng).args
     slots = [-1, 0, 2, *EXTREMES, 1, -1][:batch]  # of two adapters, the first one of rank 0
     adapters = draw_adapters(rng, [(0,), (4,)], slots, 64, (40,))
-    assert variant_of("packed_matmul", x, weight, low_rank=adapters.low_rank[0]) == variant
+    assert (
+        variant_of("packed_matmul", x, weight, ProductOptions(adapters=adapters.low_rank))
+        == variant
+    )
     plain = kernels.packed_matmul(x, weight)
-    adapted = kernels.packed_matmul(x, weight, low_rank=adapters.low_rank[0])
+    adapted = kernels.packed_matmul(x, weight, ProductOptions(adapters=adapters.low_rank))
     same = [bool(mx.array_equal(a, b)) for a, b in zip(plain, adapted, strict=True)]
     assert same == [slot != 1 for slot in slots]
 
@@ -235,25 +238,27 @@ def test_rows_without_an_adapter_get_what_the_matrix_gives(metal, rng, batch, va
 @pytest.mark.parametrize("rows", [1, 8])
 def test_an_adapter_that_leaves_the_matrix_alone_may_be_of_any_size(metal, rng, rows):
     spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=8, **BODY)
-    x, weight = problems.make(spec, rng).args
+    x, weight, _ = problems.make(spec, rng).args
     given = draw_adapters(rng, [(0,), (5,)], [1] * rows, 64, (8,))
     few = mx.array([float("nan")] * 3, mx.float16)  # so few would come in another address space
     one = given.low_rank[0]._replace(numbers=(few, given.low_rank[0].numbers[1]))
     wanted = problems.oracle.packed_matmul(x, weight) + given.added(problems.oracle.float64(x))
-    assert_added(kernels.packed_matmul(x, weight, low_rank=one), wanted, mx.float32, 64)
+    assert_added(
+        kernels.packed_matmul(x, weight, ProductOptions(adapters=(one,))), wanted, mx.float32, 64
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_swapping_hands_over_another_array(metal, rng, rows):
     """One adapter after another through the same table: nothing of the one before is left."""
     spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=24, **BODY)
-    x, weight = problems.make(spec, rng).args
+    x, weight, _ = problems.make(spec, rng).args
     plain = problems.oracle.packed_matmul(x, weight)
     tables = set()
     for _ in range(2):
         given = draw_adapters(rng, [(7,)], [0] * rows, 64, (24,))
         wanted = plain + given.added(problems.oracle.float64(x))
-        got = kernels.packed_matmul(x, weight, low_rank=given.low_rank[0])
+        got = kernels.packed_matmul(x, weight, ProductOptions(adapters=given.low_rank))
         assert_added(got, wanted, mx.float32, 64)
         tables.add(id(low_rank.arrays(given.low_rank)[8]))
     assert len(tables) == 1
@@ -275,12 +280,12 @@ def test_what_metal_can_not_add_is_refused(rng):
 @pytest.mark.parametrize(("rows", "shrinks"), [(1, 0), (8, 1)])
 def test_dispatches_of_a_mixed_batch(rng, rows, shrinks):
     spec = Spec("packed_matmul", mx.bfloat16, rows, in_dims=64, out_dims=8, **BODY)
-    x, weight = problems.make(spec, rng).args
+    x, weight, _ = problems.make(spec, rng).args
 
     def product(ranks):
         given = draw_adapters(rng, [(r,) for r in ranks], [0] * rows, 64, (8,)).low_rank[0]
         return count_dispatches(
-            lambda x: kernels.packed_matmul(x, weight, low_rank=given), x
+            lambda x: kernels.packed_matmul(x, weight, ProductOptions(adapters=(given,))), x
         ).kernels
 
     name = "afm_packed_vector" if rows <= 4 else "afm_packed_matrix"

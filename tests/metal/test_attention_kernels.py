@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import KeyValues, PackedWeight, QueryRope, dispatch
+from afm_mlx.kernels import HeadOptions, KeyValues, PackedWeight, QueryRope, dispatch
 from afm_mlx.kernels.metal import attention
 from afm_mlx.kernels.selftest import oracle
 
@@ -51,7 +51,7 @@ def test_rope_norm_quantize(metal, rng, ragged, case, dtype):
     scales = tuple(mx.array(s, mx.float32) for s in rng.uniform(0.01, 0.03, 2))
     positions = rng.integers(0, 4096, batch).astype(np.int32)
     offset = mx.array(positions) if ragged else int(positions[0])
-    arguments = (qkv, *weights, offset, scales, n_kv_heads, THETA, EPS)
+    arguments = (qkv, offset, HeadOptions(*weights, *scales, n_kv_heads, THETA, EPS))
     got = kernels.rope_norm_quantize(*arguments)
     wanted = oracle.rope_norm_quantize(*arguments)
     # An angle is off by a float32 rounding of its frequency and one of the product, at 4,096.
@@ -68,7 +68,9 @@ def test_codes_are_rounded_half_to_even_and_clamped(metal):
     qkv = mx.array([0.0] * 16 + exact).astype(dtype).reshape(1, 1, 24)
     one = mx.ones((8,), dtype)
     scale = mx.array(0.25)
-    _, codes = kernels.rope_norm_quantize(qkv, one, one, 3, (scale, scale), 1, THETA, EPS)
+    _, codes = kernels.rope_norm_quantize(
+        qkv, 3, HeadOptions(one, one, scale, scale, 1, THETA, EPS)
+    )
     keys, values = codes.split(2, axis=1)
     assert keys.flatten().tolist() == [0] * 8
     assert values.flatten().tolist() == [0, 2, 0, -2, 127, 127, -128, -128]
@@ -78,11 +80,10 @@ def test_many_tokens_are_those_one_by_one(metal, rng):
     qkv, weight = draw(rng, (2, 4, 8 * 16)), draw(rng, (16,))
     offset = mx.array(rng.integers(0, 100, 2).astype(np.int32))
     scales = (mx.array(0.02), mx.array(0.02))
-    together = kernels.rope_norm_quantize(qkv, weight, weight, offset, scales, 2, THETA, EPS)
+    options = HeadOptions(weight, weight, *scales, 2, THETA, EPS)
+    together = kernels.rope_norm_quantize(qkv, offset, options)
     for t in range(4):
-        alone = kernels.rope_norm_quantize(
-            qkv[:, t : t + 1], weight, weight, offset + t, scales, 2, THETA, EPS
-        )
+        alone = kernels.rope_norm_quantize(qkv[:, t : t + 1], offset + t, options)
         for whole, part in zip(together, alone, strict=True):
             assert mx.array_equal(whole[:, :, t : t + 1], part)
 
@@ -219,23 +220,21 @@ EMBEDDING_FORMATS = [
 ]
 
 
-def draw_packed(rng, bits, mode, granularity, n=12, k=96, group=24, column_scale=False):
+def draw_packed(rng, bits, mode, granularity, n=12, k=96, group=24):
     codes = mx.array(rng.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32))
     shape = {"tensor": (), "row": (n,), "group": (n, k // group), "table": None}[granularity]
-    column = mx.array(rng.uniform(0.5, 2, k).astype(np.float32)) if column_scale else None
     if mode == "palette":
         table = draw(rng, (4, 2**bits))
-        return PackedWeight(codes, bits, mode, table=table, column_scale=column)
+        return PackedWeight(codes, bits, mode, table=table)
     scales = mx.array(rng.uniform(0.01, 1, shape).astype(np.float32))
     biases = draw(rng, shape) if mode == "affine" else None
-    return PackedWeight(codes, bits, mode, scales, biases, column_scale=column)
+    return PackedWeight(codes, bits, mode, scales, biases)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize(("mode", "granularity"), EMBEDDING_FORMATS)
-@pytest.mark.parametrize("column_scale", [False, True])
-def test_packed_embedding(metal, rng, bits, mode, granularity, column_scale):
-    weight = draw_packed(rng, bits, mode, granularity, column_scale=column_scale)
+def test_packed_embedding(metal, rng, bits, mode, granularity):
+    weight = draw_packed(rng, bits, mode, granularity)
     dtype = {2: mx.float32, 4: mx.bfloat16, 8: mx.float16}[bits]
     for shape in ((1, 1), (3,)):
         tokens = mx.array(rng.integers(0, weight.out_dims, shape).astype(np.int32))
@@ -275,9 +274,9 @@ def test_packed_embedding_of_a_matrix_of_one_row(metal, rng):
     [
         ("rope_norm_quantize", {"head_dim": 13}, "even head sizes up to 256, not 13"),
         ("rope_norm_quantize", {"head_dim": 258}, "not 258"),
-        ("decode_attention", {"head_dim": 30, "capacity": 256}, "4 divides up to 256, not 30"),
-        ("decode_attention", {"head_dim": 260, "capacity": 256}, "not 260"),
-        ("decode_attention", {"head_dim": 64, "capacity": 9, "dtype": mx.int8}, "int8"),
+        ("decode_attention", {"head_dim": 30}, "4 divides up to 256, not 30"),
+        ("decode_attention", {"head_dim": 260}, "not 260"),
+        ("decode_attention", {"head_dim": 64, "dtype": mx.int8}, "int8"),
         ("packed_embedding", {"dtype": mx.int32}, "int32"),
         ("packed_embedding", {"rows": 0}, "one row at least"),
     ],

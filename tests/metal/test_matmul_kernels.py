@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import LowRank, PackedWeight, Part, dispatch
-from afm_mlx.kernels.metal import head, products, unpacked
+from afm_mlx.kernels import LowRank, PackedWeight, Part, ProductOptions, dispatch
+from afm_mlx.kernels.metal import products, unpacked
 from afm_mlx.kernels.selftest import problems
 from afm_mlx.kernels.selftest.problems import Spec
 from tests.tools.graph import count_dispatches
@@ -48,7 +48,7 @@ def assert_right(variant, rng, spec):
     """The variant that is chosen for a random problem is the one meant, and its error within bounds."""
     problem = problems.make(spec, rng)
     assert dispatch.select(spec.op, problem.case).name == f"metal/{variant}", spec.label
-    result = getattr(kernels, spec.op)(*problem.args, **problem.options)
+    result = getattr(kernels, spec.op)(*problem.args)
     # Sums are float32; codes without their offset are up to three times as large as the product.
     sums = 4 * (4 + spec.in_dims**0.5) * 2.0**-24 * (3 if spec.op == "packed_swiglu" else 1)
     # Products are drawn to be about 1; when there are few, chance may make all of them small. An eighth of the
@@ -72,7 +72,6 @@ def specs(op, format_, i, **options):
         "norm": i % 2 == 0,
         "residual": op == "packed_matmul" and i % 3 != 1,
         "rank": (0, 4, 0, 40)[i % 4] if op in ("packed_matmul", "packed_swiglu") else 0,
-        "column_scale": op != "packed_swiglu" and i % 5 == 0,
         **options,
     }
     return [Spec(op, in_dims=k, out_dims=n, **options) for k, n in [(704, 21), (64, 8)]]
@@ -131,11 +130,11 @@ def test_swiglu(metal, rng, monkeypatch, i, format_, variant, shape):
 def test_swiglu_of_matrices_that_differ(metal, rng, variant):
     spec = Spec("packed_swiglu", mx.float16, 1 if variant == "vector" else 5, norm=True)
     spec = spec._replace(in_dims=64, out_dims=9, bits=2, mode="balanced", granularity="row")
-    x, gate, _ = problems.make(spec, rng).args
-    up = problems.packed_weight(spec._replace(bits=4, column_scale=True), rng)
+    x, gate, _, _ = problems.make(spec, rng).args
+    up = problems.packed_weight(spec._replace(bits=4), rng)
     norm = mx.array(rng.standard_normal(64).astype(np.float32))
-    got = kernels.packed_swiglu(x, gate, up, norm=norm)
-    wanted = problems.oracle.packed_swiglu(x, gate, up, norm=norm)
+    got = kernels.packed_swiglu(x, gate, up, ProductOptions(norm=norm))
+    wanted = problems.oracle.packed_swiglu(x, gate, up, ProductOptions(norm=norm))
     assert got.dtype == mx.float16
     assert np.abs(np.array(got) - wanted).max() <= 2**-10 * np.abs(wanted).max()
 
@@ -148,7 +147,7 @@ def test_swiglu_of_matrices_that_differ(metal, rng, variant):
 def test_the_smallest_matrices(metal, rng, rows, variant, bits, in_dims, out_dims):
     spec = Spec("packed_matmul", batch=rows, in_dims=in_dims, out_dims=out_dims, bits=bits)
     spec = spec._replace(mode="affine", granularity="row", norm=True, residual=True, rank=1)
-    assert_right(variant, rng, spec._replace(column_scale=True))
+    assert_right(variant, rng, spec)
 
 
 # -- the head
@@ -177,35 +176,11 @@ def test_argmax_of_ties_is_the_lowest_row(metal, rng, rows, out_dims):
     assert value.tolist() == logits.max(-1).tolist()
 
 
-@pytest.mark.parametrize(("rows", "out_dims"), [(1, 5), (1, 70), (5, 70), (2, 16384 + 37)])
-@pytest.mark.parametrize("k", [1, 7, 70])
-def test_top_k_of_ties_is_in_the_order_of_rows(metal, rng, rows, out_dims, k):
-    x, weight, logits = exact_head(rng, rows, 16, out_dims, max(1, out_dims // 9))
-    index, value = kernels.packed_top_k(x, weight, k)
-    wanted = np.argsort(-logits, axis=-1, kind="stable")[:, :k]
-    assert index.dtype == mx.uint32
-    assert index.tolist() == wanted.tolist()
-    assert value.tolist() == np.take_along_axis(logits, wanted, axis=-1).tolist()
-
-
-def test_top_k_of_more_than_a_chunk_holds(metal, rng, monkeypatch):
-    monkeypatch.setattr(head, "MAX_SELECTED", 10)
-    x, weight, logits = exact_head(rng, 2, 16, 40, 40)
-    _, value = kernels.packed_top_k(x, weight, 20)
-    assert value.tolist() == (-np.sort(-logits, axis=-1))[:, :20].tolist()
-
-
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize(("i", "format_"), every(8))
 def test_argmax_with_norm(metal, rng, rows, i, format_):
     for spec in specs("packed_argmax", format_, i, batch=rows):
         assert_right("argmax", rng, spec)
-
-
-@pytest.mark.parametrize("rows", [1, 6])
-def test_top_k_with_norm(metal, rng, rows):
-    spec = Spec("packed_top_k", mx.bfloat16, rows, in_dims=64, out_dims=50, bits=4, norm=True)
-    assert_right("top_k", rng, spec._replace(mode="balanced", granularity="row"))
 
 
 def test_what_is_no_number_is_the_largest_so_that_it_is_seen(metal):
@@ -215,7 +190,6 @@ def test_what_is_no_number_is_the_largest_so_that_it_is_seen(metal):
     index, value = kernels.packed_argmax(x, weight)
     assert index.tolist() == [4]
     assert not np.isfinite(value.tolist()[0])
-    assert kernels.packed_top_k(x, weight, 3)[0].tolist() == [[4, 5, 6]]
 
 
 # -- what it costs
@@ -255,19 +229,24 @@ def test_dispatches_of_a_block(dims, rows, rank, shrinks):
     norm = mx.array([1.0] * hidden, mx.bfloat16)
     shapes = [(qkv, hidden), (hidden, hidden), (wide, hidden), (wide, hidden), (hidden, wide)]
     weights = [weight_of(*shape) for shape in shapes]
-    adapters: list = [None] * 5
+    adapters: list = [()] * 4
     if rank:
-        adapters = [adapters_of(rank, n) for n, _ in shapes]
-        adapters[0] = adapters_of(rank, hidden, (hidden + qkv) // 2, qkv)
-        one = adapters[2]
-        adapters[3] = one._replace(parts=(Part(16, 16, rank),))  # gate and up share all else
+        sections = [(hidden, (hidden + qkv) // 2, qkv), (hidden,), (wide,), (hidden,)]
+        adapters = [(adapters_of(rank, *ends),) for ends in sections]
+        one = adapters[2][0]
+        adapters[2] += (one._replace(parts=(Part(16, 16, rank),)),)  # gate and up share all else
 
     def block(x, attended):
-        projected = kernels.packed_matmul(x, weights[0], norm=norm, low_rank=adapters[0])
-        x = kernels.packed_matmul(attended, weights[1], residual=x, low_rank=adapters[1])
-        pair = tuple(adapters[2:4]) if rank else None
-        y = kernels.packed_swiglu(x, *weights[2:4], norm=norm, low_rank=pair)
-        return projected, kernels.packed_matmul(y, weights[4], residual=x, low_rank=adapters[4])
+        projected = kernels.packed_matmul(
+            x, weights[0], ProductOptions(norm=norm, adapters=adapters[0])
+        )
+        x = kernels.packed_matmul(
+            attended, weights[1], ProductOptions(residual=x, adapters=adapters[1])
+        )
+        y = kernels.packed_swiglu(x, *weights[2:4], ProductOptions(norm=norm, adapters=adapters[2]))
+        return projected, kernels.packed_matmul(
+            y, weights[4], ProductOptions(residual=x, adapters=adapters[3])
+        )
 
     name = "afm_packed_vector" if rows <= 4 else "afm_packed_matrix"
     wanted = {name: 4, "afm_low_rank_shrink": shrinks} if shrinks else {name: 4}
@@ -279,13 +258,9 @@ def test_dispatches_of_the_head():
     norm = mx.array([1.0] * 64)
 
     def greedy(x):
-        return kernels.packed_argmax(x, weight, norm=norm)
-
-    def sampled(x):
-        return kernels.packed_top_k(x, weight, 100, norm=norm)
+        return kernels.packed_argmax(x, weight, ProductOptions(norm=norm))
 
     assert count_dispatches(greedy, x).kernels == {"afm_packed_argmax": 1, "afm_packed_select": 1}
-    assert count_dispatches(sampled, x).kernels == {"afm_packed_vector": 1, "afm_packed_select": 2}
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -302,7 +277,7 @@ def test_a_product_reads_its_matrix_once(rows):
 
 
 def test_why_a_variant_cannot_run():
-    case = dispatch.Case("gpu", mx.bfloat16, 5, 96, 8, 4, "balanced", "group", 24)
+    case = dispatch.Case("gpu", mx.bfloat16, 5, "balanced", "group", 24)
     with dispatch.force("metal"):
         reasons = {v.name: reason for v, reason in dispatch.explain("packed_matmul", case)}
     assert reasons["metal/vector"] == "takes up to 4 rows, not 5"

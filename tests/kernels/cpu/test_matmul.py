@@ -9,8 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels.cpu import extension, ops
-from afm_mlx.kernels.formats import MAX_ADAPTERS, LowRank, PackedWeight
+from afm_mlx.kernels.cpu import extension
+from afm_mlx.kernels.cpu import native as ops
+from afm_mlx.kernels.formats import MAX_ADAPTERS, LowRank, PackedWeight, ProductOptions
 from afm_mlx.kernels.packing import pack_codes
 from tests.tools.low_rank import draw_low_rank, exact
 
@@ -42,17 +43,14 @@ def draw(rng, shape, dtype=mx.float32):
 class Matrix:
     """A random packed matrix: as the kernels take it, its values, and the magnitudes summed on the way."""
 
-    def __init__(
-        self, rng, n, k, bits, mode, granularity="row", dtype=mx.float32, columns=False, tables=1
-    ):
+    def __init__(self, rng, n, k, bits, mode, granularity="row", dtype=mx.float32, tables=1):
         self.codes = rng.integers(0, 2**bits, (n, k))
-        column_scale = draw(rng, k, dtype) if columns else None
         packed = pack_codes(mx.array(self.codes), bits)
         if mode == "palette":
             table = draw(rng, (tables, 2**bits))
             values = np.take_along_axis(exact(table).repeat(n // tables, 0), self.codes, -1)
             self.gross = np.abs(values)
-            self.packed = PackedWeight(packed, bits, mode, None, None, table, column_scale)
+            self.packed = PackedWeight(packed, bits, mode, None, None, table)
         else:
             groups = k // int(granularity.split()[-1]) if granularity.startswith("groups") else 1
             shape = {"tensor": (), "row": (n,)}.get(granularity, (n, groups))
@@ -70,22 +68,19 @@ class Matrix:
                 )
                 values = spread * self.codes + shift
                 self.gross = np.abs(spread) * self.codes + np.abs(shift)
-            self.packed = PackedWeight(packed, bits, mode, scales, biases, None, column_scale)
-        self.columns = np.ones(k) if column_scale is None else exact(column_scale)
-        self.inner = values  # before the columns' scale
-        self.values = values * self.columns
+            self.packed = PackedWeight(packed, bits, mode, scales, biases)
+        self.values = values
 
 
 def oracle(x, matrix, activation_bits):
     """The product in float64, and how far a kernel may be from it."""
-    x = x * matrix.columns
-    wanted = x @ matrix.inner.T
+    wanted = x @ matrix.values.T
     gross = GROSS * np.abs(x) @ matrix.gross.T
     if matrix.packed.mode == "palette":
         return wanted, gross
     unit = np.abs(x).max(-1, keepdims=True) / LARGEST[activation_bits]
-    certain = unit / 2 * np.abs(matrix.inner).sum(-1)
-    likely = 3.5 * unit * np.sqrt((matrix.inner**2).sum(-1))
+    certain = unit / 2 * np.abs(matrix.values).sum(-1)
+    likely = 3.5 * unit * np.sqrt((matrix.values**2).sum(-1))
     return wanted, gross + np.minimum(certain, likely)
 
 
@@ -112,7 +107,7 @@ def test_products(rng, isa, bits, mode, granularity, activation_bits):
         matrix = Matrix(rng, n, k, bits, mode, granularity)
         for rows in (1, *rng.choice(ROWS[1:], 2, replace=False)):
             x = draw(rng, (int(rows), k))
-            y = ops.packed_matmul(x, matrix.packed, activation_bits=activation_bits)
+            y = ops.packed_matmul(x, matrix.packed, ProductOptions(activation_bits=activation_bits))
             assert_within(y, *oracle(exact(x), matrix, activation_bits))
 
 
@@ -129,9 +124,9 @@ def test_columns_that_fill_words_only(rng, isa, bits):
 @pytest.mark.parametrize("rows", [1, 8, 40])
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
-def test_number_formats_column_scales_and_shared_tables(rng, isa, mode, dtype, rows):
+def test_number_formats_and_shared_tables(rng, isa, mode, dtype, rows):
     granularity = rng.choice(["tensor", "row", "groups of 64"])
-    matrix = Matrix(rng, 36, 320, 4, mode, granularity, dtype, columns=True, tables=12)
+    matrix = Matrix(rng, 36, 320, 4, mode, granularity, dtype, tables=12)
     x = draw(rng, (rows, 320), dtype)
     y = ops.packed_matmul(x, matrix.packed)
     assert y.dtype == dtype
@@ -147,7 +142,7 @@ def test_an_identity_shows_what_activations_become(rng, isa, bits):
     x = draw(rng, (1, k))
     x[:, int(rng.integers(k))] = 100  # the worst case: one outlier sets the unit
     for activation_bits, largest in LARGEST.items():
-        y = ops.packed_matmul(x, identity, activation_bits=activation_bits)
+        y = ops.packed_matmul(x, identity, ProductOptions(activation_bits=activation_bits))
         error = exact(y) - exact(x)
         assert np.abs(error).max() <= 100 / largest / 2 * (1 + 1e-3)
         assert np.linalg.norm(error) <= 1.1 * np.sqrt(k / 12) * 100 / largest
@@ -173,7 +168,9 @@ def test_the_largest_sums_fit(rng, isa, bits):
             x[:, 0] = 1.0
             wanted = (value * (k - 1) + 1) * (2**bits - 1)
             for activation_bits, largest in LARGEST.items():
-                y = exact(ops.packed_matmul(x, packed, activation_bits=activation_bits))
+                y = exact(
+                    ops.packed_matmul(x, packed, ProductOptions(activation_bits=activation_bits))
+                )
                 assert np.abs(y / wanted - 1).max() < 1 / largest
 
 
@@ -211,12 +208,14 @@ def adapters(rng, batch, k, sections, dtype):
 def test_norm_residual_and_adapters(rng, isa, batch, length, dtype, granularity):
     # No register holds a whole number of 8-bit rows.
     n, (bits, k) = 75, (8, 212) if granularity == "row" else (2, 192)
-    matrix = Matrix(rng, n, k, bits, "balanced", granularity, columns=bool(rng.integers(2)))
+    matrix = Matrix(rng, n, k, bits, "balanced", granularity)
     x, residual = draw(rng, (batch, length, k), dtype), draw(rng, (batch, length, n), dtype)
     norm = draw(rng, k, dtype)
     drawn = adapters(rng, batch, k, (40, 41, n), dtype)
     y = ops.packed_matmul(
-        x, matrix.packed, norm=norm, eps=1e-3, residual=residual, low_rank=drawn.low_rank
+        x,
+        matrix.packed,
+        ProductOptions(norm=norm, eps=1e-3, residual=residual, adapters=(drawn.low_rank,)),
     )
     x64 = norm_oracle(exact(x), exact(norm), 1e-3)
     wanted, allowed = oracle(x64, matrix, 16)
@@ -227,24 +226,24 @@ def test_norm_residual_and_adapters(rng, isa, batch, length, dtype, granularity)
 
 @pytest.mark.parametrize("activation_bits", [16, 8])
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (4, 1), (2, 20)])
-@pytest.mark.parametrize("kind", ["plain", "adapters", "unlike columns"])
+@pytest.mark.parametrize("kind", ["plain", "adapters"])
 def test_swiglu(rng, isa, batch, length, kind, activation_bits):
     n, k = 70, 128
-    gate, up = (
-        Matrix(rng, n, k, 2, "balanced", columns=kind == "unlike columns") for _ in range(2)
-    )
+    gate, up = (Matrix(rng, n, k, 2, "balanced") for _ in range(2))
     x, norm = draw(rng, (batch, length, k)), draw(rng, k)
-    pair = None
+    pair = ()
     if kind != "plain":
         pair = tuple(adapters(rng, batch, k, (n,), mx.float16) for _ in range(2))
     y = ops.packed_swiglu(
         x,
         gate.packed,
         up.packed,
-        norm=norm,
-        eps=1e-5,
-        low_rank=pair and tuple(drawn.low_rank for drawn in pair),
-        activation_bits=activation_bits,
+        ProductOptions(
+            norm=norm,
+            eps=1e-5,
+            adapters=pair and tuple(drawn.low_rank for drawn in pair),
+            activation_bits=activation_bits,
+        ),
     )
     x64 = norm_oracle(exact(x), exact(norm), 1e-5)
     (g, of_g), (u, of_u) = (oracle(x64, m, activation_bits) for m in (gate, up))
@@ -267,7 +266,7 @@ def test_what_an_adapter_adds_does_not_depend_on_the_batch(rng, isa):
     slots = rng.integers(-1, 8, batch).tolist()
     low_rank = draw_low_rank(rng, slots, k, (n,), ranks, [mx.float16] * 8).low_rank
     x = draw(rng, (batch, 1, k))
-    together = ops.packed_matmul(x, zeros, low_rank=low_rank)
+    together = ops.packed_matmul(x, zeros, ProductOptions(adapters=(low_rank,)))
     for row in rng.choice(batch, 6, replace=False).tolist():
         slot = max(slots[row], 0)
         alone = LowRank(
@@ -278,7 +277,8 @@ def test_what_an_adapter_adds_does_not_depend_on_the_batch(rng, isa):
             low_rank.sections,
         )
         assert mx.array_equal(
-            together[row], ops.packed_matmul(x[row : row + 1], zeros, low_rank=alone)[0]
+            together[row],
+            ops.packed_matmul(x[row : row + 1], zeros, ProductOptions(adapters=(alone,)))[0],
         )
 
 
@@ -294,10 +294,13 @@ def test_adapters_on_many_threads(rng, threads):
     before = native.threads()
     try:
         native.set_threads(threads)
-        got = [ops.packed_matmul(x, matrix.packed, low_rank=low_rank) for _ in range(20)]
+        got = [
+            ops.packed_matmul(x, matrix.packed, ProductOptions(adapters=(low_rank,)))
+            for _ in range(20)
+        ]
         mx.eval(got)
         native.set_threads(1)
-        wanted = ops.packed_matmul(x, matrix.packed, low_rank=low_rank)
+        wanted = ops.packed_matmul(x, matrix.packed, ProductOptions(adapters=(low_rank,)))
         mx.eval(wanted)
     finally:
         native.set_threads(before)
@@ -311,7 +314,7 @@ def test_slots_that_are_no_adapter_mean_none(rng, isa):
     slots = [0, -1, 1, 2, 2**31 - 1, -(2**31)]
     drawn = draw_low_rank(rng, slots, k, (n,), [4, 4], [mx.float16] * 2)
     plain = ops.packed_matmul(x, matrix.packed)
-    y = ops.packed_matmul(x, matrix.packed, low_rank=drawn.low_rank)
+    y = ops.packed_matmul(x, matrix.packed, ProductOptions(adapters=(drawn.low_rank,)))
     changed = [not mx.array_equal(y[i], plain[i]) for i in range(6)]
     assert changed == [True, False, True, False, False, False]
 
@@ -336,14 +339,9 @@ def test_largest_products(rng, isa, rows):
     n, k = 3000, 64  # many pieces, so that threads share them out
     matrix = Matrix(rng, n, k, 4, "balanced")
     x, norm = draw(rng, (rows, k)), draw(rng, k)
-    products = exact(ops.packed_matmul(x, matrix.packed, norm=norm))
+    products = exact(ops.packed_matmul(x, matrix.packed, ProductOptions(norm=norm)))
     order = np.argsort(-products, -1, kind="stable")
-    for count in (1, 2, 40, n):
-        indices, values = ops.packed_top_k(x, matrix.packed, count, norm=norm)
-        assert indices.dtype == mx.uint32
-        assert np.array_equal(np.array(indices), order[:, :count])
-        assert np.array_equal(exact(values), np.take_along_axis(products, order[:, :count], -1))
-    index, value = ops.packed_argmax(x, matrix.packed, norm=norm)
+    index, value = ops.packed_argmax(x, matrix.packed, ProductOptions(norm=norm))
     assert np.array_equal(np.array(index), order[:, 0])
     assert np.array_equal(exact(value), products.max(-1))
 
@@ -353,7 +351,6 @@ def test_ties_go_to_the_lower_row(rng, isa):
     codes = np.tile(row, (900, 1))
     packed = PackedWeight(pack_codes(mx.array(codes), 2), 2, "balanced", mx.ones(900))
     x = draw(rng, (2, 64))
-    assert ops.packed_top_k(x, packed, 7)[0].tolist() == [list(range(7))] * 2
     assert ops.packed_argmax(x, packed)[0].tolist() == [0, 0]
 
 
@@ -370,9 +367,9 @@ def test_what_is_no_number_is_the_largest_so_that_it_is_seen(rng, isa):
 @pytest.mark.parametrize(("bits", "mode", "granularity"), cases())
 def test_rows_as_numbers(rng, isa, bits, mode, granularity, dtype):
     k = 960
-    matrix = Matrix(rng, 12, k, bits, mode, granularity, columns=bool(rng.integers(2)), tables=4)
+    matrix = Matrix(rng, 12, k, bits, mode, granularity, tables=4)
     tokens = mx.array(rng.integers(0, 12, (2, 5)).astype(np.int32))
     got = ops.packed_embedding(tokens, matrix.packed, dtype)
     assert got.dtype == dtype
-    gross = (matrix.gross * np.abs(matrix.columns))[np.array(tokens)]
+    gross = matrix.gross[np.array(tokens)]
     assert_within(got, matrix.values[np.array(tokens)], GROSS * gross)
