@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from afm_mlx.training.loop.optimizer import Tree
-from afm_mlx.training.loop.step import random_key
+from afm_mlx.training.loop.random_state import random_key
 
 if TYPE_CHECKING:
     from afm_mlx.training.data.batches import Batch

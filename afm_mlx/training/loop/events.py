@@ -51,7 +51,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Validation:
     """A line of metrics.jsonl.
 
     Args:
@@ -66,7 +66,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSaved:
     """A checkpoint was written."""
 
     step: int
@@ -86,4 +86,4 @@ class Testing:
     what: str | None
 
 
-Event: TypeAlias = Resumed | Stepped | Report | Evaluation | Saved | Testing
+Event: TypeAlias = Resumed | Stepped | Report | Validation | CheckpointSaved | Testing

@@ -37,7 +37,7 @@ TRAINABLE = "trainable"
 _STEP = re.compile(r"step-(\d+)")
 
 
-class Saved(NamedTuple):
+class Checkpoint(NamedTuple):
     """What a checkpoint holds.
 
     Args:
@@ -230,7 +230,7 @@ class RunFolder:
             remove_folder(self.checkpoint_path(old))
         return path
 
-    def load(self, step: int) -> Saved:
+    def load(self, step: int) -> Checkpoint:
         """Read a checkpoint.
 
         Raises:
@@ -238,7 +238,7 @@ class RunFolder:
         """
         path = self.checkpoint_path(step)
         try:
-            return Saved(
+            return Checkpoint(
                 {file.stem: _read_tensors(file)[0] for file in sorted(path.glob("*.safetensors"))},
                 _read_json(path / STATE_NAME),
             )

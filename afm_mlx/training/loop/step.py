@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from afm_mlx.training.loop.optimizer import AdamW, Tree, averaged, scaled_to_norm
+from afm_mlx.training.loop.random_state import random_key
 
 if TYPE_CHECKING:
     from afm_mlx.training.data.batches import Batch
@@ -159,9 +160,3 @@ class TrainingStep:
             self.average.update(chosen(average, self.average))
         optimizer.state.update(chosen(optimizer.state, state_before))
         return norm
-
-
-def random_key() -> int:
-    """The seed that puts MLX's generator in the state that it is in."""
-    high, low = mx.random.state[0].tolist()
-    return high << 32 | low

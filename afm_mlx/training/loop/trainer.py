@@ -24,15 +24,23 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from afm_mlx.engine.generation import wired_memory
 from afm_mlx.errors import CheckpointError, TrainingError
+from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.training.loop.diagnosis import find_non_finite
-from afm_mlx.training.loop.events import Evaluation, Event, Report, Resumed, Saved, Stepped
-from afm_mlx.training.loop.losses import mean_loss, perplexity
+from afm_mlx.training.loop.events import (
+    CheckpointSaved,
+    Event,
+    Report,
+    Resumed,
+    Stepped,
+    Validation,
+)
+from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
 from afm_mlx.training.loop.optimizer import AdamW, Tree
+from afm_mlx.training.loop.random_state import random_key
 from afm_mlx.training.loop.recompute import recomputed_blocks
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
-from afm_mlx.training.loop.step import StepResult, TrainingStep, random_key
+from afm_mlx.training.loop.step import StepResult, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions as TrainingOptions
 
 if TYPE_CHECKING:
@@ -45,7 +53,7 @@ Stopping = Callable[[], AbstractContextManager[Flag]]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What came of a run.
 
     Args:
@@ -92,7 +100,7 @@ def train(
     valid: Batches | None = None,
     on_event: OnEvent | None = None,
     stopping: Stopping | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Train what is trainable in a model, in place.
 
     It goes on where `run` has a checkpoint. No signal handler is installed here: Ctrl-C interrupts at once, and
@@ -153,7 +161,7 @@ class _Trainer:
         self._grad_norm = 0.0  # of the last step
         self._started = 0.0
 
-    def run_to_the_end(self, stop: Flag) -> Outcome:
+    def run_to_the_end(self, stop: Flag) -> RunOutcome:
         self._begin()
         options, progress = self.options, self.progress
         self._started = time.perf_counter() - progress.seconds
@@ -228,7 +236,7 @@ class _Trainer:
         progress.new_tokens = 0
         self._tell(report)
 
-    def _tell(self, record: Report | Evaluation) -> None:
+    def _tell(self, record: Report | Validation) -> None:
         self.run.log(dataclasses.asdict(record))
         self.on_event(record)
 
@@ -244,7 +252,7 @@ class _Trainer:
                 self._save_best()
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
         progress.stopped_early = progress.evaluations_since_best == self.options.patience
-        self._tell(Evaluation(progress.step, loss, perplexity(loss)))
+        self._tell(Validation(progress.step, loss, perplexity(loss)))
 
     def _valid_loss(self) -> float:
         """Over the validation batches, which are the same every time."""
@@ -276,7 +284,7 @@ class _Trainer:
         state = {"step": self.progress.best_step, "valid_loss": self.progress.best_loss}
         self.run.save_best(weights, state)
 
-    def _finish(self) -> Outcome:
+    def _finish(self) -> RunOutcome:
         """Give the model its best weights."""
         if self.valid is None:
             self.progress.best_step = self.progress.step
@@ -290,7 +298,7 @@ class _Trainer:
         weights, state = best
         self.model.update(_filled(self.model.trainable_parameters(), weights, "best"))
         progress = self.progress
-        return Outcome(
+        return RunOutcome(
             steps=progress.step,
             best_step=state["step"],
             best_loss=state["valid_loss"],
@@ -338,7 +346,7 @@ class _Trainer:
             "random_key": random_key(),
         }
         path = self.run.save(progress.step, tensors, state)
-        self.on_event(Saved(progress.step, path))
+        self.on_event(CheckpointSaved(progress.step, path))
 
 
 def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
