@@ -18,7 +18,7 @@ from afm_mlx.cli.training_recipe import fill, recipe_of, refuse_both
 from afm_mlx.errors import did_you_mean, shown
 
 if TYPE_CHECKING:
-    from afm_mlx.training.methods.data_splits import Split
+    from afm_mlx.training.data.batches import Batches
     from afm_mlx.training.methods.lora_training import LoRATraining
     from afm_mlx.training.methods.recipe import Recipe
 
@@ -262,7 +262,7 @@ def _run_test(args: argparse.Namespace) -> None:
 
     path = ADAPTER_PATH if args.adapter_path is None else args.adapter_path
 
-    def on_data(data: Split) -> None:
+    def on_data(data: Batches) -> None:
         if not args.json:
             print(f"Testing {path or 'the model'}; nothing is trained without --train")
             print(data_line("Test", data))

@@ -15,9 +15,9 @@ from afm_mlx.cli.parser import UsageError
 from afm_mlx.cli.signals import Terminated, deferred_signals
 
 if TYPE_CHECKING:
+    from afm_mlx.training.data.batches import Batches
     from afm_mlx.training.loop.events import Event
     from afm_mlx.training.loop.training_options import TrainingOptions
-    from afm_mlx.training.methods.data_splits import Split
     from afm_mlx.training.methods.plan import Plan
     from afm_mlx.training.methods.scores import Scores
     from afm_mlx.training.methods.train import TrainingResult
@@ -100,10 +100,10 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
             yield data_line(name, split)
     if plan.data.valid is None:
         yield "No valid.jsonl: nothing is evaluated, and the last weights are the ones that are kept"
-    kind = "packed rows" if train.batches.packed else "rows of one sample"
+    kind = "packed rows" if train.packed else "rows of one sample"
     yield (
-        f"Batches: {train.batches.batch_size} {kind} of up to {train.batches.length:,} tokens, "
-        f"{train.batches.fill:.1%} full"
+        f"Batches: {train.batch_size} {kind} of up to {train.length:,} tokens, "
+        f"{train.fill:.1%} full"
     )
     yield (
         f"Steps: {options.iters:,}, {options.iters / plan.steps_per_epoch:.2f} epochs of "
@@ -114,11 +114,11 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         yield f"Memory: up to about {plan.memory / 1e9:.2f} GB"
 
 
-def data_line(name: str, split: Split) -> str:
+def data_line(name: str, split: Batches) -> str:
     """What a split holds."""
     return (
-        f"{name} data: {split.samples:,} samples, {split.tokens:,} tokens, "
-        f"{split.targets:,} of them predicted"
+        f"{name} data: {len(split):,} samples, {split.n_tokens:,} tokens, "
+        f"{split.n_targets:,} of them predicted"
     )
 
 

@@ -65,7 +65,9 @@ class Batches:
         shuffle: in another order in each epoch; otherwise in about the given order.
 
     Attributes:
-        per_epoch: batches of an epoch.
+        per_epoch: number of batches in an epoch.
+        n_tokens: number of tokens of all samples.
+        n_targets: number of tokens that are predicted.
         fill: share of the (B, L) tokens of the first epoch that is no padding.
 
     Raises:
@@ -100,6 +102,7 @@ class Batches:
         self._refuse(samples, self._inputs < 1, "nothing is left to predict. Remove it")
         self._targets = np.add.reduceat(self._weights > 0, self._starts, dtype=np.int32)
         self._refuse(samples, self._targets < 1, "none of them has a weight. Remove it")
+        self.n_tokens, self.n_targets = len(self._tokens), int(self._targets.sum())
         self._layout = self._pack() if packed else None
         rows = len(samples) if self._layout is None else self._layout.n_rows
         self.per_epoch = -(-rows // batch_size)
@@ -108,7 +111,7 @@ class Batches:
         self.fill = int(self._inputs.sum()) / cells
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(self._starts)
 
     def __call__(self, step: int) -> Batch:

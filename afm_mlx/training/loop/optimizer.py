@@ -172,18 +172,3 @@ def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tre
     # 1 - d^t by expm1: for d near 1 the difference itself has few bits left in float32.
     share = (1 - decay) / -mx.expm1(steps.astype(mx.float32) * math.log(decay))
     return tree_map(lambda a, w: a + share * (w - a), average, weights)
-
-
-def scaled_to_norm(gradients: Tree, max_norm: float | None) -> tuple[Tree, mx.array]:
-    """Clip gradients to a global norm.
-
-    Args:
-        gradients: any tree.
-        max_norm: that they may have at most, None for any.
-
-    Returns:
-        The gradients, and their norm before, () float32.
-    """
-    if max_norm is None:
-        return gradients, optim.clip_grad_norm(gradients, math.inf)[1]
-    return optim.clip_grad_norm(gradients, max_norm)

@@ -7,14 +7,16 @@ rounding. `MLX_DISABLE_COMPILE=1` turns compiling off everywhere.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from afm_mlx.training.loop.optimizer import AdamW, Tree, averaged, scaled_to_norm
+from afm_mlx.training.loop.optimizer import AdamW, Tree, averaged
 from afm_mlx.training.loop.random_state import random_key
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ class TrainingStep:
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
-        self.max_norm = max_norm
+        self.max_norm = math.inf if max_norm is None else max_norm
         self.ema_decay = ema_decay
         parameters = model.trainable_parameters()
         optimizer.init(parameters)
@@ -146,7 +148,7 @@ class TrainingStep:
         # A copy of the containers: the optimizer replaces arrays in its own.
         state_before = tree_map(lambda a: a, optimizer.state)
         gradients = tree_map(lambda g: g.astype(mx.float32), gradients)
-        gradients, norm = scaled_to_norm(gradients, self.max_norm)
+        gradients, norm = optim.clip_grad_norm(gradients, self.max_norm)
         after = optimizer.apply_gradients(gradients, before)
         is_finite = mx.isfinite(loss) & mx.isfinite(norm)
 

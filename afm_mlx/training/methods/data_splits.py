@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.training.data.batches import ROW_MULTIPLE, Batches
 from afm_mlx.training.data.samples import Sample, has_split, load_split
@@ -20,29 +18,12 @@ _SAMPLES_OF_A_ROW = 4  # of the mean length, where nobody says how long rows are
 
 
 @dataclass(frozen=True)
-class Split:
-    """Batches, and what they are made of.
-
-    Args:
-        batches: of all samples.
-        samples: number of samples.
-        tokens: number of tokens.
-        targets: number of tokens that are predicted.
-    """
-
-    batches: Batches
-    samples: int
-    tokens: int
-    targets: int
-
-
-@dataclass(frozen=True)
 class DataSplits:
     """A data set; a split is None where it has no file or is not asked for."""
 
-    train: Split
-    valid: Split | None
-    test: Split | None
+    train: Batches
+    valid: Batches | None
+    test: Batches | None
 
 
 def read_data(recipe: Recipe, source: ModelSource) -> DataSplits:
@@ -64,7 +45,7 @@ def read_data(recipe: Recipe, source: ModelSource) -> DataSplits:
     )
 
 
-def read_split(recipe: Recipe, source: ModelSource, split: str) -> Split:
+def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
     """Read and tokenize "train", "valid" or "test"; raises as `read_data` does."""
     packed = source.is_afm if recipe.packing is None else recipe.packing
     if packed and not source.is_afm:
@@ -82,7 +63,7 @@ def read_split(recipe: Recipe, source: ModelSource, split: str) -> Split:
         prompt_weight=recipe.prompt_weight,
         features=recipe.features,
     )
-    batches = Batches(
+    return Batches(
         samples,
         batch_size=recipe.batch_size,
         length=_row_length(samples, recipe, limit) if packed else recipe.max_seq_length or limit,
@@ -90,9 +71,6 @@ def read_split(recipe: Recipe, source: ModelSource, split: str) -> Split:
         seed=recipe.options.seed,
         shuffle=split == "train",
     )
-    tokens = sum(len(sample.tokens) for sample in samples)
-    targets = sum(int(np.count_nonzero(sample.weights)) for sample in samples)
-    return Split(batches, len(samples), tokens, targets)
 
 
 def _sample_length(recipe: Recipe, source: ModelSource) -> int:

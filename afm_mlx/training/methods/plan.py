@@ -39,7 +39,7 @@ class Plan:
 
     @property
     def steps_per_epoch(self) -> float:
-        return self.data.train.batches.per_epoch / self.options.grad_accumulation_steps
+        return self.data.train.per_epoch / self.options.grad_accumulation_steps
 
 
 def make_plan(
@@ -63,7 +63,7 @@ def make_plan(
 def _memory(
     model: nn.Module, source: ModelSource, kind: str, data: DataSplits, options: TrainingOptions
 ) -> int:
-    batch = data.train.batches(0)
+    batch = data.train(0)
     rows, length = batch.inputs.shape
     ranks = [layer.rank for layer in lora_layers(model).values()]
     bits = quantization_of(source.values, source.folder).get("bits")

@@ -16,7 +16,7 @@ from afm_mlx.errors import TrainingError
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.losses import Acceptance, CrossEntropy
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
-from afm_mlx.training.methods.data_splits import Split, read_split
+from afm_mlx.training.methods.data_splits import read_split
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Recipe
 
@@ -94,7 +94,7 @@ def measure_adapter(
     recipe: Recipe,
     adapter_path: str | Path | None,
     *,
-    on_data: Callable[[Split], None] | None = None,
+    on_data: Callable[[Batches], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
     """Measure test.jsonl with an adapter and without; nothing is trained.
@@ -116,13 +116,13 @@ def measure_adapter(
             )
         load_adapter(adapter_path)  # raises before a model is loaded
     source = ModelSource.open(recipe.model)
-    data = read_split(recipe, source, "test")
+    batches = read_split(recipe, source, "test")
     if on_data is not None:
-        on_data(data)
+        on_data(batches)
     model = source.load()
-    untrained = measure_split(model, data.batches, recipe.test_batches, progress=progress)
+    untrained = measure_split(model, batches, recipe.test_batches, progress=progress)
     if adapter_path is None:
         return Scores(untrained, None, WITHOUT_ADAPTER)
     attach_adapter(model, adapter_path, base_folder=source.folder, force=recipe.force)
-    trained = measure_split(model, data.batches, recipe.test_batches, progress=progress)
+    trained = measure_split(model, batches, recipe.test_batches, progress=progress)
     return Scores(untrained, trained, WITHOUT_ADAPTER)

@@ -131,13 +131,13 @@ def train_by(
     method.check(recipe, source)
     teacher_source = open_teacher(recipe, source, method.may_imitate_itself)
     data = read_data(recipe, source)
-    options = method.adapt(recipe.loop_options(data.train.batches.per_epoch))
+    options = method.adapt(recipe.loop_options(data.train.per_epoch))
 
     model = source.load()
     weights = source.fingerprint(model)
     teacher = None if teacher_source is None else load_teacher(recipe, teacher_source, source)
     loss = _loss(recipe, teacher)
-    method.prepare(model, source, data.train.batches, options.seed)
+    method.prepare(model, source, data.train, options.seed)
     plan = make_plan(model, source, method.kind, teacher and teacher.model, data, options)
     check_fits(plan.memory)
     manifest = {"kind": method.kind, "model": source.name, "model_weights": weights}
@@ -150,15 +150,14 @@ def train_by(
         if on_event is not None:
             on_event(Testing(label))
         target = teacher.model if teacher and method.measures_acceptance else None
-        return measure_split(model, data.test.batches, recipe.test_batches, target)
+        return measure_split(model, data.test, recipe.test_batches, target)
 
     with (RunFolder.open if resume else RunFolder.create)(run_path, manifest) as run:
         if on_plan is not None:
             on_plan(plan)
         with method.as_untrained(model):
             untrained = test(method.untrained_label)
-        valid = data.valid.batches if data.valid else None
-        outcome = train(model, loss, data.train.batches, options, run, valid, on_event, stopping)
+        outcome = train(model, loss, data.train, options, run, data.valid, on_event, stopping)
         method.round_as_saved(model)
         trained = test(None)
         scores = Scores(untrained, trained, method.untrained_label) if untrained else None
@@ -190,9 +189,9 @@ def _manifest(recipe: Recipe, data: DataSplits, options: TrainingOptions) -> dic
         values["distillation_weight"] = recipe.distillation_weight
         values["distillation_temperature"] = recipe.distillation_temperature
         values["divergence"] = recipe.divergence
-    values["packing"] = data.train.batches.packed
-    values["data"] = data.train.batches.fingerprint
-    values["valid_data"] = data.valid.batches.fingerprint if data.valid else None
+    values["packing"] = data.train.packed
+    values["data"] = data.train.fingerprint
+    values["valid_data"] = data.valid.fingerprint if data.valid else None
     return {key: value for key, value in values.items() if key not in _NOT_IN_MANIFEST}
 
 
@@ -213,7 +212,7 @@ def _facts(
     if options.ema_decay is not None:
         kept = f"averaged with decay {options.ema_decay:g}, {kept}"
     facts = {
-        "data": f"{data.train.samples:,} samples, {data.train.tokens:,} tokens",
+        "data": f"{len(data.train):,} samples, {data.train.n_tokens:,} tokens",
         "steps": f"{outcome.steps:,} of {rows} rows, {outcome.tokens:,} predicted tokens",
         "learning rate": rate,
         "weights": kept,

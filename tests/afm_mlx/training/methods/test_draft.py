@@ -53,9 +53,9 @@ def test_it_learns_from_an_adapted_target(recipe, model, packed, draft, tmp_path
     taught = load(target, adapter_path=str(adapter))[0]
     data = read_data(recipe, ModelSource.open(draft))
     trained = load(tmp_path / "trained")[0]
-    loss = mean_loss(trained, Distillation(taught, divergence="reverse"), data.valid.batches)
+    loss = mean_loss(trained, Distillation(taught, divergence="reverse"), data.valid)
     assert loss == pytest.approx(result.outcome.best_loss, rel=1e-2)
-    again = measure_split(trained, data.test.batches, teacher=taught)
+    again = measure_split(trained, data.test, teacher=taught)
     assert again.acceptance == pytest.approx(after.acceptance, rel=1e-2)
     card = (tmp_path / "trained" / "README.md").read_text()
     assert "with the adapter first, reverse divergence of weight 1" in card

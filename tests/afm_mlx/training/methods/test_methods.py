@@ -52,8 +52,8 @@ def test_full_training(recipe, model, tmp_path):
     assert plan.parameters == TRAINABLE.num_parameters + len(fixed)
     assert plan.trainable == plan.parameters - len(fixed)
     assert plan.memory > 16 * plan.trainable
-    assert plan.data.train.samples == 9
-    assert 0 < plan.data.train.targets < plan.data.train.tokens
+    assert len(plan.data.train) == 9
+    assert 0 < plan.data.train.n_targets < plan.data.train.n_tokens
     card = (tmp_path / "full" / "README.md").read_text()
     assert f"| validation loss | {result.outcome.best_loss:.4f} |\n" in card
     assert f"| test cross-entropy | {result.test_loss:.4f} nats a token |\n" in card
@@ -255,7 +255,7 @@ def test_qat_saves_a_packed_model(recipe, tmp_path):
     assert isinstance(embedding, PackedEmbedding)
     assert (embedding.bits, embedding.granularity) == (4, "row")
     # The folder's loss is that of the weights that were trained.
-    tested = read_data(recipe, ModelSource.open(tmp_path / "qat")).test.batches
+    tested = read_data(recipe, ModelSource.open(tmp_path / "qat")).test
     assert mean_loss(model, CrossEntropy(), tested) == pytest.approx(result.test_loss, rel=1e-2)
     assert watcher.plan.options.ema_decay == pytest.approx(1 - 10 / 12)
 
@@ -396,9 +396,9 @@ def test_bad_data_is_named_before_a_model_is_loaded(recipe, model, tmp_path):
 
 def test_rows_are_no_longer_than_the_data(recipe):
     data = read_data(recipe, ModelSource.open(recipe.model))
-    assert data.train.batches.length == 96
+    assert data.train.length == 96
     roomy = dataclasses.replace(recipe, max_seq_length=4096)
-    batches = read_data(roomy, ModelSource.open(recipe.model)).train.batches
+    batches = read_data(roomy, ModelSource.open(recipe.model)).train
     assert batches.length % 64 == 0
     assert batches.per_epoch <= 2
     assert batches.fill > 0.5
@@ -437,12 +437,12 @@ def test_sizes_that_nobody_gives_fit_model_and_data(model, recipe, tmp_path):
         path = tmp_path / "train.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         split = read_data(dataclasses.replace(recipe, data=path), source).train
-        assert split.batches.length <= most
-        assert split.batches.fill > 0.7
-    assert split.tokens / split.samples <= context
+        assert split.length <= most
+        assert split.fill > 0.7
+    assert split.n_tokens / len(split) <= context
     of_zoo = dataclasses.replace(
         source, values={"model_type": "llama", "max_position_embeddings": 48}
     )
     path.write_text(json.dumps(long))
     vars(of_zoo)["tokenizer"] = source.tokenizer
-    assert read_data(dataclasses.replace(recipe, data=path), of_zoo).train.batches.length == 48
+    assert read_data(dataclasses.replace(recipe, data=path), of_zoo).train.length == 48
