@@ -42,7 +42,7 @@ class Batch(NamedTuple):
         positions: (T,) int32: indices into the flat (B * L) of tokens whose successor is scored. T is a
             multiple of 256; what fills it up is 0 in all three arrays.
         labels: (T,) int32: the successors.
-        weights: (T,) float32: of their losses; above 0, but for what fills up.
+        weights: (T,) float32: weights of their losses; above 0, but for what fills up.
     """
 
     inputs: mx.array
@@ -53,10 +53,10 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The batch of any step.
+    """Batches by their number, over as many epochs as a run takes.
 
     Args:
-        samples: see `training.data`; each needs a target.
+        samples: each needs a target.
         batch_size: B, rows of a batch.
         length: L, the most input tokens of a row. A sample of n tokens has n - 1 of them.
         packed: put as many samples into a row as fit. Otherwise a row has one sample, samples of like
@@ -236,7 +236,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Row r holds the samples `samples[bounds[r] : bounds[r + 1]]`."""
+    """Rows: row r holds the samples `samples[bounds[r] : bounds[r + 1]]`."""
 
     samples: np.ndarray
     bounds: np.ndarray

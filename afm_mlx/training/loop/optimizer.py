@@ -1,4 +1,4 @@
-"""What moves the weights: AdamW in float32, a learning rate that warms up and decays, an average of weights.
+"""AdamW in float32, learning rates that warm up and decay, and an average of weights.
 
 Notable choices:
 
@@ -27,15 +27,15 @@ Tree: TypeAlias = Any
 """Nested dictionaries and lists of arrays, as `nn.Module.parameters` gives them."""
 
 Schedule: TypeAlias = Callable[[mx.array], mx.array]
-"""Steps done, () integer, to the learning rate of the next."""
+"""From the number of steps done, () integer, to the learning rate of the next step."""
 
 SCHEDULES = ("cosine", "constant")
 MLX_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 
-_LARGEST = 1e30  # of numbers of a schedule; float32 ends at 3e38
+_LARGEST = 1e30  # number in a schedule; float32 ends at 3e38
 
 BETAS, EPS = (0.9, 0.999), 1e-8
-"""Of AdamW by default, as in PyTorch and MLX."""
+"""AdamW's defaults, as in PyTorch and MLX."""
 
 
 def learning_rate_schedule(

@@ -65,10 +65,10 @@ class RunExistsError(TrainingError):
 
 
 class RunFolder:
-    """Use `create` for a new run and `open` for one to go on with, and `close` when done with it.
+    """The folder of a run: `create` starts a run in it, `open` resumes one, `close` ends the work in it.
 
-    One object at a time works in a folder, in whatever process: both of these lock it, until it is closed or
-    its process ends. As a context manager it closes itself. A `RunFolder(path)` is for looking only.
+    One object at a time works in a folder, in whatever process: `create` and `open` lock it, until it is closed
+    or its process ends. As a context manager it closes itself. A `RunFolder(path)` is for looking only.
     """
 
     def __init__(self, path: Path):

@@ -31,7 +31,7 @@ class StepResult(NamedTuple):
         loss: weighted mean of its targets before the update.
         grad_norm: before clipping. Where it or the loss is not finite, nothing was updated.
         weight: sum of the targets' weights.
-        targets: how many have a weight.
+        targets: number of targets that have a weight.
     """
 
     loss: mx.array
@@ -51,8 +51,8 @@ class TrainingStep:
         model: its `trainable_parameters()` are trained.
         loss: sum of weighted losses of a batch.
         optimizer: its state is made here.
-        max_norm: of the gradient, None for any.
-        ema_decay: of the average of weights, None for none.
+        max_norm: largest global norm of the gradient, None for no limit.
+        ema_decay: decay of the average of weights, None for no average.
     """
 
     def __init__(

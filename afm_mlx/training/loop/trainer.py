@@ -1,6 +1,6 @@
 """The training loop, the same for full weights, LoRA adapters, and weights on a grid.
 
-    gradients of a step's micro-batches -> clipped -> AdamW -> average of weights     (training.step)
+    gradients of a step's micro-batches -> clipped -> AdamW -> average of weights     (step.py)
     every now and then: a report, an evaluation that may find the best weights so far, a checkpoint
 
 A run is a function of its seed, options and data: one that resumes from a checkpoint takes the steps that it
@@ -49,20 +49,20 @@ if TYPE_CHECKING:
 
 OnEvent = Callable[[Event], None]
 Stopping = Callable[[], AbstractContextManager[Flag]]
-"""A context within which what would interrupt sets the flag that it gives instead."""
+"""Makes a context in which a signal sets the context's flag instead of interrupting the run."""
 
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What came of a run.
+    """How a run ended.
 
     Args:
-        steps: that were taken, those before a resume included.
-        best_step: after which the weights were that the model now has.
-        best_loss: their loss on the validation batches; None where nothing was evaluated.
+        steps: number of steps, including those before a resume.
+        best_step: step after which the model had the weights that it has now.
+        best_loss: loss of these weights on the validation batches; None where nothing was evaluated.
         stopped_early: patience ran out.
-        seconds: in all, those before a resume included.
-        tokens: targets that were trained on.
+        seconds: duration, including that of the steps before a resume.
+        tokens: number of targets that were trained on.
     """
 
     steps: int
@@ -75,7 +75,7 @@ class RunOutcome:
 
 @dataclass
 class _Progress:
-    """What a checkpoint knows besides arrays."""
+    """State of the loop that a checkpoint keeps besides arrays."""
 
     step: int = 0
     tokens: int = 0
@@ -111,10 +111,10 @@ def train(
         model: its `trainable_parameters()` are trained; it is in eval mode afterwards.
         loss: sum of the weighted losses of a batch.
         batches: of training; step s (from 1) takes micro-batches (s - 1) * n to s * n - 1.
-        options: see there.
+        options: settings of the loop.
         run: where checkpoints, best weights and metrics go.
         valid: for evaluation; None for none.
-        on_event: is told of every step, report, evaluation and checkpoint.
+        on_event: called with every step, report, evaluation and checkpoint.
         stopping: entered around the loop, see `Stopping`; its flag may be set by any thread.
 
     Returns:

@@ -73,12 +73,12 @@ class MemoryEstimate:
 
     @property
     def held(self) -> int:
-        """From step to step."""
+        """Bytes that live from step to step."""
         return self.weights + self.optimizer + self.average
 
     @property
     def total(self) -> int:
-        """At the larger of both peaks."""
+        """Bytes at the larger of both peaks."""
         backward = self.activations + self.expanded + self.head
         return self.held + self.accumulated + max(backward, self.gradients + self.update)
 

@@ -1,4 +1,4 @@
-"""Static int8 scales of keys and values, from what a model's own keys and values reach."""
+"""Static int8 scales of keys and values, from the ranges of a model's own keys and values."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _observe(
 def _keys_and_values(
     block: WritingBlock, h: mx.array, positions: Positions
 ) -> tuple[mx.array, mx.array]:
-    """Of a block for its input (B, L, D), before quantization: (B, num_kv_heads, L, head_dim) each."""
+    """Keys and values of a block for its input (B, L, D), (B, num_kv_heads, L, head_dim) each, unquantized."""
     attention = block.self_attn
     qkv = project(attention.qkv_proj, h, norm=block.input_layernorm)
     return attention.heads(qkv, positions)[1:]
