@@ -231,8 +231,7 @@ def _check_whole(args: argparse.Namespace) -> None:
 
 
 def _run_whole(args: argparse.Namespace, recipe: Recipe) -> None:
-    from afm_mlx.training.methods.draft_training import DraftTraining
-    from afm_mlx.training.methods.full_training import FullTraining
+    from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
     from afm_mlx.training.methods.model_source import FreshSource
     from afm_mlx.training.methods.train import train_draft, train_full
 

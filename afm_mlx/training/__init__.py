@@ -7,8 +7,7 @@ from afm_mlx.training.loop.plot import plot_metrics
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import RunOutcome, train
 from afm_mlx.training.loop.training_options import TrainingOptions
-from afm_mlx.training.methods.draft_training import DraftTraining
-from afm_mlx.training.methods.full_training import FullTraining
+from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.model_source import FreshSource
 from afm_mlx.training.methods.qat_training import QATTraining

@@ -18,17 +18,15 @@ targets would be 5 GB in float32, and their gradient as much again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.model.model import Model
+from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.loop.ordered_checkpoint import recomputed
-
-if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batch
 
 CHUNK = 1024
 """Targets whose logits exist at a time."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import mlx.nn as nn
 
 from afm_mlx.errors import TrainingError
+from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.diagnosis import find_non_finite
-
-if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batches
-    from afm_mlx.training.loop.losses import Loss
+from afm_mlx.training.loop.losses import Loss
 
 
 def mean_loss(
@@ -23,17 +20,17 @@ def mean_loss(
     count: int = -1,
     progress: Callable[[int, int], None] | None = None,
 ) -> float:
-    """The weighted mean of a loss over the first batches of an epoch, all when -1, without dropout.
+    """The weighted mean of a loss over the first batches of an epoch, without dropout.
 
     Args:
         model: is in eval mode afterwards.
         loss: of a batch.
-        batches: see there.
-        count: of batches.
+        batches: what the loss is computed of.
+        count: number of batches, -1 for all of an epoch.
         progress: called with batches done and batches in all.
 
     Raises:
-        TrainingError: when it is not finite; names the batch and the layer.
+        TrainingError: when the loss is not finite; names the batch and the layer.
     """
     model.eval()
     total = weight = 0.0

@@ -8,20 +8,18 @@ rounding. `MLX_DISABLE_COMPILE=1` turns compiling off everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
+from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.optimizer import AdamW, Tree, averaged
 from afm_mlx.training.loop.random_state import random_key
-
-if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batch
-    from afm_mlx.training.loop.losses import Loss
 
 
 class StepResult(NamedTuple):
@@ -73,7 +71,6 @@ class TrainingStep:
         self.average: Tree = {}  # (float32) of weights; changed in place, as `mx.compile` wants it
         if ema_decay is not None:
             self.average.update(tree_map(lambda p: p.astype(mx.float32), parameters))
-        self._kind: Callable[..., Batch]
         state = [model.state, optimizer.state, self.average]
         generator = [mx.random.state]
         self._whole = mx.compile(self._whole_step, state + generator, state + generator)
@@ -92,7 +89,6 @@ class TrainingStep:
             raise
 
     def _taken(self, batches: Sequence[Batch]) -> StepResult:
-        self._kind = type(batches[0])
         weight = sum((batch.weights.sum() for batch in batches[1:]), batches[0].weights.sum())
         targets = sum((batch.weights != 0).sum() for batch in batches)
         arrays = [{k: v for k, v in batch._asdict().items() if v is not None} for batch in batches]
@@ -126,20 +122,16 @@ class TrainingStep:
         self.model.update(parameters)  # the model still held what was traced
         return loss, gradients
 
-    def _batch(self, arrays: dict[str, mx.array]) -> Batch:
-        # None is no argument of a compiled function.
-        return self._kind(*(arrays.get(name) for name in self._kind._fields))  # type: ignore[attr-defined]
-
     def _whole_step(
         self, arrays: dict[str, mx.array], weight: mx.array
     ) -> tuple[mx.array, mx.array]:
-        loss, gradients = self.gradients(self._batch(arrays), weight)
+        loss, gradients = self.gradients(_batch(arrays), weight)
         return loss, self._apply(loss, gradients)
 
     def _micro_step(
         self, arrays: dict[str, mx.array], weight: mx.array, accumulated: Tree
     ) -> tuple[mx.array, Tree]:
-        loss, gradients = self.gradients(self._batch(arrays), weight)
+        loss, gradients = self.gradients(_batch(arrays), weight)
         return loss, tree_map(lambda a, g: a + g.astype(mx.float32), accumulated, gradients)
 
     def _apply(self, loss: mx.array, gradients: Tree) -> mx.array:
@@ -162,3 +154,8 @@ class TrainingStep:
             self.average.update(chosen(average, self.average))
         optimizer.state.update(chosen(optimizer.state, state_before))
         return norm
+
+
+def _batch(arrays: dict[str, mx.array]) -> Batch:
+    """None is no argument of a compiled function, and no key of `arrays`."""
+    return Batch(*(arrays.get(name) for name in Batch._fields))  # type: ignore[arg-type]

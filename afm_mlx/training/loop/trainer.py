@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Event as Flag
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,6 +25,7 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
 from afm_mlx.errors import CheckpointError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
+from afm_mlx.training.data.batches import Batch, Batches
 from afm_mlx.training.loop.diagnosis import find_non_finite
 from afm_mlx.training.loop.events import (
     CheckpointSaved,
@@ -35,6 +35,7 @@ from afm_mlx.training.loop.events import (
     Stepped,
     Validation,
 )
+from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
 from afm_mlx.training.loop.optimizer import AdamW, Tree
 from afm_mlx.training.loop.random_state import random_key
@@ -42,10 +43,6 @@ from afm_mlx.training.loop.recompute import recomputed_blocks
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
 from afm_mlx.training.loop.step import StepResult, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions as TrainingOptions
-
-if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batch, Batches
-    from afm_mlx.training.loop.losses import Loss
 
 OnEvent = Callable[[Event], None]
 Stopping = Callable[[], AbstractContextManager[Flag]]
@@ -355,7 +352,11 @@ def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
     Raises:
         CheckpointError: when names or shapes differ.
     """
-    missing = [name for name, a in tree_flatten(tree) if tensors.get(name, _NONE).shape != a.shape]
+    missing = [
+        name
+        for name, a in tree_flatten(tree)
+        if name not in tensors or tensors[name].shape != a.shape
+    ]
     extra = tensors.keys() - dict(tree_flatten(tree)).keys()
     if missing or extra:
         raise CheckpointError(
@@ -364,6 +365,3 @@ def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
             "the model and options that the run was started with."
         )
     return tree_map_with_path(lambda name, a: tensors[name].astype(a.dtype), tree)
-
-
-_NONE = mx.zeros((0, 0, 0, 0, 0))

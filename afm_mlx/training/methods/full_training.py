@@ -1,4 +1,4 @@
-"""Training of float weights: of the whole model, or of its last blocks."""
+"""Training of float weights: of a model, of its last blocks, or of a draft model."""
 
 from __future__ import annotations
 
@@ -59,3 +59,28 @@ class FullTraining(Method):
         if self.num_layers == -1:
             return "Float weights, all of them trained further."
         return f"Float weights; those of the last {self.num_layers} blocks were trained further."
+
+
+@dataclass(frozen=True)
+class DraftTraining(FullTraining):
+    """Train float weights of a draft model to predict what its target, the recipe's teacher, would.
+
+    Apple's toolkit trains by the reverse divergence, which the recipe has to say: `divergence="reverse"`.
+
+    Args:
+        num_layers: number of trained blocks, counted from the last; -1 for the whole model.
+    """
+
+    kind = "draft"
+    measures_acceptance = True
+
+    def check(self, recipe: Recipe, source: ModelSource) -> None:
+        if recipe.teacher is None:
+            raise ConfigError(
+                "A draft model learns from the model that it drafts for, and there is no teacher. Name it "
+                "(--teacher)."
+            )
+        source.refuse_quantized("training of a draft model")
+
+    def _what(self) -> str:
+        return "A draft model for speculative decoding, trained to say what its teacher would."

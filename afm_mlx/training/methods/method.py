@@ -25,7 +25,7 @@ class Method:
         kind: name of the method, in the run's manifest.
         untrained_label: what the test split is measured with for comparison, such as "before training".
         may_imitate_itself: the model as it is before `prepare` may be the teacher.
-        measures_acceptance: the test also measures how much of the model's proposals the teacher accepts.
+        measures_acceptance: the test also measures what share of the model's proposals the teacher would accept.
     """
 
     kind: ClassVar[str]
@@ -44,7 +44,7 @@ class Method:
     def check(self, recipe: Recipe, source: ModelSource) -> None:
         """Raise `AFMError` if the model can't be trained by this method; nothing is loaded yet."""
 
-    def adapt(self, options: TrainingOptions) -> TrainingOptions:
+    def with_defaults(self, options: TrainingOptions) -> TrainingOptions:
         """The loop's options, with the method's own defaults."""
         return options
 
@@ -54,8 +54,8 @@ class Method:
         Args:
             model: what `source.load` returned.
             source: where the model comes from.
-            batches: of the training data.
-            seed: of new weights.
+            batches: the training data.
+            seed: seed of new weights.
         """
         raise NotImplementedError
 

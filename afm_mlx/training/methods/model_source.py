@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.stored_layers import quantization_of
@@ -88,7 +88,7 @@ class ModelSource:
         model, _ = load_zoo(self.folder)
         packed = any(isinstance(module, _QUANTIZED) for module in model.modules())
         if activation_dtype() == mx.float32 and not packed:
-            model.update(tree_map(_as_float32, model.parameters()))
+            model.set_dtype(mx.float32)
             mx.eval(model.parameters())
         return model
 
@@ -145,8 +145,7 @@ class FreshSource(ModelSource):
     def load(self) -> nn.Module:
         mx.random.seed(self.seed)
         model = Model(ModelConfig.from_dict(self.values, self.preset))
-        dtype = activation_dtype()
-        model.update(tree_map(lambda array: array.astype(dtype), model.parameters()))
+        model.set_dtype(activation_dtype())
         mx.eval(model.parameters())
         return model.eval()
 
@@ -160,7 +159,3 @@ def open_as_teacher(model: str | Path) -> ModelSource:
 
 
 _OF_VOCABULARY = ("vocab_size", "context_length", "eos_token_id", "bos_token_id", "pad_token_id")
-
-
-def _as_float32(array: mx.array) -> mx.array:
-    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array

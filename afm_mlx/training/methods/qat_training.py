@@ -69,7 +69,7 @@ class QATTraining(Method):
                 "scales to start from."
             )
 
-    def adapt(self, options: TrainingOptions) -> TrainingOptions:
+    def with_defaults(self, options: TrainingOptions) -> TrainingOptions:
         if options.ema_decay is not None or not self.average:
             return options
         # The average then covers the last tenth of the run or so.

@@ -29,8 +29,7 @@ from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import RunOutcome, Stopping, train
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.data_splits import DataSplits, read_data
-from afm_mlx.training.methods.draft_training import DraftTraining
-from afm_mlx.training.methods.full_training import FullTraining
+from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.method import Method
 from afm_mlx.training.methods.model_source import ModelSource
@@ -131,7 +130,7 @@ def train_by(
     method.check(recipe, source)
     teacher_source = open_teacher(recipe, source, method.may_imitate_itself)
     data = read_data(recipe, source)
-    options = method.adapt(recipe.loop_options(data.train.per_epoch))
+    options = method.with_defaults(recipe.loop_options(data.train.per_epoch))
 
     model = source.load()
     weights = source.fingerprint(model)

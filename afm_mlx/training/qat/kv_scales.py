@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -12,9 +11,7 @@ from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.model.fused_layers import project
 from afm_mlx.model.kv_cache import Positions
 from afm_mlx.model.model import Model, WritingBlock
-
-if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.data.batches import Batch
 
 _TINY = 2.0**-126
 

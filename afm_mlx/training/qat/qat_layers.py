@@ -30,7 +30,7 @@ from afm_mlx.training.qat.fake_quantize import (
 class _QAT(nn.Module):
     """A float matrix whose weights are rounded to a grid where they are used.
 
-    Parameters are `weight` (N, K), `clip` of the shape of the rule's scales, and `bias` (N,) where there is one;
+    Parameters are `weight` (N, K), `clip` of the shape of the rule's scales, and `bias` (N,) if there is one;
     all are trainable.
 
     Args:

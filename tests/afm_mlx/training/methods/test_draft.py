@@ -14,7 +14,7 @@ from afm_mlx.training.loop.losses import Distillation
 from afm_mlx.training.loop.mean_loss import mean_loss
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.data_splits import read_data
-from afm_mlx.training.methods.draft_training import DraftTraining
+from afm_mlx.training.methods.full_training import DraftTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.model_source import FreshSource, ModelSource
 from afm_mlx.training.methods.scores import measure_split
