@@ -25,7 +25,7 @@ class Method:
         kind: name of the method, in the run's manifest.
         untrained_label: what the test split is measured with for comparison, such as "before training".
         may_imitate_itself: the model as it is before `prepare` may be the teacher.
-        measures_acceptance: the test also measures what share of the model's proposals the teacher would accept.
+        measures_acceptance: the test also measures the share of the model's proposals that the teacher keeps.
     """
 
     kind: ClassVar[str]
