@@ -22,12 +22,7 @@ import mlx.core as mx
 
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.measure.benchmark import threads_in_use
-from afm_mlx.training.methods.training_memory import (
-    MemoryEstimate,
-    estimate_memory,
-    largest_length,
-    usable_bytes,
-)
+from afm_mlx.training.methods.training_memory import MemoryEstimate, estimate_memory
 from bench.peer_protocol import Peer, PeerError
 from bench.peers import Bystanders, Target, markdown, shrunk, target_rows
 from bench.training_worker import RANK, Case
@@ -183,6 +178,37 @@ _MAC_ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("QAT, recomputed", "qat", {"grad_checkpoint": True}),
     ("QAT, recomputed, average", "qat", {"grad_checkpoint": True, "ema": True}),
 )
+
+
+def usable_bytes(gigabytes: int) -> int:
+    """What a Mac with so many GiB lets its GPU use: two thirds up to 32, three quarters above.
+
+    An assumption: `mx.device_info()["max_recommended_working_set_size"]` says what it is on a Mac at hand.
+    Source: Metal's `recommendedMaxWorkingSetSize` in logs that users of llama.cpp have posted: 10,923 MiB of
+    16 GiB, 21,845 of 32, and 49,152 of 64.
+    """
+    total = gigabytes << 30
+    return total * 2 // 3 if gigabytes <= 32 else total * 3 // 4
+
+
+def largest_length(
+    config: ModelConfig, budget: int, kind: str, *, limit: int | None = None, **settings: object
+) -> int:
+    """The most tokens that one row may have within so many bytes, a multiple of 64; 0 where none fit.
+
+    Args:
+        config: architecture.
+        budget: bytes.
+        kind, settings: as of `estimate_memory`, without `length`.
+        limit: to look no further; the model's context by default.
+    """
+    limit = config.context_length if limit is None else limit
+    low, high = 0, limit // 64
+    while low < high:
+        middle = (low + high + 1) // 2
+        found = estimate_memory(config, kind, length=64 * middle, **settings)  # type: ignore[arg-type]
+        low, high = (middle, high) if found.total <= budget else (low, middle - 1)
+    return 64 * low
 
 
 def mac_rows(config: ModelConfig, example: int = 1024) -> list[list[str]]:

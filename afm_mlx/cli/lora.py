@@ -18,8 +18,9 @@ from afm_mlx.cli.training_recipe import fill, recipe_of, refuse_both
 from afm_mlx.errors import did_you_mean, shown
 
 if TYPE_CHECKING:
-    from afm_mlx.training.methods.methods import LoRATraining
-    from afm_mlx.training.methods.recipe import Recipe, Split
+    from afm_mlx.training.data.batches import Batches
+    from afm_mlx.training.methods.lora_training import LoRATraining
+    from afm_mlx.training.methods.recipe import Recipe
 
 LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3}
 ADAPTER_PATH = "adapters"  # mlx-lm's default
@@ -230,8 +231,8 @@ def _check_whole(args: argparse.Namespace) -> None:
 
 
 def _run_whole(args: argparse.Namespace, recipe: Recipe) -> None:
-    from afm_mlx.training.methods.methods import DraftTraining, FullTraining
-    from afm_mlx.training.methods.source import FreshSource
+    from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
+    from afm_mlx.training.methods.model_source import FreshSource
     from afm_mlx.training.methods.train import train_draft, train_full
 
     start: partial[Any]
@@ -260,7 +261,7 @@ def _run_test(args: argparse.Namespace) -> None:
 
     path = ADAPTER_PATH if args.adapter_path is None else args.adapter_path
 
-    def on_data(data: Split) -> None:
+    def on_data(data: Batches) -> None:
         if not args.json:
             print(f"Testing {path or 'the model'}; nothing is trained without --train")
             print(data_line("Test", data))
@@ -278,7 +279,7 @@ def _run_test(args: argparse.Namespace) -> None:
 
 
 def _lora(args: argparse.Namespace) -> LoRATraining:
-    from afm_mlx.training.methods.methods import RANK, LoRATraining
+    from afm_mlx.training.methods.lora_training import RANK, LoRATraining
 
     initial = args.initial_adapter or args.resume_adapter_file
     refuse_both(args, _OF_LORA_ALONE)

@@ -16,8 +16,8 @@ from afm_mlx.cli.training_recipe import recipe_of
 if TYPE_CHECKING:
     from afm_mlx.quantization.quantize import Predicate
     from afm_mlx.quantization.rule import QuantizationRule
-    from afm_mlx.training.methods.methods import QATTraining
-    from afm_mlx.training.methods.source import Source
+    from afm_mlx.training.methods.model_source import ModelSource
+    from afm_mlx.training.methods.qat_training import QATTraining
 
 LEARNING_RATE = 2e-5
 
@@ -95,10 +95,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _method(args: argparse.Namespace) -> QATTraining:
-    from afm_mlx.training.methods.methods import QATTraining
-    from afm_mlx.training.methods.source import Source
+    from afm_mlx.training.methods.model_source import ModelSource
+    from afm_mlx.training.methods.qat_training import QATTraining
 
-    source = Source.open(args.model)
+    source = ModelSource.open(args.model)
     rule = _rule(args, "balanced" if source.is_afm else "affine")
     return QATTraining(
         rule=rule,
@@ -132,7 +132,7 @@ def _embedding_rule(args: argparse.Namespace, rule: QuantizationRule) -> Quantiz
 
 
 def _predicate(
-    args: argparse.Namespace, source: Source, rule: QuantizationRule
+    args: argparse.Namespace, source: ModelSource, rule: QuantizationRule
 ) -> Predicate | None:
     from afm_mlx.config import ModelConfig
     from afm_mlx.converters.quantize import recipe

@@ -15,11 +15,12 @@ from afm_mlx.cli.parser import UsageError
 from afm_mlx.cli.signals import Terminated, deferred_signals
 
 if TYPE_CHECKING:
+    from afm_mlx.training.data.batches import Batches
     from afm_mlx.training.loop.events import Event
     from afm_mlx.training.loop.training_options import TrainingOptions
-    from afm_mlx.training.methods.recipe import Plan, Split
+    from afm_mlx.training.methods.plan import Plan
     from afm_mlx.training.methods.scores import Scores
-    from afm_mlx.training.methods.train import Result
+    from afm_mlx.training.methods.train import TrainingResult
 
 
 class Reporter:
@@ -45,7 +46,7 @@ class Reporter:
             self._print(line)
 
     def on_event(self, event: Event) -> None:
-        from afm_mlx.training.loop.events import Evaluation, Report, Resumed, Stepped, Testing
+        from afm_mlx.training.loop.events import Report, Resumed, Stepped, Testing, Validation
 
         if isinstance(event, Resumed):
             self._last = None
@@ -57,7 +58,7 @@ class Reporter:
             self._print(f"Testing {event.what or 'what was trained'}")
         elif isinstance(event, Report):
             self._print(self._report_line(event))
-        elif isinstance(event, Evaluation):
+        elif isinstance(event, Validation):
             line = f"Iter {event.step}: Val loss {event.valid_loss:.3f}"
             # The exponential of a distance from a teacher means nothing.
             self._print(
@@ -99,10 +100,10 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
             yield data_line(name, split)
     if plan.data.valid is None:
         yield "No valid.jsonl: nothing is evaluated, and the last weights are the ones that are kept"
-    kind = "packed rows" if train.batches.packed else "rows of one sample"
+    kind = "packed rows" if train.packed else "rows of one sample"
     yield (
-        f"Batches: {train.batches.batch_size} {kind} of up to {train.batches.length:,} tokens, "
-        f"{train.batches.fill:.1%} full"
+        f"Batches: {train.batch_size} {kind} of up to {train.length:,} tokens, "
+        f"{train.fill:.1%} full"
     )
     yield (
         f"Steps: {options.iters:,}, {options.iters / plan.steps_per_epoch:.2f} epochs of "
@@ -113,11 +114,11 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
         yield f"Memory: up to about {plan.memory / 1e9:.2f} GB"
 
 
-def data_line(name: str, split: Split) -> str:
+def data_line(name: str, split: Batches) -> str:
     """What a split holds."""
     return (
-        f"{name} data: {split.samples:,} samples, {split.tokens:,} tokens, "
-        f"{split.targets:,} of them predicted"
+        f"{name} data: {len(split):,} samples, {split.n_tokens:,} tokens, "
+        f"{split.n_targets:,} of them predicted"
     )
 
 
@@ -130,7 +131,9 @@ def _rate_line(options: TrainingOptions) -> str:
     return f"{line}constant"
 
 
-def run_training(args: argparse.Namespace, start: Callable[..., Result], run_path: Path) -> None:
+def run_training(
+    args: argparse.Namespace, start: Callable[..., TrainingResult], run_path: Path
+) -> None:
     """Start a training and print what comes of it.
 
     Args:
@@ -168,7 +171,7 @@ def run_training(args: argparse.Namespace, start: Callable[..., Result], run_pat
     print(f"Saved to {result.path}")
 
 
-def _facts(args: argparse.Namespace, result: Result, trainable: int) -> dict[str, Any]:
+def _facts(args: argparse.Namespace, result: TrainingResult, trainable: int) -> dict[str, Any]:
     return {
         "model": str(args.model),
         "data": str(args.data),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row_caches import fit_empty, kv_storage, limits
 from afm_mlx.errors import RequestError, shown
-from afm_mlx.threads import call, in_main_thread
+from afm_mlx.model.wired_memory import wired_memory
 
 
 @dataclass
@@ -227,25 +226,6 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
 def _raise_if_failed(response: Response) -> None:
     if response.error is not None:
         raise response.error
-
-
-@contextmanager
-def wired_memory(model: nn.Module) -> Iterator[None]:
-    """On Metal, keep the model's memory resident while it runs; elsewhere nothing to do.
-
-    In other threads than the main one it stays resident, for nobody knows which of them is the last to run it.
-    """
-    if not mx.metal.is_available():
-        yield
-        return
-    from afm_mlx.model.wired_memory import maybe_set_recommended_wired_limit, wired_limit
-
-    if not in_main_thread():
-        call(maybe_set_recommended_wired_limit)
-        yield
-        return
-    with wired_limit(model):
-        yield
 
 
 def generate(

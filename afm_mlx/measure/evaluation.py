@@ -19,10 +19,10 @@ from typing import Any
 import mlx.nn as nn
 
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.generation import wired_memory
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import AFMError, ContextLengthError, DataError
 from afm_mlx.jsonl import read_jsonl
+from afm_mlx.model.wired_memory import wired_memory
 
 Progress = Callable[[int, int], None]
 

@@ -10,8 +10,26 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from afm_mlx.threads import call, in_main_thread
+
 CLOSE = 0.9
 """Share of the recommended size from which on a model may be slow."""
+
+
+@contextmanager
+def wired_memory(model: nn.Module) -> Iterator[None]:
+    """On Metal, keep the model's memory resident while it runs; elsewhere do nothing.
+
+    In other threads than the main one it stays resident, for nobody knows which of them is the last to run it.
+    """
+    if not mx.metal.is_available():
+        yield
+    elif not in_main_thread():
+        call(maybe_set_recommended_wired_limit)
+        yield
+    else:
+        with wired_limit(model):
+            yield
 
 
 def maybe_set_recommended_wired_limit() -> int | None:

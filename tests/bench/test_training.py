@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from afm_mlx.config import PRESETS
+from afm_mlx.training.methods.training_memory import estimate_memory
 from bench import training
 from bench.training_worker import Case, build
 from tests.tools.models import random_config
@@ -46,6 +48,23 @@ def test_what_fits_into_which_mac():
         assert lengths == sorted(lengths)
     packed = next(row for row in rows if row[0] == "LoRA, 2-bit base, recomputed")
     assert packed[2] != "no"  # into 16 GB
+
+
+def test_the_largest_length_fits_and_the_next_does_not(rng):
+    config = PRESETS["afm-3b"]
+    settings = {"batch_size": int(rng.integers(1, 4)), "base_bits": 2, "grad_checkpoint": True}
+    low = estimate_memory(config, "lora", length=64, **settings).total
+    budget = int(low * rng.uniform(1.05, 1.3))
+    length = training.largest_length(config, budget, "lora", **settings)
+    assert 64 <= length < config.context_length
+    assert estimate_memory(config, "lora", length=length, **settings).total <= budget
+    assert estimate_memory(config, "lora", length=length + 64, **settings).total > budget
+    assert training.largest_length(config, low - 1, "lora", **settings) == 0
+
+
+def test_usable_memory_is_what_llama_cpp_logged():
+    for gigabytes, mebibytes in ((16, 10922.67), (32, 21845.33), (64, 49152)):
+        assert training.usable_bytes(gigabytes) / 2**20 == pytest.approx(mebibytes)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", "qat"])

@@ -42,7 +42,7 @@ class Batch(NamedTuple):
         positions: (T,) int32: indices into the flat (B * L) of tokens whose successor is scored. T is a
             multiple of 256; what fills it up is 0 in all three arrays.
         labels: (T,) int32: the successors.
-        weights: (T,) float32: of their losses; above 0, but for what fills up.
+        weights: (T,) float32: weights of their losses; above 0, but for what fills up.
     """
 
     inputs: mx.array
@@ -53,10 +53,10 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """The batch of any step.
+    """Batches by their number, over as many epochs as a run takes.
 
     Args:
-        samples: see `training.data`; each needs a target.
+        samples: each needs a target.
         batch_size: B, rows of a batch.
         length: L, the most input tokens of a row. A sample of n tokens has n - 1 of them.
         packed: put as many samples into a row as fit. Otherwise a row has one sample, samples of like
@@ -65,7 +65,9 @@ class Batches:
         shuffle: in another order in each epoch; otherwise in about the given order.
 
     Attributes:
-        per_epoch: batches of an epoch.
+        per_epoch: number of batches in an epoch.
+        n_tokens: number of tokens of all samples.
+        n_targets: number of tokens that are predicted.
         fill: share of the (B, L) tokens of the first epoch that is no padding.
 
     Raises:
@@ -100,6 +102,7 @@ class Batches:
         self._refuse(samples, self._inputs < 1, "nothing is left to predict. Remove it")
         self._targets = np.add.reduceat(self._weights > 0, self._starts, dtype=np.int32)
         self._refuse(samples, self._targets < 1, "none of them has a weight. Remove it")
+        self.n_tokens, self.n_targets = len(self._tokens), int(self._targets.sum())
         self._layout = self._pack() if packed else None
         rows = len(samples) if self._layout is None else self._layout.n_rows
         self.per_epoch = -(-rows // batch_size)
@@ -108,7 +111,7 @@ class Batches:
         self.fill = int(self._inputs.sum()) / cells
 
     def __len__(self) -> int:
-        """Samples."""
+        """Number of samples."""
         return len(self._starts)
 
     def __call__(self, step: int) -> Batch:
@@ -233,7 +236,7 @@ class Batches:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Row r holds the samples `samples[bounds[r] : bounds[r + 1]]`."""
+    """Rows: row r holds the samples `samples[bounds[r] : bounds[r + 1]]`."""
 
     samples: np.ndarray
     bounds: np.ndarray

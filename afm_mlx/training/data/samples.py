@@ -1,6 +1,6 @@
 """Training data: JSONL files to token ids, each with the weight of its loss.
 
-What a line may be says `afm_mlx.jsonl`. The loss of a chat is that of the assistant's turns, as Apple's
+`afm_mlx.jsonl` says what a line may be. The loss of a chat is that of the assistant's turns, as Apple's
 adapter training toolkit masks it: the tokens behind `<turn_start> assistant<n>`, up to `<turn_end>` and
 with it, have weight 1; all others have `prompt_weight`. A completion is a chat of two turns. Of a text,
 every token but the first is predicted; a long one is cut into pieces that overlap by one token.
@@ -36,7 +36,7 @@ class Sample:
 
     Args:
         tokens: (N,) ids.
-        weights: (N,): of the loss of predicting `tokens[i]` from those before it. That of the first,
+        weights: (N,) weights of the losses of predicting `tokens[i]` from those before it; `weights[0]`,
             which nothing predicts, is 0.
         where: "file:line", for messages.
 
@@ -83,8 +83,8 @@ def load_split(
         split: "train", "valid" or "test".
         tokenizer: of `load`, AFM's or one of mlx-lm's zoo.
         max_seq_length: the most tokens of a sample. A longer text is cut, a longer chat is an error.
-        prompt_weight: of the loss of what the assistant did not write.
-        features: what the lines call "prompt", "completion", "messages" or "text", by these names.
+        prompt_weight: weight of the loss of tokens that the assistant did not write.
+        features: the lines' keys for "prompt", "completion", "messages" or "text", by these names.
         progress: called with lines done and lines in all.
 
     Returns:

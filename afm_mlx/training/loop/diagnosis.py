@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.optimizer import Tree
-from afm_mlx.training.loop.step import random_key
-
-if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batch
-    from afm_mlx.training.loop.losses import Loss
+from afm_mlx.training.loop.random_state import random_key
 
 _GREAT = 1e18  # squares of such numbers overflow float32
 

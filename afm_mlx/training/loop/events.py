@@ -1,4 +1,4 @@
-"""What a training run tells while it runs, for progress bars and metrics."""
+"""Events that a training run reports while it runs, for progress bars and metrics."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Report:
     """A line of metrics.jsonl.
 
     Args:
-        step: the last that counts.
+        step: the step after which this is reported.
         loss: weighted mean over the steps since the report before.
-        learning_rate: of this step.
+        learning_rate: learning rate of this step.
         grad_norm: global norm of this step's gradient, before clipping.
-        tokens: targets that were trained on since step 1.
-        tokens_per_second: of the steps since the report before, evaluation and saving left out.
+        tokens: number of targets that were trained on since step 1.
+        tokens_per_second: speed since the report before, without the time of evaluation and saving.
         peak_memory: bytes that MLX held at most in this process.
     """
 
@@ -51,13 +51,13 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Validation:
     """A line of metrics.jsonl.
 
     Args:
         step: after which the weights were evaluated; 0 before the first.
-        valid_loss: weighted mean.
-        valid_perplexity: its exponential, which means something where the loss is a cross-entropy.
+        valid_loss: weighted mean over the validation batches.
+        valid_perplexity: exponential of `valid_loss`; meaningful where that is a cross-entropy.
     """
 
     step: int
@@ -66,7 +66,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Saved:
+class CheckpointSaved:
     """A checkpoint was written."""
 
     step: int
@@ -78,7 +78,7 @@ class Testing:
     """The test split is about to be measured.
 
     Args:
-        what: such as "without the adapter"; None for what was trained.
+        what: what is measured, such as "without the adapter"; None for what was trained.
     """
 
     __test__ = False  # not one of pytest's
@@ -86,4 +86,4 @@ class Testing:
     what: str | None
 
 
-Event: TypeAlias = Resumed | Stepped | Report | Evaluation | Saved | Testing
+Event: TypeAlias = Resumed | Stepped | Report | Validation | CheckpointSaved | Testing

@@ -1,14 +1,14 @@
-"""What training makes small: cross-entropy of the data, and the distance from a teacher's predictions.
+"""Losses: cross-entropy of the data, and the divergence from a teacher's predictions.
 
     CrossEntropy = sum over targets of  w * -log softmax(logits)[label]
     Distillation = sum over targets of  w * ((1 - a) * cross-entropy + a * T^2 * KL(teacher_T || student_T))
     the same, reversed:                                              ... KL(student_T || teacher_T)
 
 with `x_T = softmax(logits / T)`. The forward divergence has the student cover all that the teacher says; the
-reverse one has it say nothing that the teacher would not, which suits a draft model: what its target doesn't
-take is proposed in vain. T^2 keeps gradients of one size whatever T is (Hinton et al. 2015,
+reverse one has it say nothing that the teacher would not, which suits a draft model: tokens that its target
+rejects are proposed in vain. T^2 keeps gradients of one size whatever T is (Hinton et al. 2015,
 arXiv 1503.02531, section 2). All are sums: the training loop divides by the sum of weights, so that
-accumulated micro-batches weigh what their targets do.
+a target counts the same in whichever micro-batch it is.
 
 Only targets have logits, and of a large vocabulary never all of them at once: the head runs over
 `CHUNK` targets at a time, and once more in the backward pass instead of being kept. The 3B's logits of 8,192
@@ -17,20 +17,16 @@ targets would be 5 GB in float32, and their gradient as much again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.errors import ConfigError, TrainingError
+from afm_mlx.errors import ConfigError
 from afm_mlx.model.model import Model
-from afm_mlx.training.loop.diagnosis import find_non_finite
+from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.loop.ordered_checkpoint import recomputed
-
-if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batch, Batches
 
 CHUNK = 1024
 """Targets whose logits exist at a time."""
@@ -94,7 +90,7 @@ class Distillation:
         return _weighted_sum(model, self.teacher, batch, self._of_targets)
 
     def _of_targets(self, logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
-        taught = _of_one_vocabulary(taught, logits)
+        taught = _check_vocabulary(taught, logits)
         first, second = (taught, logits) if self.divergence == "forward" else (logits, taught)
         loss = self.weight * _divergence(first, second, self.temperature)
         if self.weight < 1:
@@ -119,20 +115,20 @@ class Acceptance:
         return _weighted_sum(model, self.teacher, batch, self._of_targets)
 
     def _of_targets(self, logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
-        taught = _of_one_vocabulary(taught, logits)
+        taught = _check_vocabulary(taught, logits)
         shared = mx.minimum(mx.softmax(logits, axis=-1), mx.softmax(taught, axis=-1))
         return shared.sum(axis=-1)
 
 
 def check_divergence(divergence: str) -> None:
-    """Raise `ConfigError` for one that there is not."""
+    """Raise `ConfigError` for an unknown divergence."""
     if divergence not in DIVERGENCES:
         raise ConfigError(
             f"The divergence is {divergence!r}; allowed are {' and '.join(map(repr, DIVERGENCES))}."
         )
 
 
-def _of_one_vocabulary(taught: mx.array | None, logits: mx.array) -> mx.array:
+def _check_vocabulary(taught: mx.array | None, logits: mx.array) -> mx.array:
     assert taught is not None
     if taught.shape != logits.shape:
         raise ConfigError(
@@ -154,46 +150,6 @@ def _divergence(first: mx.array, second: mx.array, temperature: float) -> mx.arr
 
 def _log_softmax(x: mx.array) -> mx.array:
     return x - mx.logsumexp(x, axis=-1, keepdims=True)
-
-
-def mean_loss(
-    model: nn.Module,
-    loss: Loss,
-    batches: Batches,
-    count: int = -1,
-    progress: Callable[[int, int], None] | None = None,
-) -> float:
-    """The weighted mean of a loss over the first batches of an epoch, all when -1, without dropout.
-
-    Args:
-        model: is in eval mode afterwards.
-        loss: of a batch.
-        batches: see there.
-        count: of batches.
-        progress: called with batches done and batches in all.
-
-    Raises:
-        TrainingError: when it is not finite; names the batch and the layer.
-    """
-    model.eval()
-    total = weight = 0.0
-    n = batches.per_epoch if count == -1 else min(count, batches.per_epoch)
-    for index in range(n):
-        batch = batches(index)
-        value = loss(model, batch).item()
-        if not math.isfinite(value):
-            cause = find_non_finite(model, loss, [batch])
-            raise TrainingError(f"The loss of batch {index} is {value:g}: {cause}.")
-        total += value
-        weight += batch.weights.sum().item()
-        if progress is not None:
-            progress(index + 1, n)
-    return total / weight
-
-
-def perplexity(loss: float) -> float:
-    """`exp(loss)` of a mean cross-entropy in nats; infinite where that is too large for a number."""
-    return math.exp(loss) if loss < 700 else math.inf
 
 
 # -- targets, a chunk at a time
@@ -260,7 +216,7 @@ def _update(modules: list[nn.Module], parameters: list[Any]) -> None:
 
 
 def _states(model: nn.Module, batch: Batch) -> mx.array:
-    """What the head reads of every target, (T, D); of mlx-lm's models, whose head is inside, the logits."""
+    """Hidden states of the targets, (T, D); for mlx-lm's models, which have their head inside, the logits."""
     if isinstance(model, Model):
         return model.hidden_at(batch.inputs, batch.positions, batch.segments)
     if batch.segments is not None:

@@ -1,4 +1,4 @@
-"""What moves the weights: AdamW in float32, a learning rate that warms up and decays, an average of weights.
+"""AdamW in float32, learning rates that warm up and decay, and an average of weights.
 
 Notable choices:
 
@@ -27,15 +27,15 @@ Tree: TypeAlias = Any
 """Nested dictionaries and lists of arrays, as `nn.Module.parameters` gives them."""
 
 Schedule: TypeAlias = Callable[[mx.array], mx.array]
-"""Steps done, () integer, to the learning rate of the next."""
+"""From the number of steps done, () integer, to the learning rate of the next step."""
 
 SCHEDULES = ("cosine", "constant")
 MLX_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 
-_LARGEST = 1e30  # of numbers of a schedule; float32 ends at 3e38
+_LARGEST = 1e30  # number in a schedule; float32 ends at 3e38
 
 BETAS, EPS = (0.9, 0.999), 1e-8
-"""Of AdamW by default, as in PyTorch and MLX."""
+"""AdamW's defaults, as in PyTorch and MLX."""
 
 
 def learning_rate_schedule(
@@ -172,18 +172,3 @@ def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tre
     # 1 - d^t by expm1: for d near 1 the difference itself has few bits left in float32.
     share = (1 - decay) / -mx.expm1(steps.astype(mx.float32) * math.log(decay))
     return tree_map(lambda a, w: a + share * (w - a), average, weights)
-
-
-def scaled_to_norm(gradients: Tree, max_norm: float | None) -> tuple[Tree, mx.array]:
-    """Clip gradients to a global norm.
-
-    Args:
-        gradients: any tree.
-        max_norm: that they may have at most, None for any.
-
-    Returns:
-        The gradients, and their norm before, () float32.
-    """
-    if max_norm is None:
-        return gradients, optim.clip_grad_norm(gradients, math.inf)[1]
-    return optim.clip_grad_norm(gradients, max_norm)

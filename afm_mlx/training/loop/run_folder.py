@@ -37,7 +37,7 @@ TRAINABLE = "trainable"
 _STEP = re.compile(r"step-(\d+)")
 
 
-class Saved(NamedTuple):
+class Checkpoint(NamedTuple):
     """What a checkpoint holds.
 
     Args:
@@ -65,10 +65,10 @@ class RunExistsError(TrainingError):
 
 
 class RunFolder:
-    """Use `create` for a new run and `open` for one to go on with, and `close` when done with it.
+    """The folder of a run: `create` starts a run in it, `open` resumes one, `close` ends the work in it.
 
-    One object at a time works in a folder, in whatever process: both of these lock it, until it is closed or
-    its process ends. As a context manager it closes itself. A `RunFolder(path)` is for looking only.
+    One object at a time works in a folder, in whatever process: `create` and `open` lock it, until it is closed
+    or its process ends. As a context manager it closes itself. A `RunFolder(path)` is for looking only.
     """
 
     def __init__(self, path: Path):
@@ -230,7 +230,7 @@ class RunFolder:
             remove_folder(self.checkpoint_path(old))
         return path
 
-    def load(self, step: int) -> Saved:
+    def load(self, step: int) -> Checkpoint:
         """Read a checkpoint.
 
         Raises:
@@ -238,7 +238,7 @@ class RunFolder:
         """
         path = self.checkpoint_path(step)
         try:
-            return Saved(
+            return Checkpoint(
                 {file.stem: _read_tensors(file)[0] for file in sorted(path.glob("*.safetensors"))},
                 _read_json(path / STATE_NAME),
             )

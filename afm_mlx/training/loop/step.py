@@ -7,18 +7,19 @@ rounding. `MLX_DISABLE_COMPILE=1` turns compiling off everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 from mlx.utils import tree_map
 
-from afm_mlx.training.loop.optimizer import AdamW, Tree, averaged, scaled_to_norm
-
-if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batch
-    from afm_mlx.training.loop.losses import Loss
+from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.loop.losses import Loss
+from afm_mlx.training.loop.optimizer import AdamW, Tree, averaged
+from afm_mlx.training.loop.random_state import random_key
 
 
 class StepResult(NamedTuple):
@@ -28,7 +29,7 @@ class StepResult(NamedTuple):
         loss: weighted mean of its targets before the update.
         grad_norm: before clipping. Where it or the loss is not finite, nothing was updated.
         weight: sum of the targets' weights.
-        targets: how many have a weight.
+        targets: number of targets that have a weight.
     """
 
     loss: mx.array
@@ -48,8 +49,8 @@ class TrainingStep:
         model: its `trainable_parameters()` are trained.
         loss: sum of weighted losses of a batch.
         optimizer: its state is made here.
-        max_norm: of the gradient, None for any.
-        ema_decay: of the average of weights, None for none.
+        max_norm: largest global norm of the gradient, None for no limit.
+        ema_decay: decay of the average of weights, None for no average.
     """
 
     def __init__(
@@ -63,14 +64,13 @@ class TrainingStep:
         self.model = model
         self.loss = loss
         self.optimizer = optimizer
-        self.max_norm = max_norm
+        self.max_norm = math.inf if max_norm is None else max_norm
         self.ema_decay = ema_decay
         parameters = model.trainable_parameters()
         optimizer.init(parameters)
         self.average: Tree = {}  # (float32) of weights; changed in place, as `mx.compile` wants it
         if ema_decay is not None:
             self.average.update(tree_map(lambda p: p.astype(mx.float32), parameters))
-        self._kind: Callable[..., Batch]
         state = [model.state, optimizer.state, self.average]
         generator = [mx.random.state]
         self._whole = mx.compile(self._whole_step, state + generator, state + generator)
@@ -89,7 +89,6 @@ class TrainingStep:
             raise
 
     def _taken(self, batches: Sequence[Batch]) -> StepResult:
-        self._kind = type(batches[0])
         weight = sum((batch.weights.sum() for batch in batches[1:]), batches[0].weights.sum())
         targets = sum((batch.weights != 0).sum() for batch in batches)
         arrays = [{k: v for k, v in batch._asdict().items() if v is not None} for batch in batches]
@@ -123,20 +122,16 @@ class TrainingStep:
         self.model.update(parameters)  # the model still held what was traced
         return loss, gradients
 
-    def _batch(self, arrays: dict[str, mx.array]) -> Batch:
-        # None is no argument of a compiled function.
-        return self._kind(*(arrays.get(name) for name in self._kind._fields))  # type: ignore[attr-defined]
-
     def _whole_step(
         self, arrays: dict[str, mx.array], weight: mx.array
     ) -> tuple[mx.array, mx.array]:
-        loss, gradients = self.gradients(self._batch(arrays), weight)
+        loss, gradients = self.gradients(_batch(arrays), weight)
         return loss, self._apply(loss, gradients)
 
     def _micro_step(
         self, arrays: dict[str, mx.array], weight: mx.array, accumulated: Tree
     ) -> tuple[mx.array, Tree]:
-        loss, gradients = self.gradients(self._batch(arrays), weight)
+        loss, gradients = self.gradients(_batch(arrays), weight)
         return loss, tree_map(lambda a, g: a + g.astype(mx.float32), accumulated, gradients)
 
     def _apply(self, loss: mx.array, gradients: Tree) -> mx.array:
@@ -145,7 +140,7 @@ class TrainingStep:
         # A copy of the containers: the optimizer replaces arrays in its own.
         state_before = tree_map(lambda a: a, optimizer.state)
         gradients = tree_map(lambda g: g.astype(mx.float32), gradients)
-        gradients, norm = scaled_to_norm(gradients, self.max_norm)
+        gradients, norm = optim.clip_grad_norm(gradients, self.max_norm)
         after = optimizer.apply_gradients(gradients, before)
         is_finite = mx.isfinite(loss) & mx.isfinite(norm)
 
@@ -161,7 +156,6 @@ class TrainingStep:
         return norm
 
 
-def random_key() -> int:
-    """The seed that puts MLX's generator in the state that it is in."""
-    high, low = mx.random.state[0].tolist()
-    return high << 32 | low
+def _batch(arrays: dict[str, mx.array]) -> Batch:
+    """None is no argument of a compiled function, and no key of `arrays`."""
+    return Batch(*(arrays.get(name) for name in Batch._fields))  # type: ignore[arg-type]

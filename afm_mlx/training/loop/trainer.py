@@ -1,6 +1,6 @@
 """The training loop, the same for full weights, LoRA adapters, and weights on a grid.
 
-    gradients of a step's micro-batches -> clipped -> AdamW -> average of weights     (training.step)
+    gradients of a step's micro-batches -> clipped -> AdamW -> average of weights     (step.py)
     every now and then: a report, an evaluation that may find the best weights so far, a checkpoint
 
 A run is a function of its seed, options and data: one that resumes from a checkpoint takes the steps that it
@@ -18,43 +18,48 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Event as Flag
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 
-from afm_mlx.engine.generation import wired_memory
 from afm_mlx.errors import CheckpointError, TrainingError
+from afm_mlx.model.wired_memory import wired_memory
+from afm_mlx.training.data.batches import Batch, Batches
 from afm_mlx.training.loop.diagnosis import find_non_finite
-from afm_mlx.training.loop.events import Evaluation, Event, Report, Resumed, Saved, Stepped
-from afm_mlx.training.loop.losses import mean_loss, perplexity
+from afm_mlx.training.loop.events import (
+    CheckpointSaved,
+    Event,
+    Report,
+    Resumed,
+    Stepped,
+    Validation,
+)
+from afm_mlx.training.loop.losses import Loss
+from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
 from afm_mlx.training.loop.optimizer import AdamW, Tree
+from afm_mlx.training.loop.random_state import random_key
 from afm_mlx.training.loop.recompute import recomputed_blocks
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
-from afm_mlx.training.loop.step import StepResult, TrainingStep, random_key
+from afm_mlx.training.loop.step import StepResult, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions as TrainingOptions
-
-if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batch, Batches
-    from afm_mlx.training.loop.losses import Loss
 
 OnEvent = Callable[[Event], None]
 Stopping = Callable[[], AbstractContextManager[Flag]]
-"""A context within which what would interrupt sets the flag that it gives instead."""
+"""Makes a context in which a signal sets the context's flag instead of interrupting the run."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What came of a run.
+class RunOutcome:
+    """How a run ended.
 
     Args:
-        steps: that were taken, those before a resume included.
-        best_step: after which the weights were that the model now has.
-        best_loss: their loss on the validation batches; None where nothing was evaluated.
+        steps: number of steps, including those before a resume.
+        best_step: step after which the model had the weights that it has now.
+        best_loss: loss of these weights on the validation batches; None where nothing was evaluated.
         stopped_early: patience ran out.
-        seconds: in all, those before a resume included.
-        tokens: targets that were trained on.
+        seconds: duration, including that of the steps before a resume.
+        tokens: number of targets that were trained on.
     """
 
     steps: int
@@ -67,7 +72,7 @@ class Outcome:
 
 @dataclass
 class _Progress:
-    """What a checkpoint knows besides arrays."""
+    """State of the loop that a checkpoint keeps besides arrays."""
 
     step: int = 0
     tokens: int = 0
@@ -92,7 +97,7 @@ def train(
     valid: Batches | None = None,
     on_event: OnEvent | None = None,
     stopping: Stopping | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Train what is trainable in a model, in place.
 
     It goes on where `run` has a checkpoint. No signal handler is installed here: Ctrl-C interrupts at once, and
@@ -103,10 +108,10 @@ def train(
         model: its `trainable_parameters()` are trained; it is in eval mode afterwards.
         loss: sum of the weighted losses of a batch.
         batches: of training; step s (from 1) takes micro-batches (s - 1) * n to s * n - 1.
-        options: see there.
+        options: settings of the loop.
         run: where checkpoints, best weights and metrics go.
         valid: for evaluation; None for none.
-        on_event: is told of every step, report, evaluation and checkpoint.
+        on_event: called with every step, report, evaluation and checkpoint.
         stopping: entered around the loop, see `Stopping`; its flag may be set by any thread.
 
     Returns:
@@ -153,7 +158,7 @@ class _Trainer:
         self._grad_norm = 0.0  # of the last step
         self._started = 0.0
 
-    def run_to_the_end(self, stop: Flag) -> Outcome:
+    def run_to_the_end(self, stop: Flag) -> RunOutcome:
         self._begin()
         options, progress = self.options, self.progress
         self._started = time.perf_counter() - progress.seconds
@@ -228,7 +233,7 @@ class _Trainer:
         progress.new_tokens = 0
         self._tell(report)
 
-    def _tell(self, record: Report | Evaluation) -> None:
+    def _tell(self, record: Report | Validation) -> None:
         self.run.log(dataclasses.asdict(record))
         self.on_event(record)
 
@@ -244,7 +249,7 @@ class _Trainer:
                 self._save_best()
         progress.evaluations_since_best = 0 if is_best else progress.evaluations_since_best + 1
         progress.stopped_early = progress.evaluations_since_best == self.options.patience
-        self._tell(Evaluation(progress.step, loss, perplexity(loss)))
+        self._tell(Validation(progress.step, loss, perplexity(loss)))
 
     def _valid_loss(self) -> float:
         """Over the validation batches, which are the same every time."""
@@ -276,7 +281,7 @@ class _Trainer:
         state = {"step": self.progress.best_step, "valid_loss": self.progress.best_loss}
         self.run.save_best(weights, state)
 
-    def _finish(self) -> Outcome:
+    def _finish(self) -> RunOutcome:
         """Give the model its best weights."""
         if self.valid is None:
             self.progress.best_step = self.progress.step
@@ -290,7 +295,7 @@ class _Trainer:
         weights, state = best
         self.model.update(_filled(self.model.trainable_parameters(), weights, "best"))
         progress = self.progress
-        return Outcome(
+        return RunOutcome(
             steps=progress.step,
             best_step=state["step"],
             best_loss=state["valid_loss"],
@@ -338,7 +343,7 @@ class _Trainer:
             "random_key": random_key(),
         }
         path = self.run.save(progress.step, tensors, state)
-        self.on_event(Saved(progress.step, path))
+        self.on_event(CheckpointSaved(progress.step, path))
 
 
 def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
@@ -347,7 +352,11 @@ def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
     Raises:
         CheckpointError: when names or shapes differ.
     """
-    missing = [name for name, a in tree_flatten(tree) if tensors.get(name, _NONE).shape != a.shape]
+    missing = [
+        name
+        for name, a in tree_flatten(tree)
+        if name not in tensors or tensors[name].shape != a.shape
+    ]
     extra = tensors.keys() - dict(tree_flatten(tree)).keys()
     if missing or extra:
         raise CheckpointError(
@@ -356,6 +365,3 @@ def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
             "the model and options that the run was started with."
         )
     return tree_map_with_path(lambda name, a: tensors[name].astype(a.dtype), tree)
-
-
-_NONE = mx.zeros((0, 0, 0, 0, 0))

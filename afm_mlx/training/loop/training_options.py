@@ -1,4 +1,4 @@
-"""The settings of a training run that the loop looks at."""
+"""The settings of the training loop."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from afm_mlx.training.loop.optimizer import (
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """How long, how fast, and how often what.
+    """Length of a run, learning rate, optimizer, and how often it reports, evaluates and saves.
 
     Args:
-        iters: steps.
-        learning_rate: the highest; see `optimizer.learning_rate_schedule` for this and the next three.
-        warmup_iters: steps of linear warm-up.
-        schedule: "cosine" or "constant".
-        final_learning_rate: at the end of a cosine.
-        grad_accumulation_steps: micro-batches of a step.
-        clip_grad_norm: the most that the global norm of a gradient may be, None for any.
-        grad_checkpoint: keep less and compute more, see `recompute`.
-        ema_decay: of an average of weights, which then is what is evaluated and kept; None for none.
+        iters: number of steps.
+        learning_rate: the highest learning rate; `optimizer.learning_rate_schedule` has the formula.
+        warmup_iters: number of steps of linear warm-up.
+        schedule: "cosine" or "constant", after the warm-up.
+        final_learning_rate: learning rate at the end of a cosine.
+        grad_accumulation_steps: number of micro-batches in a step.
+        clip_grad_norm: largest global norm of a gradient, None for no limit.
+        grad_checkpoint: compute activations again in the backward pass to save memory, see `recompute`.
+        ema_decay: decay of an average of weights, which is evaluated and kept in their place, None for none.
         steps_per_report: steps between reports.
         steps_per_eval: steps between evaluations; there is one before the first step and one after the last.
         val_batches: batches of an evaluation, -1 for all.
         save_every: steps between checkpoints; there is one after the last step, too.
-        patience: evaluations without a better one before the run stops, None to go on.
-        seed: of what is random in the model, dropout say.
-        weight_decay: of all parameters.
-        betas, eps: of AdamW.
-        lr_schedule: of the learning rate, in mlx-lm's words (`optimizer.mlx_lm_schedule`); it is in the place
-            of `learning_rate`, `warmup_iters`, `schedule` and `final_learning_rate`.
-        clear_cache_threshold: bytes that MLX may keep for reuse between steps, or all of them are given back;
+        patience: number of evaluations without a better one after which the run stops, None to go on.
+        seed: seed of random numbers in the model, such as dropout's.
+        weight_decay: AdamW's weight decay, of all parameters.
+        betas, eps: AdamW's decays of the moments, and what it adds to the root of the second one.
+        lr_schedule: learning rate as mlx-lm's files describe it, see `optimizer.mlx_lm_schedule`; replaces
+            `learning_rate`, `warmup_iters`, `schedule` and `final_learning_rate`.
+        clear_cache_threshold: bytes that MLX may keep for reuse; where it has more after a step, all are freed.
             None for MLX's own limit.
 
     Raises:

@@ -1,1 +1,1 @@
-"""What is trained: all weights, LoRA adapters, a draft model, or weights on a grid; and their calls."""
+"""Methods of training: all weights, LoRA adapters, a draft model, weights on a grid; and their calls."""

@@ -13,14 +13,14 @@ from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files, write_config, 
 from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.errors import AFMError
 from afm_mlx.files import atomic_folder
-from afm_mlx.training.methods.source import Source
+from afm_mlx.training.methods.model_source import ModelSource
 
 
 def save_model_folder(
     path: str | Path,
     model: nn.Module,
     values: Mapping[str, Any],
-    source: Source,
+    source: ModelSource,
     *,
     what: str,
     facts: Mapping[str, str],

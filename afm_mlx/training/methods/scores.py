@@ -14,23 +14,24 @@ from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.errors import TrainingError
 from afm_mlx.training.data.batches import Batches
-from afm_mlx.training.loop.losses import Acceptance, CrossEntropy, mean_loss, perplexity
-from afm_mlx.training.methods.recipe import Recipe, Split, read_split
-from afm_mlx.training.methods.source import Source
+from afm_mlx.training.loop.losses import Acceptance, CrossEntropy
+from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
+from afm_mlx.training.methods.data_splits import read_split
+from afm_mlx.training.methods.model_source import ModelSource
+from afm_mlx.training.methods.recipe import Recipe
 
-Progress = Callable[[int, int], None]
-
-WITHOUT = "without the adapter"
+WITHOUT_ADAPTER = "without the adapter"
 
 
 @dataclass(frozen=True)
-class Score:
-    """A measurement.
+class SplitScore:
+    """How well a model predicts a split of the data.
 
     Args:
         loss: cross-entropy, the weighted mean over scored tokens, in nats.
-        tokens: how many were scored.
-        acceptance: of a draft model, see `losses.Acceptance`; None for others.
+        tokens: number of scored tokens.
+        acceptance: share of a draft model's proposals that its target keeps, see `losses.Acceptance`; None
+            for other models.
     """
 
     loss: float
@@ -58,25 +59,25 @@ class Scores:
         label: what `untrained` was measured with, such as "without the adapter".
     """
 
-    untrained: Score
-    trained: Score | None
+    untrained: SplitScore
+    trained: SplitScore | None
     label: str
 
 
-def measure(
+def measure_split(
     model: nn.Module,
     batches: Batches,
     count: int = -1,
     teacher: nn.Module | None = None,
-    progress: Progress | None = None,
-) -> Score:
-    """Score a model.
+    progress: Callable[[int, int], None] | None = None,
+) -> SplitScore:
+    """Measure how well a model predicts batches.
 
     Args:
         model: is in eval mode afterwards.
-        batches: see there.
-        count: of batches, counted from the first; all when -1.
-        teacher: of a draft model, that its proposals are held against.
+        batches: of the split.
+        count: number of measured batches, counted from the first; -1 for all.
+        teacher: target of a draft model, to measure its acceptance; None for other models.
         progress: called with batches done and batches in all.
 
     Raises:
@@ -86,15 +87,15 @@ def measure(
     n = batches.per_epoch if count == -1 else min(count, batches.per_epoch)
     tokens = sum(int(mx.sum(batches(i).weights > 0).item()) for i in range(n))
     kept = None if teacher is None else mean_loss(model, Acceptance(teacher), batches, count)
-    return Score(loss, tokens, kept)
+    return SplitScore(loss, tokens, kept)
 
 
 def measure_adapter(
     recipe: Recipe,
     adapter_path: str | Path | None,
     *,
-    on_data: Callable[[Split], None] | None = None,
-    progress: Progress | None = None,
+    on_data: Callable[[Batches], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Scores:
     """Measure test.jsonl with an adapter and without; nothing is trained.
 
@@ -114,14 +115,14 @@ def measure_adapter(
                 "(--train)."
             )
         load_adapter(adapter_path)  # raises before a model is loaded
-    source = Source.open(recipe.model)
-    data = read_split(recipe, source, "test")
+    source = ModelSource.open(recipe.model)
+    batches = read_split(recipe, source, "test")
     if on_data is not None:
-        on_data(data)
+        on_data(batches)
     model = source.load()
-    untrained = measure(model, data.batches, recipe.test_batches, progress=progress)
+    untrained = measure_split(model, batches, recipe.test_batches, progress=progress)
     if adapter_path is None:
-        return Scores(untrained, None, WITHOUT)
+        return Scores(untrained, None, WITHOUT_ADAPTER)
     attach_adapter(model, adapter_path, base_folder=source.folder, force=recipe.force)
-    trained = measure(model, data.batches, recipe.test_batches, progress=progress)
-    return Scores(untrained, trained, WITHOUT)
+    trained = measure_split(model, batches, recipe.test_batches, progress=progress)
+    return Scores(untrained, trained, WITHOUT_ADAPTER)

@@ -23,7 +23,6 @@ estimate within 15 % is a good one.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass
 
@@ -74,12 +73,12 @@ class MemoryEstimate:
 
     @property
     def held(self) -> int:
-        """From step to step."""
+        """Bytes that live from step to step."""
         return self.weights + self.optimizer + self.average
 
     @property
     def total(self) -> int:
-        """At the larger of both peaks."""
+        """Bytes at the larger of both peaks."""
         backward = self.activations + self.expanded + self.head
         return self.held + self.accumulated + max(backward, self.gradients + self.update)
 
@@ -289,42 +288,3 @@ def _head_bytes(
     gradients = (2 if whole else 3) * _embedding(config) * size
     grid = _embedding(config) * (size + _FLOAT32) if kind == "qat" else 0
     return logits + gradients + grid
-
-
-# -- what fits
-
-
-def usable_bytes(gigabytes: int) -> int:
-    """What a Mac with so many GiB lets its GPU use: two thirds up to 32, three quarters above.
-
-    An assumption: `mx.device_info()["max_recommended_working_set_size"]` says what it is on a Mac at hand.
-    Source: Metal's `recommendedMaxWorkingSetSize` in logs that users of llama.cpp have posted: 10,923 MiB of
-    16 GiB, 21,845 of 32, and 49,152 of 64.
-    """
-    total = gigabytes << 30
-    return total * 2 // 3 if gigabytes <= 32 else total * 3 // 4
-
-
-def largest_length(
-    config: ModelConfig, budget: int, kind: str, *, limit: int | None = None, **settings: object
-) -> int:
-    """The most tokens that one row may have within so many bytes, a multiple of 64; 0 where none fit.
-
-    Args:
-        config: architecture.
-        budget: bytes.
-        kind, settings: as of `estimate_memory`, without `length`.
-        limit: to look no further; the model's context by default.
-    """
-    limit = config.context_length if limit is None else limit
-    low, high = 0, limit // 64
-    while low < high:
-        middle = (low + high + 1) // 2
-        found = estimate_memory(config, kind, length=64 * middle, **settings)  # type: ignore[arg-type]
-        low, high = (middle, high) if found.total <= budget else (low, middle - 1)
-    return 64 * low
-
-
-def as_dict(estimate: MemoryEstimate) -> dict[str, int]:
-    """Every part and the total, for JSON."""
-    return dataclasses.asdict(estimate) | {"total": estimate.total}

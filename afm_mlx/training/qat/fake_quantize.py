@@ -96,7 +96,11 @@ def initial_clip(weight: mx.array, rule: QuantizationRule, name: str = "the matr
     Source: arXiv 2507.13575 describes a Newton-like start that captures the central mass of the weights; its
     pseudocode is not published. The search is `grids.fit_scales`.
     """
-    check_trainable(rule, name)
+    if rule.mode == "palette":  # entries come from k-means and have no scale to learn
+        raise ConfigError(
+            f"{name}: mode is 'palette'; quantization-aware training takes balanced and affine. Train with one "
+            "of these, or pack the float model to a palette with afm-mlx convert."
+        )
     rule.check(weight.shape, name)
     balanced = dataclasses.replace(rule, mode="balanced")
     units, center = _centered(weight, rule)
@@ -123,19 +127,6 @@ def scale_gradient(x: mx.array, factor: float) -> mx.array:
         return x
     fixed = mx.stop_gradient(x)
     return fixed + factor * (x - fixed)
-
-
-def check_trainable(rule: QuantizationRule, name: str) -> None:
-    """Whether weights can train on the grids of a rule.
-
-    Raises:
-        ConfigError: for a palette, whose entries come from k-means and have no scale to learn.
-    """
-    if rule.mode == "palette":
-        raise ConfigError(
-            f"{name}: mode is 'palette'; quantization-aware training takes balanced and affine. Train with one "
-            "of these, or pack the float model to a palette with afm-mlx convert."
-        )
 
 
 # -- grids

@@ -1,9 +1,8 @@
-"""Static int8 scales of keys and values, from what a model's own keys and values reach."""
+"""Static int8 scales of keys and values, from the ranges of a model's own keys and values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
@@ -12,9 +11,7 @@ from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.model.fused_layers import project
 from afm_mlx.model.kv_cache import Positions
 from afm_mlx.model.model import Model, WritingBlock
-
-if TYPE_CHECKING:
-    from afm_mlx.training.data.batches import Batch
+from afm_mlx.training.data.batches import Batch
 
 _TINY = 2.0**-126
 
@@ -82,7 +79,7 @@ def _observe(
 def _keys_and_values(
     block: WritingBlock, h: mx.array, positions: Positions
 ) -> tuple[mx.array, mx.array]:
-    """Of a block for its input (B, L, D), before quantization: (B, num_kv_heads, L, head_dim) each."""
+    """Keys and values of a block for its input (B, L, D), (B, num_kv_heads, L, head_dim) each, unquantized."""
     attention = block.self_attn
     qkv = project(attention.qkv_proj, h, norm=block.input_layernorm)
     return attention.heads(qkv, positions)[1:]

@@ -28,21 +28,36 @@ from afm_mlx.training.qat.fake_quantize import (
 
 
 class _QAT(nn.Module):
-    """A float matrix that is seen through its grid.
+    """A float matrix whose weights are rounded to a grid where they are used.
+
+    Parameters are `weight` (N, K), `clip` of the shape of the rule's scales, and `bias` (N,) if there is one;
+    all are trainable.
 
     Args:
-        weight: (N, K) float, trainable.
-        rule: of the grid.
-        name: of the layer, for errors.
+        layer: whose weight and bias are trained.
+        rule: the grid.
+        name: name of the layer, for errors.
         gradient_scaling: scale gradients of the clip factors as `lsq_gradient_scale` says.
+
+    Raises:
+        ConfigError, CheckpointError: name the layer that can't be on such a grid, and why.
     """
 
-    def __init__(self, weight: mx.array, rule: QuantizationRule, name: str, gradient_scaling: bool):
+    def __init__(
+        self,
+        layer: nn.Linear | nn.Embedding,
+        rule: QuantizationRule,
+        name: str = "the matrix",
+        gradient_scaling: bool = True,
+    ):
         super().__init__()
-        self.weight = weight
-        self.clip = initial_clip(weight, rule, name)
+        self.weight = layer.weight
+        self.clip = initial_clip(layer.weight, rule, name)
+        if "bias" in layer:
+            self.bias = layer.bias
         self.rule = rule
-        self.gradient_scale = lsq_gradient_scale(weight.shape, rule) if gradient_scaling else 1.0
+        shape = layer.weight.shape
+        self.gradient_scale = lsq_gradient_scale(shape, rule) if gradient_scaling else 1.0
 
     def fake_quantized(self) -> mx.array:
         """The matrix that the layer computes with, (N, K), with gradients to `weight` and `clip`."""
@@ -64,31 +79,7 @@ class _QAT(nn.Module):
 
 
 class QATLinear(_QAT):
-    """`y = x W~^T + bias`, where W~ is the weight on its grid; see `fake_quantize`.
-
-    Parameters are `weight` (N, K), `clip` of the shape of the rule's scales, and `bias` (N,) where there is
-    one; all are trainable.
-
-    Args:
-        linear: whose weight and bias it starts with.
-        rule: of the grid.
-        name: of the layer, for errors.
-        gradient_scaling: scale gradients of the clip factors as `lsq_gradient_scale` says.
-
-    Raises:
-        ConfigError, CheckpointError: name the layer that can't be on such a grid, and why.
-    """
-
-    def __init__(
-        self,
-        linear: nn.Linear,
-        rule: QuantizationRule,
-        name: str = "the matrix",
-        gradient_scaling: bool = True,
-    ):
-        super().__init__(linear.weight, rule, name, gradient_scaling)
-        if "bias" in linear:
-            self.bias = linear.bias
+    """`y = x W~^T + bias`, where W~ is the weight on its grid; see `fake_quantize`."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """(..., K) to (..., N)."""
@@ -105,16 +96,7 @@ class QATLinear(_QAT):
 
 
 class QATEmbedding(_QAT):
-    """Rows of a matrix on its grid, and the same matrix as a head; see `QATLinear`."""
-
-    def __init__(
-        self,
-        embedding: nn.Embedding,
-        rule: QuantizationRule,
-        name: str = "the matrix",
-        gradient_scaling: bool = True,
-    ):
-        super().__init__(embedding.weight, rule, name, gradient_scaling)
+    """Rows of a matrix on its grid, and the same matrix as a head."""
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """(...) integers to (..., K)."""

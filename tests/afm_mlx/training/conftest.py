@@ -8,8 +8,8 @@ import pytest
 
 from afm_mlx.quantization.quantize import quantize_model
 from afm_mlx.training.methods.model_folder import save_model_folder
+from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Recipe
-from afm_mlx.training.methods.source import Source
 from tests.tools.cli import write_folder
 from tests.tools.training_data import TRAINABLE, write_data
 from tests.tools.training_runs import OPTIONS
@@ -45,7 +45,7 @@ def recipe(model, tmp_path, rng):
 @pytest.fixture
 def packed(model, tmp_path):
     """The model in 2 bits, as a folder."""
-    source = Source.open(model)
+    source = ModelSource.open(model)
     quantized, values = quantize_model(source.load(), source.values)
     return save_model_folder(
         tmp_path / "packed", quantized, values, source, what="Rounded.", facts={}

@@ -5,7 +5,6 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_map
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.loop.optimizer import (
@@ -13,7 +12,6 @@ from afm_mlx.training.loop.optimizer import (
     averaged,
     learning_rate_schedule,
     mlx_lm_schedule,
-    scaled_to_norm,
 )
 from afm_mlx.training.loop.training_options import TrainingOptions
 
@@ -135,14 +133,3 @@ def test_the_average_has_no_bias(rng, decay):
         shares = decay ** np.arange(t - 1, -1, -1.0)
         expected = (shares[:, None] * weights[:t]).sum(0) / shares.sum()
         np.testing.assert_allclose(average["w"], expected, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("limit", [0.01, 1e6, None])
-def test_the_norm_is_that_of_all_gradients_together(rng, limit):
-    gradients = {"a": rng.normal(size=(3, 4)), "b": [rng.normal(size=5)]}
-    norm = math.sqrt((gradients["a"] ** 2).sum() + (gradients["b"][0] ** 2).sum())
-    clipped, got = scaled_to_norm(tree_map(mx.array, gradients), limit)
-    assert got.item() == pytest.approx(norm, rel=1e-5)
-    factor = min(1, limit / norm) if limit else 1
-    np.testing.assert_allclose(clipped["a"], gradients["a"] * factor, rtol=1e-4)
-    np.testing.assert_allclose(clipped["b"][0], gradients["b"][0] * factor, rtol=1e-4)

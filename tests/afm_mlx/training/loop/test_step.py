@@ -53,6 +53,21 @@ def test_the_loss_is_the_weighted_mean_and_its_gradient_what_differences_give():
         assert (values[0] - values[1]) / 2e-2 == pytest.approx(slope, abs=2e-3)
 
 
+@pytest.mark.parametrize("limit", [0.01, 1e6, None])
+def test_gradients_are_clipped_by_the_norm_of_all_of_them(limit):
+    step, batch = new_step(max_norm=limit), ToyBatches(6)(0)
+    gradients = dict(tree_flatten(step.gradients(batch, batch.weights.sum())[1]))
+    norm = np.sqrt(sum((np.array(g, np.float64) ** 2).sum() for g in gradients.values()))
+    assert taken(step, batch).grad_norm.item() == pytest.approx(norm, rel=1e-4)
+    factor = min(1, limit / norm) if limit else 1
+    first_moments = dict(tree_flatten(step.optimizer.state))
+    for name, gradient in gradients.items():
+        expected = 0.1 * factor * np.array(gradient)  # 1 - beta1 of the clipped gradient
+        np.testing.assert_allclose(
+            first_moments[f"{name}.m"], expected, rtol=1e-3, atol=1e-6 * factor
+        )
+
+
 def test_a_compiled_step_is_the_uncompiled_one(compiled):
     steps = []
     for is_compiled in (True, False):

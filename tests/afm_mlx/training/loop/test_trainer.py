@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.cli.signals import deferred_signals
 from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
-from afm_mlx.training.loop.events import Evaluation, Report, Resumed, Saved, Stepped
+from afm_mlx.training.loop.events import CheckpointSaved, Report, Resumed, Stepped, Validation
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import TrainingOptions, train
 from tests.tools.training import ToyBatches, ToyModel, joined, toy_loss, toy_run
@@ -97,7 +97,7 @@ def kill_at_random(folder, iters, kills, rng):
         mode = "resume" if number else "start"
         process = subprocess.Popen([*arguments, mode], cwd=ROOT, stdout=subprocess.PIPE, text=True)
         for line in process.stdout:
-            if line.strip() == "Saved":
+            if line.strip() == "CheckpointSaved":
                 break
         time.sleep(rng.uniform(0, 0.1))
         process.kill()
@@ -155,7 +155,7 @@ def test_evaluation_and_reports_say_what_is(tmp_path):
     run = RunFolder.create(tmp_path / "run", {})
     options = TrainingOptions(7, 0.02, steps_per_report=3, steps_per_eval=5, schedule="constant")
     outcome = train(model, toy_loss, ToyBatches(1), options, run, valid, seen.append)
-    evaluations = [e for e in seen if isinstance(e, Evaluation)]
+    evaluations = [e for e in seen if isinstance(e, Validation)]
     assert [e.step for e in evaluations] == [0, 5, 7]
     assert evaluations[0].valid_loss == pytest.approx(start, rel=1e-5)
     assert evaluations[0].valid_perplexity == pytest.approx(math.exp(start), rel=1e-4)
@@ -175,7 +175,7 @@ def test_evaluation_and_reports_say_what_is(tmp_path):
         7 * 21,
     ]  # one of 22 targets has no weight
     assert all(e.learning_rate == pytest.approx(0.02) and e.tokens_per_second > 0 for e in reports)
-    assert [e.step for e in seen if isinstance(e, Saved)] == [7]
+    assert [e.step for e in seen if isinstance(e, CheckpointSaved)] == [7]
     keys = [set(line) for line in metrics(tmp_path / "run")]
     assert {"step", "valid_loss", "valid_perplexity"} in keys
     assert {"step", "loss", "learning_rate", "grad_norm", "tokens"} in keys
@@ -363,7 +363,7 @@ def test_weights_on_a_grid_learn_and_resume(tmp_path, rng):
 
     seen = []
     model, outcome = run_in(tmp_path / "whole", seen.append)
-    losses = [event.valid_loss for event in seen if isinstance(event, Evaluation)]
+    losses = [event.valid_loss for event in seen if isinstance(event, Validation)]
     assert outcome.best_loss == min(losses) < 0.8 * losses[0]
     with pytest.raises(Break):
         run_in(tmp_path / "broken", break_at(8))

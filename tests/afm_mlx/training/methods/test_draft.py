@@ -9,13 +9,15 @@ from mlx.utils import tree_flatten
 from afm_mlx.config import PRESETS
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, TrainingError
 from afm_mlx.loading.load import load
-from afm_mlx.training.loop.events import Evaluation, Stepped
-from afm_mlx.training.loop.losses import Distillation, mean_loss
+from afm_mlx.training.loop.events import Stepped, Validation
+from afm_mlx.training.loop.losses import Distillation
+from afm_mlx.training.loop.mean_loss import mean_loss
 from afm_mlx.training.loop.training_options import TrainingOptions
-from afm_mlx.training.methods.methods import DraftTraining, LoRATraining
-from afm_mlx.training.methods.recipe import read_data
-from afm_mlx.training.methods.scores import measure
-from afm_mlx.training.methods.source import FreshSource, Source
+from afm_mlx.training.methods.data_splits import read_data
+from afm_mlx.training.methods.full_training import DraftTraining
+from afm_mlx.training.methods.lora_training import LoRATraining
+from afm_mlx.training.methods.model_source import FreshSource, ModelSource
+from afm_mlx.training.methods.scores import measure_split
 from afm_mlx.training.methods.train import train_draft, train_lora
 from tests.tools.cli import write_folder
 from tests.tools.training_data import TRAINABLE
@@ -42,18 +44,18 @@ def test_it_learns_from_an_adapted_target(recipe, model, packed, draft, tmp_path
     )  # fmt: skip
     watcher = Watcher()
     result = train_draft(recipe, tmp_path / "trained", **watcher.hooks())
-    losses = watcher.losses(Evaluation, "valid_loss")
+    losses = watcher.losses(Validation, "valid_loss")
     assert losses[-1] < 0.9 * losses[0]
     before, after = result.test.untrained, result.test.trained
     assert 0 < before.acceptance < after.acceptance < 1
     assert changed(parameters(draft), parameters(tmp_path / "trained"))
     # What is evaluated is the reverse divergence from the target with its adapter.
     taught = load(target, adapter_path=str(adapter))[0]
-    data = read_data(recipe, Source.open(draft))
+    data = read_data(recipe, ModelSource.open(draft))
     trained = load(tmp_path / "trained")[0]
-    loss = mean_loss(trained, Distillation(taught, divergence="reverse"), data.valid.batches)
+    loss = mean_loss(trained, Distillation(taught, divergence="reverse"), data.valid)
     assert loss == pytest.approx(result.outcome.best_loss, rel=1e-2)
-    again = measure(trained, data.test.batches, teacher=taught)
+    again = measure_split(trained, data.test, teacher=taught)
     assert again.acceptance == pytest.approx(after.acceptance, rel=1e-2)
     card = (tmp_path / "trained" / "README.md").read_text()
     assert "with the adapter first, reverse divergence of weight 1" in card
@@ -149,5 +151,5 @@ def test_a_model_may_learn_from_itself_with_an_adapter(recipe, model, tmp_path, 
     recipe = dataclasses.replace(recipe, teacher=model, teacher_adapter=adapter)
     watcher = Watcher()
     train_lora(recipe, tmp_path / "small", LoRATraining(rank=2), **watcher.hooks())
-    losses = watcher.losses(Evaluation, "valid_loss")
+    losses = watcher.losses(Validation, "valid_loss")
     assert 0 < losses[-1] < losses[0]

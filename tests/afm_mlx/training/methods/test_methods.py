@@ -15,14 +15,18 @@ from afm_mlx.errors import CheckpointError, ConfigError, DataError, TrainingErro
 from afm_mlx.loading.load import load
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.loop.events import Evaluation, Report, Stepped
-from afm_mlx.training.loop.losses import CrossEntropy, mean_loss
+from afm_mlx.training.loop.events import Report, Stepped, Validation
+from afm_mlx.training.loop.losses import CrossEntropy
+from afm_mlx.training.loop.mean_loss import mean_loss
 from afm_mlx.training.loop.run_folder import RunExistsError
 from afm_mlx.training.loop.training_options import TrainingOptions
-from afm_mlx.training.methods.methods import FullTraining, LoRATraining, QATTraining
-from afm_mlx.training.methods.recipe import Recipe, read_data
+from afm_mlx.training.methods.data_splits import read_data
+from afm_mlx.training.methods.full_training import FullTraining
+from afm_mlx.training.methods.lora_training import LoRATraining
+from afm_mlx.training.methods.model_source import ModelSource
+from afm_mlx.training.methods.qat_training import QATTraining
+from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.scores import measure_adapter
-from afm_mlx.training.methods.source import Source
 from afm_mlx.training.methods.train import train_full, train_lora, train_qat
 from tests.tools.cli import write_folder
 from tests.tools.training_data import TRAINABLE
@@ -39,7 +43,7 @@ def test_full_training(recipe, model, tmp_path):
     fixed = {name for name in before if name.endswith(("key_scale", "value_scale"))}
     assert len(fixed) == 4
     assert changed(before, after) == set(before) - fixed
-    losses = watcher.losses(Evaluation, "valid_loss")
+    losses = watcher.losses(Validation, "valid_loss")
     assert losses[-1] < losses[0]
     assert result.outcome.best_loss == min(losses)
     assert len(watcher.losses(Stepped, "loss")) == 6
@@ -48,8 +52,8 @@ def test_full_training(recipe, model, tmp_path):
     assert plan.parameters == TRAINABLE.num_parameters + len(fixed)
     assert plan.trainable == plan.parameters - len(fixed)
     assert plan.memory > 16 * plan.trainable
-    assert plan.data.train.samples == 9
-    assert 0 < plan.data.train.targets < plan.data.train.tokens
+    assert len(plan.data.train) == 9
+    assert 0 < plan.data.train.n_targets < plan.data.train.n_tokens
     card = (tmp_path / "full" / "README.md").read_text()
     assert f"| validation loss | {result.outcome.best_loss:.4f} |\n" in card
     assert f"| test cross-entropy | {result.test_loss:.4f} nats a token |\n" in card
@@ -73,7 +77,7 @@ def test_lora_on_a_packed_model_with_a_teacher(recipe, model, packed, tmp_path):
     watcher = Watcher()
     recipe = dataclasses.replace(recipe, model=packed, teacher=model)
     train_lora(recipe, tmp_path / "adapter", LoRATraining(rank=4), **watcher.hooks())
-    losses = watcher.losses(Evaluation, "valid_loss")
+    losses = watcher.losses(Validation, "valid_loss")
     assert 0 < losses[-1] < losses[0]
     tensors, config = load_adapter(tmp_path / "adapter")
     assert (config.rank, config.scale) == (4, 0.5)
@@ -199,7 +203,7 @@ def test_what_is_tested_are_the_numbers_that_are_saved(model, rng, dtype):
         for name, array in lora_tensors(adapted).items()
     }
     adapted.load_weights(list(drawn.items()), strict=False)
-    LoRATraining(save_dtype=dtype).finish(adapted)
+    LoRATraining(save_dtype=dtype).round_as_saved(adapted)
     for name, array in lora_tensors(adapted).items():
         rounded = np.array(drawn[name]).astype(dtype).astype(np.float32)
         assert array.dtype == mx.float32
@@ -242,7 +246,7 @@ def test_qat_saves_a_packed_model(recipe, tmp_path):
     watcher = Watcher()
     recipe = dataclasses.replace(recipe, test=True, options=dataclasses.replace(OPTIONS, iters=12))
     result = train_qat(recipe, tmp_path / "qat", QATTraining(calibrate_kv=2), **watcher.hooks())
-    losses = watcher.losses(Evaluation, "valid_loss")
+    losses = watcher.losses(Validation, "valid_loss")
     assert losses[-1] < losses[0]
     model = load(tmp_path / "qat")[0]
     linear = [m for m in model.modules() if isinstance(m, PackedLinear)]
@@ -251,7 +255,7 @@ def test_qat_saves_a_packed_model(recipe, tmp_path):
     assert isinstance(embedding, PackedEmbedding)
     assert (embedding.bits, embedding.granularity) == (4, "row")
     # The folder's loss is that of the weights that were trained.
-    tested = read_data(recipe, Source.open(tmp_path / "qat")).test.batches
+    tested = read_data(recipe, ModelSource.open(tmp_path / "qat")).test
     assert mean_loss(model, CrossEntropy(), tested) == pytest.approx(result.test_loss, rel=1e-2)
     assert watcher.plan.options.ema_decay == pytest.approx(1 - 10 / 12)
 
@@ -391,10 +395,10 @@ def test_bad_data_is_named_before_a_model_is_loaded(recipe, model, tmp_path):
 
 
 def test_rows_are_no_longer_than_the_data(recipe):
-    data = read_data(recipe, Source.open(recipe.model))
-    assert data.train.batches.length == 96
+    data = read_data(recipe, ModelSource.open(recipe.model))
+    assert data.train.length == 96
     roomy = dataclasses.replace(recipe, max_seq_length=4096)
-    batches = read_data(roomy, Source.open(recipe.model)).train.batches
+    batches = read_data(roomy, ModelSource.open(recipe.model)).train
     assert batches.length % 64 == 0
     assert batches.per_epoch <= 2
     assert batches.fill > 0.5
@@ -403,29 +407,29 @@ def test_rows_are_no_longer_than_the_data(recipe):
 def test_epochs_and_shares_become_steps(recipe):
     options = dataclasses.replace(OPTIONS, iters=4, grad_accumulation_steps=2)
     recipe = dataclasses.replace(recipe, options=options, epochs=1.5, warmup_share=0.1)
-    settled = recipe.settled(100)
+    settled = recipe.loop_options(100)
     assert (settled.iters, settled.warmup_iters) == (75, 7)
-    assert recipe.settled(10000).warmup_iters == 100
+    assert recipe.loop_options(10000).warmup_iters == 100
     whole = dataclasses.replace(recipe, epochs=2, warmup_share=None, warmup_epochs=1)
-    settled = whole.settled(7)
+    settled = whole.loop_options(7)
     assert (settled.iters, settled.warmup_iters) == (7, 4)
     with pytest.raises(ConfigError, match="warm-up of 1 epochs is 50 steps, and the run has 50"):
-        dataclasses.replace(whole, epochs=1).settled(100)
+        dataclasses.replace(whole, epochs=1).loop_options(100)
     with pytest.raises(ConfigError, match="leave one out"):
         dataclasses.replace(recipe, warmup_epochs=1)
     late = dataclasses.replace(options, iters=51, warmup_iters=50)
     recipe = dataclasses.replace(recipe, options=late, warmup_share=None)
-    assert recipe.settled(100).warmup_iters == 50
+    assert recipe.loop_options(100).warmup_iters == 50
     with pytest.raises(
         ConfigError, match=r"warmup_iters is 50, and the run has 8 steps \(1\.6 epochs"
     ):
-        recipe.settled(10)
+        recipe.loop_options(10)
     bounded = dataclasses.replace(recipe, epochs=3, steps_between=(60, 80))
-    assert [bounded.settled(n).iters for n in (4, 50, 400)] == [60, 75, 80]
+    assert [bounded.loop_options(n).iters for n in (4, 50, 400)] == [60, 75, 80]
 
 
 def test_sizes_that_nobody_gives_fit_model_and_data(model, recipe, tmp_path):
-    source = Source.open(model)
+    source = ModelSource.open(model)
     recipe = dataclasses.replace(recipe, max_seq_length=None, batch_size=1)
     context = source.values["context_length"]
     short, long = ({"text": "word " * n} for n in (10, 5000))
@@ -433,12 +437,12 @@ def test_sizes_that_nobody_gives_fit_model_and_data(model, recipe, tmp_path):
         path = tmp_path / "train.jsonl"
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         split = read_data(dataclasses.replace(recipe, data=path), source).train
-        assert split.batches.length <= most
-        assert split.batches.fill > 0.7
-    assert split.tokens / split.samples <= context
+        assert split.length <= most
+        assert split.fill > 0.7
+    assert split.n_tokens / len(split) <= context
     of_zoo = dataclasses.replace(
         source, values={"model_type": "llama", "max_position_embeddings": 48}
     )
     path.write_text(json.dumps(long))
     vars(of_zoo)["tokenizer"] = source.tokenizer
-    assert read_data(dataclasses.replace(recipe, data=path), of_zoo).train.batches.length == 48
+    assert read_data(dataclasses.replace(recipe, data=path), of_zoo).train.length == 48

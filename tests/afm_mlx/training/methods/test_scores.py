@@ -67,15 +67,15 @@ def test_an_adapter_is_measured_with_and_without(recipe, model, adapter):
     for score, folder in ((scores.untrained, None), (scores.trained, adapter)):
         loss, tokens = naive(model, recipe, folder)
         assert score.loss == pytest.approx(loss, rel=1e-2)  # int8 keys depend on who shares a row
-        assert score.tokens == tokens == seen[0].targets
+        assert score.tokens == tokens == seen[0].n_targets
         assert score.perplexity == pytest.approx(np.exp(loss), rel=0.1)
         assert score.acceptance is None
         assert score.to_dict() == {
             "loss": score.loss, "perplexity": score.perplexity, "tokens": tokens
         }  # fmt: skip
     assert abs(scores.trained.loss - scores.untrained.loss) > 1e-3
-    assert bars[-1] == (seen[0].batches.per_epoch,) * 2
-    assert len(bars) == 2 * seen[0].batches.per_epoch
+    assert bars[-1] == (seen[0].per_epoch,) * 2
+    assert len(bars) == 2 * seen[0].per_epoch
 
 
 def test_some_batches_of_the_base_alone(recipe, adapter):

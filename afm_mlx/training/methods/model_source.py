@@ -1,4 +1,4 @@
-"""The model folder that training starts from: its tokenizer first, its weights when all else is right."""
+"""Where a model comes from that is trained or imitated: a folder, whose weights are loaded last, or chance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten
 
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.stored_layers import quantization_of
@@ -27,8 +27,8 @@ _QUANTIZED = (PackedLinear, PackedEmbedding, nn.QuantizedLinear, nn.QuantizedEmb
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model folder, ours or of mlx-lm's zoo.
+class ModelSource:
+    """A model folder, AFM's or one that mlx-lm loads.
 
     Args:
         folder: holds config.json, weights, and tokenizer files.
@@ -39,20 +39,20 @@ class Source:
     values: Mapping[str, Any]
 
     @classmethod
-    def open(cls, model: str | Path | Source) -> Source:
-        """Find a model by its path, its hub id, or the name of the embedded one; a source is itself.
+    def open(cls, model: str | Path | ModelSource) -> ModelSource:
+        """Find a model by its path, its hub id, or the name of the embedded one; a source is returned as it is.
 
         Raises:
-            AFMError: when there is none.
+            AFMError: when there is no such model.
         """
-        if isinstance(model, Source):
+        if isinstance(model, ModelSource):
             return model
         folder = resolve_model(model)
         return cls(folder, read_config_json(folder / "config.json"))
 
     @property
     def name(self) -> str:
-        """The folder's bare name, for cards."""
+        """The folder's name without its parents, for model cards."""
         return self.folder.resolve().name
 
     @property
@@ -63,10 +63,10 @@ class Source:
     def tokenizer(self) -> Any:
         if self.is_afm:
             return load_tokenizer(self.folder)
-        from mlx_lm.utils import load_tokenizer as load_of_zoo
+        from mlx_lm.utils import load_tokenizer as load_with_mlx_lm
 
         try:
-            return load_of_zoo(self.folder, eos_token_ids=self.values.get("eos_token_id"))
+            return load_with_mlx_lm(self.folder, eos_token_ids=self.values.get("eos_token_id"))
         except (ValueError, OSError) as error:
             raise CheckpointError(
                 f"mlx-lm can't load the tokenizer of {self.folder}: {' '.join(str(error).split())}."
@@ -88,52 +88,27 @@ class Source:
         model, _ = load_zoo(self.folder)
         packed = any(isinstance(module, _QUANTIZED) for module in model.modules())
         if activation_dtype() == mx.float32 and not packed:
-            model.update(tree_map(_as_float32, model.parameters()))
+            model.set_dtype(mx.float32)
             mx.eval(model.parameters())
         return model
 
-    def is_same(self, other: Source) -> bool:
+    def is_same(self, other: ModelSource) -> bool:
         """Whether both load the same weights."""
         return type(self) is type(other) and self.folder.resolve() == other.folder.resolve()
 
     def fingerprint(self, model: nn.Module) -> str:
-        """What tells this model from others; `model` is what `load` gave."""
+        """64 hex digits that tell the weights and config.json from others; `model` is what `load` returned."""
         return arrays_fingerprint(dict(self.values), dict(tree_flatten(model.parameters())))
-
-    def load_teacher(self, student: Source) -> nn.Module:
-        """The model, to be imitated by `student`.
-
-        Raises:
-            ConfigError: when the vocabularies differ.
-        """
-        if not self.is_same(student):
-            mine, other = self.tokenizer.get_vocab(), student.tokenizer.get_vocab()
-            self._refuse_vocabulary(student, len(mine), len(other), "pieces", mine == other)
-            rows, of_student = (s.values.get("vocab_size") for s in (self, student))
-            self._refuse_vocabulary(
-                student, rows, of_student, "rows of the embedding", rows == of_student
-            )
-        return self.load()
-
-    def _refuse_vocabulary(
-        self, student: Source, mine: Any, other: Any, what: str, is_same: bool
-    ) -> None:
-        if not is_same:
-            raise ConfigError(
-                f"The teacher {self.name} and {student.name} have different vocabularies ({mine} and {other} "
-                f"{what}): its predictions can't be imitated. A teacher is the model that {student.name} was "
-                "made of, or that it drafts for."
-            )
 
 
 @dataclass(frozen=True)
-class FreshSource(Source):
-    """A model with random weights, made to draft for another; it has that one's tokenizer.
+class FreshSource(ModelSource):
+    """A draft model with random weights and the tokenizer of its target.
 
     Args:
-        folder: of the target, whose tokenizer files it takes.
-        values: content of its config.json.
-        preset: name of its sizes in `config.PRESETS`.
+        folder: of the target, whose tokenizer files are used.
+        values: content of the draft model's config.json.
+        preset: name of the draft model's sizes in `config.PRESETS`.
         seed: of the weights, as MLX's layers draw them.
     """
 
@@ -152,7 +127,7 @@ class FreshSource(Source):
             raise ConfigError(
                 f"There is no preset {preset!r} of a model's sizes; allowed are {', '.join(PRESETS)}."
             )
-        source = _open_teacher(target)
+        source = open_as_teacher(target)
         if not source.is_afm:
             raise ConfigError(
                 f"The teacher: {source.folder} is no AFM model, and {preset} has an AFM model's tokenizer. "
@@ -170,26 +145,17 @@ class FreshSource(Source):
     def load(self) -> nn.Module:
         mx.random.seed(self.seed)
         model = Model(ModelConfig.from_dict(self.values, self.preset))
-        dtype = activation_dtype()
-        model.update(tree_map(lambda array: array.astype(dtype), model.parameters()))
+        model.set_dtype(activation_dtype())
         mx.eval(model.parameters())
         return model.eval()
 
 
-_OF_VOCABULARY = ("vocab_size", "context_length", "eos_token_id", "bos_token_id", "pad_token_id")
-
-
-def _as_float32(array: mx.array) -> mx.array:
-    return array.astype(mx.float32) if mx.issubdtype(array.dtype, mx.floating) else array
-
-
-def open_teacher(teacher: str | Path, student: Source) -> Source:
-    """The folder of a teacher; "self" is the student's own, as it was before training."""
-    return student if str(teacher) == "self" else _open_teacher(teacher)
-
-
-def _open_teacher(teacher: str | Path) -> Source:
+def open_as_teacher(model: str | Path) -> ModelSource:
+    """Open the model that is imitated; errors say that it is the teacher."""
     try:
-        return Source.open(teacher)
+        return ModelSource.open(model)
     except AFMError as error:
         raise type(error)(f"The teacher: {error}") from None
+
+
+_OF_VOCABULARY = ("vocab_size", "context_length", "eos_token_id", "bos_token_id", "pad_token_id")

@@ -1,0 +1,179 @@
+"""Training of a LoRA adapter on a frozen model, float or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.adapters.adapter_folder import CONFIG_NAME, TENSORS_NAME, save_adapter
+from afm_mlx.adapters.lora import add_lora, lora_config, lora_layers, lora_tensors, start_lora
+from afm_mlx.adapters.opening import Base, check_fingerprint
+from afm_mlx.adapters.places import places
+from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
+from afm_mlx.checkpoint.finite import check_finite
+from afm_mlx.errors import ConfigError, TrainingError
+from afm_mlx.training.data.batches import Batches
+from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.methods.initial_adapter import read_initial
+from afm_mlx.training.methods.method import Method
+from afm_mlx.training.methods.model_source import ModelSource
+from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.scores import WITHOUT_ADAPTER
+from afm_mlx.values import FLOAT16_MAX, FLOAT32_MAX, MAX_RANK, is_rank
+
+RANK, SCALE = 16, 0.5
+"""Of a new LoRA adapter."""
+
+SAVE_DTYPES = {"float16": mx.float16, "float32": mx.float32}
+
+
+@dataclass(frozen=True)
+class LoRATraining(Method):
+    """Train LoRA pairs on a frozen model, see `adapters.lora.add_lora`.
+
+    Args:
+        rank: number of columns of A and rows of B; None for that of `initial_adapter`, or 16.
+        scale: alpha / rank; None for that of `initial_adapter`, or 0.5.
+        keys: names of adapted layers within a block; None for those of `initial_adapter`, or all linear layers.
+        num_layers: number of adapted blocks, counted from the last; -1 for those of `initial_adapter`, or all.
+        dropout: probability that a number of the adapter's input is dropped.
+        initial_adapter: adapter to start from, such as a recovery adapter; see `initial_adapter.read_initial`.
+        force: start from an adapter that was made for another model too, if its shapes fit.
+        save_dtype: "float16" or "float32", the type of the saved numbers. Training is float32 either way, and
+            the test measures the saved numbers.
+
+    Raises:
+        ConfigError: for another `save_dtype`, a rank that no file may have, or a scale that is not over 0 or
+            not finite in float32.
+    """
+
+    rank: int | None = None
+    scale: float | None = None
+    keys: tuple[str, ...] | None = None
+    num_layers: int = -1
+    dropout: float = 0.0
+    initial_adapter: str | Path | None = None
+    save_dtype: str = "float16"
+    force: bool = False
+    kind = "lora"
+    untrained_label = WITHOUT_ADAPTER
+
+    def __post_init__(self) -> None:
+        if self.save_dtype not in SAVE_DTYPES:
+            raise ConfigError(
+                f"save_dtype is {self.save_dtype!r}; allowed are {' and '.join(map(repr, SAVE_DTYPES))}."
+            )
+        if self.rank is not None and not is_rank(self.rank):
+            raise ConfigError(f"rank is {self.rank!r}; allowed are 1 to {MAX_RANK}, 16 as a rule.")
+        if self.scale is not None and not 0 < self.scale <= FLOAT32_MAX:
+            raise ConfigError(
+                f"scale is {self.scale}; allowed are finite numbers over 0. It is alpha / rank, and an adapter "
+                f"of scale 0 learns nothing; leave it out for {SCALE}."
+            )
+
+    def default_run_path(self, path: Path) -> Path:
+        return path / "run"
+
+    def check_path(self, path: Path, run_path: Path, resume: bool) -> None:
+        taken = [name for name in (TENSORS_NAME, CONFIG_NAME) if (path / name).exists()]
+        if not taken or resume:
+            return
+        if CONFIG_NAME not in taken:  # its run was killed while it saved, and may go on
+            RunFolder(run_path).check(resume=False)
+        raise TrainingError(
+            f"{path} holds an adapter already ({taken[0]}). Choose another folder, or move it away first."
+        )
+
+    def check(self, recipe: Recipe, source: ModelSource) -> None:
+        if self.initial_adapter is None:
+            return
+        config = read_initial(self.initial_adapter, self.scale)[1]
+        for name, wanted, found in (
+            ("rank", self.rank, config.rank),
+            ("scale", self.scale, config.scale),
+        ):
+            if wanted is not None and wanted != found:
+                raise ConfigError(
+                    f"{name} is {wanted}, and that of the initial adapter {self.initial_adapter} is {found}. "
+                    "Leave it out, or give the same."
+                )
+
+    def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:
+        rank, scale, keys, blocks = self.rank, self.scale, self.keys, self.num_layers
+        if self.initial_adapter is not None:
+            tensors, config = read_initial(self.initial_adapter, self.scale)
+            known = Base.of(model, source.folder, self.force).fingerprints
+            check_fingerprint(config, known, self.initial_adapter)
+            check_finite(tensors, self.initial_adapter)
+            rank, scale, keys = config.rank, config.scale, keys or config.keys or None
+            blocks = _adapted_blocks(model, tensors) if blocks == -1 else blocks
+        rank = RANK if rank is None else rank
+        scale = SCALE if scale is None else scale
+        add_lora(model, rank, scale, keys, self.dropout, seed, blocks)
+        if self.initial_adapter is not None:
+            start_lora(model, tensors, config, self.initial_adapter)
+
+    @contextmanager
+    def as_untrained(self, model: nn.Module) -> Iterator[None]:
+        layers = lora_layers(model).values()
+        scales = [layer.scale for layer in layers]
+        try:
+            for layer in layers:
+                layer.scale = 0.0
+            yield
+        finally:
+            for layer, scale in zip(layers, scales, strict=True):
+                layer.scale = scale
+
+    def round_as_saved(self, model: nn.Module) -> None:
+        if self.save_dtype == "float32":
+            return
+        for name, tensor in lora_tensors(model).items():
+            largest = mx.abs(tensor).max().item()
+            if largest > FLOAT16_MAX:
+                raise TrainingError(
+                    f"{name} has a number of {largest:g}, and float16 ends at {FLOAT16_MAX:g}. Save the "
+                    "adapter as float32 (--save-dtype float32); the run is kept, and --resume goes on with it."
+                )
+        rounded = [
+            (name, tensor.astype(mx.float16).astype(tensor.dtype))
+            for name, tensor in lora_tensors(model).items()
+        ]
+        model.load_weights(rounded, strict=False)
+
+    def manifest(self, model: nn.Module) -> dict[str, Any]:
+        config = lora_config(model)
+        values: dict[str, Any] = {
+            "rank": config.rank,
+            "scale": config.scale,
+            "keys": config.keys,
+            "num_layers": self.num_layers,
+            "dropout": self.dropout,
+        }
+        if self.initial_adapter is not None:
+            values["initial_adapter"] = arrays_fingerprint(None, lora_tensors(model))
+        return values
+
+    def save(
+        self, path: Path, model: nn.Module, source: ModelSource, facts: Mapping[str, str]
+    ) -> None:
+        dtype = SAVE_DTYPES[self.save_dtype]
+        tensors = {name: array.astype(dtype) for name, array in lora_tensors(model).items()}
+        save_adapter(path, tensors, lora_config(model, source.folder))
+
+
+def _adapted_blocks(model: nn.Module, tensors: Mapping[str, Any]) -> int:
+    """How many blocks, counted from the last, reach back to the first that has tensors; -1 for all."""
+    layers = {name.rpartition(".lora_")[0] for name in tensors}
+    has_adapter: dict[str, bool] = {}  # by the paths of blocks, in their order
+    for place in places(model):
+        block = place.path.removesuffix(f".{place.key}")
+        has_adapter[block] = has_adapter.get(block, False) or place.path in layers
+    flags = list(has_adapter.values())
+    return len(flags) - flags.index(True) if any(flags) else -1
