@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -207,19 +208,17 @@ def _generate_with_file(
     arguments: dict[str, Any],
 ) -> None:
     from afm_mlx.engine.prompt_cache import save_prompt_cache
-    from afm_mlx.engine.prompt_reuse import keep_common
+    from afm_mlx.engine.prompt_reuse import PromptCaches
 
     path = _checked_cache_path(args, model)
-    new = options.new_cache(args, model, tokenizer)
-    if path.exists():
-        cache, held = _read_cache(path, model)
-        common = keep_common(cache, held, prompt)
-        cache, common = (new, 0) if common is None else (cache, common)
-        _generate(args, model, tokenizer, prompt[common:], {**arguments, "prompt_cache": cache})
-        return
-    _generate(args, model, tokenizer, prompt, {**arguments, "prompt_cache": new})
-    of_prompt = [layer.copy(len(prompt)) for layer in new]
-    save_prompt_cache(path, of_prompt, model, metadata={"tokens": json.dumps(prompt)})
+    caches = PromptCaches(partial(options.new_cache, args, model, tokenizer))
+    if is_there := path.exists():
+        caches.keep(*_read_cache(path, model))
+    with caches.continuing(prompt) as run:
+        _generate(args, model, tokenizer, run.rest, {**arguments, "prompt_cache": run.cache})
+    if not is_there:
+        of_prompt = [layer.copy(len(prompt)) for layer in run.cache]
+        save_prompt_cache(path, of_prompt, model, metadata={"tokens": json.dumps(prompt)})
 
 
 def _checked_cache_path(args: argparse.Namespace, model: Any) -> Path:
