@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -33,10 +32,6 @@ def harmless(text: str) -> str:
 def one_line(error: Exception) -> str:
     """An error's message on one line."""
     return " ".join(str(error).split())
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
 def print_json(values: Any) -> None:

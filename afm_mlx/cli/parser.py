@@ -9,7 +9,7 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -94,8 +94,8 @@ class Unavailable(argparse.Action):
     """A flag of mlx-lm that has no effect here: it is refused, never ignored."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, reason: str, **options: Any):
-        hidden = argparse.SUPPRESS
-        super().__init__(option_strings, dest, default=hidden, help=hidden, **options)
+        hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        super().__init__(option_strings, dest, **options | hidden)
         self.reason = reason
 
     def __call__(self, *args: Any) -> NoReturn:
@@ -155,12 +155,19 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     if args.config is None:
         return args
     values = _from_yaml(args.config, parser)
-    for one, other, *_ in getattr(command, "ALTERNATIVES", ()):
-        for given, name_in_file in ((one, other), (other, one)):
-            if getattr(args, given) is not None:
-                values.pop(name_in_file, None)
+    drop_said_otherwise(values, args, getattr(command, "ALTERNATIVES", ()))
     parser.set_defaults(**values)
     return parser.parse_args(argv)
+
+
+def drop_said_otherwise(
+    values: dict[str, Any], args: argparse.Namespace, alternatives: Iterable[tuple[str, str, str]]
+) -> None:
+    """Take out of `values` each argument whose alternative `args` has; see `parse`."""
+    for one, other, _ in alternatives:
+        for given, name in ((one, other), (other, one)):
+            if getattr(args, given) is not None:
+                values.pop(name, None)
 
 
 def _from_yaml(path: str, parser: Parser) -> dict[str, Any]:

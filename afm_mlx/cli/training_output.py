@@ -1,4 +1,4 @@
-"""What `lora` and `qat` print while they train, and of what came of it."""
+"""What `lora` and `qat` print: what is about to be trained, how it goes, and the scores at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from afm_mlx.cli.parser import UsageError
 from afm_mlx.cli.signals import Terminated, deferred_signals
 
 if TYPE_CHECKING:
-    from afm_mlx.training.loop.events import Event
+    from afm_mlx.training.loop.events import Event, Report
     from afm_mlx.training.loop.training_options import TrainingOptions
     from afm_mlx.training.methods.recipe import Plan, Split
     from afm_mlx.training.methods.scores import Scores
@@ -47,37 +47,35 @@ class Reporter:
     def on_event(self, event: Event) -> None:
         from afm_mlx.training.loop.events import Evaluation, Report, Resumed, Stepped, Testing
 
-        if isinstance(event, Resumed):
-            self._last = None
-            self._print(f"Resumed after step {event.step}")
-        elif isinstance(event, Stepped):
-            if self._bar is not None:
-                self._bar(event.step, self._steps)
-        elif isinstance(event, Testing):
-            self._print(f"Testing {event.what or 'what was trained'}")
-        elif isinstance(event, Report):
-            self._print(self._report_line(event))
-        elif isinstance(event, Evaluation):
-            line = f"Iter {event.step}: Val loss {event.valid_loss:.3f}"
-            # The exponential of a distance from a teacher means nothing.
-            self._print(
-                line if self._has_teacher else f"{line}, Val ppl {event.valid_perplexity:.3f}"
-            )
+        match event:
+            case Resumed():
+                self._last = None
+                self._print(f"Resumed after step {event.step}")
+            case Stepped():
+                if self._bar is not None:
+                    self._bar(event.step, self._steps)
+            case Testing():
+                self._print(f"Testing {event.what or 'what was trained'}")
+            case Report():
+                self._print(self._report_line(event))
+            case Evaluation():
+                line = f"Iter {event.step}: Val loss {event.valid_loss:.3f}"
+                # The exponential of a distance from a teacher means nothing.
+                perplexity = f", Val ppl {event.valid_perplexity:.3f}" * (not self._has_teacher)
+                self._print(line + perplexity)
 
-    def _report_line(self, report: Any) -> str:
-        parts = [
-            f"Train loss {report.loss:.3f}",
-            f"Learning Rate {report.learning_rate:.3e}",
-            f"Tokens/sec {report.tokens_per_second:.3f}",
-            f"Trained Tokens {report.tokens}",
-            f"Peak mem {report.peak_memory / 1e9:.3f} GB",
-        ]
+    def _report_line(self, report: Report) -> str:
+        speed = ""
         if self._last is not None:
             step, tokens = self._last
             seconds = (report.tokens - tokens) / report.tokens_per_second
-            parts.insert(2, f"It/sec {(report.step - step) / seconds:.3f}")
+            speed = f"It/sec {(report.step - step) / seconds:.3f}, "
         self._last = report.step, report.tokens
-        return f"Iter {report.step}: {', '.join(parts)}"
+        return (
+            f"Iter {report.step}: Train loss {report.loss:.3f}, Learning Rate {report.learning_rate:.3e}, "
+            f"{speed}Tokens/sec {report.tokens_per_second:.3f}, Trained Tokens {report.tokens}, "
+            f"Peak mem {report.peak_memory / 1e9:.3f} GB"
+        )
 
     def _print(self, line: str) -> None:
         if self._bar is None:
