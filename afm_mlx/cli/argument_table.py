@@ -9,9 +9,9 @@ from typing import Any
 from afm_mlx.cli.parser import Unavailable
 
 FLAG = "store_true"
-"""What an argument takes that is only there or not."""
+"""What an argument takes that has no value: it is given, or it is not."""
 SWITCH = argparse.BooleanOptionalAction
-"""What an argument takes that has a `--no-` form, too."""
+"""What an argument takes that has no value and a second form, `--no-...`."""
 
 
 class Argument:
@@ -23,7 +23,7 @@ class Argument:
         takes: a type (a function of the text), a list to choose from, `FLAG` or `SWITCH`; None for any text.
         help: what `--help` says of it.
         default: what it is when it is not given; of a `FLAG`, False.
-        others: of `ArgumentParser.add_argument`, such as metavar and nargs.
+        others: more options of `ArgumentParser.add_argument`, such as metavar and nargs.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Argument:
 
 
 def unavailable(flags: str, reason: str, **others: Any) -> Argument:
-    """A row for a flag of mlx-lm that is refused; `others` has its nargs, where mlx-lm gives it any."""
+    """A row for a flag of mlx-lm that is refused; `others` may hold `nargs`, as mlx-lm has it."""
     return Argument(flags, action=Unavailable, reason=reason, **others)
 
 
@@ -60,12 +60,12 @@ def add_table(
     title: str | None = None,
     description: str | None = None,
 ) -> None:
-    """Add arguments to a parser, as a group where there is a title for one."""
+    """Add arguments to a parser; with a title, as a group that --help shows under it."""
     group = None if title is None else parser.add_argument_group(title, description)
     for row in rows:
         row.add_to(group or parser)
 
 
 def flag_of(name: str) -> str:
-    """`--learning-rate` of `learning_rate`."""
+    """The flag of an argument's name: `--learning-rate` of `learning_rate`."""
     return f"--{name.replace('_', '-')}"

@@ -148,7 +148,7 @@ def _limit_threads(threads: int | None) -> None:
 
 
 def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
-    """The name of the model, the model, and its tokenizer; a random one has none."""
+    """The name of the model, the model, and its tokenizer, which is None for random weights."""
     if args.preset is not None:
         from afm_mlx.measure.random_model import random_packed_model
         from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, PRESET_RULES

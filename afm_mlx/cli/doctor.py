@@ -120,7 +120,7 @@ def _time(microseconds: float) -> str:
 
 
 def _print_obstacles(facts: dict[str, Any]) -> None:
-    """Why variants were not run, the reasons that hold for a whole backend once."""
+    """Print why variants were not run; a reason that holds for a whole backend is printed once."""
     lines: dict[str, None] = {}
     for kernel in facts["kernels"]:
         for reason, count in kernel["not_run"].items():

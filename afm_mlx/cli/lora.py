@@ -49,7 +49,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weight_decay": 1e-2,
     }
 }
-"""Command line and file come before a preset, and a preset before the defaults."""
+"""Values of arguments that neither the command line nor a file gives; they come before the defaults."""
 
 _LORA_ALTERNATIVES = (
     ("alpha", "scale", "how strong the adapter is"),
@@ -118,27 +118,27 @@ def run(args: argparse.Namespace) -> None:
             "--fine-tune-type dora is not available; allowed are lora, full and draft."
         )
     if args.fine_tune_type == "lora":
-        _take_parameters(args)
+        _fill_from_lora_parameters(args)
     if args.draft_preset is not None and args.fine_tune_type != "draft":
         raise UsageError("--draft-preset is for --fine-tune-type draft; leave it out.")
     if args.test and not (args.train or args.resume):
-        _run_test(args)
+        _test_adapter(args)
         return
     kind = args.fine_tune_type
     if kind != "lora":
-        _check_whole(args)
-    _take_preset(args)
+        _check_model_arguments(args)
+    _fill_from_preset(args)
     if kind == "draft":
         schedule = None if args.lr_schedule is not None else "constant"
         fill(args, {"schedule": schedule, "distillation_divergence": "reverse"})
     recipe = recipe_of(args, LEARNING_RATES[kind])
     if kind == "lora":
-        _run_lora(args, recipe)
+        _train_adapter(args, recipe)
     else:
-        _run_whole(args, recipe)
+        _train_model(args, recipe)
 
 
-def _take_preset(args: argparse.Namespace) -> None:
+def _fill_from_preset(args: argparse.Namespace) -> None:
     """Put the preset's values in the place of arguments that are not given, and not given in other words."""
     if args.preset is None:
         return
@@ -156,20 +156,20 @@ def _take_preset(args: argparse.Namespace) -> None:
     fill(args, values)
 
 
-def _run_lora(args: argparse.Namespace, recipe: Recipe) -> None:
+def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.methods.train import train_lora
 
     if args.save_path is not None:
         raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
     if args.adapter_path == "":
         raise UsageError("--adapter-path is empty; a trained adapter needs a folder.")
-    method = _lora(args)
+    method = _lora_training(args)
     path = Path(args.adapter_path or ADAPTER_FOLDER)
     run_training(args, partial(train_lora, recipe, path, method), path / "run")
 
 
-def _check_whole(args: argparse.Namespace) -> None:
-    """Arguments of a training that saves a model folder."""
+def _check_model_arguments(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for arguments that full and draft training, which save a model folder, can't use."""
     kind = args.fine_tune_type
     given = [row.name for row in (ADAPTER_PATH, *LORA) if getattr(args, row.name) is not None]
     if given:
@@ -188,7 +188,7 @@ def _check_whole(args: argparse.Namespace) -> None:
         )
 
 
-def _run_whole(args: argparse.Namespace, recipe: Recipe) -> None:
+def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.methods.methods import DraftTraining, FullTraining
     from afm_mlx.training.methods.source import FreshSource
     from afm_mlx.training.methods.train import train_draft, train_full
@@ -205,8 +205,8 @@ def _run_whole(args: argparse.Namespace, recipe: Recipe) -> None:
     run_training(args, start, Path(f"{args.save_path}-run"))
 
 
-def _run_test(args: argparse.Namespace) -> None:
-    """`--test` alone, as in mlx-lm: an adapter that there is, and nothing trained."""
+def _test_adapter(args: argparse.Namespace) -> None:
+    """Measure an adapter that is there and train nothing, as mlx-lm does with `--test` alone."""
     if args.fine_tune_type != "lora":
         raise UsageError(
             "--test alone measures an adapter. Add --train to train first; afm-mlx perplexity measures model "
@@ -236,7 +236,7 @@ def _run_test(args: argparse.Namespace) -> None:
 # -- settings of LoRA
 
 
-def _lora(args: argparse.Namespace) -> LoRATraining:
+def _lora_training(args: argparse.Namespace) -> LoRATraining:
     from afm_mlx.training.methods.methods import RANK, LoRATraining
 
     initial = args.initial_adapter or args.resume_adapter_file
@@ -250,7 +250,7 @@ def _lora(args: argparse.Namespace) -> LoRATraining:
     return LoRATraining(**fields_given(args, LoRATraining) | own)
 
 
-def _take_parameters(args: argparse.Namespace) -> None:
+def _fill_from_lora_parameters(args: argparse.Namespace) -> None:
     """Put what `--lora-parameters` holds in the place of arguments that are not given.
 
     Raises:

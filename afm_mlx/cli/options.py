@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what becomes of them."""
+"""Arguments that several commands share, and the models, samplers and caches that are made from them."""
 
 from __future__ import annotations
 

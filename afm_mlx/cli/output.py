@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-# All but tab and line break: a terminal takes the others for orders.
+# All but tab and line break: a terminal takes the others for commands.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def print_answer(text: str) -> None:
-    """Print a segment of what a model writes; a terminal gets no control characters of its."""
+    """Print a segment of a model's answer, on a terminal without its control characters."""
     print(harmless(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def note(text: str) -> None:
-    """Say something on stderr, so that it is no part of the output."""
+    """Print a line on stderr, so that it is no part of the output."""
     print(harmless(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 

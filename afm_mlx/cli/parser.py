@@ -21,11 +21,11 @@ from afm_mlx.errors import did_you_mean, named, shown
 
 PROGRAM = "afm-mlx"
 MAX_INTEGER = 2**31 - 1
-"""Of arguments that say no more: what MLX counts elements of a dimension with."""
+"""The largest integer that arguments take by default: MLX counts a dimension's elements in int32."""
 MAX_ROWS = 4096
-"""Rows of a batch."""
+"""The most rows of a batch."""
 MAX_NUMBER = 1e30
-"""Likewise: float32 ends at 3e38."""
+"""The largest number that arguments take by default: float32 ends at 3e38."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something."""
+    """Shows defaults, but for None, False and empty ones."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, (), []):
@@ -131,10 +131,10 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     """Parse the arguments of one command.
 
     Args:
-        name: of the command.
+        name: the command's.
         command: its module. It may have `ALTERNATIVES`, pairs of arguments that say the same thing (and what):
             where the command line has one, the file's other is left out.
-        argv: behind the command's name.
+        argv: what follows the command's name.
 
     Raises:
         UsageError: for an argument, a key or a value that can't be used.

@@ -17,7 +17,7 @@ from afm_mlx.errors import named, shown
 
 MAX_EPOCHS, MAX_SIZE = 10**6, 10**15  # the latter in bytes
 EPOCHS, STEPS_BETWEEN = 3, (100, 1000)
-"""How long to train where nobody says: passes over the data, and the fewest and the most steps of these."""
+"""How long to train by default: passes over the data, and the fewest and the most steps that they may take."""
 
 FEATURES = ("prompt", "completion", "chat", "text")  # what mlx-lm's YAML files may rename
 
@@ -29,7 +29,7 @@ ALTERNATIVES = (
         for name in ("warmup_iters", "warmup_epochs", "schedule", "final_learning_rate")
     ),
 )
-"""Two arguments that say the same thing, and what they say; see `parser.parse`."""
+"""Pairs of arguments that say the same thing, and what they say; see `parser.parse`."""
 
 
 def size(text: str) -> int:
@@ -142,7 +142,7 @@ def add_training(parser: argparse.ArgumentParser, learning_rate: str) -> None:
     """Add all of these arguments to a command's.
 
     Args:
-        parser: of the command.
+        parser: the command's.
         learning_rate: what `--learning-rate` is by default, in words.
     """
     add_table(parser, MODEL)

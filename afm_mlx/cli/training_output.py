@@ -26,8 +26,8 @@ class Reporter:
     """Prints what a run tells, in mlx-lm's lines; on stderr where stdout is for JSON.
 
     Args:
-        args: of the command.
-        bar: of `progress_bar`.
+        args: arguments of the command.
+        bar: what `progress_bar` gives: draws how many steps are done, or None.
     """
 
     def __init__(self, args: argparse.Namespace, bar: Callable[[int, int], None] | None):
@@ -112,7 +112,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def data_line(name: str, split: Split) -> str:
-    """What a split holds."""
+    """How many samples and tokens a split holds, as a line."""
     return (
         f"{name} data: {split.samples:,} samples, {split.tokens:,} tokens, "
         f"{split.targets:,} of them predicted"
@@ -129,10 +129,10 @@ def _rate_line(options: TrainingOptions) -> str:
 
 
 def run_training(args: argparse.Namespace, start: Callable[..., Result], run_path: Path) -> None:
-    """Start a training and print what comes of it.
+    """Start a training, print how it goes, and print its result.
 
     Args:
-        args: of the command.
+        args: arguments of the command.
         start: a training that still takes `resume`, `on_plan` and `on_event`.
         run_path: folder of the run.
     """
@@ -181,7 +181,7 @@ def _facts(args: argparse.Namespace, result: Result, trainable: int) -> dict[str
 
 
 def print_scores(scores: Scores) -> None:
-    """The first line is mlx-lm's."""
+    """Print the loss on test.jsonl with and without what was trained; the first line is as mlx-lm has it."""
     before = scores.untrained
     after = scores.trained or before
     print(f"Test loss {after.loss:.3f}, Test ppl {after.perplexity:.3f}.")
@@ -201,7 +201,7 @@ def print_scores(scores: Scores) -> None:
 
 
 def scores_dict(scores: Scores) -> dict[str, Any]:
-    """For JSON: `trained` and `untrained`."""
+    """The scores as JSON: `trained` and `untrained`."""
     return {
         "trained": None if scores.trained is None else scores.trained.to_dict(),
         "untrained": scores.untrained.to_dict(),
@@ -210,7 +210,7 @@ def scores_dict(scores: Scores) -> dict[str, Any]:
 
 @contextmanager
 def _advice(args: argparse.Namespace, run_path: Path) -> Iterator[None]:
-    """Say of a run that is there how to go on with it, and how to start anew."""
+    """When a training can't start or is stopped, say how to go on with its run and how to start anew."""
     from afm_mlx.training.loop.run_folder import RunExistsError
 
     resume = args.command_line if args.resume else f"{args.command_line} --resume"

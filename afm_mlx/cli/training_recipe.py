@@ -28,7 +28,7 @@ WARMUP_SHARE = 0.05
 
 
 def fill(args: argparse.Namespace, values: Mapping[str, Any]) -> None:
-    """Give arguments that nobody gave a value."""
+    """Give a value to each of these arguments that has none."""
     for name, value in values.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
@@ -45,7 +45,7 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
 
     Args:
         args: as they were parsed.
-        learning_rate: the highest, where no argument says.
+        learning_rate: the highest, where `--learning-rate` is not given.
 
     Raises:
         UsageError: when they contradict each other.
@@ -80,7 +80,7 @@ def _options(args: argparse.Namespace, learning_rate: float) -> TrainingOptions:
 
 
 def _peak(args: argparse.Namespace) -> dict[str, float]:
-    """The highest rate of `--lr-schedule`, which messages name."""
+    """The rate that `--lr-schedule` starts from, for messages that name the learning rate."""
     arguments = (args.lr_schedule or {}).get("arguments")
     first = arguments[0] if isinstance(arguments, list) and arguments else 0
     return {"learning_rate": first} if isinstance(first, int | float) and first > 0 else {}
@@ -130,8 +130,9 @@ def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("--optimizer-config: bias_correction is always on here; leave it out.")
     betas = given.get("betas", [0.9, 0.999])
     others = {name: given[name] for name in ("eps", "weight_decay") if given.get(name) is not None}
-    numbers = [*betas, *others.values()] if isinstance(betas, list) and len(betas) == 2 else [None]
-    if not all(type(n) in (int, float) and abs(n) <= MAX_NUMBER for n in numbers):
+    numbers = [*betas, *others.values()] if isinstance(betas, list) else []
+    are_numbers = all(type(n) in (int, float) and abs(n) <= MAX_NUMBER for n in numbers)
+    if len(numbers) != 2 + len(others) or not are_numbers:
         raise UsageError(
             f"--optimizer-config has {shown(given)}; betas are a list of two numbers, and eps and "
             f"weight_decay are one each, up to {MAX_NUMBER:g}."
@@ -140,14 +141,14 @@ def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _features(args: argparse.Namespace) -> dict[str, str]:
-    """What the data calls things, by our names, where that is something else."""
+    """Keys that the data has in place of "prompt", "completion", "messages" and "text", by these."""
     names = {name: getattr(args, f"{name}_feature") for name in FEATURES}
     names["messages"] = names.pop("chat")
     return {name: key for name, key in names.items() if key not in (None, name)}
 
 
 def _check_plot(path: str) -> None:
-    """What would only be found when hours of training are over."""
+    """Raise `UsageError` for a plot that can't be drawn, before hours of training and not after them."""
     if not path.endswith(".png"):
         raise UsageError(f"--plot is {path}; a name that ends in .png is needed.")
     if not Path(path).parent.is_dir():

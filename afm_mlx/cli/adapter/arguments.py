@@ -44,12 +44,12 @@ _ANY_RANK = Argument("--any-rank", FLAG, "write ranks above 32, which Apple's ru
 
 
 def model(what: str) -> Argument:
-    """The base model's argument, with what it is for."""
+    """The argument that names the base model; `what` says what the command needs it for."""
     return Argument("--model", None, f"folder, hub id or name of the base model: {what}")
 
 
 def add_output(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Add the arguments of what is written; `default` is its format."""
+    """Add the arguments that say what is written; `default` is the format, None for one that must be given."""
     add_table(parser, [
         Argument("--to", FORMATS, "format of what is written", default),
         Argument("--output", None,
@@ -113,7 +113,7 @@ def _take_positional(args: argparse.Namespace) -> None:
 
 
 def located(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Path], Any]:
-    """Where adapters are, and the base model.
+    """Find adapters and their base model.
 
     Args:
         args: with `model`'s.

@@ -36,15 +36,15 @@ class Conversation:
     stops stays as far as it came.
 
     Args:
-        model, tokenizer: of `load`.
+        model, tokenizer: what `load` returns.
         new_cache: makes an empty cache.
         system_prompt: instructions for all turns.
-        adapters: that turns may use.
+        adapters: pool of the adapters that may answer.
 
     Attributes:
         adapter: name of the one that answers, or None.
-        last_response: of the last answer, with its figures; None before there is one.
-        prompt_tokens: of the last question, with the conversation before it.
+        last_response: the last answer's last response, with its figures; None before there is one.
+        prompt_tokens: tokens of the last question and the conversation before it.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """Instructions for all turns; None for those that the chat template has by itself.
+        """Instructions for all turns; None leaves those that the chat template itself may have.
 
         Raises:
             TokenizerError: when they are set to what is no text.
@@ -110,7 +110,7 @@ class Conversation:
 
         Args:
             messages: its turns, and instructions if it has any.
-            adapter: that answers from now on; None for none.
+            adapter: name of the adapter that answers from now on; None for none.
 
         Raises:
             AFMError: when the messages can't be used, or the adapter can't be loaded.
@@ -150,7 +150,7 @@ class Conversation:
         Args:
             question: what the user says.
             show: is given each segment of the answer.
-            arguments: of `stream_generate`.
+            arguments: options for `stream_generate`.
 
         Returns:
             The last response, with its figures; None after Ctrl-C.
@@ -166,7 +166,7 @@ class Conversation:
         """Answer the last question again, in place of the answer that it has, if it has one.
 
         Args:
-            show, arguments: as for `ask`.
+            show, arguments: see `ask`.
 
         Raises:
             RequestError: when nothing was asked yet.
