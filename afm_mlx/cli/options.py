@@ -178,7 +178,7 @@ def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
 # -- the cache of keys and values
 
 
-_KV_GROUPS = (
+_NO_KV_GROUPS = (
     "an AFM model's int8 keys and values have the checkpoint's own scales; only --kv-bits 8 or 16"
 )
 
@@ -200,7 +200,7 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     add_table(parser, _CACHE, "keys and values")
     add_table(
         parser,
-        [unavailable(flag, _KV_GROUPS) for flag in ("--kv-group-size", "--quantized-kv-start")],
+        [unavailable(flag, _NO_KV_GROUPS) for flag in ("--kv-group-size", "--quantized-kv-start")],
     )
 
 

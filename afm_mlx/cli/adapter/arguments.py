@@ -43,7 +43,7 @@ _PACKAGE = [
 _ANY_RANK = Argument("--any-rank", FLAG, "write ranks above 32, which Apple's runtime does not load")
 
 
-def model(what: str) -> Argument:
+def model_argument(what: str) -> Argument:
     """The argument that names the base model; `what` says what the command needs it for."""
     return Argument("--model", None, f"folder, hub id or name of the base model: {what}")
 
@@ -116,7 +116,7 @@ def located(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Path],
     """Find adapters and their base model.
 
     Args:
-        args: with `model`'s.
+        args: arguments, `--model` among them.
         names: paths, or names of adapters that come with the model, the embedded one by default.
 
     Returns:

@@ -11,7 +11,7 @@ from afm_mlx.cli.adapter.arguments import (
     add_output,
     dtype_of,
     located,
-    model,
+    model_argument,
     package_fields,
     print_written,
     require,
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_table(parser, [adapters])
     add_output(parser, default="mlx-lm")
-    add_table(parser, [model("the adapters must fit it"), FORCE])
+    add_table(parser, [model_argument("the adapters must fit it"), FORCE])
 
 
 def run(args: argparse.Namespace) -> None:

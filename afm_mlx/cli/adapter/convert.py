@@ -10,7 +10,7 @@ from afm_mlx.cli.adapter.arguments import (
     add_output,
     dtype_of,
     located,
-    model,
+    model_argument,
     package_fields,
     print_written,
     require,
@@ -21,7 +21,7 @@ from afm_mlx.cli.argument_table import add_table
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_table(parser, SOURCE)
     add_output(parser, default=None)
-    base = model(
+    base = model_argument(
         "the adapter must fit it, and formats with a place for every layer need it for other models than "
         "Apple's 3B; by default the one that the adapter's config names, if it is here"
     )
