@@ -122,7 +122,7 @@ def _top_level(argv: list[str]) -> int:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether whoever called can mend it; an error of the system when it is about a file."""
+    """Whether the user can mend the cause: it is one of our errors, or the system's about a file."""
     from afm_mlx.kernels.errors import SettingError
 
     if isinstance(error, OSError):
@@ -137,7 +137,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _with_advice(what: str, error: BaseException) -> str:
-    """With the notes on what ended a command, which say how to go on."""
+    """What ended a command, followed by the error's notes, which say how to go on."""
     return " ".join([f"{what}.", *notes]) if (notes := getattr(error, "__notes__", ())) else what
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import options
+from afm_mlx.cli.argument_table import FLAG, Argument, add_table
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.config import PRESETS
@@ -35,59 +36,45 @@ def integers(low: int, high: int) -> Callable[[str], list[int]]:
     return convert
 
 
+# fmt: off
+MODEL = [
+    Argument("--model", None,
+             f"model folder or hub id; the embedded model ({options.EMBEDDED_MODEL}) unless --preset is given"),
+    Argument("--preset", list(PRESETS), "sizes of an architecture"),
+    Argument("--random-weights", FLAG,
+             "fill the preset with random codes: 2 bits, and 4 for the embedding; afm-2024 has palettes of "
+             "4 bits, and 8"),
+    options.TRUST_REMOTE_CODE,
+]
+
+_LIST = {"metavar": "N,..."}
+CASES = [
+    Argument("--prompt-tokens -p", integers(1, MAX_TOKENS), "tokens of a prompt", "512", **_LIST),
+    Argument("--generation-tokens -g", integers(3, MAX_TOKENS), "tokens of an answer", "128", **_LIST),
+    Argument("--batch-size -b", integers(1, MAX_ROWS), "rows side by side", "1", **_LIST),
+    Argument("--depth -d", integers(0, MAX_TOKENS), "tokens that lie in the cache before the prompt", "0",
+             **_LIST),
+    Argument("--adapter-rank", integers(0, MAX_RANK),
+             "of a random adapter on every linear layer; 0 for none", "0", **_LIST),
+    Argument("--adapters", integers(1, MAX_ROWS), "different adapters, which the rows use in turn", "1",
+             **_LIST),
+]
+
+RUN = [
+    Argument("--num-trials -n", integer(1), "measured runs of a case", 5),
+    options.ACTIVATION_BITS,
+    Argument("--kv", ["int8", "float"], "storage of keys and values", "int8"),
+    Argument("--threads -t", integer(1, 4096), "of the CPU; by default the cores it may use"),
+    Argument("--seed", integer(0, options.MAX_SEED), "of the tokens and codes", 0),
+    Argument("--output -o", ["md", "csv", "json"], "form of the results", "md"),
+]
+# fmt: on
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    source = parser.add_argument_group("model")
-    source.add_argument(
-        "--model",
-        help="model folder or hub id; the embedded model "
-        f"({options.EMBEDDED_MODEL}) unless --preset is given",
-    )
-    source.add_argument("--preset", choices=list(PRESETS), help="sizes of an architecture")
-    source.add_argument(
-        "--random-weights",
-        action="store_true",
-        help="fill the preset with random codes: 2 bits, and 4 for the embedding; afm-2024 has palettes of "
-        "4 bits, and 8",
-    )
-    source.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="let code in the folder of a model that mlx-lm loads run; AFM folders have none",
-    )
-    cases = parser.add_argument_group(
-        "cases", "each takes a list, as in 128,512; all combinations run"
-    )
-    for flags, allowed, default, text in (
-        (("--prompt-tokens", "-p"), (1, MAX_TOKENS), "512", "tokens of a prompt"),
-        (("--generation-tokens", "-g"), (3, MAX_TOKENS), "128", "tokens of an answer"),
-        (("--batch-size", "-b"), (1, MAX_ROWS), "1", "rows side by side"),
-        (("--depth", "-d"), (0, MAX_TOKENS), "0", "tokens that lie in the cache before the prompt"),
-        (
-            ("--adapter-rank",),
-            (0, MAX_RANK),
-            "0",
-            "of a random adapter on every linear layer; 0 for none",
-        ),
-        (("--adapters",), (1, MAX_ROWS), "1", "different adapters, which the rows use in turn"),
-    ):
-        kind = integers(*allowed)
-        cases.add_argument(*flags, type=kind, default=default, metavar="N,...", help=text)
-    parser.add_argument(
-        "--num-trials", "-n", type=integer(1), default=5, help="measured runs of a case"
-    )
-    options.add_activation_bits(parser)
-    parser.add_argument(
-        "--kv", choices=["int8", "float"], default="int8", help="storage of keys and values"
-    )
-    parser.add_argument(
-        "--threads", "-t", type=integer(1, 4096), help="of the CPU; by default the cores it may use"
-    )
-    parser.add_argument(
-        "--seed", type=integer(0, options.MAX_SEED), default=0, help="of the tokens and codes"
-    )
-    parser.add_argument(
-        "--output", "-o", choices=["md", "csv", "json"], default="md", help="form of the results"
-    )
+    add_table(parser, MODEL, "model")
+    add_table(parser, CASES, "cases", "each takes a list, as in 128,512; all combinations run")
+    add_table(parser, RUN)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -161,7 +148,7 @@ def _limit_threads(threads: int | None) -> None:
 
 
 def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
-    """The name of the model, the model, and its tokenizer; a random one has none."""
+    """The name of the model, the model, and its tokenizer, which is None for random weights."""
     if args.preset is not None:
         from afm_mlx.measure.random_model import random_packed_model
         from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, PRESET_RULES

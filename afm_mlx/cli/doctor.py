@@ -11,8 +11,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.cli.options import MAX_SEED
-from afm_mlx.cli.output import add_json, finite, print_facts, print_json, print_table, progress_bar
+from afm_mlx.cli.argument_table import FLAG, Argument, add_table
+from afm_mlx.cli.options import JSON, MAX_SEED
+from afm_mlx.cli.output import finite, print_facts, print_json, print_table, progress_bar
 from afm_mlx.cli.parser import UsageError, integer
 
 FAILED = 1
@@ -20,26 +21,26 @@ FAILED = 1
 _OF_BACKEND = ("runs on ", "MLX has no ", "the C++ extension ")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--quick", action="store_true", help="a few problems in a second, and nothing is timed"
-    )
-    parser.add_argument(
+ARGUMENTS = [
+    Argument("--quick", FLAG, "a few problems in a second, and nothing is timed"),
+    Argument(
         "--report",
+        None,
+        "where the report goes; afm-mlx-report-DATE.json in this folder by default",
         metavar="FILE",
-        help="where the report goes; afm-mlx-report-DATE.json in this folder by default",
-    )
-    parser.add_argument(
-        "--retry",
-        action="store_true",
-        help="also run kernels that ended the process the last time",
-    )
-    parser.add_argument(
+    ),
+    Argument("--retry", FLAG, "also run kernels that ended the process the last time"),
+    Argument(
         "--seed",
-        type=integer(0, MAX_SEED),
-        help="of the random inputs, to repeat a report; fresh by default",
-    )
-    add_json(parser)
+        integer(0, MAX_SEED),
+        "of the random inputs, to repeat a report; fresh by default",
+    ),
+    JSON,
+]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_table(parser, ARGUMENTS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,7 +120,7 @@ def _time(microseconds: float) -> str:
 
 
 def _print_obstacles(facts: dict[str, Any]) -> None:
-    """Why variants were not run, the reasons that hold for a whole backend once."""
+    """Print why variants were not run; a reason that holds for a whole backend is printed once."""
     lines: dict[str, None] = {}
     for kernel in facts["kernels"]:
         for reason, count in kernel["not_run"].items():

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import options
-from afm_mlx.cli.output import add_json, print_json, print_table, progress_bar
+from afm_mlx.cli.argument_table import Argument, add_table, unavailable
+from afm_mlx.cli.output import print_json, print_table, progress_bar
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.cli.perplexity import HELD_OUT
 
@@ -18,28 +19,31 @@ if TYPE_CHECKING:
 TEST_SET = "evaluation.jsonl"
 
 
+_HARNESS = (
+    "tasks of lm-evaluation-harness are not available in this version; mlx_lm.evaluate runs them"
+)
+
+# fmt: off
+ARGUMENTS = [
+    *options.LOADING,
+    Argument("--data", None,
+             'lines of {"task", "messages", "tools"?, "answer"}; by default the model folder\'s '
+             f"{TEST_SET}, which the embedded model has",
+             metavar="FILE.jsonl"),
+    Argument("--limit", integer(1), "examples per task; all by default"),
+    Argument("--batch-size", integer(1, MAX_ROWS), "examples side by side", 16),
+    Argument("--show-errors", integer(0), "print N wrong answers", 0, metavar="N"),
+    options.JSON,
+    unavailable("--tasks", _HARNESS, nargs="+"),
+    *(unavailable(flag, _HARNESS) for flag in ("--output-dir", "--num-shots", "--chat-template-args")),
+    *(unavailable(flag, _HARNESS, nargs=0)
+      for flag in ("--fewshot-as-multiturn", "--apply-chat-template", "--confirm-run-unsafe-code")),
+]
+# fmt: on
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser)
-    parser.add_argument(
-        "--data",
-        metavar="FILE.jsonl",
-        help='lines of {"task", "messages", "tools"?, "answer"}; by default the model folder\'s '
-        f"{TEST_SET}, which the embedded model has",
-    )
-    parser.add_argument("--limit", type=integer(1), help="examples per task; all by default")
-    parser.add_argument(
-        "--batch-size", type=integer(1, MAX_ROWS), default=16, help="examples side by side"
-    )
-    parser.add_argument(
-        "--show-errors", type=integer(0), default=0, metavar="N", help="print N wrong answers"
-    )
-    add_json(parser)
-    harness = "tasks of lm-evaluation-harness are not available in this version; mlx_lm.evaluate runs them"
-    options.add_unavailable(parser, harness, "--tasks", nargs="+")
-    for name in ("--output-dir", "--num-shots", "--chat-template-args"):
-        options.add_unavailable(parser, harness, name)
-    for name in ("--fewshot-as-multiturn", "--apply-chat-template", "--confirm-run-unsafe-code"):
-        options.add_unavailable(parser, harness, name, nargs=0)
+    add_table(parser, ARGUMENTS)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -5,94 +5,62 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from afm_mlx.cli import options
-from afm_mlx.cli.output import add_json, print_answer, print_json
+from afm_mlx.cli.argument_table import FLAG, Argument, add_table, flag_of, unavailable
+from afm_mlx.cli.output import print_answer, print_json
 from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
 from afm_mlx.errors import CacheFileError
 
 _RULE = "=" * 10
 
 
+_SPECULATIVE = "speculative decoding is not available in this version"
+
+# fmt: off
+_PROMPT = [
+    Argument("--prompt -p", None,
+             r"what to say to the model, with \n and \t for line break and tab; "
+             "- reads standard input, but for its last line break",
+             "hello"),
+    Argument("--system-prompt", None, "instructions that come before it"),
+    Argument("--prefill-response", None, "beginning of the answer, for the model to continue"),
+    Argument("--ignore-chat-template", FLAG,
+             "continue the prompt as plain text, in which names such as <turn_end> are control tokens"),
+    Argument("--chat-template-config", json_object, "variables for the chat template", metavar="JSON"),
+]
+
+_ANSWER = [
+    Argument("--max-tokens -m", integer(-1), "new tokens at most; -1 for no limit", 100),
+    Argument("--stop", None, "texts that end the answer, left out of it", [], nargs="+", metavar="TEXT"),
+    Argument("--extra-eos-token", None, "more tokens that end the answer", [], nargs="+", metavar="TOKEN"),
+]
+
+_OUTPUT = [
+    Argument("--prompt-cache-file", None,
+             "keys and values of an earlier prompt: what both prompts begin with is not computed again. "
+             "The file is made when there is none, and never changed after",
+             metavar="FILE.safetensors"),
+    Argument("--verbose", boolean, "False prints the answer and no figures", True),
+    options.JSON,
+    unavailable("--draft-model", _SPECULATIVE),
+    unavailable("--num-draft-tokens", _SPECULATIVE),
+    unavailable("--quantize-activations -qa", "quantized activations are not available", nargs=0),
+    unavailable("--image", "these models read text only", nargs="+"),
+    unavailable("--use-default-chat-template",
+                "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
+]
+# fmt: on
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser)
-    _add_prompt(parser)
-    parser.add_argument(
-        "--max-tokens",
-        "-m",
-        type=integer(-1),
-        default=100,
-        help="new tokens at most; -1 for no limit",
-    )
-    parser.add_argument(
-        "--stop",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="texts that end the answer, left out of it",
-    )
-    parser.add_argument(
-        "--extra-eos-token",
-        nargs="+",
-        default=[],
-        metavar="TOKEN",
-        help="more tokens that end the answer",
-    )
+    add_table(parser, [*options.LOADING, *_PROMPT, *_ANSWER])
     options.add_sampling(parser, seed=None)
     options.add_cache(parser)
-    parser.add_argument(
-        "--prompt-cache-file",
-        metavar="FILE.safetensors",
-        help="keys and values of an earlier prompt: what both prompts begin with is not computed again. "
-        "The file is made when there is none, and never changed after",
-    )
-    parser.add_argument(
-        "--verbose", type=boolean, default=True, help="False prints the answer and no figures"
-    )
-    add_json(parser)
-    _add_unavailable(parser)
-
-
-def _add_prompt(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompt",
-        "-p",
-        default="hello",
-        help=r"what to say to the model, with \n and \t for line break and tab; "
-        "- reads standard input, but for its last line break",
-    )
-    parser.add_argument("--system-prompt", help="instructions that come before it")
-    parser.add_argument(
-        "--prefill-response", help="beginning of the answer, for the model to continue"
-    )
-    parser.add_argument(
-        "--ignore-chat-template",
-        action="store_true",
-        help="continue the prompt as plain text, in which names such as <turn_end> are control tokens",
-    )
-    parser.add_argument(
-        "--chat-template-config",
-        type=json_object,
-        metavar="JSON",
-        help="variables for the chat template",
-    )
-
-
-def _add_unavailable(parser: argparse.ArgumentParser) -> None:
-    speculative = "speculative decoding is not available in this version"
-    quantized = "quantized activations are not available"
-    options.add_unavailable(parser, speculative, "--draft-model")
-    options.add_unavailable(parser, speculative, "--num-draft-tokens")
-    options.add_unavailable(parser, quantized, "--quantize-activations", "-qa", nargs=0)
-    options.add_unavailable(parser, "these models read text only", "--image", nargs="+")
-    options.add_unavailable(
-        parser,
-        "remove chat_template.jinja from the model folder to use AFM's own template",
-        "--use-default-chat-template",
-        nargs=0,
-    )
+    add_table(parser, _OUTPUT)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -135,8 +103,7 @@ def _encode(args: argparse.Namespace, text: str, tokenizer: Any) -> list[int]:
         why = "--ignore-chat-template leaves out" if args.ignore_chat_template else "is missing"
         for name in ("system_prompt", "prefill_response", "chat_template_config"):
             if getattr(args, name) is not None:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} needs the chat template, which {why}.")
+                raise UsageError(f"{flag_of(name)} needs the chat template, which {why}.")
         return tokenizer.encode(text, add_special_tokens=True)
     messages = [{"role": "user", "content": text}]
     if args.system_prompt is not None:
@@ -207,19 +174,17 @@ def _generate_with_file(
     arguments: dict[str, Any],
 ) -> None:
     from afm_mlx.engine.prompt_cache import save_prompt_cache
-    from afm_mlx.engine.prompt_reuse import keep_common
+    from afm_mlx.engine.prompt_reuse import PromptCaches
 
     path = _checked_cache_path(args, model)
-    new = options.new_cache(args, model, tokenizer)
-    if path.exists():
-        cache, held = _read_cache(path, model)
-        common = keep_common(cache, held, prompt)
-        cache, common = (new, 0) if common is None else (cache, common)
-        _generate(args, model, tokenizer, prompt[common:], {**arguments, "prompt_cache": cache})
-        return
-    _generate(args, model, tokenizer, prompt, {**arguments, "prompt_cache": new})
-    of_prompt = [layer.copy(len(prompt)) for layer in new]
-    save_prompt_cache(path, of_prompt, model, metadata={"tokens": json.dumps(prompt)})
+    caches = PromptCaches(partial(options.new_cache, args, model, tokenizer))
+    if is_there := path.exists():
+        caches.keep(*_read_cache(path, model))
+    with caches.continuing(prompt) as run:
+        _generate(args, model, tokenizer, run.rest, {**arguments, "prompt_cache": run.cache})
+    if not is_there:
+        of_prompt = [layer.copy(len(prompt)) for layer in run.cache]
+        save_prompt_cache(path, of_prompt, model, metadata={"tokens": json.dumps(prompt)})
 
 
 def _checked_cache_path(args: argparse.Namespace, model: Any) -> Path:

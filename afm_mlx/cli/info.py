@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import argparse
 
-from afm_mlx.cli.options import EMBEDDED_MODEL
-from afm_mlx.cli.output import add_json, print_facts, print_json
+from afm_mlx.cli.argument_table import Argument, add_table
+from afm_mlx.cli.options import EMBEDDED_MODEL, JSON
+from afm_mlx.cli.output import print_facts, print_json
 from afm_mlx.cli.parser import UsageError
 from afm_mlx.config import PRESETS
 
+# fmt: off
+ARGUMENTS = [
+    Argument("--model", None, f"model folder or hub id; the embedded model ({EMBEDDED_MODEL}) by default"),
+    Argument("--preset", list(PRESETS), "figures of an architecture, without any weights"),
+    JSON,
+]
+# fmt: on
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", help=f"model folder or hub id; the embedded model ({EMBEDDED_MODEL}) by default"
-    )
-    parser.add_argument(
-        "--preset", choices=list(PRESETS), help="figures of an architecture, without any weights"
-    )
-    add_json(parser)
+    add_table(parser, ARGUMENTS)
 
 
 def run(args: argparse.Namespace) -> None:

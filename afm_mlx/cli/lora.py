@@ -10,11 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from afm_mlx import config
 from afm_mlx.cli import options, training_arguments
+from afm_mlx.cli.argument_table import FLAG, Argument, add_table, flag_of
 from afm_mlx.cli.output import print_json, progress_bar
-from afm_mlx.cli.parser import UsageError, integer, json_object, number
+from afm_mlx.cli.parser import UsageError, drop_said_otherwise, integer, json_object, number
 from afm_mlx.cli.training_arguments import add_training
 from afm_mlx.cli.training_output import data_line, print_scores, run_training, scores_dict
-from afm_mlx.cli.training_recipe import fill, recipe_of, refuse_both
+from afm_mlx.cli.training_recipe import (
+    fields_given,
+    fill,
+    optimizer_settings,
+    recipe_of,
+    refuse_both,
+)
 from afm_mlx.errors import did_you_mean, shown
 
 if TYPE_CHECKING:
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
     from afm_mlx.training.methods.recipe import Recipe
 
 LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3}
-ADAPTER_PATH = "adapters"  # mlx-lm's default
+ADAPTER_FOLDER = "adapters"  # mlx-lm's default
 
 DRAFT_PRESETS = [name for name in config.PRESETS if name.endswith("-draft")]
 
@@ -43,113 +50,67 @@ PRESETS: dict[str, dict[str, Any]] = {
         "weight_decay": 1e-2,
     }
 }
-"""Command line and file come before a preset, and a preset before the defaults."""
+"""Values of arguments that neither the command line nor a file gives; they come before the defaults."""
 
-_OF_LORA_ALONE = (
+_LORA_ALTERNATIVES = (
     ("alpha", "scale", "how strong the adapter is"),
     ("initial_adapter", "resume_adapter_file", "where to start"),
 )
-ALTERNATIVES = (*training_arguments.ALTERNATIVES, *_OF_LORA_ALONE)
+ALTERNATIVES = (*training_arguments.ALTERNATIVES, *_LORA_ALTERNATIVES)
 
-_OF_AN_ADAPTER = ("rank", "alpha")
-"""What an adapter that training starts from brings along, so that a preset does not say it."""
+# fmt: off
+ADAPTER_PATH = Argument("--adapter-path", None,
+                        f"folder of the adapter, {ADAPTER_FOLDER} by default; its run is the folder run in it")
 
-_OF_LORA = (
-    "adapter_path",
-    "rank",
-    "alpha",
-    "scale",
-    "dropout",
-    "keys",
-    "lora_parameters",
-    "initial_adapter",
-    "resume_adapter_file",
-    "save_dtype",
-)
+KIND = [
+    Argument("--train", FLAG,
+             "train, which is done anyway but with --test: that alone only measures an adapter"),
+    Argument("--fine-tune-type", ["lora", "full", "draft", "dora"],
+             "lora trains an adapter, full all float weights, draft a model that proposes tokens to --teacher "
+             "for speculative decoding; dora is not available",
+             "lora"),
+    Argument("--preset", list(PRESETS),
+             "toolkit has the settings of Apple's adapter training toolkit: rank 32, alpha 16, 2 epochs, the "
+             "first of them warm-up to a rate of 1e-3, then a cosine to 0, batches of 4 samples, gradients "
+             "clipped to 1, weight decay 0.01; other arguments come before it"),
+    ADAPTER_PATH,
+    Argument("--save-path", None, "of full and draft: model folder to make, whose run is SAVE_PATH-run"),
+    Argument("--draft-preset", DRAFT_PRESETS,
+             "of draft: start from a model of these sizes with random weights (by --seed) and the teacher's "
+             "tokenizer, instead of --model"),
+]
+
+NUM_LAYERS = Argument("--num-layers", integer(-1),
+                      "blocks that are trained, counted from the last; -1 for all", -1)
+
+LORA = [
+    Argument("--rank", integer(1), "of every pair; 16 by default"),
+    Argument("--scale", number(0), "factor of the adapter, which is alpha / rank; 0.5 by default"),
+    Argument("--alpha", number(0), "scale * rank, instead of --scale"),
+    Argument("--dropout", number(0, 0.999), "of the adapter's inputs; 0 by default"),
+    Argument("--keys", None,
+             "layers by their names in a block, such as mlp.up_proj; all linear ones by default",
+             nargs="+", metavar="NAME"),
+    Argument("--lora-parameters", json_object,
+             "rank, scale, dropout and keys in one object, as in mlx-lm's YAML files"),
+    Argument("--initial-adapter", None,
+             "adapter to start from, such as a recovery adapter; rank, scale and layers are its own",
+             metavar="FOLDER"),
+    Argument("--resume-adapter-file", None,
+             "likewise, under mlx-lm's name; an adapter's folder, or a .safetensors file in it. (To go on with "
+             "a run there is --resume.)",
+             metavar="PATH"),
+    Argument("--save-dtype", ["float16", "float32"],
+             "of the saved adapter; float16 by default. Training is in float32 either way"),
+]
+# fmt: on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--train",
-        action="store_true",
-        help="train, which is done anyway but with --test: that alone only measures an adapter",
-    )
-    parser.add_argument(
-        "--fine-tune-type",
-        choices=["lora", "full", "draft", "dora"],
-        default="lora",
-        help="lora trains an adapter, full all float weights, draft a model that proposes tokens to --teacher "
-        "for speculative decoding; dora is not available",
-    )
-    parser.add_argument(
-        "--preset",
-        choices=list(PRESETS),
-        help="toolkit has the settings of Apple's adapter training toolkit: rank 32, alpha 16, 2 epochs, the "
-        "first of them warm-up to a rate of 1e-3, then a cosine to 0, batches of 4 samples, gradients clipped "
-        "to 1, weight decay 0.01; other arguments come before it",
-    )
-    parser.add_argument(
-        "--adapter-path",
-        help=f"folder of the adapter, {ADAPTER_PATH} by default; its run is the folder run in it",
-    )
-    parser.add_argument(
-        "--save-path", help="of full and draft: model folder to make, whose run is SAVE_PATH-run"
-    )
-    parser.add_argument(
-        "--draft-preset",
-        choices=DRAFT_PRESETS,
-        help="of draft: start from a model of these sizes with random weights (by --seed) and the teacher's "
-        "tokenizer, instead of --model",
-    )
+    add_table(parser, KIND)
     add_training(parser, "1e-3 for lora and draft, as in Apple's toolkit, and 1e-5 for full")
-    parser.add_argument(
-        "--num-layers",
-        type=integer(-1),
-        default=-1,
-        help="blocks that are trained, counted from the last; -1 for all",
-    )
-    _add_lora(parser)
-
-
-def _add_lora(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("LoRA")
-    group.add_argument("--rank", type=integer(1), help="of every pair; 16 by default")
-    group.add_argument(
-        "--scale",
-        type=number(0),
-        help="factor of the adapter, which is alpha / rank; 0.5 by default",
-    )
-    group.add_argument("--alpha", type=number(0), help="scale * rank, instead of --scale")
-    group.add_argument(
-        "--dropout", type=number(0, 0.999), help="of the adapter's inputs; 0 by default"
-    )
-    group.add_argument(
-        "--keys",
-        nargs="+",
-        metavar="NAME",
-        help="layers by their names in a block, such as mlp.up_proj; all linear ones by default",
-    )
-    group.add_argument(
-        "--lora-parameters",
-        type=json_object,
-        help="rank, scale, dropout and keys in one object, as in mlx-lm's YAML files",
-    )
-    group.add_argument(
-        "--initial-adapter",
-        metavar="FOLDER",
-        help="adapter to start from, such as a recovery adapter; rank, scale and layers are its own",
-    )
-    group.add_argument(
-        "--resume-adapter-file",
-        metavar="PATH",
-        help="likewise, under mlx-lm's name; an adapter's folder, or a .safetensors file in it. (To go on with "
-        "a run there is --resume.)",
-    )
-    group.add_argument(
-        "--save-dtype",
-        choices=["float16", "float32"],
-        help="of the saved adapter; float16 by default. Training is in float32 either way",
-    )
+    add_table(parser, [NUM_LAYERS])
+    add_table(parser, LORA, "LoRA")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -158,27 +119,28 @@ def run(args: argparse.Namespace) -> None:
             "--fine-tune-type dora is not available; allowed are lora, full and draft."
         )
     if args.fine_tune_type == "lora":
-        _take_parameters(args)
+        _fill_from_lora_parameters(args)
     if args.draft_preset is not None and args.fine_tune_type != "draft":
         raise UsageError("--draft-preset is for --fine-tune-type draft; leave it out.")
     if args.test and not (args.train or args.resume):
-        _run_test(args)
+        _test_adapter(args)
         return
     kind = args.fine_tune_type
     if kind != "lora":
-        _check_whole(args)
-    _take_preset(args)
+        _check_model_arguments(args)
+    _fill_from_preset(args)
     if kind == "draft":
         schedule = None if args.lr_schedule is not None else "constant"
         fill(args, {"schedule": schedule, "distillation_divergence": "reverse"})
     recipe = recipe_of(args, LEARNING_RATES[kind])
     if kind == "lora":
-        _run_lora(args, recipe)
+        _train_adapter(args, recipe)
     else:
-        _run_whole(args, recipe)
+        _train_model(args, recipe)
 
 
-def _take_preset(args: argparse.Namespace) -> None:
+def _fill_from_preset(args: argparse.Namespace) -> None:
+    """Put the preset's values in the place of arguments that are not given, and not given in other words."""
     if args.preset is None:
         return
     values = dict(PRESETS[args.preset])
@@ -187,35 +149,32 @@ def _take_preset(args: argparse.Namespace) -> None:
     if args.fine_tune_type == "draft":
         # The toolkit trains draft models with a linear warm-up and nothing behind it.
         values |= {"rank": None, "alpha": None, "schedule": "constant"}
-    for one, other, _ in ALTERNATIVES:
-        for given, name in ((one, other), (other, one)):
-            if name in values and getattr(args, given) is not None:
-                values[name] = None
-    if args.initial_adapter or args.resume_adapter_file:
-        values |= dict.fromkeys(_OF_AN_ADAPTER)
-    if args.optimizer == "adam" or "weight_decay" in (args.optimizer_config or {}).get("adamw", {}):
+    drop_said_otherwise(values, args, ALTERNATIVES)
+    if args.initial_adapter or args.resume_adapter_file:  # it has a rank and a scale of its own
+        values |= {"rank": None, "alpha": None}
+    if args.optimizer == "adam" or "weight_decay" in optimizer_settings(args):
         values["weight_decay"] = None
     fill(args, values)
 
 
-def _run_lora(args: argparse.Namespace, recipe: Recipe) -> None:
+def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.methods.train import train_lora
 
     if args.save_path is not None:
         raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
     if args.adapter_path == "":
         raise UsageError("--adapter-path is empty; a trained adapter needs a folder.")
-    method = _lora(args)
-    path = Path(args.adapter_path or ADAPTER_PATH)
+    method = _lora_training(args)
+    path = Path(args.adapter_path or ADAPTER_FOLDER)
     run_training(args, partial(train_lora, recipe, path, method), path / "run")
 
 
-def _check_whole(args: argparse.Namespace) -> None:
-    """Arguments of a training that saves a model folder."""
+def _check_model_arguments(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for arguments that full and draft training, which save a model folder, can't use."""
     kind = args.fine_tune_type
-    given = [name for name in _OF_LORA if getattr(args, name) is not None]
+    given = [row.name for row in (ADAPTER_PATH, *LORA) if getattr(args, row.name) is not None]
     if given:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        flags = ", ".join(map(flag_of, given))
         raise UsageError(f"{flags} would do nothing with --fine-tune-type {kind}; leave it out.")
     if args.save_path is None:
         raise UsageError(f"--save-path is missing: the model folder that {kind} training makes.")
@@ -230,7 +189,7 @@ def _check_whole(args: argparse.Namespace) -> None:
         )
 
 
-def _run_whole(args: argparse.Namespace, recipe: Recipe) -> None:
+def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
     from afm_mlx.training.methods.model_source import FreshSource
     from afm_mlx.training.methods.train import train_draft, train_full
@@ -247,8 +206,8 @@ def _run_whole(args: argparse.Namespace, recipe: Recipe) -> None:
     run_training(args, start, Path(f"{args.save_path}-run"))
 
 
-def _run_test(args: argparse.Namespace) -> None:
-    """`--test` alone, as in mlx-lm: an adapter that there is, and nothing trained."""
+def _test_adapter(args: argparse.Namespace) -> None:
+    """Measure an adapter that is there and train nothing, as mlx-lm does with `--test` alone."""
     if args.fine_tune_type != "lora":
         raise UsageError(
             "--test alone measures an adapter. Add --train to train first; afm-mlx perplexity measures model "
@@ -259,7 +218,7 @@ def _run_test(args: argparse.Namespace) -> None:
     recipe = recipe_of(args, LEARNING_RATES["lora"])
     from afm_mlx.training.methods.scores import measure_adapter
 
-    path = ADAPTER_PATH if args.adapter_path is None else args.adapter_path
+    path = ADAPTER_FOLDER if args.adapter_path is None else args.adapter_path
 
     def on_data(data: Batches) -> None:
         if not args.json:
@@ -278,38 +237,26 @@ def _run_test(args: argparse.Namespace) -> None:
 # -- settings of LoRA
 
 
-def _lora(args: argparse.Namespace) -> LoRATraining:
+def _lora_training(args: argparse.Namespace) -> LoRATraining:
     from afm_mlx.training.methods.lora_training import RANK, LoRATraining
 
     initial = args.initial_adapter or args.resume_adapter_file
-    refuse_both(args, _OF_LORA_ALONE)
+    refuse_both(args, _LORA_ALTERNATIVES)
     scale = args.scale
     if args.alpha is not None:
         if args.rank is None and initial is not None:
             raise UsageError("--alpha needs --rank beside it; with --initial-adapter leave it out.")
         scale = args.alpha / (args.rank or RANK)
-    return LoRATraining(
-        rank=args.rank,
-        scale=scale,
-        keys=None if args.keys is None else tuple(args.keys),
-        num_layers=args.num_layers,
-        dropout=args.dropout or 0.0,
-        initial_adapter=initial,
-        save_dtype=args.save_dtype or "float16",
-        force=args.force,
-    )
+    own = {"scale": scale, "initial_adapter": initial, "keys": args.keys and tuple(args.keys)}
+    return LoRATraining(**fields_given(args, LoRATraining) | own)
 
 
-def _take_parameters(args: argparse.Namespace) -> None:
-    """Put `--lora-parameters` in the place of arguments that are not given."""
-    values = _parameters(args)
-    if args.alpha is not None:
-        values.pop("scale", None)
-    fill(args, values)
+def _fill_from_lora_parameters(args: argparse.Namespace) -> None:
+    """Put what `--lora-parameters` holds in the place of arguments that are not given.
 
-
-def _parameters(args: argparse.Namespace) -> dict[str, Any]:
-    """The content of `--lora-parameters`, checked; ranges of rank and scale are the training's to check."""
+    Raises:
+        UsageError: for a key or a value that can't be used; `LoRATraining` checks the ranges of rank and scale.
+    """
     kinds = {"rank": (int,), "scale": (int, float), "dropout": (int, float), "keys": (list,)}
     found = dict(args.lora_parameters or {})
     for name, value in found.items():
@@ -329,4 +276,5 @@ def _parameters(args: argparse.Namespace) -> dict[str, Any]:
             raise UsageError(
                 f"--lora-parameters: keys is {shown(value)}; names are needed, such as mlp.up_proj."
             )
-    return found
+    drop_said_otherwise(found, args, _LORA_ALTERNATIVES)
+    fill(args, found)

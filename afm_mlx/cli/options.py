@@ -1,11 +1,12 @@
-"""Arguments that several commands share, and what becomes of them."""
+"""Arguments that several commands share, and the models, samplers and caches that are made from them."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from afm_mlx.cli.parser import Unavailable, UsageError, integer, number
+from afm_mlx.cli.argument_table import FLAG, Argument, add_table, unavailable
+from afm_mlx.cli.parser import UsageError, integer, number
 from afm_mlx.errors import shown
 
 EMBEDDED_MODEL = "afm-nano"  # as in afm_mlx.loading.load, which would import MLX
@@ -13,46 +14,32 @@ EMBEDDED_MODEL = "afm-nano"  # as in afm_mlx.loading.load, which would import ML
 MAX_SEED = 2**64 - 1
 
 
-def add_unavailable(parser: argparse.ArgumentParser, reason: str, *names: str, **kind: Any) -> None:
-    """Refuse flags of mlx-lm that can't be honoured. `kind` may hold `nargs`, as mlx-lm has it."""
-    parser.add_argument(*names, action=Unavailable, reason=reason, **kind)
+# fmt: off
+MODEL = Argument("--model", None, "model folder, hub id, or the name of the embedded model", EMBEDDED_MODEL)
 
+ACTIVATION_BITS = Argument(
+    "--activation-bits", integer(1, 16),
+    "8 lets packed layers round their input to int8, which is faster on a CPU and less exact",
+    16, choices=[16, 8])
 
-def add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model",
-        default=EMBEDDED_MODEL,
-        help="model folder, hub id, or the name of the embedded model",
-    )
-    parser.add_argument(
-        "--adapter-path",
-        help="LoRA adapter: its path, or the name of one that comes with the model",
-    )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="run an adapter that was made for another model, if its shapes fit",
-    )
-    add_activation_bits(parser)
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        help="let code in the folder of a model that mlx-lm loads run; AFM folders have none",
-    )
+JSON = Argument("--json", FLAG, "print one JSON object, for programs")
 
+TRUST_REMOTE_CODE = Argument(
+    "--trust-remote-code", FLAG,
+    "let code in the folder of a model that mlx-lm loads run; AFM folders have none")
 
-def add_activation_bits(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--activation-bits",
-        type=integer(1, 16),
-        choices=[16, 8],
-        default=16,
-        help="8 lets packed layers round their input to int8, which is faster on a CPU and less exact",
-    )
+LOADING = [
+    MODEL,
+    Argument("--adapter-path", None, "LoRA adapter: its path, or the name of one that comes with the model"),
+    Argument("--force", FLAG, "run an adapter that was made for another model, if its shapes fit"),
+    ACTIVATION_BITS,
+    TRUST_REMOTE_CODE,
+]
+# fmt: on
 
 
 def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The model and the tokenizer that `add_model`'s arguments name."""
+    """The model and the tokenizer that `LOADING`'s arguments name."""
     from afm_mlx.loading.load import load
 
     return load(
@@ -61,23 +48,6 @@ def load_model(args: argparse.Namespace) -> tuple[Any, Any]:
         trust_remote_code=args.trust_remote_code,
         activation_bits=args.activation_bits,
         force_adapter=args.force,
-    )
-
-
-def add_adapters(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        type=named_path,
-        metavar="NAME=PATH",
-        help="another adapter to switch to; may be repeated. Those that come with the model are there anyway",
-    )
-    parser.add_argument(
-        "--adapter-memory",
-        type=gigabytes,
-        metavar="GB",
-        help="of all adapters in memory; those that were not used for longest make room. No limit by default",
     )
 
 
@@ -99,6 +69,18 @@ def gigabytes(text: str) -> int:
             f"{shown(text)} holds no adapter; one takes some 0.001 to 0.3 GB"
         )
     return nbytes
+
+
+# fmt: off
+ADAPTERS = [
+    Argument("--adapter", named_path,
+             "another adapter to switch to; may be repeated. Those that come with the model are there anyway",
+             [], action="append", metavar="NAME=PATH"),
+    Argument("--adapter-memory", gigabytes,
+             "of all adapters in memory; those that were not used for longest make room. No limit by default",
+             metavar="GB"),
+]
+# fmt: on
 
 
 def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
@@ -143,35 +125,22 @@ def is_afm(model: Any) -> bool:
 # -- sampling
 
 
+# fmt: off
+_SAMPLING = [
+    Argument("--temp", number(0), "temperature; 0 takes the most likely token", 0.0),
+    Argument("--top-p", number(0, 1), "keep the most likely tokens up to this sum", 1.0),
+    Argument("--min-p", number(0, 1), "drop tokens below this share of the best", 0.0),
+    Argument("--top-k", integer(0), "keep this many tokens; 0 keeps all", 0),
+    Argument("--xtc-probability", number(0, 1), "how often XTC drops top choices", 0.0),
+    Argument("--xtc-threshold", number(0, 0.5), "probability that XTC counts as top", 0.1),
+    Argument("--min-tokens-to-keep", integer(1), "tokens that --min-p never drops", 1),
+]
+# fmt: on
+
+
 def add_sampling(parser: argparse.ArgumentParser, seed: int | None) -> None:
-    group = parser.add_argument_group("sampling")
-    group.add_argument(
-        "--temp", type=number(0), default=0.0, help="temperature; 0 takes the most likely token"
-    )
-    group.add_argument(
-        "--top-p", type=number(0, 1), default=1.0, help="keep the most likely tokens up to this sum"
-    )
-    group.add_argument(
-        "--min-p", type=number(0, 1), default=0.0, help="drop tokens below this share of the best"
-    )
-    group.add_argument(
-        "--top-k", type=integer(0), default=0, help="keep this many tokens; 0 keeps all"
-    )
-    group.add_argument(
-        "--xtc-probability", type=number(0, 1), default=0.0, help="how often XTC drops top choices"
-    )
-    group.add_argument(
-        "--xtc-threshold",
-        type=number(0, 0.5),
-        default=0.1,
-        help="probability that XTC counts as top",
-    )
-    group.add_argument(
-        "--min-tokens-to-keep", type=integer(1), default=1, help="tokens that --min-p never drops"
-    )
-    group.add_argument(
-        "--seed", type=integer(0, MAX_SEED), default=seed, help="of the random stream"
-    )
+    own_seed = Argument("--seed", integer(0, MAX_SEED), "of the random stream", seed)
+    add_table(parser, [*_SAMPLING, own_seed], "sampling")
 
 
 def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
@@ -209,32 +178,30 @@ def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
 # -- the cache of keys and values
 
 
+_NO_KV_GROUPS = (
+    "an AFM model's int8 keys and values have the checkpoint's own scales; only --kv-bits 8 or 16"
+)
+
+# fmt: off
+_CACHE = [
+    Argument("--max-kv-size", integer(1),
+             "tokens that prompt and answer may have together; the model's context by default"),
+    Argument("--sliding-window", FLAG,
+             "when they are reached, forget the oldest tokens instead of ending with an error"),
+    Argument("--kv-bits", integer(1, 16),
+             "8 for the checkpoint's int8 (the default where it has scales), 16 for floats"),
+    Argument("--prefill-step-size", integer(1), "prompt tokens at a time, at most; fewer need less memory",
+             2048),
+]
+# fmt: on
+
+
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("keys and values")
-    group.add_argument(
-        "--max-kv-size",
-        type=integer(1),
-        help="tokens that prompt and answer may have together; the model's context by default",
+    add_table(parser, _CACHE, "keys and values")
+    add_table(
+        parser,
+        [unavailable(flag, _NO_KV_GROUPS) for flag in ("--kv-group-size", "--quantized-kv-start")],
     )
-    group.add_argument(
-        "--sliding-window",
-        action="store_true",
-        help="when they are reached, forget the oldest tokens instead of ending with an error",
-    )
-    group.add_argument(
-        "--kv-bits",
-        type=integer(1, 16),
-        help="8 for the checkpoint's int8 (the default where it has scales), 16 for floats",
-    )
-    group.add_argument(
-        "--prefill-step-size",
-        type=integer(1),
-        default=2048,
-        help="prompt tokens at a time, at most; fewer need less memory",
-    )
-    reason = "an AFM model's int8 keys and values have the checkpoint's own scales; only --kv-bits 8 or 16"
-    for name in ("--kv-group-size", "--quantized-kv-start"):
-        add_unavailable(parser, reason, name)
 
 
 def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:

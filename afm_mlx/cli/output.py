@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -11,17 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-# All but tab and line break: a terminal takes the others for orders.
+# All but tab and line break: a terminal takes the others for commands.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def print_answer(text: str) -> None:
-    """Print a segment of what a model writes; a terminal gets no control characters of its."""
+    """Print a segment of a model's answer, on a terminal without its control characters."""
     print(harmless(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def note(text: str) -> None:
-    """Say something on stderr, so that it is no part of the output."""
+    """Print a line on stderr, so that it is no part of the output."""
     print(harmless(text) if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
@@ -33,10 +32,6 @@ def harmless(text: str) -> str:
 def one_line(error: Exception) -> str:
     """An error's message on one line."""
     return " ".join(str(error).split())
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
 def print_json(values: Any) -> None:

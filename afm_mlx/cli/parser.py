@@ -9,7 +9,7 @@ import argparse
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -21,11 +21,11 @@ from afm_mlx.errors import did_you_mean, named, shown
 
 PROGRAM = "afm-mlx"
 MAX_INTEGER = 2**31 - 1
-"""Of arguments that say no more: what MLX counts elements of a dimension with."""
+"""The largest integer that arguments take by default: MLX counts a dimension's elements in int32."""
 MAX_ROWS = 4096
-"""Rows of a batch."""
+"""The most rows of a batch."""
 MAX_NUMBER = 1e30
-"""Likewise: float32 ends at 3e38."""
+"""The largest number that arguments take by default: float32 ends at 3e38."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something."""
+    """Shows defaults, but for None, False and empty ones."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, (), []):
@@ -94,8 +94,8 @@ class Unavailable(argparse.Action):
     """A flag of mlx-lm that has no effect here: it is refused, never ignored."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, reason: str, **options: Any):
-        hidden = argparse.SUPPRESS
-        super().__init__(option_strings, dest, default=hidden, help=hidden, **options)
+        hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        super().__init__(option_strings, dest, **options | hidden)
         self.reason = reason
 
     def __call__(self, *args: Any) -> NoReturn:
@@ -131,10 +131,10 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     """Parse the arguments of one command.
 
     Args:
-        name: of the command.
+        name: the command's.
         command: its module. It may have `ALTERNATIVES`, pairs of arguments that say the same thing (and what):
             where the command line has one, the file's other is left out.
-        argv: behind the command's name.
+        argv: what follows the command's name.
 
     Raises:
         UsageError: for an argument, a key or a value that can't be used.
@@ -155,12 +155,19 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     if args.config is None:
         return args
     values = _from_yaml(args.config, parser)
-    for one, other, *_ in getattr(command, "ALTERNATIVES", ()):
-        for given, name_in_file in ((one, other), (other, one)):
-            if getattr(args, given) is not None:
-                values.pop(name_in_file, None)
+    drop_said_otherwise(values, args, getattr(command, "ALTERNATIVES", ()))
     parser.set_defaults(**values)
     return parser.parse_args(argv)
+
+
+def drop_said_otherwise(
+    values: dict[str, Any], args: argparse.Namespace, alternatives: Iterable[tuple[str, str, str]]
+) -> None:
+    """Take out of `values` each argument whose alternative `args` has; see `parse`."""
+    for one, other, _ in alternatives:
+        for given, name in ((one, other), (other, one)):
+            if getattr(args, given) is not None:
+                values.pop(name, None)
 
 
 def _from_yaml(path: str, parser: Parser) -> dict[str, Any]:

@@ -6,33 +6,31 @@ import argparse
 from pathlib import Path
 
 from afm_mlx.cli import options
-from afm_mlx.cli.output import add_json, print_json, progress_bar
+from afm_mlx.cli.argument_table import Argument, add_table
+from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 
 HELD_OUT = "heldout.jsonl"
 
 
+# fmt: off
+ARGUMENTS = [
+    *options.LOADING,
+    Argument("--data-path", None,
+             "a .jsonl file, a .txt file, or a folder with test, valid or train.jsonl; by default the "
+             f"model folder's {HELD_OUT}, which the embedded model has",
+             metavar="PATH"),
+    Argument("--num-samples", integer(-1), "pieces of documents; -1 for all", 256),
+    Argument("--sequence-length", integer(2), "tokens of a piece at most", 512),
+    Argument("--batch-size", integer(1, MAX_ROWS), "pieces side by side", 8),
+    Argument("--seed", integer(0, options.MAX_SEED), "of the choice of samples", 123),
+    options.JSON,
+]
+# fmt: on
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser)
-    parser.add_argument(
-        "--data-path",
-        metavar="PATH",
-        help="a .jsonl file, a .txt file, or a folder with test, valid or train.jsonl; by default the "
-        f"model folder's {HELD_OUT}, which the embedded model has",
-    )
-    parser.add_argument(
-        "--num-samples", type=integer(-1), default=256, help="pieces of documents; -1 for all"
-    )
-    parser.add_argument(
-        "--sequence-length", type=integer(2), default=512, help="tokens of a piece at most"
-    )
-    parser.add_argument(
-        "--batch-size", type=integer(1, MAX_ROWS), default=8, help="pieces side by side"
-    )
-    parser.add_argument(
-        "--seed", type=integer(0, options.MAX_SEED), default=123, help="of the choice of samples"
-    )
-    add_json(parser)
+    add_table(parser, ARGUMENTS)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from afm_mlx.cli.argument_table import FLAG, Argument, add_table
 from afm_mlx.cli.parser import UsageError, integer
 from afm_mlx.cli.training_arguments import ALTERNATIVES as ALTERNATIVES
 from afm_mlx.cli.training_arguments import add_training
 from afm_mlx.cli.training_output import run_training
-from afm_mlx.cli.training_recipe import recipe_of
+from afm_mlx.cli.training_recipe import fields_given, recipe_of
 
 if TYPE_CHECKING:
     from afm_mlx.quantization.quantize import Predicate
@@ -22,66 +23,38 @@ if TYPE_CHECKING:
 LEARNING_RATE = 2e-5
 
 
+# fmt: off
+PATHS = [
+    Argument("--save-path", None, "model folder to make; it must not exist", "qat_model"),
+    Argument("--run-path", None, "folder of checkpoints and metrics; SAVE_PATH-run by default"),
+]
+
+QUANTIZATION = [
+    Argument("--bits --q-bits", integer(1, 8), "per weight; 2 by default", choices=[2, 4, 8]),
+    Argument("--q-mode", ["balanced", "affine"],
+             "balanced (scale only), which is the default for AFM models, or affine (MLX's own format)"),
+    Argument("--q-granularity", ["tensor", "row", "group"],
+             "what has a scale of its own: tensor by default for balanced weights, as in Apple's report, "
+             "group for affine"),
+    Argument("--q-group-size", integer(1), "inputs that share a scale; 64 by default for groups"),
+    Argument("--embedding-bits --q-embedding-bits", integer(1, 8),
+             "of the embedding, which is the head too", 4, choices=[2, 4, 8]),
+    Argument("--q-embedding-granularity", ["tensor", "row", "group"],
+             "what of the embedding has a scale of its own; row by default, group where the rest has groups"),
+    Argument("--quant-predicate", None,
+             "more bits for the layers that mlx-lm's recipes choose: mixed_2_4, mixed_2_8 or mixed_4_8",
+             metavar="RECIPE"),
+    Argument("--calibrate-kv", integer(1),
+             "set the int8 scales of keys and values anew, by N batches before training", metavar="N"),
+    Argument("--learn-kv-scales", FLAG, "train these scales with the weights"),
+]
+# fmt: on
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--save-path", default="qat_model", help="model folder to make; it must not exist"
-    )
-    parser.add_argument(
-        "--run-path", help="folder of checkpoints and metrics; SAVE_PATH-run by default"
-    )
+    add_table(parser, PATHS)
     add_training(parser, f"{LEARNING_RATE:g}")
-    group = parser.add_argument_group("quantization")
-    _add_grids(group)
-    group.add_argument(
-        "--calibrate-kv",
-        type=integer(1),
-        metavar="N",
-        help="set the int8 scales of keys and values anew, by N batches before training",
-    )
-    group.add_argument(
-        "--learn-kv-scales", action="store_true", help="train these scales with the weights"
-    )
-
-
-def _add_grids(group: argparse._ArgumentGroup) -> None:
-    """What weights are rounded to."""
-    group.add_argument(
-        "--bits", "--q-bits", type=integer(1, 8), choices=[2, 4, 8], help="per weight; 2 by default"
-    )
-    group.add_argument(
-        "--q-mode",
-        choices=["balanced", "affine"],
-        help="balanced (scale only), which is the default for AFM models, or affine (MLX's own format)",
-    )
-    group.add_argument(
-        "--q-granularity",
-        choices=["tensor", "row", "group"],
-        help="what has a scale of its own: tensor by default for balanced weights, as in Apple's report, "
-        "group for affine",
-    )
-    group.add_argument(
-        "--q-group-size",
-        type=integer(1),
-        help="inputs that share a scale; 64 by default for groups",
-    )
-    group.add_argument(
-        "--embedding-bits",
-        "--q-embedding-bits",
-        type=integer(1, 8),
-        choices=[2, 4, 8],
-        default=4,
-        help="of the embedding, which is the head too",
-    )
-    group.add_argument(
-        "--q-embedding-granularity",
-        choices=["tensor", "row", "group"],
-        help="what of the embedding has a scale of its own; row by default, group where the rest has groups",
-    )
-    group.add_argument(
-        "--quant-predicate",
-        metavar="RECIPE",
-        help="more bits for the layers that mlx-lm's recipes choose: mixed_2_4, mixed_2_8 or mixed_4_8",
-    )
+    add_table(parser, QUANTIZATION, "quantization")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -104,9 +77,8 @@ def _method(args: argparse.Namespace) -> QATTraining:
         rule=rule,
         embedding_rule=_embedding_rule(args, rule),
         predicate=_predicate(args, source, rule),
-        calibrate_kv=args.calibrate_kv or 0,
-        learn_kv_scales=args.learn_kv_scales,
         average=args.ema_decay is None,
+        **fields_given(args, QATTraining),
     )
 
 

@@ -30,7 +30,7 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP came.
 
     Attributes:
-        number: of the signal.
+        number: the signal's.
         status: the exit status that shells expect.
     """
 
@@ -93,7 +93,7 @@ def deferred_signals() -> Iterator[threading.Event]:
 
 
 class _Watch:
-    """Handlers of signals, and the thread that knows of a signal before the handler runs."""
+    """Handlers of signals, and the thread that learns of a signal before its handler runs."""
 
     def __init__(self) -> None:
         self.number: int | None = None  # of the signal that a handler has taken

@@ -1,4 +1,4 @@
-"""What `lora` and `qat` print while they train, and of what came of it."""
+"""What `lora` and `qat` print: what is about to be trained, how it goes, and the scores at the end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from afm_mlx.cli.signals import Terminated, deferred_signals
 
 if TYPE_CHECKING:
     from afm_mlx.training.data.batches import Batches
-    from afm_mlx.training.loop.events import Event
+    from afm_mlx.training.loop.events import Event, Report
     from afm_mlx.training.loop.training_options import TrainingOptions
     from afm_mlx.training.methods.plan import Plan
     from afm_mlx.training.methods.scores import Scores
@@ -27,8 +27,8 @@ class Reporter:
     """Prints what a run tells, in mlx-lm's lines; on stderr where stdout is for JSON.
 
     Args:
-        args: of the command.
-        bar: of `progress_bar`.
+        args: arguments of the command.
+        bar: what `progress_bar` gives: draws how many steps are done, or None.
     """
 
     def __init__(self, args: argparse.Namespace, bar: Callable[[int, int], None] | None):
@@ -48,37 +48,35 @@ class Reporter:
     def on_event(self, event: Event) -> None:
         from afm_mlx.training.loop.events import Report, Resumed, Stepped, Testing, Validation
 
-        if isinstance(event, Resumed):
-            self._last = None
-            self._print(f"Resumed after step {event.step}")
-        elif isinstance(event, Stepped):
-            if self._bar is not None:
-                self._bar(event.step, self._steps)
-        elif isinstance(event, Testing):
-            self._print(f"Testing {event.what or 'what was trained'}")
-        elif isinstance(event, Report):
-            self._print(self._report_line(event))
-        elif isinstance(event, Validation):
-            line = f"Iter {event.step}: Val loss {event.valid_loss:.3f}"
-            # The exponential of a distance from a teacher means nothing.
-            self._print(
-                line if self._has_teacher else f"{line}, Val ppl {event.valid_perplexity:.3f}"
-            )
+        match event:
+            case Resumed():
+                self._last = None
+                self._print(f"Resumed after step {event.step}")
+            case Stepped():
+                if self._bar is not None:
+                    self._bar(event.step, self._steps)
+            case Testing():
+                self._print(f"Testing {event.what or 'what was trained'}")
+            case Report():
+                self._print(self._report_line(event))
+            case Validation():
+                line = f"Iter {event.step}: Val loss {event.valid_loss:.3f}"
+                # The exponential of a distance from a teacher means nothing.
+                perplexity = f", Val ppl {event.valid_perplexity:.3f}" * (not self._has_teacher)
+                self._print(line + perplexity)
 
-    def _report_line(self, report: Any) -> str:
-        parts = [
-            f"Train loss {report.loss:.3f}",
-            f"Learning Rate {report.learning_rate:.3e}",
-            f"Tokens/sec {report.tokens_per_second:.3f}",
-            f"Trained Tokens {report.tokens}",
-            f"Peak mem {report.peak_memory / 1e9:.3f} GB",
-        ]
+    def _report_line(self, report: Report) -> str:
+        speed = ""
         if self._last is not None:
             step, tokens = self._last
             seconds = (report.tokens - tokens) / report.tokens_per_second
-            parts.insert(2, f"It/sec {(report.step - step) / seconds:.3f}")
+            speed = f"It/sec {(report.step - step) / seconds:.3f}, "
         self._last = report.step, report.tokens
-        return f"Iter {report.step}: {', '.join(parts)}"
+        return (
+            f"Iter {report.step}: Train loss {report.loss:.3f}, Learning Rate {report.learning_rate:.3e}, "
+            f"{speed}Tokens/sec {report.tokens_per_second:.3f}, Trained Tokens {report.tokens}, "
+            f"Peak mem {report.peak_memory / 1e9:.3f} GB"
+        )
 
     def _print(self, line: str) -> None:
         if self._bar is None:
@@ -115,7 +113,7 @@ def _plan_lines(plan: Plan) -> Iterator[str]:
 
 
 def data_line(name: str, split: Batches) -> str:
-    """What a split holds."""
+    """How many samples and tokens a split holds, as a line."""
     return (
         f"{name} data: {len(split):,} samples, {split.n_tokens:,} tokens, "
         f"{split.n_targets:,} of them predicted"
@@ -134,10 +132,10 @@ def _rate_line(options: TrainingOptions) -> str:
 def run_training(
     args: argparse.Namespace, start: Callable[..., TrainingResult], run_path: Path
 ) -> None:
-    """Start a training and print what comes of it.
+    """Start a training, print how it goes, and print its result.
 
     Args:
-        args: of the command.
+        args: arguments of the command.
         start: a training that still takes `resume`, `on_plan` and `on_event`.
         run_path: folder of the run.
     """
@@ -186,7 +184,7 @@ def _facts(args: argparse.Namespace, result: TrainingResult, trainable: int) -> 
 
 
 def print_scores(scores: Scores) -> None:
-    """The first line is mlx-lm's."""
+    """Print the loss on test.jsonl with and without what was trained; the first line is as mlx-lm has it."""
     before = scores.untrained
     after = scores.trained or before
     print(f"Test loss {after.loss:.3f}, Test ppl {after.perplexity:.3f}.")
@@ -206,7 +204,7 @@ def print_scores(scores: Scores) -> None:
 
 
 def scores_dict(scores: Scores) -> dict[str, Any]:
-    """For JSON: `trained` and `untrained`."""
+    """The scores as JSON: `trained` and `untrained`."""
     return {
         "trained": None if scores.trained is None else scores.trained.to_dict(),
         "untrained": scores.untrained.to_dict(),
@@ -215,7 +213,7 @@ def scores_dict(scores: Scores) -> dict[str, Any]:
 
 @contextmanager
 def _advice(args: argparse.Namespace, run_path: Path) -> Iterator[None]:
-    """Say of a run that is there how to go on with it, and how to start anew."""
+    """When a training can't start or is stopped, say how to go on with its run and how to start anew."""
     from afm_mlx.training.loop.run_folder import RunExistsError
 
     resume = args.command_line if args.resume else f"{args.command_line} --resume"

@@ -1,4 +1,4 @@
-"""What the arguments of `lora` and `qat` ask for: defaults, contradictions, and the recipe of a training."""
+"""From the arguments of `lora` and `qat` to the recipe of a training: defaults, and contradictions."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli.parser import UsageError
-from afm_mlx.cli.training_arguments import ALTERNATIVES, EPOCHS, FEATURES, STEPS_BETWEEN
+from afm_mlx.cli.argument_table import flag_of
+from afm_mlx.cli.parser import MAX_NUMBER, UsageError
+from afm_mlx.cli.training_arguments import (
+    ALTERNATIVES,
+    DISTILLATION,
+    EPOCHS,
+    FEATURES,
+    STEPS_BETWEEN,
+)
 from afm_mlx.errors import shown
 
 if TYPE_CHECKING:
@@ -18,95 +25,62 @@ if TYPE_CHECKING:
     from afm_mlx.training.methods.recipe import Recipe
 
 WARMUP_SHARE = 0.05
-# What arguments are when neither the command line, nor a file, nor a preset says. The parser has None for
-# these, so that a preset can tell what is given.
-_DEFAULTS = {
-    "batch_size": 4,
-    "schedule": "cosine",
-    "final_learning_rate": 0.0,
-    "grad_accumulation_steps": 1,
-    "clip_grad_norm": 1.0,
-    "weight_decay": 0.0,
-}
-
-_OF_DISTILLATION = (
-    "teacher_adapter",
-    "distillation_weight",
-    "distillation_temperature",
-    "distillation_divergence",
-)
 
 
 def fill(args: argparse.Namespace, values: Mapping[str, Any]) -> None:
-    """Give arguments that nobody gave a value."""
+    """Give a value to each of these arguments that has none."""
     for name, value in values.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
 
 
+def fields_given(args: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """The fields of a dataclass that an argument of the same name has a value for."""
+    values = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(kind)}
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
-    """What `add_training`'s arguments ask for.
+    """The recipe that `add_training`'s arguments ask for.
 
     Args:
-        args: what is not given gets its default.
-        learning_rate: by default.
+        args: as they were parsed.
+        learning_rate: the highest, where `--learning-rate` is not given.
 
     Raises:
         UsageError: when they contradict each other.
     """
     _check(args)
-    of_optimizer = _optimizer(args)
-    fill(args, _DEFAULTS | {"learning_rate": learning_rate})
+    options = _options(args, learning_rate)
     from afm_mlx.training.methods.recipe import Recipe
 
-    of_warmup = (args.warmup_iters, args.warmup_epochs, args.lr_schedule)
-    has_share = all(value is None for value in of_warmup)
-    says_nothing = args.iters is None and args.epochs is None
-    return Recipe(
-        data=args.data,
-        options=_options(args, of_optimizer),
-        model=args.model,
-        epochs=EPOCHS if says_nothing else args.epochs,
-        steps_between=STEPS_BETWEEN if says_nothing else None,
-        warmup_share=WARMUP_SHARE if has_share else None,
-        warmup_epochs=args.warmup_epochs,
-        batch_size=args.batch_size,
-        max_seq_length=args.max_seq_length,
-        packing=args.packing,
-        prompt_weight=_prompt_weight(args),
-        features=_features(args),
-        teacher=args.teacher,
-        teacher_adapter=args.teacher_adapter,
-        force=args.force,
-        distillation_weight=1.0 if args.distillation_weight is None else args.distillation_weight,
-        distillation_temperature=args.distillation_temperature or 1.0,
-        divergence=args.distillation_divergence or "forward",
-        test=args.test,
-        test_batches=args.test_batches,
-    )
+    values = fields_given(args, Recipe)
+    if args.iters is None and args.epochs is None:
+        values |= {"epochs": EPOCHS, "steps_between": STEPS_BETWEEN}
+    if args.warmup_iters is None and args.warmup_epochs is None and args.lr_schedule is None:
+        values["warmup_share"] = WARMUP_SHARE
+    if args.distillation_divergence is not None:
+        values["divergence"] = args.distillation_divergence
+    values |= {"prompt_weight": _prompt_weight(args), "features": _features(args)}
+    return Recipe(options=options, **values)
 
 
-def _options(args: argparse.Namespace, of_optimizer: dict[str, Any]) -> TrainingOptions:
+def _options(args: argparse.Namespace, learning_rate: float) -> TrainingOptions:
+    """The options of the loop; how long it runs may depend on the data, see `Recipe.settled`."""
+    values = {"learning_rate": learning_rate, "warmup_iters": 0} | optimizer_settings(args)
     from afm_mlx.training.loop.training_options import TrainingOptions
 
-    warmup = args.warmup_iters or 0
+    values |= fields_given(args, TrainingOptions) | _peak(args)
+    if args.optimizer == "adam" and values.get("weight_decay"):
+        raise UsageError("adam has no weight decay; take --optimizer adamw, or leave it out.")
     # The number of steps in epochs is only known with the data.
-    iters = warmup + 1 if args.iters is None else args.iters
-    same = {field.name for field in dataclasses.fields(TrainingOptions)} & set(vars(args))
-    values = {name: getattr(args, name) for name in same} | of_optimizer | _peak(args)
-    return TrainingOptions(
-        **values
-        | {
-            "iters": iters,
-            "warmup_iters": warmup,
-            "clip_grad_norm": args.clip_grad_norm or None,
-            "ema_decay": args.ema_decay or None,
-        }
-    )
+    values.setdefault("iters", values["warmup_iters"] + 1)
+    without = [name for name in ("clip_grad_norm", "ema_decay") if values.get(name) == 0]
+    return TrainingOptions(**values | dict.fromkeys(without))
 
 
 def _peak(args: argparse.Namespace) -> dict[str, float]:
-    """The highest rate of `--lr-schedule`, which messages name."""
+    """The rate that `--lr-schedule` starts from, for messages that name the learning rate."""
     arguments = (args.lr_schedule or {}).get("arguments")
     first = arguments[0] if isinstance(arguments, list) and arguments else 0
     return {"learning_rate": first} if isinstance(first, int | float) and first > 0 else {}
@@ -119,42 +93,32 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no file or folder {args.data}; data sets of the hub are not fetched."
         )
-    _check_length(args)
+    refuse_both(args, ALTERNATIVES)
+    for name in ("epochs", "learning_rate"):
+        if getattr(args, name) == 0:
+            raise UsageError(f"{flag_of(name)} is 0; allowed is more than that.")
     for name in ("val_batches", "test_batches"):
         if getattr(args, name) == 0:
-            flag = _flag(name)
-            raise UsageError(f"{flag} is 0; allowed are 1 and more, or -1 for all.")
+            raise UsageError(f"{flag_of(name)} is 0; allowed are 1 and more, or -1 for all.")
     if args.teacher is None:
-        for name in _OF_DISTILLATION:
-            if getattr(args, name) is not None:
+        for row in DISTILLATION:
+            if getattr(args, row.name) is not None:
                 raise UsageError(
-                    f"{_flag(name)} without --teacher would do nothing. Add --teacher, or leave it out."
+                    f"{flag_of(row.name)} without --teacher would do nothing. Add --teacher, or leave it out."
                 )
     if args.plot is not None:
         _check_plot(args.plot)
-
-
-def _check_length(args: argparse.Namespace) -> None:
-    """How long, and how fast."""
-    refuse_both(args, ALTERNATIVES)
-    if args.epochs == 0 or args.learning_rate == 0:
-        name = "--epochs" if args.epochs == 0 else "--learning-rate"
-        raise UsageError(f"{name} is 0; allowed is more than that.")
 
 
 def refuse_both(args: argparse.Namespace, alternatives: Iterable[tuple[str, str, str]]) -> None:
     """Raise `UsageError` when both of two alternatives are given."""
     for one, other, what in alternatives:
         if None not in (getattr(args, one), getattr(args, other)):
-            raise UsageError(f"{_flag(one)} and {_flag(other)} both say {what}; choose one.")
+            raise UsageError(f"{flag_of(one)} and {flag_of(other)} both say {what}; choose one.")
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
-def _optimizer(args: argparse.Namespace) -> dict[str, Any]:
-    """AdamW's settings of `--optimizer-config`, whose weight decay `--weight-decay` comes before."""
+def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What `--optimizer-config` says of the optimizer, as fields of `TrainingOptions`."""
     given = (args.optimizer_config or {}).get(args.optimizer) or {}
     wanted = {"betas", "eps", "weight_decay", "bias_correction"}
     if not isinstance(given, dict) or not given.keys() <= wanted:
@@ -165,27 +129,26 @@ def _optimizer(args: argparse.Namespace) -> dict[str, Any]:
     if given.get("bias_correction") is False:
         raise UsageError("--optimizer-config: bias_correction is always on here; leave it out.")
     betas = given.get("betas", [0.9, 0.999])
-    numbers = [*betas, given.get("eps", 0.0)] if isinstance(betas, list) else []
-    if len(numbers) != 3 or not all(type(n) in (int, float) for n in numbers):
+    others = {name: given[name] for name in ("eps", "weight_decay") if given.get(name) is not None}
+    numbers = [*betas, *others.values()] if isinstance(betas, list) else []
+    are_numbers = all(type(n) in (int, float) and abs(n) <= MAX_NUMBER for n in numbers)
+    if len(numbers) != 2 + len(others) or not are_numbers:
         raise UsageError(
-            f"--optimizer-config has {shown(given)}; betas are a list of two numbers, and eps is one."
+            f"--optimizer-config has {shown(given)}; betas are a list of two numbers, and eps and "
+            f"weight_decay are one each, up to {MAX_NUMBER:g}."
         )
-    fill(args, {"weight_decay": given.get("weight_decay")})
-    if args.optimizer == "adam" and args.weight_decay:
-        raise UsageError("adam has no weight decay; take --optimizer adamw, or leave it out.")
-    values = {"betas": tuple(betas)}
-    return values | ({"eps": float(given["eps"])} if "eps" in given else {})
+    return {"betas": tuple(betas)} | others
 
 
 def _features(args: argparse.Namespace) -> dict[str, str]:
-    """What the data calls things, by our names, where that is something else."""
+    """Keys that the data has in place of "prompt", "completion", "messages" and "text", by these."""
     names = {name: getattr(args, f"{name}_feature") for name in FEATURES}
     names["messages"] = names.pop("chat")
     return {name: key for name, key in names.items() if key not in (None, name)}
 
 
 def _check_plot(path: str) -> None:
-    """What would only be found when hours of training are over."""
+    """Raise `UsageError` for a plot that can't be drawn, before hours of training and not after them."""
     if not path.endswith(".png"):
         raise UsageError(f"--plot is {path}; a name that ends in .png is needed.")
     if not Path(path).parent.is_dir():

@@ -18,7 +18,7 @@ from afm_mlx.errors import shown
 MAX_BYTES = 1 << 16
 MAX_DEPTH = 20
 MAX_DIGITS = 400
-"""Characters of a number. A float ends at 309 digits, and Python reads integers of 4,300."""
+"""The most characters of a number. A float ends at 309 digits, and Python reads integers of 4,300."""
 
 _NULL = ("", "~", "null")
 _BOOLEANS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(
@@ -80,7 +80,7 @@ def _text_of(path: Path) -> str:
 
 
 class _Reader:
-    """Makes values of a parser's events, so that nothing is made that is not allowed."""
+    """Makes values from the events of PyYAML's parser, so that it makes nothing that is not allowed."""
 
     def __init__(self, path: Path, text: str):
         self._path = path

@@ -1,41 +1,106 @@
-"""A cache that already holds the beginning of a prompt.
+"""Caches that already hold the beginning of the next prompt.
 
-A prompt is compared with the tokens that the cache holds, token by token. What both have in common stays
-in the cache, the rest is taken back and computed anew. So a cached run is fed the very tokens that a run
+A prompt is compared with the tokens that a cache holds, token by token. What both begin with stays in the
+cache; the rest is taken back and computed anew. So a run that reuses a cache is fed the very tokens that a run
 from scratch is fed, even where an answer is not tokenized as it was generated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-
-def tokens_in(cache: Sequence[Any]) -> int:
-    """Tokens that a cache of one row has seen; 0 when it doesn't say."""
-    lengths = getattr(cache[0], "lengths", None)
-    return lengths[0] if lengths else int(getattr(cache[0], "offset", 0))
+from afm_mlx.model.kv_cache import NoKVCache
 
 
-def keep_common(cache: Sequence[Any], held: Sequence[int], prompt: Sequence[int]) -> int | None:
-    """Trim a cache to what it shares with a prompt.
+@dataclass
+class Continuation:
+    """A prompt that a cache holds the beginning of.
 
     Args:
-        cache: of one row, trimmed in place.
-        held: the tokens in it.
-        prompt: all tokens of the next prompt. The last one always remains to be fed.
-
-    Returns:
-        How many tokens of the prompt the cache now holds; None when it can't be trimmed, and a new one
-        is needed.
+        cache: keys and values of that beginning, for `stream_generate` or a `Request` to go on with.
+        rest: tokens of the prompt that are still to be fed, at least one.
+        answer: tokens that were generated after the prompt; whoever generates them appends them.
     """
-    pairs = zip(held, prompt[:-1], strict=False)
-    common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    surplus = len(held) - common
-    if surplus:
-        if not all(layer.is_trimmable() for layer in cache):
-            return None
-        for layer in cache:
-            layer.trim(surplus)
-    return common
+
+    cache: list[Any]
+    rest: list[int]
+    answer: list[int] = field(default_factory=list)
+
+
+class PromptCaches:
+    """The cache of the last prompt of each adapter, for the next prompt to go on with.
+
+    Each adapter has a cache of its own: keys and values that one has computed are wrong for another.
+
+    Args:
+        new_cache: makes an empty cache of one row.
+    """
+
+    def __init__(self, new_cache: Callable[[], list[Any]]):
+        self._new_cache = new_cache
+        self._kept: dict[str | None, tuple[list[Any], list[int]]] = {}  # caches, and tokens in them
+
+    def keep(self, cache: list[Any], tokens: Sequence[int], adapter: str | None = None) -> None:
+        """Keep a cache for the adapter's next prompt, if it is known to hold these tokens and no others."""
+        if tokens_in(cache) == len(tokens):
+            self._kept[adapter] = cache, list(tokens)
+
+    @contextmanager
+    def continuing(
+        self, prompt: Sequence[int], adapter: str | None = None
+    ) -> Iterator[Continuation]:
+        """Lend the cache that holds most of a prompt, and keep it with what was fed to it.
+
+        It is an empty cache where the adapter has none, or has one that can't be trimmed: a sliding window that
+        has forgotten tokens.
+
+        While a cache is lent, nobody else gets it. After an error it is kept with as many tokens as it came to
+        hold. After Ctrl-C, which may have come while it was written, it is kept only if it holds what it held.
+
+        Args:
+            prompt: all tokens, those that the cache may hold included; at least one.
+            adapter: name of the adapter that the prompt is run with; None for none.
+        """
+        cache, reused = self._take(prompt, adapter)
+        run = Continuation(cache, list(prompt[reused:]))
+        try:
+            yield run
+        except BaseException as error:
+            if isinstance(error, Exception) or tokens_in(cache) == reused:
+                self._keep_fed(prompt, run, adapter)
+            raise
+        self._keep_fed(prompt, run, adapter)
+
+    def _take(self, prompt: Sequence[int], adapter: str | None) -> tuple[list[Any], int]:
+        """A cache, and how many tokens of the prompt it holds; the last one always remains to be fed."""
+        cache, held = self._kept.pop(adapter, ([], []))
+        pairs = zip(held, prompt[:-1], strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        surplus = len(held) - common
+        if not cache or (surplus and not all(entry.is_trimmable() for entry in cache)):
+            return self._new_cache(), 0
+        for entry in cache if surplus else ():
+            entry.trim(surplus)
+        return cache, common
+
+    def _keep_fed(self, prompt: Sequence[int], run: Continuation, adapter: str | None) -> None:
+        # The last token of an answer was not fed, as a rule.
+        self.keep(run.cache, [*prompt, *run.answer][: tokens_in(run.cache)], adapter)
+
+
+def tokens_in(cache: Sequence[Any]) -> int | None:
+    """Tokens that a cache of one row has seen; None where its entries don't say, or say different things.
+
+    Recurrent layers of mlx-lm's zoo don't say, and can't take tokens back.
+    """
+    counts = {_tokens_in(entry) for entry in cache if not isinstance(entry, NoKVCache)}
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _tokens_in(entry: Any) -> int | None:
+    lengths = getattr(entry, "lengths", None)
+    return lengths[0] if isinstance(lengths, list) else getattr(entry, "offset", None)

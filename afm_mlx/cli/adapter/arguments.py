@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from afm_mlx.cli.argument_table import FLAG, Argument, add_table, flag_of
 from afm_mlx.cli.options import EMBEDDED_MODEL
 from afm_mlx.cli.parser import UsageError, number
 from afm_mlx.errors import named
@@ -16,69 +17,52 @@ from afm_mlx.errors import named
 FORMATS = ["mlx-lm", "peft", "toolkit", "fmadapter"]
 DTYPES = ["float16", "bfloat16", "float32"]
 
-_PACKAGE = {
-    "name": "letters, digits and '_'; that of the output by default",
-    "author": "of the adapter",
-    "description": "of what the adapter does",
-    "license": "of the adapter",
-    "base_signature": "40 hex digits that name the base model to Apple's runtime",
-    "draft": "folder with draft.mil and draft_weights.bin to pass through; that of the source by default",
-}
+# fmt: off
+SOURCE = [
+    Argument("adapter", None,
+             "a folder of mlx-lm or PEFT, a .pt file of Apple's toolkit, an .fmadapter package, or the name of "
+             "an adapter that comes with the model",
+             nargs="?", metavar="ADAPTER"),
+    Argument("--adapter-path", None, "the same, as a flag", metavar="ADAPTER"),
+    Argument("--alpha", number(0),
+             "of a .pt file; that of the config beside it by default, and without one 16 for rank 32"),
+]
+
+FORCE = Argument(
+    "--force", FLAG, "take an adapter that was made for another base model, if its shapes fit")
+
+_PACKAGE = [
+    Argument("--name", None, "letters, digits and '_'; that of the output by default"),
+    Argument("--author", None, "of the adapter"),
+    Argument("--description", None, "of what the adapter does"),
+    Argument("--license", None, "of the adapter"),
+    Argument("--base-signature", None, "40 hex digits that name the base model to Apple's runtime"),
+    Argument("--draft", None,
+             "folder with draft.mil and draft_weights.bin to pass through; that of the source by default"),
+]
+_ANY_RANK = Argument("--any-rank", FLAG, "write ranks above 32, which Apple's runtime does not load")
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "adapter",
-        nargs="?",
-        metavar="ADAPTER",
-        help="a folder of mlx-lm or PEFT, a .pt file of Apple's toolkit, an .fmadapter package, or the name of "
-        "an adapter that comes with the model",
-    )
-    parser.add_argument("--adapter-path", metavar="ADAPTER", help="the same, as a flag")
-    parser.add_argument(
-        "--alpha",
-        type=number(0),
-        help="of a .pt file; that of the config beside it by default, and without one 16 for rank 32",
-    )
-
-
-def add_model(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--model", help=f"folder, hub id or name of the base model: {what}")
-
-
-def add_force(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="take an adapter that was made for another base model, if its shapes fit",
-    )
+def model_argument(what: str) -> Argument:
+    """The argument that names the base model; `what` says what the command needs it for."""
+    return Argument("--model", None, f"folder, hub id or name of the base model: {what}")
 
 
 def add_output(parser: argparse.ArgumentParser, default: str | None) -> None:
-    parser.add_argument("--to", choices=FORMATS, default=default, help="format of what is written")
-    parser.add_argument(
-        "--output",
-        help="what to write, which must not exist: a folder, NAME.pt or NAME.fmadapter",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="type of the numbers; that of the source by default. .pt files are float32, and packages float16",
-    )
-    parser.add_argument(
-        "--qkv",
-        choices=["fused", "split"],
-        default="fused",
-        help="what a PEFT folder calls queries, keys and values: qkv_proj, or q_proj, k_proj and v_proj",
-    )
-    group = parser.add_argument_group(".fmadapter packages")
-    for name, help_text in _PACKAGE.items():
-        group.add_argument(f"--{name.replace('_', '-')}", help=help_text)
-    group.add_argument(
-        "--any-rank",
-        action="store_true",
-        help="write ranks above 32, which Apple's runtime does not load",
-    )
+    """Add the arguments that say what is written; `default` is the format, None for one that must be given."""
+    add_table(parser, [
+        Argument("--to", FORMATS, "format of what is written", default),
+        Argument("--output", None,
+                 "what to write, which must not exist: a folder, NAME.pt or NAME.fmadapter"),
+        Argument("--dtype", DTYPES,
+                 "type of the numbers; that of the source by default. .pt files are float32, and packages "
+                 "float16"),
+        Argument("--qkv", ["fused", "split"],
+                 "what a PEFT folder calls queries, keys and values: qkv_proj, or q_proj, k_proj and v_proj",
+                 "fused"),
+    ])
+    add_table(parser, [*_PACKAGE, _ANY_RANK], ".fmadapter packages")
+# fmt: on
 
 
 def package_fields(args: argparse.Namespace) -> dict[str, Any]:
@@ -87,11 +71,12 @@ def package_fields(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: for arguments of one format with another.
     """
-    given = {name: getattr(args, name) for name in _PACKAGE if getattr(args, name) is not None}
+    fields = {row.name: getattr(args, row.name) for row in _PACKAGE}
+    given = {name: value for name, value in fields.items() if value is not None}
     if args.to != "fmadapter" and (given or args.any_rank):
-        name = next(iter(given), "any_rank").replace("_", "-")
+        flag = flag_of(next(iter(given), "any_rank"))
         raise UsageError(
-            f"--{name} is for .fmadapter packages; it has no effect on {args.to}. Leave it out."
+            f"{flag} is for .fmadapter packages; it has no effect on {args.to}. Leave it out."
         )
     if args.qkv != "fused" and args.to != "peft":
         raise UsageError(f"--qkv is for PEFT folders; it has no effect on {args.to}. Leave it out.")
@@ -109,7 +94,7 @@ def require(args: argparse.Namespace, action: str, **missing: str) -> None:
     _take_positional(args)
     for name, purpose in missing.items():
         if getattr(args, name) in (None, []):
-            flag = "ADAPTER" if name == "adapter_path" else f"--{name.replace('_', '-')}"
+            flag = "ADAPTER" if name == "adapter_path" else flag_of(name)
             raise UsageError(
                 f"{flag} is missing; it says {purpose}. afm-mlx adapter {action} --help explains."
             )
@@ -128,10 +113,10 @@ def _take_positional(args: argparse.Namespace) -> None:
 
 
 def located(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Path], Any]:
-    """Where adapters are, and the base model.
+    """Find adapters and their base model.
 
     Args:
-        args: with `add_model`'s.
+        args: arguments, `--model` among them.
         names: paths, or names of adapters that come with the model, the embedded one by default.
 
     Returns:

@@ -7,30 +7,32 @@ import math
 from pathlib import Path
 
 from afm_mlx.cli.adapter.arguments import (
-    add_force,
-    add_model,
+    FORCE,
     add_output,
     dtype_of,
     located,
+    model_argument,
     package_fields,
     print_written,
     require,
 )
+from afm_mlx.cli.argument_table import Argument, add_table
 from afm_mlx.cli.parser import UsageError
 from afm_mlx.errors import shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    adapters = Argument(
         "adapters",
+        None,
+        "an adapter of any format, or the name of one that comes with the model, and its weight, such as "
+        "poet=0.7",
         nargs="*",
         metavar="PATH=WEIGHT",
-        help="an adapter of any format, or the name of one that comes with the model, and its weight, such as "
-        "poet=0.7",
     )
+    add_table(parser, [adapters])
     add_output(parser, default="mlx-lm")
-    add_model(parser, "the adapters must fit it")
-    add_force(parser)
+    add_table(parser, [model_argument("the adapters must fit it"), FORCE])
 
 
 def run(args: argparse.Namespace) -> None:

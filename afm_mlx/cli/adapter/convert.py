@@ -5,27 +5,27 @@ from __future__ import annotations
 import argparse
 
 from afm_mlx.cli.adapter.arguments import (
-    add_force,
-    add_model,
+    FORCE,
+    SOURCE,
     add_output,
-    add_source,
     dtype_of,
     located,
+    model_argument,
     package_fields,
     print_written,
     require,
 )
+from afm_mlx.cli.argument_table import add_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
+    add_table(parser, SOURCE)
     add_output(parser, default=None)
-    add_model(
-        parser,
+    base = model_argument(
         "the adapter must fit it, and formats with a place for every layer need it for other models than "
-        "Apple's 3B; by default the one that the adapter's config names, if it is here",
+        "Apple's 3B; by default the one that the adapter's config names, if it is here"
     )
-    add_force(parser)
+    add_table(parser, [base, FORCE])
 
 
 def run(args: argparse.Namespace) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 
-from afm_mlx.cli.adapter.arguments import add_model, add_source, located, require
-from afm_mlx.cli.output import add_json, print_facts, print_json
+from afm_mlx.cli.adapter.arguments import SOURCE, located, model_argument, require
+from afm_mlx.cli.argument_table import add_table
+from afm_mlx.cli.options import JSON
+from afm_mlx.cli.output import print_facts, print_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
-    add_model(parser, "packages of other models than Apple's 3B can't be read without it")
-    add_json(parser)
+    base = model_argument("packages of other models than Apple's 3B can't be read without it")
+    add_table(parser, [*SOURCE, base, JSON])
 
 
 def run(args: argparse.Namespace) -> None:

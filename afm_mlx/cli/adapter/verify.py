@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 
-from afm_mlx.cli.adapter.arguments import add_model, add_source, located, require
-from afm_mlx.cli.output import add_json, print_json
+from afm_mlx.cli.adapter.arguments import SOURCE, located, model_argument, require
+from afm_mlx.cli.argument_table import Argument, add_table
+from afm_mlx.cli.options import JSON
+from afm_mlx.cli.output import print_json
 from afm_mlx.errors import CheckpointError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_source(parser)
-    add_model(parser, "names, shapes and fingerprint are compared with it")
-    parser.add_argument(
-        "--base-signature", help="40 hex digits that an .fmadapter package must name"
+    base = model_argument("names, shapes and fingerprint are compared with it")
+    signature = Argument(
+        "--base-signature", None, "40 hex digits that an .fmadapter package must name"
     )
-    add_json(parser)
+    add_table(parser, [*SOURCE, base, signature, JSON])
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from afm_mlx.cli import options
+from afm_mlx.cli.argument_table import Argument, add_table, unavailable
 from afm_mlx.cli.parser import UsageError, integer
 
 if TYPE_CHECKING:
@@ -18,22 +19,18 @@ if TYPE_CHECKING:
     from afm_mlx.cli.chat.lines import Entries
 
 
+_TURNS = [
+    Argument("--system-prompt", None, "instructions that come before the conversation"),
+    Argument("--max-tokens -m", integer(-1), "tokens per answer; -1 for no limit", 256),
+]
+_PIPELINE = unavailable("--pipeline", "running on several machines is not available", nargs=0)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    options.add_model(parser)
-    options.add_adapters(parser)
-    parser.add_argument("--system-prompt", help="instructions that come before the conversation")
-    parser.add_argument(
-        "--max-tokens",
-        "-m",
-        type=integer(-1),
-        default=256,
-        help="tokens per answer; -1 for no limit",
-    )
+    add_table(parser, [*options.LOADING, *options.ADAPTERS, *_TURNS])
     options.add_sampling(parser, seed=0)
     options.add_cache(parser)
-    options.add_unavailable(
-        parser, "running on several machines is not available", "--pipeline", nargs=0
-    )
+    add_table(parser, [_PIPELINE])
 
 
 def run(args: argparse.Namespace) -> None:

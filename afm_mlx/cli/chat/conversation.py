@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.generation import GenerationResponse, stream_generate
-from afm_mlx.engine.prompt_reuse import keep_common, tokens_in
+from afm_mlx.engine.prompt_reuse import Continuation, PromptCaches
 from afm_mlx.errors import AFMError, RequestError, TokenizerError
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
-
-
-@dataclass
-class _Kept:
-    """Keys and values that an adapter has computed, and the tokens that they are of."""
-
-    cache: list[Any]
-    tokens: list[int]
 
 
 @dataclass
@@ -44,15 +36,15 @@ class Conversation:
     stops stays as far as it came.
 
     Args:
-        model, tokenizer: of `load`.
+        model, tokenizer: what `load` returns.
         new_cache: makes an empty cache.
         system_prompt: instructions for all turns.
-        adapters: that turns may use.
+        adapters: pool of the adapters that may answer.
 
     Attributes:
         adapter: name of the one that answers, or None.
-        last_response: of the last answer, with its figures; None before there is one.
-        prompt_tokens: of the last question, with the conversation before it.
+        last_response: the last answer's last response, with its figures; None before there is one.
+        prompt_tokens: tokens of the last question and the conversation before it.
     """
 
     def __init__(
@@ -86,7 +78,7 @@ class Conversation:
 
     @property
     def system(self) -> str | None:
-        """Instructions for all turns; None for those that the chat template has by itself.
+        """Instructions for all turns; None leaves those that the chat template itself may have.
 
         Raises:
             TokenizerError: when they are set to what is no text.
@@ -109,7 +101,7 @@ class Conversation:
         """Forget all turns; instructions and adapter stay."""
         self._turns: list[Message] = []
         self._asked: _Asked | None = None
-        self._caches: dict[str | None, _Kept] = {}
+        self._caches = PromptCaches(self._new_cache)
         self.last_response: GenerationResponse | None = None
         self.prompt_tokens = 0
 
@@ -118,7 +110,7 @@ class Conversation:
 
         Args:
             messages: its turns, and instructions if it has any.
-            adapter: that answers from now on; None for none.
+            adapter: name of the adapter that answers from now on; None for none.
 
         Raises:
             AFMError: when the messages can't be used, or the adapter can't be loaded.
@@ -158,7 +150,7 @@ class Conversation:
         Args:
             question: what the user says.
             show: is given each segment of the answer.
-            arguments: of `stream_generate`.
+            arguments: options for `stream_generate`.
 
         Returns:
             The last response, with its figures; None after Ctrl-C.
@@ -174,7 +166,7 @@ class Conversation:
         """Answer the last question again, in place of the answer that it has, if it has one.
 
         Args:
-            show, arguments: as for `ask`.
+            show, arguments: see `ask`.
 
         Raises:
             RequestError: when nothing was asked yet.
@@ -190,47 +182,36 @@ class Conversation:
         turns = [*asked.before, asked.question]
         prompt = self._encoded([*self._system, *turns], open_answer=True)
         self.prompt_tokens = len(prompt)
-        kept, common = self._kept_of(prompt)
-        answer, tokens, stopped, last = "", list[int](), False, None
-        responses = stream_generate(
+        answer, stopped, last = "", False, None
+        try:
+            with (
+                self._caches.continuing(prompt, self.adapter) as run,
+                closing(self._responses(run, arguments)) as responses,  # type: ignore[type-var]
+            ):
+                for response in responses:
+                    answer += response.text
+                    run.answer.append(response.token)
+                    self.last_response = last = response
+                    show(response.text)
+        except KeyboardInterrupt:
+            stopped = True
+        if answer:
+            self._turns = [*turns, {"role": "assistant", "content": answer}]
+        return None if stopped else last
+
+    def _responses(
+        self, run: Continuation, arguments: Mapping[str, Any]
+    ) -> Iterator[GenerationResponse]:
+        return stream_generate(
             self._model,
             self._tokenizer,
-            prompt[common:],
-            prompt_cache=kept.cache,
+            run.rest,
+            prompt_cache=run.cache,
             logprobs=False,
             adapter=self.adapter,
             adapters=self._adapters,
             **arguments,
         )
-        try:
-            with closing(responses):  # type: ignore[type-var]
-                for response in responses:
-                    answer += response.text
-                    tokens.append(response.token)
-                    self.last_response = last = response
-                    show(response.text)
-        except KeyboardInterrupt:
-            stopped = True
-        finally:
-            kept.tokens = [*prompt, *tokens][: tokens_in(kept.cache)]
-            # One that Ctrl-C came upon while it was handed back may hold less in some blocks than in others.
-            if not stopped or len(kept.tokens) == common:
-                self._caches[self.adapter] = kept
-        if answer:
-            self._turns = [*turns, {"role": "assistant", "content": answer}]
-        return None if stopped else last
-
-    def _kept_of(self, prompt: Sequence[int]) -> tuple[_Kept, int]:
-        """A cache for the adapter's next turn, and how many tokens of the prompt it holds.
-
-        It is the conversation's no more until it is put back whole.
-        """
-        kept = self._caches.pop(self.adapter, None)
-        if kept is not None:
-            common = keep_common(kept.cache, kept.tokens, prompt)
-            if common is not None:
-                return kept, common
-        return _Kept(self._new_cache(), []), 0
 
     def _encoded(self, messages: Sequence[Message], open_answer: bool) -> list[int]:
         try:

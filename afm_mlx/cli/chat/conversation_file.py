@@ -13,7 +13,7 @@ from afm_mlx.files import atomic_write
 from afm_mlx.tokenizer.chat_messages import Message
 
 MAX_BYTES = 4 << 20
-"""Of a file that is read: a million tokens, more than any context."""
+"""The largest file that is read: a million tokens, more than any context."""
 _KEYS = ("messages", "adapter")
 
 
@@ -27,7 +27,7 @@ def write_conversation(
     """Write a conversation, whole or not at all.
 
     Args:
-        path: of the file.
+        path: the file to write.
         messages: instructions first, if there are any.
         adapter: name of the one that answers, or None.
         replace: whether the file may be there already.

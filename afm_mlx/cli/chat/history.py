@@ -15,7 +15,7 @@ from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 SWITCH = "AFM_MLX_HISTORY"
 """0 in this environment variable keeps nothing between chats."""
 MAX_BYTES = 1 << 20
-"""Of the file; past that, the older half goes when a chat begins."""
+"""The largest file; when a chat begins with a larger one, its older half is dropped."""
 
 
 def open_history() -> History:
@@ -52,7 +52,7 @@ def _state_folder() -> Path:
 
 
 def _make_ready(path: Path) -> None:
-    """See to it that the file is there, private, and of moderate size."""
+    """Make the file where there is none, let nobody else read it, and shorten it past `MAX_BYTES`."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Opening a pipe would wait for its other end.
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK

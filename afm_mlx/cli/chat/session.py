@@ -27,13 +27,13 @@ Answer = Callable[..., GenerationResponse | None]
 
 
 class Session:
-    """A conversation, and what its commands act on.
+    """A chat: its conversation, and all else that commands act on.
 
     Args:
-        conversation: that is talked in.
-        adapters: that it may switch to.
-        arguments: of `stream_generate`, but for the seed.
-        first_seed: of the first answer; each later one has the next.
+        conversation: the turns so far, and the model that answers.
+        adapters: pool of the adapters that may answer.
+        arguments: options for `stream_generate`, the seed excepted.
+        first_seed: seed of the first answer; each later answer has the next.
         context: tokens that the conversation may have; None when that is not known.
         window_possible: whether the model has `--sliding-window`.
         figures: whether each answer is followed by a line about its speed.
@@ -62,7 +62,7 @@ class Session:
         self._first_seed = self._seed = first_seed
 
     def run(self, entries: Entries) -> None:
-        """Do what entry after entry says, until /exit or the end of input."""
+        """Run commands and answer messages, until /exit or the end of input."""
         with Interrupts() as interrupts:
             while True:
                 try:
@@ -145,12 +145,12 @@ class Session:
         return seed
 
     def _can_go_on(self, error: AFMError) -> bool:
-        """Whether there is a conversation to lose, or the error is this question's and not all questions'."""
+        """Whether the chat goes on: there is a conversation to lose, or only this question caused the error."""
         of_question = (CheckpointError, ConfigError, ContextLengthError, TokenizerError)
         return bool(self.conversation.turns) or isinstance(error, of_question)
 
     def _advice(self, error: AFMError) -> str | None:
-        """About a full context in the chat's terms, in place of the engine's."""
+        """What to say of a full context, in the chat's terms and not the engine's; None of other errors."""
         if not isinstance(error, ContextLengthError) or self.context is None or self.sliding:
             return None
         needed = self.conversation.prompt_tokens

@@ -30,8 +30,8 @@ class Terminal:
     """A terminal that a person types on.
 
     Args:
-        adapters: whose names are completed.
-        input, output: other ones than the process's terminal, for tests.
+        adapters: pool of the adapters whose names are completed.
+        input, output: used in place of the process's terminal, in tests.
     """
 
     terminal = True
@@ -122,7 +122,7 @@ def _key_bindings() -> KeyBindings:
 
 
 class _Completer(Completer):
-    """Names of commands, and what comes behind them: adapters, or files."""
+    """Completes names of commands, and the adapter or file that follows one."""
 
     def __init__(self, adapters: AdapterPool):
         self._adapters = adapters
