@@ -119,14 +119,14 @@ def _obstacle(variant: Variant, case: Case) -> str | None:
 
 
 def invalidate() -> None:
-    """Choose anew: what a choice depends on has changed."""
+    """Forget every choice: what they depend on has changed."""
     global _generation
     _generation += 1
     select.cache_clear()
 
 
 def generation() -> int:
-    """A number that is another one after every change of what choices depend on."""
+    """A number that changes whenever something does that choices depend on."""
     return _generation
 
 
