@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.adapters.adapter_folder import load_adapter, save_adapter
+from afm_mlx.architecture import KV_SCALES, parameter_shapes
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import check_finite, not_finite
 from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files, write_card, write_config
@@ -29,12 +30,10 @@ from afm_mlx.checkpoint.stored_layers import (
     stored_settings,
 )
 from afm_mlx.checkpoint.weights import (
-    KV_SCALES,
     Progress,
     StoredTensor,
     TensorSpec,
     array_bytes,
-    parameter_shapes,
     stored_tensors,
     write_weights,
 )

@@ -17,17 +17,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from afm_mlx.architecture import blocks
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.errors import CheckpointError, named, shown
 
 Tensors = dict[str, mx.array]
 
-_NAME = re.compile(
-    r"model\.(?:layers|kv_reuse_layers)\.\d{1,5}\."
-    r"(?:(?:self_attn\.(?:q|out)|mlp\.(?:gate|up|down))_proj\.lora_[ab]"
-    r"|self_attn\.qkv_proj\.lora_[ab]\.[012])",
-    re.ASCII,
-)
 _SHOWN = 5
 
 
@@ -61,29 +56,29 @@ class PairPlace(NamedTuple):
 
 def pair_places(config: ModelConfig) -> list[PairPlace]:
     """Every pair that a model can carry, in the order of a checkpoint."""
-    width, ffn = config.hidden_dim, config.ffn_dim
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    kv_rows = kv_heads * config.head_dim
-    result = []
-    for index in range(config.num_layers):
-        reuse = index - config.num_kv_layers
-        block = f"model.layers.{index}" if reuse < 0 else f"model.kv_reuse_layers.{reuse}"
-        if reuse < 0:
-            qkv = f"{block}.self_attn.qkv_proj"
-            result += [
-                PairPlace(qkv, ".0", width, width, heads),
-                PairPlace(qkv, ".1", width, kv_rows, kv_heads),
-                PairPlace(qkv, ".2", width, kv_rows),
-            ]
-        else:
-            result.append(PairPlace(f"{block}.self_attn.q_proj", "", width, width, heads))
-        result += [
-            PairPlace(f"{block}.self_attn.out_proj", "", width, width),
-            PairPlace(f"{block}.mlp.gate_proj", "", width, ffn),
-            PairPlace(f"{block}.mlp.up_proj", "", width, ffn),
-            PairPlace(f"{block}.mlp.down_proj", "", ffn, width),
-        ]
-    return result
+    return [
+        PairPlace(
+            f"{path}.{matrix.name}",
+            f".{index}" if len(matrix.projections) > 1 else "",
+            matrix.inputs,
+            *projection,
+        )
+        for path, kind in blocks(config)
+        for matrix in kind.matrices
+        for index, projection in enumerate(matrix.projections)
+    ]
+
+
+def _name_pattern() -> re.Pattern[str]:
+    """The names of A and B in any AFM model: within a block they do not depend on its sizes."""
+    places = pair_places(PRESETS["afm-nano"])
+    lists = {place.layer.split(".")[1] for place in places}
+    in_block = {name.split(".", 3)[3] for place in places for name in (place.a, place.b)}
+    either = "|".join(map(re.escape, sorted(in_block)))
+    return re.compile(rf"model\.(?:{'|'.join(lists)})\.\d{{1,5}}\.(?:{either})", re.ASCII)
+
+
+_NAME = _name_pattern()
 
 
 def layer_of(name: str) -> str:

@@ -14,7 +14,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from afm_mlx.checkpoint.weights import KV_SCALES, reading
+from afm_mlx.architecture import KV_SCALES
+from afm_mlx.checkpoint.weights import reading
 from afm_mlx.errors import CheckpointError, named
 
 # The largest bits of a finite number of a half type, below the sign.

@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.checkpoint.weights import Shapes, check_weights, parameter_shapes
+from afm_mlx.architecture import parameter_shapes
+from afm_mlx.checkpoint.weights import check_weights
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 from afm_mlx.kernels import BITS, PackedWeight
@@ -153,7 +154,10 @@ Rules: TypeAlias = dict[str, QuantizationRule | None]
 
 
 def stored_rules(
-    shapes: Shapes, quantization: Mapping[str, Any], tensors: Tensors, source: str | Path
+    shapes: Mapping[str, tuple[int, ...]],
+    quantization: Mapping[str, Any],
+    tensors: Tensors,
+    source: str | Path,
 ) -> Rules:
     """Find the layers that are stored packed, and compare their tensors with their settings.
 
@@ -198,7 +202,7 @@ def check_folder_tensors(
     """
     shapes = parameter_shapes(config)
     rules = stored_rules(shapes, quantization, tensors, source)
-    expected: Shapes = {}
+    expected: dict[str, tuple[int, ...]] = {}
     floats = []
     for name, shape in shapes.items():
         path = name.removesuffix(".weight")
@@ -225,7 +229,7 @@ def _part_shapes(
     quantization: Mapping[str, Any],
     tensors: Tensors,
     source: Path,
-) -> Shapes:
+) -> dict[str, tuple[int, ...]]:
     if rule is None:
         return _mlx_part_shapes(path, shape, quantization, tensors, source)
     columns = {"column_scale": shape[1:]} if f"{path}.column_scale" in tensors else {}
@@ -242,12 +246,12 @@ def _mlx_part_shapes(
     quantization: Mapping[str, Any],
     tensors: Tensors,
     source: str | Path,
-) -> Shapes:
+) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer that stays MLX's own, whose types are checked: only affine ones have float scales."""
     settings = {"mode": "affine", **stored_settings(quantization, path)}
     affine, (rows, inputs) = settings["mode"] == "affine", shape
     groups = (rows, math.ceil(inputs / settings["group_size"]))
-    parts: Shapes = {"weight": (rows, math.ceil(inputs * settings["bits"] / 32)), "scales": groups}
+    parts = {"weight": (rows, math.ceil(inputs * settings["bits"] / 32)), "scales": groups}
     if affine:
         parts["biases"] = groups
     for part in parts:

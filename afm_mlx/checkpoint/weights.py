@@ -28,16 +28,12 @@ import mlx.core as mx
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.config import read_config_json
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 << 30
 
-KV_SCALES = ("quant_key_scale", "quant_value_scale")
-"""Names of the static int8 scales in every block that writes keys and values."""
-
-Shapes = dict[str, tuple[int, ...]]
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all."""
 
@@ -130,36 +126,6 @@ class StoredTensor(TensorSpec):
                 f"{self.path} ends within {named(self.name)}: {start + done:,} of {self.nbytes:,} bytes are "
                 "there. It was cut off: copy or download it again."
             )
-
-
-def parameter_shapes(config: ModelConfig) -> Shapes:
-    """Names and shapes of the parameters of an unquantized model, in mlx-lm's `afm7` layout."""
-    width, head, ffn = config.hidden_dim, config.head_dim, config.ffn_dim
-    qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head
-    shared = {
-        "self_attn.out_proj.weight": (width, width),
-        "self_attn.q_norm.weight": (head,),
-        "mlp.gate_proj.weight": (ffn, width),
-        "mlp.up_proj.weight": (ffn, width),
-        "mlp.down_proj.weight": (width, ffn),
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-    }
-    writing: Shapes = {
-        "self_attn.qkv_proj.weight": (qkv_rows, width),
-        "self_attn.k_norm.weight": (head,),
-    }
-    if config.kv_bits is not None:
-        writing |= {"self_attn.quant_key_scale": (), "self_attn.quant_value_scale": ()}
-    shapes: Shapes = {"model.embedding.weight": (config.vocab_size, width)}
-    for layer in range(config.num_kv_layers):
-        shapes |= {f"model.layers.{layer}.{k}": v for k, v in {**writing, **shared}.items()}
-    for layer in range(config.num_kv_reuse_layers):
-        prefix = f"model.kv_reuse_layers.{layer}"
-        shapes[f"{prefix}.self_attn.q_proj.weight"] = (width, width)
-        shapes |= {f"{prefix}.{k}": v for k, v in shared.items()}
-    shapes["model.output_norm.weight"] = (width,)
-    return shapes
 
 
 def read_header(path: str | Path) -> dict[str, StoredTensor]:

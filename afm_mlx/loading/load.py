@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.architecture import KV_SCALES
 from afm_mlx.checkpoint.finite import read_parameters
 from afm_mlx.checkpoint.stored_layers import (
     check_folder_tensors,
@@ -17,7 +18,7 @@ from afm_mlx.checkpoint.stored_layers import (
     quantization_of,
     settle_scales,
 )
-from afm_mlx.checkpoint.weights import KV_SCALES, load_stored, stored_tensors
+from afm_mlx.checkpoint.weights import load_stored, stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
 from afm_mlx.errors import AFMError, ConfigError, did_you_mean, shown
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages

@@ -75,10 +75,8 @@ class WritingAttention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self._config = config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        self.qkv_proj = nn.Linear(
-            config.hidden_dim, (heads + 2 * kv_heads) * config.head_dim, bias=False
-        )
+        qkv_dim = config.hidden_dim + 2 * config.kv_dim
+        self.qkv_proj = nn.Linear(config.hidden_dim, qkv_dim, bias=False)
         self.out_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
@@ -143,10 +141,8 @@ class WritingAttention(nn.Module):
             queries (B, num_heads, L, head_dim); keys and values (B, num_kv_heads, L, head_dim).
         """
         config = self._config
-        q_dim, kv_dim = config.hidden_dim, config.num_kv_heads * config.head_dim
-        q, k, v = (
-            _heads(part, config.head_dim) for part in qkv.split([q_dim, q_dim + kv_dim], axis=-1)
-        )
+        ends = [config.hidden_dim, config.hidden_dim + config.kv_dim]
+        q, k, v = (_heads(part, config.head_dim) for part in qkv.split(ends, axis=-1))
         turn = (positions.offset, config.rope_theta, config.rms_norm_eps)
         return rope_norm(q, self.q_norm.weight, *turn), rope_norm(k, self.k_norm.weight, *turn), v
 

@@ -18,9 +18,9 @@ from afm_mlx.adapters.adapter_folder import save_adapter
 from afm_mlx.adapters.lora import add_lora, lora_config, lora_layers, lora_tensors, start_lora
 from afm_mlx.adapters.opening import Base, check_fingerprint
 from afm_mlx.adapters.places import places
+from afm_mlx.architecture import KV_SCALES
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
-from afm_mlx.checkpoint.weights import KV_SCALES
 from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize import Predicate
