@@ -64,14 +64,14 @@ class BlockKind(NamedTuple):
 
     Args:
         path: of the list that holds the blocks.
-        count: number of blocks.
+        num_blocks: how many there are.
         matrices: in the order of tamm's state dicts.
         norms: number of weights by the name of the norm within the block.
         scales: names of single numbers within the block.
     """
 
     path: str
-    count: int
+    num_blocks: int
     matrices: tuple[Matrix, ...]
     norms: Mapping[str, int]
     scales: tuple[str, ...]
@@ -116,7 +116,7 @@ def block_kinds(config: ModelConfig) -> tuple[BlockKind, BlockKind]:
 def blocks(config: ModelConfig) -> Iterator[tuple[str, BlockKind]]:
     """Yield the path and the kind of every block, from the first to the last."""
     for kind in block_kinds(config):
-        for index in range(kind.count):
+        for index in range(kind.num_blocks):
             yield f"{kind.path}.{index}", kind
 
 

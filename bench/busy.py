@@ -28,7 +28,7 @@ import mlx.core as mx
 
 from afm_mlx.kernels import packed_matmul, packed_swiglu
 from afm_mlx.kernels.formats import PackedWeight
-from afm_mlx.measure.benchmark import threads_in_use
+from afm_mlx.measure.process import threads_in_use
 from bench.peer_protocol import Answer, Peer, serve
 from bench.peers import Bystanders, Target, markdown, target_rows
 

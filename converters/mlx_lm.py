@@ -29,14 +29,8 @@ from afm_mlx.checkpoint.stored_layers import (
     stored_rule,
     stored_settings,
 )
-from afm_mlx.checkpoint.weights import (
-    Progress,
-    StoredTensor,
-    TensorSpec,
-    array_bytes,
-    stored_tensors,
-    write_weights,
-)
+from afm_mlx.checkpoint.tensors import StoredTensor, TensorSpec, array_bytes
+from afm_mlx.checkpoint.weights import stored_tensors, write_weights
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.converters.quantize import (
     PackedLayer,
@@ -46,6 +40,7 @@ from afm_mlx.converters.quantize import (
     unpacked,
 )
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
+from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PARTS
 from afm_mlx.quantization.rounding import Rows
 from afm_mlx.quantization.rule import QuantizationRule

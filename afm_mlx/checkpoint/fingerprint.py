@@ -27,7 +27,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from afm_mlx.checkpoint.weights import StoredTensor, array_bytes, stored_tensors
+from afm_mlx.checkpoint.tensors import StoredTensor, array_bytes, float_values
+from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import ModelConfig
 
 _SAMPLES = 256
@@ -142,8 +143,5 @@ def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:
 
 def _widen(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     """Bytes of float16, bfloat16 or float32 as float32, subnormal numbers and -0 as 0."""
-    if dtype == mx.bfloat16:
-        values = (raw.view("<u2").astype("<u4") << 16).view("<f4")
-    else:
-        values = raw.view("<f2" if dtype == mx.float16 else "<f4").astype("<f4")
+    values = float_values(raw, dtype).astype("<f4", copy=False)
     return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0), values)

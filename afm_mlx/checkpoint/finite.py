@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.architecture import KV_SCALES
-from afm_mlx.checkpoint.weights import reading
+from afm_mlx.checkpoint.safetensors_file import reading
 from afm_mlx.errors import CheckpointError, named
 
 # The largest bits of a finite number of a half type, below the sign.

@@ -9,6 +9,7 @@ from afm_mlx.cli import options
 from afm_mlx.cli.output import add_json
 from afm_mlx.cli.parser import MAX_ROWS, integer, json_object, number
 from afm_mlx.errors import named, shown
+from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 MAX_EPOCHS, MAX_SIZE = 10**6, 10**15  # the latter in bytes
 EPOCHS, STEPS_BETWEEN = 3, (100, 1000)
@@ -36,7 +37,7 @@ def add_training(parser: argparse.ArgumentParser, learning_rate: str) -> None:
     """
     parser.add_argument(
         "--model",
-        default=options.EMBEDDED_MODEL,
+        default=EMBEDDED_MODEL,
         help="model folder, hub id, or the name of the embedded model",
     )
     parser.add_argument(

@@ -18,11 +18,11 @@ import mlx.core as mx
 from afm_mlx import __version__, blas
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of, stored_settings
-from afm_mlx.checkpoint.weights import StoredTensor, stored_tensors
+from afm_mlx.checkpoint.tensors import StoredTensor
+from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
-from afm_mlx.loading.load import activation_dtype
-from afm_mlx.quantization.packed_layers import PARTS
+from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 _PRODUCT = 512  # rows and columns of the product that is timed

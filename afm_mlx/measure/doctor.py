@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from afm_mlx.kernels.selftest import checks, specs
 from afm_mlx.kernels.selftest.checks import Result
 from afm_mlx.kernels.selftest.specs import Spec
 from afm_mlx.kernels.selftest.verdict import Verdict
-from afm_mlx.loading.load import activation_dtype
-from afm_mlx.measure import describe
 from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
+from afm_mlx.measure.describe import Facts, describe_runtime
+from afm_mlx.measure.process import threads_in_use
+from afm_mlx.progress import Progress
+from afm_mlx.quantization.packed_layers import activation_dtype
 
 FORMAT = 1
 # GB/s as the makers publish them; two where a chip is sold with two memory buses.
@@ -52,9 +54,6 @@ PUBLISHED_BANDWIDTH = {
     "Apple M5 Max": [460, 614],
 }
 
-Facts = dict[str, Any]
-Progress = Callable[[int, int], None]
-
 
 def examine(
     *,
@@ -76,7 +75,7 @@ def examine(
         a 3B model makes and variant; `failures`; `problems`, everything that was run.
     """
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
-    bandwidth = None if quick else measure_bandwidth(_threads())
+    bandwidth = None if quick else measure_bandwidth(threads_in_use())
     small, large = _specs(quick)
     results, timed, failures = _test(small, large, retry, np.random.default_rng(seed), progress)
     date = datetime.datetime.now(datetime.UTC)
@@ -87,7 +86,7 @@ def examine(
         "quick": quick,
         "seed": seed,
         "machine": describe_machine(bandwidth),
-        "runtime": describe.describe_runtime(),
+        "runtime": describe_runtime(),
         "native_extension": native_extension(),
         "asked_for": dispatch.forced() or None,
         "kernels": _summaries([*results, *timed]),
@@ -143,7 +142,7 @@ def describe_machine(bandwidth: Bandwidth | None) -> Facts:
     facts: Facts = {
         "chip": chip,
         "architecture": info.get("architecture", platform.machine()),
-        "threads": _threads(),
+        "threads": threads_in_use(),
         "memory_gb": _memory() / 1e9,
         "system": f"macOS {platform.mac_ver()[0]}" if platform.mac_ver()[0] else _linux(),
         "launch_microseconds": checks.launch_seconds() * 1e6,
@@ -162,15 +161,6 @@ def _linux() -> str:
 
 def _memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _threads() -> int:
-    """Threads that the CPU's kernels use: by default the processors that this process may run on."""
-    if threads := extension.status().threads:
-        return threads
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def native_extension() -> Facts | str:

@@ -14,7 +14,7 @@ Source: arXiv 2407.21075, its part on compression, for the scheme; measure and c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -24,6 +24,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.errors import CheckpointError, ConfigError, DataError
+from afm_mlx.progress import Progress
 from afm_mlx.quantization.quantize import (
     Predicate,
     is_outer,
@@ -35,7 +36,6 @@ from afm_mlx.quantization.rule import QuantizationRule
 
 TOKENS_PER_BATCH = 1024
 
-Progress: TypeAlias = Callable[[int, int], None]
 Rules: TypeAlias = dict[str, QuantizationRule]
 
 

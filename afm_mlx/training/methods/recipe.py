@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from afm_mlx.errors import ConfigError, DataError
-from afm_mlx.loading.load import EMBEDDED_MODEL
+from afm_mlx.loading.resolve import EMBEDDED_MODEL
 from afm_mlx.training.data.batches import ROW_MULTIPLE, Batches
 from afm_mlx.training.data.samples import Sample, has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence

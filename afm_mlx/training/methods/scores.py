@@ -13,12 +13,11 @@ import mlx.nn as nn
 from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.errors import TrainingError
+from afm_mlx.progress import Progress
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.losses import Acceptance, CrossEntropy, mean_loss, perplexity
 from afm_mlx.training.methods.recipe import Recipe, Split, read_split
 from afm_mlx.training.methods.source import Source
-
-Progress = Callable[[int, int], None]
 
 WITHOUT = "without the adapter"
 

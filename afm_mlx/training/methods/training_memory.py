@@ -195,7 +195,7 @@ def lora_parameters(config: ModelConfig, rank: int) -> int:
 def _body(config: ModelConfig) -> int:
     """Weights of all linear layers of all blocks."""
     return sum(
-        kind.count * matrix.inputs * matrix.outputs
+        kind.num_blocks * matrix.inputs * matrix.outputs
         for kind in block_kinds(config)
         for matrix in kind.matrices
     )

@@ -15,12 +15,12 @@ from safetensors.torch import load_file
 
 from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint, model_fingerprint
+from afm_mlx.checkpoint.safetensors_file import save_file
+from afm_mlx.checkpoint.tensors import TensorSpec
 from afm_mlx.checkpoint.weights import (
     INDEX_NAME,
-    TensorSpec,
     check_weights,
     load_weights,
-    save_file,
     save_weights,
     stored_tensors,
     write_weights,
@@ -255,7 +255,8 @@ STREAM = """
 import resource, sys
 import numpy as np
 import mlx.core as mx
-from afm_mlx.checkpoint.weights import (TensorSpec, write_weights)
+from afm_mlx.checkpoint.tensors import (TensorSpec)
+from afm_mlx.checkpoint.weights import (write_weights)
 specs = [TensorSpec(f"t{i}", (25_000_000,), mx.float32) for i in range(6)]
 chunk = np.zeros(1_000_000, np.float32)
 unit = 1 if sys.platform == "darwin" else 1024
