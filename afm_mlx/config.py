@@ -1,4 +1,4 @@
-"""The sizes of a model in one frozen dataclass, and presets; `architecture.py` says what they are the sizes of.
+"""The sizes of a model in one frozen dataclass, and presets; `architecture.py` has the parameters that follow.
 
 A model has `num_layers` transformer blocks. The first `num_layers - num_kv_reuse_layers` write keys and
 values; the others have no key and value projections and attend to those of the last block that writes.

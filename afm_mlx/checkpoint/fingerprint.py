@@ -1,10 +1,10 @@
 """A short name for "this very model": 64 hex digits of SHA-256.
 
 Prompt caches and adapters carry it, so that they are never used with another model. It covers the
-architecture (all of `ModelConfig` but `context_length`, which changes no weight) and, of each tensor in
-the order of names, its name, shape, kind of type, and up to 256 elements at an even, odd stride. Sampling
-keeps it quick: a 3B model gives 160,000 numbers, not 6 GB. It tells models apart; it is no proof against
-somebody who forges one.
+architecture (all of `ModelConfig` but `context_length`, which changes no weight) and, of each tensor in the
+order of names, its name, its shape, its type (all floating-point types count as one), and up to 256 elements
+that lie an odd number apart. Sampling keeps it quick: a 3B model gives 160,000 numbers, not 6 GB. It tells
+models apart; it is no proof against somebody who forges one.
 
 Floating-point elements are hashed as float32, integers as they are. So a model that was loaded as
 bfloat16 and widened to float32 has the fingerprint of its file; one that was rounded to fewer bits has
@@ -54,7 +54,7 @@ def base_model_fingerprint(model: nn.Module) -> str:
 
 
 def base_parameters(model: nn.Module) -> dict[str, mx.array]:
-    """Parameters by their names in the model's folder: those of LoRA layers left out, or unwrapped."""
+    """Parameters by their names in the model's folder: without LoRA's own, and as if no layer were wrapped."""
     parameters = dict(tree_flatten(model.parameters()))
     found = {name: match for name in parameters if (match := _LORA.fullmatch(name))}
     wrapped = {match["layer"] + ".linear" for match in found.values()}

@@ -84,7 +84,7 @@ def read_header(path: str | Path) -> dict[str, StoredTensor]:
 
 @contextmanager
 def reading(source: str | Path) -> Iterator[None]:
-    """Let what MLX raises while it reads arrays of a file be a `CheckpointError` that names the source."""
+    """Turn what MLX raises while it reads arrays of a file into a `CheckpointError` that names the source."""
     try:
         yield
     except RuntimeError as error:

@@ -126,7 +126,7 @@ def write_weights(
     """
     folder = Path(folder)
     total = sum(spec.nbytes for spec in specs)
-    _check_room(folder, total)
+    _check_space(folder, total)
     shards = _split(specs, max_shard_bytes)
     done, paths = 0, []
     weight_map: dict[str, str] = {}
@@ -156,7 +156,7 @@ def save_weights(folder: str | Path, weights: Mapping[str, mx.array], **options:
     return write_weights(folder, specs, lambda spec: [array_bytes(weights[spec.name])], **options)
 
 
-def _check_room(folder: Path, needed: int) -> None:
+def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(

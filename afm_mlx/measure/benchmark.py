@@ -65,12 +65,12 @@ class BenchmarkCase:
     """What is run.
 
     Args:
-        prompt_tokens: per row.
-        generated_tokens: per row, the first one included, which comes with the prompt.
+        prompt_tokens: of each row's prompt.
+        generated_tokens: of each row's answer, the first one included, which comes with the prompt.
         batch: rows side by side.
         depth: tokens in each row's cache before the prompt.
         adapter_rank: of a random adapter on every linear layer of every block; 0 for none.
-        adapters: how many different ones the rows use.
+        adapters: number of different adapters that the rows use.
     """
 
     prompt_tokens: int = 512
@@ -161,7 +161,7 @@ class BenchmarkResult:
     """What was measured of a case.
 
     Args:
-        case: that ran.
+        case: what was run.
         prefill: prompt tokens per second, of all rows.
         decode: new tokens per second, of all rows.
         first_token: seconds from the request to the first token.
@@ -290,7 +290,7 @@ class Bench:
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
 
     def cost(self) -> StepCost | None:
-        """Of a decode step; None for a model of mlx-lm's zoo."""
+        """What a decode step needs; None for a model of mlx-lm's zoo."""
         return step_cost(self._model, self.case, self._kv) if self.is_afm else None
 
     def run(self, generated: int) -> tuple[float, float]:

@@ -136,7 +136,7 @@ def describe_packed_layers(
 
 
 def _format(settings: Facts) -> str:
-    """ "2-bit balanced per row", "4-bit affine per 64" """
+    """Such as "2-bit balanced per row" or "4-bit affine per 64"."""
     mode = settings.get("mode", "affine")
     per = settings.get("granularity") or "group"
     if per == "group":

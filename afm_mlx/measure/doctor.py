@@ -27,7 +27,7 @@ from afm_mlx.kernels.selftest.specs import Spec
 from afm_mlx.kernels.selftest.verdict import Verdict
 from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
 from afm_mlx.measure.describe import Facts, describe_runtime
-from afm_mlx.measure.process import threads_in_use
+from afm_mlx.measure.process import machine_memory, threads_in_use
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import activation_dtype
 
@@ -75,7 +75,7 @@ def examine(
         a 3B model makes and variant; `failures`; `problems`, everything that was run.
     """
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
-    bandwidth = None if quick else measure_bandwidth(threads_in_use())
+    bandwidth = None if quick else measure_bandwidth(_threads())
     small, large = _specs(quick)
     results, timed, failures = _test(small, large, retry, np.random.default_rng(seed), progress)
     date = datetime.datetime.now(datetime.UTC)
@@ -142,8 +142,8 @@ def describe_machine(bandwidth: Bandwidth | None) -> Facts:
     facts: Facts = {
         "chip": chip,
         "architecture": info.get("architecture", platform.machine()),
-        "threads": threads_in_use(),
-        "memory_gb": _memory() / 1e9,
+        "threads": _threads(),
+        "memory_gb": machine_memory() / 1e9,
         "system": f"macOS {platform.mac_ver()[0]}" if platform.mac_ver()[0] else _linux(),
         "launch_microseconds": checks.launch_seconds() * 1e6,
     }
@@ -159,8 +159,9 @@ def _linux() -> str:
     return f"{platform.system()} {platform.release()}"
 
 
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def _threads() -> int:
+    """Threads that the native extension has started, or else would start."""
+    return extension.status().threads or threads_in_use()
 
 
 def native_extension() -> Facts | str:

@@ -39,8 +39,8 @@ class Perplexity:
         perplexity: see above; 1 is a perfect prediction.
         standard_error: of the perplexity, as if tokens were independent.
         tokens: how many were scored.
-        samples: pieces of documents that they come from.
-        seconds: that it took.
+        samples: number of pieces of documents that were read.
+        seconds: how long that took.
     """
 
     perplexity: float

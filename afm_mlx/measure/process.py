@@ -1,4 +1,4 @@
-"""Threads and memory of this process."""
+"""Threads and memory of this process, and the memory of this machine."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ def threads_in_use() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_resident() -> int:

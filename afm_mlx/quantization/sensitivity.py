@@ -23,6 +23,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from afm_mlx.architecture import KV_SCALES
 from afm_mlx.errors import CheckpointError, ConfigError, DataError
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.quantize import (
@@ -267,7 +268,7 @@ def stored_size(
     for name, array in tree_flatten(model.parameters()):
         path, _, kind = name.rpartition(".")
         own = dtype or array.dtype
-        if kind in ("quant_key_scale", "quant_value_scale"):
+        if kind in KV_SCALES:
             nbytes += 4
             continue
         weights += array.size

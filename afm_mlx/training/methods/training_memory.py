@@ -24,7 +24,6 @@ estimate within 15 % is a good one.
 from __future__ import annotations
 
 import dataclasses
-import os
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -33,6 +32,7 @@ from afm_mlx.adapters.formats.pair_order import pair_places
 from afm_mlx.architecture import block_kinds
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import ConfigError, TrainingError
+from afm_mlx.measure.process import machine_memory
 from afm_mlx.training.loop.losses import CHUNK, WHOLE
 
 KINDS = ("full", "lora", "qat")
@@ -142,11 +142,6 @@ def estimate_memory(
         expanded=_expanded_bytes(config, kind, base_bits, size, grad_checkpoint),
         head=head,
     )
-
-
-def machine_memory() -> int:
-    """Bytes of memory that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_fits(nbytes: int | None) -> None:
