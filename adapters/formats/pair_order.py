@@ -53,6 +53,10 @@ class PairPlace(NamedTuple):
         """Name of B (rank, outputs)."""
         return f"{self.layer}.lora_b{self.part}"
 
+    def shapes(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Shapes of A and B of a rank, by their names."""
+        return {self.a: (self.inputs, rank), self.b: (rank, self.outputs)}
+
 
 def pair_places(config: ModelConfig) -> list[PairPlace]:
     """Every pair that a model can carry, in the order of a checkpoint."""
@@ -112,14 +116,13 @@ def exact_alpha(rank: int, scale: float) -> float:
 
 def expected_shapes(
     config: ModelConfig, names: Iterable[str], rank: int
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, tuple[int, int]]:
     """Shapes of A and B of every pair that `names` has one tensor of."""
     wanted = set(names)
-    result: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, int]] = {}
     for place in pair_places(config):
-        if place.a in wanted or place.b in wanted:
-            result[place.a] = (place.inputs, rank)
-            result[place.b] = (rank, place.outputs)
+        if not wanted.isdisjoint((place.a, place.b)):
+            result |= place.shapes(rank)
     return result
 
 
@@ -186,8 +189,7 @@ def complete(tensors: Mapping[str, mx.array], places: Sequence[PairPlace], rank:
     dtype = next(iter(tensors.values())).dtype
     result = {}
     for place in places:
-        shapes = {place.a: (place.inputs, rank), place.b: (rank, place.outputs)}
-        for name, shape in shapes.items():
+        for name, shape in place.shapes(rank).items():
             result[name] = tensors[name] if name in tensors else mx.zeros(shape, dtype)
     return result
 

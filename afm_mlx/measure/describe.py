@@ -107,11 +107,9 @@ def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts
 
 def describe_stored_weights(folder: Path) -> Facts:
     """`describe_weights` for a model folder of any architecture."""
-    values = read_config_json(folder / "config.json")
     tensors = stored_tensors(folder)
-    if values.get("model_type") != MODEL_TYPE:
-        return describe_weights(tensors, _count_parameters(tensors, values))
-    return describe_weights(tensors, ModelConfig.from_dict(values).num_parameters)
+    values = read_config_json(folder / "config.json")
+    return describe_weights(tensors, _count_parameters(tensors, values))
 
 
 def describe_packed_layers(
@@ -200,6 +198,8 @@ def _versions() -> dict[str, str]:
 
 def _count_parameters(tensors: dict[str, StoredTensor], values: Facts) -> int:
     """Weights of any model, those counted that MLX's quantized format packs into integers."""
+    if values.get("model_type") == MODEL_TYPE:
+        return ModelConfig.from_dict(values).num_parameters
     quantization = quantization_of(values, "config.json")
     count = 0
     for name, tensor in tensors.items():
