@@ -54,7 +54,7 @@ def base_model_fingerprint(model: nn.Module) -> str:
 
 
 def base_parameters(model: nn.Module) -> dict[str, mx.array]:
-    """Parameters by their names in the model's folder: without LoRA's own, and as if no layer were wrapped."""
+    """Parameters by their names in the model's folder: those of LoRA layers left out, or unwrapped."""
     parameters = dict(tree_flatten(model.parameters()))
     found = {name: match for name in parameters if (match := _LORA.fullmatch(name))}
     wrapped = {match["layer"] + ".linear" for match in found.values()}
