@@ -74,12 +74,11 @@ def pair_places(config: ModelConfig) -> list[PairPlace]:
 
 
 def _name_pattern() -> re.Pattern[str]:
-    """The names of A and B in any AFM model: within a block they do not depend on its sizes."""
-    places = pair_places(PRESETS["afm-nano"])
-    lists = {place.layer.split(".")[1] for place in places}
-    in_block = {name.split(".", 3)[3] for place in places for name in (place.a, place.b)}
-    either = "|".join(map(re.escape, sorted(in_block)))
-    return re.compile(rf"model\.(?:{'|'.join(lists)})\.\d{{1,5}}\.(?:{either})", re.ASCII)
+    """What tensors of any AFM model's adapter are named like: `model.<list>.<index>.<name in the block>`."""
+    names = [name for p in pair_places(PRESETS["afm-nano"]) for name in (p.a, p.b)]
+    lists, in_block = ({re.escape(name.split(".", 3)[i]) for name in names} for i in (1, 3))
+    either = "|".join(sorted(in_block))
+    return re.compile(rf"model\.(?:{'|'.join(sorted(lists))})\.\d{{1,5}}\.(?:{either})", re.ASCII)
 
 
 _NAME = _name_pattern()

@@ -1,6 +1,6 @@
 """The JSON that describes a toolkit checkpoint, read as plain JSON.
 
-`tamm` writes only what differs from its defaults, which are the 3B model's sizes. The type tag has had several
+`tamm` writes only what differs from its defaults, so the defaults stand here. The type tag has had several
 spellings: `models:AFMTextV7Config` in the adapter toolkit 26.0, `module_configs:AFMTextV7Config` in
 tamm 0.2.0, each with or without `tamm:` before it.
 
@@ -15,21 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.config import PRESETS, ModelConfig, read_config_json
+from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.values import MAX_RANK, is_number, is_rank
 
-_ARCHITECTURE = (
-    "vocab_size",
-    "hidden_dim",
-    "num_layers",
-    "num_kv_reuse_layers",
-    "num_heads",
-    "num_kv_heads",
-    "hidden_dim_scale_factor",
-    "rope_theta",
-)
-_DEFAULTS = PRESETS["afm-3b"]
+_ARCHITECTURE_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 153600,
+    "hidden_dim": 2048,
+    "num_layers": 56,
+    "num_kv_reuse_layers": 21,
+    "num_heads": 16,
+    "num_kv_heads": 2,
+    "hidden_dim_scale_factor": 3.25,
+    "rope_theta": 500000.0,
+}
 # Fields that matter to training or to tamm only: none changes what the trained model computes.
 _WITHOUT_EFFECT = {
     "attention_dropout_p",
@@ -96,15 +95,15 @@ def read_toolkit_config(path: str | Path) -> ToolkitConfig:
             f"{path}: __tamm_type__ is {shown(values.get('__tamm_type__'))}; AFMTextV7Config is the "
             "architecture that can be converted."
         )
-    known = set(_ARCHITECTURE) | _WITHOUT_EFFECT
+    known = set(_ARCHITECTURE_DEFAULTS) | _WITHOUT_EFFECT
     unknown = sorted(set(values) - known - {"__tamm_type__", "adapters", "arch_optimizers"})
     if unknown:
         raise ConfigError(
             f"{path}: unknown keys {named(', '.join(unknown))}. They may change what the model computes, so it "
-            f"is not converted. Known are {', '.join(sorted(_ARCHITECTURE))}, adapters and "
+            f"is not converted. Known are {', '.join(sorted(_ARCHITECTURE_DEFAULTS))}, adapters and "
             "arch_optimizers."
         )
-    fields = {key: values.get(key, getattr(_DEFAULTS, key)) for key in _ARCHITECTURE}
+    fields = {key: values.get(key, default) for key, default in _ARCHITECTURE_DEFAULTS.items()}
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
     fields["kv_bits"] = _kv_bits(_objects(values, "arch_optimizers", path), path)

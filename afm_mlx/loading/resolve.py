@@ -8,8 +8,6 @@ from pathlib import Path
 from afm_mlx.errors import AFMError, did_you_mean, shown
 
 EMBEDDED_MODEL = "afm-nano"
-ADAPTERS = "adapters"
-"""Folder in a model's folder with adapters for it."""
 
 _EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
 
@@ -43,8 +41,8 @@ def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> P
 
 
 def model_adapters(folder: Path) -> dict[str, Path]:
-    """Adapters that come with a model, in folders below `adapters`, by their names."""
-    return {path.name: path for path in sorted((folder / ADAPTERS).glob("*")) if path.is_dir()}
+    """Folders of the adapters that come with a model, below `adapters` in its folder, by their names."""
+    return {path.name: path for path in sorted(folder.glob("adapters/*")) if path.is_dir()}
 
 
 def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
