@@ -201,7 +201,7 @@ class MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """What both kinds of block share. The projections do norms and additions too, as one operation:
+    """What both kinds of block share. Norms and additions are fused into the linear layers; a block computes
 
     x = x + self_attn(input_layernorm(x))
     x = x + mlp(post_attention_layernorm(x))
