@@ -255,8 +255,8 @@ STREAM = """
 import resource, sys
 import numpy as np
 import mlx.core as mx
-from afm_mlx.checkpoint.tensors import (TensorSpec)
-from afm_mlx.checkpoint.weights import (write_weights)
+from afm_mlx.checkpoint.tensors import TensorSpec
+from afm_mlx.checkpoint.weights import write_weights
 specs = [TensorSpec(f"t{i}", (25_000_000,), mx.float32) for i in range(6)]
 chunk = np.zeros(1_000_000, np.float32)
 unit = 1 if sys.platform == "darwin" else 1024
