@@ -27,7 +27,7 @@ from afm_mlx.adapters.resident import (
     plan_layout,
 )
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
-from afm_mlx.checkpoint.weights import read_header, reading
+from afm_mlx.checkpoint.safetensors_file import read_header, reading
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import CheckpointError, named
 

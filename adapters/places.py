@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import mlx.nn as nn
 
+from afm_mlx.architecture import block_kinds
 from afm_mlx.config import ModelConfig
 from afm_mlx.quantization.packed_layers import PackedLinear
 
@@ -87,7 +88,8 @@ def place_shapes(model: nn.Module) -> Shapes:
 
 def _sections(model: nn.Module, key: str) -> tuple[int, ...] | None:
     config = getattr(model, "args", None)
-    if not isinstance(config, ModelConfig) or not key.endswith("qkv_proj"):
+    if not isinstance(config, ModelConfig):
         return None
-    heads = (config.num_heads, *[config.num_kv_heads] * 2)
-    return tuple(sum(heads[: i + 1]) * config.head_dim for i in range(3))
+    matrices = (matrix for kind in block_kinds(config) for matrix in kind.matrices)
+    widths = next(([p.outputs for p in m.projections] for m in matrices if m.name == key), [])
+    return tuple(accumulate(widths)) if len(widths) > 1 else None

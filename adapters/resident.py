@@ -21,7 +21,8 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.adapters.places import Shapes
-from afm_mlx.checkpoint.weights import StoredTensor, reading
+from afm_mlx.checkpoint.safetensors_file import reading
+from afm_mlx.checkpoint.tensors import StoredTensor, float_values
 from afm_mlx.errors import CheckpointError, named, shown
 from afm_mlx.kernels import BLOCK, Part
 from afm_mlx.kernels.cpu.memory import unfilled
@@ -255,7 +256,7 @@ class TensorReader:
             CheckpointError: when a `StoredTensor`'s file can't be read, or ends early.
         """
         if isinstance(tensor, StoredTensor):
-            return _values(self._read(tensor), tensor.dtype).reshape(tensor.shape)
+            return float_values(self._read(tensor), tensor.dtype).reshape(tensor.shape)
         return np.asarray(tensor)
 
     def _read(self, tensor: StoredTensor) -> np.ndarray:
@@ -264,14 +265,6 @@ class TensorReader:
         raw = self._buffer[: tensor.nbytes]
         tensor.read_into(raw)
         return raw
-
-
-def _values(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
-    """Bytes of float16, bfloat16 or float32 as numbers; bfloat16 as float32."""
-    raw = raw.reshape(-1)
-    if dtype == mx.bfloat16:
-        return (raw.view("<u2").astype("<u4") << 16).view("<f4")
-    return raw.view("<f2" if dtype == mx.float16 else "<f4")
 
 
 def _fingerprint(view: np.ndarray, layout: Layout, scale: float, sums: Sequence[np.uint64]) -> str:

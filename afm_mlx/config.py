@@ -1,4 +1,4 @@
-"""The architecture in one frozen dataclass, and its presets.
+"""The sizes of a model in one frozen dataclass, and presets; `architecture.py` has the parameters that follow.
 
 A model has `num_layers` transformer blocks. The first `num_layers - num_kv_reuse_layers` write keys and
 values; the others have no key and value projections and attend to those of the last block that writes.
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from afm_mlx.architecture import KV_SCALES, parameter_shapes
 from afm_mlx.errors import ConfigError, named, shown
 
 MODEL_TYPE = "afm7"
@@ -158,18 +160,20 @@ class ModelConfig:
         return self.num_layers - self.num_kv_reuse_layers
 
     @property
+    def kv_dim(self) -> int:
+        """Width of a token's keys in one block; its values are as wide."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
     def kv_values_per_token(self) -> int:
         """Numbers that the cache holds per token: keys and values of every writing block."""
-        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim
+        return 2 * self.num_kv_layers * self.kv_dim
 
     @property
     def num_parameters(self) -> int:
         """Weights of the embedding, the blocks and the norms; static KV scales not counted."""
-        d, heads = self.hidden_dim, self.head_dim
-        shared = 2 * d * d + 3 * d * self.ffn_dim + 2 * d + heads  # q, out, mlp, norms, q_norm
-        writing = shared + 2 * d * self.num_kv_heads * heads + heads  # k, v, k_norm
-        blocks = self.num_kv_layers * writing + self.num_kv_reuse_layers * shared
-        return self.vocab_size * d + blocks + d
+        shapes = parameter_shapes(self)
+        return sum(math.prod(shapes[name]) for name in shapes if not name.endswith(KV_SCALES))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str = "config") -> ModelConfig:

@@ -24,15 +24,15 @@ KINDS = (
 
 
 @dataclass(frozen=True)
-class Text:
-    """A text."""
+class TextRecord:
+    """A record that is one text."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Chat:
-    """A conversation; messages and tools are as they were found, unchecked."""
+class ChatRecord:
+    """A record that is a conversation; messages and tools are as they were found, unchecked."""
 
     messages: Sequence[Any]
     tools: Any = None
@@ -110,14 +110,14 @@ def _not_text(error: UnicodeDecodeError) -> str:
 # -- records
 
 
-def document_of(record: Any) -> Text | Chat:
+def document_of(record: Any) -> TextRecord | ChatRecord:
     """What a record holds; a completion is a chat of two turns.
 
     Raises:
         DataError: when it is none of the kinds, or could be two of them.
     """
     if isinstance(record, list):
-        return Chat(record)
+        return ChatRecord(record)
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON {type(record).__name__} is no document; allowed are {KINDS}.")
     kinds = [keys for keys in _KEYS if all(key in record for key in keys)]
@@ -126,17 +126,17 @@ def document_of(record: Any) -> Text | Chat:
         raise DataError(f"a document has {found}; which one is meant? Leave only one kind.")
     tools = record.get("tools")
     if kinds == [("messages",)]:
-        return Chat(record["messages"], tools)
+        return ChatRecord(record["messages"], tools)
     if kinds == [("prompt", "completion")]:
         roles = {"user": "prompt", "assistant": "completion"}
-        return Chat(
+        return ChatRecord(
             [{"role": r, "content": _string(record, key)} for r, key in roles.items()], tools
         )
     if kinds == [("text",)]:
-        return Text(_string(record, "text"))
+        return TextRecord(_string(record, "text"))
     first = next(iter(record.values()), None)
     if isinstance(first, list):
-        return Chat(first, tools if first is not tools else None)
+        return ChatRecord(first, tools if first is not tools else None)
     raise DataError(
         f"a document with the keys {', '.join(map(str, record)) or 'none'}; allowed are {KINDS}."
     )

@@ -29,7 +29,8 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import ResidentAdapter, build_resident
 from afm_mlx.config import PRESETS
 from afm_mlx.measure.bandwidth import measure_bandwidth
-from afm_mlx.measure.benchmark import Bench, Case, count_operations, threads_in_use
+from afm_mlx.measure.benchmark import Bench, BenchmarkCase, count_operations
+from afm_mlx.measure.process import threads_in_use
 from afm_mlx.measure.random_model import random_packed_model
 from bench.peers import Bystanders, Target, markdown, target_rows
 
@@ -118,7 +119,7 @@ def loads(model: Any, rank: int, trials: int) -> Figures:
     return {"bytes": nbytes, "load_seconds": seconds[1:], "write_seconds": writing[1:]}
 
 
-def decoding(model: Any, cases: dict[str, Case], rounds: int) -> dict[str, list[float]]:
+def decoding(model: Any, cases: dict[str, BenchmarkCase], rounds: int) -> dict[str, list[float]]:
     """Tokens per second of cases that take turns, by their names."""
     rates: dict[str, list[float]] = {name: [] for name in cases}
     active, batches = bind(model), {name: _batch(model, case) for name, case in cases.items()}
@@ -134,7 +135,7 @@ def decoding(model: Any, cases: dict[str, Case], rounds: int) -> dict[str, list[
     return rates
 
 
-def _batch(model: Any, case: Case) -> BatchAdapters | None:
+def _batch(model: Any, case: BenchmarkCase) -> BatchAdapters | None:
     """A case's adapters, loaded once, as a pool's are."""
     if not case.adapter_rank:
         return None
@@ -202,8 +203,8 @@ def _ratio(rates: Sequence[float], others: Sequence[float]) -> float:
 def measure(preset: str, rank: int, rounds: int, generated: int) -> Figures:
     """Everything, on one random model."""
     model = random_packed_model(PRESETS[preset])
-    one = Case(16, generated, 1)
-    eight = Case(16, generated, 8, adapter_rank=rank)
+    one = BenchmarkCase(16, generated, 1)
+    eight = BenchmarkCase(16, generated, 8, adapter_rank=rank)
     return {
         "bandwidth_bytes_per_second": measure_bandwidth(threads_in_use()).bytes_per_second,
         "swaps": {
@@ -216,10 +217,12 @@ def measure(preset: str, rank: int, rounds: int, generated: int) -> Figures:
             model,
             {
                 "1 row, none": one,
-                f"1 row, rank {rank}": Case(16, generated, 1, adapter_rank=rank),
-                "8 rows, none": Case(16, generated, 8),
+                f"1 row, rank {rank}": BenchmarkCase(16, generated, 1, adapter_rank=rank),
+                "8 rows, none": BenchmarkCase(16, generated, 8),
                 "8 rows, 1 adapter": eight,
-                "8 rows, 8 adapters": Case(16, generated, 8, adapter_rank=rank, adapters=8),
+                "8 rows, 8 adapters": BenchmarkCase(
+                    16, generated, 8, adapter_rank=rank, adapters=8
+                ),
             },
             rounds,
         ),

@@ -27,7 +27,7 @@ import afm_mlx  # noqa: F401  before mlx.core: it installs a BLAS
 import mlx.core as mx
 
 from afm_mlx.kernels import PackedWeight, ProductOptions, packed_matmul, packed_swiglu
-from afm_mlx.measure.benchmark import threads_in_use
+from afm_mlx.measure.process import threads_in_use
 from bench.peer_protocol import Answer, Peer, serve
 from bench.peers import Bystanders, Target, markdown, target_rows
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.loading.load import load_model
-from afm_mlx.measure.benchmark import Bench, Case, Result, run_case, step_cost
+from afm_mlx.measure.benchmark import Bench, BenchmarkCase, BenchmarkResult, run_case, step_cost
 from afm_mlx.quantization.packed_layers import set_activation_bits
 from bench.peer_protocol import Answer, peak_resident, serve
 
@@ -24,9 +24,9 @@ class Ours:
         self.model = load_model(folder)
         self.load_seconds = time.perf_counter() - start
         set_activation_bits(self.model, activation_bits)
-        self._warm: set[Case] = set()
+        self._warm: set[BenchmarkCase] = set()
 
-    def run(self, case: Case) -> tuple[float, float]:
+    def run(self, case: BenchmarkCase) -> tuple[float, float]:
         """Seconds to the first token, and from there to the last but one."""
         bench = Bench(self.model, case, "int8", None, np.random.default_rng(len(self._warm)))
         if case not in self._warm:
@@ -35,15 +35,15 @@ class Ours:
         return bench.run(case.generated_tokens)
 
     def warm_up(self) -> Answer:
-        self.run(Case(8, 3))
+        self.run(BenchmarkCase(8, 3))
         return {}
 
     def prefill(self, tokens: int) -> Answer:
-        first, _ = self.run(Case(tokens, 3))
+        first, _ = self.run(BenchmarkCase(tokens, 3))
         return {"tokens_per_second": tokens / first}
 
     def decode(self, tokens: int, rows: int, depth: int) -> Answer:
-        case = Case(1, tokens + 2, rows, depth)
+        case = BenchmarkCase(1, tokens + 2, rows, depth)
         _, seconds = self.run(case)
         cost = step_cost(self.model, case, "int8")
         return {
@@ -53,7 +53,7 @@ class Ours:
         }
 
     def memory(self, prompt: int, tokens: int) -> Answer:
-        result: Result = run_case(self.model, Case(prompt, tokens), 1)
+        result: BenchmarkResult = run_case(self.model, BenchmarkCase(prompt, tokens), 1)
         assert result.cost is not None
         return {
             "peak_memory_bytes": result.peak_memory,
@@ -72,7 +72,7 @@ def main() -> None:
     hello: dict[str, Any] = {
         "load_seconds": ours.load_seconds,
         "device": str(mx.default_device()),
-        "weight_bytes": step_cost(ours.model, Case(), "int8").weight_bytes,
+        "weight_bytes": step_cost(ours.model, BenchmarkCase(), "int8").weight_bytes,
     }
     names = ("warm_up", "prefill", "decode", "memory")
     serve(hello, {name: getattr(ours, name) for name in names})

@@ -26,7 +26,7 @@ from typing import Any
 
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
-from afm_mlx.measure.benchmark import threads_in_use
+from afm_mlx.measure.process import threads_in_use
 from bench.peer_gguf import matrix_parameters, write_gguf
 from bench.peer_protocol import Peer, PeerError
 

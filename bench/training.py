@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.config import PRESETS, ModelConfig
-from afm_mlx.measure.benchmark import threads_in_use
+from afm_mlx.measure.process import threads_in_use
 from afm_mlx.training.methods.training_memory import MemoryEstimate, estimate_memory
 from bench.peer_protocol import Peer, PeerError
 from bench.peers import Bystanders, Target, markdown, shrunk, target_rows

@@ -31,7 +31,7 @@ from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import not_finite
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, named
-from afm_mlx.loading.load import EMBEDDED_MODEL, resolve_model
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.values import FLOAT16_MAX, is_text
 
 

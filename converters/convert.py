@@ -17,12 +17,12 @@ from typing import Any
 from afm_mlx.checkpoint.folder_texts import write_config
 from afm_mlx.checkpoint.toolkit_config import is_toolkit_config, read_toolkit_config
 from afm_mlx.checkpoint.torch_file import check_archive
-from afm_mlx.checkpoint.weights import Progress
 from afm_mlx.config import MODEL_TYPE, read_config_json
 from afm_mlx.converters import mixed_bits, mlx_lm, other_models, toolkit
 from afm_mlx.converters.conversion_options import Wishes
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
 from afm_mlx.files import atomic_folder, place_beside, refuse_existing
+from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 __all__ = ["Wishes", "convert", "detect"]
@@ -111,7 +111,7 @@ def _convert_afm(
 
 def _named(model: str) -> Path:
     # Only names need it, and it takes the whole runtime along.
-    from afm_mlx.loading.load import resolve_model
+    from afm_mlx.loading.resolve import resolve_model
 
     return resolve_model(model)
 

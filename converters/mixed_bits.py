@@ -17,13 +17,14 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.checkpoint.stored_layers import quantization_of
-from afm_mlx.checkpoint.weights import Progress, stored_tensors
+from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import read_config_json
 from afm_mlx.converters.conversion_options import Wishes
 from afm_mlx.converters.mlx_lm import check_wishes, read_config
 from afm_mlx.errors import AFMError, DataError
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.perplexity import cut, load_documents
+from afm_mlx.progress import Progress
 from afm_mlx.quantization.quantize import Predicate
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.quantization.sensitivity import (

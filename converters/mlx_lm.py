@@ -19,6 +19,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.adapters.adapter_folder import load_adapter, save_adapter
+from afm_mlx.architecture import KV_SCALES, parameter_shapes
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import check_finite, not_finite
 from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files, write_card, write_config
@@ -28,16 +29,8 @@ from afm_mlx.checkpoint.stored_layers import (
     stored_rule,
     stored_settings,
 )
-from afm_mlx.checkpoint.weights import (
-    KV_SCALES,
-    Progress,
-    StoredTensor,
-    TensorSpec,
-    array_bytes,
-    parameter_shapes,
-    stored_tensors,
-    write_weights,
-)
+from afm_mlx.checkpoint.tensors import StoredTensor, TensorSpec, array_bytes, float_values
+from afm_mlx.checkpoint.weights import stored_tensors, write_weights
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.converters.quantize import (
     PackedLayer,
@@ -47,6 +40,7 @@ from afm_mlx.converters.quantize import (
     unpacked,
 )
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
+from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PARTS
 from afm_mlx.quantization.rounding import Rows
 from afm_mlx.quantization.rule import QuantizationRule
@@ -73,7 +67,7 @@ def read_config(folder: str | Path, tensors: Mapping[str, Any]) -> ModelConfig:
             "checkpoint that the folder was made of."
         )
     if "kv_bits" not in values:
-        scaled = any(name.endswith(".quant_key_scale") for name in tensors)
+        scaled = any(name.endswith(KV_SCALES) for name in tensors)
         values["kv_bits"] = 8 if scaled else None
     return ModelConfig.from_dict(values, source=str(path))
 
@@ -246,8 +240,8 @@ def stored_rows(tensor: StoredTensor) -> Rows:
     row = width * tensor.dtype.size
 
     def read(start: int, stop: int) -> np.ndarray:
-        part = mx.array(tensor.read(start * row, stop * row)).view(tensor.dtype)
-        return np.array(part.astype(mx.float32)).reshape(stop - start, width)
+        part = float_values(tensor.read(start * row, stop * row), tensor.dtype)
+        return part.astype(np.float32, copy=False).reshape(stop - start, width)
 
     return Rows((height, width), tensor.dtype, read, f"{tensor.path}: {tensor.name}")
 

@@ -17,7 +17,6 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from afm_mlx.checkpoint.stored_layers import quantization_of, stored_settings
-from afm_mlx.checkpoint.weights import Progress
 from afm_mlx.config import read_config_json
 from afm_mlx.converters.conversion_options import Wishes
 from afm_mlx.converters.mixed_bits import calibration_file, check_stock, choose_mix
@@ -25,6 +24,7 @@ from afm_mlx.converters.mlx_lm import QUANTIZATION_KEYS, check_wishes
 from afm_mlx.converters.quantize import MLX_LM_RECIPES, as_stock, stock_rule
 from afm_mlx.errors import AFMError, named, shown
 from afm_mlx.loading.mlx_lm_models import has_packed_layers, load_zoo_model
+from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize import (
     dequantize_model,

@@ -18,7 +18,7 @@ import numpy as np
 
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.checkpoint.stored_layers import stored_rule, stored_settings
-from afm_mlx.checkpoint.weights import StoredTensor, TensorSpec, array_bytes
+from afm_mlx.checkpoint.tensors import StoredTensor, TensorSpec, array_bytes
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.kernels import PackedWeight

@@ -29,21 +29,18 @@ from afm_mlx.adapters.formats.pair_order import (
     num_layers_of,
 )
 from afm_mlx.adapters.formats.toolkit_adapter import read_pairs
+from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.folder_texts import write_card
+from afm_mlx.checkpoint.tensors import TensorSpec
 from afm_mlx.checkpoint.toolkit_config import LoRASpec, ToolkitConfig, is_toolkit_config
 from afm_mlx.checkpoint.toolkit_keys import KeyMap, map_keys
 from afm_mlx.checkpoint.torch_file import equal, mlx_dtype, open_state_dict, tensor_chunks
-from afm_mlx.checkpoint.weights import (
-    Progress,
-    TensorSpec,
-    check_weights,
-    parameter_shapes,
-    write_weights,
-)
+from afm_mlx.checkpoint.weights import check_weights, write_weights
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.converters.quantize import PackedLayers, layer_of_rows
 from afm_mlx.errors import CheckpointError, named, shown
+from afm_mlx.progress import Progress
 from afm_mlx.quantization.rounding import Rows
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.tokenizer.tokenizer_export import save_tokenizer

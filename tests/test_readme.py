@@ -15,7 +15,7 @@ import pytest
 
 from afm_mlx.cli import COMMANDS, _command
 from afm_mlx.cli.parser import parse
-from afm_mlx.loading.load import EMBEDDED_MODEL
+from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

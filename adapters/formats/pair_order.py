@@ -17,17 +17,12 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from afm_mlx.architecture import blocks
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.errors import CheckpointError, named, shown
 
 Tensors = dict[str, mx.array]
 
-_NAME = re.compile(
-    r"model\.(?:layers|kv_reuse_layers)\.\d{1,5}\."
-    r"(?:(?:self_attn\.(?:q|out)|mlp\.(?:gate|up|down))_proj\.lora_[ab]"
-    r"|self_attn\.qkv_proj\.lora_[ab]\.[012])",
-    re.ASCII,
-)
 _SHOWN = 5
 
 
@@ -58,32 +53,35 @@ class PairPlace(NamedTuple):
         """Name of B (rank, outputs)."""
         return f"{self.layer}.lora_b{self.part}"
 
+    def shapes(self, rank: int) -> dict[str, tuple[int, int]]:
+        """Shapes of A and B of a rank, by their names."""
+        return {self.a: (self.inputs, rank), self.b: (rank, self.outputs)}
+
 
 def pair_places(config: ModelConfig) -> list[PairPlace]:
     """Every pair that a model can carry, in the order of a checkpoint."""
-    width, ffn = config.hidden_dim, config.ffn_dim
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    kv_rows = kv_heads * config.head_dim
-    result = []
-    for index in range(config.num_layers):
-        reuse = index - config.num_kv_layers
-        block = f"model.layers.{index}" if reuse < 0 else f"model.kv_reuse_layers.{reuse}"
-        if reuse < 0:
-            qkv = f"{block}.self_attn.qkv_proj"
-            result += [
-                PairPlace(qkv, ".0", width, width, heads),
-                PairPlace(qkv, ".1", width, kv_rows, kv_heads),
-                PairPlace(qkv, ".2", width, kv_rows),
-            ]
-        else:
-            result.append(PairPlace(f"{block}.self_attn.q_proj", "", width, width, heads))
-        result += [
-            PairPlace(f"{block}.self_attn.out_proj", "", width, width),
-            PairPlace(f"{block}.mlp.gate_proj", "", width, ffn),
-            PairPlace(f"{block}.mlp.up_proj", "", width, ffn),
-            PairPlace(f"{block}.mlp.down_proj", "", ffn, width),
-        ]
-    return result
+    return [
+        PairPlace(
+            f"{path}.{matrix.name}",
+            f".{index}" if len(matrix.projections) > 1 else "",
+            matrix.inputs,
+            *projection,
+        )
+        for path, kind in blocks(config)
+        for matrix in kind.matrices
+        for index, projection in enumerate(matrix.projections)
+    ]
+
+
+def _name_pattern() -> re.Pattern[str]:
+    """What tensors of any AFM model's adapter are named like: `model.<list>.<index>.<name in the block>`."""
+    names = [name for p in pair_places(PRESETS["afm-nano"]) for name in (p.a, p.b)]
+    lists, in_block = ({re.escape(name.split(".", 3)[i]) for name in names} for i in (1, 3))
+    either = "|".join(sorted(in_block))
+    return re.compile(rf"model\.(?:{'|'.join(sorted(lists))})\.\d{{1,5}}\.(?:{either})", re.ASCII)
+
+
+_NAME = _name_pattern()
 
 
 def layer_of(name: str) -> str:
@@ -117,14 +115,13 @@ def exact_alpha(rank: int, scale: float) -> float:
 
 def expected_shapes(
     config: ModelConfig, names: Iterable[str], rank: int
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, tuple[int, int]]:
     """Shapes of A and B of every pair that `names` has one tensor of."""
     wanted = set(names)
-    result: dict[str, tuple[int, ...]] = {}
+    result: dict[str, tuple[int, int]] = {}
     for place in pair_places(config):
-        if place.a in wanted or place.b in wanted:
-            result[place.a] = (place.inputs, rank)
-            result[place.b] = (rank, place.outputs)
+        if not wanted.isdisjoint((place.a, place.b)):
+            result |= place.shapes(rank)
     return result
 
 
@@ -191,8 +188,7 @@ def complete(tensors: Mapping[str, mx.array], places: Sequence[PairPlace], rank:
     dtype = next(iter(tensors.values())).dtype
     result = {}
     for place in places:
-        shapes = {place.a: (place.inputs, rank), place.b: (rank, place.outputs)}
-        for name, shape in shapes.items():
+        for name, shape in place.shapes(rank).items():
             result[name] = tensors[name] if name in tensors else mx.zeros(shape, dtype)
     return result
 

@@ -2,7 +2,9 @@
 
 | file | what it holds |
 | --- | --- |
-| `weights.py` | safetensors files: headers, reading, writing as a stream |
+| `tensors.py` | tensors in files: what they are, their bytes, bytes as numbers |
+| `safetensors_file.py` | one file: its header checked, its data read lazily or written as a stream |
+| `weights.py` | the weight files of a model folder |
 | `stored_layers.py` | layers that a folder stores packed, held against `config.json` |
 | `finite.py` | whether numbers are finite |
 | `fingerprint.py` | the name of "this very model" |

@@ -1,10 +1,10 @@
 """A short name for "this very model": 64 hex digits of SHA-256.
 
 Prompt caches and adapters carry it, so that they are never used with another model. It covers the
-architecture (all of `ModelConfig` but `context_length`, which changes no weight) and, of each tensor in
-the order of names, its name, shape, kind of type, and up to 256 elements at an even, odd stride. Sampling
-keeps it quick: a 3B model gives 160,000 numbers, not 6 GB. It tells models apart; it is no proof against
-somebody who forges one.
+architecture (all of `ModelConfig` but `context_length`, which changes no weight) and, of each tensor in the
+order of names, its name, its shape, its type (all floating-point types count as one), and up to 256 elements
+that lie an odd number apart. Sampling keeps it quick: a 3B model gives 160,000 numbers, not 6 GB. It tells
+models apart; it is no proof against somebody who forges one.
 
 Floating-point elements are hashed as float32, integers as they are. So a model that was loaded as
 bfloat16 and widened to float32 has the fingerprint of its file; one that was rounded to fewer bits has
@@ -27,7 +27,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from afm_mlx.checkpoint.weights import StoredTensor, array_bytes, stored_tensors
+from afm_mlx.checkpoint.tensors import StoredTensor, array_bytes, float_values
+from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import ModelConfig
 
 _SAMPLES = 256
@@ -142,8 +143,5 @@ def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:
 
 def _widen(raw: np.ndarray, dtype: mx.Dtype) -> np.ndarray:
     """Bytes of float16, bfloat16 or float32 as float32, subnormal numbers and -0 as 0."""
-    if dtype == mx.bfloat16:
-        values = (raw.view("<u2").astype("<u4") << 16).view("<f4")
-    else:
-        values = raw.view("<f2" if dtype == mx.float16 else "<f4").astype("<f4")
+    values = float_values(raw, dtype).astype("<f4", copy=False)
     return np.where(np.abs(values) < np.finfo(np.float32).tiny, np.float32(0), values)

@@ -14,18 +14,19 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from afm_mlx.checkpoint.weights import KV_SCALES, reading
+from afm_mlx.architecture import KV_SCALES
+from afm_mlx.checkpoint.safetensors_file import reading
 from afm_mlx.errors import CheckpointError, named
 
 # The largest bits of a finite number of a half type, below the sign.
 _LARGEST_HALF = {mx.float16: 0x7BFF, mx.bfloat16: 0x7F7F}
 _SMALL = 1 << 13  # numbers of a tensor
 _IN_CACHE = 1 << 17
-"""Half numbers that are looked at at a time: both looks at them find them in the processor's cache."""
+"""Numbers of a half type that are looked at together: the second look finds them in the processor's cache."""
 
 
 def read_parameters(model: nn.Module, source: str | Path) -> dict[str, mx.array]:
-    """Read a model's lazy parameters, and look at their numbers.
+    """Read a model's lazy parameters, and refuse numbers that can't be right.
 
     Returns:
         The parameters by name.
@@ -64,7 +65,7 @@ def not_finite(tensors: Mapping[str, mx.array]) -> list[str]:
     floats = {name: t for name, t in tensors.items() if mx.issubdtype(t.dtype, mx.floating)}
     small = {name: t for name, t in floats.items() if t.size <= _SMALL}
     large = {name: t for name, t in floats.items() if t.size > _SMALL}
-    # Those are many: norms, and the scales of packed layers. Each by itself would take longer than to read it.
+    # Small tensors are many: norms, and scales of packed layers. To look at each by itself would take longer.
     bad = [name for name, fine in zip(small, _are_finite(small.values()), strict=True) if not fine]
     return bad + [name for name, tensor in large.items() if not _is_finite(tensor)]
 

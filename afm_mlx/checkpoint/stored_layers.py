@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.checkpoint.weights import Shapes, check_weights, parameter_shapes
+from afm_mlx.architecture import parameter_shapes
+from afm_mlx.checkpoint.weights import check_weights
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 from afm_mlx.kernels import BITS, PackedWeight
@@ -25,9 +26,6 @@ from afm_mlx.quantization.rule import RULE_KEYS, QuantizationRule
 _MLX_MODES = ("mxfp4", "mxfp8", "nvfp4")
 _MLX_BITS = (1, 3, 5, 6)
 _MLX_MOST_BITS, _MLX_MOST_IN_GROUP = 8, 128
-
-Tensors = Mapping[str, Any]
-"""Anything with a shape and a dtype, by name."""
 
 
 def quantization_of(values: Mapping[str, Any], source: str | Path) -> dict[str, Any]:
@@ -43,10 +41,10 @@ def quantization_of(values: Mapping[str, Any], source: str | Path) -> dict[str, 
 
 
 def stored_settings(quantization: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """What `quantization` says of the layer at a path: its own entry over the common keys.
+    """What `quantization` says of the layer at a path: the layer's own entry over the common keys.
 
-    An entry of another mode, or with a group size or granularity of its own, takes no more from the
-    common keys than goes with that.
+    An entry of another mode takes none of the common keys. One with a group size or a granularity of its own
+    takes neither of these two from them.
     """
     common = {key: quantization[key] for key in RULE_KEYS if key in quantization}
     own = quantization.get(path)
@@ -89,7 +87,7 @@ def _is_within(value: Any, most: int) -> bool:
 
 
 def is_stored_packed(
-    path: str, quantization: Mapping[str, Any], tensors: Tensors, source: str | Path
+    path: str, quantization: Mapping[str, Any], tensors: Mapping[str, Any], source: str | Path
 ) -> bool:
     """Whether a layer's tensors are packed.
 
@@ -116,10 +114,10 @@ def check_stored(
     path: str,
     rule: QuantizationRule,
     shape: tuple[int, ...],
-    tensors: Tensors,
+    tensors: Mapping[str, Any],
     source: str | Path,
 ) -> None:
-    """Whether the tensors of a layer are what its rule makes of a matrix of `shape`.
+    """Compare the tensors of a layer with what its rule makes of a matrix of `shape`.
 
     Raises:
         CheckpointError: names the layer, what was got and what is expected.
@@ -146,25 +144,28 @@ def check_stored(
         )
 
 
-Rules: TypeAlias = dict[str, QuantizationRule | None]
+StoredRules: TypeAlias = dict[str, QuantizationRule | None]
 """Rules of the layers that are stored packed, by their paths; None for a format of MLX's own layers alone."""
 
 
 def stored_rules(
-    shapes: Shapes, quantization: Mapping[str, Any], tensors: Tensors, source: str | Path
-) -> Rules:
+    shapes: Mapping[str, tuple[int, ...]],
+    quantization: Mapping[str, Any],
+    tensors: Mapping[str, Any],
+    source: str | Path,
+) -> StoredRules:
     """Find the layers that are stored packed, and compare their tensors with their settings.
 
     Args:
         shapes: of the float weights, by name.
         quantization: of `quantization_of`.
-        tensors: of the folder.
-        source: for errors.
+        tensors: of the folder, by name; anything with a shape and a dtype.
+        source: the folder's config.json, for errors.
 
     Raises:
         ConfigError, CheckpointError: name the layer whose tensors and settings do not fit.
     """
-    rules: Rules = {}
+    rules: StoredRules = {}
     for name, shape in shapes.items():
         path, _, kind = name.rpartition(".")
         if kind != "weight" or len(shape) != 2:
@@ -177,8 +178,8 @@ def stored_rules(
 
 
 def check_folder_tensors(
-    config: ModelConfig, quantization: Mapping[str, Any], tensors: Tensors, source: Path
-) -> Rules:
+    config: ModelConfig, quantization: Mapping[str, Any], tensors: Mapping[str, Any], source: Path
+) -> StoredRules:
     """Compare the tensors of an AFM folder with its config, by headers alone: before anything is built.
 
     Args:
@@ -188,7 +189,7 @@ def check_folder_tensors(
         source: the folder's config.json.
 
     Returns:
-        Those of `stored_rules`.
+        What `stored_rules` returns.
 
     Raises:
         ConfigError, CheckpointError: name the tensors that are missing, not of the model, of another shape, or
@@ -196,7 +197,7 @@ def check_folder_tensors(
     """
     shapes = parameter_shapes(config)
     rules = stored_rules(shapes, quantization, tensors, source)
-    expected: Shapes = {}
+    expected: dict[str, tuple[int, ...]] = {}
     floats = []
     for name, shape in shapes.items():
         path = name.removesuffix(".weight")
@@ -221,9 +222,9 @@ def _part_shapes(
     rule: QuantizationRule | None,
     shape: tuple[int, ...],
     quantization: Mapping[str, Any],
-    tensors: Tensors,
+    tensors: Mapping[str, Any],
     source: Path,
-) -> Shapes:
+) -> dict[str, tuple[int, ...]]:
     if rule is None:
         return _mlx_part_shapes(path, shape, quantization, tensors, source)
     return rule.part_shapes(shape)
@@ -237,14 +238,15 @@ def _mlx_part_shapes(
     path: str,
     shape: tuple[int, ...],
     quantization: Mapping[str, Any],
-    tensors: Tensors,
+    tensors: Mapping[str, Any],
     source: str | Path,
-) -> Shapes:
+) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer that stays MLX's own, whose types are checked: only affine ones have float scales."""
     settings = {"mode": "affine", **stored_settings(quantization, path)}
     affine, (rows, inputs) = settings["mode"] == "affine", shape
     groups = (rows, math.ceil(inputs / settings["group_size"]))
-    parts: Shapes = {"weight": (rows, math.ceil(inputs * settings["bits"] / 32)), "scales": groups}
+    codes = (rows, math.ceil(inputs * settings["bits"] / 32))
+    parts: dict[str, tuple[int, ...]] = {"weight": codes, "scales": groups}
     if affine:
         parts["biases"] = groups
     for part in parts:
@@ -263,7 +265,7 @@ def place_stored_layers(
     weights: Mapping[str, mx.array],
     source: str | Path,
     dtype: mx.Dtype,
-    rules: Rules | None = None,
+    rules: StoredRules | None = None,
 ) -> None:
     """Replace the layers that a folder stores packed by packed layers of its arrays.
 

@@ -1,206 +1,32 @@
-"""Weight files of a model folder: read after validation, checked against shapes, written as a stream.
+"""Weight files of a model folder: found and read, checked against shapes, and written.
 
 The layout is mlx-lm's: `model.safetensors`, or shards of 5 GiB at most that are named
-`model-0000i-of-0000N.safetensors`, and `model.safetensors.index.json`. A header is validated before a byte of
-data is read, because a weight file may be damaged or made to harm. Writing takes the data tensor by tensor
-in chunks, so that a model larger than memory can be written.
-
-Source of the format: https://github.com/huggingface/safetensors, section "Format".
+`model-0000i-of-0000N.safetensors`, and `model.safetensors.index.json`.
 """
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-import math
-import os
 import re
 import shutil
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from safetensors import SafetensorError, safe_open
 
-from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, write_file
+from afm_mlx.checkpoint.tensors import StoredTensor, TensorSpec, array_bytes, array_specs
+from afm_mlx.config import read_config_json
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
+from afm_mlx.progress import Progress
 
 INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 << 30
 
-KV_SCALES = ("quant_key_scale", "quant_value_scale")
-"""Names of the static int8 scales in every block that writes keys and values."""
-
-Shapes = dict[str, tuple[int, ...]]
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
-
-# The types that MLX loads; safetensors has more.
-_DTYPES: dict[str, mx.Dtype] = {
-    "BOOL": mx.bool_,
-    "U8": mx.uint8,
-    "U16": mx.uint16,
-    "U32": mx.uint32,
-    "U64": mx.uint64,
-    "I8": mx.int8,
-    "I16": mx.int16,
-    "I32": mx.int32,
-    "I64": mx.int64,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "F32": mx.float32,
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LINE = 300
 _SHARD_NAME = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Name, shape and type of a tensor to be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: mx.Dtype
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        return self.size * self.dtype.size
-
-
-@dataclass(frozen=True)
-class StoredTensor(TensorSpec):
-    """A tensor in a safetensors file, whose data starts at byte `offset`."""
-
-    path: Path
-    offset: int
-
-    # Files are read, and never mapped: one that is cut off while it is mapped ends the process.
-
-    def read(self, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Bytes `start` to `stop`, all by default, as `uint8` in memory of their own; errors as `read_into`."""
-        raw = np.empty((self.nbytes if stop is None else stop) - start, np.uint8)
-        self.read_into(raw, start)
-        return raw
-
-    def read_into(self, raw: np.ndarray, start: int = 0) -> None:
-        """Fill an array of bytes from byte `start` of the tensor on.
-
-        Raises:
-            CheckpointError: when the file can't be read, or ends early.
-        """
-        with self._opened() as file:
-            self._fill(file, raw, start)
-
-    def read_elements(self, indices: Iterable[int]) -> np.ndarray:
-        """Bytes of single elements, one after the other; errors as `read_into`."""
-        width = self.dtype.size
-        indices = list(indices)
-        raw = np.empty((len(indices), width), np.uint8)
-        with self._opened() as file:
-            for row, index in zip(raw, indices, strict=True):
-                self._fill(file, row, index * width)
-        return raw.reshape(-1)
-
-    @contextmanager
-    def _opened(self) -> Iterator[io.FileIO]:
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                yield file
-        except OSError as error:
-            raise CheckpointError(f"{self.path} can't be read: {error.strerror}.") from None
-
-    def _fill(self, file: io.FileIO, raw: np.ndarray, start: int) -> None:
-        file.seek(self.offset + start)
-        done = 0
-        while done < raw.size and (count := file.readinto(raw[done:].data)):
-            done += count
-        if done < raw.size:
-            raise CheckpointError(
-                f"{self.path} ends within {named(self.name)}: {start + done:,} of {self.nbytes:,} bytes are "
-                "there. It was cut off: copy or download it again."
-            )
-
-
-def parameter_shapes(config: ModelConfig) -> Shapes:
-    """Names and shapes of the parameters of an unquantized model, in mlx-lm's `afm7` layout."""
-    width, head, ffn = config.hidden_dim, config.head_dim, config.ffn_dim
-    qkv_rows = (config.num_heads + 2 * config.num_kv_heads) * head
-    shared = {
-        "self_attn.out_proj.weight": (width, width),
-        "self_attn.q_norm.weight": (head,),
-        "mlp.gate_proj.weight": (ffn, width),
-        "mlp.up_proj.weight": (ffn, width),
-        "mlp.down_proj.weight": (width, ffn),
-        "input_layernorm.weight": (width,),
-        "post_attention_layernorm.weight": (width,),
-    }
-    writing: Shapes = {
-        "self_attn.qkv_proj.weight": (qkv_rows, width),
-        "self_attn.k_norm.weight": (head,),
-    }
-    if config.kv_bits is not None:
-        writing |= {"self_attn.quant_key_scale": (), "self_attn.quant_value_scale": ()}
-    shapes: Shapes = {"model.embedding.weight": (config.vocab_size, width)}
-    for layer in range(config.num_kv_layers):
-        shapes |= {f"model.layers.{layer}.{k}": v for k, v in {**writing, **shared}.items()}
-    for layer in range(config.num_kv_reuse_layers):
-        prefix = f"model.kv_reuse_layers.{layer}"
-        shapes[f"{prefix}.self_attn.q_proj.weight"] = (width, width)
-        shapes |= {f"{prefix}.{k}": v for k, v in shared.items()}
-    shapes["model.output_norm.weight"] = (width,)
-    return shapes
-
-
-def read_header(path: str | Path) -> dict[str, StoredTensor]:
-    """Validate a safetensors file's header and return its tensors; no data is read.
-
-    Raises:
-        CheckpointError: when the file is missing, cut off, no safetensors file, or of a type that MLX
-            can't load.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path} is missing. Copy or download the model folder again.")
-    try:
-        # The library checks the sizes in the header against each other and against the file's length.
-        with safe_open(path, framework="np"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} ({path.stat().st_size:,} bytes) is no whole safetensors file: {named(str(error))}. "
-            "It was cut off or damaged on its way: copy or download it again."
-        ) from None
-    with path.open("rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    unknown = sorted({entry["dtype"] for entry in header.values()} - set(_DTYPES))
-    if unknown:
-        raise CheckpointError(
-            f"{path} holds tensors of type {_first(unknown)}; MLX loads {', '.join(_DTYPES)}. "
-            "Save the model in one of these."
-        )
-    return {
-        name: StoredTensor(
-            name,
-            tuple(entry["shape"]),
-            _DTYPES[entry["dtype"]],
-            path,
-            8 + length + entry["data_offsets"][0],
-        )
-        for name, entry in header.items()
-    }
 
 
 def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
@@ -234,18 +60,6 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-@contextmanager
-def reading(source: str | Path) -> Iterator[None]:
-    """Let what MLX raises while it reads arrays of a file be a `CheckpointError` that names the source."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{source} can't be read: {named(str(error))} The file was cut off or replaced since it was "
-            "opened, or memory is short. Load it again once it is whole."
-        ) from None
-
-
 def load_weights(folder: str | Path) -> dict[str, mx.array]:
     """Load a model folder's tensors lazily: MLX reads the data of an array when it is first used.
 
@@ -253,28 +67,6 @@ def load_weights(folder: str | Path) -> dict[str, mx.array]:
         CheckpointError: see `stored_tensors`.
     """
     return load_stored(stored_tensors(folder))
-
-
-def load_stored(tensors: Mapping[str, StoredTensor]) -> dict[str, mx.array]:
-    """The tensors as lazy arrays. A file that is cut off before they are read makes MLX raise `RuntimeError`.
-
-    Raises:
-        CheckpointError: when MLX finds something else in a file than `tensors` says.
-    """
-    weights: dict[str, mx.array] = {}
-    for path in {tensor.path: None for tensor in tensors.values()}:
-        with reading(path):
-            loaded = mx.load(str(path), format="safetensors")
-        assert isinstance(loaded, dict)
-        weights |= loaded
-    for name, tensor in tensors.items():
-        found = weights.get(name)
-        if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
-            raise CheckpointError(
-                f"{tensor.path}: {named(name)} is not what the header says: the file was replaced meanwhile, "
-                "or MLX reads it otherwise. Load it again, or save the model again."
-            )
-    return weights
 
 
 def check_weights(
@@ -334,7 +126,7 @@ def write_weights(
     """
     folder = Path(folder)
     total = sum(spec.nbytes for spec in specs)
-    _check_room(folder, total)
+    _check_space(folder, total)
     shards = _split(specs, max_shard_bytes)
     done, paths = 0, []
     weight_map: dict[str, str] = {}
@@ -358,103 +150,13 @@ def write_weights(
     return paths
 
 
-def write_file(
-    path: Path,
-    specs: Sequence[TensorSpec],
-    read: Callable[[TensorSpec], Iterable[Any]],
-    report: Callable[[int], None] = lambda written: None,
-    metadata: Mapping[str, str] | None = None,
-) -> None:
-    """Write one safetensors file as a stream; see `write_weights`."""
-    # Wide types first keep every tensor aligned to its own type, for readers that map the file.
-    ordered = sorted(specs, key=lambda spec: -spec.dtype.size)
-    header: dict[str, Any] = {"__metadata__": dict(metadata or {"format": "mlx"})}
-    end = 0
-    for spec in ordered:
-        begin, end = end, end + spec.nbytes
-        header[spec.name] = {
-            "dtype": _CODES[spec.dtype],
-            "shape": list(spec.shape),
-            "data_offsets": [begin, end],
-        }
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    written = 0
-    with _Writer(path) as put:
-        put(struct.pack("<Q", len(encoded)) + encoded)
-        for spec in ordered:
-            start = written
-            for chunk in read(spec):
-                written += put(chunk)
-                report(written)
-            if written - start != spec.nbytes:
-                raise RuntimeError(
-                    f"{spec.name}: {written - start} bytes came, {spec.nbytes} announced"
-                )
-
-
 def save_weights(folder: str | Path, weights: Mapping[str, mx.array], **options: Any) -> list[Path]:
     """Write arrays as a model folder's weight files; `options` are those of `write_weights`."""
     specs = array_specs(weights)
     return write_weights(folder, specs, lambda spec: [array_bytes(weights[spec.name])], **options)
 
 
-def save_file(
-    path: str | Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None
-) -> None:
-    """Write arrays to one safetensors file; mlx-lm's metadata when none is given.
-
-    `mx.save_safetensors` does the same, but says nothing when the disk is full.
-    """
-    write_file(
-        Path(path),
-        array_specs(tensors),
-        lambda spec: [array_bytes(tensors[spec.name])],
-        metadata=metadata,
-    )
-
-
-def array_specs(tensors: Mapping[str, mx.array]) -> list[TensorSpec]:
-    """The specs of arrays that are in memory or lazy."""
-    return [TensorSpec(name, tuple(array.shape), array.dtype) for name, array in tensors.items()]
-
-
-def array_bytes(array: mx.array) -> np.ndarray:
-    """The bytes of an array, row-major, as numpy `uint8`; bfloat16 included, which numpy lacks."""
-    return np.array(array.reshape(-1).view(mx.uint8), copy=False)
-
-
-class _Writer:
-    """A file opened for writing, whose errors say what the disk lacks."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> Callable[[Any], int]:
-        self.file = self.path.open("wb")
-        return self.put
-
-    def put(self, chunk: Any) -> int:
-        try:
-            return self.file.write(chunk)
-        except OSError as error:
-            raise self._explain(error) from None
-
-    def __exit__(self, *exception: Any) -> None:
-        try:
-            self.file.close()
-        except OSError as error:
-            raise self._explain(error) from None
-
-    def _explain(self, error: OSError) -> CheckpointError:
-        free = shutil.disk_usage(self.path.parent).free
-        return CheckpointError(
-            f"{self.path} could not be written: {os.strerror(error.errno or 0)}; "
-            f"{free / 1e9:.1f} GB are free on that disk. Make room or choose another output path."
-        )
-
-
-def _check_room(folder: Path, needed: int) -> None:
+def _check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(

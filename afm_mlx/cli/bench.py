@@ -17,10 +17,11 @@ from afm_mlx.cli.argument_table import FLAG, Argument, add_table
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.config import PRESETS
+from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from afm_mlx.measure.bandwidth import Bandwidth
-    from afm_mlx.measure.benchmark import Result
+    from afm_mlx.measure.benchmark import BenchmarkResult
 
 THREADS_VARIABLE = "AFM_MLX_THREADS"
 MAX_CASES, MAX_TOKENS, MAX_RANK = 10_000, 1 << 20, 1 << 16
@@ -81,7 +82,8 @@ def run(args: argparse.Namespace) -> None:
     _check(args)
     _limit_threads(args.threads)
     from afm_mlx.measure.bandwidth import measure_bandwidth
-    from afm_mlx.measure.benchmark import Case, run_case, threads_in_use
+    from afm_mlx.measure.benchmark import BenchmarkCase, run_case
+    from afm_mlx.measure.process import threads_in_use
     from afm_mlx.quantization.packed_layers import set_activation_bits
 
     lists = (
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> None:
     )
     if (count := math.prod(map(len, lists))) > MAX_CASES:
         raise UsageError(f"the lists make {count:,} cases; allowed are {MAX_CASES:,}.")
-    cases = [Case(*sizes) for sizes in itertools.product(*lists)]
+    cases = [BenchmarkCase(*sizes) for sizes in itertools.product(*lists)]
     threads = threads_in_use()
     bandwidth = measure_bandwidth(threads)
     name, model, tokenizer = _model_of(args)
@@ -158,7 +160,7 @@ def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
         return f"{args.preset} (random)", model, None
     from afm_mlx.loading.load import load
 
-    name = args.model or options.EMBEDDED_MODEL
+    name = args.model or EMBEDDED_MODEL
     return name, *load(name, trust_remote_code=args.trust_remote_code)
 
 
@@ -183,7 +185,7 @@ def _facts(
     }
 
 
-def _row(result: Result, bandwidth: Bandwidth) -> dict[str, Any]:
+def _row(result: BenchmarkResult, bandwidth: Bandwidth) -> dict[str, Any]:
     """A result as flat figures: bytes, seconds, and tokens per second."""
     row: dict[str, Any] = dataclasses.asdict(result.case)
     for name in ("prefill", "decode", "first_token"):

@@ -13,7 +13,7 @@ from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.cli.perplexity import HELD_OUT
 
 if TYPE_CHECKING:
-    from afm_mlx.measure.evaluation import Evaluation, Score
+    from afm_mlx.measure.evaluation import Evaluation, TaskScore
     from afm_mlx.measure.perplexity import Perplexity
 
 TEST_SET = "evaluation.jsonl"
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from afm_mlx.loading.load import resolve_model
+    from afm_mlx.loading.resolve import resolve_model
     from afm_mlx.measure.evaluation import evaluate, load_examples
     from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 def _as_json(
     args: argparse.Namespace, data: Path, evaluation: Evaluation, perplexity: Perplexity | None
 ) -> dict[str, Any]:
-    def score(score: Score) -> dict[str, Any]:
+    def score(score: TaskScore) -> dict[str, Any]:
         return {"correct": score.correct, "total": score.total, "accuracy": score.accuracy}
 
     return {
@@ -110,7 +110,7 @@ def _print(
         print(f"  expected: {mistake.example.answer!r}")
         print(f"  got:      {mistake.answer!r}")
     print(f"Model: {args.model}")
-    print(f"Data: {data} ({len(evaluation.outcomes)} examples in {evaluation.seconds:.1f} seconds)")
+    print(f"Data: {data} ({len(evaluation.answers)} examples in {evaluation.seconds:.1f} seconds)")
     scores = {**evaluation.tasks, "all": evaluation.overall}
     rows = [(task, s.correct, s.total, f"{s.accuracy:.1%}") for task, s in scores.items()]
     print_table([("task", "correct", "of", "accuracy"), *rows])

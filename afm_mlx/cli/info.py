@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 
 from afm_mlx.cli.argument_table import Argument, add_table
-from afm_mlx.cli.options import EMBEDDED_MODEL, JSON
+from afm_mlx.cli.options import JSON
 from afm_mlx.cli.output import print_facts, print_json
 from afm_mlx.cli.parser import UsageError
 from afm_mlx.config import PRESETS
+from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 # fmt: off
 ARGUMENTS = [
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.model is not None and args.preset is not None:
         raise UsageError("--model and --preset can't both be given; a preset has no folder.")
-    from afm_mlx.loading.load import resolve_model
+    from afm_mlx.loading.resolve import resolve_model
     from afm_mlx.measure import describe
 
     if args.preset is not None:

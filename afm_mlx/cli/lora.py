@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx import config
-from afm_mlx.cli import options, training_arguments
+from afm_mlx.cli import training_arguments
 from afm_mlx.cli.argument_table import FLAG, Argument, add_table, flag_of
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.parser import UsageError, drop_said_otherwise, integer, json_object, number
@@ -23,6 +23,7 @@ from afm_mlx.cli.training_recipe import (
     refuse_both,
 )
 from afm_mlx.errors import did_you_mean, shown
+from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from afm_mlx.training.data.batches import Batches
@@ -180,7 +181,7 @@ def _check_model_arguments(args: argparse.Namespace) -> None:
         raise UsageError(f"--save-path is missing: the model folder that {kind} training makes.")
     if kind == "draft" and args.teacher is None:
         raise UsageError("--teacher is missing: the model that the draft model proposes tokens to.")
-    has_folder = args.model != options.EMBEDDED_MODEL
+    has_folder = args.model != EMBEDDED_MODEL
     if kind == "draft" and has_folder == (args.draft_preset is not None):
         fault = "both are given, choose one" if has_folder else "name one"
         raise UsageError(

@@ -8,8 +8,7 @@ from typing import Any
 from afm_mlx.cli.argument_table import FLAG, Argument, add_table, unavailable
 from afm_mlx.cli.parser import UsageError, integer, number
 from afm_mlx.errors import shown
-
-EMBEDDED_MODEL = "afm-nano"  # as in afm_mlx.loading.load, which would import MLX
+from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 MAX_SEED = 2**64 - 1
 
@@ -89,7 +88,8 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     `--adapter-path` is registered as what it was given as.
     """
     from afm_mlx.adapters.pool import AdapterPool
-    from afm_mlx.loading.load import load, model_adapters, resolve_adapter, resolve_model
+    from afm_mlx.loading.load import load
+    from afm_mlx.loading.resolve import model_adapters, resolve_adapter, resolve_model
 
     names = [name for name, _ in args.adapter]
     if repeated := sorted({name for name in names if names.count(name) > 1}):

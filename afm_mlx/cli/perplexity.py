@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.num_samples == 0:
         raise UsageError("--num-samples is 0; allowed are 1 and more, or -1 for all.")
-    from afm_mlx.loading.load import resolve_model
+    from afm_mlx.loading.resolve import resolve_model
     from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
 
     data = Path(args.data_path or resolve_model(args.model) / HELD_OUT)

@@ -13,10 +13,12 @@ from safetensors import safe_open
 from afm_mlx.adapters.attach import adapter_fingerprint
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
-from afm_mlx.checkpoint.weights import StoredTensor, load_stored, read_header, reading, save_file
+from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, reading, save_file
+from afm_mlx.checkpoint.tensors import StoredTensor
 from afm_mlx.errors import CacheFileError, CheckpointError, named, shown
 from afm_mlx.files import atomic_write
-from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, KVCache
+from afm_mlx.model.kv_cache import KEEP, KVCache
+from afm_mlx.model.kv_cache_state import MOST_TOKENS
 from afm_mlx.model.model import Model
 from afm_mlx.threads import in_mlx_thread
 

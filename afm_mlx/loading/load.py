@@ -1,8 +1,7 @@
-"""From a path, a hub id, or the name of the embedded model to a model that is ready to run."""
+"""From a path, a hub id or a name to a model that is ready to run, and its tokenizer."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,93 +9,25 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.architecture import KV_SCALES
 from afm_mlx.checkpoint.finite import read_parameters
+from afm_mlx.checkpoint.safetensors_file import load_stored
 from afm_mlx.checkpoint.stored_layers import (
     check_folder_tensors,
     place_stored_layers,
     quantization_of,
     settle_scales,
 )
-from afm_mlx.checkpoint.weights import KV_SCALES, load_stored, stored_tensors
+from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
-from afm_mlx.errors import AFMError, ConfigError, did_you_mean, shown
+from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_adapter, resolve_model
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import activation_dtype, set_activation_bits
 from afm_mlx.threads import in_main_thread, in_mlx_thread
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
-
-EMBEDDED_MODEL = "afm-nano"
-ADAPTERS = "adapters"
-"""Folder in a model's folder with adapters for it."""
-
-_EMBEDDED_FOLDER = Path(__file__).parent.parent / "embedded"
-
-
-def resolve_model(path_or_hf_repo: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model.
-
-    A path that exists is used; the name of the embedded model is its folder; anything else is a hub id,
-    which is fetched (`HF_HUB_OFFLINE=1` forbids that).
-
-    Raises:
-        AFMError: when it is none of the three.
-    """
-    path = Path(os.path.expanduser(path_or_hf_repo))
-    if path.is_dir():
-        return path
-    if str(path_or_hf_repo) == EMBEDDED_MODEL:
-        return _EMBEDDED_FOLDER / EMBEDDED_MODEL
-    name = str(path_or_hf_repo)
-    if path.exists():
-        raise AFMError(
-            f"{path} is a file; a model is a folder with config.json. A checkpoint file is converted "
-            "first: afm-mlx convert --model CHECKPOINT --mlx-path OUT."
-        )
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
-        raise AFMError(
-            f"There is no folder {name}. Give a model folder, {EMBEDDED_MODEL!r} for the embedded model, "
-            "or a hub id of the form owner/name."
-        )
-    return _download(name, revision)
-
-
-def model_adapters(folder: Path) -> dict[str, Path]:
-    """Adapters that come with a model, in folders below `adapters`, by their names."""
-    return {path.name: path for path in sorted((folder / ADAPTERS).glob("*")) if path.is_dir()}
-
-
-def resolve_adapter(path_or_name: str | Path, model_folder: Path) -> Path:
-    """The folder of an adapter: a path that exists, or the name of one that comes with the model.
-
-    Raises:
-        AFMError: when it is neither.
-    """
-    path, own = Path(os.path.expanduser(path_or_name)), model_adapters(model_folder)
-    if str(path_or_name) and path.exists():
-        return path
-    if str(path_or_name) in own:
-        return own[str(path_or_name)]
-    raise AFMError(
-        f"There is no adapter {shown(str(path_or_name))}{did_you_mean(str(path_or_name), own)}: it is no path, "
-        f"and the model's own adapters are {', '.join(own) or 'none'}."
-    )
-
-
-def _download(name: str, revision: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.tiktoken", "*.txt", "*.jsonl"]
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise AFMError(
-            f"{name} is no folder here, and could not be fetched from the hub: {reason}. "
-            "Check the name, the connection, and HF_HUB_OFFLINE."
-        ) from None
 
 
 @in_mlx_thread

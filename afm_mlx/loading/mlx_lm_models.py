@@ -12,13 +12,14 @@ import mlx.nn as nn
 from afm_mlx.adapters.adapter_folder import TENSORS_NAME, check_floating
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.checkpoint.finite import check_finite, read_parameters
+from afm_mlx.checkpoint.safetensors_file import load_stored, read_header
 from afm_mlx.checkpoint.stored_layers import (
     place_stored_layers,
     quantization_of,
     repack_mlx_layers,
     settle_scales,
 )
-from afm_mlx.checkpoint.weights import load_stored, load_weights, read_header
+from afm_mlx.checkpoint.weights import load_weights
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.quantization.packed_layers import PackedLinear

@@ -18,15 +18,11 @@ possible.
 from __future__ import annotations
 
 import io
-import os
 import re
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +37,8 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS
-from afm_mlx.loading.load import activation_dtype
+from afm_mlx.measure.process import peak_resident, reset_peak_resident
+from afm_mlx.quantization.packed_layers import activation_dtype
 
 WARM_UP_TOKENS = 3
 
@@ -64,16 +61,16 @@ _VIEWS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """What is run.
 
     Args:
-        prompt_tokens: per row.
-        generated_tokens: per row, the first one included, which comes with the prompt.
+        prompt_tokens: of each row's prompt.
+        generated_tokens: of each row's answer, the first one included, which comes with the prompt.
         batch: rows side by side.
         depth: tokens in each row's cache before the prompt.
         adapter_rank: of a random adapter on every linear layer of every block; 0 for none.
-        adapters: how many different ones the rows use.
+        adapters: number of different adapters that the rows use.
     """
 
     prompt_tokens: int = 512
@@ -160,11 +157,11 @@ class StepCost:
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchmarkResult:
     """What was measured of a case.
 
     Args:
-        case: that ran.
+        case: what was run.
         prefill: prompt tokens per second, of all rows.
         decode: new tokens per second, of all rows.
         first_token: seconds from the request to the first token.
@@ -174,7 +171,7 @@ class Result:
             no such figure for a stretch of time.
     """
 
-    case: Case
+    case: BenchmarkCase
     prefill: Spread
     decode: Spread
     first_token: Spread
@@ -204,14 +201,14 @@ class Result:
 
 def run_case(
     model: nn.Module,
-    case: Case,
+    case: BenchmarkCase,
     repetitions: int = 5,
     *,
     kv: str = "int8",
     tokenizer: Any = None,
     seed: int = 0,
     on_run: Callable[[], None] | None = None,
-) -> Result:
+) -> BenchmarkResult:
     """Measure one case, after a warm-up that does not count.
 
     Args:
@@ -236,11 +233,11 @@ def run_case(
             detach_adapter(model)
 
 
-def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None] | None) -> Result:
+def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None] | None) -> BenchmarkResult:
     case = bench.case
     bench.run(min(case.generated_tokens, WARM_UP_TOKENS))
     mx.reset_peak_memory()
-    can_reset = _reset_peak_resident()
+    can_reset = reset_peak_resident()
     times = []
     for _ in range(repetitions):
         if on_run:
@@ -252,7 +249,7 @@ def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None] | None) 
         on_run()
     new = case.batch * (case.generated_tokens - 2)
     prompt = case.batch * case.prompt_tokens
-    return Result(
+    return BenchmarkResult(
         case,
         prefill=Spread.of([prompt / first for first, _ in times]),
         decode=Spread.of([new / decoding for _, decoding in times]),
@@ -272,7 +269,12 @@ class Bench:
     """
 
     def __init__(
-        self, model: nn.Module, case: Case, kv: str, tokenizer: Any, rng: np.random.Generator
+        self,
+        model: nn.Module,
+        case: BenchmarkCase,
+        kv: str,
+        tokenizer: Any,
+        rng: np.random.Generator,
     ):
         self._model = model
         self.case = case
@@ -288,7 +290,7 @@ class Bench:
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
 
     def cost(self) -> StepCost | None:
-        """Of a decode step; None for a model of mlx-lm's zoo."""
+        """What a decode step needs; None for a model of mlx-lm's zoo."""
         return step_cost(self._model, self.case, self._kv) if self.is_afm else None
 
     def run(self, generated: int) -> tuple[float, float]:
@@ -358,7 +360,7 @@ class _NoText:
     def finalize(self) -> None: ...
 
 
-def step_cost(model: Any, case: Case, kv: str) -> StepCost:
+def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:
     """Count what a decode step of an AFM model needs; nothing is computed.
 
     Args:
@@ -368,7 +370,7 @@ def step_cost(model: Any, case: Case, kv: str) -> StepCost:
     """
     config: ModelConfig = model.args
     width = 1 if kv == "int8" and config.kv_bits == 8 else activation_dtype().size
-    per_block = 2 * config.num_kv_heads * config.head_dim * width
+    per_block = 2 * config.kv_dim * width
     return StepCost(
         weight_bytes=sum(array.nbytes for array in base_parameters(model).values()),
         adapter_bytes=sum(array.nbytes for array in adapter_arrays(model).values()),
@@ -391,34 +393,3 @@ def count_operations(model: Any, batch: int = 1, kv: str = "int8") -> int:
     mx.export_to_dot(drawing, tokens)
     names = re.findall(r'\[label ="([^"]*)"', drawing.getvalue())
     return sum(name not in _VIEWS for name in names)
-
-
-# -- the process
-
-
-def threads_in_use() -> int:
-    """Threads that the CPU's kernels compute with: `AFM_MLX_THREADS`, or the cores of this process."""
-    wanted = os.environ.get("AFM_MLX_THREADS", "")
-    if wanted.isdecimal() and int(wanted) >= 1:
-        return int(wanted)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def peak_resident() -> int:
-    """Bytes of memory that this process had at most, since its start or the last reset."""
-    status = Path("/proc/self/status")
-    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        return int(found[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _reset_peak_resident() -> bool:
-    """Start the peak of `peak_resident` anew, which only Linux can."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True

@@ -18,11 +18,11 @@ import mlx.core as mx
 from afm_mlx import __version__, blas
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of, stored_settings
-from afm_mlx.checkpoint.weights import StoredTensor, stored_tensors
+from afm_mlx.checkpoint.tensors import StoredTensor
+from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
-from afm_mlx.loading.load import activation_dtype
-from afm_mlx.quantization.packed_layers import PARTS
+from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 _PRODUCT = 512  # rows and columns of the product that is timed
@@ -107,11 +107,9 @@ def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts
 
 def describe_stored_weights(folder: Path) -> Facts:
     """`describe_weights` for a model folder of any architecture."""
-    values = read_config_json(folder / "config.json")
     tensors = stored_tensors(folder)
-    if values.get("model_type") != MODEL_TYPE:
-        return describe_weights(tensors, _count_parameters(tensors, values))
-    return describe_weights(tensors, ModelConfig.from_dict(values).num_parameters)
+    values = read_config_json(folder / "config.json")
+    return describe_weights(tensors, _count_parameters(tensors, values))
 
 
 def describe_packed_layers(
@@ -136,7 +134,7 @@ def describe_packed_layers(
 
 
 def _format(settings: Facts) -> str:
-    """ "2-bit balanced per row", "4-bit affine per 64" """
+    """Such as "2-bit balanced per row" or "4-bit affine per 64"."""
     mode = settings.get("mode", "affine")
     per = settings.get("granularity") or "group"
     if per == "group":
@@ -200,6 +198,8 @@ def _versions() -> dict[str, str]:
 
 def _count_parameters(tensors: dict[str, StoredTensor], values: Facts) -> int:
     """Weights of any model, those counted that MLX's quantized format packs into integers."""
+    if values.get("model_type") == MODEL_TYPE:
+        return ModelConfig.from_dict(values).num_parameters
     quantization = quantization_of(values, "config.json")
     count = 0
     for name, tensor in tensors.items():

@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ from afm_mlx.kernels.selftest import checks, specs
 from afm_mlx.kernels.selftest.checks import CheckResult
 from afm_mlx.kernels.selftest.specs import Spec
 from afm_mlx.kernels.selftest.verdict import Verdict
-from afm_mlx.loading.load import activation_dtype
-from afm_mlx.measure import describe
 from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
+from afm_mlx.measure.describe import Facts, describe_runtime
+from afm_mlx.measure.process import machine_memory, threads_in_use
+from afm_mlx.progress import Progress
+from afm_mlx.quantization.packed_layers import activation_dtype
 
 FORMAT = 1
 # GB/s as the makers publish them; two where a chip is sold with two memory buses.
@@ -51,9 +53,6 @@ PUBLISHED_BANDWIDTH = {
     "Apple M5 Pro": [307],
     "Apple M5 Max": [460, 614],
 }
-
-Facts = dict[str, Any]
-Progress = Callable[[int, int], None]
 
 
 def examine(
@@ -87,7 +86,7 @@ def examine(
         "quick": quick,
         "seed": seed,
         "machine": describe_machine(bandwidth),
-        "runtime": describe.describe_runtime(),
+        "runtime": describe_runtime(),
         "native_extension": native_extension(),
         "asked_for": dispatch.forced() or None,
         "kernels": _summaries([*results, *timed]),
@@ -144,7 +143,7 @@ def describe_machine(bandwidth: Bandwidth | None) -> Facts:
         "chip": chip,
         "architecture": info.get("architecture", platform.machine()),
         "threads": _threads(),
-        "memory_gb": _memory() / 1e9,
+        "memory_gb": machine_memory() / 1e9,
         "system": f"macOS {platform.mac_ver()[0]}" if platform.mac_ver()[0] else _linux(),
         "launch_microseconds": checks.launch_seconds() * 1e6,
     }
@@ -160,17 +159,9 @@ def _linux() -> str:
     return f"{platform.system()} {platform.release()}"
 
 
-def _memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _threads() -> int:
-    """Threads that the CPU's kernels use: by default the processors that this process may run on."""
-    if threads := extension.status().threads:
-        return threads
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Threads that the native extension has started, or else would start."""
+    return extension.status().threads or threads_in_use()
 
 
 def native_extension() -> Facts | str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from afm_mlx.engine.request import Request
 from afm_mlx.errors import AFMError, ContextLengthError, DataError
 from afm_mlx.jsonl import read_jsonl
 from afm_mlx.model.wired_memory import wired_memory
-
-Progress = Callable[[int, int], None]
+from afm_mlx.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a model answered to an example."""
+class GradedAnswer:
+    """An example, and what a model answered to it."""
 
     example: Example
     answer: str
@@ -51,7 +50,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Score:
+class TaskScore:
     """Right answers of one task, or of all of them."""
 
     correct: int
@@ -64,25 +63,25 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All outcomes in the order of the examples, and the seconds that they took."""
+    """All answers in the order of the examples, and the seconds that they took."""
 
-    outcomes: list[Outcome]
+    answers: list[GradedAnswer]
     seconds: float
 
     @property
-    def tasks(self) -> dict[str, Score]:
+    def tasks(self) -> dict[str, TaskScore]:
         """The score of each task, in the order of their first examples."""
-        total = Counter(outcome.example.task for outcome in self.outcomes)
-        correct = Counter(o.example.task for o in self.outcomes if o.is_right)
-        return {task: Score(correct[task], count) for task, count in total.items()}
+        total = Counter(answer.example.task for answer in self.answers)
+        correct = Counter(a.example.task for a in self.answers if a.is_right)
+        return {task: TaskScore(correct[task], count) for task, count in total.items()}
 
     @property
-    def overall(self) -> Score:
-        return Score(sum(outcome.is_right for outcome in self.outcomes), len(self.outcomes))
+    def overall(self) -> TaskScore:
+        return TaskScore(sum(answer.is_right for answer in self.answers), len(self.answers))
 
     @property
-    def mistakes(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if not outcome.is_right]
+    def mistakes(self) -> list[GradedAnswer]:
+        return [answer for answer in self.answers if not answer.is_right]
 
 
 def load_examples(path: str | Path, limit: int | None = None) -> list[Example]:
@@ -158,8 +157,8 @@ def evaluate(
                 done += 1
                 if progress is not None:
                     progress(done, len(examples))
-    outcomes = [Outcome(e, answer) for e, answer in zip(examples, answers, strict=True)]
-    return Evaluation(outcomes, time.perf_counter() - start)
+    graded = [GradedAnswer(e, answer) for e, answer in zip(examples, answers, strict=True)]
+    return Evaluation(graded, time.perf_counter() - start)
 
 
 def _submit(engine: Engine, tokenizer: Any, example: Example) -> int:
@@ -167,7 +166,7 @@ def _submit(engine: Engine, tokenizer: Any, example: Example) -> int:
         prompt = tokenizer.apply_chat_template(
             example.messages, tools=example.tools, add_generation_prompt=True
         )
-        room = 2 * len(tokenizer.encode(example.answer)) + 8
-        return engine.submit(Request(prompt, max_tokens=room, logprobs=False))
+        most = 2 * len(tokenizer.encode(example.answer)) + 8
+        return engine.submit(Request(prompt, max_tokens=most, logprobs=False))
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None

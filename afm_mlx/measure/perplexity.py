@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,11 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.errors import DataError, TokenizerError
-from afm_mlx.jsonl import KINDS, Text, document_of, encode_text, read_jsonl, read_text
+from afm_mlx.jsonl import KINDS, TextRecord, document_of, encode_text, read_jsonl, read_text
+from afm_mlx.progress import Progress
 
 SEQUENCE_LENGTH = 512  # tokens of a piece, mlx-lm's default
 SPLITS = ("test.jsonl", "valid.jsonl", "train.jsonl")
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class Perplexity:
         perplexity: see above; 1 is a perfect prediction.
         standard_error: of the perplexity, as if tokens were independent.
         tokens: how many were scored.
-        samples: pieces of documents that they come from.
-        seconds: that it took.
+        samples: number of pieces of documents that were read.
+        seconds: how long that took.
     """
 
     perplexity: float
@@ -99,7 +98,7 @@ def _split_of(folder: Path) -> Path:
 
 def _encode_record(record: Any, tokenizer: Any) -> list[int]:
     document = document_of(record)
-    if isinstance(document, Text):
+    if isinstance(document, TextRecord):
         return encode_text(document.text, tokenizer)
     if not tokenizer.has_chat_template:
         raise DataError("a chat, and the model's folder has no chat template.")

@@ -1,4 +1,4 @@
-"""Models of random codes: the real shapes and bytes, for benchmarks, without a float matrix ever being made."""
+"""Models of random codes, with real shapes and bytes, for benchmarks."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from afm_mlx.kernels import dispatch, write_tokens
-from afm_mlx.model.kv_cache import KVCache, Positions
+from afm_mlx.model.kv_cache import KVCache
+from afm_mlx.model.positions import Positions
 from afm_mlx.quantization.packed_layers import PackedLinear
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class _TracedCache:
 
 
 class _Traces(threading.local):
-    """A thread's own: MLX keeps what a function was traced to for each thread, by the function's address.
+    """The traces of one thread: MLX keeps, for each thread, what a function was traced to by its address.
 
     So another function at the address of one that was dropped elsewhere must not find its traces: `serial`
     tells them apart.

@@ -13,45 +13,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.errors import CacheFileError, ContextLengthError, shown
+from afm_mlx.errors import ContextLengthError
+from afm_mlx.model.kv_cache_state import check_state
+from afm_mlx.model.positions import causal_mask
 
 STEP = 256  # columns that are added at a time
-MOST_TOKENS = 1 << 30  # positions are int32
 KEEP = 4  # first tokens that a sliding window never forgets, as in mlx-lm's rotating cache
-
-
-# Position of the first new token: of all rows, or (B,); (B, L) is that of every token.
-Offset: TypeAlias = int | mx.array
-
-
-class Positions(NamedTuple):
-    """Where the new tokens stand, and what they may look at; the same for every block.
-
-    Args:
-        offset: position of the first new token, or of every token in rows that hold several samples.
-        mask: as `attention` takes it.
-        lengths: (B,) int32, set when there is one new token per row and int8 codes are read straight from
-            the cache's buffers, each row's up to its length.
-    """
-
-    offset: Offset
-    mask: mx.array | str | None
-    lengths: mx.array | None = None
-
-    @property
-    def packed(self) -> bool:
-        """Whether rows hold several samples, each with positions of its own."""
-        return isinstance(self.offset, mx.array) and self.offset.ndim == 2
-
-
-def causal_mask(length: int) -> str | None:
-    """The mask of `length` tokens that see only themselves and what lies before."""
-    return "causal" if length > 1 else None
 
 
 class KVCache:
@@ -67,7 +39,7 @@ class KVCache:
             tokens raise `ContextLengthError`.
         rows: rows of the batch.
 
-    `adapter` says under which adapter the keys and values were computed, by its fingerprint: "" for none, and
+    `adapter` is the fingerprint of the adapter under which the keys and values were computed: "" for none, and
     None when nobody said. Under another one they are wrong.
     """
 
@@ -104,7 +76,7 @@ class KVCache:
 
     @property
     def kind(self) -> tuple[str, int | None, bool]:
-        """Storage, bound, and whether that is a sliding window's: the arguments of `Model.make_cache`."""
+        """Storage, bound on tokens, and whether a window slides there: the arguments of `Model.make_cache`."""
         return ("int8" if self.int8 else "float", self.max_size, self.sliding_window)
 
     # -- positions
@@ -144,7 +116,7 @@ class KVCache:
         """The mask for the next `length` tokens, to be asked for before they are written.
 
         Returns:
-            None or "causal" where that says it all; else boolean, (B, 1, length, columns).
+            None or "causal" where that is enough; else boolean, (B, 1, length, columns).
         """
         drops = self._drops(length)
         columns = [c - d for c, d in zip(self._columns, drops, strict=True)]
@@ -212,15 +184,15 @@ class KVCache:
         self._lengths = [n + length for n in self._lengths]
 
     def in_use(self) -> mx.array:
-        """The buffer's columns in use; only once something was written."""
+        """The buffer's columns in use; the buffer must be there."""
         return self.buffer[:, :, : self.size()]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Keys and values of all columns in use; only once something was written."""
+        """Keys and values of all columns in use; the buffer must be there."""
         return _heads(self.in_use())
 
     def make_room(self, length: int) -> None:
-        """See to it that the buffer, which has to be there, takes `length` more tokens of every row.
+        """Let the buffer, which must be there, hold `length` more tokens of every row.
 
         Raises:
             ContextLengthError: past `max_size` without a sliding window.
@@ -242,7 +214,7 @@ class KVCache:
             )
 
     def _drops(self, length: int) -> list[int]:
-        """Columns per row to forget before `length` more: once per `STEP`, to spread the cost."""
+        """Columns per row to forget before `length` tokens are written: many every `STEP` tokens, else none."""
         if not self._window or self.size() + length <= self._window + STEP:
             return [0] * len(self._lengths)
         stay = self._window - 1  # the first KEEP, and what the next query's window reaches
@@ -402,89 +374,9 @@ class KVCache:
             self._lengths, self._forgotten = [0], [0]
             return
         keys, values, rows = state
-        self._check_state(keys, values, rows)
+        check_state(keys, values, rows, self.kind)
         self.buffer = mx.concatenate([keys, values], axis=1)
         self._lengths, self._forgotten = rows.tolist()
-
-    def _check_state(self, keys: mx.array, values: mx.array, rows: mx.array) -> None:
-        """Raise `CacheFileError` unless a cache of this kind can have been in this state."""
-        kind = mx.int8 if self.int8 else mx.floating
-        for name, array in (("keys", keys), ("values", values)):
-            if array.ndim != 4 or 0 in array.shape[:2] or not mx.issubdtype(array.dtype, kind):
-                raise CacheFileError(
-                    f"{name} are {array.dtype} {shown(list(array.shape))}; "
-                    f"{'int8' if self.int8 else 'floats'} [rows, heads, columns, head_dim] are needed."
-                )
-        count, columns = keys.shape[0], keys.shape[2]
-        if (keys.shape, keys.dtype) != (values.shape, values.dtype):
-            raise CacheFileError(
-                f"keys are {keys.dtype} {list(keys.shape)} and values {values.dtype} {list(values.shape)}; "
-                "both must be the same."
-            )
-        if rows.dtype != mx.int32 or rows.shape != (2, count):
-            raise CacheFileError(
-                f"rows are {rows.dtype} {shown(list(rows.shape))}; int32 [2, {count}] is needed, tokens seen "
-                "and forgotten by each row."
-            )
-        for seen, forgotten in rows.T.tolist():
-            held = seen - forgotten
-            # A window forgets down to one column less than its width.
-            sound = forgotten == 0 or (forgotten > 0 and 0 < self._window <= held + 1)
-            bound = (
-                columns if self._window or self.max_size is None else min(columns, self.max_size)
-            )
-            if not (sound and 0 <= held <= bound and seen <= MOST_TOKENS):
-                raise CacheFileError(
-                    f"a row has seen {seen} tokens and forgotten {forgotten}, which does not go with {columns} "
-                    f"columns in a cache of kind {shown(self.kind)}."
-                )
-        if columns != int((rows[0] - rows[1]).max().item()):
-            raise CacheFileError(f"no row has tokens for all of the {columns} columns.")
-
-
-class NoKVCache:
-    """The cache entry of a block that stores nothing.
-
-    mlx-lm counts cache entries by `len(model.layers)`, for instance to split those of a draft model off;
-    one entry per block keeps that count right.
-    """
-
-    offset = 0
-    nbytes = 0
-    state: Any = ()
-
-    def size(self) -> int:
-        return 0
-
-    def empty(self) -> bool:
-        return True
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def trim(self, count: int) -> int:
-        return count
-
-    def copy(self, length: int | None = None) -> NoKVCache:
-        return NoKVCache()
-
-    def extract(self, row: int) -> NoKVCache:
-        return NoKVCache()
-
-    def filter(self, rows: Any) -> None: ...
-
-    def extend(self, other: Any) -> None: ...
-
-    def prepare(self, **padding: Any) -> None: ...
-
-    def finalize(self) -> None: ...
-
-    kind = ("none", None, False)
-    adapter: str | None = None
-
-    @staticmethod
-    def merge(caches: Sequence[Any]) -> NoKVCache:
-        return NoKVCache()
 
 
 @functools.lru_cache(maxsize=4)
@@ -513,7 +405,7 @@ def _heads(buffer: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _padded(buffer: mx.array, columns: int) -> mx.array:
-    """With so many columns of zeros behind the others."""
+    """The buffer with `columns` more columns of zeros at the end."""
     return mx.pad(buffer, [(0, 0), (0, 0), (0, columns), (0, 0)])
 
 

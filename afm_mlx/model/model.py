@@ -40,7 +40,9 @@ from afm_mlx.kernels import (
 )
 from afm_mlx.model.decode_step import DecodeStep
 from afm_mlx.model.fused_layers import head_argmax, project, project_head, swiglu
-from afm_mlx.model.kv_cache import KVCache, NoKVCache, Positions, causal_mask
+from afm_mlx.model.kv_cache import KVCache
+from afm_mlx.model.no_kv_cache import NoKVCache
+from afm_mlx.model.positions import Positions, causal_mask, packed_positions
 
 
 def _heads(x: mx.array, head_dim: int) -> mx.array:
@@ -76,10 +78,8 @@ class WritingAttention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self._config = config
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        self.qkv_proj = nn.Linear(
-            config.hidden_dim, (heads + 2 * kv_heads) * config.head_dim, bias=False
-        )
+        qkv_dim = config.hidden_dim + 2 * config.kv_dim
+        self.qkv_proj = nn.Linear(config.hidden_dim, qkv_dim, bias=False)
         self.out_proj = nn.Linear(config.hidden_dim, config.hidden_dim, bias=False)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps)
@@ -138,10 +138,8 @@ class WritingAttention(nn.Module):
             queries (B, num_heads, L, head_dim); keys and values (B, num_kv_heads, L, head_dim).
         """
         config = self._config
-        q_dim, kv_dim = config.hidden_dim, config.num_kv_heads * config.head_dim
-        q, k, v = (
-            _heads(part, config.head_dim) for part in qkv.split([q_dim, q_dim + kv_dim], axis=-1)
-        )
+        ends = [config.hidden_dim, config.hidden_dim + config.kv_dim]
+        q, k, v = (_heads(part, config.head_dim) for part in qkv.split(ends, axis=-1))
         turn = (positions.offset, config.rope_theta, config.rms_norm_eps)
         return rope_norm(q, self.q_norm.weight, *turn), rope_norm(k, self.k_norm.weight, *turn), v
 
@@ -198,7 +196,11 @@ class MLP(nn.Module):
 
 
 class _Block(nn.Module):
-    """What both kinds of block share: the norms before attention and feed-forward."""
+    """What both kinds of block share. Norms and additions are fused into the linear layers; a block computes
+
+    x = x + self_attn(input_layernorm(x))
+    x = x + mlp(post_attention_layernorm(x))
+    """
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module):
         super().__init__()
@@ -256,25 +258,6 @@ class Transformer(nn.Module):
         for layer in self.kv_reuse_layers:
             h = layer(h, positions, kv)
         return h
-
-
-def packed_positions(segments: mx.array) -> Positions:
-    """Positions and mask of rows that hold several samples: each starts at 0 and sees only itself.
-
-    Args:
-        segments: (B, L) integers, the same number for the tokens of one sample, which lie together; padding
-            has a number of its own, sees itself, and so leaves no query without a key.
-
-    Returns:
-        offsets (B, L) int32, one per token, and a boolean mask (B, 1, L, L), true where a query may look.
-    """
-    column = mx.arange(segments.shape[1], dtype=mx.int32)
-    fresh = mx.concatenate(
-        [mx.zeros_like(segments[:, :1]), segments[:, 1:] != segments[:, :-1]], axis=1
-    )
-    starts = mx.cummax(mx.where(fresh, column, 0), axis=1)
-    same = segments[:, None, :, None] == segments[:, None, None, :]
-    return Positions(column - starts, same & (column[:, None] >= column))
 
 
 class Model(nn.Module):

@@ -14,7 +14,7 @@ Source: arXiv 2407.21075, its part on compression, for the scheme; measure and c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -23,7 +23,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from afm_mlx.architecture import KV_SCALES
 from afm_mlx.errors import CheckpointError, ConfigError, DataError
+from afm_mlx.progress import Progress
 from afm_mlx.quantization.quantize import (
     Predicate,
     is_outer,
@@ -35,7 +37,6 @@ from afm_mlx.quantization.rule import QuantizationRule
 
 TOKENS_PER_BATCH = 1024
 
-Progress: TypeAlias = Callable[[int, int], None]
 Rules: TypeAlias = dict[str, QuantizationRule]
 
 
@@ -267,7 +268,7 @@ def stored_size(
     for name, array in tree_flatten(model.parameters()):
         path, _, kind = name.rpartition(".")
         own = dtype or array.dtype
-        if kind in ("quant_key_scale", "quant_value_scale"):
+        if kind in KV_SCALES:
             nbytes += 4
             continue
         weights += array.size

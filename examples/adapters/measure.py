@@ -20,7 +20,7 @@ from inbox import TASKS
 from afm_mlx.adapters.adapter_folder import TENSORS_NAME
 from afm_mlx.cli.output import progress_bar
 from afm_mlx.files import atomic_write
-from afm_mlx.loading.load import resolve_model
+from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.measure.evaluation import evaluate, load_examples
 
 NO_ADAPTER = "no adapter"

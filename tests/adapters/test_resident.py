@@ -7,7 +7,7 @@ import pytest
 from afm_mlx.adapters.attach import random_adapter
 from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.resident import build_resident, plan_layout
-from afm_mlx.checkpoint.weights import read_header, save_file
+from afm_mlx.checkpoint.safetensors_file import read_header, save_file
 from afm_mlx.errors import CheckpointError
 from afm_mlx.kernels import BLOCK, LowRank
 from afm_mlx.kernels.reference import low_rank_factors

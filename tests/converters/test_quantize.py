@@ -15,7 +15,8 @@ from afm_mlx.converters.convert import convert
 from afm_mlx.converters.quantize import layer_rules, recipe
 from afm_mlx.errors import AFMError, ConfigError
 from afm_mlx.kernels import dispatch, unpack_codes
-from afm_mlx.loading.load import load_model, resolve_model
+from afm_mlx.loading.load import load_model
+from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.converters.conftest import SMALL

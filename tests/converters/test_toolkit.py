@@ -14,10 +14,11 @@ from tamm.models.afm_text import AFMTextV7
 from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.attach import attach_adapter, detach_adapter
 from afm_mlx.adapters.lora import add_lora, load_lora
+from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.toolkit_config import read_toolkit_config
 from afm_mlx.checkpoint.toolkit_keys import map_keys
-from afm_mlx.checkpoint.weights import load_weights, parameter_shapes, stored_tensors
+from afm_mlx.checkpoint.weights import load_weights, stored_tensors
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.converters.convert import convert
 from afm_mlx.loading.load import load_model

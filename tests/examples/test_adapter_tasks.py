@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from afm_mlx.adapters.adapter_folder import TENSORS_NAME, load_adapter
-from afm_mlx.loading.load import resolve_model
+from afm_mlx.loading.resolve import resolve_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "adapters"))

@@ -14,7 +14,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
-from afm_mlx.loading.load import resolve_model
+from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.measure.evaluation import Example, evaluate, load_examples
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

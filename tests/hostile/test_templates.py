@@ -3,7 +3,7 @@
 import json
 from functools import cache
 
-from afm_mlx.loading.load import EMBEDDED_MODEL, resolve_model
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.hostile.file_mutations import pick, place_in

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx.cli.argument_table import FLAG, Argument, add_table, flag_of
-from afm_mlx.cli.options import EMBEDDED_MODEL
 from afm_mlx.cli.parser import UsageError, number
 from afm_mlx.errors import named
+from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 # As in afm_mlx.adapters.formats, which would import MLX.
 FORMATS = ["mlx-lm", "peft", "toolkit", "fmadapter"]
@@ -126,7 +126,7 @@ def located(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Path],
         AFMError: for a name that is neither.
     """
     from afm_mlx.converters.adapter_conversion import BaseFolder
-    from afm_mlx.loading.load import resolve_adapter, resolve_model
+    from afm_mlx.loading.resolve import resolve_adapter, resolve_model
 
     folder = None if args.model is None else resolve_model(args.model)
     paths = []

@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from afm_mlx.errors import AFMError, DataError
-from afm_mlx.jsonl import KINDS, Text, document_of, encode_text, parse_line, read_lines
-from afm_mlx.measure.perplexity import Progress, cut
+from afm_mlx.jsonl import KINDS, TextRecord, document_of, encode_text, parse_line, read_lines
+from afm_mlx.measure.perplexity import cut
+from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
 
 SPLITS = ("train", "valid", "test")
@@ -155,7 +156,7 @@ def _sequences(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Tokens and weights of the samples that a line holds."""
     document = document_of(record)
-    if not isinstance(document, Text):
+    if not isinstance(document, TextRecord):
         tokens, weights = encode_chat(document.messages, document.tools, tokenizer, prompt_weight)
         if len(tokens) > max_seq_length:
             raise DataError(

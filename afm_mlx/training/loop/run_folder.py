@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from afm_mlx.checkpoint.weights import save_file
+from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.errors import CheckpointError, TrainingError
 from afm_mlx.file_lock import FileLock, LockHeldError, Owner
 from afm_mlx.files import atomic_folder, atomic_write, remove_folder, remove_leftovers

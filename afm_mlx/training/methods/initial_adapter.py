@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from afm_mlx.adapters.adapter_folder import CONFIG_NAME, AdapterConfig, load_adapter
-from afm_mlx.checkpoint.weights import read_header
+from afm_mlx.checkpoint.safetensors_file import read_header
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import CheckpointError, ConfigError
 

@@ -17,8 +17,9 @@ from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.stored_layers import quantization_of
 from afm_mlx.config import MODEL_TYPE, PRESETS, ModelConfig, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
-from afm_mlx.loading.load import load_model, resolve_model
+from afm_mlx.loading.load import load_model
 from afm_mlx.loading.mlx_lm_models import load_zoo
+from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, activation_dtype
 from afm_mlx.tokenizer.tokenizer import load_tokenizer

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.loading.load import EMBEDDED_MODEL
+from afm_mlx.loading.resolve import EMBEDDED_MODEL
 from afm_mlx.training.loop.losses import check_divergence
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource

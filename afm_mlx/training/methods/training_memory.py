@@ -8,7 +8,7 @@ A step has two peaks, and the larger one counts:
 Under both lies what lives from step to step: weights, the optimizer's state, the average of weights.
 
 What MLX's automatic differentiation keeps of a block for every token, in numbers of the activations' type
-(D the hidden width, F that of the feed-forward, H query heads, K = kv heads * head_dim, L tokens of a row):
+(D the hidden width, F that of the feed-forward, H query heads, K the width of keys, L tokens of a row):
 
     residual stream, its norm, and both again after attention                          4 D
     queries after RoPE, after their norm, scaled; attention's output, heads merged     5 D
@@ -23,13 +23,15 @@ estimate within 15 % is a good one.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from afm_mlx.adapters.formats.pair_order import pair_places
+from afm_mlx.architecture import block_kinds
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import ConfigError, TrainingError
+from afm_mlx.measure.process import machine_memory
 from afm_mlx.training.loop.losses import CHUNK, WHOLE
 
 KINDS = ("full", "lora", "qat")
@@ -141,11 +143,6 @@ def estimate_memory(
     )
 
 
-def machine_memory() -> int:
-    """Bytes of memory that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def check_fits(nbytes: int | None) -> None:
     """Refuse a run that this machine has not the memory for, swap space aside.
 
@@ -184,31 +181,17 @@ def _check(kind: str, batch_size: int, length: int, rank: int, base_bits: int | 
 # -- parameters
 
 
-def _matrices(config: ModelConfig) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Blocks of each kind, and (inputs, outputs) of its linear layers; queries, keys and values are three."""
-    d, f, kv = config.hidden_dim, config.ffn_dim, config.num_kv_heads * config.head_dim
-    shared = [(d, d), (d, d), (d, f), (d, f), (f, d)]  # queries, output, gate, up, down
-    return [
-        (config.num_kv_layers, [*shared, (d, kv), (d, kv)]),
-        (config.num_kv_reuse_layers, shared),
-    ]
-
-
 def lora_parameters(config: ModelConfig, rank: int) -> int:
     """Parameters of pairs on all linear layers; queries, keys and values have a pair each."""
-    return sum(
-        blocks * rank * (inputs + outputs)
-        for blocks, pairs in _matrices(config)
-        for inputs, outputs in pairs
-    )
+    return rank * sum(place.inputs + place.outputs for place in pair_places(config))
 
 
 def _body(config: ModelConfig) -> int:
     """Weights of all linear layers of all blocks."""
     return sum(
-        blocks * inputs * outputs
-        for blocks, pairs in _matrices(config)
-        for inputs, outputs in pairs
+        kind.num_blocks * matrix.inputs * matrix.outputs
+        for kind in block_kinds(config)
+        for matrix in kind.matrices
     )
 
 
@@ -229,12 +212,11 @@ def _base_bytes(config: ModelConfig, bits: int | None, size: int) -> int:
 
 def _kept_of_block(config: ModelConfig, length: int, writes: bool) -> float:
     """Numbers per token that a block keeps for its backward pass."""
-    kv = config.num_kv_heads * config.head_dim
     return (
         _WIDTHS_KEPT * config.hidden_dim
         + _FEED_FORWARD_KEPT * config.ffn_dim
         + config.num_heads * length
-        + (_KEYS_KEPT * kv if writes else 0)
+        + (_KEYS_KEPT * config.kv_dim if writes else 0)
     )
 
 
@@ -244,8 +226,7 @@ def _activation_bytes(
     writing = _kept_of_block(config, length, True)
     reuse = _kept_of_block(config, length, False)
     if grad_checkpoint:
-        kv = 2 * config.num_kv_heads * config.head_dim
-        inputs = config.num_layers * config.hidden_dim + config.num_kv_layers * kv
+        inputs = config.num_layers * config.hidden_dim + config.kv_values_per_token
         per_token = inputs + writing
     else:
         per_token = config.num_kv_layers * writing + config.num_kv_reuse_layers * reuse

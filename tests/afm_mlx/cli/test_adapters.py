@@ -14,7 +14,7 @@ from afm_mlx.adapters.attach import attach_adapter, detach_adapter
 from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
 from afm_mlx.adapters.opening import OpenAdapter
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.checkpoint.weights import save_file
+from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.engine.generation import generate
 from afm_mlx.loading.load import load
 from tests.tools.cli import answer, lines

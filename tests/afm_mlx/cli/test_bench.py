@@ -10,7 +10,7 @@ import pytest
 from afm_mlx import blas
 from afm_mlx.cli import bench
 from afm_mlx.config import PRESETS
-from afm_mlx.measure import bandwidth, benchmark
+from afm_mlx.measure import bandwidth, benchmark, process
 from afm_mlx.measure.bandwidth import Bandwidth
 from afm_mlx.measure.benchmark import run_case
 from afm_mlx.model.model import Model
@@ -130,8 +130,8 @@ def test_threads_are_set_before_anything_computes(monkeypatch):
     limited = []
     monkeypatch.setattr(blas, "set_threads", limited.append)
     monkeypatch.setenv(bench.THREADS_VARIABLE, "9")
-    assert benchmark.threads_in_use() == 9
+    assert process.threads_in_use() == 9
     bench._limit_threads(None)
-    assert (limited, benchmark.threads_in_use()) == ([], 9)
+    assert (limited, process.threads_in_use()) == ([], 9)
     bench._limit_threads(3)
-    assert (limited, benchmark.threads_in_use()) == ([3], 3)
+    assert (limited, process.threads_in_use()) == ([3], 3)

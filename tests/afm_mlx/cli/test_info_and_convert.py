@@ -110,7 +110,7 @@ def test_info_of_other_architectures(tmp_path, run, fails):
 def test_packed_weights_are_counted_unpacked(rng):
     import mlx.nn as nn
 
-    from afm_mlx.checkpoint.weights import StoredTensor
+    from afm_mlx.checkpoint.tensors import StoredTensor
     from afm_mlx.measure.describe import _count_parameters
 
     layers = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(64, 96, bias=False))

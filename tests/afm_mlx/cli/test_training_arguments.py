@@ -4,7 +4,9 @@ import dataclasses
 
 from afm_mlx.cli.parser import Unavailable
 from afm_mlx.training.loop.training_options import TrainingOptions
-from afm_mlx.training.methods.methods import DraftTraining, FullTraining, LoRATraining, QATTraining
+from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
+from afm_mlx.training.methods.lora_training import LoRATraining
+from afm_mlx.training.methods.qat_training import QATTraining
 from afm_mlx.training.methods.recipe import Recipe
 from tests.tools.arguments import actions_of, commands
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.checkpoint.weights import save_file
+from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from afm_mlx.errors import CacheFileError
 from tests.tools.models import random_config, random_model

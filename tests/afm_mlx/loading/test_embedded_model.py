@@ -18,7 +18,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import generate
 from afm_mlx.engine.request import Request
 from afm_mlx.kernels import dispatch
-from afm_mlx.loading.load import resolve_model
+from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.measure.evaluation import evaluate, load_examples
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize import dequantize_model

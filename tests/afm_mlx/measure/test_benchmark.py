@@ -12,7 +12,14 @@ from afm_mlx.adapters.attach import adapter_arrays, attach_random_adapters
 from afm_mlx.engine.engine import Engine
 from afm_mlx.errors import RequestError
 from afm_mlx.measure import bandwidth, benchmark
-from afm_mlx.measure.benchmark import Bench, Case, Spread, count_operations, run_case, step_cost
+from afm_mlx.measure.benchmark import (
+    Bench,
+    BenchmarkCase,
+    Spread,
+    count_operations,
+    run_case,
+    step_cost,
+)
 from afm_mlx.quantization.quantize import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.models import WordTokenizer, random_config, random_model
@@ -66,7 +73,9 @@ def test_rates_are_tokens_of_all_rows_over_the_times_of_the_engine(model, rng, m
             return responses
 
     monkeypatch.setattr(benchmark, "Engine", Timed)
-    result = run_case(model, Case(prompt_tokens=9, generated_tokens=7, batch=2), repetitions=5)
+    result = run_case(
+        model, BenchmarkCase(prompt_tokens=9, generated_tokens=7, batch=2), repetitions=5
+    )
     assert len(runs) == 6
     assert result.prefill.mean == pytest.approx(np.mean(2 * 9 / until_first))
     assert result.decode.mean == pytest.approx(np.mean(2 * 5 / steps[:, :5].sum(axis=1)))
@@ -80,7 +89,7 @@ def test_rates_are_tokens_of_all_rows_over_the_times_of_the_engine(model, rng, m
 
 
 def test_the_engine_is_asked_for_what_the_case_says(model, rng, monkeypatch):
-    case = Case(
+    case = BenchmarkCase(
         prompt_tokens=int(rng.integers(1, 12)),
         generated_tokens=int(rng.integers(3, 8)),
         batch=int(rng.integers(1, 4)),
@@ -110,7 +119,7 @@ def test_the_engine_is_asked_for_what_the_case_says(model, rng, monkeypatch):
 @pytest.mark.parametrize("kv", ["int8", "float"])
 def test_bytes_of_a_step(model, rng, kv):
     config = model.args
-    case = Case(5, 4, int(rng.integers(1, 4)), int(rng.integers(0, 30)))
+    case = BenchmarkCase(5, 4, int(rng.integers(1, 4)), int(rng.integers(0, 30)))
     cost = step_cost(model, case, kv)
     assert cost.weight_bytes == sum(a.nbytes for _, a in tree_flatten(model.parameters()))
     # A real cache of that many tokens, and what every block reads of it at each decode step.
@@ -149,7 +158,7 @@ def test_adapters_are_there_while_their_case_runs(rng, monkeypatch, packed):
     if packed:
         quantize_model(model, {}, QuantizationRule(2), QuantizationRule(4))
     tokens = mx.array([[1, 2, 3]])
-    before, logits = step_cost(model, Case(), "int8"), model(tokens)
+    before, logits = step_cost(model, BenchmarkCase(), "int8"), model(tokens)
     rank, seen = int(rng.integers(1, 9)), []
 
     class Watched(Engine):
@@ -158,7 +167,7 @@ def test_adapters_are_there_while_their_case_runs(rng, monkeypatch, packed):
             seen.append((len(adapter_arrays(model)), model(tokens)))
 
     monkeypatch.setattr(benchmark, "Engine", Watched)
-    result = run_case(model, Case(4, 3, adapter_rank=rank), repetitions=1)
+    result = run_case(model, BenchmarkCase(4, 3, adapter_rank=rank), repetitions=1)
     assert [count for count, _ in seen] == [1, 1], "one array, for a warm-up and a run"
     assert not any(mx.allclose(adapted, logits, atol=1e-4) for _, adapted in seen)
     assert adapter_arrays(model) == {}
@@ -185,7 +194,9 @@ def test_rows_may_have_adapters_of_their_own(rng, monkeypatch):
 
     monkeypatch.setattr(benchmark, "Engine", Watched)
     costs = [
-        run_case(model, Case(4, 3, batch=5, adapter_rank=2, adapters=count), repetitions=1).cost
+        run_case(
+            model, BenchmarkCase(4, 3, batch=5, adapter_rank=2, adapters=count), repetitions=1
+        ).cost
         for count in (1, 3)
     ]
     assert set(seen) == {1, 3}
@@ -216,7 +227,7 @@ def test_a_tokenizer_s_text_is_made_too(model, rng):
             made.extend(tokens)
             return super().decode(tokens)
 
-    run_case(model, Case(3, 5), repetitions=2, tokenizer=Words(model.args.vocab_size))
+    run_case(model, BenchmarkCase(3, 5), repetitions=2, tokenizer=Words(model.args.vocab_size))
     assert len(made) == 3 + 2 * 5
 
 
@@ -234,7 +245,7 @@ def test_a_tokenizer_s_text_is_made_too(model, rng):
 def test_cases_that_say_nothing(bad):
     (name,) = bad
     with pytest.raises(RequestError, match=f"{name} of a benchmark is {bad[name]}; at least"):
-        Case(**bad)
+        BenchmarkCase(**bad)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +258,7 @@ def test_cases_that_say_nothing(bad):
 )
 def test_more_adapters_than_rows_or_none(case, says):
     with pytest.raises(RequestError, match=f"adapters of a benchmark is .*{says}"):
-        Case(**({"adapters": 4} | case))
+        BenchmarkCase(**({"adapters": 4} | case))
 
 
 def test_only_afm_models_have_a_depth(rng):
@@ -262,7 +273,7 @@ def test_only_afm_models_have_a_depth(rng):
     zoo = llama.Model(
         llama.ModelArgs("llama", rms_norm_eps=1e-5, vocab_size=50, num_key_value_heads=2, **sizes)
     )
-    result = run_case(zoo, Case(4, 3), repetitions=1)
+    result = run_case(zoo, BenchmarkCase(4, 3), repetitions=1)
     assert (
         result.cost
         is result.bytes_per_token
@@ -271,7 +282,7 @@ def test_only_afm_models_have_a_depth(rng):
         is None
     )
     with pytest.raises(RequestError, match="depth is 7: only the cache of an AFM model"):
-        run_case(zoo, Case(4, 3, depth=7), repetitions=1)
+        run_case(zoo, BenchmarkCase(4, 3, depth=7), repetitions=1)
 
 
 # -- bandwidth

@@ -9,7 +9,7 @@ import pytest
 from afm_mlx.config import ModelConfig
 from afm_mlx.engine.generation import stream_generate
 from afm_mlx.errors import DataError
-from afm_mlx.measure.evaluation import Example, Outcome, evaluate, load_examples
+from afm_mlx.measure.evaluation import Example, GradedAnswer, evaluate, load_examples
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.models import random_model
 
@@ -88,7 +88,7 @@ def test_a_prompt_that_does_not_fit_names_its_line(rng, tokenizer):
     [("the fox", True), (" the fox\n", True), ("the  fox", False), ("", False)],
 )
 def test_white_space_counts_inside_an_answer_only(answer, is_right):
-    assert Outcome(example(0, "a", "the fox\n"), answer).is_right == is_right
+    assert GradedAnswer(example(0, "a", "the fox\n"), answer).is_right == is_right
 
 
 def test_the_limit_is_per_task_and_lines_are_counted(tmp_path):

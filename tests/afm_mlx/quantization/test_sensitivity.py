@@ -11,7 +11,8 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.errors import CheckpointError, ConfigError, DataError
 from afm_mlx.kernels import dispatch
-from afm_mlx.loading.load import EMBEDDED_MODEL, load, resolve_model
+from afm_mlx.loading.load import load
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.measure.perplexity import cut, load_documents
 from afm_mlx.quantization.quantize import dequantize_model, quantize_model
 from afm_mlx.quantization.rule import QuantizationRule

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from afm_mlx.loading.load import EMBEDDED_MODEL, resolve_model
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.tokenizer.caller_text import CallerText, free_mark, marked, strings_in
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.control_tokens import is_bracketed

@@ -1,0 +1,42 @@
+"""Threads and memory of this process, and the memory of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import sys
+from pathlib import Path
+
+
+def threads_in_use() -> int:
+    """Threads that the CPU's kernels compute with: `AFM_MLX_THREADS`, or the cores of this process."""
+    wanted = os.environ.get("AFM_MLX_THREADS", "")
+    if wanted.isdecimal() and int(wanted) >= 1:
+        return int(wanted)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_resident() -> int:
+    """Bytes of memory that this process had at most, since its start or the last reset."""
+    status = Path("/proc/self/status")
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(found[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def reset_peak_resident() -> bool:
+    """Start the peak of `peak_resident` anew; returns whether the system can, which only Linux does."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
