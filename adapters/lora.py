@@ -21,13 +21,12 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter, save_adapter
-from afm_mlx.adapters.places import LinearWrapper, linear_shape, places
+from afm_mlx.adapters.places import linear_shape, places, replace_layers
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
-from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
-from afm_mlx.kernels import dispatch
-from afm_mlx.quantization.quantize import replace_modules
+from afm_mlx.model.adapted_layers import LinearWrapper
+from afm_mlx.model.model import is_afm
 
 Pair = tuple[mx.array, mx.array]
 
@@ -59,20 +58,18 @@ class LoRALinear(LinearWrapper):
         sections: Sequence[int] | None = None,
         key: mx.array | None = None,
     ):
-        super().__init__()
+        super().__init__(linear)
         inputs, outputs = linear_shape(linear)
         ends = [outputs] if sections is None else list(sections)
         keys = [None] * len(ends) if key is None else list(mx.random.split(key, len(ends)))
         a = [mx.random.normal((inputs, rank), scale=inputs**-0.5, key=each) for each in keys]
         b = [mx.zeros((rank, end - start)) for start, end in pairwise([0, *ends])]
-        self.linear = linear
         self.linear.freeze()
         self.scale = scale
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout).train(linear.training)
         self.dropout_rate = dropout
         self.lora_a = a[0] if sections is None else a
         self.lora_b = b[0] if sections is None else b
-        self.train(linear.training)
 
     @property
     def rank(self) -> int:
@@ -145,14 +142,13 @@ def add_lora(
         )
     model.freeze()
     random = mx.random.split(mx.random.key(seed), len(chosen))
-    replace_modules(
+    replace_layers(
         model,
         [
             (place.path, LoRALinear(place.layer, rank, scale, dropout, place.sections, key))
             for place, key in zip(chosen, random, strict=True)
         ],
     )
-    dispatch.invalidate()
     mx.eval(model.trainable_parameters())
     return model
 
@@ -240,12 +236,11 @@ def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> Adap
         raise RequestError("The model has no LoRA layers; add_lora makes them.")
     first = next(iter(layers.values()))
     fingerprint = None
-    if isinstance(getattr(model, "args", None), ModelConfig):
-        folder = base_folder
+    if is_afm(model):
         fingerprint = (
             base_model_fingerprint(model)
-            if folder is None
-            else folder_fingerprint(model.args, folder)
+            if base_folder is None
+            else folder_fingerprint(model.args, base_folder)
         )
     return AdapterConfig(
         rank=first.rank,

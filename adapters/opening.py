@@ -30,6 +30,7 @@ from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_finger
 from afm_mlx.checkpoint.weights import read_header, reading
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import CheckpointError, named
+from afm_mlx.model.model import is_afm
 
 
 class Base(NamedTuple):
@@ -57,14 +58,14 @@ class Base(NamedTuple):
                 depends on the type that the device computes in.
             force: take adapters that were made for another model.
         """
-        config, fingerprints = getattr(model, "args", None), None
-        if not isinstance(config, ModelConfig):
+        if not is_afm(model):
             return cls(place_shapes(model), None)
+        fingerprints = None
         if not force:
             fingerprints = {base_model_fingerprint(model)}
             if base_folder is not None:
-                fingerprints.add(folder_fingerprint(config, base_folder))
-        return cls(place_shapes(model), fingerprints, config)
+                fingerprints.add(folder_fingerprint(model.args, base_folder))
+        return cls(place_shapes(model), fingerprints, model.args)
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,14 @@ from typing import NamedTuple
 
 import mlx.nn as nn
 
-from afm_mlx.config import ModelConfig
+from afm_mlx.kernels import dispatch
+from afm_mlx.model.adapted_layers import LinearWrapper
+from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.quantization.quantize import replace_modules
 
 Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
 """Of every place by its path: `Place.shapes`."""
-
-
-class LinearWrapper(nn.Module):
-    """A layer around a linear one, `linear`, in whose place it stands."""
-
-    linear: nn.Module
 
 
 class Place(NamedTuple):
@@ -85,9 +82,22 @@ def place_shapes(model: nn.Module) -> Shapes:
     return {place.path: place.shapes for place in places(model)}
 
 
+def replace_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
+    """Put layers in the places at these paths; kernels are chosen and steps are traced anew for them."""
+    if layers:
+        replace_modules(model, layers)
+        dispatch.invalidate()
+
+
+def unwrap_layers(model: nn.Module) -> None:
+    """Put the linear layers back that others have been wrapped around."""
+    wrapped = [place for place in places(model) if isinstance(place.layer, LinearWrapper)]
+    replace_layers(model, [(place.path, place.linear) for place in wrapped])
+
+
 def _sections(model: nn.Module, key: str) -> tuple[int, ...] | None:
-    config = getattr(model, "args", None)
-    if not isinstance(config, ModelConfig) or not key.endswith("qkv_proj"):
+    if not is_afm(model) or not key.endswith("qkv_proj"):
         return None
+    config = model.args
     heads = (config.num_heads, *[config.num_kv_heads] * 2)
     return tuple(sum(heads[: i + 1]) * config.head_dim for i in range(3))

@@ -1,7 +1,7 @@
 """A layer together with what stands before and after it, as one operation where the layer can.
 
-A packed layer does the norm before it, its adapters and the addition after it in its own kernel; any other
-layer (float, MLX's quantized ones, LoRA layers around them) is called between them, and adapters are added.
+A packed layer does the norm before it, its adapters and the addition after it in its own kernel. Any other
+layer (float, MLX's quantized ones, wrappers with adapters or LoRA around them) is called between the two.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.kernels import LowRank, PackedWeight, Part, packed_argmax, packed_matmul, packed_swiglu
-from afm_mlx.kernels.reference import low_rank_product
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 
 
@@ -40,7 +39,7 @@ def project(
             activation_bits=layer.activation_bits,
             **_norm_options(norm),
         )
-    y = _adapted(layer, x if norm is None else norm(x))
+    y = layer(x if norm is None else norm(x))
     return y if residual is None else residual + y
 
 
@@ -56,16 +55,7 @@ def swiglu(gate: nn.Module, up: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.
             **_norm_options(norm),
         )
     x = norm(x)
-    return nn.silu(_adapted(gate, x)) * _adapted(up, x)
-
-
-def _adapted(layer: nn.Module, x: mx.array) -> mx.array:
-    """`layer(x)`, and what the active adapters add."""
-    y, place = layer(x), getattr(layer, "adapter_place", None)
-    low_rank = None
-    if place is not None and not isinstance(layer, PackedLinear):  # which adds them itself
-        low_rank = place.low_rank(x.shape[0])
-    return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)
+    return nn.silu(gate(x)) * up(x)
 
 
 def _both(gate: LowRank | None, up: LowRank | None) -> tuple[LowRank, LowRank] | None:
