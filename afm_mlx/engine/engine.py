@@ -29,7 +29,6 @@ import mlx.nn as nn
 
 from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.config import ModelConfig
 from afm_mlx.engine.request import Request, Response, Row
 from afm_mlx.engine.row_adapters import RowAdapters, batch_adapters, can_start, must_not_overtake
 from afm_mlx.engine.row_caches import RowCaches, hand_back
@@ -37,6 +36,7 @@ from afm_mlx.engine.sampling import no_token, sample
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.heap import give_freed_memory_back
+from afm_mlx.model.model import is_afm
 from afm_mlx.threads import Home
 
 # On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B.
@@ -163,7 +163,7 @@ class Engine:
         self.max_batch = max_batch
         on_cpu = dispatch.device() == "cpu"
         self.prefill_step_size = min(prefill_step_size, CPU_STEP) if on_cpu else prefill_step_size
-        self._is_afm = isinstance(getattr(model, "args", None), ModelConfig)
+        self._is_afm = is_afm(model)
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
         self._ids = itertools.count()
         self._waiting: deque[tuple[Row, list[Any]]] = deque()
@@ -338,8 +338,9 @@ class Engine:
         chunk = prefill.tokens[:, prefill.done : prefill.done + self.prefill_step_size]
         if chunk.shape[1]:
             # A zoo model's logits are never evaluated, and MLX computes only what is.
+            prefill_step = self.model.prefill if self._is_afm else self.model
             with self._adapters.using(prefill.batch.adapters):
-                getattr(self.model, "prefill", self.model)(chunk, cache=prefill.batch.cache)
+                prefill_step(chunk, cache=prefill.batch.cache)
             mx.eval([layer.state for layer in prefill.batch.cache])
             mx.clear_cache()
             prefill.done += chunk.shape[1]

@@ -17,6 +17,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row_caches import fit_empty, kv_storage, limits
 from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.model import is_afm
 from afm_mlx.threads import call, in_main_thread
 
 
@@ -167,7 +168,7 @@ def _cache_options(
     Empty ones become what is asked for, as mlx-lm has it.
     """
     kv = None if kv_bits is None else _kv_storage(model, kv_bits)
-    context = getattr(getattr(model, "args", None), "context_length", None)
+    context = model.args.context_length if is_afm(model) else None
     for cache in caches:
         bound = max_kv_size or limits(cache)[0] or context
         fit_empty(cache, kv, bound if sliding_window else None)
@@ -183,7 +184,7 @@ def _cache_options(
 
 
 def _kv_storage(model: nn.Module, kv_bits: int) -> str:
-    config_bits = getattr(getattr(model, "args", None), "kv_bits", None)
+    config_bits = model.args.kv_bits if is_afm(model) else None
     if kv_bits == 16:
         return "float"
     if kv_bits != 8 or config_bits != 8:

@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.nn as nn
 
-from afm_mlx.config import ModelConfig
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import KVCache
+from afm_mlx.model.model import is_afm
 
 Cache = list[Any]
 
@@ -33,7 +33,7 @@ class RowCaches:
     ):
         self._model, self._kv, self._asked = model, kv, max_kv_size
         self.sliding = sliding_window
-        self._is_afm = isinstance(getattr(model, "args", None), ModelConfig)
+        self._is_afm = is_afm(model)
         self._limit = max_kv_size or model.args.context_length if self._is_afm else max_kv_size
 
     def make(self) -> Cache:

@@ -19,7 +19,7 @@ from afm_mlx import __version__, blas
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of, stored_settings
 from afm_mlx.checkpoint.weights import StoredTensor, stored_tensors
-from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
+from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.loading.load import activation_dtype
 from afm_mlx.quantization.packed_layers import PARTS
@@ -40,7 +40,7 @@ def describe_folder(folder: Path) -> Facts:
     source = folder / "config.json"
     values = read_config_json(source)
     tensors = stored_tensors(folder)
-    if values.get("model_type") != MODEL_TYPE:
+    if not is_afm_config(values):
         packed = describe_packed_layers(tensors, quantization_of(values, source), source)
         return {
             "model_type": values.get("model_type"),
@@ -109,7 +109,7 @@ def describe_stored_weights(folder: Path) -> Facts:
     """`describe_weights` for a model folder of any architecture."""
     values = read_config_json(folder / "config.json")
     tensors = stored_tensors(folder)
-    if values.get("model_type") != MODEL_TYPE:
+    if not is_afm_config(values):
         return describe_weights(tensors, _count_parameters(tensors, values))
     return describe_weights(tensors, ModelConfig.from_dict(values).num_parameters)
 

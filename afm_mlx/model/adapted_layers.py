@@ -14,11 +14,11 @@ from afm_mlx.kernels.reference import low_rank_product
 from afm_mlx.quantization.packed_layers import LayerAdapters
 
 ACTIVE = "_active_adapters"
-"""Key of a model's adapters in its state: MLX sees their arrays, and a name with an underscore is no parameter."""
+"""Key of a model's adapters in its state, where MLX sees their arrays; a parameter has no underscore first."""
 
 
 def adapters_layout(model: nn.Module) -> str:
-    """What a traced step of a model depends on besides the shapes of its adapters' arrays; "" without adapters."""
+    """What a model's traced step depends on besides the shapes of its adapters' arrays; "" without adapters."""
     active = model.get(ACTIVE)
     return "" if active is None else active.layout
 

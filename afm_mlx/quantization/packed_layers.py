@@ -31,8 +31,8 @@ PARTS = ("weight", "scales", "biases", "table", "column_scale")
 """Names of a packed matrix's parameters, in the order in which they are written."""
 
 LayerAdapters: TypeAlias = Callable[[int], LowRank | None]
-"""What a linear layer asks for its adapters: from the number of a batch's rows to the adapters that these add to
-their products, as the operations of `kernels` take them; None where none adds anything."""
+"""What a linear layer asks for its adapters: takes the number of a batch's rows, and returns the adapters of
+these rows as the operations of `kernels` take them, or None where no adapter adds anything to this layer."""
 
 
 def activation_dtype() -> mx.Dtype:
