@@ -4,7 +4,7 @@
 
 A_i stand side by side as they are, and so do B_i, multiplied in float32. s is the sum's scale: no factor is
 over 1, and float16 rounds nothing of the adapter whose factor is 1. Pools compute sums so when they load them
-(`sources.open_sum`), and `compose` writes them to files.
+(`opening.open_sum`), and `compose` writes them to files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from afm_mlx.adapters.adapter_folder import AdapterConfig, check_pairs
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
 from afm_mlx.values import is_number
 
-Adapter = tuple[Mapping[str, mx.array], AdapterConfig]
+LoadedAdapter = tuple[Mapping[str, mx.array], AdapterConfig]
+"""Tensors by their names in an adapter folder, and the config; see `load_adapter`."""
 
 
 class Term(NamedTuple):
@@ -80,7 +81,7 @@ def is_a(name: str) -> bool:
 
 
 def compose(
-    adapters: Sequence[Adapter], weights: Sequence[float], *, force: bool = False
+    adapters: Sequence[LoadedAdapter], weights: Sequence[float], *, force: bool = False
 ) -> tuple[dict[str, mx.array], AdapterConfig]:
     """Add adapters up, each with a weight.
 
@@ -139,7 +140,7 @@ def _common_base(configs: Sequence[AdapterConfig], force: bool) -> str | None:
     return known[0] if len(set(known)) == 1 else None
 
 
-def _completed(adapters: Sequence[Adapter]) -> list[dict[str, mx.array]]:
+def _completed(adapters: Sequence[LoadedAdapter]) -> list[dict[str, mx.array]]:
     """The tensors of each, with zeros for those that another has.
 
     Raises:

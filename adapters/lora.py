@@ -28,8 +28,6 @@ from afm_mlx.errors import CheckpointError, RequestError, named, shown
 from afm_mlx.model.adapted_layers import LinearWrapper
 from afm_mlx.model.model import is_afm
 
-Pair = tuple[mx.array, mx.array]
-
 
 class LoRALinear(LinearWrapper):
     """`y = linear(x) + scale * (dropout(x) A_i) B_i`, with a pair A_i, B_i for every section of the output.
@@ -76,7 +74,7 @@ class LoRALinear(LinearWrapper):
         return self.pairs[0][0].shape[1]
 
     @property
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[tuple[mx.array, mx.array]]:
         """A and B of every section."""
         if isinstance(self.lora_a, list):
             return list(zip(self.lora_a, self.lora_b, strict=True))

@@ -15,10 +15,12 @@ from afm_mlx.adapters.opening import OpenAdapter
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.errors import CheckpointError, RequestError, shown
 
-Adapter: TypeAlias = str | Mapping[str, float]
+AdapterChoice: TypeAlias = str | Mapping[str, float]
 """A registered name, or weights of registered adapters by their names, which are added up."""
 
 Key: TypeAlias = str | tuple[tuple[str, float], ...]
+Files: TypeAlias = Path | list[tuple[Path, float]]
+"""An adapter's folder or file, or those of a sum's parts with their weights."""
 
 
 @dataclass(eq=False)
@@ -125,7 +127,7 @@ class Registry(dict[Key, Entry]):
             )
         return entry
 
-    def entry_of(self, adapter: Adapter) -> Entry:
+    def entry_of(self, adapter: AdapterChoice) -> Entry:
         """The entry of a name or of a sum; that of a new sum is not in the table yet.
 
         Raises:
@@ -143,6 +145,12 @@ class Registry(dict[Key, Entry]):
                 return self.named(next(iter(plain)))
         key = tuple(sorted(weights.items()))
         return self.get(key) or Entry(key, dict(key))
+
+    def files(self, entry: Entry) -> Files:
+        """What an entry is read from."""
+        if isinstance(entry.source, Path):
+            return entry.source
+        return [(Path(self.named(name).origin), weight) for name, weight in entry.source.items()]
 
     def flattened(self, weights: Mapping[str, float]) -> dict[str, float]:
         """A sum in terms of adapters that come from folders."""

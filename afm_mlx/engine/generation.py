@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.adapters.registry import Adapter
+from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row_caches import fit_empty, kv_storage, limits
@@ -97,7 +97,7 @@ def stream_generate(
     seed: int | None = None,
     stop: Sequence[str] = (),
     logprobs: bool = True,
-    adapter: Adapter | None = None,
+    adapter: AdapterChoice | None = None,
     adapters: AdapterPool | None = None,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt and yield the answer as it grows.
@@ -299,7 +299,7 @@ def batch_generate(
     sliding_window: bool = False,
     cache: Sequence[Any] | None = None,
     kv_bits: int | None = None,
-    adapter: Adapter | Sequence[Adapter | None] | None = None,
+    adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     adapters: AdapterPool | None = None,
     **request: Any,
 ) -> BatchResponse:

@@ -12,7 +12,7 @@ from afm_mlx.errors import RequestError
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.lease import Lease
-    from afm_mlx.adapters.registry import Adapter
+    from afm_mlx.adapters.registry import AdapterChoice
     from afm_mlx.adapters.resident import ResidentAdapter
 
 Sampler = Callable[[mx.array], mx.array]
@@ -53,7 +53,7 @@ class Request:
     cache: list[Any] | None = None
     on_prefill: Callable[[int, int], None] | None = None
     logprobs: bool = True
-    adapter: Adapter | None = None
+    adapter: AdapterChoice | None = None
 
     def validate(self, vocab_size: int | None) -> None:
         """Raise `RequestError` for what no model could do."""

@@ -11,8 +11,9 @@ import mlx.nn as nn
 from afm_mlx.adapters.active import BatchAdapters, bind
 from afm_mlx.adapters.attach import adapter_fingerprint
 from afm_mlx.adapters.lease import Lease
-from afm_mlx.adapters.pool import PATIENCE, AdapterPool
-from afm_mlx.adapters.registry import Adapter
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.registry import AdapterChoice
+from afm_mlx.adapters.scheduler import PATIENCE
 from afm_mlx.engine.request import Row
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS
@@ -47,7 +48,7 @@ class RowAdapters:
                 "(detach_adapter)."
             )
 
-    def lease(self, adapter: Adapter | None) -> Lease | None:
+    def lease(self, adapter: AdapterChoice | None) -> Lease | None:
         """Ask for what a request names.
 
         Raises:
