@@ -36,8 +36,8 @@ class BatchAdapters:
     """The adapters of a batch's rows, as the kernels take them.
 
     Args:
-        residents: each once.
-        scales: (adapters,) float32.
+        residents: the adapters that differ.
+        scales: (adapters,) float32, alpha / rank of each.
         slots: (B,) int32, index of each row's adapter, -1 for none; None when all rows of any batch use the
             first one.
     """
@@ -48,12 +48,12 @@ class BatchAdapters:
 
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:
-        """Of a batch whose rows use these adapters.
+        """From the adapter of each row of a batch, None for none.
 
         Raises:
             RequestError: for more than `MAX_ADAPTERS` different ones.
         """
-        # In the order of layouts, so that the order of rows makes no other trace.
+        # Sorted by layout: batches whose rows have the same layouts in another order share a trace.
         distinct = {id(row): row for row in rows if row is not None}.values()
         residents = tuple(sorted(distinct, key=lambda resident: resident.layout))
         if len(residents) > MAX_ADAPTERS:
@@ -71,7 +71,7 @@ class BatchAdapters:
 
     @property
     def layout(self) -> str:
-        """Equal for batches that one trace serves."""
+        """Text that is equal for batches that can share a trace."""
         kind = "all" if self.slots is None else "rows"
         return " ".join([kind, *(str(resident.layout) for resident in self.residents)])
 

@@ -59,10 +59,10 @@ def attach_random_adapters(
 
     Args:
         model: in eval mode.
-        rank: of every pair.
-        seed: of the numbers.
-        count: of adapters; one serves all rows of any batch.
-        rows: of the batches that several adapters serve in turn: the first, the second, and so on.
+        rank: columns of A and rows of B.
+        seed: of the random numbers.
+        count: number of adapters; one serves all rows of any batch.
+        rows: in a batch, where there are several adapters: its rows take them in turn.
 
     Raises:
         RequestError: when no block has a linear layer that can carry one.

@@ -35,8 +35,7 @@ class WeightedSum(NamedTuple):
 
     Args:
         scale: of the sum.
-        terms: of each tensor, by its name in an adapter folder; in the order of the adapters, but for those
-            that leave the layer out.
+        terms: by a tensor's name in an adapter folder, those of the adapters that have it, in their order.
     """
 
     scale: float
@@ -46,11 +45,11 @@ class WeightedSum(NamedTuple):
 def weighted_sum(
     adapters: Sequence[tuple[Mapping[str, Any], float]], weights: Sequence[float]
 ) -> WeightedSum:
-    """Say which tensor of which adapter goes where, multiplied by what; none is looked at.
+    """Returns which tensors stand side by side, and what each is multiplied by; no number of them is read.
 
     Args:
-        adapters: tensors by their names in an adapter folder, and scale, of each.
-        weights: one for each.
+        adapters: of each, the tensors by their names in an adapter folder, and the scale.
+        weights: one for each adapter.
 
     Raises:
         RequestError: for a weight that is not finite, or too large for the adapter's scale.
@@ -76,7 +75,7 @@ def weighted_sum(
 
 
 def is_a(name: str) -> bool:
-    """Whether a tensor is an A (inputs, rank), which a sum has side by side in columns; B has in rows."""
+    """Whether a tensor is an A (inputs, rank), of which a sum joins columns; of a B it joins rows."""
     return ".lora_a" in name
 
 
@@ -86,8 +85,7 @@ def compose(
     """Add adapters up, each with a weight.
 
     Args:
-        adapters: tensors and config of each, see `load_adapter`; of the same base model, and not necessarily of
-            the same rank or on the same layers.
+        adapters: of the same base model, and not necessarily of the same rank or on the same layers.
         weights: any finite numbers, not all 0; what has 0 is left out.
         force: add up adapters of different bases too, if their shapes fit.
 
@@ -141,7 +139,7 @@ def _common_base(configs: Sequence[AdapterConfig], force: bool) -> str | None:
 
 
 def _completed(adapters: Sequence[LoadedAdapter]) -> list[dict[str, mx.array]]:
-    """The tensors of each, with zeros for those that another has.
+    """The tensors of each adapter, with zeros for those that only others have.
 
     Raises:
         CheckpointError: when two map other numbers of inputs or outputs in one layer.

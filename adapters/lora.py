@@ -38,11 +38,11 @@ class LoRALinear(LinearWrapper):
 
     Args:
         linear: maps (..., K) to (..., N); it is frozen.
-        rank: of every pair.
+        rank: columns of A and rows of B.
         scale: alpha / rank.
         dropout: share of the adapter's inputs that are zeroed while training.
         sections: last output + 1 of each projection; None for one.
-        key: of the random A; None takes MLX's global stream.
+        key: that A is drawn with; None takes MLX's global stream of random numbers.
 
     Source: `tamm` 0.2.0, `LoRA` and `LoRAFusedMultiOutputLinear`.
     """
@@ -104,11 +104,11 @@ def add_lora(
 
     Args:
         model: of this package or of mlx-lm's zoo; float, packed, or quantized by MLX.
-        rank: of every pair.
+        rank: columns of A and rows of B.
         scale: alpha / rank.
         keys: layers by their names within a block, such as `mlp.up_proj`; None for all linear ones.
         dropout: see `LoRALinear`.
-        seed: of the random A.
+        seed: of the random numbers in A.
         num_layers: how many blocks, counted from the last; -1 for all.
 
     Returns:
@@ -198,7 +198,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
 def start_lora(
     model: nn.Module, tensors: Mapping[str, mx.array], config: AdapterConfig, folder: str | Path
 ) -> None:
-    """What `load_lora` does, with what was read from `folder`."""
+    """Start LoRA layers from tensors and config that were read from `folder`; see `load_lora`."""
     mine = lora_tensors(model)
     scales = {layer.scale for layer in lora_layers(model).values()}
     if scales != {config.scale}:

@@ -50,7 +50,7 @@ class Base(NamedTuple):
     def of(
         cls, model: nn.Module, base_folder: str | Path | None = None, force: bool = False
     ) -> Base:
-        """Of a model in memory.
+        """What adapters of a model in memory have to fit.
 
         Args:
             model: with LoRA layers or without.
@@ -73,12 +73,12 @@ class OpenAdapter:
     """An adapter whose headers were read and found to fit.
 
     Args:
-        tensors: by their names in an adapter folder; a tuple is a sum's, side by side.
+        tensors: by their names in an adapter folder.
         scale: alpha / rank.
-        base: see `Base`.
-        source: for errors.
+        base: the model that they fit.
+        source: where they come from, for errors.
         stamps: what tells whether a file was changed since, by its path.
-        nbytes: that it will take in memory.
+        nbytes: bytes that it will take in memory.
     """
 
     tensors: Mapping[str, Any]

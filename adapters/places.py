@@ -15,7 +15,7 @@ from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.quantize import replace_modules
 
 Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
-"""Of every place by its path: `Place.shapes`."""
+"""`Place.shapes` of every place, by its path."""
 
 
 class Place(NamedTuple):
@@ -78,7 +78,7 @@ def places(model: nn.Module) -> list[Place]:
 
 
 def place_shapes(model: nn.Module) -> Shapes:
-    """What adapters of a model have to fit."""
+    """The shapes that adapters of a model have to fit."""
     return {place.path: place.shapes for place in places(model)}
 
 
@@ -90,7 +90,7 @@ def replace_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> Non
 
 
 def unwrap_layers(model: nn.Module) -> None:
-    """Put the linear layers back that others have been wrapped around."""
+    """Put back the linear layers that wrappers stand around."""
     wrapped = [place for place in places(model) if isinstance(place.layer, LinearWrapper)]
     replace_layers(model, [(place.path, place.linear) for place in wrapped])
 

@@ -107,7 +107,7 @@ class AdapterPool:
         mx.clear_cache()
 
     def serves(self, model: nn.Module) -> bool:
-        """Whether the pool is that of this very model."""
+        """Whether the pool was made for this very model."""
         return self._model() is model
 
     @property
@@ -148,7 +148,7 @@ class AdapterPool:
         return self._request(adapter, patient=True)
 
     def load(self, adapter: AdapterChoice) -> ResidentAdapter:
-        """Load an adapter and wait for it; the least recently used ones make room.
+        """Load an adapter and wait for it; the least recently used ones are evicted for it.
 
         Raises:
             RequestError: for what is not registered, and when other adapters that are in use leave no room.

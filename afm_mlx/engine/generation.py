@@ -31,10 +31,10 @@ class GenerationResponse:
         logprobs: (vocab_size,) log-probabilities that it was drawn from; None when none were asked for.
         from_draft: whether a draft model proposed it.
         prompt_tokens: tokens of the prompt.
-        prompt_tps: of them per second.
+        prompt_tps: prompt tokens per second.
         generation_tokens: new tokens so far.
-        generation_tps: of them per second, counted from the first one on.
-        peak_memory: of MLX's allocator, GB.
+        generation_tps: new tokens per second, counted from the first one on.
+        peak_memory: most that MLX has allocated, GB.
         finish_reason: "stop", "length", or None while it goes on.
     """
 
@@ -112,7 +112,7 @@ def stream_generate(
         logits_processors: as mlx-lm's `make_logits_processors` builds.
         max_kv_size: tokens that the cache may hold; None takes the model's context length.
         sliding_window: past that, forget the oldest tokens; without it the run ends with an error.
-        prompt_cache: tokens that come before the prompt; updated in place.
+        prompt_cache: of tokens that come before the prompt; updated in place.
         prefill_step_size: prompt tokens that are processed at a time, at most.
         kv_bits: storage of an AFM model's keys and values: None takes int8 when the model has scales
             for it, 8 insists on that, and 16 stores floats.
@@ -163,9 +163,9 @@ def _cache_options(
     max_kv_size: int | None,
     sliding_window: bool,
 ) -> dict[str, Any]:
-    """An engine's options for these prompt caches: what is not asked for is as they have it.
+    """An engine's options for these prompt caches: what the caller doesn't ask for is as the caches have it.
 
-    Empty ones become what is asked for, as mlx-lm has it.
+    Empty caches are changed to what the caller asks for, as mlx-lm does.
     """
     kv = None if kv_bits is None else _kv_storage(model, kv_bits)
     context = model.args.context_length if is_afm(model) else None
@@ -200,7 +200,7 @@ def _kv_storage(model: nn.Module, kv_bits: int) -> str:
 
 
 def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
-    """Dress the engine's responses with mlx-lm's figures."""
+    """The engine's responses with mlx-lm's figures."""
     start = time.perf_counter()
     prompt_tps = 0.0
     for count, response in enumerate(engine.run(), start=1):

@@ -110,10 +110,10 @@ class Row:
         position: tokens in the cache.
         seed: of the row's random stream.
         tokens: the answer so far, as far as it was read back.
-        sampled: how many tokens were drawn, read back or not.
+        sampled: number of tokens that were drawn, read back or not.
         error: raised by the row's own sampler or logits processor.
         lease: of the row's adapter; None without one.
-        overtaken: by how many later rows with adapters, while this one could not start.
+        overtaken: number of later rows with adapters that started while this one could not.
         bound: tokens that the cache may hold; None where it sees to that itself.
     """
 

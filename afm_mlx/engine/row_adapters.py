@@ -20,7 +20,7 @@ from afm_mlx.kernels import MAX_ADAPTERS
 
 
 class RowAdapters:
-    """Between an engine and its pool.
+    """What an engine asks its pool for, and tells its model.
 
     Args:
         model: that the engine runs.
@@ -49,7 +49,7 @@ class RowAdapters:
             )
 
     def lease(self, adapter: AdapterChoice | None) -> Lease | None:
-        """Ask for what a request names.
+        """Ask for the adapter that a request names; None for none.
 
         Raises:
             RequestError: see `AdapterPool.request`; and when there is no pool.
@@ -71,11 +71,11 @@ class RowAdapters:
 
     def using(self, batch: BatchAdapters | None) -> AbstractContextManager[None]:
         """Have the model add these adapters to what is computed inside."""
-        # Bound anew where somebody has taken an adapter off the model meanwhile, and all links with it.
+        # Bound anew here, because `detach_adapter` unbinds the model and may have been called since.
         return nullcontext() if self._pool is None else bind(self._model).using(batch)
 
     def fingerprint(self, row: Row) -> str:
-        """What keys and values of the row are computed under: "" for the model alone."""
+        """Of the adapter that the row's keys and values are computed under; "" for the model alone."""
         if self._pool is None:
             return adapter_fingerprint(self._model) or ""
         return "" if row.adapter is None else row.adapter.fingerprint
@@ -103,13 +103,13 @@ class RowAdapters:
 
 
 def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:
-    """Those of the rows of a batch; None when no row has one."""
+    """The adapters that a batch's rows use; None when no row has one."""
     residents = [row.adapter for row in rows]
     return BatchAdapters.of(residents) if any(residents) else None
 
 
 def can_start(row: Row, beside: Iterable[Row]) -> bool:
-    """Whether a row need not wait for its adapter, nor for one of the others' to end."""
+    """Whether a row's adapter is loaded, and runs beside those of other rows (`MAX_ADAPTERS` at most)."""
     lease = row.lease
     if lease is None or lease.error is not None:
         return True
@@ -120,11 +120,12 @@ def can_start(row: Row, beside: Iterable[Row]) -> bool:
 
 
 def must_not_overtake(row: Row, waiting: Iterable[Row]) -> bool:
-    """Whether a row would keep adapters in use until one of which others have waited for long enough.
+    """Whether a row has to let earlier rows go first, because `PATIENCE` rows with adapters have overtaken one.
 
     Args:
         row: that could start.
-        waiting: rows before it that could not. Those whose adapters aren't loaded are the pool's to see to.
+        waiting: earlier rows that could not. Only those whose adapters are loaded count: they wait for rows to
+            end. The pool sees to the others.
     """
     if row.lease is None or not row.lease.ready:
         return False
