@@ -36,7 +36,7 @@ class BatchAdapters:
     """The adapters of a batch's rows, as the kernels take them.
 
     Args:
-        residents: the adapters that differ.
+        residents: the different adapters, each once.
         scales: (adapters,) float32, alpha / rank of each.
         slots: (B,) int32, index of each row's adapter, -1 for none; None when all rows of any batch use the
             first one.
