@@ -39,7 +39,7 @@ LOOK_AGAIN = 0.1
 class LoadScheduler:
     """Loads adapters for leases, and evicts others for them.
 
-    Methods whose names begin with an underscore are called under `lock`; others take it.
+    Methods with an underscore are called under `lock`, but for `_open` and `_read`; others take it.
 
     Args:
         entries: the adapters that there are.
