@@ -61,9 +61,9 @@ def to_drain(entry: Entry, entries: Iterable[Entry], budget: int) -> list[Entry]
 
 
 def _first(entries: list[Entry], missing: int) -> list[Entry] | None:
-    """As many of the entries as hold the missing bytes; None when all together don't."""
+    """The least recently used of the entries, as many as hold the missing bytes; None when all hold fewer."""
     chosen = []
-    # What has begun to drain stays chosen: else two that take turns would both stay.
+    # An adapter that drains stays chosen: else two that take turns in being used would both stay.
     for entry in sorted(entries, key=lambda e: (not e.draining, e.order)):
         if missing <= 0:
             break

@@ -200,7 +200,7 @@ def _kv_storage(model: nn.Module, kv_bits: int) -> str:
 
 
 def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
-    """The engine's responses with mlx-lm's figures."""
+    """Yield the engine's responses with mlx-lm's figures."""
     start = time.perf_counter()
     prompt_tps = 0.0
     for count, response in enumerate(engine.run(), start=1):

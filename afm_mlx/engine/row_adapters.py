@@ -20,7 +20,7 @@ from afm_mlx.kernels import MAX_ADAPTERS
 
 
 class RowAdapters:
-    """What an engine asks its pool for, and tells its model.
+    """Gets the adapters of an engine's rows from its pool, and hands them to its model.
 
     Args:
         model: that the engine runs.
@@ -75,7 +75,7 @@ class RowAdapters:
         return nullcontext() if self._pool is None else bind(self._model).using(batch)
 
     def fingerprint(self, row: Row) -> str:
-        """Of the adapter that the row's keys and values are computed under; "" for the model alone."""
+        """Fingerprint of the adapter that a row's keys and values are computed under; "" without one."""
         if self._pool is None:
             return adapter_fingerprint(self._model) or ""
         return "" if row.adapter is None else row.adapter.fingerprint
@@ -109,7 +109,10 @@ def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:
 
 
 def can_start(row: Row, beside: Iterable[Row]) -> bool:
-    """Whether a row's adapter is loaded, and runs beside those of other rows (`MAX_ADAPTERS` at most)."""
+    """Whether a row's adapter is loaded, and makes no more than `MAX_ADAPTERS` with those of the rows beside it.
+
+    A row without an adapter can start, and so can one whose adapter has failed to load: to be refused.
+    """
     lease = row.lease
     if lease is None or lease.error is not None:
         return True

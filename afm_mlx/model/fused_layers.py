@@ -1,7 +1,7 @@
 """A layer together with what stands before and after it, as one operation where the layer can.
 
 A packed layer does the norm before it, its adapters and the addition after it in its own kernel. Any other
-layer (float, MLX's quantized ones, wrappers with adapters or LoRA around them) is called between the two.
+layer (float, MLX's quantized ones, a wrapper with adapters or LoRA) is called between norm and addition.
 """
 
 from __future__ import annotations
