@@ -109,7 +109,7 @@ def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:
 
 
 def can_start(row: Row, beside: Iterable[Row]) -> bool:
-    """Whether a row's adapter is loaded, and makes no more than `MAX_ADAPTERS` with those of the rows beside it.
+    """Whether a row's adapter is loaded, and makes `MAX_ADAPTERS` at most with those of the rows beside it.
 
     A row without an adapter can start, and so can one whose adapter has failed to load: to be refused.
     """
