@@ -8,5 +8,5 @@
 | the linear layers of a model's blocks | `places.py` |
 | from files to one array in memory | `opening.py`, `resident.py` |
 | which adapters a model adds to which rows | `active.py`; one for all rows: `attach.py` |
-| adapters by name, under a byte budget | `pool.py`, `lease.py`, `registry.py`, `eviction.py` |
+| adapters by name, under a byte budget | `pool.py`, `lease.py`, `registry.py`; `scheduler.py`, `eviction.py` |
 """

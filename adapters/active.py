@@ -14,20 +14,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.adapters.places import LinearWrapper, Place, places
+from afm_mlx.adapters.places import Place, places, replace_layers, unwrap_layers
 from afm_mlx.adapters.resident import ResidentAdapter
-from afm_mlx.config import ModelConfig
 from afm_mlx.errors import RequestError
-from afm_mlx.kernels import MAX_ADAPTERS, LowRank, Part, dispatch
-from afm_mlx.kernels.reference import low_rank_product
-from afm_mlx.quantization.packed_layers import PackedLinear
-from afm_mlx.quantization.quantize import replace_modules
+from afm_mlx.kernels import MAX_ADAPTERS, LowRank, Part
+from afm_mlx.model.adapted_layers import ACTIVE, AdaptedLinear, LinearWrapper
+from afm_mlx.quantization.packed_layers import LayerAdapters, PackedLinear
 
 _NO_PART = Part(0, 0, 0)
 
@@ -37,8 +36,8 @@ class BatchAdapters:
     """The adapters of a batch's rows, as the kernels take them.
 
     Args:
-        residents: each once.
-        scales: (adapters,) float32.
+        residents: the different adapters, each once.
+        scales: (adapters,) float32, alpha / rank of each.
         slots: (B,) int32, index of each row's adapter, -1 for none; None when all rows of any batch use the
             first one.
     """
@@ -49,12 +48,12 @@ class BatchAdapters:
 
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:
-        """Of a batch whose rows use these adapters.
+        """From the adapter of each row of a batch, None for none.
 
         Raises:
             RequestError: for more than `MAX_ADAPTERS` different ones.
         """
-        # In the order of layouts, so that the order of rows makes no other trace.
+        # Sorted by layout: batches whose rows have the same layouts in another order share a trace.
         distinct = {id(row): row for row in rows if row is not None}.values()
         residents = tuple(sorted(distinct, key=lambda resident: resident.layout))
         if len(residents) > MAX_ADAPTERS:
@@ -72,7 +71,7 @@ class BatchAdapters:
 
     @property
     def layout(self) -> str:
-        """Equal for batches that one trace serves."""
+        """Text that is equal for batches that can share a trace."""
         kind = "all" if self.slots is None else "rows"
         return " ".join([kind, *(str(resident.layout) for resident in self.residents)])
 
@@ -81,14 +80,14 @@ def _scales(residents: Sequence[ResidentAdapter]) -> mx.array:
     return mx.array(np.array([resident.scale for resident in residents], np.float32))
 
 
-class ActiveAdapters:
-    """What all layers of a model ask for the adapters of the batch at hand.
+class ActiveAdapters(dict[str, Any]):
+    """The adapters of the batch at hand, which the layers of a model ask for.
 
-    `arrays` holds them in a form that MLX's transformations see: it is part of the model's state.
+    Its items are their arrays. It lies in the model's state, where MLX's transformations see them.
     """
 
     def __init__(self) -> None:
-        self.arrays: dict[str, Any] = {}
+        super().__init__()
         self.batch: BatchAdapters | None = None
 
     @property
@@ -99,12 +98,12 @@ class ActiveAdapters:
     def set(self, batch: BatchAdapters | None) -> None:
         """Use these adapters from now on; None for none."""
         self.batch = batch if batch is not None and batch.residents else None
-        self.arrays.clear()
+        self.clear()
         if self.batch is not None:
-            self.arrays["numbers"] = [resident.numbers for resident in self.batch.residents]
-            self.arrays["scales"] = self.batch.scales
+            self["numbers"] = [resident.numbers for resident in self.batch.residents]
+            self["scales"] = self.batch.scales
             if self.batch.slots is not None:
-                self.arrays["slots"] = self.batch.slots
+                self["slots"] = self.batch.slots
 
     @contextlib.contextmanager
     def using(self, batch: BatchAdapters | None) -> Iterator[None]:
@@ -116,58 +115,31 @@ class ActiveAdapters:
         finally:
             self.set(before)
 
-    def low_rank(self, path: str, sections: tuple[int, ...], batch: int) -> LowRank | None:
-        """What a layer adds to the products of a batch's rows; None for nothing."""
+    def of_layer(self, place: Place) -> LayerAdapters:
+        """What the layer at a place asks for its adapters."""
+        outputs = sum(width for _, width in place.shapes.values())
+        return partial(self._low_rank, place.path, place.sections or (outputs,))
+
+    def _low_rank(self, path: str, sections: tuple[int, ...], batch: int) -> LowRank | None:
         if self.batch is None:
             return None
         parts = tuple(r.parts.get(path, _NO_PART) for r in self.batch.residents)
         if not any(part.rank for part in parts):
             return None
-        slots = self.arrays.get("slots")
+        slots = self.get("slots")
         if slots is None:
             slots = _first_slots(batch)
         elif slots.shape != (batch,):
             raise RequestError(
                 f"The adapters are those of {slots.shape[0]} rows, and the batch has {batch}."
             )
-        numbers = tuple(self.arrays["numbers"])
-        return LowRank(numbers, parts, self.arrays["scales"], slots, sections)
-
-
-class AdapterPlace:
-    """A layer's link to its model's adapters."""
-
-    def __init__(self, active: ActiveAdapters, place: Place):
-        self._active = active
-        self._path = place.path
-        outputs = sum(width for _, width in place.shapes.values())
-        self._sections = place.sections or (outputs,)
-
-    def low_rank(self, batch: int) -> LowRank | None:
-        """See `ActiveAdapters.low_rank`."""
-        return self._active.low_rank(self._path, self._sections, batch)
-
-
-class AdaptedLinear(LinearWrapper):
-    """`linear(x)` plus what the active adapters add: for models whose blocks know nothing of adapters."""
-
-    def __init__(self, linear: nn.Module, place: AdapterPlace):
-        super().__init__()
-        self.linear = linear
-        self._place = place
-        self.train(linear.training)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """(B, ..., K) to (B, ..., N) in the dtype that `linear` gives."""
-        y, low_rank = self.linear(x), self._place.low_rank(x.shape[0])
-        return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)
+        return LowRank(tuple(self["numbers"]), parts, self["scales"], slots, sections)
 
 
 def bind(model: nn.Module) -> ActiveAdapters:
-    """Link a model's layers with an `ActiveAdapters`, the same one every time.
+    """Have a model's layers ask an `ActiveAdapters`, the same one every time.
 
-    Blocks of an AFM model ask for it themselves (`afm_mlx.model.fused_layers`); in any other model, linear layers
-    that aren't packed are wrapped.
+    Packed layers do so themselves; other linear layers are wrapped (`afm_mlx.model.adapted_layers`).
 
     Raises:
         RequestError: when no block has a linear layer, or the model has LoRA layers, which would hide them.
@@ -183,43 +155,31 @@ def bind(model: nn.Module) -> ActiveAdapters:
             "The model has LoRA layers, which are for training. Save them (save_lora) and take them off "
             "(detach_adapter), or load the model anew."
         )
-    is_afm = isinstance(getattr(model, "args", None), ModelConfig)
+    wrapped: list[tuple[str, nn.Module]] = []
     for place in here:
-        if is_afm or isinstance(place.linear, PackedLinear):
-            set_adapter_place(place.linear, AdapterPlace(active, place))
-    if not is_afm:
-        others = [place for place in here if not isinstance(place.linear, PackedLinear)]
-        wrapped = [(p.path, AdaptedLinear(p.linear, AdapterPlace(active, p))) for p in others]
-        replace_modules(model, wrapped)
-        dispatch.invalidate()
-    object.__setattr__(model, "active_adapters", active)
-    model["_adapter_arrays"] = active.arrays  # a name with an underscore is state, and no parameter
+        adapters = active.of_layer(place)
+        if isinstance(place.layer, PackedLinear):
+            place.layer.adapters = adapters
+        else:
+            wrapped.append((place.path, AdaptedLinear(place.layer, adapters)))
+    replace_layers(model, wrapped)
+    model[ACTIVE] = active
     return active
 
 
 def unbind(model: nn.Module) -> None:
     """Undo `bind`."""
-    if active_adapters(model) is None:
+    if model.pop(ACTIVE, None) is None:
         return
-    here = places(model)
-    for place in here:
-        set_adapter_place(place.linear, None)
-    wrapped = [(p.path, p.linear) for p in here if isinstance(p.layer, AdaptedLinear)]
-    if wrapped:
-        replace_modules(model, wrapped)
-        dispatch.invalidate()
-    object.__setattr__(model, "active_adapters", None)
-    model.pop("_adapter_arrays", None)
+    unwrap_layers(model)
+    for place in places(model):
+        if isinstance(place.layer, PackedLinear):
+            place.layer.adapters = None
 
 
 def active_adapters(model: nn.Module) -> ActiveAdapters | None:
     """What `bind` has made; None when it was not called."""
-    return getattr(model, "active_adapters", None)
-
-
-def set_adapter_place(layer: nn.Module, place: AdapterPlace | None) -> None:
-    """Have a layer add a place's adapters; it is neither a parameter nor a submodule."""
-    object.__setattr__(layer, "adapter_place", place)
+    return model.get(ACTIVE)
 
 
 _SLOTS: dict[int, mx.array] = {}

@@ -33,12 +33,12 @@ class AdapterConfig:
     """What an adapter folder says of itself.
 
     Args:
-        rank: of every pair in the folder.
+        rank: columns of A and rows of B, the same for every pair in the folder.
         scale: alpha / rank.
         num_layers: how many blocks, counted from the last, may carry the adapter (mlx-lm's meaning).
         keys: adapted layers by their names within a block, such as `mlp.up_proj`.
-        dropout: of the input while training.
-        base_model_fingerprint: of the model that the adapter belongs to; None when unknown, as in folders
+        dropout: share of the inputs of A that training zeroed.
+        base_model_fingerprint: that of the model that the adapter belongs to; None when unknown, as in folders
             that mlx-lm wrote.
     """
 

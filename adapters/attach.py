@@ -11,11 +11,9 @@ import numpy as np
 from afm_mlx.adapters.active import BatchAdapters, active_adapters, bind, unbind
 from afm_mlx.adapters.lora import LoRALinear, lora_tensors
 from afm_mlx.adapters.opening import Base, open_adapter
-from afm_mlx.adapters.places import place_shapes, places
+from afm_mlx.adapters.places import place_shapes, places, unwrap_layers
 from afm_mlx.adapters.resident import build_resident
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
-from afm_mlx.kernels import dispatch
-from afm_mlx.quantization.quantize import replace_modules
 
 
 def attach_adapter(
@@ -41,23 +39,16 @@ def attach_adapter(
         CheckpointError: when the adapter belongs to another model, or does not fit.
     """
     resident = open_adapter(Path(path), Base.of(model, base_folder, force)).read()
-    _drop_lora(model)
+    if active_adapters(model) is None:
+        unwrap_layers(model)  # of LoRA
     bind(model).set(BatchAdapters.everywhere(resident))
     return model
-
-
-def _drop_lora(model: nn.Module) -> None:
-    """Put the linear layers back that LoRA layers have wrapped."""
-    wrapped = [(p.path, p.linear) for p in places(model) if isinstance(p.layer, LoRALinear)]
-    if wrapped:
-        replace_modules(model, wrapped)
-        dispatch.invalidate()
 
 
 def detach_adapter(model: nn.Module) -> nn.Module:
     """The model as it was before: adapters off, wrapped layers replaced by what they wrap."""
     unbind(model)
-    _drop_lora(model)
+    unwrap_layers(model)
     return model
 
 
@@ -68,10 +59,10 @@ def attach_random_adapters(
 
     Args:
         model: in eval mode.
-        rank: of every pair.
-        seed: of the numbers.
-        count: of adapters; one serves all rows of any batch.
-        rows: of the batches that several adapters serve in turn: the first, the second, and so on.
+        rank: columns of A and rows of B.
+        seed: of the random numbers.
+        count: number of adapters; one serves all rows of any batch.
+        rows: in a batch, where there are several adapters: its rows take them in turn.
 
     Raises:
         RequestError: when no block has a linear layer that can carry one.

@@ -4,7 +4,7 @@
 
 A_i stand side by side as they are, and so do B_i, multiplied in float32. s is the sum's scale: no factor is
 over 1, and float16 rounds nothing of the adapter whose factor is 1. Pools compute sums so when they load them
-(`sources.open_sum`), and `compose` writes them to files.
+(`opening.open_sum`), and `compose` writes them to files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from afm_mlx.adapters.adapter_folder import AdapterConfig, check_pairs
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
 from afm_mlx.values import is_number
 
-Adapter = tuple[Mapping[str, mx.array], AdapterConfig]
+LoadedAdapter = tuple[Mapping[str, mx.array], AdapterConfig]
+"""Tensors by their names in an adapter folder, and the config; see `load_adapter`."""
 
 
 class Term(NamedTuple):
@@ -34,8 +35,7 @@ class WeightedSum(NamedTuple):
 
     Args:
         scale: of the sum.
-        terms: of each tensor, by its name in an adapter folder; in the order of the adapters, but for those
-            that leave the layer out.
+        terms: by a tensor's name in an adapter folder, those of the adapters that have it, in their order.
     """
 
     scale: float
@@ -45,11 +45,11 @@ class WeightedSum(NamedTuple):
 def weighted_sum(
     adapters: Sequence[tuple[Mapping[str, Any], float]], weights: Sequence[float]
 ) -> WeightedSum:
-    """Say which tensor of which adapter goes where, multiplied by what; none is looked at.
+    """Returns which tensors stand side by side, and what each is multiplied by; no number of them is read.
 
     Args:
-        adapters: tensors by their names in an adapter folder, and scale, of each.
-        weights: one for each.
+        adapters: of each, the tensors by their names in an adapter folder, and the scale.
+        weights: one for each adapter.
 
     Raises:
         RequestError: for a weight that is not finite, or too large for the adapter's scale.
@@ -75,18 +75,17 @@ def weighted_sum(
 
 
 def is_a(name: str) -> bool:
-    """Whether a tensor is an A (inputs, rank), which a sum has side by side in columns; B has in rows."""
+    """Whether a tensor is an A (inputs, rank), of which a sum joins columns; of a B it joins rows."""
     return ".lora_a" in name
 
 
 def compose(
-    adapters: Sequence[Adapter], weights: Sequence[float], *, force: bool = False
+    adapters: Sequence[LoadedAdapter], weights: Sequence[float], *, force: bool = False
 ) -> tuple[dict[str, mx.array], AdapterConfig]:
     """Add adapters up, each with a weight.
 
     Args:
-        adapters: tensors and config of each, see `load_adapter`; of the same base model, and not necessarily of
-            the same rank or on the same layers.
+        adapters: of the same base model, and not necessarily of the same rank or on the same layers.
         weights: any finite numbers, not all 0; what has 0 is left out.
         force: add up adapters of different bases too, if their shapes fit.
 
@@ -139,8 +138,8 @@ def _common_base(configs: Sequence[AdapterConfig], force: bool) -> str | None:
     return known[0] if len(set(known)) == 1 else None
 
 
-def _completed(adapters: Sequence[Adapter]) -> list[dict[str, mx.array]]:
-    """The tensors of each, with zeros for those that another has.
+def _completed(adapters: Sequence[LoadedAdapter]) -> list[dict[str, mx.array]]:
+    """The tensors of each adapter, with zeros for those that only others have.
 
     Raises:
         CheckpointError: when two map other numbers of inputs or outputs in one layer.

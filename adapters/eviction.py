@@ -1,4 +1,4 @@
-"""Which adapters make room for another: what a pool's budget decides."""
+"""Which adapters are evicted for another one: what a pool's budget decides."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def used(entries: Iterable[Entry]) -> int:
     return sum(entry.nbytes for entry in entries if entry.state in ("loading", "resident"))
 
 
-def never(entry: Entry, entries: Iterable[Entry], budget: int) -> str | None:
-    """Why an adapter can't have room, whatever rows give back; None when it can."""
+def too_large(entry: Entry, entries: Iterable[Entry], budget: int) -> str | None:
+    """Why an adapter can't be loaded, whatever rows give back; None when it can."""
     pinned = [other for other in entries if other.pinned and other is not entry]
     left = budget - sum(other.nbytes for other in pinned)
     if entry.nbytes <= left:
@@ -28,7 +28,7 @@ def never(entry: Entry, entries: Iterable[Entry], budget: int) -> str | None:
 
 
 def next_load(queue: Sequence[Entry], patience: int) -> Entry:
-    """The load that comes first of those that wait for room.
+    """The load that comes first of those that wait for memory.
 
     It is the one that most leases wait for: the more rows share what is in memory, the fewer loads there are.
     The oldest load goes before it once that has let `patience` leases pass, and so does one for a lease that
@@ -45,15 +45,15 @@ def next_load(queue: Sequence[Entry], patience: int) -> Entry:
 
 
 def victims(entry: Entry, entries: Iterable[Entry], budget: int) -> list[Entry] | None:
-    """What has to go for an adapter, least recently used first; None while too much is in use."""
+    """The adapters to evict for one, least recently used first; None while too much is in use."""
     entries = list(entries)
     missing = used(entries) + entry.nbytes - budget
     free = [e for e in entries if e.resident is not None and not (e.pinned or e.held)]
     return _first(free, missing)
 
 
-def due(entry: Entry, entries: Iterable[Entry], budget: int) -> list[Entry]:
-    """What has to go, in use or not, for an adapter that should wait no longer."""
+def to_drain(entry: Entry, entries: Iterable[Entry], budget: int) -> list[Entry]:
+    """The adapters to evict, in use or not, for one that should wait no longer."""
     entries = list(entries)
     missing = used(entries) + entry.nbytes - budget
     here = [e for e in entries if e.resident is not None and not e.pinned]
@@ -61,9 +61,9 @@ def due(entry: Entry, entries: Iterable[Entry], budget: int) -> list[Entry]:
 
 
 def _first(entries: list[Entry], missing: int) -> list[Entry] | None:
-    """As many of the entries as hold the missing bytes; None when all together don't."""
+    """The least recently used of the entries, as many as hold the missing bytes; None when all hold fewer."""
     chosen = []
-    # What has begun to drain stays chosen: else two that take turns would both stay.
+    # An adapter that drains stays chosen: else two that take turns in being used would both stay.
     for entry in sorted(entries, key=lambda e: (not e.draining, e.order)):
         if missing <= 0:
             break

@@ -9,7 +9,7 @@ from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.errors import RequestError
 
 if TYPE_CHECKING:
-    from afm_mlx.adapters.pool import AdapterPool
+    from afm_mlx.adapters.scheduler import LoadScheduler
 
 
 class Lease:
@@ -18,8 +18,8 @@ class Lease:
     A lease that is forgotten without `release` ends when it is garbage-collected.
     """
 
-    def __init__(self, pool: AdapterPool, entry: Entry, patient: bool):
-        self._pool, self._entry, self.patient = pool, entry, patient
+    def __init__(self, scheduler: LoadScheduler, entry: Entry, patient: bool):
+        self._scheduler, self._entry, self.patient = scheduler, entry, patient
         self._resident: ResidentAdapter | None = None
         self._error: Exception | None = None
 
@@ -53,11 +53,11 @@ class Lease:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the adapter is ready or has failed; returns whether it is, within `timeout` seconds."""
-        return self._pool.wait([self], timeout)
+        return self._scheduler.wait([self], timeout)
 
     def release(self) -> None:
         """Give the adapter back; once is enough."""
-        self._pool._release(self)
+        self._scheduler.release(self)
 
     def __enter__(self) -> Lease:
         return self
@@ -66,6 +66,6 @@ class Lease:
         self.release()
 
     def __del__(self) -> None:
-        # A collector may run in the middle of anything: take note, and act on it later.
+        # A garbage collector may run in the middle of anything: take note, and act on it later.
         if self._resident is not None:
-            self._pool._abandoned.append(self._entry)
+            self._scheduler.abandon(self._entry)

@@ -21,15 +21,12 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter, save_adapter
-from afm_mlx.adapters.places import LinearWrapper, linear_shape, places
+from afm_mlx.adapters.places import linear_shape, places, replace_layers
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
-from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
-from afm_mlx.kernels import dispatch
-from afm_mlx.quantization.quantize import replace_modules
-
-Pair = tuple[mx.array, mx.array]
+from afm_mlx.model.adapted_layers import LinearWrapper
+from afm_mlx.model.model import is_afm
 
 
 class LoRALinear(LinearWrapper):
@@ -41,11 +38,11 @@ class LoRALinear(LinearWrapper):
 
     Args:
         linear: maps (..., K) to (..., N); it is frozen.
-        rank: of every pair.
+        rank: columns of A and rows of B.
         scale: alpha / rank.
         dropout: share of the adapter's inputs that are zeroed while training.
         sections: last output + 1 of each projection; None for one.
-        key: of the random A; None takes MLX's global stream.
+        key: that A is drawn with; None takes MLX's global stream of random numbers.
 
     Source: `tamm` 0.2.0, `LoRA` and `LoRAFusedMultiOutputLinear`.
     """
@@ -59,27 +56,25 @@ class LoRALinear(LinearWrapper):
         sections: Sequence[int] | None = None,
         key: mx.array | None = None,
     ):
-        super().__init__()
+        super().__init__(linear)
         inputs, outputs = linear_shape(linear)
         ends = [outputs] if sections is None else list(sections)
         keys = [None] * len(ends) if key is None else list(mx.random.split(key, len(ends)))
         a = [mx.random.normal((inputs, rank), scale=inputs**-0.5, key=each) for each in keys]
         b = [mx.zeros((rank, end - start)) for start, end in pairwise([0, *ends])]
-        self.linear = linear
         self.linear.freeze()
         self.scale = scale
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = nn.Dropout(dropout).train(linear.training)
         self.dropout_rate = dropout
         self.lora_a = a[0] if sections is None else a
         self.lora_b = b[0] if sections is None else b
-        self.train(linear.training)
 
     @property
     def rank(self) -> int:
         return self.pairs[0][0].shape[1]
 
     @property
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[tuple[mx.array, mx.array]]:
         """A and B of every section."""
         if isinstance(self.lora_a, list):
             return list(zip(self.lora_a, self.lora_b, strict=True))
@@ -109,11 +104,11 @@ def add_lora(
 
     Args:
         model: of this package or of mlx-lm's zoo; float, packed, or quantized by MLX.
-        rank: of every pair.
+        rank: columns of A and rows of B.
         scale: alpha / rank.
         keys: layers by their names within a block, such as `mlp.up_proj`; None for all linear ones.
         dropout: see `LoRALinear`.
-        seed: of the random A.
+        seed: of the random numbers in A.
         num_layers: how many blocks, counted from the last; -1 for all.
 
     Returns:
@@ -145,14 +140,13 @@ def add_lora(
         )
     model.freeze()
     random = mx.random.split(mx.random.key(seed), len(chosen))
-    replace_modules(
+    replace_layers(
         model,
         [
             (place.path, LoRALinear(place.layer, rank, scale, dropout, place.sections, key))
             for place, key in zip(chosen, random, strict=True)
         ],
     )
-    dispatch.invalidate()
     mx.eval(model.trainable_parameters())
     return model
 
@@ -204,7 +198,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
 def start_lora(
     model: nn.Module, tensors: Mapping[str, mx.array], config: AdapterConfig, folder: str | Path
 ) -> None:
-    """What `load_lora` does, with what was read from `folder`."""
+    """Start LoRA layers from tensors and config that were read from `folder`; see `load_lora`."""
     mine = lora_tensors(model)
     scales = {layer.scale for layer in lora_layers(model).values()}
     if scales != {config.scale}:
@@ -240,12 +234,11 @@ def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> Adap
         raise RequestError("The model has no LoRA layers; add_lora makes them.")
     first = next(iter(layers.values()))
     fingerprint = None
-    if isinstance(getattr(model, "args", None), ModelConfig):
-        folder = base_folder
+    if is_afm(model):
         fingerprint = (
             base_model_fingerprint(model)
-            if folder is None
-            else folder_fingerprint(model.args, folder)
+            if base_folder is None
+            else folder_fingerprint(model.args, base_folder)
         )
     return AdapterConfig(
         rank=first.rank,

@@ -30,6 +30,7 @@ from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_finger
 from afm_mlx.checkpoint.safetensors_file import read_header, reading
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import CheckpointError, named
+from afm_mlx.model.model import is_afm
 
 
 class Base(NamedTuple):
@@ -49,7 +50,7 @@ class Base(NamedTuple):
     def of(
         cls, model: nn.Module, base_folder: str | Path | None = None, force: bool = False
     ) -> Base:
-        """Of a model in memory.
+        """What adapters of a model in memory have to fit.
 
         Args:
             model: with LoRA layers or without.
@@ -57,14 +58,14 @@ class Base(NamedTuple):
                 depends on the type that the device computes in.
             force: take adapters that were made for another model.
         """
-        config, fingerprints = getattr(model, "args", None), None
-        if not isinstance(config, ModelConfig):
+        if not is_afm(model):
             return cls(place_shapes(model), None)
+        fingerprints = None
         if not force:
             fingerprints = {base_model_fingerprint(model)}
             if base_folder is not None:
-                fingerprints.add(folder_fingerprint(config, base_folder))
-        return cls(place_shapes(model), fingerprints, config)
+                fingerprints.add(folder_fingerprint(model.args, base_folder))
+        return cls(place_shapes(model), fingerprints, model.args)
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ class OpenAdapter:
     """An adapter whose headers were read and found to fit.
 
     Args:
-        tensors: by their names in an adapter folder; a tuple is a sum's, side by side.
+        tensors: by their names in an adapter folder.
         scale: alpha / rank.
-        base: see `Base`.
-        source: for errors.
+        base: the model that they fit.
+        source: where they come from, for errors.
         stamps: what tells whether a file was changed since, by its path.
-        nbytes: that it will take in memory.
+        nbytes: bytes that it will take in memory.
     """
 
     tensors: Mapping[str, Any]

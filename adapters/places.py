@@ -9,17 +9,14 @@ from typing import NamedTuple
 import mlx.nn as nn
 
 from afm_mlx.architecture import block_kinds
-from afm_mlx.config import ModelConfig
+from afm_mlx.kernels import dispatch
+from afm_mlx.model.adapted_layers import LinearWrapper
+from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.quantization.quantize import replace_modules
 
 Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
-"""Of every place by its path: `Place.shapes`."""
-
-
-class LinearWrapper(nn.Module):
-    """A layer around a linear one, `linear`, in whose place it stands."""
-
-    linear: nn.Module
+"""`Place.shapes` of every place, by its path."""
 
 
 class Place(NamedTuple):
@@ -82,14 +79,26 @@ def places(model: nn.Module) -> list[Place]:
 
 
 def place_shapes(model: nn.Module) -> Shapes:
-    """What adapters of a model have to fit."""
+    """The shapes that adapters of a model have to fit."""
     return {place.path: place.shapes for place in places(model)}
 
 
+def replace_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
+    """Put layers in the places at these paths; kernels are chosen and steps are traced anew for them."""
+    if layers:
+        replace_modules(model, layers)
+        dispatch.invalidate()
+
+
+def unwrap_layers(model: nn.Module) -> None:
+    """Put back the linear layers that wrappers stand around."""
+    wrapped = [place for place in places(model) if isinstance(place.layer, LinearWrapper)]
+    replace_layers(model, [(place.path, place.linear) for place in wrapped])
+
+
 def _sections(model: nn.Module, key: str) -> tuple[int, ...] | None:
-    config = getattr(model, "args", None)
-    if not isinstance(config, ModelConfig):
+    if not is_afm(model):
         return None
-    matrices = (matrix for kind in block_kinds(config) for matrix in kind.matrices)
+    matrices = (matrix for kind in block_kinds(model.args) for matrix in kind.matrices)
     widths = next(([p.outputs for p in m.projections] for m in matrices if m.name == key), [])
     return tuple(accumulate(widths)) if len(widths) > 1 else None

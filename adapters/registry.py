@@ -15,10 +15,12 @@ from afm_mlx.adapters.opening import OpenAdapter
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.errors import CheckpointError, RequestError, shown
 
-Adapter: TypeAlias = str | Mapping[str, float]
+AdapterChoice: TypeAlias = str | Mapping[str, float]
 """A registered name, or weights of registered adapters by their names, which are added up."""
 
 Key: TypeAlias = str | tuple[tuple[str, float], ...]
+Files: TypeAlias = Path | list[tuple[Path, float]]
+"""An adapter's folder or file, or those of a sum's parts with their weights."""
 
 
 @dataclass(eq=False)
@@ -28,17 +30,19 @@ class Entry:
     Args:
         key: its name, or the sum's names and weights.
         source: an adapter folder, or weights of adapters that come from folders.
-        state: "registered", "opening" (headers are read), "waiting" (for room), "loading" or "resident".
+        state: "registered", "opening" (headers are read), "waiting" (for memory), "loading" or "resident".
         order: when it was last leased or given back; larger is later.
-        held: leases that were given and not given back.
-        waiting: leases that were not given yet.
-        draining: whether it gives no new leases, so that it can go.
-        passed: leases of others that were given since it waits for room.
+        held: number of leases that have it.
+        waiting: leases that wait for it.
+        draining: whether rows get no new leases of it, so that it can be evicted.
+        passed: leases that others were given since it waits for memory.
         dropped: whether it was unloaded while it was read.
-        pinned: whether it stays.
-        nbytes: in memory, as far as known.
-        fingerprint: of its first load.
-        error: of its last load.
+        pinned: whether it is never evicted.
+        nbytes: bytes in memory, as far as known.
+        opened: what was read so far, between "opening" and "waiting".
+        resident: the adapter, in state "resident".
+        fingerprint: that of its first load.
+        error: what its last load has raised; None when it has succeeded.
     """
 
     key: Key
@@ -125,7 +129,7 @@ class Registry(dict[Key, Entry]):
             )
         return entry
 
-    def entry_of(self, adapter: Adapter) -> Entry:
+    def entry_of(self, adapter: AdapterChoice) -> Entry:
         """The entry of a name or of a sum; that of a new sum is not in the table yet.
 
         Raises:
@@ -138,14 +142,20 @@ class Registry(dict[Key, Entry]):
                 f"adapter is {shown(adapter)}; a registered name, weights by name, or None is needed."
             )
         weights = self.flattened(adapter)
-        for plain in (adapter, weights):  # once a name is that name
+        for plain in (adapter, weights):  # one adapter with the weight 1 is that adapter
             if list(plain.values()) == [1]:
                 return self.named(next(iter(plain)))
         key = tuple(sorted(weights.items()))
         return self.get(key) or Entry(key, dict(key))
 
+    def files(self, entry: Entry) -> Files:
+        """What an entry is read from."""
+        if isinstance(entry.source, Path):
+            return entry.source
+        return [(Path(self.named(name).origin), weight) for name, weight in entry.source.items()]
+
     def flattened(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """A sum in terms of adapters that come from folders."""
+        """The weights of adapters that come from folders: a sum among the names is replaced by its parts."""
         flat: dict[str, float] = {}
         for name, weight in weights.items():
             factor = _finite(name, weight)

@@ -39,9 +39,8 @@ class ResidentAdapter:
     """An adapter that is ready to run.
 
     Args:
-        numbers: (n,) float16, of all matrices.
-        parts: where those of a matrix lie in it, by the path of its layer; layers without an adapter are
-            left out.
+        numbers: (n,) float16, those of all matrices.
+        parts: where the numbers of a layer's matrices lie, by its path; layers without an adapter are left out.
         scale: alpha / rank.
         fingerprint: 64 hex digits, the same for the same numbers in the same places.
         layout: a number that adapters with equal `parts` share.
@@ -59,7 +58,7 @@ class ResidentAdapter:
 
     @property
     def rank(self) -> int:
-        """The largest of its pairs."""
+        """The largest rank of its pairs."""
         return max(part.rank for part in self.parts.values())
 
 
@@ -68,7 +67,7 @@ class Layout(NamedTuple):
 
     Args:
         parts: see `ResidentAdapter`.
-        size: numbers in all.
+        size: count of all numbers.
     """
 
     parts: dict[str, Part]
@@ -146,7 +145,7 @@ def _fill_place(
     path: str,
     source: str | Path,
 ) -> np.uint64:
-    """Put one layer's pairs where they belong; returns the sum of its numbers as 64-bit words."""
+    """Copy one layer's pairs to their place; returns the sum of the layer's numbers as 64-bit words."""
     outputs, start = sum(width for _, width in sections.values()), 0
     mine = view[part.a : part.b + part.rank * _filled_up(outputs)]
     if not _covers(part, outputs, pairs):
@@ -171,7 +170,7 @@ _NUMBERS = itertools.count()  # two threads never get the same one, as they may 
 
 
 def _covers(part: Part, outputs: int, of_sections: Sequence[tuple[Any, Any] | None]) -> bool:
-    """Whether the pairs leave no number between A's first and B's last to be zero."""
+    """Whether the pairs fill their place, so that nothing in it has to be zeroed."""
     ranks = {0 if pair is None else pair[0].shape[1] for pair in of_sections}
     inputs = next(pair[0].shape[0] for pair in of_sections if pair is not None)
     whole = outputs % BLOCK == len(of_sections) * part.rank * inputs % BLOCK == 0
@@ -189,7 +188,7 @@ def _fill_a(view: np.ndarray, part: Part, section: int, a: np.ndarray) -> None:
 
 
 def _fill_b(view: np.ndarray, part: Part, outputs: int, start: int, b: np.ndarray) -> None:
-    """Outputs `start` and on of B."""
+    """Copy B (rank, width) to the outputs from `start` on."""
     rank, width = b.shape
     blocks = _filled_up(outputs) // BLOCK
     target = view[part.b : part.b + blocks * part.rank * BLOCK]
@@ -206,7 +205,7 @@ def _fill_b(view: np.ndarray, part: Part, outputs: int, start: int, b: np.ndarra
 
 
 def _checked(values: np.ndarray, name: str, source: str | Path) -> np.ndarray:
-    """Numbers as float16."""
+    """The values as float16; raises `CheckpointError` where float16 doesn't hold them."""
     with np.errstate(over="ignore"):
         half = values.astype(np.float16, copy=False)
     if half.size and (half.view(np.uint16) & _INFINITE).max() == _INFINITE:
@@ -268,7 +267,7 @@ class TensorReader:
 
 
 def _fingerprint(view: np.ndarray, layout: Layout, scale: float, sums: Sequence[np.uint64]) -> str:
-    """Of scale and places, a sample of every matrix's numbers, and sums of all of a layer's.
+    """Digest of scale, places, a sample of every matrix's numbers, and each layer's sum of all its numbers.
 
     A digest of all numbers would take longer than to read them.
     """

@@ -53,6 +53,11 @@ _OTHER_KEYS = {
 }
 
 
+def is_afm_config(values: Mapping[str, Any]) -> bool:
+    """Whether the content of a `config.json` is that of an AFM model's folder."""
+    return values.get("model_type") == MODEL_TYPE
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Architecture of an AFM text v7 model.
@@ -182,10 +187,9 @@ class ModelConfig:
         Raises:
             ConfigError: names every unknown or missing key, and `source`.
         """
-        model_type = values.get("model_type", MODEL_TYPE)
-        if model_type != MODEL_TYPE:
+        if "model_type" in values and not is_afm_config(values):
             raise ConfigError(
-                f"{source}: model_type is {shown(model_type)}; an AFM model has {MODEL_TYPE!r}."
+                f"{source}: model_type is {shown(values['model_type'])}; an AFM model has {MODEL_TYPE!r}."
             )
         names = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(map(str, set(values) - names - _OTHER_KEYS))

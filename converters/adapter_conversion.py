@@ -29,7 +29,7 @@ from afm_mlx.adapters.formats.pair_order import Tensors, exact_alpha, layer_of
 from afm_mlx.adapters.opening import check_fingerprint
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import not_finite
-from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
+from afm_mlx.config import ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.values import FLOAT16_MAX, is_text
@@ -77,7 +77,7 @@ def _folder_here(name: str) -> Path | None:
     try:
         path = Path(os.path.expanduser(name))
         folder = path if path.is_dir() else resolve_model(name) if name == EMBEDDED_MODEL else None
-        is_afm = folder and read_config_json(folder / "config.json").get("model_type") == MODEL_TYPE
+        is_afm = folder and is_afm_config(read_config_json(folder / "config.json"))
     except (OSError, ValueError):  # no config, or a name that no file can have
         return None
     return folder if is_afm else None

@@ -34,7 +34,7 @@ from afm_mlx.config import ModelConfig
 _SAMPLES = 256
 _READ_WHOLE = 1 << 16  # bytes: to find samples in them is faster than to read each for itself
 _Sampled = tuple[str, Iterable[int], mx.Dtype, np.ndarray]
-_LORA = re.compile(r"(?P<layer>.+)\.lora_[ab](\.\d+)?")
+_LORA = re.compile(r"\.lora_[ab](\.\d+)?$")
 
 
 def model_fingerprint(config: ModelConfig, parameters: Mapping[str, mx.array]) -> str:
@@ -54,18 +54,13 @@ def base_model_fingerprint(model: nn.Module) -> str:
 
 
 def base_parameters(model: nn.Module) -> dict[str, mx.array]:
-    """Parameters by their names in the model's folder: those of LoRA layers left out, or unwrapped."""
-    parameters = dict(tree_flatten(model.parameters()))
-    found = {name: match for name in parameters if (match := _LORA.fullmatch(name))}
-    wrapped = {match["layer"] + ".linear" for match in found.values()}
-    base = {}
-    for name, array in parameters.items():
-        owner, _, leaf = name.rpartition(".")
-        if owner in wrapped:
-            name = f"{owner.removesuffix('.linear')}.{leaf}"
-        if name not in found:
-            base[name] = array
-    return base
+    """Parameters of an AFM model by their names in its folder, as they are without adapters.
+
+    Those of LoRA layers are left out. A wrapped layer (`afm_mlx.model.adapted_layers`) is `linear` in its
+    wrapper, as nothing is in a folder.
+    """
+    parameters = tree_flatten(model.parameters())
+    return {n.replace(".linear.", "."): a for n, a in parameters if not _LORA.search(n)}
 
 
 def arrays_fingerprint(head: Any, arrays: Mapping[str, mx.array]) -> str:

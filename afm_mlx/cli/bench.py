@@ -170,6 +170,7 @@ def _facts(
     from mlx.utils import tree_flatten
 
     from afm_mlx.measure.describe import describe_runtime
+    from afm_mlx.model.model import is_afm
 
     return {
         "model": name,
@@ -177,7 +178,7 @@ def _facts(
         "trials": args.num_trials,
         "activation_bits": args.activation_bits,
         # A model without int8 scales, as those of mlx-lm's zoo, keeps floats whatever was asked for.
-        "kv": args.kv if getattr(getattr(model, "args", None), "kv_bits", None) == 8 else "float",
+        "kv": args.kv if is_afm(model) and model.args.kv_bits == 8 else "float",
         "threads": threads,
         "bandwidth_bytes_per_second": bandwidth.bytes_per_second,
         "bandwidth_measured_with": bandwidth.how,

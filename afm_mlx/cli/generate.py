@@ -188,8 +188,10 @@ def _generate_with_file(
 
 
 def _checked_cache_path(args: argparse.Namespace, model: Any) -> Path:
+    from afm_mlx.model.model import is_afm
+
     path = Path(args.prompt_cache_file)
-    if not options.is_afm(model):
+    if not is_afm(model):
         raise UsageError(
             "--prompt-cache-file is for AFM models; mlx_lm.generate has it for others."
         )

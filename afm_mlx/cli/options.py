@@ -115,13 +115,6 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
     return model, tokenizer, pool
 
 
-def is_afm(model: Any) -> bool:
-    """Whether a model is of this package, and not of mlx-lm's zoo."""
-    from afm_mlx.model.model import Model
-
-    return isinstance(model, Model)
-
-
 # -- sampling
 
 
@@ -210,6 +203,8 @@ def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
     Raises:
         UsageError: for what the model can't honour.
     """
+    from afm_mlx.model.model import is_afm
+
     if args.sliding_window and not is_afm(model):
         raise UsageError(
             "--sliding-window is for AFM models; mlx-lm's forget the oldest tokens past --max-kv-size "

@@ -35,7 +35,6 @@ async def stream_generate_async(*args: Any, **options: Any) -> AsyncIterator[Gen
                 return
             yield response
     finally:
-        with contextlib.suppress(
-            RequestError
-        ):  # when Python is ending, nothing is left to be freed
+        # When Python is ending, nothing is left to be freed.
+        with contextlib.suppress(RequestError):
             threads.submit(stream.close)  # type: ignore[attr-defined]

@@ -21,98 +21,27 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.config import ModelConfig
+from afm_mlx.engine.batch import Batch, Flight, Prefill
 from afm_mlx.engine.request import Request, Response, Row
-from afm_mlx.engine.row_adapters import RowAdapters, batch_adapters, can_start, must_not_overtake
+from afm_mlx.engine.row_adapters import RowAdapters, can_start, must_not_overtake
 from afm_mlx.engine.row_caches import RowCaches, hand_back
 from afm_mlx.engine.sampling import no_token, sample
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.heap import give_freed_memory_back
+from afm_mlx.model.model import is_afm
 from afm_mlx.threads import Home
 
 # On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B.
 CPU_STEP = 128
 # Seconds that a step waits for an adapter when there is nothing else to do; then new requests have their turn.
 LOADING_STEP = 0.01
-
-
-@dataclass
-class _Batch:
-    """Rows that decode together."""
-
-    rows: list[Row] = field(default_factory=list)
-    cache: list[Any] = field(default_factory=list)
-    inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))  # (B,) to feed next
-    adapters: BatchAdapters | None = None
-
-    def join(self, other: _Batch) -> None:
-        if not other.rows:
-            return
-        if not self.rows:
-            self.rows, self.cache, self.inputs = other.rows, other.cache, other.inputs
-            self.adapters = other.adapters
-            return
-        for mine, theirs in zip(self.cache, other.cache, strict=True):
-            mine.extend(theirs)
-        self.rows = self.rows + other.rows
-        self.inputs = mx.concatenate([self.inputs, other.inputs])
-        self.adapters = batch_adapters(self.rows)
-
-    def drop(self, ids: set[int]) -> None:
-        self.keep([i for i, row in enumerate(self.rows) if row.id not in ids])
-
-    def keep(self, indices: list[int]) -> None:
-        if len(indices) == len(self.rows):
-            return
-        for i in set(range(len(self.rows))) - set(indices):
-            self.rows[i].release()
-        self.rows = [self.rows[i] for i in indices]
-        self.adapters = batch_adapters(self.rows)
-        self.inputs = self.inputs[mx.array(indices, dtype=mx.int32)]
-        if not self.rows:
-            self.cache = []
-        for layer in self.cache:
-            layer.filter(indices)
-
-
-@dataclass
-class _Prefill:
-    """Prompts on their way into the cache, padded on the right to the longest."""
-
-    batch: _Batch
-    tokens: mx.array  # (B, longest prompt - 1)
-    done: int = 0
-    cancelled: set[int] = field(default_factory=set)
-
-
-@dataclass
-class _Flight:
-    """Tokens that were submitted and not yet read back."""
-
-    rows: list[Row]
-    tokens: mx.array  # (B,)
-    peaks: mx.array  # (B,) largest logits
-    logprobs: mx.array | None  # (B, vocab_size), None when no row asked for them
-
-    def logprobs_of(self, index: int) -> mx.array | None:
-        if self.logprobs is None or not self.rows[index].request.logprobs:
-            return None
-        return self.logprobs[index]
-
-    def keep(self, indices: list[int]) -> _Flight:
-        index = mx.array(indices, dtype=mx.int32)
-        logprobs = None if self.logprobs is None else self.logprobs[index]
-        rows, peaks = [self.rows[i] for i in indices], self.peaks[index]
-        return _Flight(rows, self.tokens[index], peaks, logprobs)
 
 
 class Engine:
@@ -163,14 +92,14 @@ class Engine:
         self.max_batch = max_batch
         on_cpu = dispatch.device() == "cpu"
         self.prefill_step_size = min(prefill_step_size, CPU_STEP) if on_cpu else prefill_step_size
-        self._is_afm = isinstance(getattr(model, "args", None), ModelConfig)
+        self._is_afm = is_afm(model)
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
         self._ids = itertools.count()
         self._waiting: deque[tuple[Row, list[Any]]] = deque()
         self._refused: list[Response] = []  # of rows that could not start
-        self._prefill: _Prefill | None = None
-        self._batch = _Batch()
-        self._flight: _Flight | None = None
+        self._prefill: Prefill | None = None
+        self._batch = Batch()
+        self._flight: Flight | None = None
 
     # -- requests
 
@@ -181,8 +110,8 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request; returns the id that its responses carry.
 
-        An adapter begins to load now. When that fails, the row's only response has the error. So it does for a
-        cache that was filled under another adapter, unless that is known now.
+        An adapter begins to load now. When that fails, the row's only response has the error. A cache that was
+        filled under another adapter is an error here if the adapter is in memory, and else the row's response.
 
         Raises:
             RequestError: for what can't be honoured.
@@ -244,16 +173,21 @@ class Engine:
         return self._home.call(self._step)
 
     def _step(self) -> list[Response]:
+        # 1) Prompts: waiting rows are admitted, a chunk goes into the cache, and whole ones join the batch.
         self._advance_prefill()
         responses, self._refused = self._refused, []
+        # 2) The tokens of the step before are read back first where they end a row: it must not be fed again.
         previous, self._flight = self._flight, None
         if previous and any(self._is_last(row) for row in previous.rows):
             responses += self._read(previous)
             previous = None
+        # 3) Every row is fed its last token; nothing waits for the result.
         if self._batch.rows:
             self._flight = self._forward()
+        # 4) The tokens of the step before are read back while the device computes the next ones.
         if previous:
             responses += self._read(previous)
+        # 5) With nothing to compute, rows may still wait for their adapters.
         if not (responses or self._prefill or self._batch.rows):
             self._adapters.wait((row for row, _ in self._waiting), LOADING_STEP)
         self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
@@ -263,7 +197,8 @@ class Engine:
         """Whether the row can't be fed the token that is in flight."""
         return row.out_of_tokens or row.error is not None or row.is_full
 
-    def _forward(self) -> _Flight:
+    def _forward(self) -> Flight:
+        """Submit the next token of every row."""
         batch = self._batch
         logprobs = None
         with self._adapters.using(batch.adapters):
@@ -278,9 +213,10 @@ class Engine:
             row.position += 1
             row.sampled += 1
         batch.inputs = tokens
-        return _Flight(list(batch.rows), tokens, peaks, logprobs)
+        return Flight(list(batch.rows), tokens, peaks, logprobs)
 
-    def _read(self, flight: _Flight) -> list[Response]:
+    def _read(self, flight: Flight) -> list[Response]:
+        """Wait for tokens that were submitted, and take the rows that end with them out of the batch."""
         alive = {row.id for row in self._batch.rows}
         responses, finished = [], set()
         read_back = zip(flight.rows, flight.tokens.tolist(), flight.peaks.tolist(), strict=True)
@@ -313,10 +249,10 @@ class Engine:
         )
 
     def _leave(self, finished: set[int]) -> None:
+        """Take finished rows out of the batch, and hand their caches back to the callers."""
         for i, row in enumerate(self._batch.rows):
             if row.id in finished and row.request.cache is not None:
                 mine = [layer.extract(i) for layer in self._batch.cache]
-                # Tokens that were fed before it was known that they are past the end.
                 hand_back(mine, row.request.cache, surplus=row.sampled - len(row.tokens))
                 mx.async_eval([layer.state for layer in row.request.cache])  # for any thread
                 row.request.cache[0].adapter = self._adapters.fingerprint(row)
@@ -329,8 +265,8 @@ class Engine:
     # -- prompts
 
     def _advance_prefill(self) -> None:
-        if self._prefill is None:
-            self._prefill = self._admit()
+        if self._prefill is None and (admitted := self._next_rows()):
+            self._prefill = Prefill.of(admitted)
         prefill = self._prefill
         if prefill is None:
             return
@@ -338,8 +274,9 @@ class Engine:
         chunk = prefill.tokens[:, prefill.done : prefill.done + self.prefill_step_size]
         if chunk.shape[1]:
             # A zoo model's logits are never evaluated, and MLX computes only what is.
+            prefill_step = self.model.prefill if self._is_afm else self.model
             with self._adapters.using(prefill.batch.adapters):
-                getattr(self.model, "prefill", self.model)(chunk, cache=prefill.batch.cache)
+                prefill_step(chunk, cache=prefill.batch.cache)
             mx.eval([layer.state for layer in prefill.batch.cache])
             mx.clear_cache()
             prefill.done += chunk.shape[1]
@@ -354,34 +291,8 @@ class Engine:
             self._batch.join(prefill.batch)
             self._prefill = None
 
-    def _admit(self) -> _Prefill | None:
-        admitted = self._next_rows()
-        if not admitted:
-            return None
-        rows, caches = [row for row, _ in admitted], [cache for _, cache in admitted]
-        if not all(hasattr(layer, "merge") for layer in caches[0]):
-            raise RequestError(
-                f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
-            )
-        cache = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
-        prompts = [list(row.request.prompt[:-1]) for row in rows]
-        lengths = [len(prompt) for prompt in prompts]
-        longest = max(lengths)
-        padding = [longest - length for length in lengths]
-        if any(padding):
-            for layer in cache:
-                layer.prepare(lengths=lengths, right_padding=padding)
-        tokens = mx.array(
-            [prompt + [0] * pad for prompt, pad in zip(prompts, padding, strict=True)],
-            dtype=mx.int32,
-        ).reshape(len(rows), longest)
-        for row, length in zip(rows, lengths, strict=True):
-            row.position += length
-        last = mx.array([row.request.prompt[-1] for row in rows], dtype=mx.int32)
-        return _Prefill(_Batch(rows, cache, last, batch_adapters(rows)), tokens)
-
     def _next_rows(self) -> list[tuple[Row, list[Any]]]:
-        """Take the first waiting rows that can start: there is room, and their adapters are loaded."""
+        """Take the first waiting rows that can start: the batch has room, and their adapters are loaded."""
         room = self.max_batch - len(self._batch.rows)
         if self._caches.sliding:
             room = min(room, 1)  # a window takes no padding

@@ -11,11 +11,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.adapters.registry import Adapter
+from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row_caches import fit_empty, kv_storage, limits
 from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
 
 
@@ -29,10 +30,10 @@ class GenerationResponse:
         logprobs: (vocab_size,) log-probabilities that it was drawn from; None when none were asked for.
         from_draft: whether a draft model proposed it.
         prompt_tokens: tokens of the prompt.
-        prompt_tps: of them per second.
+        prompt_tps: prompt tokens per second.
         generation_tokens: new tokens so far.
-        generation_tps: of them per second, counted from the first one on.
-        peak_memory: of MLX's allocator, GB.
+        generation_tps: new tokens per second, counted from the first one on.
+        peak_memory: most that MLX has allocated, GB.
         finish_reason: "stop", "length", or None while it goes on.
     """
 
@@ -95,7 +96,7 @@ def stream_generate(
     seed: int | None = None,
     stop: Sequence[str] = (),
     logprobs: bool = True,
-    adapter: Adapter | None = None,
+    adapter: AdapterChoice | None = None,
     adapters: AdapterPool | None = None,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt and yield the answer as it grows.
@@ -110,7 +111,7 @@ def stream_generate(
         logits_processors: as mlx-lm's `make_logits_processors` builds.
         max_kv_size: tokens that the cache may hold; None takes the model's context length.
         sliding_window: past that, forget the oldest tokens; without it the run ends with an error.
-        prompt_cache: tokens that come before the prompt; updated in place.
+        prompt_cache: of tokens that come before the prompt; updated in place.
         prefill_step_size: prompt tokens that are processed at a time, at most.
         kv_bits: storage of an AFM model's keys and values: None takes int8 when the model has scales
             for it, 8 insists on that, and 16 stores floats.
@@ -161,12 +162,12 @@ def _cache_options(
     max_kv_size: int | None,
     sliding_window: bool,
 ) -> dict[str, Any]:
-    """An engine's options for these prompt caches: what is not asked for is as they have it.
+    """An engine's options for these prompt caches: what the caller doesn't ask for is as the caches have it.
 
-    Empty ones become what is asked for, as mlx-lm has it.
+    Empty caches are changed to what the caller asks for, as mlx-lm does.
     """
     kv = None if kv_bits is None else _kv_storage(model, kv_bits)
-    context = getattr(getattr(model, "args", None), "context_length", None)
+    context = model.args.context_length if is_afm(model) else None
     for cache in caches:
         bound = max_kv_size or limits(cache)[0] or context
         fit_empty(cache, kv, bound if sliding_window else None)
@@ -182,7 +183,7 @@ def _cache_options(
 
 
 def _kv_storage(model: nn.Module, kv_bits: int) -> str:
-    config_bits = getattr(getattr(model, "args", None), "kv_bits", None)
+    config_bits = model.args.kv_bits if is_afm(model) else None
     if kv_bits == 16:
         return "float"
     if kv_bits != 8 or config_bits != 8:
@@ -198,7 +199,7 @@ def _kv_storage(model: nn.Module, kv_bits: int) -> str:
 
 
 def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
-    """Dress the engine's responses with mlx-lm's figures."""
+    """Yield the engine's responses with mlx-lm's figures."""
     start = time.perf_counter()
     prompt_tps = 0.0
     for count, response in enumerate(engine.run(), start=1):
@@ -278,7 +279,7 @@ def batch_generate(
     sliding_window: bool = False,
     cache: Sequence[Any] | None = None,
     kv_bits: int | None = None,
-    adapter: Adapter | Sequence[Adapter | None] | None = None,
+    adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     adapters: AdapterPool | None = None,
     **request: Any,
 ) -> BatchResponse:

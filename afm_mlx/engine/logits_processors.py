@@ -18,7 +18,7 @@ from afm_mlx.errors import RequestError, shown
 CONTEXT_SIZE = 20
 """mlx-lm's default: the newest tokens that a penalty looks at."""
 LIMIT = 1e30
-"""Of biases and penalties: beyond it, logits would leave float32."""
+"""Largest bias and penalty: beyond it, logits would leave float32."""
 
 
 def make_logits_processors(

@@ -12,7 +12,7 @@ from afm_mlx.errors import RequestError
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.lease import Lease
-    from afm_mlx.adapters.registry import Adapter
+    from afm_mlx.adapters.registry import AdapterChoice
     from afm_mlx.adapters.resident import ResidentAdapter
 
 Sampler = Callable[[mx.array], mx.array]
@@ -53,7 +53,7 @@ class Request:
     cache: list[Any] | None = None
     on_prefill: Callable[[int, int], None] | None = None
     logprobs: bool = True
-    adapter: Adapter | None = None
+    adapter: AdapterChoice | None = None
 
     def validate(self, vocab_size: int | None) -> None:
         """Raise `RequestError` for what no model could do."""
@@ -110,10 +110,10 @@ class Row:
         position: tokens in the cache.
         seed: of the row's random stream.
         tokens: the answer so far, as far as it was read back.
-        sampled: how many tokens were drawn, read back or not.
+        sampled: number of tokens that were drawn, read back or not.
         error: raised by the row's own sampler or logits processor.
         lease: of the row's adapter; None without one.
-        overtaken: by how many later rows with adapters, while this one could not start.
+        overtaken: number of later rows with adapters that started while this one could not.
         bound: tokens that the cache may hold; None where it sees to that itself.
     """
 

@@ -11,15 +11,16 @@ import mlx.nn as nn
 from afm_mlx.adapters.active import BatchAdapters, bind
 from afm_mlx.adapters.attach import adapter_fingerprint
 from afm_mlx.adapters.lease import Lease
-from afm_mlx.adapters.pool import PATIENCE, AdapterPool
-from afm_mlx.adapters.registry import Adapter
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.registry import AdapterChoice
+from afm_mlx.adapters.scheduler import PATIENCE
 from afm_mlx.engine.request import Row
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS
 
 
 class RowAdapters:
-    """Between an engine and its pool.
+    """Gets the adapters of an engine's rows from its pool, and hands them to its model.
 
     Args:
         model: that the engine runs.
@@ -47,8 +48,8 @@ class RowAdapters:
                 "(detach_adapter)."
             )
 
-    def lease(self, adapter: Adapter | None) -> Lease | None:
-        """Ask for what a request names.
+    def lease(self, adapter: AdapterChoice | None) -> Lease | None:
+        """Ask for the adapter that a request names; None for none.
 
         Raises:
             RequestError: see `AdapterPool.request`; and when there is no pool.
@@ -70,11 +71,11 @@ class RowAdapters:
 
     def using(self, batch: BatchAdapters | None) -> AbstractContextManager[None]:
         """Have the model add these adapters to what is computed inside."""
-        # Bound anew where somebody has taken an adapter off the model meanwhile, and all links with it.
+        # Bound anew here, because `detach_adapter` unbinds the model and may have been called since.
         return nullcontext() if self._pool is None else bind(self._model).using(batch)
 
     def fingerprint(self, row: Row) -> str:
-        """What keys and values of the row are computed under: "" for the model alone."""
+        """Fingerprint of the adapter that a row's keys and values are computed under; "" without one."""
         if self._pool is None:
             return adapter_fingerprint(self._model) or ""
         return "" if row.adapter is None else row.adapter.fingerprint
@@ -102,13 +103,16 @@ class RowAdapters:
 
 
 def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:
-    """Those of the rows of a batch; None when no row has one."""
+    """The adapters that a batch's rows use; None when no row has one."""
     residents = [row.adapter for row in rows]
     return BatchAdapters.of(residents) if any(residents) else None
 
 
 def can_start(row: Row, beside: Iterable[Row]) -> bool:
-    """Whether a row need not wait for its adapter, nor for one of the others' to end."""
+    """Whether a row's adapter is loaded, and makes `MAX_ADAPTERS` at most with those of the rows beside it.
+
+    A row without an adapter can start, and so can one whose adapter has failed to load: to be refused.
+    """
     lease = row.lease
     if lease is None or lease.error is not None:
         return True
@@ -119,11 +123,12 @@ def can_start(row: Row, beside: Iterable[Row]) -> bool:
 
 
 def must_not_overtake(row: Row, waiting: Iterable[Row]) -> bool:
-    """Whether a row would keep adapters in use until one of which others have waited for long enough.
+    """Whether a row has to let earlier rows go first, because `PATIENCE` rows with adapters have overtaken one.
 
     Args:
         row: that could start.
-        waiting: rows before it that could not. Those whose adapters aren't loaded are the pool's to see to.
+        waiting: earlier rows that could not. Only those whose adapters are loaded count: they wait for rows to
+            end. The pool sees to the others.
     """
     if row.lease is None or not row.lease.ready:
         return False

@@ -11,21 +11,19 @@ from typing import Any
 
 import mlx.nn as nn
 
-from afm_mlx.config import ModelConfig
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import KVCache
+from afm_mlx.model.model import is_afm
 
 Cache = list[Any]
 
 
 class RowCaches:
-    """What an engine knows of its rows' caches.
+    """Makes, checks and measures the caches of an engine's rows.
 
     Args:
         model: that the engine runs.
-        kv: see `Engine`.
-        max_kv_size: see `Engine`.
-        sliding_window: see `Engine`.
+        kv, max_kv_size, sliding_window: see `Engine`.
     """
 
     def __init__(
@@ -33,7 +31,7 @@ class RowCaches:
     ):
         self._model, self._kv, self._asked = model, kv, max_kv_size
         self.sliding = sliding_window
-        self._is_afm = isinstance(getattr(model, "args", None), ModelConfig)
+        self._is_afm = is_afm(model)
         self._limit = max_kv_size or model.args.context_length if self._is_afm else max_kv_size
 
     def make(self) -> Cache:
@@ -83,7 +81,7 @@ class RowCaches:
 
 
 def _kind(entry: Any) -> str:
-    """In words, what rows of one batch have to have in common."""
+    """What a cache's entry stores, in words; rows of one batch must have the same."""
     if isinstance(entry, KVCache):
         stored = "int8 codes" if entry.int8 else "floats"
         window = f" in a sliding window of {entry.max_size}" if entry.sliding_window else ""
@@ -105,7 +103,7 @@ def limits(cache: Cache) -> tuple[int | None, bool]:
 
 
 def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
-    """Replace an empty cache's entries by such that store what is asked for: who made them could not know.
+    """Replace an empty cache's entries by ones that store what is asked for, which its maker could not know.
 
     Args:
         cache: stays as it is where it holds tokens, or has a window.

@@ -19,7 +19,7 @@ from afm_mlx.checkpoint.stored_layers import (
     settle_scales,
 )
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
+from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
@@ -80,7 +80,7 @@ def load(
             f"{folder / 'config.json'}: model_type is {shown(values.get('model_type'))}; it names the "
             f"architecture, {MODEL_TYPE!r} for an AFM model."
         )
-    if values["model_type"] != MODEL_TYPE:
+    if not is_afm_config(values):
         from afm_mlx.loading.mlx_lm_models import load_zoo
 
         loaded = load_zoo(

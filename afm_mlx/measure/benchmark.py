@@ -38,6 +38,7 @@ from afm_mlx.engine.request import Request
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS
 from afm_mlx.measure.process import peak_resident, reset_peak_resident
+from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import activation_dtype
 
 WARM_UP_TOKENS = 3
@@ -280,7 +281,7 @@ class Bench:
         self.case = case
         self._kv = kv
         self._rng = rng
-        self.is_afm = isinstance(getattr(model, "args", None), ModelConfig)
+        self.is_afm = is_afm(model)
         if self.is_afm:
             self._vocab_size = model.args.vocab_size
         else:

@@ -20,7 +20,7 @@ from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of, stored_settings
 from afm_mlx.checkpoint.tensors import StoredTensor
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.config import MODEL_TYPE, ModelConfig, read_config_json
+from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
@@ -40,7 +40,7 @@ def describe_folder(folder: Path) -> Facts:
     source = folder / "config.json"
     values = read_config_json(source)
     tensors = stored_tensors(folder)
-    if values.get("model_type") != MODEL_TYPE:
+    if not is_afm_config(values):
         packed = describe_packed_layers(tensors, quantization_of(values, source), source)
         return {
             "model_type": values.get("model_type"),

@@ -8,6 +8,7 @@
 | `kv_cache_state.py` | checks on a cache that is restored from a file |
 | `no_kv_cache.py` | the cache entry of a block that stores nothing |
 | `fused_layers.py` | a layer with what stands before and after it, as one operation |
+| `adapted_layers.py` | how layers ask for adapters and add them |
 | `decode_step.py` | a step that is traced once, and replayed |
 | `wired_memory.py` | memory that macOS keeps resident while a model runs |
 """

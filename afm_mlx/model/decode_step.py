@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from afm_mlx.kernels import dispatch, write_tokens
+from afm_mlx.model.adapted_layers import adapters_layout
 from afm_mlx.model.kv_cache import KVCache
 from afm_mlx.model.positions import Positions
 from afm_mlx.quantization.packed_layers import PackedLinear
@@ -104,9 +105,7 @@ class DecodeStep:
         for entry in cache:
             entry.make_room(1)
         buffers = [entry.buffer for entry in cache]
-        active = getattr(model, "active_adapters", None)
-        layout = "" if active is None else active.layout
-        chosen = (dispatch.device(), dispatch.generation(), layout)
+        chosen = (dispatch.device(), dispatch.generation(), adapters_layout(model))
         trace = (*inputs.shape, *buffers[0].shape, head, *chosen)
         mine = self._traces
         if trace not in mine.made_for and len(mine.made_for) >= MAX_TRACES:

@@ -1,7 +1,7 @@
 """A layer together with what stands before and after it, as one operation where the layer can.
 
-A packed layer does the norm before it, its adapters and the addition after it in its own kernel; any other
-layer (float, MLX's quantized ones, LoRA layers around them) is called between them, and adapters are added.
+A packed layer does the norm before it, its adapters and the addition after it in its own kernel. Any other
+layer (float, MLX's quantized ones, a wrapper with adapters or LoRA) is called between norm and addition.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from afm_mlx.kernels import (
     packed_matmul,
     packed_swiglu,
 )
-from afm_mlx.kernels.reference import low_rank_product
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 
 
@@ -42,7 +41,7 @@ def project(
     if _is_fusable(layer):
         adapters = _adapters(layer.low_rank(x.shape[0]))
         return packed_matmul(x, layer.packed, _options(layer, norm, residual, adapters))
-    y = _adapted(layer, x if norm is None else norm(x))
+    y = layer(x if norm is None else norm(x))
     return y if residual is None else residual + y
 
 
@@ -52,16 +51,7 @@ def swiglu(gate: nn.Module, up: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.
         adapters = _adapters(gate.low_rank(x.shape[0]), up.low_rank(x.shape[0]))
         return packed_swiglu(x, gate.packed, up.packed, _options(gate, norm, adapters=adapters))
     x = norm(x)
-    return nn.silu(_adapted(gate, x)) * _adapted(up, x)
-
-
-def _adapted(layer: nn.Module, x: mx.array) -> mx.array:
-    """`layer(x)`, and what the active adapters add."""
-    y, place = layer(x), getattr(layer, "adapter_place", None)
-    low_rank = None
-    if place is not None and not isinstance(layer, PackedLinear):  # which adds them itself
-        low_rank = place.low_rank(x.shape[0])
-    return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)
+    return nn.silu(gate(x)) * up(x)
 
 
 def _adapters(*of_matrices: LowRank | None) -> tuple[LowRank, ...]:

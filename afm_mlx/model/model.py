@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -423,3 +423,8 @@ class Model(nn.Module):
     def layers(self) -> list[nn.Module]:
         """Every block, the reuse blocks too."""
         return self.model.layers + self.model.kv_reuse_layers
+
+
+def is_afm(model: nn.Module) -> TypeGuard[Model]:
+    """Whether a model is of this package, and not of mlx-lm's zoo."""
+    return isinstance(model, Model)

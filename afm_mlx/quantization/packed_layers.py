@@ -7,7 +7,8 @@ of the layer; absent ones are left out.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,6 +30,10 @@ from afm_mlx.kernels import (
 
 PARTS = ("weight", "scales", "biases", "table")
 """Names of a packed matrix's parameters, in the order in which they are written."""
+
+LayerAdapters: TypeAlias = Callable[[int], LowRank | None]
+"""What a linear layer asks for its adapters: takes the number of a batch's rows, and returns the adapters of
+these rows as the operations of `kernels` take them, or None where no adapter adds anything to this layer."""
 
 
 def activation_dtype() -> mx.Dtype:
@@ -108,7 +113,7 @@ class PackedLinear(_Packed):
             int8, which is faster and less exact.
     """
 
-    adapter_place: Any = None  # of `afm_mlx.adapters.active.bind`
+    adapters: LayerAdapters | None = None  # set where the layer's model is bound to adapters
 
     def __init__(
         self, packed: PackedWeight, bias: mx.array | None = None, activation_bits: int = 16
@@ -129,8 +134,8 @@ class PackedLinear(_Packed):
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
     def low_rank(self, batch: int) -> LowRank | None:
-        """The adapters of a batch's rows, as the operations of `kernels` take them; None for none."""
-        return None if self.adapter_place is None else self.adapter_place.low_rank(batch)
+        """The adapters of a batch's rows; see `LayerAdapters`."""
+        return None if self.adapters is None else self.adapters(batch)
 
     @classmethod
     def from_codes(

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.config import MODEL_TYPE
+from afm_mlx.config import is_afm_config
 from afm_mlx.errors import ConfigError
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.rounding import pack
@@ -152,7 +152,7 @@ def quantization_entries(
 
 
 def _fused_in_stock(config: Mapping[str, Any], paths: Iterable[str]) -> list[str]:
-    if config.get("model_type") != MODEL_TYPE:
+    if not is_afm_config(config):
         return []
     return [path for path in paths if path.endswith(".qkv_proj")]
 

@@ -16,7 +16,7 @@ from afm_mlx.adapters.attach import (
     detach_adapter,
 )
 from afm_mlx.adapters.lora import add_lora, lora_layers, lora_tensors, save_lora
-from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
+from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, base_parameters
 from afm_mlx.converters.convert import convert
 from afm_mlx.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from afm_mlx.errors import CacheFileError, CheckpointError
@@ -30,12 +30,17 @@ from tests.tools.adapters import KINDS, close, ragged_cache, randomize_lora, som
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 
-def test_detaching_leaves_parameters_as_trainable_as_they_were(make_model, write_adapter):
+def test_attaching_and_detaching_leave_parameters_as_they_were(make_model, write_adapter):
     folder, model = write_adapter(make_model("float")), make_model("float")
     model.layers[0].mlp.freeze()
     before = dict(tree_flatten(model.trainable_parameters())).keys()
-    detach_adapter(attach_adapter(model, folder))
+    parameters = dict(tree_flatten(model.parameters()))
+    attach_adapter(model, folder)
+    in_folder = base_parameters(model)
+    detach_adapter(model)
     assert dict(tree_flatten(model.trainable_parameters())).keys() == before
+    for found in (in_folder, dict(tree_flatten(model.parameters()))):
+        assert {n: id(a) for n, a in found.items()} == {n: id(a) for n, a in parameters.items()}
 
 
 def test_attaching_draws_no_random_numbers(make_model, write_adapter):

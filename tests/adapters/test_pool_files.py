@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.adapters import pool as pool_module
+from afm_mlx.adapters import scheduler
 from afm_mlx.adapters.adapter_folder import TENSORS_NAME
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.adapters.formats import read_adapter, write_adapter
-from afm_mlx.adapters.opening import OpenAdapter
+from afm_mlx.adapters.opening import Base, OpenAdapter
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, RequestError
@@ -64,14 +64,14 @@ def test_what_waits_for_room_takes_no_memory(make_pool, folder, model, size, tmp
     tensors, config = read_adapter(folder("x"))
     config = dataclasses.replace(config, base_model_fingerprint=base_model_fingerprint(model))
     write_adapter(tmp_path / "other", tensors, config, "peft")
-    opened, original = [], pool_module.open_adapter
+    opened, original = [], scheduler.open_adapter
 
     def noted(*args):
         result = original(*args)
         opened.append(weakref.ref(result))
         return result
 
-    monkeypatch.setattr(pool_module, "open_adapter", noted)
+    monkeypatch.setattr(scheduler, "open_adapter", noted)
     pool = make_pool("a", budget=size)
     pool.register("other", tmp_path / "other")
     held = pool.request("a")
@@ -83,7 +83,7 @@ def test_what_waits_for_room_takes_no_memory(make_pool, folder, model, size, tmp
     held.release()
     assert lease.wait(WAIT)
     assert len(opened) == 3
-    wanted = deltas(pool_module.open_adapter(tmp_path / "other", pool._base).read(), model)
+    wanted = deltas(scheduler.open_adapter(tmp_path / "other", Base.of(model)).read(), model)
     for layer, delta in deltas(lease.resident, model).items():
         assert np.array_equal(delta, wanted[layer])
 
@@ -288,7 +288,7 @@ def test_an_unforeseen_error_reaches_who_waits(make_pool, monkeypatch):
         patch.setattr(OpenAdapter, "read", broken)
         with pytest.raises(ZeroDivisionError, match="mine"):
             pool.load("a")
-        patch.setattr(pool_module, "open_adapter", lambda *args: broken(None))
+        patch.setattr(scheduler, "open_adapter", lambda *args: broken(None))
         with pytest.raises(ZeroDivisionError, match="mine"):
             pool.load("b")
     assert state(pool, "b")["error"] == "ZeroDivisionError('mine')"

@@ -1,6 +1,6 @@
 """Which load comes first when there is no room for all: rows of one adapter are gathered; nobody starves."""
 
-from afm_mlx.adapters.pool import PATIENCE
+from afm_mlx.adapters.scheduler import PATIENCE
 from tests.tools.adapters import until
 
 

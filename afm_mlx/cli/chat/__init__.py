@@ -36,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from afm_mlx.cli.chat.conversation import Conversation
     from afm_mlx.cli.chat.session import Session
+    from afm_mlx.model.model import is_afm
 
     model, tokenizer, adapters = options.load_with_adapters(args)
     if not tokenizer.has_chat_template:
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
         arguments,
         first_seed=args.seed,
         context=args.max_kv_size or getattr(model.args, "context_length", None),
-        window_possible=options.is_afm(model),
+        window_possible=is_afm(model),
         figures=terminal,
     )
     session.run(_entries(terminal, adapters))

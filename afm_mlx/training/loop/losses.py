@@ -24,7 +24,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.model.model import Model
+from afm_mlx.model.model import is_afm
 from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.loop.ordered_checkpoint import recomputed
 
@@ -216,8 +216,8 @@ def _update(modules: list[nn.Module], parameters: list[Any]) -> None:
 
 
 def _states(model: nn.Module, batch: Batch) -> mx.array:
-    """Hidden states of the targets, (T, D); for mlx-lm's models, which have their head inside, the logits."""
-    if isinstance(model, Model):
+    """What the head reads of every target, (T, D); of mlx-lm's models, whose head is inside, the logits."""
+    if is_afm(model):
         return model.hidden_at(batch.inputs, batch.positions, batch.segments)
     if batch.segments is not None:
         raise ConfigError(
@@ -229,14 +229,14 @@ def _states(model: nn.Module, batch: Batch) -> mx.array:
 
 
 def _logits(model: nn.Module, h: mx.array) -> mx.array:
-    return (model.head(h) if isinstance(model, Model) else h).astype(mx.float32)
+    return (model.head(h) if is_afm(model) else h).astype(mx.float32)
 
 
 def _vocabulary(model: nn.Module, h: mx.array) -> int:
-    return model.args.vocab_size if isinstance(model, Model) else h.shape[-1]
+    return model.args.vocab_size if is_afm(model) else h.shape[-1]
 
 
 def _head_modules(model: nn.Module) -> list[nn.Module]:
-    if not isinstance(model, Model):
+    if not is_afm(model):
         return []
     return [model.model.embedding, model.model.output_norm]

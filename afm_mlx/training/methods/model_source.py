@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.stored_layers import quantization_of
-from afm_mlx.config import MODEL_TYPE, PRESETS, ModelConfig, read_config_json
+from afm_mlx.config import PRESETS, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.loading.load import load_model
 from afm_mlx.loading.mlx_lm_models import load_zoo
@@ -58,7 +58,7 @@ class ModelSource:
 
     @property
     def is_afm(self) -> bool:
-        return self.values.get("model_type") == MODEL_TYPE
+        return is_afm_config(self.values)
 
     @cached_property
     def tokenizer(self) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.model.fused_layers import project
-from afm_mlx.model.model import Model, WritingBlock
+from afm_mlx.model.model import Model, WritingBlock, is_afm
 from afm_mlx.model.positions import Positions
 from afm_mlx.training.data.batches import Batch
 
@@ -39,7 +39,7 @@ def calibrate_kv_scales(model: Model, batches: Iterable[Batch], momentum: float 
 
     Source: tamm 0.2.0, `tamm/ao/layers/fake_quantize.py`, `SimpleEMAMinMaxObserver`.
     """
-    if not isinstance(model, Model):
+    if not is_afm(model):
         raise ConfigError(
             f"{type(model).__name__} has no int8 scales of keys and values; models of the AFM architecture do."
         )

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import BatchAdapters
-from afm_mlx.adapters.pool import PATIENCE, AdapterPool
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.adapters.scheduler import PATIENCE
 from afm_mlx.engine import row_adapters
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request

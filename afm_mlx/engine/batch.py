@@ -1,0 +1,138 @@
+"""Rows that run together: their prompts, their decode steps, and the tokens that are still computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from afm_mlx.adapters.active import BatchAdapters
+from afm_mlx.engine.request import Row
+from afm_mlx.engine.row_adapters import batch_adapters
+from afm_mlx.errors import RequestError
+
+
+@dataclass
+class Batch:
+    """Rows that decode together.
+
+    Args:
+        rows: B of them.
+        cache: one entry per block, of B rows.
+        inputs: (B,) tokens to feed next.
+        adapters: of the rows; None when no row has one.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    cache: list[Any] = field(default_factory=list)
+    inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
+    adapters: BatchAdapters | None = None
+
+    def join(self, other: Batch) -> None:
+        """Append the rows of another batch."""
+        if not other.rows:
+            return
+        if not self.rows:
+            self.rows, self.cache, self.inputs = other.rows, other.cache, other.inputs
+            self.adapters = other.adapters
+            return
+        for mine, theirs in zip(self.cache, other.cache, strict=True):
+            mine.extend(theirs)
+        self.rows = self.rows + other.rows
+        self.inputs = mx.concatenate([self.inputs, other.inputs])
+        self.adapters = batch_adapters(self.rows)
+
+    def drop(self, ids: set[int]) -> None:
+        """Take rows out, by their ids, and release their adapters."""
+        self.keep([i for i, row in enumerate(self.rows) if row.id not in ids])
+
+    def keep(self, indices: list[int]) -> None:
+        """Take out all rows but these, and release their adapters."""
+        if len(indices) == len(self.rows):
+            return
+        for i in set(range(len(self.rows))) - set(indices):
+            self.rows[i].release()
+        self.rows = [self.rows[i] for i in indices]
+        self.adapters = batch_adapters(self.rows)
+        self.inputs = self.inputs[mx.array(indices, dtype=mx.int32)]
+        if not self.rows:
+            self.cache = []
+        for layer in self.cache:
+            layer.filter(indices)
+
+
+@dataclass
+class Prefill:
+    """Prompts on their way into the cache, padded on the right to the longest.
+
+    Args:
+        batch: their rows.
+        tokens: (B, longest prompt - 1); the last token of a prompt is its row's first decode step.
+        done: columns of `tokens` that are in the cache.
+        cancelled: ids of rows that nobody waits for any more.
+    """
+
+    batch: Batch
+    tokens: mx.array
+    done: int = 0
+    cancelled: set[int] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, admitted: Sequence[tuple[Row, list[Any]]]) -> Prefill:
+        """Of rows, each with its own cache.
+
+        Raises:
+            RequestError: for caches that can't be batched.
+        """
+        rows, caches = [row for row, _ in admitted], [cache for _, cache in admitted]
+        if not all(hasattr(layer, "merge") for layer in caches[0]):
+            raise RequestError(
+                f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
+            )
+        cache = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
+        prompts = [list(row.request.prompt[:-1]) for row in rows]
+        lengths = [len(prompt) for prompt in prompts]
+        longest = max(lengths)
+        padding = [longest - length for length in lengths]
+        if any(padding):
+            for layer in cache:
+                layer.prepare(lengths=lengths, right_padding=padding)
+        tokens = mx.array(
+            [prompt + [0] * pad for prompt, pad in zip(prompts, padding, strict=True)],
+            dtype=mx.int32,
+        ).reshape(len(rows), longest)
+        for row, length in zip(rows, lengths, strict=True):
+            row.position += length
+        last = mx.array([row.request.prompt[-1] for row in rows], dtype=mx.int32)
+        return cls(Batch(rows, cache, last, batch_adapters(rows)), tokens)
+
+
+@dataclass
+class Flight:
+    """Tokens that were submitted and not yet read back.
+
+    Args:
+        rows: B of them.
+        tokens: (B,).
+        peaks: (B,) largest logits.
+        logprobs: (B, vocab_size), None when no row asked for them.
+    """
+
+    rows: list[Row]
+    tokens: mx.array
+    peaks: mx.array
+    logprobs: mx.array | None
+
+    def logprobs_of(self, index: int) -> mx.array | None:
+        if self.logprobs is None or not self.rows[index].request.logprobs:
+            return None
+        return self.logprobs[index]
+
+    def keep(self, indices: list[int]) -> Flight:
+        """The tokens of these rows only."""
+        index = mx.array(indices, dtype=mx.int32)
+        logprobs = None if self.logprobs is None else self.logprobs[index]
+        rows, peaks = [self.rows[i] for i in indices], self.peaks[index]
+        return Flight(rows, self.tokens[index], peaks, logprobs)
