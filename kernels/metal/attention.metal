@@ -94,8 +94,8 @@ struct Query {
   }
 };
 
-// What some lanes know of the keys they saw: the largest score, the sum of exp2(score - maximum), and
-// the values weighted likewise, UNITS times four dimensions per lane.
+// Attention of some lanes to the keys they saw: the largest score, the sum of exp2(score - maximum), and
+// the sum of the values weighted by it, UNITS times four dimensions per lane.
 template <int UNITS>
 struct OnlineSoftmax {
   float maximum;
@@ -130,7 +130,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Take in what the lane `distance` away knows; all lanes of the simdgroup call it.
+  // Merge with the lane `distance` away; all lanes of the simdgroup call it.
   void merge(ushort distance) {
     rescale(metal::max(maximum, simd_shuffle_xor(maximum, distance)));
     sum += simd_shuffle_xor(sum, distance);

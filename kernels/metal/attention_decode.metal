@@ -2,7 +2,7 @@
 //
 // A threadgroup has `heads` query heads of one KV head and one of the ranges that a row's columns are
 // divided into. In a simdgroup, each run of `lanes` lanes takes a key of its own, every lane `units` * 4
-// dimensions of it; eight simdgroups take turns over the keys. What they know is merged at the end.
+// dimensions of it; eight simdgroups take turns over the keys. Their sums are merged at the end.
 //
 // queries        (B, n_heads, 1, head_dim), raw ones with `rope`
 // kv             (B, 2 n_kv_heads, capacity, head_dim) int8: keys, then values

@@ -1,4 +1,4 @@
-// The ranges of `attention_decode` put together: grid (threads, n_heads, B), one thread per dimension,
+// Merges the ranges of `attention_decode`: grid (threads, n_heads, B), one thread per dimension,
 // a threadgroup per head.
 //
 // partial        (B, n_heads, splits, head_dim + 2) float

@@ -8,7 +8,7 @@
 
 static constant constexpr const uint BLOCK = 16;
 
-/// One of the adapters; another number than theirs gets the first one, which is not read then.
+/// The adapter of `slot`; for a slot without one, the first adapter, which is then not read.
 template <typename Numbers>
 Numbers adapter_of(
     uint slot,
@@ -35,7 +35,7 @@ struct Parts {
   uint sections() const { return table[1]; }
   uint width() const { return table[2]; }
 
-  /// Which of the projections that a matrix's rows are made of row `row` belongs to.
+  /// Index of the section, one of the projections that share a matrix, that row `row` belongs to.
   uint section(uint row) const {
     uint section = 0;
     for (uint i = 0; i + 1 < sections(); i++) section += row >= uint(table[3 + i]);
@@ -72,8 +72,8 @@ float expand(Numbers b, uint rank, uint row, Hidden hidden, uint first, uint str
   return sum;
 }
 
-/// Products of vectors `first`, `first + 1`, ... with COUNT rows of A from `row` on, the last of `n_rows`
-/// repeated: in every lane. Vectors that aren't `mine` are left alone.
+/// Products of vectors `first`, `first + 1`, ... with COUNT rows of A from `row` on, in every lane; rows past the
+/// last of `n_rows` repeat it. Vectors that aren't `mine` are left alone.
 ///
 /// A row of inputs that can be packed, and so one of A, has a multiple of four.
 template <int ROWS, int COUNT, typename V, typename Numbers>
