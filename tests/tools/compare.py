@@ -1,6 +1,6 @@
 """Comparisons whose failures say what differs, where, and by how much.
 
-Arrays are MLX's, NumPy's or PyTorch's. Bounds are shares of the largest number wanted, unless they say otherwise.
+Arrays are MLX's, NumPy's or PyTorch's; bounds are shares of the largest number wanted.
 """
 
 from __future__ import annotations
@@ -84,9 +84,10 @@ def assert_same(got: Any, wanted: Any, what: Any = "array") -> None:
 def assert_same_tensors(
     got: Mapping[str, Any], wanted: Mapping[str, Any], dtypes: bool = True
 ) -> None:
-    """Raise unless both hold the same numbers under the same names; in other types only if `dtypes` is False."""
+    """Raise unless both hold the same numbers under the same names, of the same types if `dtypes`."""
     missing, extra = sorted(wanted.keys() - got.keys()), sorted(got.keys() - wanted.keys())
-    assert not (missing or extra), f"names missing: {missing}; not wanted: {extra}"
+    if missing or extra:
+        raise AssertionError(f"names missing: {missing}; not wanted: {extra}")
     for name, array in wanted.items():
         found = got[name]
         if dtypes:
@@ -113,9 +114,9 @@ def assert_parity(
         ours: from tokens to logits.
         theirs: from tokens to logits.
         prompts: tokens.
-        bound: what every prompt's logits may differ by; with ties, those of the prompt that differs least.
-        ties: keys and values are int8. One on the boundary between two codes may fall to either side, which moves
-            the logits of its prompt, rarely by much; a wrong weight or scale moves those of every prompt.
+        bound: of every prompt's error; with ties, of the least.
+        ties: keys and values are int8. One on the boundary between two codes may fall to either side, which
+            moves the logits of its prompt, rarely by much; a wrong weight moves those of every prompt.
     """
     errors = [error(ours(tokens), theirs(tokens)) for tokens in prompts]
     listed = ", ".join(f"{e:.2g}" for e in errors)
