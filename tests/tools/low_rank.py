@@ -8,11 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.kernels import BLOCK, LowRank, Part
-
-
-def exact(array: mx.array) -> np.ndarray:
-    """What an array holds, in float64."""
-    return np.array(array.astype(mx.float32)).astype(np.float64)
+from tests.tools.compare import exact
 
 
 class Factors(NamedTuple):

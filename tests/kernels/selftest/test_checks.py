@@ -55,10 +55,10 @@ def offer(monkeypatch, op="", run=None, name="cpu/fake"):
 
 def test_oracle_matrix_is_the_formula_spelled_out(rng):
     for spec in [s for s in specs.full_specs() if s.op == "packed_embedding"]:
-        weight = make(spec._replace(out_dims=12, column_scale=True), rng).args[1]
+        weight = make(spec._replace(out_dims=12, column_scale=False), rng).args[1]
         dense = oracle.matrix(weight)
-        scales, biases, table, column = (
-            None if part is None else oracle.float64(part) for part in weight[3:]
+        scales, biases, table = (
+            None if part is None else oracle.float64(part) for part in weight[3:6]
         )
         for _ in range(20):
             n, k = int(rng.integers(12)), int(rng.integers(spec.in_dims))
@@ -71,7 +71,7 @@ def test_oracle_matrix_is_the_formula_spelled_out(rng):
                 value = scales[at[scales.ndim]] * (code - (2**spec.bits - 1) / 2)
             else:
                 value = scales[at[scales.ndim]] * code + biases[at[scales.ndim]]
-            assert dense[n, k] == value * column[k]
+            assert dense[n, k] == value
 
 
 def test_oracle_adapters_equal_a_merged_matrix(rng):
@@ -92,12 +92,6 @@ def test_oracle_adapters_equal_a_merged_matrix(rng):
         )
 
 
-def test_the_reference_passes_everything(rng):
-    results = checks.check(specs.full_specs(), rng)
-    assert [r.summary for r in results if r.failure is not None] == []
-    assert all(r.chosen and r.error <= r.bound for r in results)
-
-
 def test_the_full_test_covers_every_pair():
     listed = specs.full_specs()
     assert {spec.op for spec in listed} == set(dispatch.OPS)
@@ -110,7 +104,6 @@ def test_the_full_test_covers_every_pair():
         "rows": (1, 3, 8, 40),
         "norm": (True, False),
         "residual": (True, False),
-        "column_scale": (True, False),
         "rank": (0, 8, 16),
         "activation_bits": (16, 8),
     }
@@ -172,7 +165,6 @@ def summed_in_bfloat16(x, weight, **options):
     return reference.packed_matmul(x.astype(mx.bfloat16), weight, **options).astype(x.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -185,14 +177,16 @@ def summed_in_bfloat16(x, weight, **options):
         with_one_section,
     ],
 )
-def test_faulty_products_are_found(rng, monkeypatch, fault, dtype):
-    offer(monkeypatch, "packed_matmul", fault)
-    spec = Spec("packed_matmul", dtype, 3, **MATRIX, norm=True, residual=True, rank=8, sections=2)
-    (result, behind) = checks.check([spec], rng)
-    assert "is over its bound" in result.failure
-    assert (result.variant, result.chosen) == ("cpu/fake", False)
-    assert (behind.variant, behind.chosen, behind.failure) == ("reference", True, None)
-    assert result.summary in dispatch.disabled()["cpu/fake"]
+def test_faulty_products_are_found(rng, monkeypatch, fault):
+    given = {**MATRIX, "norm": True, "residual": True, "rank": 8, "sections": 2}
+    for dtype in DTYPES:
+        dispatch.enable("cpu/fake")
+        offer(monkeypatch, "packed_matmul", fault)
+        (result, behind) = checks.check([Spec("packed_matmul", dtype, 3, **given)], rng)
+        assert "is over its bound" in result.failure
+        assert (result.variant, result.chosen) == ("cpu/fake", False)
+        assert (behind.variant, behind.chosen, behind.failure) == ("reference", True, None)
+        assert result.summary in dispatch.disabled()["cpu/fake"]
 
 
 def test_lost_precision_is_found(rng, monkeypatch):
@@ -211,16 +205,6 @@ def up_and_gate(x, gate, up, **options):
 def next_row(x, weight, **options):
     index, value = reference.packed_argmax(x, weight, **options)
     return (index + 1) % weight.out_dims, value
-
-
-def not_the_best(x, weight, k, **options):
-    index, values = reference.packed_top_k(x, weight, k + 1, **options)
-    return index[..., 1:], values[..., 1:]
-
-
-def the_best_twice(x, weight, k, **options):
-    index, values = reference.packed_top_k(x, weight, k, **options)
-    return mx.concatenate([index[..., :1], index[..., :-1]], -1), values
 
 
 def next_token(tokens, weight, dtype):
@@ -253,14 +237,11 @@ def raw_queries(queries, kv, lengths, rope=None):
     return reference.decode_attention(queries, kv, lengths)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("op", "fault", "shape"),
     [
         ("packed_swiglu", up_and_gate, MATRIX),
         ("packed_argmax", next_row, MATRIX),
-        ("packed_top_k", not_the_best, MATRIX),
-        ("packed_top_k", the_best_twice, MATRIX),
         ("packed_embedding", next_token, MATRIX),
         ("rope_norm_quantize", next_position, HEADS),
         ("rope_norm_quantize", rounded_down, HEADS),
@@ -269,31 +250,31 @@ def raw_queries(queries, kv, lengths, rope=None):
         ("decode_attention", raw_queries, {**HEADS, "capacity": 300, "rope": True}),
     ],
 )
-def test_other_faults_are_found(rng, monkeypatch, op, fault, shape, dtype):
-    offer(monkeypatch, op, fault)
-    result = checks.check([Spec(op, dtype, 2, **shape)], rng)[0]
-    assert result.variant == "cpu/fake"
-    assert result.failure is not None
+def test_other_faults_are_found(rng, monkeypatch, op, fault, shape):
+    for dtype in DTYPES:
+        dispatch.enable("cpu/fake")
+        offer(monkeypatch, op, fault)
+        result = checks.check([Spec(op, dtype, 2, **shape)], rng)[0]
+        assert result.variant == "cpu/fake"
+        assert result.failure is not None, dtype
 
 
 def raises(*args, **options):
     raise RuntimeError("program_source:12: error:\n no such thing")
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
+def test_a_variant_that_does_not_answer_is_found(rng, monkeypatch):
+    for fault, words in (
         (raises, "RuntimeError: program_source:12: error: no such thing"),
         (lambda x, w, **o: mx.zeros((1, 1, 96), mx.float16), "returned mlx.core.float16"),
         (lambda x, w, **o: mx.zeros((1, 96)), r"returned mlx.core.float32 (1, 96)"),
         (lambda x, w, **o: mx.full((1, 1, 96), np.nan), "error inf"),
-    ],
-)
-def test_a_variant_that_does_not_answer_is_found(rng, monkeypatch, fault, words):
-    offer(monkeypatch, "packed_matmul", fault)
-    result = checks.check([Spec("packed_matmul", **MATRIX)], rng)[0]
-    assert words in result.failure
-    assert "cpu/fake" in dispatch.disabled()
+    ):
+        dispatch.enable("cpu/fake")
+        offer(monkeypatch, "packed_matmul", fault)
+        result = checks.check([Spec("packed_matmul", **MATRIX)], rng)[0]
+        assert words in result.failure
+        assert "cpu/fake" in dispatch.disabled()
 
 
 def test_a_fault_in_the_reference_is_told_and_not_disabled(rng, monkeypatch):
@@ -352,13 +333,13 @@ def test_time_per_call_is_that_of_the_chain_without_its_links(rng, monkeypatch):
     assert (False, 4) in seen
 
 
-@pytest.mark.parametrize("op", dispatch.OPS)
-def test_every_operation_can_be_timed(rng, op):
-    spec = next(s for s in specs.quick_specs(mx.float32) if s.op == op)
-    (result,) = checks.check([spec], rng, timed=True)
-    assert result.failure is None
-    assert result.seconds > 0
-    assert result.bytes_per_second == result.nbytes / result.seconds
+def test_every_operation_can_be_timed(rng):
+    for op in dispatch.OPS:
+        spec = next(s for s in specs.quick_specs(mx.float32) if s.op == op)
+        (result,) = checks.check([spec], rng, timed=True)
+        assert result.failure is None, op
+        assert result.seconds > 0
+        assert result.bytes_per_second == result.nbytes / result.seconds
 
 
 def test_calls_in_turn_read_other_bytes_of_the_same_size(rng):
@@ -495,12 +476,12 @@ def test_an_interrupted_test_is_no_verdict(monkeypatch):
     assert (known.done, known.failures) == (False, {})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"failures": 3, "running": null, "pid": 1}'])
-def test_a_damaged_verdict_is_none(machine, text):
+def test_a_damaged_verdict_is_none(machine):
     check_silently()
     (path,) = machine.iterdir()
-    path.write_text(text)
-    assert not Verdict().done
+    for text in ("", "{", "[]", '{"failures": 3, "running": null, "pid": 1}'):
+        path.write_text(text)
+        assert not Verdict().done, text
     check_silently()
     assert Verdict().done
 
