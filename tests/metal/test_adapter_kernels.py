@@ -10,11 +10,14 @@ import pytest
 from afm_mlx import kernels
 from afm_mlx.kernels import LowRank, Part, dispatch
 from afm_mlx.kernels.metal import low_rank, products
-from afm_mlx.kernels.selftest import problems
+from afm_mlx.kernels.selftest import oracle, problems
 from afm_mlx.kernels.selftest.problems import Spec
+from tests.tools.cases import all_pairs, draw
+from tests.tools.compare import UNIT_ROUNDOFF, assert_close, exact, same
 from tests.tools.graph import count_dispatches
 
 BODY = {"bits": 2, "mode": "balanced", "granularity": "row"}
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 EXTREMES = [-(2**31), -2, 2**31 - 1]
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["shrink", "inside"])
 
@@ -50,14 +53,9 @@ class Matrix(NamedTuple):
 
 def draw_matrix(rng, rank, in_dims, sections, dtype):
     """With numbers that `dtype` holds."""
-
-    def rounded(values):
-        return np.array(
-            mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32)
-        ).astype(np.float64)
-
-    a = rng.normal(0, in_dims**-0.5, (len(sections), rank, in_dims))
-    return Matrix(rounded(a), rounded(rng.normal(0, max(1, rank) ** -0.5, (sections[-1], rank))))
+    a, b = draw(rng, (len(sections), rank, in_dims)), draw(rng, (sections[-1], rank))
+    a, b = a / in_dims**0.5, b / max(1, rank) ** 0.5
+    return Matrix(exact(a.astype(dtype)), exact(b.astype(dtype)))
 
 
 class Adapters(NamedTuple):
@@ -115,13 +113,11 @@ def draw_slots(rng, rows, adapters):
     return slots.tolist()
 
 
-def assert_added(got, wanted, dtype, in_dims):
+def assert_added(got, wanted, dtype, in_dims, what="outputs"):
     """Equal up to one rounding to `dtype` and float32 sums."""
-    bound = problems.UNIT_ROUNDOFF[dtype] + 4 * (4 + in_dims**0.5) * 2.0**-24
     assert got.dtype == dtype
-    assert np.abs(problems.oracle.float64(got) - wanted).max() <= bound * max(
-        1, np.abs(wanted).max()
-    )
+    bound = UNIT_ROUNDOFF[dtype] + 4 * (4 + in_dims**0.5) * 2.0**-24
+    assert_close(got, wanted, bound, what, least=1)
 
 
 def variant_of(op, *args, **options):
@@ -133,90 +129,89 @@ SHAPES = [(1, 1, "vector"), (4, 1, "vector"), (2, 2, "vector"), (8, 1, "matrix")
 
 
 @INSIDE
-@pytest.mark.parametrize(("batch", "tokens", "variant"), SHAPES)
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_adapters_of_any_rank_in_one_batch(
-    metal, rng, monkeypatch, count, batch, tokens, variant, inside
-):
+def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
-    in_dims, n, i = 144, int(rng.integers(33, 200)), count + batch
-    sections = (n // 3, n // 3 + 7, n) if i % 2 else (n,)
-    # So many products with A fit into a threadgroup's memory.
-    ranks = [(int(r),) for r in rng.choice([0, 1, 5, 8, 16, 33, 64], count)]
-    ranks[int(rng.integers(count))] = (12,)
-    adapters = draw_adapters(rng, ranks, draw_slots(rng, batch, count), in_dims, sections)
-    spec = Spec("packed_matmul", mx.bfloat16, batch, tokens, in_dims, n, **BODY)
-    problem = problems.make(spec._replace(norm=i % 3 == 0, residual=i % 3 != 1), rng)
-    options = {**problem.options, "low_rank": adapters.low_rank[0]}
-    assert variant_of("packed_matmul", *problem.args, **options) == variant
-    got = kernels.packed_matmul(*problem.args, **options)
-    x = problems.oracle.float64(problem.args[0])
-    if "norm" in options:
-        x = problems.oracle.rms_norm(x, problems.oracle.float64(options["norm"]), options["eps"])
-    assert_added(got, problem.wanted[0] + adapters.added(x), mx.bfloat16, in_dims)
+    in_dims, n = 144, int(rng.integers(33, 200))
+    for i, case in enumerate(all_pairs(SHAPES, (1, 2, 8))):
+        (batch, tokens, variant), count = case
+        sections = (n // 3, n // 3 + 7, n) if i % 2 else (n,)
+        # So many products with A fit into a threadgroup's memory.
+        ranks = [(int(r),) for r in rng.choice([0, 1, 5, 8, 16, 33, 64], count)]
+        ranks[int(rng.integers(count))] = (12,)
+        adapters = draw_adapters(rng, ranks, draw_slots(rng, batch, count), in_dims, sections)
+        spec = Spec("packed_matmul", mx.bfloat16, batch, tokens, in_dims, n, **BODY)
+        problem = problems.make(spec._replace(norm=i % 3 == 0, residual=i % 3 != 1), rng)
+        options = {**problem.options, "low_rank": adapters.low_rank[0]}
+        assert variant_of("packed_matmul", *problem.args, **options) == variant
+        got = kernels.packed_matmul(*problem.args, **options)
+        x = exact(problem.args[0])
+        if "norm" in options:
+            x = oracle.rms_norm(x, exact(options["norm"]), options["eps"])
+        assert_added(got, problem.wanted[0] + adapters.added(x), mx.bfloat16, in_dims, case)
+
+
+def swiglu(gate, up):
+    return gate / (1 + np.exp(-gate)) * up
+
+
+PAIRS = {
+    "gate": [(4, 0)],
+    "up": [(0, 9)],
+    "both": [(3, 20)],
+    "eight": [(16, 16), (0, 5), (7, 0), (0, 0), (8, 1), (2, 40), (33, 3), (1, 1)],
+}
 
 
 @INSIDE
 @pytest.mark.parametrize(("batch", "tokens", "variant"), SHAPES[1:4])
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        [(4, 0)],
-        [(0, 9)],
-        [(3, 20)],
-        [(16, 16), (0, 5), (7, 0), (0, 0), (8, 1), (2, 40), (33, 3), (1, 1)],
-    ],
-    ids=["gate", "up", "both", "eight"],
-)
-def test_adapters_of_a_pair(metal, rng, monkeypatch, batch, tokens, variant, inside, ranks):
+def test_adapters_of_a_pair(metal, rng, monkeypatch, batch, tokens, variant, inside):
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
     in_dims, n = 80, int(rng.integers(9, 41))
-    slots = draw_slots(rng, batch, len(ranks))
-    adapters = draw_adapters(rng, ranks, slots, in_dims, (n,))
     spec = Spec("packed_swiglu", mx.float32, batch, tokens, in_dims, n, **BODY, norm=True)
-    problem = problems.make(spec, rng)
-    options = {**problem.options, "low_rank": adapters.low_rank}
-    assert variant_of("packed_swiglu", *problem.args, **options) == f"swiglu_{variant}"
-    got = kernels.packed_swiglu(*problem.args, **options)
-    x, gate, up = problem.args
-    norm = {"norm": options["norm"], "eps": options["eps"]}
-    normed = problems.oracle.rms_norm(
-        problems.oracle.float64(x), problems.oracle.float64(norm["norm"]), norm["eps"]
-    )
-    g, u = (
-        problems.oracle.packed_matmul(x, weight, **norm) + adapters.added(normed, i)
-        for i, weight in enumerate((gate, up))
-    )
-    wanted = g / (1 + np.exp(-g)) * u
-    assert np.abs(np.array(got) - wanted).max() <= 2e-5 * np.abs(wanted).max()
+    for name, ranks in PAIRS.items():
+        adapters = draw_adapters(rng, ranks, draw_slots(rng, batch, len(ranks)), in_dims, (n,))
+        problem = problems.make(spec, rng)
+        options = {**problem.options, "low_rank": adapters.low_rank}
+        assert variant_of("packed_swiglu", *problem.args, **options) == f"swiglu_{variant}"
+        got = kernels.packed_swiglu(*problem.args, **options)
+        x, *weights = problem.args
+        norm = {"norm": options["norm"], "eps": options["eps"]}
+        normed = oracle.rms_norm(exact(x), exact(norm["norm"]), norm["eps"])
+        pair = (
+            oracle.packed_matmul(x, weight, **norm) + adapters.added(normed, i)
+            for i, weight in enumerate(weights)
+        )
+        assert_close(got, swiglu(*pair), 2e-5, name)
 
 
-@pytest.mark.parametrize("batch", [2, 8])
-def test_matrices_of_a_pair_with_arrays_of_their_own(metal, rng, batch):
-    spec = Spec("packed_swiglu", mx.float32, batch, in_dims=64, out_dims=20, **BODY)
-    x, gate, up = problems.make(spec, rng).args
-    g, u = (
-        draw_adapters(rng, [(rank,), (3,)], draw_slots(rng, batch, 2), 64, (20,)) for rank in (4, 9)
-    )
-    got = kernels.packed_swiglu(x, gate, up, low_rank=(*g.low_rank, *u.low_rank))
-    x64 = problems.oracle.float64(x)
-    of_gate = problems.oracle.packed_matmul(x, gate) + g.added(x64)
-    of_up = problems.oracle.packed_matmul(x, up) + u.added(x64)
-    wanted = of_gate / (1 + np.exp(-of_gate)) * of_up
-    assert np.abs(np.array(got) - wanted).max() <= 2e-5 * np.abs(wanted).max()
+def test_matrices_of_a_pair_with_arrays_of_their_own(metal, rng):
+    for batch in (2, 8):
+        spec = Spec("packed_swiglu", mx.float32, batch, in_dims=64, out_dims=20, **BODY)
+        x, *weights = problems.make(spec, rng).args
+        drawn = [
+            draw_adapters(rng, [(rank,), (3,)], draw_slots(rng, batch, 2), 64, (20,))
+            for rank in (4, 9)
+        ]
+        low_rank = tuple(part for adapters in drawn for part in adapters.low_rank)
+        got = kernels.packed_swiglu(x, *weights, low_rank=low_rank)
+        pair = (
+            oracle.packed_matmul(x, weight) + adapters.added(exact(x))
+            for weight, adapters in zip(weights, drawn, strict=True)
+        )
+        assert_close(got, swiglu(*pair), 2e-5, f"{batch} rows")
 
 
 # float16 under bfloat16 is what a model runs with.
-@pytest.mark.parametrize("of_adapter", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_any_type_of_numbers_under_any_type_of_activations(metal, rng, dtype, of_adapter):
-    batch = int(rng.choice([1, 3, 5]))
-    adapters = draw_adapters(rng, [(6,), (2,)], [1, 0, 1, -1, 0][:batch], 48, (19,), of_adapter)
-    spec = Spec("packed_matmul", dtype, batch, in_dims=48, out_dims=19, **BODY)
-    problem = problems.make(spec, rng)
-    got = kernels.packed_matmul(*problem.args, low_rank=adapters.low_rank[0])
-    x = problems.oracle.float64(problem.args[0])
-    assert_added(got, problem.wanted[0] + adapters.added(x), dtype, 48)
+def test_any_type_of_numbers_under_any_type_of_activations(metal, rng):
+    for dtype, of_adapter in all_pairs(DTYPES, DTYPES):
+        batch = int(rng.choice([1, 3, 5]))
+        slots = [1, 0, 1, -1, 0][:batch]
+        adapters = draw_adapters(rng, [(6,), (2,)], slots, 48, (19,), of_adapter)
+        spec = Spec("packed_matmul", dtype, batch, in_dims=48, out_dims=19, **BODY)
+        problem = problems.make(spec, rng)
+        got = kernels.packed_matmul(*problem.args, low_rank=adapters.low_rank[0])
+        wanted = problem.wanted[0] + adapters.added(exact(problem.args[0]))
+        assert_added(got, wanted, dtype, 48, (dtype, of_adapter))
 
 
 @pytest.mark.parametrize(("batch", "variant"), [(4, "vector"), (8, "matrix")])
@@ -224,12 +219,12 @@ def test_rows_without_an_adapter_get_what_the_matrix_gives(metal, rng, batch, va
     spec = Spec("packed_matmul", mx.float32, batch, in_dims=64, out_dims=40, **BODY)
     x, weight = problems.make(spec, rng).args
     slots = [-1, 0, 2, *EXTREMES, 1, -1][:batch]  # of two adapters, the first one of rank 0
-    adapters = draw_adapters(rng, [(0,), (4,)], slots, 64, (40,))
-    assert variant_of("packed_matmul", x, weight, low_rank=adapters.low_rank[0]) == variant
+    low_rank = draw_adapters(rng, [(0,), (4,)], slots, 64, (40,)).low_rank[0]
+    assert variant_of("packed_matmul", x, weight, low_rank=low_rank) == variant
     plain = kernels.packed_matmul(x, weight)
-    adapted = kernels.packed_matmul(x, weight, low_rank=adapters.low_rank[0])
-    same = [bool(mx.array_equal(a, b)) for a, b in zip(plain, adapted, strict=True)]
-    assert same == [slot != 1 for slot in slots]
+    adapted = kernels.packed_matmul(x, weight, low_rank=low_rank)
+    alike = [same(a, b) for a, b in zip(plain, adapted, strict=True)]
+    assert alike == [slot != 1 for slot in slots]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -239,7 +234,7 @@ def test_an_adapter_that_leaves_the_matrix_alone_may_be_of_any_size(metal, rng, 
     given = draw_adapters(rng, [(0,), (5,)], [1] * rows, 64, (8,))
     few = mx.array([float("nan")] * 3, mx.float16)  # so few would come in another address space
     one = given.low_rank[0]._replace(numbers=(few, given.low_rank[0].numbers[1]))
-    wanted = problems.oracle.packed_matmul(x, weight) + given.added(problems.oracle.float64(x))
+    wanted = oracle.packed_matmul(x, weight) + given.added(exact(x))
     assert_added(kernels.packed_matmul(x, weight, low_rank=one), wanted, mx.float32, 64)
 
 
@@ -248,11 +243,10 @@ def test_swapping_hands_over_another_array(metal, rng, rows):
     """One adapter after another through the same table: nothing of the one before is left."""
     spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=24, **BODY)
     x, weight = problems.make(spec, rng).args
-    plain = problems.oracle.packed_matmul(x, weight)
     tables = set()
     for _ in range(2):
         given = draw_adapters(rng, [(7,)], [0] * rows, 64, (24,))
-        wanted = plain + given.added(problems.oracle.float64(x))
+        wanted = oracle.packed_matmul(x, weight) + given.added(exact(x))
         got = kernels.packed_matmul(x, weight, low_rank=given.low_rank[0])
         assert_added(got, wanted, mx.float32, 64)
         tables.add(id(low_rank.arrays(given.low_rank)[8]))
