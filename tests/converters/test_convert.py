@@ -93,22 +93,23 @@ def test_what_the_tokenizer_loses_is_a_warning(make_checkpoint, tmp_path):
     assert not (folder / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "dangling"])
-def test_an_output_that_exists(tmp_path, kind):
+def test_an_output_that_exists(tmp_path):
     """It is refused before the source is looked at: this one does not exist."""
-    out = tmp_path / "out"
-    {"folder": out.mkdir, "file": out.touch, "dangling": lambda: out.symlink_to("nowhere")}[kind]()
-    with pytest.raises(AFMError, match="out exists already"):
-        convert(tmp_path / "no-such-source", out)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nowhere")
+    for out in ("folder", "file", "dangling"):
+        with pytest.raises(AFMError, match=f"{out} exists already"):
+            convert(tmp_path / "no-such-source", tmp_path / out)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"dtype": "int8"}, "float16, bfloat16, float32"), ({"to": "gguf"}, "afm-mlx, mlx-lm")],
-)
-def test_options_that_are_not_allowed(tmp_path, options, words):
-    with pytest.raises(AFMError, match=words):
-        convert(tmp_path, tmp_path / "out", **options)
+def test_options_that_are_not_allowed(tmp_path):
+    for options, words in (
+        ({"dtype": "int8"}, "float16, bfloat16, float32"),
+        ({"to": "gguf"}, "afm-mlx, mlx-lm"),
+    ):
+        with pytest.raises(AFMError, match=words):
+            convert(tmp_path, tmp_path / "out", **options)
 
 
 def test_sources_that_are_nothing(tmp_path):
