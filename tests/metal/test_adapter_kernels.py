@@ -1,20 +1,17 @@
 """Adapters in the Metal kernels, run by the emulator: many at once, of any rank, in any place."""
 
-from itertools import pairwise
-from typing import NamedTuple
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import LowRank, Part, dispatch
+from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.metal import low_rank, products
 from afm_mlx.kernels.selftest import oracle, problems
 from afm_mlx.kernels.selftest.problems import Spec
-from tests.tools.cases import all_pairs, draw
 from tests.tools.compare import UNIT_ROUNDOFF, assert_close, exact, same
 from tests.tools.graph import count_dispatches
+from tests.tools.low_rank import draw_low_rank, in_shared_arrays
 
 BODY = {"bits": 2, "mode": "balanced", "granularity": "row"}
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
@@ -22,86 +19,10 @@ EXTREMES = [-(2**31), -2, 2**31 - 1]
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["shrink", "inside"])
 
 
-class Matrix(NamedTuple):
-    """An adapter's A (sections, rank, K) and B (N, rank) for one matrix, float64; rank 0 for none."""
-
-    a: np.ndarray
-    b: np.ndarray
-
-    def flat(self, rng):
-        """A and B as `Part` says, each up to the next multiple of 16 numbers, and junk before them."""
-        n, rank = self.b.shape
-        b = np.zeros((-(-n // 16), rank, 16))
-        for row in range(n):
-            b[row // 16, :, row % 16] = self.b[row]
-        # Not zeros: what lies between must not be read.
-        return (
-            rng.normal(size=16),
-            self.a.reshape(-1),
-            rng.normal(size=-self.a.size % 16),
-            b.reshape(-1),
-        )
-
-    def added(self, x, sections):
-        """(N,) for one vector (K,)."""
-        parts = [
-            self.b[start:end] @ (self.a[i] @ x)
-            for i, (start, end) in enumerate(pairwise([0, *sections]))
-        ]
-        return np.concatenate(parts)
-
-
-def draw_matrix(rng, rank, in_dims, sections, dtype):
-    """With numbers that `dtype` holds."""
-    a, b = draw(rng, (len(sections), rank, in_dims)), draw(rng, (sections[-1], rank))
-    a, b = a / in_dims**0.5, b / max(1, rank) ** 0.5
-    return Matrix(exact(a.astype(dtype)), exact(b.astype(dtype)))
-
-
-class Adapters(NamedTuple):
-    """Adapters of one matrix or of two, and which rows of a batch use which."""
-
-    matrices: list[tuple[Matrix, ...]]  # of every adapter
-    scales: np.ndarray
-    slots: np.ndarray
-    sections: tuple[int, ...]
-    low_rank: tuple[LowRank, ...]
-
-    def added(self, x, matrix=0):
-        """(B, L, N) for x (B, L, K)."""
-        y = np.zeros((*x.shape[:2], self.sections[-1]))
-        for row, slot in enumerate(self.slots):
-            if 0 <= slot < len(self.matrices):
-                adapter = self.matrices[slot][matrix]
-                y[row] = [
-                    self.scales[slot] * adapter.added(token, self.sections) for token in x[row]
-                ]
-        return y
-
-
 def draw_adapters(rng, ranks, slots, in_dims, sections, dtype=mx.float16):
-    """`ranks`: of every adapter, one for each matrix."""
-    matrices = [
-        tuple(draw_matrix(rng, r, in_dims, sections, dtype) for r in each) for each in ranks
-    ]
-    numbers, parts = [], []
-    for adapter in matrices:
-        pieces = [piece for matrix in adapter for piece in matrix.flat(rng)]
-        starts = np.cumsum([0, *(piece.size for piece in pieces)]).tolist()
-        parts.append(
-            [
-                Part(starts[4 * i + 1], starts[4 * i + 3], m.b.shape[1])
-                for i, m in enumerate(adapter)
-            ]
-        )
-        numbers.append(mx.array(np.concatenate(pieces).astype(np.float32)).astype(dtype))
-    mx.eval(numbers)  # there before any graph
-    scales = rng.uniform(0.5, 2, len(ranks)).astype(np.float32)
-    shared = mx.array(scales), mx.array(np.array(slots, np.int32)), tuple(sections)
-    of_matrices = [
-        LowRank(tuple(numbers), tuple(each), *shared) for each in zip(*parts, strict=True)
-    ]
-    return Adapters(matrices, scales, np.array(slots), tuple(sections), tuple(of_matrices))
+    drawn = draw_low_rank(rng, slots, in_dims, sections, ranks, [dtype] * len(ranks))
+    mx.eval(drawn.low_rank.numbers)  # there before any graph
+    return drawn
 
 
 def draw_slots(rng, rows, adapters):
@@ -132,22 +53,22 @@ SHAPES = [(1, 1, "vector"), (4, 1, "vector"), (2, 2, "vector"), (8, 1, "matrix")
 def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
     in_dims, n = 144, int(rng.integers(33, 200))
-    for i, case in enumerate(all_pairs(SHAPES, (1, 2, 8))):
-        (batch, tokens, variant), count = case
+    for i, (batch, tokens, variant) in enumerate(2 * SHAPES):
+        count = (1, 2, 8)[i % 3]
         sections = (n // 3, n // 3 + 7, n) if i % 2 else (n,)
         # So many products with A fit into a threadgroup's memory.
-        ranks = [(int(r),) for r in rng.choice([0, 1, 5, 8, 16, 33, 64], count)]
-        ranks[int(rng.integers(count))] = (12,)
+        ranks = rng.choice([0, 1, 5, 8, 16, 33, 64], count).tolist()
+        ranks[int(rng.integers(count))] = 12
         adapters = draw_adapters(rng, ranks, draw_slots(rng, batch, count), in_dims, sections)
         spec = Spec("packed_matmul", mx.bfloat16, batch, tokens, in_dims, n, **BODY)
         problem = problems.make(spec._replace(norm=i % 3 == 0, residual=i % 3 != 1), rng)
-        options = {**problem.options, "low_rank": adapters.low_rank[0]}
+        options = {**problem.options, "low_rank": adapters.low_rank}
         assert variant_of("packed_matmul", *problem.args, **options) == variant
         got = kernels.packed_matmul(*problem.args, **options)
         x = exact(problem.args[0])
         if "norm" in options:
             x = oracle.rms_norm(x, exact(options["norm"]), options["eps"])
-        assert_added(got, problem.wanted[0] + adapters.added(x), mx.bfloat16, in_dims, case)
+        assert_added(got, problem.wanted[0] + adapters.added(x), mx.bfloat16, in_dims, ranks)
 
 
 def swiglu(gate, up):
@@ -169,17 +90,20 @@ def test_adapters_of_a_pair(metal, rng, monkeypatch, batch, tokens, variant, ins
     in_dims, n = 80, int(rng.integers(9, 41))
     spec = Spec("packed_swiglu", mx.float32, batch, tokens, in_dims, n, **BODY, norm=True)
     for name, ranks in PAIRS.items():
-        adapters = draw_adapters(rng, ranks, draw_slots(rng, batch, len(ranks)), in_dims, (n,))
+        slots = draw_slots(rng, batch, len(ranks))
+        adapters = in_shared_arrays(
+            [draw_adapters(rng, own, slots, in_dims, (n,)) for own in zip(*ranks, strict=True)]
+        )
         problem = problems.make(spec, rng)
-        options = {**problem.options, "low_rank": adapters.low_rank}
+        options = {**problem.options, "low_rank": tuple(each.low_rank for each in adapters)}
         assert variant_of("packed_swiglu", *problem.args, **options) == f"swiglu_{variant}"
         got = kernels.packed_swiglu(*problem.args, **options)
         x, *weights = problem.args
         norm = {"norm": options["norm"], "eps": options["eps"]}
         normed = oracle.rms_norm(exact(x), exact(norm["norm"]), norm["eps"])
         pair = (
-            oracle.packed_matmul(x, weight, **norm) + adapters.added(normed, i)
-            for i, weight in enumerate(weights)
+            oracle.packed_matmul(x, weight, **norm) + each.added(normed)
+            for weight, each in zip(weights, adapters, strict=True)
         )
         assert_close(got, swiglu(*pair), 2e-5, name)
 
@@ -189,10 +113,9 @@ def test_matrices_of_a_pair_with_arrays_of_their_own(metal, rng):
         spec = Spec("packed_swiglu", mx.float32, batch, in_dims=64, out_dims=20, **BODY)
         x, *weights = problems.make(spec, rng).args
         drawn = [
-            draw_adapters(rng, [(rank,), (3,)], draw_slots(rng, batch, 2), 64, (20,))
-            for rank in (4, 9)
+            draw_adapters(rng, [rank, 3], draw_slots(rng, batch, 2), 64, (20,)) for rank in (4, 9)
         ]
-        low_rank = tuple(part for adapters in drawn for part in adapters.low_rank)
+        low_rank = tuple(adapters.low_rank for adapters in drawn)
         got = kernels.packed_swiglu(x, *weights, low_rank=low_rank)
         pair = (
             oracle.packed_matmul(x, weight) + adapters.added(exact(x))
@@ -203,13 +126,14 @@ def test_matrices_of_a_pair_with_arrays_of_their_own(metal, rng):
 
 # float16 under bfloat16 is what a model runs with.
 def test_any_type_of_numbers_under_any_type_of_activations(metal, rng):
-    for dtype, of_adapter in all_pairs(DTYPES, DTYPES):
+    pairs = {(dtype, mx.float16) for dtype in DTYPES} | {(mx.bfloat16, dtype) for dtype in DTYPES}
+    for dtype, of_adapter in sorted(pairs, key=str):
         batch = int(rng.choice([1, 3, 5]))
         slots = [1, 0, 1, -1, 0][:batch]
-        adapters = draw_adapters(rng, [(6,), (2,)], slots, 48, (19,), of_adapter)
+        adapters = draw_adapters(rng, [6, 2], slots, 48, (19,), of_adapter)
         spec = Spec("packed_matmul", dtype, batch, in_dims=48, out_dims=19, **BODY)
         problem = problems.make(spec, rng)
-        got = kernels.packed_matmul(*problem.args, low_rank=adapters.low_rank[0])
+        got = kernels.packed_matmul(*problem.args, low_rank=adapters.low_rank)
         wanted = problem.wanted[0] + adapters.added(exact(problem.args[0]))
         assert_added(got, wanted, dtype, 48, (dtype, of_adapter))
 
@@ -219,7 +143,7 @@ def test_rows_without_an_adapter_get_what_the_matrix_gives(metal, rng, batch, va
     spec = Spec("packed_matmul", mx.float32, batch, in_dims=64, out_dims=40, **BODY)
     x, weight = problems.make(spec, rng).args
     slots = [-1, 0, 2, *EXTREMES, 1, -1][:batch]  # of two adapters, the first one of rank 0
-    low_rank = draw_adapters(rng, [(0,), (4,)], slots, 64, (40,)).low_rank[0]
+    low_rank = draw_adapters(rng, [0, 4], slots, 64, (40,)).low_rank
     assert variant_of("packed_matmul", x, weight, low_rank=low_rank) == variant
     plain = kernels.packed_matmul(x, weight)
     adapted = kernels.packed_matmul(x, weight, low_rank=low_rank)
@@ -231,9 +155,9 @@ def test_rows_without_an_adapter_get_what_the_matrix_gives(metal, rng, batch, va
 def test_an_adapter_that_leaves_the_matrix_alone_may_be_of_any_size(metal, rng, rows):
     spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=8, **BODY)
     x, weight = problems.make(spec, rng).args
-    given = draw_adapters(rng, [(0,), (5,)], [1] * rows, 64, (8,))
+    given = draw_adapters(rng, [0, 5], [1] * rows, 64, (8,))
     few = mx.array([float("nan")] * 3, mx.float16)  # so few would come in another address space
-    one = given.low_rank[0]._replace(numbers=(few, given.low_rank[0].numbers[1]))
+    one = given.low_rank._replace(numbers=(few, given.low_rank.numbers[1]))
     wanted = oracle.packed_matmul(x, weight) + given.added(exact(x))
     assert_added(kernels.packed_matmul(x, weight, low_rank=one), wanted, mx.float32, 64)
 
@@ -243,13 +167,14 @@ def test_swapping_hands_over_another_array(metal, rng, rows):
     """One adapter after another through the same table: nothing of the one before is left."""
     spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=24, **BODY)
     x, weight = problems.make(spec, rng).args
-    tables = set()
-    for _ in range(2):
-        given = draw_adapters(rng, [(7,)], [0] * rows, 64, (24,))
-        wanted = oracle.packed_matmul(x, weight) + given.added(exact(x))
-        got = kernels.packed_matmul(x, weight, low_rank=given.low_rank[0])
+    given, tables = draw_adapters(rng, [7], [0] * rows, 64, (24,)), set()
+    for factor in (1, -2):
+        one = given.low_rank._replace(numbers=(given.low_rank.numbers[0] * factor,))
+        # Both A and B are multiplied.
+        wanted = oracle.packed_matmul(x, weight) + factor**2 * given.added(exact(x))
+        got = kernels.packed_matmul(x, weight, low_rank=one)
         assert_added(got, wanted, mx.float32, 64)
-        tables.add(id(low_rank.arrays(given.low_rank)[8]))
+        tables.add(id(low_rank.arrays((one,))[8]))
     assert len(tables) == 1
 
 
@@ -257,11 +182,11 @@ def test_swapping_hands_over_another_array(metal, rng, rows):
 
 
 def test_what_metal_can_not_add_is_refused(rng):
-    given = draw_adapters(rng, [(1,)] * 9, [0], 16, (4,)).low_rank
+    given = draw_adapters(rng, [1] * 9, [0], 16, (4,)).low_rank
     with pytest.raises(ValueError, match="up to 8 adapters of one type at a time; got 9 of"):
-        low_rank.arrays(given)
-    mixed = given[0].numbers[0], given[0].numbers[1].astype(mx.float32)
-    two = given[0]._replace(numbers=mixed, parts=given[0].parts[:2])
+        low_rank.arrays((given,))
+    mixed = given.numbers[0], given.numbers[1].astype(mx.float32)
+    two = given._replace(numbers=mixed, parts=given.parts[:2])
     with pytest.raises(ValueError, match=r"got 2 of .*float16, .*float32"):
         low_rank.arrays((two,))
 
@@ -272,7 +197,7 @@ def test_dispatches_of_a_mixed_batch(rng, rows, shrinks):
     x, weight = problems.make(spec, rng).args
 
     def product(ranks):
-        given = draw_adapters(rng, [(r,) for r in ranks], [0] * rows, 64, (8,)).low_rank[0]
+        given = draw_adapters(rng, ranks, [0] * rows, 64, (8,)).low_rank
         return count_dispatches(
             lambda x: kernels.packed_matmul(x, weight, low_rank=given), x
         ).kernels
