@@ -26,8 +26,7 @@ import afm_mlx  # noqa: F401  before mlx.core: it installs a BLAS
 # isort: split
 import mlx.core as mx
 
-from afm_mlx.kernels import packed_matmul, packed_swiglu
-from afm_mlx.kernels.formats import PackedWeight
+from afm_mlx.kernels import PackedWeight, ProductOptions, packed_matmul, packed_swiglu
 from afm_mlx.measure.benchmark import threads_in_use
 from bench.peer_protocol import Answer, Peer, serve
 from bench.peers import Bystanders, Target, markdown, target_rows
@@ -61,9 +60,11 @@ class _Block:
         mx.eval([w.codes for w in (self.qkv, self.out, self.gate, self.up, self.down)])
 
     def __call__(self, x: mx.array, norm: mx.array) -> mx.array:
-        heads = packed_matmul(x, self.qkv, norm=norm)[..., :HIDDEN]
-        x = packed_matmul(heads, self.out, residual=x)
-        return packed_matmul(packed_swiglu(x, self.gate, self.up, norm=norm), self.down, residual=x)
+        normed = ProductOptions(norm)
+        heads = packed_matmul(x, self.qkv, normed)[..., :HIDDEN]
+        x = packed_matmul(heads, self.out, ProductOptions(residual=x))
+        inner = packed_swiglu(x, self.gate, self.up, normed)
+        return packed_matmul(inner, self.down, ProductOptions(residual=x))
 
 
 BLOCK_FLOPS = 2 * (QKV * HIDDEN + HIDDEN * HIDDEN + 3 * HIDDEN * FFN)

@@ -178,8 +178,7 @@ def _to_stock_layers(model: nn.Module, quantization: dict[str, Any]) -> dict[str
     for path, module in model.named_modules():
         if isinstance(module, PackedLinear | PackedEmbedding):
             packed, rule = module.packed, rule_of(module.packed)
-            scaled = packed.column_scale is not None
-            rules[path] = stock_rule(rule, (packed.out_dims, packed.in_dims), path, scaled)
+            rules[path] = stock_rule(rule, (packed.out_dims, packed.in_dims), path)
             own = as_stock(packed, rules[path])
             assert own.scales is not None
             if isinstance(module, PackedEmbedding):

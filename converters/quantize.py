@@ -220,29 +220,26 @@ def rounded(rows: Rows, dtype: mx.Dtype) -> Rows:
 # -- MLX's own format
 
 
-def stock_rule(
-    rule: QuantizationRule, shape: tuple[int, ...], path: str, column_scale: bool = False
-) -> QuantizationRule:
+def stock_rule(rule: QuantizationRule, shape: tuple[int, ...], path: str) -> QuantizationRule:
     """MLX's own format that holds the same numbers.
 
     Args:
         rule: of the packed layer.
         shape: (N, K).
         path: of the layer, for errors.
-        column_scale: whether it has a scale for each input, too.
 
     Raises:
         AFMError: names the layer when there is none.
     """
-    if rule.is_stock and not column_scale:
+    if rule.is_stock:
         return rule
     shared = shape[1] if rule.granularity != "group" else rule.group_size or 0
     group = next((g for g in _STOCK_GROUPS if shared % g == 0), None)
-    if rule.mode == "palette" or group is None or column_scale:
-        lacks = "scales per column" if column_scale else "palettes"
-        if group is None and rule.mode != "palette":
-            groups = ", ".join(map(str, _STOCK_GROUPS))
-            lacks = f"scales that {shared} inputs share (its groups are of {groups})"
+    if rule.mode == "palette" or group is None:
+        groups = ", ".join(map(str, _STOCK_GROUPS))
+        lacks = f"scales that {shared} inputs share (its groups are of {groups})"
+        if rule.mode == "palette":
+            lacks = "palettes"
         raise AFMError(
             f"{path} can't be used by stock mlx-lm, whose layers have no {lacks}. Write float weights (-d), "
             "or use the folder with afm-mlx."
@@ -290,7 +287,7 @@ def stock_layer(
     Raises:
         AFMError: names the layer that stock mlx-lm has no format for.
     """
-    target = stock_rule(rule, shape, path, column_scale=f"{path}.column_scale" in tensors)
+    target = stock_rule(rule, shape, path)
     return PackedLayer(
         path,
         shape,

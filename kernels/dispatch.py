@@ -25,7 +25,6 @@ OPS = (
     "packed_matmul",
     "packed_swiglu",
     "packed_argmax",
-    "packed_top_k",
     "packed_embedding",
     "rope_norm_quantize",
     "write_tokens",

@@ -1,14 +1,14 @@
-"""What the operations take: packed matrices, low-rank adapters, keys and values.
+"""What the operations take: packed matrices, low-rank adapters, keys and values, options.
 
 A packed matrix is a table of small codes and what turns them into numbers:
 
-    value[n, k] = column_scale[k] * (scale * (code - (2**bits - 1) / 2))    balanced
-    value[n, k] = column_scale[k] * (scale * code + bias)                   affine, MLX's own format
-    value[n, k] = column_scale[k] * table[n * T // N, code]                 palette, T tables
+    value[n, k] = scale * (code - (2**bits - 1) / 2)    balanced
+    value[n, k] = scale * code + bias                   affine, MLX's own format
+    value[n, k] = table[n * T // N, code]               palette, T tables
 
-where scale and bias are those of the tensor, of row n, or of row n and the group that k lies in, and
-`column_scale` is left out where there is none. Codes lie in uint32 words along k, the first in the lowest
-bits: MLX's packing. A balanced matrix is an affine one with `bias = -(2**bits - 1) / 2 * scale`.
+where scale and bias are those of the tensor, of row n, or of row n and the group that k lies in. Codes lie in
+uint32 words along k, the first in the lowest bits: MLX's packing. A balanced matrix is an affine one with
+`bias = -(2**bits - 1) / 2 * scale`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class PackedWeight(NamedTuple):
         scales: float; () per tensor, (N,) per row, (N, K / group_size) per group; None in a palette.
         biases: of an affine matrix, as `scales`.
         table: (T, 2**bits) float32 of a palette; T divides N, and N / T rows share a table.
-        column_scale: (K,) float32, or None.
     """
 
     codes: mx.array
@@ -40,7 +39,6 @@ class PackedWeight(NamedTuple):
     scales: mx.array | None = None
     biases: mx.array | None = None
     table: mx.array | None = None
-    column_scale: mx.array | None = None
 
     @property
     def out_dims(self) -> int:
@@ -122,6 +120,33 @@ class LowRank(NamedTuple):
         return max(part.rank for part in self.parts)
 
 
+class ProductOptions(NamedTuple):
+    """What goes along with a packed product: `residual + x' W^T + B A x'` with `x' = rms_norm(x) * norm`.
+
+    Args:
+        norm: weight of an RMSNorm that x goes through first, (K,) float; None for none.
+        eps: added to the mean square by that norm.
+        residual: (..., N) float, added to the product; None for none. Of `packed_matmul` only.
+        adapters: LoRA adapters of each matrix, gate's and up's in `packed_swiglu`; () for none. The first axis
+            of x is then the batch. Not of `packed_argmax`.
+        activation_bits: 16, or 8 where a backend may round activations to int8.
+    """
+
+    norm: mx.array | None = None
+    eps: float = 1e-5
+    residual: mx.array | None = None
+    adapters: tuple[LowRank, ...] = ()
+    activation_bits: int = 16
+
+    def of_matrix(self, index: int) -> ProductOptions:
+        """The options of a product with one of the matrices alone."""
+        return self._replace(adapters=self.adapters[index : index + 1])
+
+
+PLAIN = ProductOptions()
+"""A product and nothing else."""
+
+
 class KeyValues(NamedTuple):
     """Keys and values that a block attends to, in one array, so that a cache is written once per token.
 
@@ -160,5 +185,27 @@ class QueryRope(NamedTuple):
     """
 
     weight: mx.array
+    theta: float
+    eps: float
+
+
+class HeadOptions(NamedTuple):
+    """What turns the heads of a fused QKV projection into queries for attention and int8 codes.
+
+    Args:
+        q_weight: of the queries' norm, (head_dim,) float.
+        k_weight: of the keys' norm, (head_dim,) float.
+        key_scale: 0-d float32 that a key's code is multiplied by.
+        value_scale: 0-d float32 that a value's code is multiplied by.
+        n_kv_heads: heads of the keys, and of the values.
+        theta: base of the frequencies.
+        eps: added to the mean square by both norms.
+    """
+
+    q_weight: mx.array
+    k_weight: mx.array
+    key_scale: mx.array
+    value_scale: mx.array
+    n_kv_heads: int
     theta: float
     eps: float

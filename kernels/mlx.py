@@ -14,12 +14,13 @@ may have none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.dispatch import Case, Variant
-from afm_mlx.kernels.formats import LowRank, PackedWeight
+from afm_mlx.kernels.formats import PackedWeight, ProductOptions
 from afm_mlx.kernels.reference import low_rank_product
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -35,8 +36,6 @@ Multiply = Callable[[mx.array, PackedWeight], mx.array]
 
 def multiply_quantized(x: mx.array, weight: PackedWeight) -> mx.array:
     """`x W^T` from the codes."""
-    if weight.column_scale is not None:
-        x = x * weight.column_scale.astype(x.dtype)
     scales, biases, group_size = _affine(weight, x.dtype)
     return mx.quantized_matmul(
         x,
@@ -51,8 +50,6 @@ def multiply_quantized(x: mx.array, weight: PackedWeight) -> mx.array:
 
 def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
     """`x W^T` from the numbers, some rows of the matrix at a time."""
-    if weight.column_scale is not None:
-        x = x * weight.column_scale.astype(x.dtype)
     rows = max(1, BLOCK // weight.in_dims)
     parts: list[mx.array] = []
     for start in range(0, weight.out_dims, rows):
@@ -65,7 +62,7 @@ def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
 
 
 def _dequantize(weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
-    """(N, K), without the column scale."""
+    """The numbers of a matrix, (N, K)."""
     scales, biases, group_size = _affine(weight, dtype)
     return mx.dequantize(weight.codes, scales, biases, group_size, weight.bits)
 
@@ -110,26 +107,12 @@ def _inner_dtype(dtype: mx.Dtype) -> mx.Dtype:
 # -- operations, given what multiplies
 
 
-def matmul_by(multiply: Multiply) -> Callable[..., mx.array]:
-    """`packed_matmul` around a product that does nothing else."""
-
-    def packed_matmul(
-        x: mx.array,
-        weight: PackedWeight,
-        *,
-        norm: mx.array | None = None,
-        eps: float = 1e-5,
-        residual: mx.array | None = None,
-        low_rank: LowRank | None = None,
-        activation_bits: int = 16,
-    ) -> mx.array:
-        """See `reference.packed_matmul`."""
-        y = _product(
-            multiply, _normed(x.astype(_inner_dtype(x.dtype)), norm, eps), weight, low_rank
-        )
-        return (y if residual is None else y + residual).astype(x.dtype)
-
-    return packed_matmul
+def packed_matmul(
+    multiply: Multiply, x: mx.array, weight: PackedWeight, options: ProductOptions
+) -> mx.array:
+    """See `reference.packed_matmul`."""
+    y = _product(multiply, _normed(x.astype(_inner_dtype(x.dtype)), options), weight, options)
+    return (y if options.residual is None else y + options.residual).astype(x.dtype)
 
 
 def silu_product(gate: mx.array, up: mx.array) -> mx.array:
@@ -137,82 +120,48 @@ def silu_product(gate: mx.array, up: mx.array) -> mx.array:
     return gate * mx.sigmoid(gate) * up
 
 
-def swiglu_by(
-    multiply: Multiply, combine: Callable[[mx.array, mx.array], mx.array] = silu_product
-) -> Callable[..., mx.array]:
-    """`packed_swiglu` around a product that does nothing else; `combine` does what `silu_product` does."""
-
-    def packed_swiglu(
-        x: mx.array,
-        gate: PackedWeight,
-        up: PackedWeight,
-        *,
-        norm: mx.array | None = None,
-        eps: float = 1e-5,
-        low_rank: tuple[LowRank, LowRank] | None = None,
-        activation_bits: int = 16,
-    ) -> mx.array:
-        """See `reference.packed_swiglu`."""
-        wide = _normed(x.astype(_inner_dtype(x.dtype)), norm, eps)
-        of_gate, of_up = low_rank or (None, None)
-        g = _product(multiply, wide, gate, of_gate)
-        u = _product(multiply, wide, up, of_up)
-        return combine(g, u).astype(x.dtype)
-
-    return packed_swiglu
+def packed_swiglu(
+    multiply: Multiply,
+    x: mx.array,
+    gate: PackedWeight,
+    up: PackedWeight,
+    options: ProductOptions,
+    *,
+    combine: Callable[[mx.array, mx.array], mx.array] = silu_product,
+) -> mx.array:
+    """See `reference.packed_swiglu`; `combine` does what `silu_product` does."""
+    wide = _normed(x.astype(_inner_dtype(x.dtype)), options)
+    g = _product(multiply, wide, gate, options.of_matrix(0))
+    u = _product(multiply, wide, up, options.of_matrix(1))
+    return combine(g, u).astype(x.dtype)
 
 
-def _argmax(multiply: Multiply) -> Callable[..., tuple[mx.array, mx.array]]:
-    def packed_argmax(
-        x: mx.array,
-        weight: PackedWeight,
-        *,
-        norm: mx.array | None = None,
-        eps: float = 1e-5,
-        activation_bits: int = 16,
-    ) -> tuple[mx.array, mx.array]:
-        """See `reference.packed_argmax`."""
-        products = multiply(_normed(x.astype(mx.float32), norm, eps), weight)
-        return mx.argmax(products, axis=-1), mx.max(products, axis=-1)
-
-    return packed_argmax
-
-
-def _top_k(multiply: Multiply) -> Callable[..., tuple[mx.array, mx.array]]:
-    def packed_top_k(
-        x: mx.array,
-        weight: PackedWeight,
-        k: int,
-        *,
-        norm: mx.array | None = None,
-        eps: float = 1e-5,
-        activation_bits: int = 16,
-    ) -> tuple[mx.array, mx.array]:
-        """See `reference.packed_top_k`."""
-        products = multiply(_normed(x.astype(mx.float32), norm, eps), weight)
-        order = mx.argsort(-products, axis=-1)[..., :k]
-        return order, mx.take_along_axis(products, order, axis=-1)
-
-    return packed_top_k
+def packed_argmax(
+    multiply: Multiply, x: mx.array, weight: PackedWeight, options: ProductOptions
+) -> tuple[mx.array, mx.array]:
+    """See `reference.packed_argmax`."""
+    products = multiply(_normed(x.astype(mx.float32), options), weight)
+    return mx.argmax(products, axis=-1), mx.max(products, axis=-1)
 
 
 def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
     """See `reference.packed_embedding`."""
     values = _dequantize(_rows(weight, tokens.reshape(-1)), mx.float32)
-    if weight.column_scale is not None:
-        values = values * weight.column_scale
     return values.astype(dtype).reshape(*tokens.shape, weight.in_dims)
 
 
-def _normed(x: mx.array, norm: mx.array | None, eps: float) -> mx.array:
-    return x if norm is None else mx.fast.rms_norm(x, norm.astype(x.dtype), eps)
+def _normed(x: mx.array, options: ProductOptions) -> mx.array:
+    norm = options.norm
+    return x if norm is None else mx.fast.rms_norm(x, norm.astype(x.dtype), options.eps)
 
 
 def _product(
-    multiply: Multiply, x: mx.array, weight: PackedWeight, low_rank: LowRank | None
+    multiply: Multiply, x: mx.array, weight: PackedWeight, options: ProductOptions
 ) -> mx.array:
     y = multiply(x, weight)
-    return y if low_rank is None else y + low_rank_product(x, low_rank)
+    for low_rank in options.adapters:
+        y = y + low_rank_product(x, low_rank)
+    return y
 
 
 # -- which cases they take
@@ -235,13 +184,35 @@ def _few_rows(case: Case) -> str | None:
 
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant("packed_matmul", "mlx/quantized", matmul_by(multiply_quantized), _few_rows),
-    Variant("packed_matmul", "mlx/dequantized", matmul_by(multiply_dequantized), _obstacle),
-    Variant("packed_swiglu", "mlx/quantized_swiglu", swiglu_by(multiply_quantized), _few_rows),
-    Variant("packed_swiglu", "mlx/dequantized_swiglu", swiglu_by(multiply_dequantized), _obstacle),
-    Variant("packed_argmax", "mlx/quantized_argmax", _argmax(multiply_quantized), _few_rows),
-    Variant("packed_argmax", "mlx/dequantized_argmax", _argmax(multiply_dequantized), _obstacle),
-    Variant("packed_top_k", "mlx/quantized_top_k", _top_k(multiply_quantized), _few_rows),
-    Variant("packed_top_k", "mlx/dequantized_top_k", _top_k(multiply_dequantized), _obstacle),
+    Variant(
+        "packed_matmul", "mlx/quantized", partial(packed_matmul, multiply_quantized), _few_rows
+    ),
+    Variant(
+        "packed_matmul", "mlx/dequantized", partial(packed_matmul, multiply_dequantized), _obstacle
+    ),
+    Variant(
+        "packed_swiglu",
+        "mlx/quantized_swiglu",
+        partial(packed_swiglu, multiply_quantized),
+        _few_rows,
+    ),
+    Variant(
+        "packed_swiglu",
+        "mlx/dequantized_swiglu",
+        partial(packed_swiglu, multiply_dequantized),
+        _obstacle,
+    ),
+    Variant(
+        "packed_argmax",
+        "mlx/quantized_argmax",
+        partial(packed_argmax, multiply_quantized),
+        _few_rows,
+    ),
+    Variant(
+        "packed_argmax",
+        "mlx/dequantized_argmax",
+        partial(packed_argmax, multiply_dequantized),
+        _obstacle,
+    ),
     Variant("packed_embedding", "mlx/dequantized_embedding", packed_embedding, _obstacle),
 )

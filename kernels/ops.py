@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case, device, select
-from afm_mlx.kernels.formats import KeyValues, PackedWeight, QueryRope
+from afm_mlx.kernels.formats import (
+    PLAIN,
+    HeadOptions,
+    KeyValues,
+    PackedWeight,
+    ProductOptions,
+    QueryRope,
+)
 
 
-def packed_matmul(x: mx.array, weight: PackedWeight, **options: Any) -> mx.array:
+def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> mx.array:
     """See `reference.packed_matmul`."""
-    return select("packed_matmul", _case(x, weight, options)).run(x, weight, **options)
+    return select("packed_matmul", _product_case(x, weight, options)).run(x, weight, options)
 
 
-def packed_swiglu(x: mx.array, gate: PackedWeight, up: PackedWeight, **options: Any) -> mx.array:
+def packed_swiglu(
+    x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions = PLAIN
+) -> mx.array:
     """See `reference.packed_swiglu`."""
-    return select("packed_swiglu", _case(x, gate, options)).run(x, gate, up, **options)
+    assert options.residual is None
+    case = _swiglu_case(x, gate, up, options)
+    return select("packed_swiglu", case).run(x, gate, up, options)
+
+
+def packed_argmax(
+    x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN
+) -> tuple[mx.array, mx.array]:
+    """See `reference.packed_argmax`."""
+    assert options.residual is None
+    assert not options.adapters
+    return select("packed_argmax", _product_case(x, weight, options)).run(x, weight, options)
 
 
 def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
     """See `reference.packed_embedding`."""
-    case = _weight_case(dtype, tokens.size, weight)
+    case = _lookup_case(tokens, weight, dtype)
     return select("packed_embedding", case).run(tokens, weight, dtype)
-
-
-def packed_argmax(x: mx.array, weight: PackedWeight, **options: Any) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_argmax`."""
-    return select("packed_argmax", _case(x, weight, options)).run(x, weight, **options)
-
-
-def packed_top_k(
-    x: mx.array, weight: PackedWeight, k: int, **options: Any
-) -> tuple[mx.array, mx.array]:
-    """See `reference.packed_top_k`."""
-    return select("packed_top_k", _case(x, weight, options)).run(x, weight, k, **options)
 
 
 def decode_attention(
@@ -56,26 +65,20 @@ def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.ar
     return select("write_tokens", _write_case(buffer, tokens)).run(buffer, tokens, lengths)
 
 
-def rope_norm_quantize(qkv: mx.array, q_weight: mx.array, *args: Any) -> tuple[mx.array, ...]:
+def rope_norm_quantize(
+    qkv: mx.array, offset: int | mx.array, options: HeadOptions
+) -> tuple[mx.array, mx.array]:
     """See `reference.rope_norm_quantize`."""
-    return select("rope_norm_quantize", _rope_case(qkv, q_weight)).run(qkv, q_weight, *args)
+    case = _rope_case(qkv, offset, options)
+    return select("rope_norm_quantize", case).run(qkv, offset, options)
 
 
-def case_of(op: str, *args: Any, **options: Any) -> Case:
+def case_of(op: str, *args: Any) -> Case:
     """What the choice of a variant depends on, for a call with these arguments."""
-    if op in ("decode_attention", "causal_attention"):
-        return _attention_case(*args[:2])
-    if op == "write_tokens":
-        return _write_case(*args[:2])
-    if op == "rope_norm_quantize":
-        return _rope_case(*args[:2])
-    if op == "packed_embedding":
-        tokens, weight, dtype = args
-        return _weight_case(dtype, tokens.size, weight)
-    return _case(args[0], args[1], options)
+    return _CASES[op](*args)
 
 
-def _attention_case(queries: mx.array, kv: KeyValues) -> Case:
+def _attention_case(queries: mx.array, kv: KeyValues, *_: Any) -> Case:
     return Case(
         device(),
         queries.dtype,
@@ -86,7 +89,7 @@ def _attention_case(queries: mx.array, kv: KeyValues) -> Case:
     )
 
 
-def _write_case(buffer: mx.array, tokens: mx.array) -> Case:
+def _write_case(buffer: mx.array, tokens: mx.array, *_: Any) -> Case:
     return Case(
         device(),
         buffer.dtype,
@@ -96,18 +99,26 @@ def _write_case(buffer: mx.array, tokens: mx.array) -> Case:
     )
 
 
-def _rope_case(qkv: mx.array, q_weight: mx.array) -> Case:
-    return Case(device(), qkv.dtype, rows=qkv.shape[0] * qkv.shape[1], head_dim=q_weight.shape[0])
+def _rope_case(qkv: mx.array, offset: int | mx.array, options: HeadOptions) -> Case:
+    rows, head_dim = qkv.shape[0] * qkv.shape[1], options.q_weight.shape[0]
+    return Case(device(), qkv.dtype, rows=rows, head_dim=head_dim)
 
 
-def _case(x: mx.array, weight: PackedWeight, options: dict[str, Any]) -> Case:
-    low_rank = options.get("low_rank")
-    if type(low_rank) is tuple:  # of gate and up; a LowRank is a subclass
-        low_rank = low_rank[0]
+def _product_case(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> Case:
     return _weight_case(x.dtype, math.prod(x.shape[:-1]), weight)._replace(
-        low_rank=low_rank.rank if low_rank is not None else 0,
-        activation_bits=options.get("activation_bits", 16),
+        low_rank=options.adapters[0].rank if options.adapters else 0,
+        activation_bits=options.activation_bits,
     )
+
+
+def _swiglu_case(
+    x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions = PLAIN
+) -> Case:
+    return _product_case(x, gate, options)
+
+
+def _lookup_case(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> Case:
+    return _weight_case(dtype, tokens.size, weight)
 
 
 def _weight_case(dtype: mx.Dtype, rows: int, weight: PackedWeight) -> Case:
@@ -122,3 +133,15 @@ def _weight_case(dtype: mx.Dtype, rows: int, weight: PackedWeight) -> Case:
         weight.granularity,
         weight.group_size,
     )
+
+
+_CASES: dict[str, Callable[..., Case]] = {
+    "packed_matmul": _product_case,
+    "packed_swiglu": _swiglu_case,
+    "packed_argmax": _product_case,
+    "packed_embedding": _lookup_case,
+    "rope_norm_quantize": _rope_case,
+    "write_tokens": _write_case,
+    "decode_attention": _attention_case,
+    "causal_attention": _attention_case,
+}

@@ -49,8 +49,6 @@ def dequantize_rows(weight: PackedWeight, rows: mx.array | None, dtype: mx.Dtype
             values = (codes.astype(mx.float32) - (2**weight.bits - 1) / 2) * scales
         else:
             values = codes.astype(mx.float32) * scales + biases
-    if weight.column_scale is not None:
-        values = values * weight.column_scale
     return values.astype(dtype)
 
 

@@ -8,7 +8,16 @@ from itertools import pairwise
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.kernels.formats import BLOCK, KeyValues, LowRank, PackedWeight, QueryRope
+from afm_mlx.kernels.formats import (
+    BLOCK,
+    PLAIN,
+    HeadOptions,
+    KeyValues,
+    LowRank,
+    PackedWeight,
+    ProductOptions,
+    QueryRope,
+)
 from afm_mlx.kernels.packing import dequantize, dequantize_rows
 
 INT8_MIN, INT8_MAX = -128, 127
@@ -189,71 +198,49 @@ def _places(rows: int, heads: int, count: int) -> tuple[mx.array, mx.array, mx.a
 
 
 def rope_norm_quantize(
-    qkv: mx.array,
-    q_weight: mx.array,
-    k_weight: mx.array,
-    offset: int | mx.array,
-    scales: tuple[mx.array, mx.array],
-    n_kv_heads: int,
-    theta: float,
-    eps: float,
+    qkv: mx.array, offset: int | mx.array, options: HeadOptions
 ) -> tuple[mx.array, mx.array]:
     """What stands between a fused QKV projection and attention: RoPE, QK-norm, int8 keys and values.
 
     Args:
         qkv: (B, L, (n_heads + 2 * n_kv_heads) * head_dim): queries, keys, values.
-        q_weight: of the queries' norm, (head_dim,); `k_weight` of the keys'.
         offset: position of the first of the L tokens: one for all rows, or (B,) int32.
-        scales: 0-d float32 of the keys and of the values.
-        theta, eps: see `rope_norm`.
+        options: norms, scales, and what `rope_norm` takes.
 
     Returns:
         queries (B, n_heads, L, head_dim) in the dtype of `qkv`; codes of keys and then of values,
         (B, 2 * n_kv_heads, L, head_dim) int8.
     """
-    head_dim = q_weight.shape[0]
-    heads = qkv.reshape(*qkv.shape[:2], -1, head_dim).swapaxes(1, 2)
+    q_weight, k_weight, key_scale, value_scale, n_kv_heads, theta, eps = options
+    heads = qkv.reshape(*qkv.shape[:2], -1, q_weight.shape[0]).swapaxes(1, 2)
     n_heads = heads.shape[1] - 2 * n_kv_heads
     q, k, v = heads.split([n_heads, n_heads + n_kv_heads], axis=1)
     q = rope_norm(q, q_weight, offset, theta, eps)
     k = rope_norm(k, k_weight, offset, theta, eps)
-    codes = [quantize_int8(k, scales[0]), quantize_int8(v, scales[1])]
+    codes = [quantize_int8(k, key_scale), quantize_int8(v, value_scale)]
     return q, mx.concatenate(codes, axis=1)
 
 
-def packed_matmul(
-    x: mx.array,
-    weight: PackedWeight,
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-5,
-    residual: mx.array | None = None,
-    low_rank: LowRank | None = None,
-    activation_bits: int = 16,
-) -> mx.array:
+def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> mx.array:
     """`residual + x' W^T + B A x'` with `x' = rms_norm(x) * norm`; each part but the product is optional.
 
     Args:
         x: (..., K) float.
         weight: (N, K).
-        norm: weight of an RMSNorm that `x` goes through first, (K,); None for none.
-        eps: of that norm.
-        residual: (..., N), added to the product.
-        low_rank: adapters; the first axis of `x` is then the batch.
-        activation_bits: 16, or 8 where a backend may round activations to int8. Ignored here.
+        options: the optional parts. `activation_bits` is ignored here.
 
     Returns:
         (..., N) in the dtype of `x`; sums are float32.
     """
     dtype = x.dtype
     x = x.astype(mx.float32)
-    if norm is not None:
-        x = mx.fast.rms_norm(x, norm.astype(mx.float32), eps)
+    if options.norm is not None:
+        x = mx.fast.rms_norm(x, options.norm.astype(mx.float32), options.eps)
     y = _product(x, weight)
-    if low_rank is not None:
+    for low_rank in options.adapters:
         y = y + low_rank_product(x, low_rank)
-    if residual is not None:
-        y = y + residual
+    if options.residual is not None:
+        y = y + options.residual
     return y.astype(dtype)
 
 
@@ -302,14 +289,7 @@ def low_rank_factors(low_rank: LowRank, slot: int, in_dims: int) -> tuple[mx.arr
 
 
 def packed_swiglu(
-    x: mx.array,
-    gate: PackedWeight,
-    up: PackedWeight,
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-5,
-    low_rank: tuple[LowRank, LowRank] | None = None,
-    activation_bits: int = 16,
+    x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions = PLAIN
 ) -> mx.array:
     """`silu(x' G^T) * (x' U^T)` with `x' = rms_norm(x) * norm`; arguments as in `packed_matmul`.
 
@@ -317,9 +297,8 @@ def packed_swiglu(
         (..., N) in the dtype of `x`.
     """
     wide = x.astype(mx.float32)
-    of_gate, of_up = low_rank or (None, None)
-    g = packed_matmul(wide, gate, norm=norm, eps=eps, low_rank=of_gate)
-    u = packed_matmul(wide, up, norm=norm, eps=eps, low_rank=of_up)
+    g = packed_matmul(wide, gate, options.of_matrix(0))
+    u = packed_matmul(wide, up, options.of_matrix(1))
     return (g * mx.sigmoid(g) * u).astype(x.dtype)
 
 
@@ -329,12 +308,7 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
 
 
 def packed_argmax(
-    x: mx.array,
-    weight: PackedWeight,
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-5,
-    activation_bits: int = 16,
+    x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN
 ) -> tuple[mx.array, mx.array]:
     """Row with the largest product, the lowest on a tie: the next token of greedy decoding.
 
@@ -342,24 +316,5 @@ def packed_argmax(
         indices (...) uint32, and their products (...) float32. A product that is no number is the largest, and
         is NaN or infinity there.
     """
-    logits = packed_matmul(x.astype(mx.float32), weight, norm=norm, eps=eps)
+    logits = packed_matmul(x.astype(mx.float32), weight, options)
     return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)
-
-
-def packed_top_k(
-    x: mx.array,
-    weight: PackedWeight,
-    k: int,
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-5,
-    activation_bits: int = 16,
-) -> tuple[mx.array, mx.array]:
-    """The k rows with the largest products, largest first, the lower index first on a tie.
-
-    Returns:
-        indices (..., k) uint32, and products (..., k) float32.
-    """
-    logits = packed_matmul(x.astype(mx.float32), weight, norm=norm, eps=eps)
-    order = mx.argsort(-logits, axis=-1)[..., :k]
-    return order, mx.take_along_axis(logits, order, axis=-1)

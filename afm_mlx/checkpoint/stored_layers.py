@@ -128,8 +128,6 @@ def check_stored(
     rule.check(shape, f"{source}: {path}")
     wanted = rule.part_shapes(shape)
     found = {part: tensors[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in tensors}
-    if "column_scale" in found:
-        wanted["column_scale"] = (shape[1],)
     problems = [f"{part} is missing" for part in wanted if part not in found]
     problems += [
         f"{part} does not belong to mode {rule.mode}" for part in found if part not in wanted
@@ -228,8 +226,7 @@ def _part_shapes(
 ) -> Shapes:
     if rule is None:
         return _mlx_part_shapes(path, shape, quantization, tensors, source)
-    columns = {"column_scale": shape[1:]} if f"{path}.column_scale" in tensors else {}
-    return rule.part_shapes(shape) | columns
+    return rule.part_shapes(shape)
 
 
 def _is_float(tensor: Any) -> bool:
@@ -353,9 +350,10 @@ def settle_scales(model: nn.Module) -> None:
     for module in model.modules():
         if not isinstance(module, PackedLinear | PackedEmbedding):
             continue
+        if module.mode == "affine" and not on_cpu:
+            continue
         for part in PARTS[1:]:
-            affine = module.mode == "affine" and part != "column_scale"
-            if part in module and (on_cpu or not affine):
+            if part in module:
                 module[part] = module[part].astype(mx.float32)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.selftest import checks, specs
-from afm_mlx.kernels.selftest.checks import Result
+from afm_mlx.kernels.selftest.checks import CheckResult
 from afm_mlx.kernels.selftest.specs import Spec
 from afm_mlx.kernels.selftest.verdict import Verdict
 from afm_mlx.loading.load import activation_dtype
@@ -111,7 +111,7 @@ def _test(
     retry: bool,
     rng: np.random.Generator,
     progress: Progress | None,
-) -> tuple[list[Result], list[Result], dict[str, str]]:
+) -> tuple[list[CheckResult], list[CheckResult], dict[str, str]]:
     """Results of both lists, and the failures, which are remembered for the next start."""
     total = len(small) + len(large)
 
@@ -184,7 +184,7 @@ def native_extension() -> Facts | str:
 # -- results
 
 
-def _result_facts(result: Result, bandwidth: Bandwidth | None) -> Facts:
+def _result_facts(result: CheckResult, bandwidth: Bandwidth | None) -> Facts:
     facts: Facts = {
         "op": result.spec.op,
         "case": result.spec.label,
@@ -203,15 +203,15 @@ def _result_facts(result: Result, bandwidth: Bandwidth | None) -> Facts:
     return facts
 
 
-def _summaries(results: Sequence[Result]) -> list[Facts]:
+def _summaries(results: Sequence[CheckResult]) -> list[Facts]:
     """For each operation and variant: how many problems, the worst of them, and why others were not run."""
-    groups: dict[tuple[str, str], list[Result]] = {}
+    groups: dict[tuple[str, str], list[CheckResult]] = {}
     for result in results:
         groups.setdefault((result.spec.op, result.variant), []).append(result)
     return [_summary(op, variant, group) for (op, variant), group in groups.items()]
 
 
-def _summary(op: str, variant: str, results: Sequence[Result]) -> Facts:
+def _summary(op: str, variant: str, results: Sequence[CheckResult]) -> Facts:
     run = [r for r in results if r.obstacle is None]
     reasons: dict[str, int] = {}
     for result in results:
@@ -232,7 +232,7 @@ def _summary(op: str, variant: str, results: Sequence[Result]) -> Facts:
     return facts
 
 
-def _share_of_bound(result: Result) -> float:
+def _share_of_bound(result: CheckResult) -> float:
     assert result.error is not None
     return math.inf if math.isnan(result.error) else float(result.error) / result.bound
 

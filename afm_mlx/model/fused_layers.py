@@ -9,7 +9,15 @@ from __future__ import annotations
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.kernels import LowRank, PackedWeight, Part, packed_argmax, packed_matmul, packed_swiglu
+from afm_mlx.kernels import (
+    LowRank,
+    PackedWeight,
+    Part,
+    ProductOptions,
+    packed_argmax,
+    packed_matmul,
+    packed_swiglu,
+)
 from afm_mlx.kernels.reference import low_rank_product
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 
@@ -32,14 +40,8 @@ def project(
         (..., N).
     """
     if _is_fusable(layer):
-        return packed_matmul(
-            x,
-            layer.packed,
-            residual=residual,
-            low_rank=layer.low_rank(x.shape[0]),
-            activation_bits=layer.activation_bits,
-            **_norm_options(norm),
-        )
+        adapters = _adapters(layer.low_rank(x.shape[0]))
+        return packed_matmul(x, layer.packed, _options(layer, norm, residual, adapters))
     y = _adapted(layer, x if norm is None else norm(x))
     return y if residual is None else residual + y
 
@@ -47,14 +49,8 @@ def project(
 def swiglu(gate: nn.Module, up: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:
     """`silu(gate(norm(x))) * up(norm(x))`: (..., N) for x (..., K)."""
     if _is_fusable(gate) and _is_fusable(up) and _alike(gate, up):
-        return packed_swiglu(
-            x,
-            gate.packed,
-            up.packed,
-            low_rank=_both(gate.low_rank(x.shape[0]), up.low_rank(x.shape[0])),
-            activation_bits=gate.activation_bits,
-            **_norm_options(norm),
-        )
+        adapters = _adapters(gate.low_rank(x.shape[0]), up.low_rank(x.shape[0]))
+        return packed_swiglu(x, gate.packed, up.packed, _options(gate, norm, adapters=adapters))
     x = norm(x)
     return nn.silu(_adapted(gate, x)) * _adapted(up, x)
 
@@ -68,24 +64,19 @@ def _adapted(layer: nn.Module, x: mx.array) -> mx.array:
     return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)
 
 
-def _both(gate: LowRank | None, up: LowRank | None) -> tuple[LowRank, LowRank] | None:
-    """The adapters of two matrices, one of which may have none."""
-    some = gate or up
+def _adapters(*of_matrices: LowRank | None) -> tuple[LowRank, ...]:
+    """The adapters of a product's matrices, as `ProductOptions` takes them."""
+    some = next((adapters for adapters in of_matrices if adapters is not None), None)
     if some is None:
-        return None
+        return ()
     none = some._replace(parts=(Part(0, 0, 0),) * len(some.parts))
-    return gate or none, up or none
+    return tuple(adapters or none for adapters in of_matrices)
 
 
 def project_head(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:
     """Logits of a tied head: (..., vocab_size) for x (..., K)."""
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
-        return packed_matmul(
-            x,
-            embedding.packed,
-            activation_bits=embedding.activation_bits,
-            **_norm_options(norm),
-        )
+        return packed_matmul(x, embedding.packed, _options(embedding, norm))
     return embedding.as_linear(norm(x))
 
 
@@ -96,12 +87,7 @@ def head_argmax(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> tuple[mx
         its index, (...) uint32, and itself, (...): NaN or infinity if any logit is NaN or +infinity.
     """
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
-        return packed_argmax(
-            x,
-            embedding.packed,
-            activation_bits=embedding.activation_bits,
-            **_norm_options(norm),
-        )
+        return packed_argmax(x, embedding.packed, _options(embedding, norm))
     logits = embedding.as_linear(norm(x))
     return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)
 
@@ -120,10 +106,15 @@ def _alike(a: PackedLinear, b: PackedLinear) -> bool:
         and first[1:3] == second[1:3]
         and first.granularity == second.granularity
         and first.group_size == second.group_size
-        and (first.column_scale is None) == (second.column_scale is None)
         and a.activation_bits == b.activation_bits
     )
 
 
-def _norm_options(norm: nn.RMSNorm | None) -> dict:
-    return {} if norm is None else {"norm": norm.weight, "eps": norm.eps}
+def _options(
+    layer: PackedLinear | PackedEmbedding,
+    norm: nn.RMSNorm | None,
+    residual: mx.array | None = None,
+    adapters: tuple[LowRank, ...] = (),
+) -> ProductOptions:
+    weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    return ProductOptions(weight, eps, residual, adapters, layer.activation_bits)

@@ -27,6 +27,7 @@ import mlx.nn as nn
 
 from afm_mlx.config import MODEL_TYPE, ModelConfig
 from afm_mlx.kernels import (
+    HeadOptions,
     KeyValues,
     QueryRope,
     attention,
@@ -112,16 +113,10 @@ class WritingAttention(nn.Module):
         self, qkv: mx.array, positions: Positions, cache: KVCache | None
     ) -> tuple[mx.array, KeyValues]:
         config, scales = self._config, (self.quant_key_scale, self.quant_value_scale)
-        q, codes = rope_norm_quantize(
-            qkv,
-            self.q_norm.weight,
-            self.k_norm.weight,
-            positions.offset,
-            scales,
-            config.num_kv_heads,
-            config.rope_theta,
-            config.rms_norm_eps,
-        )
+        norms = (self.q_norm.weight, self.k_norm.weight)
+        rope = (config.rope_theta, config.rms_norm_eps)
+        options = HeadOptions(*norms, *scales, config.num_kv_heads, *rope)
+        q, codes = rope_norm_quantize(qkv, positions.offset, options)
         if cache is not None and cache.int8:
             cache.update(codes)
             whole = positions.lengths is not None

@@ -1,8 +1,8 @@
 """Layers whose matrix stays packed: 2, 4 or 8 bits a weight, in the formats of `kernels.formats`.
 
 They take the place of `nn.Linear` and `nn.Embedding` in any model. Parameters are those of a
-`PackedWeight` by their names in a model folder: `weight` (the codes), `scales`, `biases`, `table`,
-`column_scale`, and `bias` of the layer; absent ones are left out.
+`PackedWeight` by their names in a model folder: `weight` (the codes), `scales`, `biases`, `table`, and `bias`
+of the layer; absent ones are left out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from afm_mlx.kernels import (
     MODES,
     LowRank,
     PackedWeight,
+    ProductOptions,
     dequantize,
     dispatch,
     pack_codes,
@@ -26,7 +27,7 @@ from afm_mlx.kernels import (
     reference,
 )
 
-PARTS = ("weight", "scales", "biases", "table", "column_scale")
+PARTS = ("weight", "scales", "biases", "table")
 """Names of a packed matrix's parameters, in the order in which they are written."""
 
 
@@ -69,7 +70,6 @@ class _Packed(nn.Module):
             self.get("scales"),
             self.get("biases"),
             self.get("table"),
-            self.get("column_scale"),
         )
 
     @property
@@ -92,8 +92,7 @@ class _Packed(nn.Module):
             per = f"group_size={packed.group_size}"
         else:
             per = f"granularity={packed.granularity}"
-        columns = ", column_scale=True" if packed.column_scale is not None else ""
-        return f"bits={self.bits}, mode={self.mode}, {per}{columns}"
+        return f"bits={self.bits}, mode={self.mode}, {per}"
 
 
 class PackedLinear(_Packed):
@@ -123,8 +122,10 @@ class PackedLinear(_Packed):
     def __call__(self, x: mx.array) -> mx.array:
         """(..., K) to (..., N) in the dtype of `x`."""
         matmul = reference.packed_matmul if self.training else packed_matmul
-        options = {"activation_bits": self.activation_bits, "low_rank": self.low_rank(x.shape[0])}
-        y = matmul(x, self.packed, **options)
+        low_rank = self.low_rank(x.shape[0])
+        adapters = () if low_rank is None else (low_rank,)
+        options = ProductOptions(adapters=adapters, activation_bits=self.activation_bits)
+        y = matmul(x, self.packed, options)
         return y + self["bias"].astype(y.dtype) if "bias" in self else y
 
     def low_rank(self, batch: int) -> LowRank | None:
@@ -191,7 +192,7 @@ class PackedEmbedding(_Packed):
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits (..., vocab_size) of hidden states (..., K), for a tied head."""
         matmul = reference.packed_matmul if self.training else packed_matmul
-        return matmul(x, self.packed, activation_bits=self.activation_bits)
+        return matmul(x, self.packed, ProductOptions(activation_bits=self.activation_bits))
 
     @classmethod
     def from_codes(
@@ -245,14 +246,13 @@ def weight_from_codes(
     scales: mx.array | None = None,
     biases: mx.array | None = None,
     table: mx.array | None = None,
-    column_scale: mx.array | None = None,
     name: str = "the matrix",
 ) -> PackedWeight:
     """Pack codes bit for bit.
 
     Args:
         codes: (N, K) integers of [0, 2**bits).
-        bits, mode, scales, biases, table, column_scale: see `kernels.PackedWeight`.
+        bits, mode, scales, biases, table: see `kernels.PackedWeight`.
         name: of the layer, for errors.
 
     Raises:
@@ -271,7 +271,7 @@ def weight_from_codes(
             f"{name}: codes reach from {low} to {high}; {bits} bits hold 0 to {2**bits - 1}. Take more bits, "
             "or subtract the lowest code."
         )
-    packed = PackedWeight(pack_codes(codes, bits), bits, mode, scales, biases, table, column_scale)
+    packed = PackedWeight(pack_codes(codes, bits), bits, mode, scales, biases, table)
     check_packed(packed, name)
     return packed
 
@@ -293,12 +293,9 @@ def check_packed(packed: PackedWeight, name: str) -> None:
     """
     _need(packed.bits in BITS, name, "bits", repr(packed.bits), f"one of {_listed(BITS)}")
     _need(packed.mode in MODES, name, "mode", repr(packed.mode), f"one of {_listed(MODES)}")
-    codes, column = packed.codes, packed.column_scale
+    codes = packed.codes
     whole = codes.dtype == mx.uint32 and codes.ndim == 2 and codes.size > 0
     _need(whole, name, "weight", _described(codes), "uint32 of shape [N, K * bits / 32]")
-    fits = column is None or (_is_float(column) and column.shape == (packed.in_dims,))
-    wanted = f"float of shape [{packed.in_dims}]"
-    _need(fits, name, "column_scale", _described(column), wanted)
     (_check_palette if packed.mode == "palette" else _check_scales)(packed, name)
 
 

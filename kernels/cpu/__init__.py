@@ -1,7 +1,7 @@
 """The operations as C++ primitives for MLX's CPU backend.
 
-`ops.py` has the functions, `extension.py` finds and loads the library. In C++, `matmul.h` and `attention.h` are
-the kernels on plain pointers, with one source file per instruction set; `pool.h` is their threads;
+`native.py` has the functions, `extension.py` finds and loads the library. In C++, `matmul.h` and `attention.h`
+are the kernels on plain pointers, with one source file per instruction set; `pool.h` is their threads;
 `primitives.h` makes nodes of MLX's graph of them, and `bindings.cpp` the Python module.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.kernels.cpu import extension, ops
+from afm_mlx.kernels.cpu import extension, native
 from afm_mlx.kernels.dispatch import Case, Variant
 
 _FLOATS = (mx.float32, mx.bfloat16, mx.float16)
@@ -45,13 +45,12 @@ def _variant(run: Callable[..., Any], obstacle: Callable[[Case], str | None]) ->
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _variant(ops.packed_matmul, _obstacle),
-    _variant(ops.packed_swiglu, _obstacle),
-    _variant(ops.packed_embedding, _obstacle),
-    _variant(ops.packed_argmax, _obstacle),
-    _variant(ops.packed_top_k, _obstacle),
-    _variant(ops.decode_attention, _attention_obstacle),
-    _variant(ops.causal_attention, _attention_obstacle),
-    _variant(ops.write_tokens, _write_obstacle),
-    _variant(ops.rope_norm_quantize, _rope_obstacle),
+    _variant(native.packed_matmul, _obstacle),
+    _variant(native.packed_swiglu, _obstacle),
+    _variant(native.packed_embedding, _obstacle),
+    _variant(native.packed_argmax, _obstacle),
+    _variant(native.decode_attention, _attention_obstacle),
+    _variant(native.causal_attention, _attention_obstacle),
+    _variant(native.write_tokens, _write_obstacle),
+    _variant(native.rope_norm_quantize, _rope_obstacle),
 )

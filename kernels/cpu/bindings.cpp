@@ -27,42 +27,47 @@ Optional optional(nb::handle item) { return item.is_none() ? Optional() : Option
 // From the named tuples of `kernels/formats.py`.
 afm::Packed packed(const nb::tuple& w) {
   return {nb::cast<afm::mx::array>(w[0]), nb::cast<int>(w[1]), nb::cast<std::string>(w[2]), optional(w[3]),
-          optional(w[4]),                 optional(w[5]),      optional(w[6])};
+          optional(w[4]),                 optional(w[5])};
 }
 
-std::optional<afm::LowRank> low_rank(nb::handle item) {
-  if (item.is_none()) return std::nullopt;
-  auto t = nb::cast<nb::tuple>(item);
+afm::LowRank low_rank(const nb::tuple& t) {
   std::vector<afm::Part> parts;
   for (nb::handle part : nb::cast<nb::tuple>(t[1])) {
     auto numbers = nb::cast<nb::tuple>(part);
     parts.push_back({nb::cast<int64_t>(numbers[0]), nb::cast<int64_t>(numbers[1]), nb::cast<int64_t>(numbers[2])});
   }
-  return afm::LowRank{nb::cast<std::vector<afm::mx::array>>(t[0]), std::move(parts), nb::cast<afm::mx::array>(t[2]),
-                      nb::cast<afm::mx::array>(t[3]), nb::cast<std::vector<int64_t>>(t[4])};
+  return {nb::cast<std::vector<afm::mx::array>>(t[0]), std::move(parts), nb::cast<afm::mx::array>(t[2]),
+          nb::cast<afm::mx::array>(t[3]), nb::cast<std::vector<int64_t>>(t[4])};
+}
+
+afm::ProductOptions product_options(const nb::tuple& t) {
+  std::vector<afm::LowRank> adapters;
+  for (nb::handle of_matrix : nb::cast<nb::tuple>(t[3])) adapters.push_back(low_rank(nb::cast<nb::tuple>(of_matrix)));
+  return {optional(t[0]), nb::cast<float>(t[1]), optional(t[2]), std::move(adapters), nb::cast<int>(t[4])};
+}
+
+afm::HeadOptions head_options(const nb::tuple& t) {
+  auto array = [&](int i) { return nb::cast<afm::mx::array>(t[i]); };
+  return {array(0), array(1), array(2), array(3), nb::cast<int>(t[4]), nb::cast<float>(t[5]), nb::cast<float>(t[6])};
 }
 
 void define_products(nb::module_& m) {
   m.def("packed_matmul",
-        [](const afm::mx::array& x, const nb::tuple& weight, const Optional& norm, float eps, const Optional& residual,
-           nb::object adapters, int activation_bits) {
-          return afm::packed_matmul({x, norm, eps, activation_bits}, packed(weight), residual, low_rank(adapters));
+        [](const afm::mx::array& x, const nb::tuple& weight, const nb::tuple& options) {
+          return afm::packed_matmul(x, packed(weight), product_options(options));
         },
-        "x"_a, "weight"_a, "norm"_a.none(), "eps"_a, "residual"_a.none(), "low_rank"_a.none(), "activation_bits"_a);
+        "x"_a, "weight"_a, "options"_a);
   m.def("packed_swiglu",
-        [](const afm::mx::array& x, const nb::tuple& gate, const nb::tuple& up, const Optional& norm, float eps,
-           nb::object of_gate, nb::object of_up, int activation_bits) {
-          return afm::packed_swiglu({x, norm, eps, activation_bits}, packed(gate), packed(up), low_rank(of_gate),
-                                    low_rank(of_up));
+        [](const afm::mx::array& x, const nb::tuple& gate, const nb::tuple& up, const nb::tuple& options) {
+          return afm::packed_swiglu(x, packed(gate), packed(up), product_options(options));
         },
-        "x"_a, "gate"_a, "up"_a, "norm"_a.none(), "eps"_a, "of_gate"_a.none(), "of_up"_a.none(), "activation_bits"_a);
-  m.def("packed_top_k",
-        [](const afm::mx::array& x, const nb::tuple& weight, int k, bool keep_axis, const Optional& norm, float eps,
-           int activation_bits) {
-          auto out = afm::packed_top_k({x, norm, eps, activation_bits}, packed(weight), k, keep_axis);
+        "x"_a, "gate"_a, "up"_a, "options"_a);
+  m.def("packed_argmax",
+        [](const afm::mx::array& x, const nb::tuple& weight, const nb::tuple& options) {
+          auto out = afm::packed_argmax(x, packed(weight), product_options(options));
           return nb::make_tuple(out[0], out[1]);
         },
-        "x"_a, "weight"_a, "k"_a, "keep_axis"_a, "norm"_a.none(), "eps"_a, "activation_bits"_a);
+        "x"_a, "weight"_a, "options"_a);
   m.def("packed_embedding",
         [](const afm::mx::array& tokens, const nb::tuple& weight, afm::mx::Dtype dtype) {
           return afm::packed_embedding(tokens, packed(weight), dtype);
@@ -141,13 +146,9 @@ NB_MODULE(_afm_cpu, m) {
   m.def("causal_attention", &afm::causal_attention, "queries"_a, "kv"_a, "key_scale"_a, "value_scale"_a);
   m.def("write_tokens", &afm::write_tokens, "buffer"_a, "tokens"_a, "lengths"_a);
   m.def("rope_norm_quantize",
-        [](const afm::mx::array& qkv, const afm::mx::array& q_weight, const afm::mx::array& k_weight,
-           const afm::Offset& offset, const afm::mx::array& key_scale, const afm::mx::array& value_scale,
-           int n_kv_heads, float theta, float eps) {
-          auto out = afm::rope_norm_quantize(qkv, q_weight, k_weight, offset, key_scale, value_scale, n_kv_heads,
-                                             theta, eps);
+        [](const afm::mx::array& qkv, const afm::Offset& offset, const nb::tuple& options) {
+          auto out = afm::rope_norm_quantize(qkv, offset, head_options(options));
           return nb::make_tuple(out[0], out[1]);
         },
-        "qkv"_a, "q_weight"_a, "k_weight"_a, "offset"_a, "key_scale"_a, "value_scale"_a, "n_kv_heads"_a, "theta"_a,
-        "eps"_a);
+        "qkv"_a, "offset"_a, "options"_a);
 }

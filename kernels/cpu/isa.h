@@ -119,8 +119,6 @@ struct Kernels {
 
   // x *= weight / sqrt(mean(x^2) + eps)
   void (*rms_norm)(float* x, const float* weight, float eps, int64_t count);
-  // x *= by
-  void (*multiply)(float* x, const float* by, int64_t count);
 
   // Digits of x in `layout`, the value of one unit in `scale`, and sums[g] = scale * the sum of group g.
   void (*quantize)(const float* x, int64_t cols, Layout layout, int64_t groups, int8_t* out, float* scale,

@@ -121,10 +121,6 @@ void rms_norm(float* x, const float* weight, float eps, int64_t count) {
   for (i = 0; i < count; ++i) x[i] *= factor * weight[i];
 }
 
-void multiply(float* x, const float* by, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) x[i] *= by[i];
-}
-
 void finish(float* out, const float* slope, float factor, const float* offset, float sum, int64_t count) {
   for (int64_t i = 0; i < count; ++i) out[i] = slope[i] * (factor * out[i]) + offset[i] * sum;
 }
@@ -369,7 +365,6 @@ inline Kernels common_kernels(const char* name) {
   k.load = load;
   k.store = store;
   k.rms_norm = rms_norm;
-  k.multiply = multiply;
   k.quantize = quantize;
   k.finish = finish;
   k.swiglu = swiglu;

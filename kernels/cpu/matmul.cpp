@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "isa.h"
@@ -51,14 +50,13 @@ struct Prepared {
   const float* scales = nullptr;  // (count,) value of one unit
   const float* sums = nullptr;    // (count, sum_groups)
   int64_t sum_groups = 1;
-  const float* floats = nullptr;  // (count, K) with the column scale; of Path::floats
-  const float* inputs = nullptr;  // (count, K) without it, for adapters; null where there are none
+  const float* floats = nullptr;  // (count, K), for Path::floats and adapters; null where nothing needs them
 
   const int8_t* vector(int64_t m) const { return digits + m * digit_bytes; }
 };
 
 struct PrepareScratch {
-  Scratch digits, arranged, scales, sums, floats, inputs, norm, columns;
+  Scratch digits, arranged, scales, sums, floats, norm;
   LowRankScratch low_rank[2];
 };
 
@@ -69,7 +67,7 @@ const float* loaded(Floats from, int64_t count, Scratch& scratch) {
   return out;
 }
 
-// `adapted`: whether adapters need the vectors as well.
+// `adapted`: whether adapters need the vectors as floats.
 Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int64_t start, int64_t count,
                  PrepareScratch& scratch) {
   const Kernels& k = kernels();
@@ -85,21 +83,17 @@ Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int6
   out.digit_bytes = integers ? digit_bytes(out.layout, cols) : 0;
 
   const float* norm = loaded(x.norm, cols, scratch.norm);
-  const float* columns = loaded(w.column_scale, cols, scratch.columns);
   int8_t* digits = scratch.digits.get<int8_t>(count * out.digit_bytes);
   float* scales = scratch.scales.get<float>(count);
   float* sums = scratch.sums.get<float>(count * out.sum_groups);
-  float* floats = scratch.floats.get<float>(integers ? 0 : count * cols);
-  float* inputs = adapted ? scratch.inputs.get<float>(count * cols) : nullptr;
+  float* floats = adapted || !integers ? scratch.floats.get<float>(count * cols) : nullptr;
 
   auto prepare_vectors = [&](int64_t begin, int64_t end) {
     static thread_local Scratch own;
     for (int64_t m = begin; m < end; ++m) {
-      float* v = integers ? own.get<float>(cols) : floats + m * cols;
+      float* v = floats == nullptr ? own.get<float>(cols) : floats + m * cols;
       k.load(x.x, (start + m) * x.stride, cols, v);
       if (norm != nullptr) k.rms_norm(v, norm, x.eps, cols);
-      if (adapted) std::memcpy(inputs + m * cols, v, cols * sizeof(float));
-      if (columns != nullptr) k.multiply(v, columns, cols);
       if (integers) {
         k.quantize(v, cols, out.layout, out.sum_groups, digits + m * out.digit_bytes, scales + m,
                    sums + m * out.sum_groups);
@@ -128,8 +122,7 @@ Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int6
   }
   out.scales = scales;
   out.sums = sums;
-  out.floats = integers ? nullptr : floats;
-  out.inputs = inputs;
+  out.floats = floats;
   return out;
 }
 
@@ -154,7 +147,7 @@ void load_per_row(const PackedMatrix& w, Floats from, int64_t begin, int64_t end
   }
 }
 
-// Row `row` as float32, without the column scale.
+// Row `row` as float32.
 void expand_row(const PackedMatrix& w, int64_t row, float* out) {
   const Kernels& k = kernels();
   static thread_local Scratch of_table, of_scales, of_biases;
@@ -316,7 +309,7 @@ void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const 
   static thread_local PrepareScratch scratch;
   for_vectors(x, w, [&](int64_t start, int64_t count) {
     const Prepared prepared = prepare(x, w, adapters.count > 0, start, count, scratch);
-    LowRankProduct low_rank(adapters, w, prepared.inputs, start, count, x.rows, scratch.low_rank[0]);
+    LowRankProduct low_rank(adapters, w, prepared.floats, start, count, x.rows, scratch.low_rank[0]);
     for_rows(w, count, low_rank, nullptr, [&](int64_t begin, int64_t end) {
       static thread_local RowScratch own;
       const int64_t rows = end - begin;
@@ -338,15 +331,15 @@ void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const 
 void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& up, const Adapters& of_gate,
             const Adapters& of_up, void* y, Number type) {
   static thread_local PrepareScratch scratch, second_scratch;
-  // One set of digits serves both unless they scale columns, or group them, differently.
-  const bool alike = gate.column_scale.data == up.column_scale.data && gate.groups == up.groups &&
-                     gate.bits == up.bits && path_of(gate, x.rows) == path_of(up, x.rows);
+  // One set of digits serves both unless bits or groups differ.
+  const bool alike =
+      gate.groups == up.groups && gate.bits == up.bits && path_of(gate, x.rows) == path_of(up, x.rows);
   for_vectors(x, gate, [&](int64_t start, int64_t count) {
     const bool adapted = of_gate.count > 0 || of_up.count > 0;
     const Prepared of_g = prepare(x, gate, adapted, start, count, scratch);
     const Prepared of_u = alike ? of_g : prepare(x, up, false, start, count, second_scratch);
-    LowRankProduct gate_low_rank(of_gate, gate, of_g.inputs, start, count, x.rows, scratch.low_rank[0]);
-    LowRankProduct up_low_rank(of_up, up, of_g.inputs, start, count, x.rows, scratch.low_rank[1]);
+    LowRankProduct gate_low_rank(of_gate, gate, of_g.floats, start, count, x.rows, scratch.low_rank[0]);
+    LowRankProduct up_low_rank(of_up, up, of_g.floats, start, count, x.rows, scratch.low_rank[1]);
     for_rows(gate, count, gate_low_rank, &up_low_rank, [&](int64_t begin, int64_t end) {
       static thread_local RowScratch own;
       const int64_t rows = end - begin;
@@ -365,82 +358,60 @@ void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& 
 namespace {
 
 struct Candidate {
-  float value;
-  uint32_t index;
+  float value = -std::numeric_limits<float>::infinity();
+  uint32_t index = std::numeric_limits<uint32_t>::max();
+
+  // The larger value, or the lower index.
+  bool beats(const Candidate& other) const {
+    return value > other.value || (value == other.value && index < other.index);
+  }
 };
 
-// Sorts before: the larger value, or the lower index.
-bool before(const Candidate& a, const Candidate& b) {
-  return a.value > b.value || (a.value == b.value && a.index < b.index);
+// The largest of `values`, whose indices count from `first` on.
+Candidate largest(const float* values, int64_t count, int64_t first) {
+  Candidate best{-std::numeric_limits<float>::infinity(), static_cast<uint32_t>(first)};
+  for (int64_t i = 0; i < count; ++i) {
+    // A NaN becomes the largest, so that whoever looks at the result sees it.
+    const float value = std::isnan(values[i]) ? std::numeric_limits<float>::infinity() : values[i];
+    if (value > best.value) best = {value, static_cast<uint32_t>(first + i)};
+  }
+  return best;
 }
-
-// The k first of what was offered, as a heap with the last of them on top.
-class Best {
- public:
-  void offer(const float* values, int64_t count, int64_t first_index, size_t k) {
-    for (int64_t i = 0; i < count; ++i) {
-      // What is no number comes first, so that whoever looks at the largest sees it.
-      const float value = std::isnan(values[i]) ? std::numeric_limits<float>::infinity() : values[i];
-      if (heap_.size() == k && !(value >= heap_.front().value)) continue;
-      offer({value, static_cast<uint32_t>(first_index + i)}, k);
-    }
-  }
-  void offer(Candidate candidate, size_t k) {
-    if (heap_.size() == k) {
-      if (!before(candidate, heap_.front())) return;
-      std::pop_heap(heap_.begin(), heap_.end(), before);
-      heap_.back() = candidate;
-    } else {
-      heap_.push_back(candidate);
-    }
-    std::push_heap(heap_.begin(), heap_.end(), before);
-  }
-  std::vector<Candidate>& all() { return heap_; }
-
- private:
-  std::vector<Candidate> heap_;
-};
 
 }  // namespace
 
-void top_k(const Activations& x, const PackedMatrix& w, int64_t k, uint32_t* indices, float* values) {
+void argmax(const Activations& x, const PackedMatrix& w, uint32_t* indices, float* values) {
   static thread_local PrepareScratch scratch;
   ThreadPool& pool = ThreadPool::shared();
   for_vectors(x, w, [&](int64_t start, int64_t count) {
     const Prepared prepared = prepare(x, w, false, start, count, scratch);
-    std::vector<Best> best(static_cast<size_t>(pool.threads() * count));
+    std::vector<Candidate> best(static_cast<size_t>(pool.threads() * count));  // of every thread
     auto body = [&](int64_t begin, int64_t end, int thread) {
       static thread_local RowScratch own;
       const int64_t rows = end - begin;
       float* product = own.product.get<float>(count * rows);
       multiply(prepared, w, begin, end, {}, product, own);
       for (int64_t m = 0; m < count; ++m) {
-        best[thread * count + m].offer(product + m * rows, rows, begin, static_cast<size_t>(k));
+        const Candidate found = largest(product + m * rows, rows, begin);
+        if (found.beats(best[thread * count + m])) best[thread * count + m] = found;
       }
     };
     pool.parallel_for(w.rows, rows_at_once(w, count), body, w.cols * count);
     for (int64_t m = 0; m < count; ++m) {
-      std::vector<Candidate>& found = best[m].all();
+      Candidate& first = best[m];
       for (int t = 1; t < pool.threads(); ++t) {
-        const std::vector<Candidate>& more = best[t * count + m].all();
-        found.insert(found.end(), more.begin(), more.end());
+        if (best[t * count + m].beats(first)) first = best[t * count + m];
       }
-      std::partial_sort(found.begin(), found.begin() + k, found.end(), before);
-      for (int64_t i = 0; i < k; ++i) {
-        indices[(start + m) * k + i] = found[i].index;
-        values[(start + m) * k + i] = found[i].value;
-      }
+      indices[start + m] = first.index;
+      values[start + m] = first.value;
     }
   });
 }
 
 void dequantize_row(const PackedMatrix& w, int64_t row, void* out, Number type) {
-  static thread_local Scratch of_row, of_columns;
-  float* values = of_row.get<float>(w.cols);
+  static thread_local Scratch scratch;
+  float* values = scratch.get<float>(w.cols);
   expand_row(w, row, values);
-  if (const float* columns = loaded(w.column_scale, w.cols, of_columns)) {
-    kernels().multiply(values, columns, w.cols);
-  }
   kernels().store(values, w.cols, out, 0, type);
 }
 

@@ -42,7 +42,6 @@ struct PackedMatrix {
   Floats biases;        // of an affine matrix, as `scales`
   Floats table;         // (tables, 2**bits) of a palette
   int64_t tables = 0;   // N / tables rows share a table
-  Floats column_scale;  // (K,) or absent
 };
 
 constexpr int64_t kBlock = 16;
@@ -86,9 +85,9 @@ void matmul(const Activations& x, const PackedMatrix& weight, Floats residual, c
 void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& up,
             const Adapters& of_gate, const Adapters& of_up, void* y, Number type);
 
-// The k largest of each vector's N products, largest first, the lower index first on a tie.
-// indices and values are (M, k), 1 <= k <= N; a NaN counts as less than anything.
-void top_k(const Activations& x, const PackedMatrix& weight, int64_t k, uint32_t* indices, float* values);
+// The largest of each vector's N >= 1 products and its row, the lowest on a tie; a NaN counts as infinity.
+// indices and values are (M,).
+void argmax(const Activations& x, const PackedMatrix& weight, uint32_t* indices, float* values);
 
 // The K numbers that row `row` stands for. For one thread: callers share rows among threads.
 void dequantize_row(const PackedMatrix& weight, int64_t row, void* out, Number type);

@@ -235,10 +235,8 @@ mx::array causal_attention(const mx::array& queries, const mx::array& kv, const 
                    {queries, kv, key_scale, value_scale});
 }
 
-std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const mx::array& q_weight,
-                                          const mx::array& k_weight, const Offset& offset,
-                                          const mx::array& key_scale, const mx::array& value_scale,
-                                          int n_kv_heads, float theta, float eps) {
+std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const Offset& offset, const HeadOptions& options) {
+  const auto& [q_weight, k_weight, key_scale, value_scale, n_kv_heads, theta, eps] = options;
   number_type(qkv, "qkv");
   number_type(q_weight, "the queries' norm");
   number_type(k_weight, "the keys' norm");

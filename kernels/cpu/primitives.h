@@ -32,21 +32,25 @@ mx::array decode_attention(const mx::array& queries, const mx::array& kv, const 
 mx::array causal_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
                            const mx::array& value_scale);
 
-// Queries, and codes as above.
-std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const mx::array& q_weight,
-                                          const mx::array& k_weight, const Offset& offset,
-                                          const mx::array& key_scale, const mx::array& value_scale,
-                                          int n_kv_heads, float theta, float eps);
+// See `HeadOptions` in `kernels/formats.py`.
+struct HeadOptions {
+  mx::array q_weight, k_weight, key_scale, value_scale;
+  int n_kv_heads;
+  float theta, eps;
+};
+
+// Queries, and codes of keys and values as in `decode_attention`.
+std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const Offset& offset, const HeadOptions& options);
 
 // Columns [lengths - L, lengths) of a buffer (B, heads, capacity, head_dim) become tokens (B, heads, L, head_dim).
 mx::array write_tokens(const mx::array& buffer, const mx::array& tokens, const mx::array& lengths);
 
-// See `PackedWeight` and `LowRank` in `kernels/formats.py`.
+// See `PackedWeight`, `LowRank` and `ProductOptions` in `kernels/formats.py`.
 struct Packed {
   mx::array codes;
   int bits;
   std::string mode;
-  std::optional<mx::array> scales, biases, table, column_scale;
+  std::optional<mx::array> scales, biases, table;
 };
 
 struct Part {
@@ -60,22 +64,20 @@ struct LowRank {
   std::vector<int64_t> sections;
 };
 
-// What is multiplied, after an RMSNorm where there is a weight of one.
-struct Input {
-  mx::array x;
+struct ProductOptions {
   std::optional<mx::array> norm;
   float eps;
+  std::optional<mx::array> residual;
+  std::vector<LowRank> adapters;
   int activation_bits;
 };
 
-mx::array packed_matmul(const Input& x, const Packed& weight, const std::optional<mx::array>& residual,
-                        const std::optional<LowRank>& low_rank);
+mx::array packed_matmul(const mx::array& x, const Packed& weight, const ProductOptions& options);
 
-mx::array packed_swiglu(const Input& x, const Packed& gate, const Packed& up, const std::optional<LowRank>& of_gate,
-                        const std::optional<LowRank>& of_up);
+mx::array packed_swiglu(const mx::array& x, const Packed& gate, const Packed& up, const ProductOptions& options);
 
-// Indices and products; without `keep_axis`, k is 1 and has no axis.
-std::vector<mx::array> packed_top_k(const Input& x, const Packed& weight, int k, bool keep_axis);
+// Indices and products.
+std::vector<mx::array> packed_argmax(const mx::array& x, const Packed& weight, const ProductOptions& options);
 
 mx::array packed_embedding(const mx::array& tokens, const Packed& weight, mx::Dtype dtype);
 

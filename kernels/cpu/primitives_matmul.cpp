@@ -58,11 +58,11 @@ class Data {
 // Where a packed matrix is among the inputs.
 struct MatrixPlace {
   PackedMatrix shape;
-  int codes, scales, biases, table, column_scale;
+  int codes, scales, biases, table;
 
   bool same(const MatrixPlace& other) const {
     return shape.bits == other.shape.bits && shape.mode == other.shape.mode && scales == other.scales &&
-           biases == other.biases && table == other.table && column_scale == other.column_scale;
+           biases == other.biases && table == other.table;
   }
 
   PackedMatrix matrix(Data& data) const {
@@ -71,7 +71,6 @@ struct MatrixPlace {
     matrix.scales = data.floats(scales);
     matrix.biases = data.floats(biases);
     matrix.table = data.floats(table);
-    matrix.column_scale = data.floats(column_scale);
     return matrix;
   }
 };
@@ -111,14 +110,11 @@ MatrixPlace place(const Packed& weight, Inputs& inputs) {
       require(weight.biases && weight.biases->shape() == scales.shape(), "biases must have the scales' shape");
     }
   }
-  require(!weight.column_scale || (weight.column_scale->ndim() == 1 && weight.column_scale->shape(0) == shape.cols),
-          "column_scale must be (K,), K = ", shape.cols);
   bool palette = shape.mode == Mode::palette;
   place.codes = inputs.add(weight.codes);
   place.scales = palette ? -1 : inputs.add_numbers(weight.scales, "scales");
   place.biases = shape.mode == Mode::affine ? inputs.add_numbers(weight.biases, "biases") : -1;
   place.table = palette ? inputs.add_numbers(weight.table, "a palette's table") : -1;
-  place.column_scale = inputs.add_numbers(weight.column_scale, "column_scale");
   return place;
 }
 
@@ -170,11 +166,12 @@ void check(const mx::array& numbers, const Part& part, int64_t sections, const P
           " on, must start at a multiple of ", kBlock, " and lie in its ", size, " numbers");
 }
 
-AdaptersPlace place(const std::optional<LowRank>& low_rank, const mx::array& x, const PackedMatrix& weight,
+// The adapters of one of the matrices.
+AdaptersPlace place(const ProductOptions& options, size_t matrix, const mx::array& x, const PackedMatrix& weight,
                     Inputs& inputs) {
   AdaptersPlace place;
-  if (!low_rank) return place;
-  const auto& [numbers, parts, scales, slots, sections] = *low_rank;
+  if (options.adapters.empty()) return place;
+  const auto& [numbers, parts, scales, slots, sections] = options.adapters[matrix];
   const size_t count = numbers.size();
   require(count >= 1 && count <= kMaxAdapters, count, " adapters; from 1 to ", kMaxAdapters, " can run at once");
   require(parts.size() == count, count, " adapters need as many parts, not ", parts.size());
@@ -217,16 +214,19 @@ struct ActivationsPlace {
   }
 };
 
-ActivationsPlace place(const Input& input, const PackedMatrix& weight, Inputs& inputs) {
-  require(input.x.ndim() > 0 && input.x.shape(-1) == weight.cols, "x has ",
-          input.x.ndim() > 0 ? input.x.shape(-1) : 0, " inputs, the matrix ", weight.cols);
-  require(!input.norm || (input.norm->ndim() == 1 && input.norm->shape(0) == weight.cols),
+// For a product with one or more matrices of the width of `weight`.
+ActivationsPlace place(const mx::array& x, const ProductOptions& options, size_t matrices, const PackedMatrix& weight,
+                       Inputs& inputs) {
+  const auto& [norm, eps, residual, adapters, activation_bits] = options;
+  require(x.ndim() > 0 && x.shape(-1) == weight.cols, "x has ", x.ndim() > 0 ? x.shape(-1) : 0,
+          " inputs, the matrix ", weight.cols);
+  require(!norm || (norm->ndim() == 1 && norm->shape(0) == weight.cols),
           "the norm's weight must be (K,), K = ", weight.cols);
-  require(input.activation_bits == 16 || input.activation_bits == 8, "activation_bits are ", input.activation_bits,
+  require(activation_bits == 16 || activation_bits == 8, "activation_bits are ", activation_bits,
           "; 16 or 8 can run");
-  ActivationsPlace place = {inputs.add_numbers(input.x, "x"), inputs.add_numbers(input.norm, "the norm's weight"),
-                            input.eps, input.activation_bits / 8};
-  return place;
+  require(adapters.empty() || adapters.size() == matrices, "adapters of ", adapters.size(), " matrices, not of ",
+          matrices);
+  return {inputs.add_numbers(x, "x"), inputs.add_numbers(norm, "the norm's weight"), eps, activation_bits / 8};
 }
 
 // An operation whose task reads its inputs through `Data`.
@@ -333,37 +333,33 @@ class Swiglu : public MatmulPrimitive {
   AdaptersPlace of_gate_, of_up_;
 };
 
-class TopK : public MatmulPrimitive {
+class Argmax : public MatmulPrimitive {
  public:
-  TopK(mx::Stream stream, ActivationsPlace x, MatrixPlace weight, int k, bool keep_axis)
-      : MatmulPrimitive(stream), x_(x), weight_(weight), k_(k), keep_axis_(keep_axis) {}
+  Argmax(mx::Stream stream, ActivationsPlace x, MatrixPlace weight) : MatmulPrimitive(stream), x_(x), weight_(weight) {}
 
-  const char* name() const override { return "AfmPackedTopK"; }
+  const char* name() const override { return "AfmPackedArgmax"; }
 
   bool is_equivalent(const mx::Primitive& other) const override {
-    auto& op = static_cast<const TopK&>(other);
-    return x_.same(op.x_) && weight_.same(op.weight_) && k_ == op.k_ && keep_axis_ == op.keep_axis_;
+    auto& op = static_cast<const Argmax&>(other);
+    return x_.same(op.x_) && weight_.same(op.weight_);
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
     mx::Shape shape = inputs[x_.x].shape();
     shape.pop_back();
-    if (keep_axis_) shape.push_back(k_);
     return {shape, shape};
   }
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
-    dispatch(inputs, outputs, [x = x_, weight = weight_, k = k_](Data& data, auto& out) {
-      top_k(x.activations(data), weight.matrix(data), k, reinterpret_cast<uint32_t*>(out[0]),
-            reinterpret_cast<float*>(out[1]));
+    dispatch(inputs, outputs, [x = x_, weight = weight_](Data& data, auto& out) {
+      argmax(x.activations(data), weight.matrix(data), reinterpret_cast<uint32_t*>(out[0]),
+             reinterpret_cast<float*>(out[1]));
     });
   }
 
  private:
   ActivationsPlace x_;
   MatrixPlace weight_;
-  int k_;
-  bool keep_axis_;
 };
 
 class Embedding : public MatmulPrimitive {
@@ -408,42 +404,39 @@ class Embedding : public MatmulPrimitive {
 
 }  // namespace
 
-mx::array packed_matmul(const Input& x, const Packed& weight, const std::optional<mx::array>& residual,
-                        const std::optional<LowRank>& low_rank) {
+mx::array packed_matmul(const mx::array& x, const Packed& weight, const ProductOptions& options) {
   Inputs inputs;
   MatrixPlace matrix = place(weight, inputs);
-  ActivationsPlace activations = place(x, matrix.shape, inputs);
-  mx::Shape shape = x.x.shape();
+  ActivationsPlace activations = place(x, options, 1, matrix.shape, inputs);
+  mx::Shape shape = x.shape();
   shape.back() = weight.codes.shape(0);
-  require(!residual || residual->shape() == shape, "the residual must have the result's shape");
-  int residual_place = inputs.add_numbers(residual, "the residual");
-  AdaptersPlace adapters = place(low_rank, x.x, matrix.shape, inputs);
-  auto op = std::make_shared<Matmul>(cpu_stream(), activations, matrix, residual_place, std::move(adapters));
-  return mx::array(std::move(shape), x.x.dtype(), std::move(op), std::move(inputs.arrays));
+  require(!options.residual || options.residual->shape() == shape, "the residual must have the result's shape");
+  int residual = inputs.add_numbers(options.residual, "the residual");
+  AdaptersPlace adapters = place(options, 0, x, matrix.shape, inputs);
+  auto op = std::make_shared<Matmul>(cpu_stream(), activations, matrix, residual, std::move(adapters));
+  return mx::array(std::move(shape), x.dtype(), std::move(op), std::move(inputs.arrays));
 }
 
-mx::array packed_swiglu(const Input& x, const Packed& gate, const Packed& up, const std::optional<LowRank>& of_gate,
-                        const std::optional<LowRank>& of_up) {
+mx::array packed_swiglu(const mx::array& x, const Packed& gate, const Packed& up, const ProductOptions& options) {
   Inputs inputs;
   MatrixPlace gates = place(gate, inputs), ups = place(up, inputs);
   require(gates.shape.rows == ups.shape.rows && gates.shape.cols == ups.shape.cols,
           "gate and up must have one shape");
-  ActivationsPlace activations = place(x, gates.shape, inputs);
-  AdaptersPlace gate_adapters = place(of_gate, x.x, gates.shape, inputs);
-  AdaptersPlace up_adapters = place(of_up, x.x, ups.shape, inputs);
-  mx::Shape shape = x.x.shape();
+  ActivationsPlace activations = place(x, options, 2, gates.shape, inputs);
+  AdaptersPlace of_gate = place(options, 0, x, gates.shape, inputs);
+  AdaptersPlace of_up = place(options, 1, x, ups.shape, inputs);
+  mx::Shape shape = x.shape();
   shape.back() = gate.codes.shape(0);
-  auto op = std::make_shared<Swiglu>(cpu_stream(), activations, gates, ups, std::move(gate_adapters),
-                                     std::move(up_adapters));
-  return mx::array(std::move(shape), x.x.dtype(), std::move(op), std::move(inputs.arrays));
+  auto op = std::make_shared<Swiglu>(cpu_stream(), activations, gates, ups, std::move(of_gate), std::move(of_up));
+  return mx::array(std::move(shape), x.dtype(), std::move(op), std::move(inputs.arrays));
 }
 
-std::vector<mx::array> packed_top_k(const Input& x, const Packed& weight, int k, bool keep_axis) {
+std::vector<mx::array> packed_argmax(const mx::array& x, const Packed& weight, const ProductOptions& options) {
   Inputs inputs;
   MatrixPlace matrix = place(weight, inputs);
-  ActivationsPlace activations = place(x, matrix.shape, inputs);
-  require(k >= 1 && k <= matrix.shape.rows, "k is ", k, "; it must be from 1 to ", matrix.shape.rows);
-  auto op = std::make_shared<TopK>(cpu_stream(), activations, matrix, k, keep_axis);
+  ActivationsPlace activations = place(x, options, 1, matrix.shape, inputs);
+  require(matrix.shape.rows > 0, "the matrix has no rows");
+  auto op = std::make_shared<Argmax>(cpu_stream(), activations, matrix);
   auto shapes = op->output_shapes(inputs.arrays);
   return mx::array::make_arrays(std::move(shapes), {mx::uint32, mx::float32}, op, inputs.arrays);
 }

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case, Variant
-from afm_mlx.kernels.formats import KeyValues, PackedWeight, QueryRope
+from afm_mlx.kernels.formats import HeadOptions, KeyValues, PackedWeight, QueryRope
 from afm_mlx.kernels.metal import runtime
 from afm_mlx.kernels.metal.runtime import Kernel
 
@@ -27,12 +27,12 @@ THREADGROUPS = 256  # that fill the largest chip; more splits only cost their me
 
 _EMBEDDING = Kernel(
     "embedding",
-    ("tokens", "codes", "scales", "biases", "table", "column_scale"),
+    ("tokens", "codes", "scales", "biases", "table"),
     ("out",),
 )
 _ROPE = Kernel(
     "rope_norm_quantize",
-    ("qkv", "q_weight", "k_weight", "offset", "key_scale", "value_scale", "constants"),
+    ("qkv", "offset", "q_weight", "k_weight", "key_scale", "value_scale", "constants"),
     ("queries", "codes"),
     headers=("common", "rope"),
 )
@@ -83,7 +83,7 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
         weight.codes,
         *(
             (given if array is None else array).reshape(-1)
-            for array in (weight.scales, weight.biases, weight.table, weight.column_scale)
+            for array in (weight.scales, weight.biases, weight.table)
         ),
     ]
     (out,) = runtime.launch(
@@ -94,7 +94,6 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
             ("bits", weight.bits),
             ("palette", weight.mode == "palette"),
             ("affine", weight.mode == "affine"),
-            ("scaled", weight.column_scale is not None),
         ),
         grid=(-(-words // threads) * threads, tokens.size, 1),
         threadgroup=(threads, 1, 1),
@@ -108,28 +107,22 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
 
 
 def rope_norm_quantize(
-    qkv: mx.array,
-    q_weight: mx.array,
-    k_weight: mx.array,
-    offset: int | mx.array,
-    scales: tuple[mx.array, mx.array],
-    n_kv_heads: int,
-    theta: float,
-    eps: float,
+    qkv: mx.array, offset: int | mx.array, options: HeadOptions
 ) -> tuple[mx.array, mx.array]:
     """See `reference.rope_norm_quantize`. One dispatch.
 
     Nothing is rounded between the projection and the codes, so a key that lies between two of them may
     get the other one than by way of `rope_norm` in a narrow dtype.
     """
+    *arrays, n_kv_heads, theta, eps = options
     batch, length, width = qkv.shape
-    head_dim = q_weight.shape[0]
+    head_dim = options.q_weight.shape[0]
     heads = width // head_dim
     n_heads = heads - 2 * n_kv_heads
     offsets = _position(offset) if isinstance(offset, int) else offset.reshape(-1)
     queries, codes = runtime.launch(
         _ROPE,
-        [qkv, q_weight, k_weight, offsets, *scales, _constants(theta, eps)],
+        [qkv, offsets, *arrays, _constants(theta, eps)],
         template=(
             ("T", qkv.dtype),
             ("head_dim", head_dim),
@@ -156,7 +149,7 @@ def _rope_obstacle(case: Case) -> str | None:
 # -- attention of one new token per row
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """How `attention_decode` divides its work.
 
     Args:
@@ -173,7 +166,7 @@ class Plan(NamedTuple):
 
 
 @functools.cache
-def plan(batch: int, n_heads: int, n_kv_heads: int, capacity: int, head_dim: int) -> Plan:
+def plan(batch: int, n_heads: int, n_kv_heads: int, capacity: int, head_dim: int) -> AttentionPlan:
     """The division of work for a cache's shape."""
     group = n_heads // n_kv_heads
     single = capacity <= SINGLE_PASS
@@ -186,7 +179,7 @@ def plan(batch: int, n_heads: int, n_kv_heads: int, capacity: int, head_dim: int
     while lanes * units * 4 < head_dim:
         lanes *= 2
     units = -(-head_dim // (4 * lanes))
-    return Plan(heads, lanes, units, 1 if single else splits)
+    return AttentionPlan(heads, lanes, units, 1 if single else splits)
 
 
 def decode_attention(

@@ -13,6 +13,5 @@ const uint word = codes[row * words + w];
 UNROLL for (uint i = 0; i < F::PER_WORD; i++) {
   const uint k = w * F::PER_WORD + i;
   const float number = matrix.number(row, k, (word >> (BITS * i)) & F::MASK);
-  out[n * words * F::PER_WORD + k] =
-      static_cast<T>(COLUMN_SCALE ? number * float(column_scale[k]) : number);
+  out[n * words * F::PER_WORD + k] = static_cast<T>(number);
 }

@@ -4,7 +4,6 @@
 // codes          (N, K * bits / 32) uint32
 // scales         (1,), (N,) or (N * K / group_size,), and biases with `affine`
 // table          (T * 2 ** bits,) with `palette`; N / T rows share a table
-// column_scale   (K,) with `scaled`
 // out            (tokens, K) O
 constexpr uint CODES = 32 / bits;
 
@@ -30,9 +29,6 @@ if (word < words) {
       const uint group = row * row_groups + column / group_size;
       value = affine ? float(scales[group]) * float(code) + float(biases[group])
                      : float(scales[group]) * (float(code) - float((1 << bits) - 1) * 0.5f);
-    }
-    if (scaled) {
-      value *= float(column_scale[column]);
     }
     out[(size_t(token) * words + word) * CODES + i] = static_cast<O>(value);
   }

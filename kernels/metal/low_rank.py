@@ -28,14 +28,11 @@ _SHRINK = Kernel(
 _TABLES = 4096
 
 
-def adapters_of(*low_rank: LowRank | None) -> tuple[LowRank, ...]:
-    """What a kernel has to add: the adapters of one matrix or of a pair, nothing when all ranks are 0."""
-    given = tuple(each for each in low_rank if each is not None)
-    return given if any(each.rank for each in given) else ()
-
-
-def is_pair(gate: LowRank, up: LowRank) -> bool:
-    """Whether one kernel can add both: it gets one set of adapters, and only one matrix of a kind."""
+def is_pair(adapters: tuple[LowRank, ...]) -> bool:
+    """Whether one kernel can add gate's and up's: it gets one set of adapters, and only plain matrices."""
+    if not adapters:
+        return True
+    gate, up = adapters
     arrays = (gate.scales, gate.slots, *gate.numbers), (up.scales, up.slots, *up.numbers)
     return (
         len(gate.sections) == len(up.sections) == 1

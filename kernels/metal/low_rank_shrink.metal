@@ -7,7 +7,7 @@ const uint rows = threads_per_grid.z;
 const uint j = thread_position_in_grid.y;
 const uint m = thread_position_in_grid.z;
 const uint lane = thread_index_in_simdgroup;
-auto vectors = make_vectors<NORM, false>(x, norm, norm, eps[0]);
+auto vectors = make_vectors<NORM>(x, norm, eps[0]);
 auto table = make_parts(parts);
 
 const uint slot = slots[m * slots_shape[0] / rows];

@@ -9,13 +9,14 @@ many rows   the matrix is unpacked block by block for `mx.matmul`, or left to `m
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case, Variant
-from afm_mlx.kernels.formats import LowRank, PackedWeight
+from afm_mlx.kernels.formats import PackedWeight, ProductOptions
 from afm_mlx.kernels.metal import head, products, unpacked
-from afm_mlx.kernels.metal.low_rank import adapters_of, is_pair
+from afm_mlx.kernels.metal.low_rank import is_pair
 from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
 from afm_mlx.kernels.mlx import GROUPS
 
@@ -24,49 +25,22 @@ DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 Fused = Callable[[Product, mx.Dtype], mx.array]
 
 
-def _fused_matmul(multiply: Fused) -> Callable[..., mx.array]:
-    """`packed_matmul` by one of the kernels that fuse all of it."""
-
-    def packed_matmul(
-        x: mx.array,
-        weight: PackedWeight,
-        *,
-        norm: mx.array | None = None,
-        eps: float = 1e-5,
-        residual: mx.array | None = None,
-        low_rank: LowRank | None = None,
-        activation_bits: int = 16,
-    ) -> mx.array:
-        adapters = adapters_of(low_rank)
-        return multiply(Product(x, (weight,), norm, eps, residual, adapters), x.dtype)
-
-    return packed_matmul
+def packed_matmul(
+    multiply: Fused, x: mx.array, weight: PackedWeight, options: ProductOptions
+) -> mx.array:
+    """See `reference.packed_matmul`: all of it by one kernel."""
+    return multiply(Product(x, (weight,), options), x.dtype)
 
 
-def _fused_swiglu(multiply: Fused) -> Callable[..., mx.array]:
-    """`packed_swiglu` by one of the kernels that fuse all of it."""
-
-    def packed_swiglu(
-        x: mx.array,
-        gate: PackedWeight,
-        up: PackedWeight,
-        *,
-        norm: mx.array | None = None,
-        eps: float = 1e-5,
-        low_rank: tuple[LowRank, LowRank] | None = None,
-        activation_bits: int = 16,
-    ) -> mx.array:
-        adapters = low_rank or (None, None)
-        if _is_pair(gate, up) and (low_rank is None or is_pair(*low_rank)):
-            product = Product(x, (gate, up), norm, eps, adapters=adapters_of(*adapters))
-            return multiply(product, x.dtype)
-        g, u = (
-            multiply(Product(x, (weight,), norm, eps, adapters=adapters_of(of_weight)), mx.float32)
-            for weight, of_weight in zip((gate, up), adapters, strict=True)
-        )
-        return unpacked.silu_product(g, u).astype(x.dtype)
-
-    return packed_swiglu
+def packed_swiglu(
+    multiply: Fused, x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions
+) -> mx.array:
+    """See `reference.packed_swiglu`: all of it by one kernel if the two matrices are alike."""
+    if _is_pair(gate, up) and is_pair(options.adapters):
+        return multiply(Product(x, (gate, up), options), x.dtype)
+    g = multiply(Product(x, (gate,), options.of_matrix(0)), mx.float32)
+    u = multiply(Product(x, (up,), options.of_matrix(1)), mx.float32)
+    return unpacked.silu_product(g, u).astype(x.dtype)
 
 
 def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
@@ -76,7 +50,7 @@ def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
         arrays = products.matrix_arrays(weight)
         return [products.format_template(weight), *((a.dtype, a.shape) for a in arrays)]
 
-    return format_of(gate) == format_of(up) and gate.column_scale is up.column_scale
+    return format_of(gate) == format_of(up)
 
 
 # -- which cases they take
@@ -111,15 +85,14 @@ def _mlx_obstacle(case: Case) -> str | None:
 _few, _some = _up_to(VECTOR_ROWS), _up_to(MATRIX_ROWS)
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant("packed_matmul", "metal/vector", _fused_matmul(products.vector), _few),
-    Variant("packed_matmul", "metal/matrix", _fused_matmul(products.matrix), _some),
+    Variant("packed_matmul", "metal/vector", partial(packed_matmul, products.vector), _few),
+    Variant("packed_matmul", "metal/matrix", partial(packed_matmul, products.matrix), _some),
     Variant("packed_matmul", "metal/mlx_quantized", unpacked.mlx_matmul, _mlx_obstacle),
     Variant("packed_matmul", "metal/unpacked", unpacked.matmul, _obstacle),
-    Variant("packed_swiglu", "metal/swiglu_vector", _fused_swiglu(products.vector), _few),
-    Variant("packed_swiglu", "metal/swiglu_matrix", _fused_swiglu(products.matrix), _some),
+    Variant("packed_swiglu", "metal/swiglu_vector", partial(packed_swiglu, products.vector), _few),
+    Variant("packed_swiglu", "metal/swiglu_matrix", partial(packed_swiglu, products.matrix), _some),
     Variant("packed_swiglu", "metal/swiglu_mlx_quantized", unpacked.mlx_swiglu, _mlx_obstacle),
     Variant("packed_swiglu", "metal/swiglu_unpacked", unpacked.swiglu, _obstacle),
     Variant("packed_argmax", "metal/argmax", head.argmax, _few),
     Variant("packed_argmax", "metal/argmax_of_products", head.argmax_of_products, _obstacle),
-    Variant("packed_top_k", "metal/top_k", head.top_k, _obstacle),
 )

@@ -10,7 +10,7 @@ const uint winner = thread_position_in_grid.y;
 const uint winners = threads_per_grid.y;
 
 auto matrix = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
-auto vectors = make_vectors<NORM, COLUMN_SCALE>(x, norm, column_scale, eps[0]);
+auto vectors = make_vectors<NORM>(x, norm, eps[0]);
 
 float best[ROWS];
 uint places[ROWS];

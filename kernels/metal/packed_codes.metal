@@ -57,7 +57,7 @@ struct Matrix {
   /// Where the table of a row begins.
   uint table(uint row) const { return row / (out_dims / tables) * (F::MASK + 1); }
 
-  /// The number that a code stands for, without its column's scale.
+  /// The number that a code stands for.
   float number(uint row, uint k, uint code) const {
     if (F::MODE == PALETTE) return float(scales[table(row) + code]);
     return scale(row, k) * float(code) + bias(row, k);
@@ -77,36 +77,27 @@ Matrix<F, Codes, Scales, Biases> make_matrix(
   return matrix;
 }
 
-/// Vectors (rows, in_dims) that go through an RMSNorm, and whose columns are scaled.
-template <bool NORM_, bool COLUMN_SCALE_, typename X, typename Norm, typename Scale>
+/// Vectors (rows, in_dims) that go through an RMSNorm.
+template <bool NORM_, typename X, typename Norm>
 struct Vectors {
   static constant constexpr const bool NORM = NORM_;
-  static constant constexpr const bool COLUMN_SCALE = COLUMN_SCALE_;
   X x;
   Norm norm;
-  Scale column_scale;
   float eps;
 
   /// What input `k` is multiplied by on its way in; 1 / rms comes last, from the sum of squares.
-  float factor(uint k) const {
-    float factor = 1.0f;
-    if (NORM) factor *= float(norm[k]);
-    if (COLUMN_SCALE) factor *= float(column_scale[k]);
-    return factor;
-  }
+  float factor(uint k) const { return NORM ? float(norm[k]) : 1.0f; }
 
   float inverse_rms(float squares, uint in_dims) const {
     return NORM ? metal::rsqrt(squares / float(in_dims) + eps) : 1.0f;
   }
 };
 
-template <bool NORM, bool COLUMN_SCALE, typename X, typename Norm, typename Scale>
-Vectors<NORM, COLUMN_SCALE, X, Norm, Scale> make_vectors(
-    X x, Norm norm, Scale column_scale, float eps) {
-  Vectors<NORM, COLUMN_SCALE, X, Norm, Scale> vectors;
+template <bool NORM, typename X, typename Norm>
+Vectors<NORM, X, Norm> make_vectors(X x, Norm norm, float eps) {
+  Vectors<NORM, X, Norm> vectors;
   vectors.x = x;
   vectors.norm = norm;
-  vectors.column_scale = column_scale;
   vectors.eps = eps;
   return vectors;
 }

@@ -26,7 +26,7 @@ const uint column = ((lane / 4) & 2) * 2 + (lane % 2) * 2;
 
 auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
-auto vectors = make_vectors<NORM, COLUMN_SCALE>(x, norm, column_scale, eps[0]);
+auto vectors = make_vectors<NORM>(x, norm, eps[0]);
 auto table = make_parts(parts);
 const uint in_dims = first.in_dims();
 

@@ -19,7 +19,7 @@ const uint start = (threadgroup_position_in_grid.y * SIMDGROUPS + simdgroup) * O
 
 auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
-auto vectors = make_vectors<NORM, COLUMN_SCALE>(x, norm, column_scale, eps[0]);
+auto vectors = make_vectors<NORM>(x, norm, eps[0]);
 
 // Rows past the last repeat it, so that all lanes go one way.
 uint rows[CODE_ROWS];
@@ -48,7 +48,6 @@ if (LOW_RANK) {
     bool mine[ROWS], used = false;
     UNROLL for (uint m = 0; m < ROWS; m++) used |= mine[m] = of[m] == slot;
     if (!used) continue;
-    auto unscaled = make_vectors<NORM, false>(x, norm, norm, eps[0]);
     auto numbers = adapter_of(
         slot, adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
     uint start_of[ROWS];
@@ -58,7 +57,7 @@ if (LOW_RANK) {
       if (rank == 0) continue;
       const uint n_rows = matrix ? rank : (end - begin) * rank;
       shrink_together(
-          unscaled, mine, numbers + table.a(slot, matrix), matrix ? 0 : begin * rank, n_rows,
+          vectors, mine, numbers + table.a(slot, matrix), matrix ? 0 : begin * rank, n_rows,
           first.in_dims(), adapter_scales[slot], lane, simdgroup, SIMDGROUPS, start_of, inner);
       UNROLL for (uint m = 0; m < ROWS; m++) start_of[m] += n_rows;
     }

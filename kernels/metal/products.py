@@ -14,7 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case
-from afm_mlx.kernels.formats import LowRank, PackedWeight
+from afm_mlx.kernels.formats import LowRank, PackedWeight, ProductOptions
 from afm_mlx.kernels.metal import low_rank, runtime
 from afm_mlx.kernels.metal.runtime import Kernel, Template, floats, ints
 
@@ -34,7 +34,7 @@ _GRANULARITIES = {"tensor": 0, "row": 1, "group": 2, "table": 0}
 
 HEADERS = ("common", "packed_codes")
 MATRIX_INPUTS = ("codes", "scales", "biases")
-VECTOR_INPUTS = ("column_scale", "norm", "eps")
+VECTOR_INPUTS = ("norm", "eps")
 _INPUTS = (
     "x",
     *MATRIX_INPUTS,
@@ -45,26 +45,27 @@ _INPUTS = (
 )
 _VECTOR = Kernel("packed_vector", _INPUTS, ("out",), (*HEADERS, "low_rank"))
 _MATRIX = Kernel("packed_matrix", _INPUTS, ("out",), (*HEADERS, "low_rank"))
-_UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "column_scale", "start"), ("out",), HEADERS)
+_UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "start"), ("out",), HEADERS)
 
 
 class Product(NamedTuple):
-    """What a kernel computes in one dispatch; the parts are those of `reference.packed_matmul`.
+    """What a kernel computes in one dispatch: a product, or the SwiGLU of a pair.
 
     Args:
         x: (..., K).
         matrices: one, or gate and up of the same format: `silu(x' G^T) * (x' U^T)`.
-        norm, eps: of the RMSNorm, if `norm` is given.
-        residual: (..., N), or None.
-        adapters: of each matrix, or none; those of a pair are the same ones, see `low_rank.is_pair`.
+        options: see `ProductOptions`; a pair's two matrices have the same adapters, see `low_rank.is_pair`.
     """
 
     x: mx.array
     matrices: tuple[PackedWeight, ...]
-    norm: mx.array | None
-    eps: float
-    residual: mx.array | None = None
-    adapters: tuple[LowRank, ...] = ()
+    options: ProductOptions
+
+    @property
+    def adapters(self) -> tuple[LowRank, ...]:
+        """What a kernel has to add: the adapters of every matrix, none when all their ranks are 0."""
+        adapters = self.options.adapters
+        return adapters if any(each.rank for each in adapters) else ()
 
     @property
     def rows(self) -> int:
@@ -148,9 +149,8 @@ def _launch(
             ("T", dtype),
             *format_template(product.matrices[0]),
             ("PAIR", len(product.matrices) == 2),
-            ("NORM", product.norm is not None),
-            ("COLUMN_SCALE", product.matrices[0].column_scale is not None),
-            ("RESIDUAL", product.residual is not None),
+            ("NORM", product.options.norm is not None),
+            ("RESIDUAL", product.options.residual is not None),
             ("LOW_RANK", bool(product.adapters)),
             ("SIMDGROUPS", simdgroups),
             *template,
@@ -170,8 +170,8 @@ def _inputs(product: Product, hidden: mx.array | None) -> list[mx.array]:
         product.x.reshape(product.rows, -1),
         *matrix_arrays(first),
         *matrix_arrays(last),
-        *vector_arrays(first, product.norm, product.eps),
-        _or_nothing(product.residual),
+        *vector_arrays(product.options),
+        _or_nothing(product.options.residual),
         _or_nothing(hidden),
     ]
     return [*inputs, *low_rank.arrays(product.adapters)]
@@ -191,9 +191,9 @@ def matrix_arrays(weight: PackedWeight) -> list[mx.array]:
     return [weight.codes, *(a.reshape(1) if a.ndim == 0 else a for a in (scales, biases))]
 
 
-def vector_arrays(weight: PackedWeight, norm: mx.array | None, eps: float) -> list[mx.array]:
+def vector_arrays(options: ProductOptions) -> list[mx.array]:
     """What `VECTOR_INPUTS` names."""
-    return [_or_nothing(weight.column_scale), _or_nothing(norm), floats(eps)]
+    return [_or_nothing(options.norm), floats(options.eps)]
 
 
 def format_template(weight: PackedWeight) -> Template:
@@ -212,7 +212,7 @@ def _shrink(product: Product) -> mx.array | None:
     if not product.adapters:
         return None
     x = product.x.reshape(product.rows, -1)
-    return low_rank.shrink(x, product.norm, product.eps, product.adapters)
+    return low_rank.shrink(x, product.options.norm, product.options.eps, product.adapters)
 
 
 def unpack(weight: PackedWeight, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
@@ -221,12 +221,8 @@ def unpack(weight: PackedWeight, start: int, stop: int, dtype: mx.Dtype) -> mx.a
     threads = min(256, -(-words // 32) * 32)
     (out,) = runtime.launch(
         _UNPACK,
-        [*matrix_arrays(weight), _or_nothing(weight.column_scale), ints(start)],
-        template=(
-            ("T", dtype),
-            *format_template(weight),
-            ("COLUMN_SCALE", weight.column_scale is not None),
-        ),
+        [*matrix_arrays(weight), ints(start)],
+        template=(("T", dtype), *format_template(weight)),
         grid=(-(-words // threads) * threads, stop - start, 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(stop - start, weight.in_dims)],

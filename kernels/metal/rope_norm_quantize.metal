@@ -1,8 +1,8 @@
 // One simdgroup per head and token: grid (32, n_heads + 2 n_kv_heads, B * L).
 //
 // qkv            (B, L, (n_heads + 2 n_kv_heads) * head_dim)
-// q_weight       (head_dim,), and k_weight
 // offset         (B,), or (1,) for all rows: position of the first of the L tokens
+// q_weight       (head_dim,), and k_weight
 // key_scale      0-d, and value_scale
 // constants      log2(theta), eps
 // queries        (B, n_heads, L, head_dim) T

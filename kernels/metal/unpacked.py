@@ -5,12 +5,13 @@ Only these reach the M5's neural accelerators. They are plain: what goes along w
 
 from __future__ import annotations
 
+from functools import partial
+
 import mlx.core as mx
 
+from afm_mlx.kernels import mlx
 from afm_mlx.kernels.formats import PackedWeight
 from afm_mlx.kernels.metal import products
-from afm_mlx.kernels.mlx import matmul_by, multiply_quantized, swiglu_by
-from afm_mlx.kernels.mlx import silu_product as silu_product_of_mlx
 
 BLOCK = 1 << 25  # numbers that are unpacked at a time: 64 MB at 16 bits
 
@@ -28,9 +29,9 @@ def multiply_unpacked(x: mx.array, weight: PackedWeight) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
 
 
-silu_product = mx.compile(silu_product_of_mlx, shapeless=True)  # one kernel
+silu_product = mx.compile(mlx.silu_product, shapeless=True)  # one kernel
 
-matmul = matmul_by(multiply_unpacked)
-swiglu = swiglu_by(multiply_unpacked, silu_product)
-mlx_matmul = matmul_by(multiply_quantized)
-mlx_swiglu = swiglu_by(multiply_quantized, silu_product)
+matmul = partial(mlx.packed_matmul, multiply_unpacked)
+swiglu = partial(mlx.packed_swiglu, multiply_unpacked, combine=silu_product)
+mlx_matmul = partial(mlx.packed_matmul, mlx.multiply_quantized)
+mlx_swiglu = partial(mlx.packed_swiglu, mlx.multiply_quantized, combine=silu_product)

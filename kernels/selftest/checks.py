@@ -36,7 +36,7 @@ SWITCH = "AFM_MLX_SELFTEST"
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """What one variant did with one problem.
 
     Args:
@@ -71,18 +71,14 @@ class Result:
         return f"{self.spec.op}, {self.spec.label}: {self.failure}"
 
 
-Progress = Callable[[int, int, str], None]
-"""Called before a variant runs with (specs done, specs in all, name of the variant)."""
-
-
 def check(
     specs: Sequence[Spec],
     rng: np.random.Generator,
     *,
     timed: bool = False,
     only_what_runs: bool = False,
-    progress: Progress | None = None,
-) -> list[Result]:
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[CheckResult]:
     """Run every variant that can run here on every problem, and disable those that fail.
 
     A variant fails when it raises, returns another shape or dtype, or is off by more than rounding
@@ -93,7 +89,7 @@ def check(
         rng: of their numbers.
         timed: also time every variant.
         only_what_runs: leave out variants that others come before, as long as those pass.
-        progress: see `Progress`.
+        progress: called before a variant runs, with specs done, specs in all, and the name of the variant.
     """
     results, cases = [], []
     for done, spec in enumerate(specs):
@@ -105,7 +101,7 @@ def check(
             result = (
                 _run(variant, problem, timed)
                 if obstacle is None
-                else Result(spec, variant.name, obstacle=obstacle)
+                else CheckResult(spec, variant.name, obstacle=obstacle)
             )
             results.append(result)
             cases.append(problem.case)
@@ -128,10 +124,10 @@ def _too_large(variant: dispatch.Variant, spec: Spec) -> str | None:
     return "not tested on a matrix of this size" if size > _LARGEST_OF_REFERENCE else None
 
 
-def _run(variant: dispatch.Variant, problem: Problem, timed: bool) -> Result:
-    result = Result(problem.spec, variant.name, bound=problem.bound, nbytes=problem.nbytes)
+def _run(variant: dispatch.Variant, problem: Problem, timed: bool) -> CheckResult:
+    result = CheckResult(problem.spec, variant.name, bound=problem.bound, nbytes=problem.nbytes)
     try:
-        outputs = variant.run(*problem.args, **problem.options)
+        outputs = variant.run(*problem.args)
         mx.eval(outputs)
         error = problem.error(outputs)
         result = replace(result, error=error)
@@ -146,7 +142,7 @@ def _run(variant: dispatch.Variant, problem: Problem, timed: bool) -> Result:
     return result
 
 
-def failures(results: Sequence[Result]) -> dict[str, str]:
+def failures(results: Sequence[CheckResult]) -> dict[str, str]:
     """The first failure of each variant that failed: what, and what runs there instead."""
     chosen = {r.spec: r.variant for r in results if r.chosen}
     found: dict[str, str] = {}
@@ -165,8 +161,8 @@ def record(
     *,
     timed: bool = False,
     only_what_runs: bool = False,
-    progress: Progress | None = None,
-) -> list[Result]:
+    progress: Callable[[int, int, str], None] | None = None,
+) -> list[CheckResult]:
     """`check`, with what is found added to the verdict, also when a variant ends the process."""
 
     def begin(done: int, total: int, variant: str) -> None:
@@ -260,7 +256,7 @@ def _chain_seconds(
     for arguments in itertools.islice(itertools.cycle(args), length):
         y = x
         if run is not None:
-            y = run(x, *arguments[1:], **problem.options)
+            y = run(x, *arguments[1:])
             y = (
                 next(o for o in y if o.dtype in UNIT_ROUNDOFF)
                 if isinstance(y, (tuple, list))

@@ -11,7 +11,16 @@ from collections.abc import Iterator
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.kernels.formats import BLOCK, KeyValues, LowRank, PackedWeight, QueryRope
+from afm_mlx.kernels.formats import (
+    BLOCK,
+    PLAIN,
+    HeadOptions,
+    KeyValues,
+    LowRank,
+    PackedWeight,
+    ProductOptions,
+    QueryRope,
+)
 
 _ROWS_AT_A_TIME = 4096  # of a matrix: the head's is gigabytes in float64
 
@@ -31,8 +40,7 @@ def matrix(weight: PackedWeight) -> np.ndarray:
 def _blocks(weight: PackedWeight) -> Iterator[np.ndarray]:
     """Consecutive rows of the matrix."""
     words = np.array(weight.codes)
-    parts = [None if part is None else float64(part) for part in weight[3:]]
-    scales, biases, table, column_scale = parts
+    scales, biases, table = (None if part is None else float64(part) for part in weight[3:])
     for start in range(0, len(words), _ROWS_AT_A_TIME):
         rows = np.arange(start, min(start + _ROWS_AT_A_TIME, len(words)))
         shifts = np.arange(0, 32, weight.bits, dtype=np.uint32)
@@ -49,7 +57,7 @@ def _blocks(weight: PackedWeight) -> Iterator[np.ndarray]:
             else:
                 assert biases is not None
                 values = scale * codes + _per_code(biases, rows, codes.shape[1])
-        yield values if column_scale is None else values * column_scale
+        yield values
 
 
 def _per_code(array: np.ndarray, rows: np.ndarray, in_dims: int) -> np.ndarray:
@@ -64,24 +72,15 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
 
 
-def packed_matmul(
-    x: mx.array,
-    weight: PackedWeight,
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-5,
-    residual: mx.array | None = None,
-    low_rank: LowRank | None = None,
-    activation_bits: int = 16,
-) -> np.ndarray:
+def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> np.ndarray:
     """See `reference.packed_matmul`."""
     x64 = float64(x)
-    if norm is not None:
-        x64 = rms_norm(x64, float64(norm), eps)
+    if options.norm is not None:
+        x64 = rms_norm(x64, float64(options.norm), options.eps)
     y = np.concatenate([x64 @ block.T for block in _blocks(weight)], axis=-1)
-    if low_rank is not None:
+    for low_rank in options.adapters:
         y += _low_rank(x64, low_rank)
-    return y if residual is None else y + float64(residual)
+    return y if options.residual is None else y + float64(options.residual)
 
 
 def _low_rank(x: np.ndarray, low_rank: LowRank) -> np.ndarray:
@@ -103,19 +102,11 @@ def _low_rank(x: np.ndarray, low_rank: LowRank) -> np.ndarray:
 
 
 def packed_swiglu(
-    x: mx.array,
-    gate: PackedWeight,
-    up: PackedWeight,
-    *,
-    norm: mx.array | None = None,
-    eps: float = 1e-5,
-    low_rank: tuple[LowRank, LowRank] | None = None,
-    activation_bits: int = 16,
+    x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions = PLAIN
 ) -> np.ndarray:
     """See `reference.packed_swiglu`."""
-    of_gate, of_up = low_rank or (None, None)
-    g = packed_matmul(x, gate, norm=norm, eps=eps, low_rank=of_gate)
-    u = packed_matmul(x, up, norm=norm, eps=eps, low_rank=of_up)
+    g = packed_matmul(x, gate, options.of_matrix(0))
+    u = packed_matmul(x, up, options.of_matrix(1))
     return g / (1 + np.exp(-g)) * u
 
 
@@ -148,18 +139,11 @@ def rope(x: np.ndarray, offset: int | mx.array, theta: float) -> np.ndarray:
 
 
 def rope_norm_quantize(
-    qkv: mx.array,
-    q_weight: mx.array,
-    k_weight: mx.array,
-    offset: int | mx.array,
-    scales: tuple[mx.array, mx.array],
-    n_kv_heads: int,
-    theta: float,
-    eps: float,
+    qkv: mx.array, offset: int | mx.array, options: HeadOptions
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `reference.rope_norm_quantize`; keys and values in units of a code, clamped but not rounded."""
-    head_dim = q_weight.shape[0]
-    heads = float64(qkv).reshape(*qkv.shape[:2], -1, head_dim).swapaxes(1, 2)
+    q_weight, k_weight, *scales, n_kv_heads, theta, eps = options
+    heads = float64(qkv).reshape(*qkv.shape[:2], -1, q_weight.shape[0]).swapaxes(1, 2)
     n_heads = heads.shape[1] - 2 * n_kv_heads
     q, k, v = np.split(heads, [n_heads, n_heads + n_kv_heads], axis=1)
     q = rms_norm(rope(q, offset, theta), float64(q_weight), eps)
@@ -211,11 +195,5 @@ def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> np.nd
     return output
 
 
-def packed_argmax(x: mx.array, weight: PackedWeight, **options) -> np.ndarray:
-    """Every product, from which the self-test tells whether the right one was found."""
-    return packed_matmul(x, weight, **options)
-
-
-def packed_top_k(x: mx.array, weight: PackedWeight, k: int, **options) -> np.ndarray:
-    """Every product, see `packed_argmax`."""
-    return packed_matmul(x, weight, **options)
+packed_argmax = packed_matmul
+"""Every product, from which the self-test tells whether the right one was found."""

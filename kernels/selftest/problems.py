@@ -1,7 +1,7 @@
 """Random problems for every operation, with the answer and how far from it a result may lie.
 
 A `Spec` says what a problem looks like, `make` draws one, and `Problem.error` compares what a variant returned
-with float64 NumPy (`kernels.oracle`). The self-test runs them, and so can tests.
+with float64 NumPy (`oracle.py`). The self-test runs them, and so can tests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.kernels.dispatch import Case, device
-from afm_mlx.kernels.formats import BLOCK, KeyValues, LowRank, PackedWeight, Part, QueryRope
+from afm_mlx.kernels.formats import (
+    BLOCK,
+    HeadOptions,
+    KeyValues,
+    LowRank,
+    PackedWeight,
+    Part,
+    ProductOptions,
+    QueryRope,
+)
 from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.specs import Spec
@@ -32,21 +41,20 @@ class Problem:
 
     Args:
         spec: what it looks like.
-        args, options: of the call.
+        args: of the call.
         wanted: the oracle's answer.
         bound: the largest error that rounding explains; see `error`.
     """
 
     spec: Spec
     args: tuple[Any, ...]
-    options: dict[str, Any]
     wanted: tuple[np.ndarray, ...]
     bound: float
 
     @property
     def case(self) -> Case:
         """What the choice of a variant depends on."""
-        return case_of(self.spec.op, *self.args, **self.options)
+        return case_of(self.spec.op, *self.args)
 
     @property
     def nbytes(self) -> int:
@@ -63,9 +71,10 @@ class Problem:
         if self.spec.op == "packed_embedding":
             tokens, weight, dtype = self.args
             return tokens.size * (weight.nbytes // weight.out_dims + weight.in_dims * dtype.size)
-        arrays = _arrays([*self.args, *self.options.values()])
         written = self.wanted[0].size * self.spec.dtype.size
-        return sum(array.nbytes for array in arrays) + (0 if "top" in self.spec.op else written)
+        if self.spec.op == "packed_argmax":
+            written = 0  # next to nothing; `wanted` has all products
+        return sum(array.nbytes for array in _arrays(self.args)) + written
 
     def error(self, results: Any) -> float:
         """How far results lie from the answer, relative to its root mean square.
@@ -117,38 +126,30 @@ def _with_codes(arg: Any, salt: int) -> Any:
 
 def make(spec: Spec, rng: np.random.Generator) -> Problem:
     """A problem with random numbers of the sizes that occur in a model."""
-    args, options = _DRAWS[spec.op](spec, rng)
-    wanted = getattr(oracle, spec.op)(*args, **options)
+    args = _DRAWS[spec.op](spec, rng)
+    wanted = getattr(oracle, spec.op)(*args)
     wanted = wanted if isinstance(wanted, tuple) else (wanted,)
-    return Problem(spec, args, options, wanted, _bound(spec, args, options))
+    return Problem(spec, args, wanted, _bound(spec, args))
 
 
 def packed_weight(spec: Spec, rng: np.random.Generator) -> PackedWeight:
     """A random matrix whose products with random vectors have about their size."""
     n, k, bits = spec.out_dims, spec.in_dims, spec.bits
     codes = mx.array(rng.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32))
-    column_scale = _draw(np.exp(rng.normal(0, 0.3, k))) if spec.column_scale else None
     if spec.mode == "palette":
         tables = next(t for t in (4, 3, 2, 1) if n % t == 0)
         table = _draw(rng.normal(0, k**-0.5, (tables, 2**bits)))
-        return PackedWeight(codes, bits, "palette", table=table, column_scale=column_scale)
+        return PackedWeight(codes, bits, "palette", table=table)
     shape = {"tensor": (), "row": (n,), "group": (n, k // max(1, spec.group_size))}
     size = shape[spec.granularity]
     # Uniform codes have variance (4**bits - 1) / 12.
     scales = ((4**bits - 1) / 12 * k) ** -0.5 * np.exp(rng.normal(0, 0.3, size))
     if spec.mode == "balanced":
-        return PackedWeight(codes, bits, "balanced", _draw(scales), column_scale=column_scale)
+        return PackedWeight(codes, bits, "balanced", _draw(scales))
     scales = scales * rng.choice([-1, 1], size)  # `mx.quantize` makes scales of either sign
     biases = -(2**bits - 1) / 2 * scales * (1 + rng.normal(0, 0.1, size))
     # MLX's own folders store both in the activations' type.
-    return PackedWeight(
-        codes,
-        bits,
-        "affine",
-        _draw(scales, spec.dtype),
-        _draw(biases, spec.dtype),
-        column_scale=column_scale,
-    )
+    return PackedWeight(codes, bits, "affine", _draw(scales, spec.dtype), _draw(biases, spec.dtype))
 
 
 def _draw(values: Any, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -194,53 +195,47 @@ def _low_rank(spec: Spec, rng: np.random.Generator, shared: LowRank | None = Non
     return LowRank(tuple(numbers), tuple(parts), scales, slots, tuple(ends))
 
 
-def _product_options(spec: Spec, rng: np.random.Generator) -> dict[str, Any]:
-    options: dict[str, Any] = {"activation_bits": spec.activation_bits}
-    if spec.norm:
-        options.update(norm=_draw(rng.uniform(0.5, 1.5, spec.in_dims), spec.dtype), eps=_EPS)
-    if spec.residual:
-        options["residual"] = _activations(spec, rng, spec.out_dims)
-    if spec.rank:
-        options["low_rank"] = _low_rank(spec, rng)
-    return options
+def _product_options(spec: Spec, rng: np.random.Generator) -> ProductOptions:
+    return ProductOptions(
+        norm=_draw(rng.uniform(0.5, 1.5, spec.in_dims), spec.dtype) if spec.norm else None,
+        eps=_EPS,
+        residual=_activations(spec, rng, spec.out_dims) if spec.residual else None,
+        adapters=(_low_rank(spec, rng),) if spec.rank else (),
+        activation_bits=spec.activation_bits,
+    )
 
 
-def _draw_product(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
+def _draw_product(spec: Spec, rng: np.random.Generator) -> tuple:
     x = _activations(spec, rng, spec.in_dims)
-    return (x, packed_weight(spec, rng)), _product_options(spec, rng)
+    return x, packed_weight(spec, rng), _product_options(spec, rng)
 
 
-def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
-    args, options = _draw_product(spec, rng)
+def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> tuple:
+    x, gate, options = _draw_product(spec, rng)
     if spec.rank:
-        gate = options["low_rank"]
-        up = _low_rank(spec, rng, shared=gate)
+        (of_gate,) = options.adapters
+        of_up = _low_rank(spec, rng, shared=of_gate)
         # One array per adapter holds both.
-        options["low_rank"] = (gate._replace(numbers=up.numbers), up)
-    return (*args, packed_weight(spec, rng)), options
+        options = options._replace(adapters=(of_gate._replace(numbers=of_up.numbers), of_up))
+    return x, gate, packed_weight(spec, rng), options
 
 
-def _draw_top_k(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
-    args, options = _draw_product(spec, rng)
-    return (*args, spec.k), options
-
-
-def _draw_embedding(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
+def _draw_embedding(spec: Spec, rng: np.random.Generator) -> tuple:
     tokens = rng.integers(0, spec.out_dims, (spec.batch, spec.tokens)).astype(np.int32)
     tokens[0, 0] = spec.out_dims - 1
-    return (mx.array(tokens), packed_weight(spec, rng), spec.dtype), {}
+    return mx.array(tokens), packed_weight(spec, rng), spec.dtype
 
 
 def _head_norm(spec: Spec, rng: np.random.Generator) -> mx.array:
     return _draw(rng.uniform(0.5, 1.5, spec.head_dim), spec.dtype)
 
 
-def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
+def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple:
     qkv = _activations(spec, rng, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
     offset = mx.array(rng.integers(0, 2048, spec.batch).astype(np.int32))
-    scales = tuple(_draw(s) for s in rng.uniform(0.015, 0.03, 2))  # the largest ones are clamped
+    scales = (_draw(s) for s in rng.uniform(0.015, 0.03, 2))  # the largest numbers are clamped
     norms = _head_norm(spec, rng), _head_norm(spec, rng)
-    return (qkv, *norms, offset, scales, spec.kv_heads, _THETA, _EPS), {}
+    return qkv, offset, HeadOptions(*norms, *scales, spec.kv_heads, _THETA, _EPS)
 
 
 def _draw_key_values(spec: Spec, rng: np.random.Generator) -> KeyValues:
@@ -256,33 +251,32 @@ def _draw_queries(spec: Spec, rng: np.random.Generator) -> mx.array:
     return _draw(rng.standard_normal(shape), spec.dtype)
 
 
-def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
-    return (_draw_queries(spec, rng), _draw_key_values(spec, rng)), {}
+def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple:
+    return _draw_queries(spec, rng), _draw_key_values(spec, rng)
 
 
-def _draw_attention(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
+def _draw_attention(spec: Spec, rng: np.random.Generator) -> tuple:
     lengths = rng.integers(1, spec.capacity + 1, spec.batch)
     lengths[0] = max(1, spec.capacity - 3)
     rope = QueryRope(_head_norm(spec, rng), _THETA, _EPS) if spec.rope else None
     queries, kv = _draw_queries(spec, rng), _draw_key_values(spec, rng)
-    return (queries, kv, mx.array(lengths.astype(np.int32)), rope), {}
+    return queries, kv, mx.array(lengths.astype(np.int32)), rope
 
 
-def _draw_write(spec: Spec, rng: np.random.Generator) -> tuple[tuple, dict]:
+def _draw_write(spec: Spec, rng: np.random.Generator) -> tuple:
     heads = (spec.batch, 2 * spec.kv_heads)
     buffer, tokens = (
         mx.array(rng.integers(-128, 128, (*heads, n, spec.head_dim), dtype=np.int8))
         for n in (spec.capacity, spec.tokens)
     )
     lengths = rng.integers(spec.tokens, spec.capacity + 1, spec.batch)
-    return (buffer, tokens, mx.array(lengths.astype(np.int32))), {}
+    return buffer, tokens, mx.array(lengths.astype(np.int32))
 
 
 _DRAWS = {
     "packed_matmul": _draw_product,
     "packed_swiglu": _draw_swiglu,
     "packed_argmax": _draw_product,
-    "packed_top_k": _draw_top_k,
     "packed_embedding": _draw_embedding,
     "rope_norm_quantize": _draw_rope,
     "decode_attention": _draw_attention,
@@ -294,7 +288,7 @@ _DRAWS = {
 # -- bounds
 
 
-def _bound(spec: Spec, args: tuple, options: dict[str, Any]) -> float:
+def _bound(spec: Spec, args: tuple) -> float:
     """What rounding explains, in the measure of `Problem.error`."""
     if spec.op == "write_tokens":
         return 2.0**-24  # codes are moved, not rounded
@@ -303,19 +297,19 @@ def _bound(spec: Spec, args: tuple, options: dict[str, Any]) -> float:
         return 2 * u + 2.0**-23
     if spec.op == "rope_norm_quantize":
         # Two operations round in turn; a float32 angle at position p is off by some p units.
-        return 3 * u + 4 * (int(args[3].max().item()) + spec.tokens) * 2.0**-24
+        return 3 * u + 4 * (int(args[1].max().item()) + spec.tokens) * 2.0**-24
     if spec.op == "decode_attention":
         queries, kv, lengths, rope = args
         return _attention_bound(queries, kv, int(lengths.max().item()), rope, u)
     if spec.op == "causal_attention":
         queries, kv = args
         return _attention_bound(queries, kv, spec.capacity, None, u)
-    bound = _product_bound(spec, args[0], args[1], options)
+    bound = _product_bound(spec, args[0], args[-1])
     # Both factors are off, and the slope of silu is up to 1.1.
     return 3 * bound if spec.op == "packed_swiglu" else bound
 
 
-def _product_bound(spec: Spec, x: mx.array, weight: PackedWeight, options: dict) -> float:
+def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
     """Operands, partial sums and the result rounded to the dtype, float32 sums, activations as integers.
 
     An integer activation of b bits is off by up to half of `max|x| / (2**(b-1) - 1)`, evenly spread, which
@@ -327,10 +321,8 @@ def _product_bound(spec: Spec, x: mx.array, weight: PackedWeight, options: dict)
     if spec.dtype == mx.float32 and device() == "gpu" and spec.batch * spec.tokens > 1:
         u = _TF32  # MLX lets matrix units round float32 operands
     vectors = oracle.float64(x)
-    if "norm" in options:
-        vectors = oracle.rms_norm(vectors, oracle.float64(options["norm"]), _EPS)
-    if weight.column_scale is not None:
-        vectors = vectors * oracle.float64(weight.column_scale)
+    if options.norm is not None:
+        vectors = oracle.rms_norm(vectors, oracle.float64(options.norm), options.eps)
     crest = (np.abs(vectors).max(-1) / np.sqrt((vectors**2).mean(-1))).max()
     levels = 2 ** (spec.activation_bits - 1) - 1
     integers = 2 * crest / (12**0.5 * levels)
@@ -399,26 +391,20 @@ def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
     )
 
 
-def _check_best(problem: Problem, results: Sequence[mx.array]) -> float:
+def _check_argmax(problem: Problem, results: Sequence[mx.array]) -> float:
     """Products must be the largest ones, and those of the rows that were named; ties are free."""
     products = problem.wanted[0]
-    k = problem.spec.k if problem.spec.op == "packed_top_k" else 1
-    shape = (*products.shape[:-1], k)
-    results = [r[..., None] for r in results] if problem.spec.op == "packed_argmax" else results
-    index = _float64(results[0], shape, mx.uint32).astype(np.int64)
-    values = _float64(results[1], shape, mx.float32)
+    index = _float64(results[0], products.shape[:-1], mx.uint32).astype(np.int64)
+    values = _float64(results[1], products.shape[:-1], mx.float32)
     if index.max() >= products.shape[-1]:
         raise ValueError(f"named row {index.max()} of a matrix of {products.shape[-1]}")
-    if any(len(set(row)) < k for row in index.reshape(-1, k).tolist()):
-        raise ValueError("named a row twice")
-    best = -np.sort(-products, axis=-1)[..., :k]
-    named = np.take_along_axis(products, index, axis=-1)
+    best = products.max(-1)
+    named = np.take_along_axis(products, index[..., None], axis=-1)[..., 0]
     scale = _rms(products)
     return max(_relative(values, best, scale), _relative(named, best, scale))
 
 
 _CHECKS = {
     "rope_norm_quantize": _check_rope,
-    "packed_argmax": _check_best,
-    "packed_top_k": _check_best,
+    "packed_argmax": _check_argmax,
 }

@@ -32,12 +32,11 @@ class Spec(NamedTuple):
         batch, tokens: the activations' leading axes.
         in_dims, out_dims: K and N of the matrix.
         bits, mode, granularity, group_size: of its format; the last two as in `PackedWeight`.
-        column_scale, norm, residual: whether there is one.
+        norm, residual: whether there is one.
         rank: the largest of the adapters', 0 for none.
         adapter_dtype: of their numbers; None takes that of the activations.
         sections: projections that share the matrix, as far as adapters are concerned.
         activation_bits: 16 or 8.
-        k: of top-k.
         heads, kv_heads, head_dim: of the attention's operations.
         capacity: columns of the KV buffers.
         rope: whether queries are raw.
@@ -53,14 +52,12 @@ class Spec(NamedTuple):
     mode: str = ""
     granularity: str = ""
     group_size: int = 0
-    column_scale: bool = False
     norm: bool = False
     residual: bool = False
     rank: int = 0
     sections: int = 1
     adapter_dtype: mx.Dtype | None = None
     activation_bits: int = 16
-    k: int = 8
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
@@ -78,7 +75,7 @@ class Spec(NamedTuple):
             words.append(f"{self.heads}/{self.kv_heads} heads x {self.head_dim}")
         if self.capacity:
             words.append(f"{self.capacity} columns")
-        words += [n for n in ("column_scale", "norm", "residual", "rope") if getattr(self, n)]
+        words += [n for n in ("norm", "residual", "rope") if getattr(self, n)]
         if self.rank:
             words.append(f"LoRA {self.rank}")
         if self.activation_bits != 16:
@@ -127,7 +124,6 @@ def _products() -> Iterator[Spec]:
                 batch,
                 tokens,
                 **matrix,
-                column_scale=draw.random() < 0.2,
                 norm=draw.random() < 0.5,
                 residual=draw.random() < 0.5,
                 rank=draw.choice((0, 0, 0, 8, 16)),
@@ -146,14 +142,13 @@ def _swiglus() -> Iterator[Spec]:
 
 def _heads() -> Iterator[Spec]:
     for i, matrix in enumerate(_matrices(((1000, 256, 64), (37, 208, 16)))):
-        for j, op in enumerate(("packed_argmax", "packed_top_k")):
-            yield Spec(op, _dtype(i, j), 1, 1, **matrix, norm=True)
-            yield Spec(op, _dtype(i, j + 1), 3, 1, **matrix)
+        yield Spec("packed_argmax", _dtype(i, 0), 1, 1, **matrix, norm=True)
+        yield Spec("packed_argmax", _dtype(i, 1), 3, 1, **matrix)
 
 
 def _lookups() -> Iterator[Spec]:
     for i, matrix in enumerate(_matrices((_ALIGNED, _RAGGED))):
-        yield Spec("packed_embedding", _dtype(i, 0), 2, 5, **matrix, column_scale=i % 2 == 0)
+        yield Spec("packed_embedding", _dtype(i, 0), 2, 5, **matrix)
 
 
 def _attentions() -> Iterator[Spec]:
@@ -249,7 +244,6 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("packed_swiglu", dtype, **nano, norm=True),
         Spec("packed_matmul", dtype, **nano, tokens=40),
         Spec("packed_argmax", dtype, **embedding, norm=True),
-        Spec("packed_top_k", dtype, **embedding, norm=True),
         Spec("packed_embedding", dtype, tokens=4, **embedding),
         Spec("rope_norm_quantize", dtype, tokens=2, **_HEADS),
         Spec("decode_attention", dtype, **_HEADS, capacity=300, rope=True),

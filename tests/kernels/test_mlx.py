@@ -7,7 +7,7 @@ import pytest
 from afm_mlx import kernels
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels import mlx as mlx_kernels
-from afm_mlx.kernels.formats import PackedWeight
+from afm_mlx.kernels.formats import PLAIN, PackedWeight
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Problem, make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
@@ -49,10 +49,7 @@ def drawn(rng: np.random.Generator, op: str, format_: tuple, bits: int, **fields
 def errors(problem: Problem) -> dict[str, float]:
     """Of each variant of this backend, in units of what rounding explains."""
     variants = [v for v in dispatch.variants(problem.spec.op) if v.backend == "mlx"]
-    return {
-        v.name: problem.error(v.run(*problem.args, **problem.options)) / problem.bound
-        for v in variants
-    }
+    return {v.name: problem.error(v.run(*problem.args)) / problem.bound for v in variants}
 
 
 def assert_exact(problem: Problem, variants: int) -> None:
@@ -86,14 +83,14 @@ def test_half_types_are_rounded_once(rng):
     if dispatch.device() != "cpu":
         pytest.skip("MLX adds up in float32 on a GPU")
     for dtype in DTYPES[1:]:
-        x, weight = drawn(rng, "packed_matmul", FORMATS[7], 2, dtype=dtype, tokens=4).args
+        x, weight, _ = drawn(rng, "packed_matmul", FORMATS[7], 2, dtype=dtype, tokens=4).args
         wanted = oracle.packed_matmul(x, weight)
         float32_sums = 2 * UNIT_ROUNDOFF[mx.float32] * weight.in_dims**0.5 + 2.0**-22
         rms = np.sqrt((wanted**2).mean())
         allowed = UNIT_ROUNDOFF[dtype] * np.abs(wanted) + 8 * float32_sums * rms
         for variant in dispatch.variants("packed_matmul"):
             if variant.backend == "mlx":
-                assert_within(variant.run(x, weight), wanted, allowed, (variant.name, dtype))
+                assert_within(variant.run(x, weight, PLAIN), wanted, allowed, (variant.name, dtype))
 
 
 def test_blocks_make_up_the_whole_product(rng, monkeypatch):
@@ -105,7 +102,7 @@ def test_blocks_make_up_the_whole_product(rng, monkeypatch):
 
 
 def test_a_vector_without_leading_axes(rng):
-    x, weight = drawn(rng, "packed_matmul", FORMATS[7], 2).args
+    x, weight, _ = drawn(rng, "packed_matmul", FORMATS[7], 2).args
     with dispatch.force("mlx"):
         assert_same(kernels.packed_matmul(x[0, 0], weight), kernels.packed_matmul(x, weight)[0, 0])
         assert kernels.packed_embedding(mx.array(3), weight, mx.float32).shape == (512,)
@@ -113,7 +110,7 @@ def test_a_vector_without_leading_axes(rng):
 
 def test_the_lower_row_wins_a_tie(rng):
     """Twelve rows that are all alike."""
-    x, weight = drawn(rng, "packed_matmul", FORMATS[7], 4).args
+    x, weight, _ = drawn(rng, "packed_matmul", FORMATS[7], 4).args
     alike = weight._replace(
         codes=mx.repeat(weight.codes[:1], 12, axis=0), scales=mx.repeat(weight.scales[:1], 12)
     )

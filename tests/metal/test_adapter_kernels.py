@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import dispatch
+from afm_mlx.kernels import ProductOptions, dispatch
 from afm_mlx.kernels.metal import low_rank, products
 from afm_mlx.kernels.selftest import oracle, problems
 from afm_mlx.kernels.selftest.problems import Spec
@@ -41,8 +41,12 @@ def assert_added(got, wanted, dtype, in_dims, what="outputs"):
     assert_close(got, wanted, bound, what, least=1)
 
 
-def variant_of(op, *args, **options):
-    return dispatch.select(op, problems.case_of(op, *args, **options)).name.removeprefix("metal/")
+def variant_of(op, *args):
+    return dispatch.select(op, problems.case_of(op, *args)).name.removeprefix("metal/")
+
+
+def with_adapters(*low_rank):
+    return ProductOptions(adapters=low_rank)
 
 
 # Rows of the batch, and tokens of each.
@@ -62,12 +66,12 @@ def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
         adapters = draw_adapters(rng, ranks, draw_slots(rng, batch, count), in_dims, sections)
         spec = Spec("packed_matmul", mx.bfloat16, batch, tokens, in_dims, n, **BODY)
         problem = problems.make(spec._replace(norm=i % 3 == 0, residual=i % 3 != 1), rng)
-        options = {**problem.options, "low_rank": adapters.low_rank}
-        assert variant_of("packed_matmul", *problem.args, **options) == variant
-        got = kernels.packed_matmul(*problem.args, **options)
-        x = exact(problem.args[0])
-        if "norm" in options:
-            x = oracle.rms_norm(x, exact(options["norm"]), options["eps"])
+        x, weight, options = problem.args
+        options = options._replace(adapters=(adapters.low_rank,))
+        assert variant_of("packed_matmul", x, weight, options) == variant
+        got, x = kernels.packed_matmul(x, weight, options), exact(x)
+        if options.norm is not None:
+            x = oracle.rms_norm(x, exact(options.norm), options.eps)
         assert_added(got, problem.wanted[0] + adapters.added(x), mx.bfloat16, in_dims, ranks)
 
 
@@ -94,15 +98,13 @@ def test_adapters_of_a_pair(metal, rng, monkeypatch, batch, tokens, variant, ins
         adapters = in_shared_arrays(
             [draw_adapters(rng, own, slots, in_dims, (n,)) for own in zip(*ranks, strict=True)]
         )
-        problem = problems.make(spec, rng)
-        options = {**problem.options, "low_rank": tuple(each.low_rank for each in adapters)}
-        assert variant_of("packed_swiglu", *problem.args, **options) == f"swiglu_{variant}"
-        got = kernels.packed_swiglu(*problem.args, **options)
-        x, *weights = problem.args
-        norm = {"norm": options["norm"], "eps": options["eps"]}
-        normed = oracle.rms_norm(exact(x), exact(norm["norm"]), norm["eps"])
+        x, *weights, plain = problems.make(spec, rng).args
+        options = plain._replace(adapters=tuple(each.low_rank for each in adapters))
+        assert variant_of("packed_swiglu", x, *weights, options) == f"swiglu_{variant}"
+        got = kernels.packed_swiglu(x, *weights, options)
+        normed = oracle.rms_norm(exact(x), exact(plain.norm), plain.eps)
         pair = (
-            oracle.packed_matmul(x, weight, **norm) + each.added(normed)
+            oracle.packed_matmul(x, weight, plain) + each.added(normed)
             for weight, each in zip(weights, adapters, strict=True)
         )
         assert_close(got, swiglu(*pair), 2e-5, name)
@@ -111,12 +113,12 @@ def test_adapters_of_a_pair(metal, rng, monkeypatch, batch, tokens, variant, ins
 def test_matrices_of_a_pair_with_arrays_of_their_own(metal, rng):
     for batch in (2, 8):
         spec = Spec("packed_swiglu", mx.float32, batch, in_dims=64, out_dims=20, **BODY)
-        x, *weights = problems.make(spec, rng).args
+        x, *weights, _ = problems.make(spec, rng).args
         drawn = [
             draw_adapters(rng, [rank, 3], draw_slots(rng, batch, 2), 64, (20,)) for rank in (4, 9)
         ]
-        low_rank = tuple(adapters.low_rank for adapters in drawn)
-        got = kernels.packed_swiglu(x, *weights, low_rank=low_rank)
+        options = with_adapters(*(adapters.low_rank for adapters in drawn))
+        got = kernels.packed_swiglu(x, *weights, options)
         pair = (
             oracle.packed_matmul(x, weight) + adapters.added(exact(x))
             for weight, adapters in zip(weights, drawn, strict=True)
@@ -133,7 +135,7 @@ def test_any_type_of_numbers_under_any_type_of_activations(metal, rng):
         adapters = draw_adapters(rng, [6, 2], slots, 48, (19,), of_adapter)
         spec = Spec("packed_matmul", dtype, batch, in_dims=48, out_dims=19, **BODY)
         problem = problems.make(spec, rng)
-        got = kernels.packed_matmul(*problem.args, low_rank=adapters.low_rank)
+        got = kernels.packed_matmul(*problem.args[:2], with_adapters(adapters.low_rank))
         wanted = problem.wanted[0] + adapters.added(exact(problem.args[0]))
         assert_added(got, wanted, dtype, 48, (dtype, of_adapter))
 
@@ -141,12 +143,12 @@ def test_any_type_of_numbers_under_any_type_of_activations(metal, rng):
 @pytest.mark.parametrize(("batch", "variant"), [(4, "vector"), (8, "matrix")])
 def test_rows_without_an_adapter_get_what_the_matrix_gives(metal, rng, batch, variant):
     spec = Spec("packed_matmul", mx.float32, batch, in_dims=64, out_dims=40, **BODY)
-    x, weight = problems.make(spec, rng).args
+    x, weight, _ = problems.make(spec, rng).args
     slots = [-1, 0, 2, *EXTREMES, 1, -1][:batch]  # of two adapters, the first one of rank 0
-    low_rank = draw_adapters(rng, [0, 4], slots, 64, (40,)).low_rank
-    assert variant_of("packed_matmul", x, weight, low_rank=low_rank) == variant
+    options = with_adapters(draw_adapters(rng, [0, 4], slots, 64, (40,)).low_rank)
+    assert variant_of("packed_matmul", x, weight, options) == variant
     plain = kernels.packed_matmul(x, weight)
-    adapted = kernels.packed_matmul(x, weight, low_rank=low_rank)
+    adapted = kernels.packed_matmul(x, weight, options)
     alike = [same(a, b) for a, b in zip(plain, adapted, strict=True)]
     assert alike == [slot != 1 for slot in slots]
 
@@ -154,25 +156,26 @@ def test_rows_without_an_adapter_get_what_the_matrix_gives(metal, rng, batch, va
 @pytest.mark.parametrize("rows", [1, 8])
 def test_an_adapter_that_leaves_the_matrix_alone_may_be_of_any_size(metal, rng, rows):
     spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=8, **BODY)
-    x, weight = problems.make(spec, rng).args
+    x, weight, _ = problems.make(spec, rng).args
     given = draw_adapters(rng, [0, 5], [1] * rows, 64, (8,))
     few = mx.array([float("nan")] * 3, mx.float16)  # so few would come in another address space
     one = given.low_rank._replace(numbers=(few, given.low_rank.numbers[1]))
     wanted = oracle.packed_matmul(x, weight) + given.added(exact(x))
-    assert_added(kernels.packed_matmul(x, weight, low_rank=one), wanted, mx.float32, 64)
+    got = kernels.packed_matmul(x, weight, with_adapters(one))
+    assert_added(got, wanted, mx.float32, 64)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_swapping_hands_over_another_array(metal, rng, rows):
     """One adapter after another through the same table: nothing of the one before is left."""
     spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=24, **BODY)
-    x, weight = problems.make(spec, rng).args
+    x, weight, _ = problems.make(spec, rng).args
     given, tables = draw_adapters(rng, [7], [0] * rows, 64, (24,)), set()
     for factor in (1, -2):
         one = given.low_rank._replace(numbers=(given.low_rank.numbers[0] * factor,))
         # Both A and B are multiplied.
         wanted = oracle.packed_matmul(x, weight) + factor**2 * given.added(exact(x))
-        got = kernels.packed_matmul(x, weight, low_rank=one)
+        got = kernels.packed_matmul(x, weight, with_adapters(one))
         assert_added(got, wanted, mx.float32, 64)
         tables.add(id(low_rank.arrays((one,))[8]))
     assert len(tables) == 1
@@ -194,12 +197,12 @@ def test_what_metal_can_not_add_is_refused(rng):
 @pytest.mark.parametrize(("rows", "shrinks"), [(1, 0), (8, 1)])
 def test_dispatches_of_a_mixed_batch(rng, rows, shrinks):
     spec = Spec("packed_matmul", mx.bfloat16, rows, in_dims=64, out_dims=8, **BODY)
-    x, weight = problems.make(spec, rng).args
+    x, weight, _ = problems.make(spec, rng).args
 
     def product(ranks):
         given = draw_adapters(rng, ranks, [0] * rows, 64, (8,)).low_rank
         return count_dispatches(
-            lambda x: kernels.packed_matmul(x, weight, low_rank=given), x
+            lambda x: kernels.packed_matmul(x, weight, with_adapters(given)), x
         ).kernels
 
     name = "afm_packed_vector" if rows <= 4 else "afm_packed_matrix"

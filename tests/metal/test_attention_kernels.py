@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import KeyValues, PackedWeight, QueryRope, dispatch
+from afm_mlx.kernels import HeadOptions, KeyValues, PackedWeight, QueryRope, dispatch
 from afm_mlx.kernels.metal import attention
 from afm_mlx.kernels.selftest import oracle
 from tests.tools import compare
@@ -47,7 +47,7 @@ def test_rope_norm_quantize(metal, rng, case):
     # An angle is off by a float32 rounding of its frequency and one of the product, at 4,096.
     angles = 4 * 4096 * 2.0**-24
     for offset in (mx.array(positions), int(positions[0])):
-        arguments = (qkv, *weights, offset, scales, n_kv_heads, THETA, EPS)
+        arguments = (qkv, offset, HeadOptions(*weights, *scales, n_kv_heads, THETA, EPS))
         (q, codes), wanted = (m.rope_norm_quantize(*arguments) for m in (kernels, oracle))
         assert_right(q, wanted[0], dtype, angles)
         assert codes.dtype == mx.int8
@@ -60,7 +60,8 @@ def test_codes_are_rounded_half_to_even_and_clamped(metal):
     qkv = mx.array([0.0] * 16 + exact).astype(dtype).reshape(1, 1, 24)
     one = mx.ones((8,), dtype)
     scale = mx.array(0.25)
-    _, codes = kernels.rope_norm_quantize(qkv, one, one, 3, (scale, scale), 1, THETA, EPS)
+    options = HeadOptions(one, one, scale, scale, 1, THETA, EPS)
+    _, codes = kernels.rope_norm_quantize(qkv, 3, options)
     keys, values = codes.split(2, axis=1)
     assert keys.flatten().tolist() == [0] * 8
     assert values.flatten().tolist() == [0, 2, 0, -2, 127, 127, -128, -128]
@@ -70,11 +71,10 @@ def test_many_tokens_are_those_one_by_one(metal, rng):
     qkv, weight = draw(rng, (2, 4, 8 * 16)), draw(rng, (16,))
     offset = mx.array(rng.integers(0, 100, 2).astype(np.int32))
     scales = (mx.array(0.02), mx.array(0.02))
-    together = kernels.rope_norm_quantize(qkv, weight, weight, offset, scales, 2, THETA, EPS)
+    options = HeadOptions(weight, weight, *scales, 2, THETA, EPS)
+    together = kernels.rope_norm_quantize(qkv, offset, options)
     for t in range(4):
-        alone = kernels.rope_norm_quantize(
-            qkv[:, t : t + 1], weight, weight, offset + t, scales, 2, THETA, EPS
-        )
+        alone = kernels.rope_norm_quantize(qkv[:, t : t + 1], offset + t, options)
         for whole, part in zip(together, alone, strict=True):
             compare.assert_same(whole[:, :, t : t + 1], part, f"token {t}")
 

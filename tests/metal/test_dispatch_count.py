@@ -9,7 +9,7 @@ from afm_mlx.adapters.active import BatchAdapters, bind
 from afm_mlx.adapters.places import places
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.config import PRESETS, ModelConfig
-from afm_mlx.kernels import KeyValues, PackedWeight, Part, QueryRope
+from afm_mlx.kernels import HeadOptions, KeyValues, PackedWeight, Part, QueryRope
 from afm_mlx.kernels.metal import attention
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
@@ -87,7 +87,8 @@ def qkv_heads(head_dim, n_heads, n_kv_heads, capacity, dtype=mx.bfloat16):
 def test_attention_of_a_writing_block():
     def block(qkv, weight, buffer, lengths):
         scales = mx.array(0.1), mx.array(0.1)
-        q, codes = kernels.rope_norm_quantize(qkv, weight, weight, 4, scales, 2, 1e4, 1e-5)
+        options = HeadOptions(weight, weight, *scales, 2, 1e4, 1e-5)
+        q, codes = kernels.rope_norm_quantize(qkv, 4, options)
         buffer[:, :, 4:5] = codes
         y = kernels.decode_attention(q, KeyValues(buffer, *scales), lengths)
         return y.swapaxes(1, 2).reshape(1, 1, -1), buffer

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import LowRank, PackedWeight, Part, dispatch
+from afm_mlx.kernels import LowRank, PackedWeight, Part, ProductOptions, dispatch
 from afm_mlx.kernels.metal import products, unpacked
 from afm_mlx.kernels.selftest import problems
 from afm_mlx.kernels.selftest.problems import Spec
@@ -41,7 +41,7 @@ def assert_right(variant, rng, spec):
     """The variant that is chosen for a random problem is the one meant, and its error within bounds."""
     problem = problems.make(spec, rng)
     assert dispatch.select(spec.op, problem.case).name == f"metal/{variant}", spec.label
-    result = getattr(kernels, spec.op)(*problem.args, **problem.options)
+    result = getattr(kernels, spec.op)(*problem.args)
     # Sums are float32; codes without their offset are up to three times as large as the product.
     sums = 4 * (4 + spec.in_dims**0.5) * 2.0**-24 * (3 if spec.op == "packed_swiglu" else 1)
     # Products are drawn to be about 1; when there are few, chance may make all of them small. An eighth of the
@@ -135,11 +135,11 @@ def test_swiglu_of_matrices_that_differ(metal, rng):
     matrix = {"in_dims": 64, "out_dims": 9, "mode": "balanced", "granularity": "row"}
     for rows in (1, 5):
         spec = Spec("packed_swiglu", mx.float16, rows, norm=True, bits=2, **matrix)
-        x, gate, _ = problems.make(spec, rng).args
+        x, gate, *_ = problems.make(spec, rng).args
         up = problems.packed_weight(spec._replace(bits=4), rng)
-        norm = draw(rng, (64,))
+        options = ProductOptions(norm=draw(rng, (64,)))
         got, wanted = (
-            module.packed_swiglu(x, gate, up, norm=norm) for module in (kernels, problems.oracle)
+            module.packed_swiglu(x, gate, up, options) for module in (kernels, problems.oracle)
         )
         assert got.dtype == mx.float16
         assert_close(got, wanted, 2**-10, f"{rows} rows")
@@ -233,19 +233,20 @@ def test_dispatches_of_a_block(dims, rows, rank, shrinks):
     norm = mx.array([1.0] * hidden, mx.bfloat16)
     shapes = [(qkv, hidden), (hidden, hidden), (wide, hidden), (wide, hidden), (hidden, wide)]
     weights = [weight_of(*shape) for shape in shapes]
-    adapters: list = [None] * 5
+    adapters: list = [()] * 4
     if rank:
-        adapters = [adapters_of(rank, n) for n, _ in shapes]
-        adapters[0] = adapters_of(rank, hidden, (hidden + qkv) // 2, qkv)
-        one = adapters[2]
-        adapters[3] = one._replace(parts=(Part(16, 16, rank),))  # gate and up share all else
+        sections = [(hidden, (hidden + qkv) // 2, qkv), (hidden,), (wide,), (hidden,)]
+        adapters = [(adapters_of(rank, *ends),) for ends in sections]
+        one = adapters[2][0]
+        adapters[2] += (one._replace(parts=(Part(16, 16, rank),)),)  # gate and up share all else
 
     def block(x, attended):
-        projected = kernels.packed_matmul(x, weights[0], norm=norm, low_rank=adapters[0])
-        x = kernels.packed_matmul(attended, weights[1], residual=x, low_rank=adapters[1])
-        pair = tuple(adapters[2:4]) if rank else None
-        y = kernels.packed_swiglu(x, *weights[2:4], norm=norm, low_rank=pair)
-        return projected, kernels.packed_matmul(y, weights[4], residual=x, low_rank=adapters[4])
+        options = [ProductOptions(adapters=each) for each in adapters]
+        normed = [each._replace(norm=norm) for each in options]
+        projected = kernels.packed_matmul(x, weights[0], normed[0])
+        x = kernels.packed_matmul(attended, weights[1], options[1]._replace(residual=x))
+        y = kernels.packed_swiglu(x, *weights[2:4], normed[2])
+        return projected, kernels.packed_matmul(y, weights[4], options[3]._replace(residual=x))
 
     name = "afm_packed_vector" if rows <= 4 else "afm_packed_matrix"
     wanted = {name: 4, "afm_low_rank_shrink": shrinks} if shrinks else {name: 4}
@@ -257,7 +258,7 @@ def test_dispatches_of_the_head():
     norm = mx.array([1.0] * 64)
 
     def greedy(x):
-        return kernels.packed_argmax(x, weight, norm=norm)
+        return kernels.packed_argmax(x, weight, ProductOptions(norm=norm))
 
     assert count_dispatches(greedy, x).kernels == {"afm_packed_argmax": 1, "afm_packed_select": 1}
 

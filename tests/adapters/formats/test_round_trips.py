@@ -22,8 +22,8 @@ def test_every_pair(one, draw_adapter, model_config, rng, tmp_path):
     first = path_for(tmp_path, "first", one)
     write_adapter(first, tensors, config, one, model_config=model_config)
     assert detect_format(first) == one
-    for other in FORMATS:
-        second = path_for(tmp_path, f"to-{other}", other)
+    for i, other in enumerate(FORMATS):
+        second = path_for(tmp_path, f"second{i}", other)
         write_adapter(second, *read_adapter(first, model_config), other, model_config=model_config)
         assert detect_format(second) == other
         found, found_config = read_adapter(second, model_config)

@@ -12,7 +12,6 @@ from afm_mlx.checkpoint.fingerprint import folder_fingerprint, model_fingerprint
 from afm_mlx.checkpoint.stored_layers import stored_rule, stored_settings
 from afm_mlx.checkpoint.weights import load_weights, save_weights, stored_tensors
 from afm_mlx.errors import AFMError
-from afm_mlx.kernels import dequantize
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.describe import describe_packed_layers, describe_weights
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
@@ -118,20 +117,6 @@ def test_mlxs_own_layers_become_packed_ones(rng, tmp_path):
     assert packed["6-bit affine per 32"]["weights"] == 64 * 64
 
 
-def test_a_scale_per_column(rng, folder):
-    column = mx.array(rng.uniform(0.5, 2, 64).astype(np.float32))
-
-    def scale(weights, quantization):
-        weights["model.embedding.column_scale"] = column
-
-    path, model = folder(change=scale)
-    embedding = load_model(path).model.embedding
-    wanted = np.array(model.model.embedding.dequantize()) * np.array(column)
-    np.testing.assert_allclose(np.array(embedding.dequantize()), wanted, rtol=1e-6)
-    np.testing.assert_allclose(np.array(embedding(mx.array([3, 5]))), wanted[[3, 5]], rtol=1e-6)
-    assert mx.array_equal(dequantize(embedding.packed)[3], embedding(mx.array(3)))
-
-
 def test_figures_of_a_packed_folder(folder):
     path, model = folder()
     tensors = stored_tensors(path)
@@ -182,7 +167,6 @@ def forget(weights, quantization):
             r"weight is uint32 \[128, 8\] and must be",
         ),
         (replace(f"{LAYER}.biases", mx.ones(128)), "biases does not belong to mode balanced"),
-        (replace(f"{LAYER}.column_scale", mx.ones(63)), r"column_scale is float32 \[63\]"),
         (say(bits=4), r"weight is uint32 \[\d+, \d+\] and must be uint32 \[\d+, \d+\]"),
         (say(mode="affine", granularity="group"), "can't be used: group_size is None"),
         (say(mode="affine"), "biases is missing"),

@@ -18,7 +18,6 @@ FORMATS = [(mode, per) for mode in ("balanced", "affine") for per in SCALES] + [
 def random_parts(rng, bits, mode, per):
     """Codes, the parts that give them a meaning, and the numbers that they stand for, in float64."""
     codes = rng.integers(0, 2**bits, (ROWS, INPUTS))
-    column = rng.uniform(0.5, 2, INPUTS).astype(np.float32)
     if mode == "palette":
         table = rng.normal(0, 1, (3, 2**bits)).astype(np.float32)
         values = table.astype(np.float64)[np.arange(ROWS)[:, None] * 3 // ROWS, codes]
@@ -31,8 +30,7 @@ def random_parts(rng, bits, mode, per):
             values, parts = codes * wide[0] + wide[1], {"scales": scales, "biases": biases}
         else:
             values, parts = (codes - (2**bits - 1) / 2) * wide[0], {"scales": scales}
-    parts["column_scale"] = column
-    return codes, {k: mx.array(v) for k, v in parts.items()}, values * column.astype(np.float64)
+    return codes, {k: mx.array(v) for k, v in parts.items()}, values
 
 
 def _per_input(array):
@@ -94,7 +92,7 @@ def test_gradients_reach_the_input_and_nothing_trains(rng):
 def test_parameters_are_a_folders_and_load_strictly(rng):
     codes, parts, _ = random_parts(rng, 2, "affine", "group")
     layer = PackedLinear.from_codes(mx.array(codes), 2, "affine", **parts)
-    names = {"weight", "scales", "biases", "column_scale"}
+    names = {"weight", "scales", "biases"}
     assert set(dict(tree_flatten(layer.parameters()))) == names
     other, new_parts, _ = random_parts(rng, 2, "affine", "group")
     twin = PackedLinear.from_codes(mx.array(other), 2, "affine", **new_parts)
@@ -103,10 +101,8 @@ def test_parameters_are_a_folders_and_load_strictly(rng):
     assert not hasattr(layer, "to_quantized")  # nn.quantize leaves it alone
     text = "input_dims=64, output_dims=24, bias=False, bits=2, mode=affine, group_size=32"
     assert text in repr(layer)
-    tables = PackedEmbedding.from_codes(
-        mx.array(codes), 2, "palette", table=mx.zeros((2, 4)), column_scale=mx.ones(INPUTS)
-    )
-    assert "24, 64, bits=2, mode=palette, tables=2, column_scale=True" in repr(tables)
+    tables = PackedEmbedding.from_codes(mx.array(codes), 2, "palette", table=mx.zeros((2, 4)))
+    assert "24, 64, bits=2, mode=palette, tables=2" in repr(tables)
     assert "granularity=tensor" in repr(
         PackedLinear.from_codes(mx.array(codes), 2, scales=mx.array(1.0))
     )
@@ -154,7 +150,6 @@ def make(**changes):
         ({"mode": "palette"}, "table is missing"),
         ({"mode": "palette", "table": mx.ones((3, 16))}, "T divides 4"),
         ({"mode": "palette", "table": mx.ones((1, 4))}, r"\[T, 16\]"),
-        ({"column_scale": mx.ones(4)}, "column_scale is"),
     ],
 )
 def test_parts_that_do_not_fit_each_other(changes, words):

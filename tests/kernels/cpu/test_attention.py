@@ -4,8 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels import KeyValues, QueryRope
-from afm_mlx.kernels.cpu import extension, ops
+from afm_mlx.kernels import HeadOptions, KeyValues, QueryRope
+from afm_mlx.kernels.cpu import extension
+from afm_mlx.kernels.cpu import native as ops
 from tests.tools import compare
 from tests.tools.cases import all_pairs
 from tests.tools.cases import draw as draw_array
@@ -142,9 +143,8 @@ def test_rope_norm_quantize(rng):
         starts = rng.integers(0, 5000, 2) if offset == "rows" else np.array([offset, offset])
         given = mx.array(starts.astype(np.int32)) if offset == "rows" else offset
         scales = rng.uniform(0.01, 0.05, 2).astype(np.float32)
-        q, codes = ops.rope_norm_quantize(
-            qkv, q_weight, k_weight, given, tuple(map(mx.array, scales)), kv_heads, THETA, EPS
-        )
+        options = HeadOptions(q_weight, k_weight, *map(mx.array, scales), kv_heads, THETA, EPS)
+        q, codes = ops.rope_norm_quantize(qkv, given, options)
         parts = qkv64.reshape(2, 3, -1, dim).swapaxes(1, 2)
         positions = starts[:, None] + np.arange(3)
         wanted = oracle_rope_norm(parts[:, :heads], qw64, positions)
@@ -161,7 +161,7 @@ def test_quantization_rounds_half_to_even_and_clamps():
     values = [0.125, 0.375, -0.125, -0.375, 31.75, 40.0, -32.0, -40.0]
     qkv = mx.array([0.0] * 16 + values).reshape(1, 1, 24)
     ones, scale = mx.ones(8), mx.array(0.25)
-    _, codes = ops.rope_norm_quantize(qkv, ones, ones, 0, (scale, scale), 1, THETA, EPS)
+    _, codes = ops.rope_norm_quantize(qkv, 0, HeadOptions(ones, ones, scale, scale, 1, THETA, EPS))
     assert codes[:, 1].reshape(-1).tolist() == [0, 2, 0, -2, 127, 127, -128, -128]
 
 
@@ -181,6 +181,5 @@ def test_shapes_that_do_not_fit_are_refused(rng):
         with pytest.raises(ValueError, match=message):
             ops.decode_attention(queries, given, seen)
     with pytest.raises(ValueError, match="doesn't hold"):
-        ops.rope_norm_quantize(
-            mx.zeros((1, 1, 32)), mx.ones(8), mx.ones(8), 0, (lengths * 1.0,) * 2, 2, THETA, EPS
-        )
+        options = HeadOptions(mx.ones(8), mx.ones(8), *(lengths * 1.0,) * 2, 2, THETA, EPS)
+        ops.rope_norm_quantize(mx.zeros((1, 1, 32)), 0, options)

@@ -9,8 +9,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels.cpu import extension, ops
-from afm_mlx.kernels.formats import MAX_ADAPTERS, LowRank, PackedWeight
+from afm_mlx.kernels.cpu import extension
+from afm_mlx.kernels.cpu import native as ops
+from afm_mlx.kernels.formats import MAX_ADAPTERS, LowRank, PackedWeight, ProductOptions
 from afm_mlx.kernels.packing import pack_codes
 from tests.tools import compare
 from tests.tools.cases import all_pairs, draw
@@ -83,7 +84,7 @@ def test_products(rng, isa, bits):
         if granularity.startswith("groups") and k % int(granularity.split()[-1]):
             k = 960
         matrix, x = Matrix(rng, n, k, bits, mode, granularity), draw(rng, (rows, k))
-        y = ops.packed_matmul(x, matrix.packed, activation_bits=activation_bits)
+        y = ops.packed_matmul(x, matrix.packed, ProductOptions(activation_bits=activation_bits))
         assert_within(y, *oracle(exact(x), matrix, activation_bits), *case)
 
 
@@ -116,7 +117,7 @@ def test_an_identity_shows_what_activations_become(rng, isa):
         typical = mx.array(x)
         x[:, int(rng.integers(k))] = 100  # the worst case: one outlier sets the unit
         for activation_bits, largest in LARGEST.items():
-            y = ops.packed_matmul(x, identity, activation_bits=activation_bits)
+            y = ops.packed_matmul(x, identity, ProductOptions(activation_bits=activation_bits))
             compare.assert_within(y, x, 100 / largest / 2 * (1 + 1e-3), (bits, activation_bits))
             off = np.linalg.norm(exact(y) - exact(x))
             assert off <= 1.1 * np.sqrt(k / 12) * 100 / largest
@@ -139,7 +140,7 @@ def test_the_largest_sums_fit(isa):
         x = mx.full((rows, k), value)
         x[:, 0] = 1.0
         wanted = np.full((rows, n), (value * (k - 1) + 1) * (2**bits - 1))
-        y = ops.packed_matmul(x, packed, activation_bits=activation_bits)
+        y = ops.packed_matmul(x, packed, ProductOptions(activation_bits=activation_bits))
         compare.assert_close(y, wanted, 1 / LARGEST[activation_bits], case)
 
 
@@ -178,8 +179,8 @@ def test_norm_residual_and_adapters(rng, isa):
         matrix = Matrix(rng, n, k, bits, "balanced", granularity)
         x, residual = draw(rng, (batch, length, k), dtype), draw(rng, (batch, length, n), dtype)
         norm, drawn = draw(rng, k, dtype), adapters(rng, batch, k, (40, 41, n), dtype)
-        options = {"norm": norm, "eps": 1e-3, "residual": residual, "low_rank": drawn.low_rank}
-        y = ops.packed_matmul(x, matrix.packed, **options)
+        options = ProductOptions(norm, 1e-3, residual, (drawn.low_rank,))
+        y = ops.packed_matmul(x, matrix.packed, options)
         x64 = norm_oracle(exact(x), exact(norm), 1e-3)
         wanted, allowed = oracle(x64, matrix)
         wanted = wanted + drawn.added(x64) + exact(residual)
@@ -194,14 +195,9 @@ def test_swiglu(rng, isa):
         matrices = [Matrix(rng, n, k, 2, "balanced") for _ in range(2)]
         drawn = [adapters(rng, batch, k, (n,), mx.float16) for _ in range(2 * adapted)]
         x, norm = draw(rng, (batch, length, k)), draw(rng, k)
-        y = ops.packed_swiglu(
-            x,
-            *(matrix.packed for matrix in matrices),
-            norm=norm,
-            eps=1e-5,
-            low_rank=tuple(each.low_rank for each in drawn) or None,
-            activation_bits=activation_bits,
-        )
+        low_rank = tuple(each.low_rank for each in drawn)
+        options = ProductOptions(norm, 1e-5, None, low_rank, activation_bits)
+        y = ops.packed_swiglu(x, *(matrix.packed for matrix in matrices), options)
         x64 = norm_oracle(exact(x), exact(norm), 1e-5)
         (g, of_g), (u, of_u) = (oracle(x64, matrix, activation_bits) for matrix in matrices)
         if adapted:
@@ -222,7 +218,7 @@ def test_what_an_adapter_adds_does_not_depend_on_the_batch(rng, isa):
     ranks = [16, 5, 0, 1, 32, 8, 16, 3]
     low_rank = draw_low_rank(rng, slots, k, (n,), ranks, [mx.float16] * 8).low_rank
     x = draw(rng, (batch, 1, k))
-    together = ops.packed_matmul(x, zeros, low_rank=low_rank)
+    together = ops.packed_matmul(x, zeros, ProductOptions(adapters=(low_rank,)))
     for row in rng.choice(batch, 6, replace=False).tolist():
         slot = max(slots[row], 0)
         alone = LowRank(
@@ -232,8 +228,8 @@ def test_what_an_adapter_adds_does_not_depend_on_the_batch(rng, isa):
             mx.array([0 if slots[row] >= 0 else -1]),
             low_rank.sections,
         )
-        wanted = ops.packed_matmul(x[row : row + 1], zeros, low_rank=alone)[0]
-        compare.assert_same(together[row], wanted, row)
+        wanted = ops.packed_matmul(x[row : row + 1], zeros, ProductOptions(adapters=(alone,)))
+        compare.assert_same(together[row], wanted[0], row)
 
 
 def test_adapters_on_many_threads(rng):
@@ -242,11 +238,12 @@ def test_adapters_on_many_threads(rng):
     matrix, x = Matrix(rng, n, k, 2, "balanced"), draw(rng, (5, 1, k))
     slots, dtypes = [0, 1, 1, -1, 2], [mx.float16] * 3
     low_rank = draw_low_rank(rng, slots, k, (300, n), [40, 4, 1], dtypes).low_rank
+    options = ProductOptions(adapters=(low_rank,))
     before, wanted = native.threads(), None
     try:
         for threads in (1, 2, 5):
             native.set_threads(threads)
-            for got in [ops.packed_matmul(x, matrix.packed, low_rank=low_rank) for _ in range(20)]:
+            for got in [ops.packed_matmul(x, matrix.packed, options) for _ in range(20)]:
                 mx.eval(got)
                 wanted = got if wanted is None else wanted
                 compare.assert_same(got, wanted, f"{threads} threads")
@@ -260,7 +257,7 @@ def test_slots_that_are_no_adapter_mean_none(rng, isa):
     slots = [0, -1, 1, 2, 2**31 - 1, -(2**31)]
     drawn = draw_low_rank(rng, slots, k, (n,), [4, 4], [mx.float16] * 2)
     plain = ops.packed_matmul(x, matrix.packed)
-    y = ops.packed_matmul(x, matrix.packed, low_rank=drawn.low_rank)
+    y = ops.packed_matmul(x, matrix.packed, ProductOptions(adapters=(drawn.low_rank,)))
     assert [compare.same(y[i], plain[i]) for i in range(6)] == [
         False,
         True,
@@ -289,8 +286,8 @@ def test_largest_products(rng, isa):
     for rows in (1, 3, 20):
         n, k = 3000, 64  # many pieces, so that threads share them out
         matrix, x, norm = Matrix(rng, n, k, 4, "balanced"), draw(rng, (rows, k)), draw(rng, k)
-        products = exact(ops.packed_matmul(x, matrix.packed, norm=norm))
-        index, value = ops.packed_argmax(x, matrix.packed, norm=norm)
+        products = exact(ops.packed_matmul(x, matrix.packed, ProductOptions(norm=norm)))
+        index, value = ops.packed_argmax(x, matrix.packed, ProductOptions(norm=norm))
         assert index.dtype == mx.uint32
         compare.assert_same(exact(index), products.argmax(-1), rows)
         compare.assert_same(exact(value), products.max(-1), rows)

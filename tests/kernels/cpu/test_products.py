@@ -1,11 +1,12 @@
-"""The products as primitives of MLX: what lies between `ops.py` and the kernels that they call."""
+"""The products as primitives of MLX: what lies between `native.py` and the kernels that they call."""
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels import PackedWeight, Part, pack_codes
-from afm_mlx.kernels.cpu import extension, ops
+from afm_mlx.kernels import PackedWeight, Part, ProductOptions, pack_codes
+from afm_mlx.kernels.cpu import extension
+from afm_mlx.kernels.cpu import native as ops
 from afm_mlx.kernels.selftest import oracle
 from tests.tools.cases import all_pairs, draw
 from tests.tools.compare import assert_close, assert_same, assert_within
@@ -31,7 +32,8 @@ def draw_adapters(rng, batch):
 def assert_right(x, *weights, what="outputs", **options):
     """As the oracle says; int16 activations are off by 2**-16 of the largest one, and sums have 96 terms."""
     op = "packed_swiglu" if len(weights) > 1 else "packed_matmul"
-    got, wanted = (getattr(module, op)(x, *weights, **options) for module in (ops, oracle))
+    given = ProductOptions(**options)
+    got, wanted = (getattr(module, op)(x, *weights, given) for module in (ops, oracle))
     assert_close(got, wanted, what=what)
 
 
@@ -40,11 +42,10 @@ def test_every_argument_arrives(rng):
         granularity, shape = case
         weight, up = draw_weight(rng, granularity), draw_weight(rng, mode="balanced", bits=2)
         x, options = draw(rng, shape), {"norm": draw(rng, (K,)), "eps": 1e-3}
-        pair = [draw_adapters(rng, shape[0]) for _ in range(2)] if len(shape) > 1 else []
+        pair = tuple(draw_adapters(rng, shape[0]) for _ in range(2 * (len(shape) > 1)))
         residual = draw(rng, (*shape[:-1], N))
-        one = {"low_rank": pair[0]} if pair else {}
-        assert_right(x, weight, **options, residual=residual, **one, what=case)
-        assert_right(x, weight, up, **options, low_rank=tuple(pair) or None, what=case)
+        assert_right(x, weight, **options, residual=residual, adapters=pair[:1], what=case)
+        assert_right(x, weight, up, **options, adapters=pair, what=case)
 
 
 def test_arrays_that_are_not_contiguous(rng):
@@ -60,10 +61,11 @@ def test_arrays_that_are_not_contiguous(rng):
         mx.repeat(weight.biases, 2, axis=0)[::2],
     )
     norm = draw(rng, (2 * K,))[::2]
-    got = ops.packed_matmul(x, strided, norm=norm, residual=residual)
-    copies = {"norm": mx.contiguous(norm), "residual": mx.contiguous(residual)}
-    assert_same(got, ops.packed_matmul(mx.contiguous(x), weight, **copies))
-    assert_close(got, oracle.packed_matmul(x, weight, norm=norm, residual=residual))
+    options = ProductOptions(norm=norm, residual=residual)
+    got = ops.packed_matmul(x, strided, options)
+    copies = ProductOptions(norm=mx.contiguous(norm), residual=mx.contiguous(residual))
+    assert_same(got, ops.packed_matmul(mx.contiguous(x), weight, copies))
+    assert_close(got, oracle.packed_matmul(x, weight, options))
 
 
 def test_argmax(rng):
@@ -128,9 +130,9 @@ def test_an_adapter_given_twice_is_one_array(rng):
     weight, up, x = draw_weight(rng), draw_weight(rng), draw(rng, (2, 3, K))
     one = draw_low_rank(rng, [0, 1], K, (N,), [4], [mx.float16]).low_rank
     twice = one._replace(numbers=one.numbers * 2, parts=one.parts * 2, scales=mx.array([0.5, -2.0]))
-    assert_right(x, weight, low_rank=twice)
+    assert_right(x, weight, adapters=(twice,))
     pair = (twice, twice._replace(scales=mx.array([1.0, 3.0])))
-    assert_right(x, weight, up, low_rank=pair)
+    assert_right(x, weight, up, adapters=pair)
 
 
 def test_a_trace_keeps_adapters_apart_that_differ_in_place_only(rng):
@@ -147,13 +149,13 @@ def test_a_trace_keeps_adapters_apart_that_differ_in_place_only(rng):
     def both(x, numbers, scales, slots):
         def of(part):
             low_rank = first._replace(numbers=(numbers,), parts=(part,), scales=scales, slots=slots)
-            return ops.packed_matmul(x, weight, low_rank=low_rank)
+            return ops.packed_matmul(x, weight, ProductOptions(adapters=(low_rank,)))
 
         return of(first.parts[0]), of(moved)
 
     found = both(x, numbers, first.scales, first.slots)
     for got, each in zip(found, (first, second._replace(scales=first.scales)), strict=True):
-        assert_close(got, oracle.packed_matmul(x, weight, low_rank=each))
+        assert_close(got, oracle.packed_matmul(x, weight, ProductOptions(adapters=(each,))))
 
 
 def test_what_does_not_fit_is_refused(rng):
@@ -170,10 +172,12 @@ def test_what_does_not_fit_is_refused(rng):
         ((x, weight._replace(codes=weight.codes.astype(mx.int32)), {}), "uint32"),
         ((x.astype(mx.int32), weight, {}), "x must be float32"),
         *(
-            ((x, weight, {"low_rank": adapters}), message)
+            ((x, weight, {"adapters": (adapters,)}), message)
             for adapters, message in bad_adapters(rng)
         ),
     ]
     for (given, matrix, options), message in cases:
         with pytest.raises(ValueError, match=message):
-            ops.packed_matmul(given, matrix, **options)
+            ops.packed_matmul(given, matrix, ProductOptions(**options))
+    with pytest.raises(ValueError, match="adapters of 1 matrices, not of 2"):
+        ops.packed_swiglu(x, weight, weight, ProductOptions(adapters=(draw_adapters(rng, 2),)))

@@ -55,10 +55,10 @@ def offer(monkeypatch, op="", run=None, name="cpu/fake"):
 
 def test_oracle_matrix_is_the_formula_spelled_out(rng):
     for spec in [s for s in specs.full_specs() if s.op == "packed_embedding"]:
-        weight = make(spec._replace(out_dims=12, column_scale=False), rng).args[1]
+        weight = make(spec._replace(out_dims=12), rng).args[1]
         dense = oracle.matrix(weight)
         scales, biases, table = (
-            None if part is None else oracle.float64(part) for part in weight[3:6]
+            None if part is None else oracle.float64(part) for part in weight[3:]
         )
         for _ in range(20):
             n, k = int(rng.integers(12)), int(rng.integers(spec.in_dims))
@@ -76,7 +76,8 @@ def test_oracle_matrix_is_the_formula_spelled_out(rng):
 
 def test_oracle_adapters_equal_a_merged_matrix(rng):
     problem = make(Spec("packed_matmul", batch=4, tokens=2, **MATRIX, rank=8, sections=3), rng)
-    (x, weight), low_rank = problem.args, problem.options["low_rank"]
+    x, weight, options = problem.args
+    (low_rank,) = options.adapters
     start = np.array([0, *low_rank.sections])
     for row, slot in enumerate(low_rank.slots.tolist()):
         merged = oracle.matrix(weight)
@@ -128,41 +129,43 @@ def test_specs_of_the_model_are_whole(rng):
 # -- faults
 
 
-def without_last_word(x, weight, **options):
+def without_last_word(x, weight, options):
     inputs = x.shape[-1] - 32 // weight.bits
-    return reference.packed_matmul(x * (mx.arange(x.shape[-1]) < inputs), weight, **options)
+    return reference.packed_matmul(x * (mx.arange(x.shape[-1]) < inputs), weight, options)
 
 
-def with_neighbours_scale(x, weight, **options):
+def with_neighbours_scale(x, weight, options):
     shifted = mx.concatenate([weight.scales[1:], weight.scales[:1]])
-    return reference.packed_matmul(x, weight._replace(scales=shifted), **options)
+    return reference.packed_matmul(x, weight._replace(scales=shifted), options)
 
 
-def without_last_row(x, weight, **options):
-    y = reference.packed_matmul(x, weight, **options)
+def without_last_row(x, weight, options):
+    y = reference.packed_matmul(x, weight, options)
     return y * (mx.arange(y.shape[-1]) < y.shape[-1] - 1)
 
 
-def without_norm(x, weight, *, norm=None, **options):
-    return reference.packed_matmul(x, weight, **options)
+def without_norm(x, weight, options):
+    return reference.packed_matmul(x, weight, options._replace(norm=None))
 
 
-def without_residual(x, weight, *, residual=None, **options):
-    return reference.packed_matmul(x, weight, **options)
+def without_residual(x, weight, options):
+    return reference.packed_matmul(x, weight, options._replace(residual=None))
 
 
-def with_the_first_adapter(x, weight, *, low_rank=None, **options):
+def with_the_first_adapter(x, weight, options):
+    (low_rank,) = options.adapters
     first = low_rank._replace(slots=low_rank.slots * 0)
-    return reference.packed_matmul(x, weight, low_rank=first, **options)
+    return reference.packed_matmul(x, weight, options._replace(adapters=(first,)))
 
 
-def with_one_section(x, weight, *, low_rank=None, **options):
+def with_one_section(x, weight, options):
+    (low_rank,) = options.adapters
     whole = low_rank._replace(sections=(weight.out_dims,))
-    return reference.packed_matmul(x, weight, low_rank=whole, **options)
+    return reference.packed_matmul(x, weight, options._replace(adapters=(whole,)))
 
 
-def summed_in_bfloat16(x, weight, **options):
-    return reference.packed_matmul(x.astype(mx.bfloat16), weight, **options).astype(x.dtype)
+def summed_in_bfloat16(x, weight, options):
+    return reference.packed_matmul(x.astype(mx.bfloat16), weight, options).astype(x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -198,12 +201,12 @@ def test_lost_precision_is_found(rng, monkeypatch):
     assert checks.check([spec._replace(activation_bits=8)], rng)[0].failure is None
 
 
-def up_and_gate(x, gate, up, **options):
-    return reference.packed_swiglu(x, up, gate, **options)
+def up_and_gate(x, gate, up, options):
+    return reference.packed_swiglu(x, up, gate, options)
 
 
-def next_row(x, weight, **options):
-    index, value = reference.packed_argmax(x, weight, **options)
+def next_row(x, weight, options):
+    index, value = reference.packed_argmax(x, weight, options)
     return (index + 1) % weight.out_dims, value
 
 
@@ -211,16 +214,16 @@ def next_token(tokens, weight, dtype):
     return reference.packed_embedding((tokens + 1) % weight.out_dims, weight, dtype)
 
 
-def next_position(qkv, q_weight, k_weight, offset, *rest):
-    return reference.rope_norm_quantize(qkv, q_weight, k_weight, offset + 1, *rest)
+def next_position(qkv, offset, options):
+    return reference.rope_norm_quantize(qkv, offset + 1, options)
 
 
-def rounded_down(qkv, q_weight, k_weight, offset, scales, *rest):
-    q, codes = reference.rope_norm_quantize(qkv, q_weight, k_weight, offset, scales, *rest)
+def rounded_down(qkv, offset, options):
+    q, codes = reference.rope_norm_quantize(qkv, offset, options)
     k, v = codes.split(2, axis=1)
-    head_dim = q_weight.shape[0]
+    head_dim = options.q_weight.shape[0]
     raw = qkv.reshape(*qkv.shape[:2], -1, head_dim).swapaxes(1, 2)[:, -v.shape[1] :]
-    v = mx.clip(mx.floor(raw.astype(mx.float32) / scales[1]), -128, 127).astype(mx.int8)
+    v = mx.clip(mx.floor(raw.astype(mx.float32) / options.value_scale), -128, 127).astype(mx.int8)
     return q, mx.concatenate([k, v], axis=1)
 
 
@@ -259,16 +262,16 @@ def test_other_faults_are_found(rng, monkeypatch, op, fault, shape):
         assert result.failure is not None, dtype
 
 
-def raises(*args, **options):
+def raises(*args):
     raise RuntimeError("program_source:12: error:\n no such thing")
 
 
 def test_a_variant_that_does_not_answer_is_found(rng, monkeypatch):
     for fault, words in (
         (raises, "RuntimeError: program_source:12: error: no such thing"),
-        (lambda x, w, **o: mx.zeros((1, 1, 96), mx.float16), "returned mlx.core.float16"),
-        (lambda x, w, **o: mx.zeros((1, 96)), r"returned mlx.core.float32 (1, 96)"),
-        (lambda x, w, **o: mx.full((1, 1, 96), np.nan), "error inf"),
+        (lambda *args: mx.zeros((1, 1, 96), mx.float16), "returned mlx.core.float16"),
+        (lambda *args: mx.zeros((1, 96)), r"returned mlx.core.float32 (1, 96)"),
+        (lambda *args: mx.full((1, 1, 96), np.nan), "error inf"),
     ):
         dispatch.enable("cpu/fake")
         offer(monkeypatch, "packed_matmul", fault)
@@ -356,7 +359,7 @@ def test_bytes_of_a_call(rng):
     problem = make(Spec("packed_matmul", mx.bfloat16, **MATRIX, norm=True), rng)
     assert problem.nbytes == 96 * 512 // 4 + 96 * 4 + 2 * 512 + 2 * 512 + 2 * 96
     problem = make(Spec("packed_matmul", **MATRIX, rank=8), rng)  # one of three adapters is used
-    low_rank = problem.options["low_rank"]
+    (low_rank,) = problem.args[-1].adapters
     used = low_rank.numbers[low_rank.slots.item()].nbytes
     plain = 96 * 512 // 4 + 96 * 4 + 4 * (512 + 96)
     assert problem.nbytes == plain + used + low_rank.scales.nbytes + 4
@@ -385,9 +388,9 @@ def check_with_warning(match):
 def test_a_machine_is_checked_once(machine, monkeypatch):
     runs = []
 
-    def counted(*args, **options):
+    def counted(*args):
         runs.append(1)
-        return reference.packed_matmul(*args, **options)
+        return reference.packed_matmul(*args)
 
     offer(monkeypatch, "packed_matmul", counted)
     check_silently()
@@ -405,9 +408,9 @@ def test_a_machine_is_checked_once(machine, monkeypatch):
 def test_a_failure_is_told_at_every_start(monkeypatch):
     runs = []
 
-    def faulty(*args, **options):
+    def faulty(*args):
         runs.append(1)
-        return without_last_word(*args, **options)
+        return without_last_word(*args)
 
     offer(monkeypatch, "packed_matmul", faulty)
     words = r"cpu/fake failed its self-test .* over its bound, .*; reference runs instead"
@@ -426,7 +429,7 @@ import os
 from afm_mlx.kernels import dispatch, reference
 from afm_mlx.kernels.selftest import checks
 from afm_mlx.kernels.dispatch import Variant
-end = Variant("packed_matmul", "cpu/fake", lambda *a, **o: os._exit(9), lambda case: None)
+end = Variant("packed_matmul", "cpu/fake", lambda *args: os._exit(9), lambda case: None)
 dispatch.variants = lambda op: (
     *([end] if op == "packed_matmul" else []),
     Variant(op, "reference", getattr(reference, op), lambda case: None),
@@ -466,7 +469,7 @@ def test_a_process_id_that_is_another_processs_now_is_no_test(machine):
 
 
 def test_an_interrupted_test_is_no_verdict(monkeypatch):
-    def interrupted(*args, **options):
+    def interrupted(*args):
         raise KeyboardInterrupt
 
     offer(monkeypatch, "packed_matmul", interrupted)
