@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -197,29 +196,6 @@ def test_a_disk_that_fills_up(make_checkpoint, tmp_path, listing):
     lines = result.stdout.splitlines()
     assert len(lines) == len(limits), result.stdout + result.stderr
     assert all(line.startswith("AFMError:") and "File too large" in line for line in lines)
-    assert listing(tmp_path) == before
-
-
-INTERRUPTED = """
-import os, signal, sys
-from afm_mlx.converters.convert import convert
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job's is ignored
-def progress(done, total):
-    os.kill(os.getpid(), signal.SIGINT)
-convert(sys.argv[1], sys.argv[2], progress=progress)
-"""
-
-
-def test_control_c(make_checkpoint, tmp_path, listing):
-    checkpoint = make_checkpoint()
-    before = listing(tmp_path)
-    result = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, checkpoint.folder, tmp_path / "out"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode in (-signal.SIGINT, 130)
     assert listing(tmp_path) == before
 
 

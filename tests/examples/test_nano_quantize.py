@@ -57,11 +57,6 @@ SIZES = {
 PACKED, ADAPTED = "qat-row", "recovery-row"
 
 
-@pytest.fixture
-def seed(rng) -> int:
-    return int(rng.integers(1 << 30))
-
-
 @pytest.fixture(scope="module")
 def spm(tmp_path_factory) -> Path:
     return train_tiny_spm(tmp_path_factory.mktemp("spm") / "tokenizer.model", "bpe")
@@ -143,19 +138,11 @@ def test_few_texts_repeat_evenly(seed):
     assert max(used) - min(used) <= 1
 
 
-def test_data_has_no_value_of_the_test_split(seed, monkeypatch):
-    drawn = set()
-    draw = values.Values.draw
-
-    def recording_draw(self, kind, avoid=()):
-        value = draw(self, kind, avoid)
-        drawn.add(value)
-        return value
-
-    monkeypatch.setattr(values.Values, "draw", recording_draw)
+def test_data_has_no_value_of_the_test_split(seed, drawn):
     write_data.draw_lines([], seed, 500, 50)
-    assert len(drawn) > 300
-    assert {values.split_of(value) for value in drawn} == {"train"}
+    assert len(drawn["train"]) > 300
+    assert {values.split_of(value) for value in drawn["train"]} == {"train"}
+    assert not drawn["test"]
 
 
 def test_the_script_writes_what_training_reads(source, seed, monkeypatch, capsys):
