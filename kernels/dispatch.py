@@ -36,22 +36,23 @@ SWITCH = "AFM_MLX_KERNELS"
 
 
 class Case(NamedTuple):
-    """What a choice may depend on; one matrix's case is enough for an operation on two alike."""
+    """What a choice depends on.
 
-    device: str  # "gpu" or "cpu"
-    dtype: mx.Dtype  # of the activations
-    rows: int  # vectors that are multiplied, B * L
-    in_dims: int = 0
-    out_dims: int = 0
-    bits: int = 0
+    Args:
+        device: "gpu" or "cpu".
+        dtype: of the activations; of the buffer in `write_tokens`.
+        rows: vectors that are multiplied, B * L; tokens that are looked up, attended from or written.
+        mode, granularity, group_size: of the packed matrix, see `PackedWeight`; of gate in `packed_swiglu`.
+        head_dim: of the attention's operations.
+    """
+
+    device: str
+    dtype: mx.Dtype
+    rows: int
     mode: str = ""
     granularity: str = ""
     group_size: int = 0
-    low_rank: int = 0  # the adapters' rank, 0 for none
-    activation_bits: int = 16
-    capacity: int = 0  # columns of a KV cache's buffers
     head_dim: int = 0
-    group: int = 0  # query heads per KV head
 
 
 class Variant(NamedTuple):
@@ -118,14 +119,14 @@ def _obstacle(variant: Variant, case: Case) -> str | None:
 
 
 def invalidate() -> None:
-    """Choose anew: what a choice depends on has changed."""
+    """Forget every choice: what they depend on has changed."""
     global _generation
     _generation += 1
     select.cache_clear()
 
 
 def generation() -> int:
-    """A number that is another one after every change of what choices depend on."""
+    """A number that changes whenever something does that choices depend on."""
     return _generation
 
 

@@ -29,8 +29,8 @@ class PackedWeight(NamedTuple):
         bits: 2, 4 or 8.
         mode: "balanced", "affine" or "palette".
         scales: float; () per tensor, (N,) per row, (N, K / group_size) per group; None in a palette.
-        biases: of an affine matrix, as `scales`.
-        table: (T, 2**bits) float32 of a palette; T divides N, and N / T rows share a table.
+        biases: float of an affine matrix, in the shape of `scales`; None otherwise.
+        table: (T, 2**bits) float32 of a palette; T divides N, and N / T rows share a table. None otherwise.
     """
 
     codes: mx.array
@@ -102,7 +102,7 @@ class LowRank(NamedTuple):
 
     Args:
         numbers: up to `MAX_ADAPTERS` flat arrays, of one floating type.
-        parts: of each adapter, what is this matrix's.
+        parts: where the numbers of each adapter for this matrix lie.
         scales: (adapters,) float32, alpha / rank.
         slots: (B,) int32, index of each batch row's adapter; any other number, such as -1, for none.
         sections: last row + 1 of every section; (N,) for a plain matrix.
@@ -116,7 +116,7 @@ class LowRank(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The largest of the adapters."""
+        """The largest rank of the adapters."""
         return max(part.rank for part in self.parts)
 
 
@@ -176,7 +176,7 @@ class KeyValues(NamedTuple):
 
 
 class QueryRope(NamedTuple):
-    """What turns raw queries into those of attention: `rope_norm` with these arguments.
+    """Arguments of the `rope_norm` that raw queries go through before attention.
 
     Args:
         weight: of the norm, (head_dim,) float.

@@ -21,7 +21,7 @@ from afm_mlx.kernels.formats import (
 
 def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> mx.array:
     """See `reference.packed_matmul`."""
-    return select("packed_matmul", _product_case(x, weight, options)).run(x, weight, options)
+    return select("packed_matmul", _product_case(x, weight)).run(x, weight, options)
 
 
 def packed_swiglu(
@@ -29,8 +29,7 @@ def packed_swiglu(
 ) -> mx.array:
     """See `reference.packed_swiglu`."""
     assert options.residual is None
-    case = _swiglu_case(x, gate, up, options)
-    return select("packed_swiglu", case).run(x, gate, up, options)
+    return select("packed_swiglu", _product_case(x, gate)).run(x, gate, up, options)
 
 
 def packed_argmax(
@@ -39,7 +38,7 @@ def packed_argmax(
     """See `reference.packed_argmax`."""
     assert options.residual is None
     assert not options.adapters
-    return select("packed_argmax", _product_case(x, weight, options)).run(x, weight, options)
+    return select("packed_argmax", _product_case(x, weight)).run(x, weight, options)
 
 
 def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
@@ -52,12 +51,12 @@ def decode_attention(
     queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
 ) -> mx.array:
     """See `reference.decode_attention`."""
-    return select("decode_attention", _attention_case(queries, kv)).run(queries, kv, lengths, rope)
+    return select("decode_attention", _attention_case(queries)).run(queries, kv, lengths, rope)
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
     """See `reference.causal_attention`."""
-    return select("causal_attention", _attention_case(queries, kv)).run(queries, kv)
+    return select("causal_attention", _attention_case(queries)).run(queries, kv)
 
 
 def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:
@@ -78,43 +77,8 @@ def case_of(op: str, *args: Any) -> Case:
     return _CASES[op](*args)
 
 
-def _attention_case(queries: mx.array, kv: KeyValues, *_: Any) -> Case:
-    return Case(
-        device(),
-        queries.dtype,
-        rows=queries.shape[0] * queries.shape[2],
-        capacity=kv.buffer.shape[2],
-        head_dim=queries.shape[-1],
-        group=queries.shape[1] // kv.n_kv_heads,
-    )
-
-
-def _write_case(buffer: mx.array, tokens: mx.array, *_: Any) -> Case:
-    return Case(
-        device(),
-        buffer.dtype,
-        rows=tokens.shape[0] * tokens.shape[2],
-        capacity=buffer.shape[2],
-        head_dim=buffer.shape[3],
-    )
-
-
-def _rope_case(qkv: mx.array, offset: int | mx.array, options: HeadOptions) -> Case:
-    rows, head_dim = qkv.shape[0] * qkv.shape[1], options.q_weight.shape[0]
-    return Case(device(), qkv.dtype, rows=rows, head_dim=head_dim)
-
-
-def _product_case(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> Case:
-    return _weight_case(x.dtype, math.prod(x.shape[:-1]), weight)._replace(
-        low_rank=options.adapters[0].rank if options.adapters else 0,
-        activation_bits=options.activation_bits,
-    )
-
-
-def _swiglu_case(
-    x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions = PLAIN
-) -> Case:
-    return _product_case(x, gate, options)
+def _product_case(x: mx.array, weight: PackedWeight, *_: Any) -> Case:
+    return _weight_case(x.dtype, math.prod(x.shape[:-1]), weight)
 
 
 def _lookup_case(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> Case:
@@ -122,22 +86,27 @@ def _lookup_case(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> Cas
 
 
 def _weight_case(dtype: mx.Dtype, rows: int, weight: PackedWeight) -> Case:
-    return Case(
-        device(),
-        dtype,
-        rows,
-        weight.in_dims,
-        weight.out_dims,
-        weight.bits,
-        weight.mode,
-        weight.granularity,
-        weight.group_size,
-    )
+    return Case(device(), dtype, rows, weight.mode, weight.granularity, weight.group_size)
+
+
+def _rope_case(qkv: mx.array, offset: int | mx.array, options: HeadOptions) -> Case:
+    rows, head_dim = qkv.shape[0] * qkv.shape[1], options.q_weight.shape[0]
+    return Case(device(), qkv.dtype, rows, head_dim=head_dim)
+
+
+def _attention_case(queries: mx.array, *_: Any) -> Case:
+    rows, head_dim = queries.shape[0] * queries.shape[2], queries.shape[3]
+    return Case(device(), queries.dtype, rows, head_dim=head_dim)
+
+
+def _write_case(buffer: mx.array, tokens: mx.array, *_: Any) -> Case:
+    rows, head_dim = tokens.shape[0] * tokens.shape[2], buffer.shape[3]
+    return Case(device(), buffer.dtype, rows, head_dim=head_dim)
 
 
 _CASES: dict[str, Callable[..., Case]] = {
     "packed_matmul": _product_case,
-    "packed_swiglu": _swiglu_case,
+    "packed_swiglu": _product_case,
     "packed_argmax": _product_case,
     "packed_embedding": _lookup_case,
     "rope_norm_quantize": _rope_case,

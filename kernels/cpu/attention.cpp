@@ -13,7 +13,7 @@
 namespace afm {
 namespace {
 
-// A tile is queries of one KV head: those of its query heads for some consecutive tokens.
+// Queries of a tile, which has those of one KV head's query heads for some consecutive tokens.
 constexpr int64_t kTileRows = 32;
 // Keys of one piece of work where there are few tiles: long enough to pay for the merging.
 constexpr int64_t kSplitKeys = 512;
@@ -23,7 +23,7 @@ std::atomic<const AttentionKernels*> kernels{&kAttentionPortable};
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// What is known of a tile's rows after some of the keys.
+// Attention of a tile's rows to some of the keys.
 struct Partial {
   std::vector<float> top, sum;  // (rows,) largest exponent; sum of the weights relative to it
   std::vector<float> values;    // (rows, dim) weighted sums
@@ -40,10 +40,10 @@ class Attention {
   struct Tile {
     int64_t batch, kv_head, first, tokens;  // queries [first, first + tokens)
     int64_t rows;                           // tokens * group; row = token * group + head
-    int64_t keys;                           // that its last query sees
+    int64_t keys;                           // number that its last query sees
   };
   struct Piece {
-    int64_t tile, begin, end;  // keys
+    int64_t tile, begin, end;  // keys [begin, end)
   };
 
   int64_t length(int64_t batch) const;
@@ -118,7 +118,7 @@ void Attention::run() {
     const Tile& tile = tiles_[piece.tile];
     partials[i].reset(new Partial(tile.rows, dim_));
     work(piece, *partials[i]);
-    // Who is last puts the tile's pieces together.
+    // The thread that ends last merges the tile's pieces.
     if (missing[piece.tile].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (size_t other = 0; other < pieces_.size(); ++other) {
       if (static_cast<int64_t>(other) != i && pieces_[other].tile == piece.tile) merge(*partials[i], *partials[other]);
@@ -162,7 +162,7 @@ void Attention::work(const Piece& piece, Partial& partial) const {
 void Attention::quantize(const Tile& tile, int16_t* q, float* scales) const {
   int64_t dim = a_.head_dim;
   std::vector<float> raw(dim), turned(dim), scratch(dim);
-  float scale = a_.key_scale / std::sqrt(static_cast<float>(dim)) * 1.44269504f;  // of exponents of two
+  float scale = a_.key_scale / std::sqrt(static_cast<float>(dim)) * 1.44269504f;  // so that exp is a power of 2
   for (int64_t r = 0; r < tile.rows; ++r) {
     int64_t head = tile.kv_head * group_ + r % group_, token = tile.first + r / group_;
     int64_t start = tile.batch * a_.q_strides[0] + head * a_.q_strides[1] + token * a_.q_strides[2];

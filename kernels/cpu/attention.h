@@ -24,14 +24,14 @@ struct AttentionArguments {
   const void* q;         // (B, heads, queries, head_dim) of `type` anywhere in memory
   int64_t q_strides[4];  // in elements
   Number type;           // of `q` and `out`
-  const RopeTable* table;  // none: queries are turned and normalized already
+  const RopeTable* table;  // null: queries are turned and normalized already
   const float* norm;       // (head_dim,) weight, with a table
   float eps;
   Codes keys, values;
   float key_scale, value_scale;
   int64_t capacity;        // tokens in the buffers
-  const int32_t* lengths;  // (B,) tokens that the last query sees, the one before it one less; or none:
-  int64_t length;          // for all rows
+  const int32_t* lengths;  // (B,) tokens that the last query sees, each query before it one fewer; or null
+  int64_t length;          // the same for all rows, without `lengths`
   void* out;               // (B, heads, queries, head_dim)
 };
 

@@ -110,7 +110,7 @@ inline int64_t weigh(const int32_t* __restrict scores, int64_t count, float scal
   int32_t largest = scores[0];
   for (int64_t k = 1; k < count; ++k) largest = scores[k] > largest ? scores[k] : largest;
   float here = static_cast<float>(largest) * scale;
-  float new_top = *top > here ? *top : here;  // here, if it isn't a number
+  float new_top = *top > here ? *top : here;  // `here` also if *top is NaN
   float fall = *top - new_top;
   *decay = fall > -126.0f ? exp2_fast(fall) : 0.0f;
   *top = new_top;

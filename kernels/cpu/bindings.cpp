@@ -91,8 +91,6 @@ NB_MODULE(_afm_cpu, m) {
   m.def("probe", [](const afm::mx::array& a) { return a.size(); }, "a"_a,
         "Size of an array: works only when MLX's own module shares its types with this one.");
   m.def("threads", [] { return afm::ThreadPool::shared().threads(); });
-  m.def("active_threads", [] { return afm::ThreadPool::shared().active_threads(); },
-        "Threads that share loops at present: fewer than `threads` while others use the cores.");
   m.def("set_threads", &afm::ThreadPool::configure, "count"_a);
   afm::share_with_blas();
   m.def("self_test",

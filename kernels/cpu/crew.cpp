@@ -5,13 +5,14 @@
 namespace afm {
 namespace {
 
-// A speed is that of several of the system's time slices, and of several loops, be they long or held up for long.
+// Nanoseconds, and loops, that a speed is measured over at least: several of the system's time slices, and several
+// loops as long as the longest of them.
 constexpr int64_t kWindow = 30000000;
 constexpr int64_t kLoops = 6;
 // A machine that nobody else uses takes a thread off its core for less than a hundredth of the time.
 constexpr double kOffCore = 1.0 / 8;
-// Windows from a trial to the next: few at first because neighbours may be gone soon, at last so many that trials cost
-// little beside neighbours that stay.
+// Windows from a trial to the next: few at first because the neighbours may be gone soon, in the end so many that
+// trials cost little.
 constexpr int kFewest = 2, kMost = 32;
 
 }  // namespace
@@ -42,7 +43,7 @@ bool Crew::judge(double off_core) {
     return resize(kept_);
   }
   const int late = std::max(1, window.late), fewer = std::max(1, size_ - late);
-  // The late threads' share of the work, at least half of which went into waiting for them.
+  // Waiting took more than half of the time that the late threads' share of the work takes.
   const bool waits = 2 * window.lost * size_ > window.all * late;
   const bool held_up = fewer < size_ && (waits || off_core > kOffCore);
   if (!held_up && size_ == all_) {

@@ -10,12 +10,12 @@
 
 namespace afm {
 
-// What a loop's caller saw of it.
+// How one loop went, measured by the thread that called it.
 struct LoopTimes {
   int64_t work = 0;  // how much there was to do, in any unit that all loops share
   int64_t all = 0;   // nanoseconds from its start to its end
-  int64_t lost = 0;  // of these, in which it waited for threads that should have been done
-  int late = 0;      // those threads
+  int64_t lost = 0;  // nanoseconds in which the caller waited for threads that should have been done
+  int late = 0;      // number of those threads
 };
 
 class Crew {
@@ -30,7 +30,8 @@ class Crew {
   // Whether enough loops have ended for `judge`.
   bool window_is_full() const;
 
-  // Whether the size changes. `off_core`: share of the time in which the caller would have run, had it had a core.
+  // Chooses the size from the loops since the last call; true if it changed. `off_core`: share of the time in which the
+  // caller was ready to run and had no core.
   bool judge(double off_core);
 
  private:
@@ -44,12 +45,12 @@ class Crew {
   const int all_;
   int size_;
   Window window_;
-  // While another size is tried: what it is compared with.
+  // While another size is tried: the size and speed that it is compared with.
   bool trying_ = false;
   int kept_ = 0;
   double kept_speed_ = 0;
-  int since_trial_ = 0;  // windows
-  int next_trial_ = 0;
+  int since_trial_ = 0;  // windows since the last trial
+  int next_trial_ = 0;   // windows from a trial to the next
 };
 
 }  // namespace afm

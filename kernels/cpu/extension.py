@@ -41,10 +41,10 @@ class Status(NamedTuple):
         path: of the library, also of one that isn't used; None when there is none.
         mlx: version of MLX that it was built against.
         nanobind: version that it was built with.
-        compiler: that built it.
+        compiler: name and version of the one that built it.
         instruction_set: in use, one of `instruction_sets`.
         instruction_sets: that this processor runs, best first.
-        threads: that take part in an operation.
+        threads: number of those that take part in an operation.
     """
 
     reason: str = ""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 SECONDS = 10.0
-"""Between two times that memory is asked for: it takes milliseconds."""
+"""Seconds between two requests to glibc, each of which takes milliseconds."""
 
 _lock = threading.Lock()
 _last = 0.0

@@ -22,7 +22,7 @@ void stop_huge_pages() { stopped = true; }
 namespace {
 
 constexpr uintptr_t kHugePage = 2u << 20;
-// What an allocator keeps between blocks that it took from the system one after the other.
+// Ranges this close are joined: an allocator keeps as much between blocks that it took from the system in turn.
 constexpr uintptr_t kGap = 64 << 10;
 constexpr int kCollapse = 25;  // MADV_COLLAPSE, of Linux 6.1: at once, whatever the system's policy is
 
@@ -30,10 +30,10 @@ size_t collapse(uintptr_t begin, uintptr_t end) {
   begin = (begin + kHugePage - 1) / kHugePage * kHugePage;
   end = end / kHugePage * kHugePage;
   size_t granted = 0;
-  // Page by page: where one fails, for a hole in between, the others don't.
+  // Page by page: one with a hole in it fails, and the others don't.
   for (; begin < end && !stopped; begin += kHugePage) {
     void* page = reinterpret_cast<void*>(begin);
-    madvise(page, kHugePage, MADV_HUGEPAGE);  // an older kernel gets to it in its own time
+    madvise(page, kHugePage, MADV_HUGEPAGE);  // an older kernel does it some time later
     if (madvise(page, kHugePage, kCollapse) == 0) granted += kHugePage;
   }
   return granted;

@@ -54,7 +54,7 @@ bool has_dot_product() {
   constexpr unsigned long kAsimdDp = 1ul << 20;
   return (getauxval(AT_HWCAP) & kAsimdDp) != 0;
 #else
-  return true;  // every Apple processor since 2019, all those with an M among them
+  return true;  // every Apple processor since 2019, so all of the M series
 #endif
 }
 #endif

@@ -12,7 +12,7 @@
 
 #include <cstdint>
 
-#include "ahead.h"
+#include "prefetch.h"
 #include "matmul.h"
 
 namespace afm {
@@ -65,7 +65,7 @@ struct MatrixJob {
   float* out;  // (vectors, out_stride)
   int64_t out_stride;
   uint8_t* scratch;  // kScratchRows * x_row_bytes / digits, on a boundary of 64 bytes
-  Ahead ahead;       // of `rows`
+  PrefetchRows ahead;  // of `rows`
 };
 
 // Rows of an adapter's A times some vectors:

@@ -67,9 +67,9 @@ void arrange(const int8_t* rows, int64_t count, int64_t width, int64_t row_bytes
 
 // Steps [begin, end) of `rows` rows as tiles: out is (end - begin, 2, 16, 64).
 //
-// The rows are one stretch of memory, of which this reads a column: no hardware prefetcher sees through that.
-// So each call asks for its share of the next 32 rows, in the order of memory, and a little at a time: a core waits
-// when it asks for more lines than it can keep track of.
+// The rows are one stretch of memory that is read column by column, which no hardware prefetcher recognizes. So each
+// call prefetches its share of the next 32 rows, in the order of memory, and a little at a time: a core stalls when
+// too many lines are on their way at once.
 template <int BITS>
 inline void unpack_steps(const MatrixJob& job, const uint8_t* codes, int64_t rows, int64_t begin, int64_t end,
                          uint8_t* out) {
@@ -182,7 +182,7 @@ template <int BITS, int DIGITS>
 void multiply_few(const MatrixJob& job, int64_t row, int64_t rows, int64_t steps) {
   constexpr int64_t kAhead = 4;
   const uint8_t* codes = job.codes + row * job.row_bytes;
-  Asking beside(job.ahead, row, rows, (steps + kAhead - 1) / kAhead);
+  Prefetcher beside(job.ahead, row, rows, (steps + kAhead - 1) / kAhead);
   alignas(64) static thread_local uint8_t unpacked[2][kAhead * 2 * kTile];
   alignas(64) int32_t sums[4 * 256];
   if (rows < kRows) std::memset(unpacked, 0, sizeof unpacked);
@@ -194,7 +194,7 @@ void multiply_few(const MatrixJob& job, int64_t row, int64_t rows, int64_t steps
     if (next < steps) {
       unpack_steps<BITS>(job, codes, rows, next, smaller(next + kAhead, steps), unpacked[1 - parity]);
     }
-    beside.ask();
+    beside.next_share();
     multiply_steps<DIGITS>(unpacked[parity], x, job.vectors, smaller(kAhead, steps - s));
   }
   store_sums<DIGITS>(sums);
@@ -246,7 +246,7 @@ void multiply(const MatrixJob& job) {
       multiply_many<BITS, DIGITS>(job, row, rows, steps);
     }
   }
-  // Idle tiles make every switch between threads dearer.
+  // Tiles that are in use make every switch between threads slower.
   _tile_release();
 }
 

@@ -77,11 +77,11 @@ void multiply_matrix(const MatrixJob& job) {
   const int64_t steps = job.x_row_bytes / (64 * DIGITS);
   uint8_t* codes = job.scratch;
   alignas(64) float out[kVectors * kRows];
-  Asking beside(job.ahead, 0, job.rows, (job.rows + kRows - 1) / kRows);
+  Prefetcher beside(job.ahead, 0, job.rows, (job.rows + kRows - 1) / kRows);
   for (int64_t row = 0; row < job.rows; row += kRows) {
-    beside.ask();
+    beside.next_share();
     const int64_t rows = smaller(kRows, job.rows - row);
-    for (int64_t r = 0; r < kRows; ++r) {  // rows that are not there are the last one again
+    for (int64_t r = 0; r < kRows; ++r) {  // rows past the last repeat it
       const uint8_t* from = job.codes + (row + smaller(r, rows - 1)) * job.row_bytes;
       unpack_row<BITS>(from, job.row_bytes, codes + r * steps * 64);
     }

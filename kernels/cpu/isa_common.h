@@ -10,14 +10,14 @@
 //   from_floats, from_bfloats, from_halves     kLanes numbers as floats
 //   multiply_add, add, set1, zero, store, spread, reduce
 //                      see the portable one, which defines them in plain C++
-//   rows<BITS, DIGITS>()   matrix rows whose sums fit into the registers side by side
-//   kShrinkVectors, kExpandVectors   vectors of which four sums each, or 16 numbers each, do
+//   rows<BITS, DIGITS>()   matrix rows whose sums fit into the registers at once
+//   kShrinkVectors, kExpandVectors   vectors for which four sums each, or 16 numbers each, fit into them
 #include <cstring>
 
 #include "isa.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
-// How a Floats16 is passed depends on the flags, which is nobody's business outside this unit.
+// How a Floats16 is passed depends on the flags; no function outside this unit takes one.
 #pragma GCC diagnostic ignored "-Wpsabi"
 #endif
 

@@ -60,7 +60,7 @@ inline void shrink_vectors(const ShrinkJob& job, const int32_t* vectors) {
   float out[kShrinkRows * VECTORS];
   for (int64_t row = 0; row < job.rows; row += kShrinkRows) {
     const int64_t count = smaller(kShrinkRows, job.rows - row);
-    int64_t rows[kShrinkRows];  // those that are not there are the last one again
+    int64_t rows[kShrinkRows];  // rows past the last repeat it
     for (int64_t r = 0; r < kShrinkRows; ++r) rows[r] = job.start + (row + smaller(r, count - 1)) * job.cols;
     shrink_tile<TYPE, VECTORS>(job.numbers.data, rows, job.cols, x, out);
     for (int i = 0; i < VECTORS; ++i) {

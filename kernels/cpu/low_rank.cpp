@@ -5,9 +5,9 @@
 namespace afm {
 namespace {
 
-constexpr int64_t kVectors = 16;         // of a piece: they stay in the second-level cache
-constexpr int64_t kPieceBytes = 32 << 10;  // of A, where it is read for few vectors
-constexpr int64_t kRows = 4;             // that `shrink` takes at a time
+constexpr int64_t kVectors = 16;           // vectors of a piece: they stay in the second-level cache
+constexpr int64_t kPieceBytes = 32 << 10;  // bytes of A in a piece that has few vectors
+constexpr int64_t kRows = 4;               // rows of A that `shrink` takes at a time
 
 int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
@@ -23,7 +23,7 @@ LowRankProduct::LowRankProduct(const Adapters& adapters, const PackedMatrix& wei
   left_.set(pieces_);
 }
 
-// Vectors of one adapter side by side, so that its numbers are read once for all of them.
+// Puts the vectors of one adapter side by side, so that its numbers are read once for all of them.
 void LowRankProduct::sort(int64_t start, int64_t count, int64_t vectors, LowRankScratch& scratch) {
   int32_t* order = scratch.order.get<int32_t>(count);
   order_ = order;
@@ -67,8 +67,8 @@ void LowRankProduct::shrink(int64_t piece) {
   left_.count_down();
 }
 
-Ahead LowRankProduct::ahead(int64_t begin) const {
-  Ahead ahead;
+PrefetchRows LowRankProduct::ahead(int64_t begin) const {
+  PrefetchRows ahead;
   for (ahead.count = 0; ahead.count < n_groups_; ++ahead.count) {
     const Adapter& adapter = *groups_[ahead.count].adapter;
     const int64_t size = size_of(adapter.numbers.type);

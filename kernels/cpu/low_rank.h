@@ -1,5 +1,5 @@
-// What adapters add to a product, `scale * B (A x)` for every vector by its own: in two steps, shared among the
-// threads that also multiply with the matrix.
+// What adapters add to a product: `scale * B (A x)`, for each vector with its own adapter. The threads that multiply
+// with the matrix share both steps.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ class LowRankProduct {
   void shrink(int64_t piece);
 
   // What `add` will read of B, for rows of the matrix from `begin` on.
-  Ahead ahead(int64_t begin) const;
+  PrefetchRows ahead(int64_t begin) const;
 
   // out (count, stride) += B h for rows [begin, end) of the matrix; waits until all pieces are there.
   void add(int64_t begin, int64_t end, float* out, int64_t stride) const;
@@ -38,7 +38,7 @@ class LowRankProduct {
     float scale;
     int64_t first, count;
     int64_t row_step;     // rows of A in a piece
-    int64_t row_pieces;   // pieces that the rows are
+    int64_t row_pieces;   // pieces that the rows of A are cut into
     int64_t first_piece;
   };
 

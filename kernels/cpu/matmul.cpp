@@ -214,7 +214,7 @@ void multiply_grouped(const Prepared& x, const PackedMatrix& w, int64_t begin, i
   }
 }
 
-void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const Ahead& ahead,
+void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const PrefetchRows& ahead,
                    float* out, RowScratch& scratch) {
   const Kernels& k = kernels();
   const int64_t rows = end - begin;
@@ -223,7 +223,7 @@ void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int6
     k.matrix({codes_of(w, begin), rows, row_bytes(w), x.digits, x.count, x.digit_bytes, x.layout.digits,
               w.bits, out, rows, bytes, ahead});
   } else {
-    Asking(ahead, 0, rows, 1).ask();
+    Prefetcher(ahead, 0, rows, 1).next_share();
     for (int64_t m = 0; m < x.count; ++m) {
       k.vector({codes_of(w, begin), rows, row_bytes(w), x.vector(m), x.layout.digits, w.bits, nullptr, 0, 0,
                 out + m * rows});
@@ -242,15 +242,15 @@ void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int6
   }
 }
 
-// out (count, end - begin) = products of all vectors with rows [begin, end), beside which `ahead` lies
-void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const Ahead& ahead, float* out,
-              RowScratch& scratch) {
+// out (count, end - begin) = products of all vectors with rows [begin, end); prefetches `ahead` meanwhile
+void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const PrefetchRows& ahead,
+              float* out, RowScratch& scratch) {
   if (x.path == Path::floats) return multiply_floats(x, w, begin, end, out, scratch);
   if (is_grouped(w)) return multiply_grouped(x, w, begin, end, out, scratch);
   multiply_rows(x, w, begin, end, ahead, out, scratch);
 }
 
-// ---- Sharing out
+// ---- Sharing the work
 
 // Vectors whose digits stay in the second-level cache while the whole matrix goes by.
 int64_t vectors_at_once(const Activations& x, const PackedMatrix& w) {
@@ -259,9 +259,9 @@ int64_t vectors_at_once(const Activations& x, const PackedMatrix& w) {
   return std::min(x.rows, std::max<int64_t>(fit, 64));
 }
 
-// Rows that a thread takes at a time. Few vectors wait for memory: a long stretch of it keeps the prefetchers
-// going, as long as all threads have some when only a few rows are left. For many vectors, and where each of
-// them reads the codes again, these stay in the second-level and in the first-level cache.
+// Rows that a thread takes at a time. With few vectors, memory is the limit: long stretches keep the prefetchers going,
+// but must leave something for every thread at the end. With many vectors, the codes stay in the second-level cache;
+// where each vector reads them again, in the first-level cache.
 int64_t rows_at_once(const PackedMatrix& w, int64_t vectors) {
   constexpr int64_t kBytes = 256 << 10, kStep = 32, kFew = 16;
   if (vectors > 1 && path_of(w, vectors) != Path::matrix) return kStep;

@@ -66,7 +66,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _end() -> None:
-    """A thread that comes back to Python when there is none any more would end the process with an error."""
+    """Stop the threads: one that came back to Python after its end would end the process with an error."""
     running = [thread for thread in _threads if thread.is_alive()]
     if running:
         extension.module().stop_huge_pages()

@@ -19,7 +19,7 @@ namespace afm {
 namespace {
 
 constexpr uint32_t kOpen = 1u << 31;
-constexpr uint32_t kAsleep = 1u << 30;  // the caller, until the last worker wakes it
+constexpr uint32_t kAsleep = 1u << 30;  // the caller sleeps until the last worker wakes it
 // Longer than the gaps between a token's loops, short next to a token: an idle process burns no core.
 constexpr int64_t kSpin = 200000;
 // What a caller waits for at least before it sleeps: falling asleep and waking up take about as long.
@@ -132,12 +132,12 @@ void ThreadPool::run(int64_t count, int64_t chunk, int64_t each, Call call, void
   if (error) std::rethrow_exception(error);
 }
 
-// After the caller's own `pieces`, done at time `done`.
+// Waits for the workers after the caller's own `pieces`, which were done at time `done`.
 void ThreadPool::await_workers(int64_t done, int64_t pieces, LoopTimes& times) {
-  // A worker that comes late finds the door closed, and nobody waits for it.
+  // Workers that aren't in the loop yet stay out, and nobody waits for them.
   const uint32_t inside = inside_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
   if (inside == 0) return;
-  // Each of them holds one piece. Who holds it for twice as long as one takes is not on a core.
+  // Each of them holds one piece. A worker that takes twice as long as a piece takes isn't on a core.
   const int64_t expected = std::max(kShortWait, 2 * times.all / std::max<int64_t>(pieces, 1));
   const auto all_out = [&] { return inside_.load(std::memory_order_acquire) == 0; };
   if (!spin(std::min(expected, kSpin), all_out)) {
@@ -150,7 +150,7 @@ void ThreadPool::await_workers(int64_t done, int64_t pieces, LoopTimes& times) {
   if (times.late > 0) times.lost = std::max<int64_t>(waited - expected, 0);
 }
 
-// How many.
+// Runs pieces until none are left, and returns how many.
 int64_t ThreadPool::take_pieces(int thread) {
   for (int64_t pieces = 0;; ++pieces) {
     int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);

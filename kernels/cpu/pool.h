@@ -62,7 +62,7 @@ class ThreadPool {
   void await_workers(int64_t done, int64_t pieces, LoopTimes& times);
 
   const int threads_;
-  Crew crew_;  // its caller's, as what follows
+  Crew crew_;  // used by the thread that calls a loop, while no other may
 
   // The loop in progress. Written by its caller while no worker is inside.
   Call call_ = nullptr;

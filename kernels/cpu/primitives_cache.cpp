@@ -49,7 +49,7 @@ class WriteTokens : public CpuPrimitive {
       int64_t column = buffer.shape[3] * static_cast<int64_t>(buffer.dtype.size());
       for (int64_t row = 0; row < buffer.shape[0]; ++row) {
         int64_t first = length[row] - count;
-        // Whoever calls makes room first; memory is not the place to find out that it was forgotten.
+        // Callers make room first; where one forgot, nothing is written behind the buffer.
         bool fits = first >= 0 && length[row] <= capacity;
         for (int64_t head = 0; head < heads; ++head, from += count * column) {
           if (fits) std::memcpy(out + ((row * heads + head) * capacity + first) * column, from, count * column);

@@ -69,7 +69,7 @@ struct View {
 // Allocates an output and says that it is written.
 void allocate(mx::array& out);
 
-// A node of the graph; subclasses say what `run` does. There is nothing of it on the GPU.
+// A node of the graph that runs on the CPU only; subclasses define `eval_cpu`.
 class CpuPrimitive : public mx::Primitive {
  public:
   using mx::Primitive::Primitive;

@@ -15,7 +15,7 @@ Floats numbers(const View& view, std::vector<char>& copy) {
   return {view.dense(copy), view.type()};
 }
 
-// Inputs of an operation, in the order in which they were named, and where each of them is.
+// Collects the inputs of an operation; what adds one returns its index.
 class Inputs {
  public:
   std::vector<mx::array> arrays;
@@ -24,7 +24,7 @@ class Inputs {
     arrays.push_back(a);
     return static_cast<int>(arrays.size()) - 1;
   }
-  // As `add`, but an array that is there already keeps its place.
+  // As `add`, but an array that is there already isn't added again.
   int add_once(const mx::array& a) {
     for (size_t i = 0; i < arrays.size(); ++i) {
       if (arrays[i].id() == a.id()) return static_cast<int>(i);
@@ -38,7 +38,7 @@ class Inputs {
   }
 };
 
-// The inputs of a task that runs, in row-major order; -1 is an argument that was left out.
+// The inputs of a running task, in row-major order; index -1 is an argument that was left out.
 class Data {
  public:
   explicit Data(const std::vector<View>& views) : views_(views), copies_(views.size()) {}
@@ -55,7 +55,7 @@ class Data {
   std::vector<std::vector<char>> copies_;
 };
 
-// Where a packed matrix is among the inputs.
+// A packed matrix whose arrays are indices of inputs.
 struct MatrixPlace {
   PackedMatrix shape;
   int codes, scales, biases, table;
@@ -118,7 +118,7 @@ MatrixPlace place(const Packed& weight, Inputs& inputs) {
   return place;
 }
 
-// Where adapters are among the inputs; nowhere without.
+// Adapters whose arrays are indices of inputs; empty without adapters.
 struct AdaptersPlace {
   std::vector<int> numbers;
   std::vector<Part> parts;

@@ -37,7 +37,7 @@ inline void wake(std::atomic<uint32_t>& word) {
 #endif
 }
 
-// One step of such a loop: lets a core's other thread go ahead.
+// One step of a waiting loop: lets the core's other thread go ahead.
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -46,7 +46,7 @@ inline void relax() {
 #endif
 }
 
-// Looks again and again whether `done()`, for so many nanoseconds at most: true as soon as it is.
+// Calls `done()` again and again for so many nanoseconds at most; returns whether it was true in the end.
 template <class Done>
 bool spin(int64_t nanoseconds, Done done) {
   if (done()) return true;

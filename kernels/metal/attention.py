@@ -1,4 +1,4 @@
-"""What stands around the matrix products on Metal: embedding, RoPE with QK-norm, decode attention.
+"""The operations around the matrix products on Metal: embedding, RoPE with QK-norm, decode attention.
 
 Attention of a new token is a stream over int8 keys and values. Few query heads per simdgroup keep more
 threadgroups busy while a context is short; four of them halve the conversions per key once it is long.
@@ -62,7 +62,7 @@ def _position(offset: int) -> mx.array:
 
 
 def _obstacle(case: Case) -> str | None:
-    """What no kernel of this file can do."""
+    """Why no kernel of this file can run a case, or None."""
     if case.dtype not in DTYPES:
         return f"takes float32, float16 or bfloat16, not {case.dtype}"
     return None if case.rows else "takes one row at least"

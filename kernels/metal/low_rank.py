@@ -52,13 +52,13 @@ def most_rows(adapters: tuple[LowRank, ...]) -> int:
 
 
 def _widths(adapters: tuple[LowRank, ...], sections: int) -> list[int]:
-    """Of every adapter, its ranks for the sections of the first matrix and for the second one."""
+    """The sum of each adapter's ranks: for so many sections of the first matrix, and for the second one."""
     first, *second = ([part.rank for part in low_rank.parts] for low_rank in adapters)
     return [sections * rank + sum(others) for rank, *others in zip(first, *second, strict=True)]
 
 
 def arrays(adapters: tuple[LowRank, ...]) -> list[mx.array]:
-    """What `INPUTS` names.
+    """The arrays that `INPUTS` names.
 
     Raises:
         ValueError: for more adapters than `MAX_ADAPTERS`, or numbers of different types.
@@ -89,7 +89,7 @@ def _check(low_rank: LowRank) -> None:
 def _table(
     sections: tuple[int, ...], columns: int, parts: tuple[tuple[Part, ...], ...]
 ) -> mx.array:
-    """`parts` of low_rank.metal, from those of each adapter for one matrix or two."""
+    """The table `parts` of low_rank.metal; `parts` has those of every adapter, for one matrix or two."""
     of_matrices = [number for of_matrix in parts for part in of_matrix for number in part]
     table = [len(parts[0]), len(sections), columns, *sections, *of_matrices]
     return mx.array(table, dtype=mx.int32)

@@ -83,7 +83,7 @@ class Product(NamedTuple):
 
 
 def _or_nothing(array: mx.array | None) -> mx.array:
-    """An input that a call may lack; what stands for it is never read."""
+    """An input, or, for a call without it, an array that is never read."""
     return floats(0.0) if array is None else array
 
 
@@ -139,7 +139,7 @@ def _launch(
     template: Template,
     shape: tuple[int, int],
 ) -> mx.array:
-    """`shape`: simdgroups of a threadgroup, and rows of codes of each."""
+    """Run `kernel` with threadgroups of a `shape`: simdgroups, and rows of codes of each."""
     simdgroups, code_rows = shape
     groups = -(-product.code_rows // (simdgroups * code_rows))
     (out,) = runtime.launch(
@@ -164,7 +164,7 @@ def _launch(
 
 
 def _inputs(product: Product, hidden: mx.array | None) -> list[mx.array]:
-    """What `_INPUTS` names; a single matrix stands for the second one, too."""
+    """The arrays that `_INPUTS` names; a single matrix stands for the second one, too."""
     first, last = product.matrices[0], product.matrices[-1]
     inputs = [
         product.x.reshape(product.rows, -1),
@@ -183,7 +183,7 @@ def has_whole_groups(format_: PackedWeight | Case) -> bool:
 
 
 def matrix_arrays(weight: PackedWeight) -> list[mx.array]:
-    """What `MATRIX_INPUTS` names."""
+    """The arrays that `MATRIX_INPUTS` names."""
     scales = weight.table if weight.scales is None else weight.scales
     assert scales is not None
     biases = scales if weight.biases is None else weight.biases
@@ -192,7 +192,7 @@ def matrix_arrays(weight: PackedWeight) -> list[mx.array]:
 
 
 def vector_arrays(options: ProductOptions) -> list[mx.array]:
-    """What `VECTOR_INPUTS` names."""
+    """The arrays that `VECTOR_INPUTS` names."""
     return [_or_nothing(options.norm), floats(options.eps)]
 
 

@@ -117,7 +117,7 @@ def check(
 
 
 def _too_large(variant: dispatch.Variant, spec: Spec) -> str | None:
-    """Doesn't hold for a lookup, which unpacks single rows."""
+    """Why the reference isn't tested on a problem, or None; a lookup unpacks single rows only."""
     if variant.name != "reference" or spec.op == "packed_embedding":
         return None
     size = spec.in_dims * spec.out_dims

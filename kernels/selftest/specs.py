@@ -33,8 +33,8 @@ class Spec(NamedTuple):
         in_dims, out_dims: K and N of the matrix.
         bits, mode, granularity, group_size: of its format; the last two as in `PackedWeight`.
         norm, residual: whether there is one.
-        rank: the largest of the adapters', 0 for none.
-        adapter_dtype: of their numbers; None takes that of the activations.
+        rank: the largest rank of the adapters, 0 for none.
+        adapter_dtype: of the adapters' numbers; None for that of the activations.
         sections: projections that share the matrix, as far as adapters are concerned.
         activation_bits: 16 or 8.
         heads, kv_heads, head_dim: of the attention's operations.

@@ -250,9 +250,9 @@ def test_obstacles():
     for op, case, says in (
         ("rope_norm_quantize", {"head_dim": 13}, "even head sizes up to 256, not 13"),
         ("rope_norm_quantize", {"head_dim": 258}, "not 258"),
-        ("decode_attention", {"head_dim": 30, "capacity": 256}, "4 divides up to 256, not 30"),
-        ("decode_attention", {"head_dim": 260, "capacity": 256}, "not 260"),
-        ("decode_attention", {"head_dim": 64, "capacity": 9, "dtype": mx.int8}, "int8"),
+        ("decode_attention", {"head_dim": 30}, "4 divides up to 256, not 30"),
+        ("decode_attention", {"head_dim": 260}, "not 260"),
+        ("decode_attention", {"head_dim": 64, "dtype": mx.int8}, "int8"),
         ("packed_embedding", {"dtype": mx.int32}, "int32"),
         ("packed_embedding", {"rows": 0}, "one row at least"),
     ):

@@ -277,7 +277,7 @@ def test_a_product_reads_its_matrix_once():
 
 
 def test_why_a_variant_cannot_run():
-    case = dispatch.Case("gpu", mx.bfloat16, 5, 96, 8, 4, "balanced", "group", 24)
+    case = dispatch.Case("gpu", mx.bfloat16, 5, "balanced", "group", 24)
     with dispatch.force("metal"):
         reasons = {v.name: reason for v, reason in dispatch.explain("packed_matmul", case)}
     assert reasons["metal/vector"] == "takes up to 4 rows, not 5"

@@ -164,7 +164,7 @@ def test_a_source_that_is_cut_off_while_it_is_converted(folders, monkeypatch):
     (folder / "tokenizer.model").write_bytes(b"")
     (folder / "out").mkdir()
     monkeypatch.setattr(
-        "afm_mlx.converters.convert.mlx_lm.write_weights",
+        "afm_mlx.converters.mlx_lm.write_weights",
         lambda out, specs, read, **options: [
             os.truncate(folder / "model.safetensors", 5000),
             [list(read(spec)) for spec in specs],

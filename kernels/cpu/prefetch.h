@@ -1,4 +1,4 @@
-// Memory beside a matrix that will be read once its rows are multiplied: it is asked for meanwhile.
+// Prefetching what is read right after a matrix's rows are multiplied, while they are.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace afm {
 
-// For each of the matrix's rows, `row_bytes[i]` of every `data[i]`.
-struct Ahead {
+// Arrays with `row_bytes[i]` bytes for each of the matrix's rows, from `data[i]` on.
+struct PrefetchRows {
   int count = 0;
   const char* data[kMaxAdapters];
   int64_t row_bytes[kMaxAdapters];
@@ -16,18 +16,18 @@ struct Ahead {
 
 namespace {  // every instruction set has its own, see isa.h
 
-// Asks for what belongs to rows [row, row + rows), a share at each of `shares` calls: a core waits when it asks for
-// more lines than it can keep track of.
-class Asking {
+// Prefetches what belongs to rows [row, row + rows), an equal share at each of `shares` calls of `next_share`: a core
+// stalls when too many lines are on their way at once.
+class Prefetcher {
  public:
-  Asking(const Ahead& ahead, int64_t row, int64_t rows, int64_t shares) : count_(ahead.count) {
+  Prefetcher(const PrefetchRows& ahead, int64_t row, int64_t rows, int64_t shares) : count_(ahead.count) {
     for (int i = 0; i < count_; ++i) {
       next_[i] = ahead.data[i] + row * ahead.row_bytes[i];
       step_[i] = (rows * ahead.row_bytes[i] / shares + kLine - 1) / kLine * kLine;
     }
   }
 
-  void ask() {
+  void next_share() {
     for (int i = 0; i < count_; ++i) {
       for (const char* end = next_[i] + step_[i]; next_[i] < end; next_[i] += kLine) {
         __builtin_prefetch(next_[i], 0, 2);  // to read, into the second-level cache
