@@ -25,7 +25,7 @@ import mlx.core as mx
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu import extension
 status = extension.status()
-case = dispatch.Case("cpu", mx.float32, 1, 64, 64, 2, "balanced", "row", 64)
+case = dispatch.Case("cpu", mx.float32, 1, "balanced", "row", 64)
 print(json.dumps({{"reason": status.reason, "threads": status.threads, "isa": status.instruction_set,
                    "chosen": dispatch.select("packed_matmul", case).name}}))
 """
