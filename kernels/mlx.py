@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
@@ -183,36 +184,17 @@ def _few_rows(case: Case) -> str | None:
     return _obstacle(case)
 
 
+def _by_both(op: str, run: Callable[..., Any], suffix: str = "") -> tuple[Variant, ...]:
+    """An operation by products with the codes, and by products with the numbers."""
+    return (
+        Variant(op, f"mlx/quantized{suffix}", partial(run, multiply_quantized), _few_rows),
+        Variant(op, f"mlx/dequantized{suffix}", partial(run, multiply_dequantized), _obstacle),
+    )
+
+
 VARIANTS: tuple[Variant, ...] = (
-    Variant(
-        "packed_matmul", "mlx/quantized", partial(packed_matmul, multiply_quantized), _few_rows
-    ),
-    Variant(
-        "packed_matmul", "mlx/dequantized", partial(packed_matmul, multiply_dequantized), _obstacle
-    ),
-    Variant(
-        "packed_swiglu",
-        "mlx/quantized_swiglu",
-        partial(packed_swiglu, multiply_quantized),
-        _few_rows,
-    ),
-    Variant(
-        "packed_swiglu",
-        "mlx/dequantized_swiglu",
-        partial(packed_swiglu, multiply_dequantized),
-        _obstacle,
-    ),
-    Variant(
-        "packed_argmax",
-        "mlx/quantized_argmax",
-        partial(packed_argmax, multiply_quantized),
-        _few_rows,
-    ),
-    Variant(
-        "packed_argmax",
-        "mlx/dequantized_argmax",
-        partial(packed_argmax, multiply_dequantized),
-        _obstacle,
-    ),
+    *_by_both("packed_matmul", packed_matmul),
+    *_by_both("packed_swiglu", packed_swiglu, "_swiglu"),
+    *_by_both("packed_argmax", packed_argmax, "_argmax"),
     Variant("packed_embedding", "mlx/dequantized_embedding", packed_embedding, _obstacle),
 )
