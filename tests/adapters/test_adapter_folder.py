@@ -3,24 +3,22 @@
 import json
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter, save_adapter
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
+from tests.tools.cases import draw
+from tests.tools.compare import assert_same, assert_same_tensors
 
 
 @pytest.fixture
 def adapter(rng):
-    def draw(*shape):
-        return mx.array(rng.normal(size=shape).astype(np.float32))
-
     rank = 6
     tensors = {
-        "model.layers.0.mlp.up_proj.lora_a": draw(8, rank),
-        "model.layers.0.mlp.up_proj.lora_b": draw(rank, 20),
-        **{f"model.layers.0.self_attn.qkv_proj.lora_a.{i}": draw(8, rank) for i in range(3)},
-        **{f"model.layers.0.self_attn.qkv_proj.lora_b.{i}": draw(rank, 4) for i in range(3)},
+        "model.layers.0.mlp.up_proj.lora_a": draw(rng, (8, rank)),
+        "model.layers.0.mlp.up_proj.lora_b": draw(rng, (rank, 20)),
+        **{f"model.layers.0.self_attn.qkv_proj.lora_a.{i}": draw(rng, (8, rank)) for i in range(3)},
+        **{f"model.layers.0.self_attn.qkv_proj.lora_b.{i}": draw(rng, (rank, 4)) for i in range(3)},
     }
     config = AdapterConfig(
         rank=rank,
@@ -38,9 +36,7 @@ def test_round_trip(adapter, tmp_path):
     save_adapter(tmp_path / "a", tensors, config)
     found, found_config = load_adapter(tmp_path / "a")
     assert found_config == config
-    assert set(found) == set(tensors)
-    for name in tensors:
-        assert mx.array_equal(found[name], tensors[name]).item()
+    assert_same_tensors(found, tensors)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert names == ["adapter_config.json", "adapters.safetensors"]
 
@@ -62,15 +58,15 @@ def test_mlx_lm_accepts_the_folder(tmp_path, rng):
     }
     model = llama.Model(llama.ModelArgs.from_dict(values))
     tensors = {
-        "model.layers.1.mlp.up_proj.lora_a": mx.array(rng.normal(size=(8, 3)).astype(np.float32)),
-        "model.layers.1.mlp.up_proj.lora_b": mx.array(rng.normal(size=(3, 12)).astype(np.float32)),
+        "model.layers.1.mlp.up_proj.lora_a": draw(rng, (8, 3)),
+        "model.layers.1.mlp.up_proj.lora_b": draw(rng, (3, 12)),
     }
     config = AdapterConfig(rank=3, scale=0.5, num_layers=1, keys=("mlp.up_proj",))
     save_adapter(tmp_path, tensors, config)
     load_adapters(model, str(tmp_path))
     layer = model.layers[1].mlp.up_proj
     assert layer.scale == 0.5
-    assert mx.array_equal(layer.lora_b, tensors["model.layers.1.mlp.up_proj.lora_b"]).item()
+    assert_same(layer.lora_b, tensors["model.layers.1.mlp.up_proj.lora_b"])
 
 
 def test_folders_of_mlx_lm_are_read(adapter, tmp_path):
@@ -105,38 +101,36 @@ def test_a_failed_write_leaves_the_old_files(adapter, tmp_path, monkeypatch):
     assert before == {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda t: t.pop("model.layers.0.mlp.up_proj.lora_b"), "without .*up_proj.lora_b"),
-        (lambda t: t.pop("model.layers.0.self_attn.qkv_proj.lora_a.1"), r"without .*lora_a\.1"),
+def test_tensors_that_are_no_pairs(adapter, tmp_path):
+    whole, config = adapter
+    up, qkv = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.qkv_proj"
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config.to_dict()))
+    for change, words in (
+        (lambda t: t.pop(f"{up}.lora_b"), "without .*up_proj.lora_b"),
+        (lambda t: t.pop(f"{qkv}.lora_a.1"), r"without .*lora_a\.1"),
         (lambda t: t.update(weight=mx.zeros(3)), "weight is no LoRA tensor"),
         (
-            lambda t: t.update({"model.layers.0.mlp.up_proj.lora_a": mx.zeros((8, 5))}),
+            lambda t: t.update({f"{up}.lora_a": mx.zeros((8, 5))}),
             r"is \[8, 5\], and rank 6 needs \[in, 6\]",
         ),
-        (
-            lambda t: t.update({"model.layers.0.mlp.up_proj.lora_b": mx.zeros((6,))}),
-            r"needs \[6, out\]",
-        ),
+        (lambda t: t.update({f"{up}.lora_b": mx.zeros((6,))}), r"needs \[6, out\]"),
         (lambda t: t.clear(), "no LoRA tensors"),
-    ],
-)
-def test_tensors_that_are_no_pairs(adapter, tmp_path, change, words):
+    ):
+        tensors = dict(whole)
+        change(tensors)
+        with pytest.raises(CheckpointError, match=words):
+            save_adapter(tmp_path / "a", tensors, config)
+        assert not (tmp_path / "a").exists()
+        mx.save_safetensors(str(tmp_path / "adapters.safetensors"), tensors)
+        with pytest.raises(CheckpointError, match=words):
+            load_adapter(tmp_path)
+
+
+def test_configs_that_can_not_be_used(adapter, tmp_path):
     tensors, config = adapter
-    change(tensors)
-    with pytest.raises(CheckpointError, match=words):
-        save_adapter(tmp_path / "a", tensors, config)
-    assert not (tmp_path / "a").exists()
-    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), tensors)
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config.to_dict()))
-    with pytest.raises(CheckpointError, match=words):
-        load_adapter(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+    save_adapter(tmp_path, tensors, config)
+    path = tmp_path / "adapter_config.json"
+    for change, words in (
         ({"fine_tune_type": "dora"}, "fine_tune_type is 'dora'"),
         ({"lora_parameters": None}, "lora_parameters is missing"),
         ({"lora_parameters": {"scale": 1.0}}, "rank is None"),
@@ -153,24 +147,15 @@ def test_tensors_that_are_no_pairs(adapter, tmp_path, change, words):
         ({"num_layers": "all"}, "num_layers is 'all'"),
         ({"base_model_fingerprint": 5}, "base_model_fingerprint is 5"),
         ({"base_model_fingerprint": "\udc00"}, "must be a string of Unicode"),
-    ],
-)
-def test_configs_that_can_not_be_used(adapter, tmp_path, change, words):
-    tensors, config = adapter
-    save_adapter(tmp_path, tensors, config)
-    path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps(config.to_dict() | change))
-    with pytest.raises(ConfigError, match=words) as caught:
-        load_adapter(tmp_path)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["[" * 200_000, '{"a": ' + "9" * 5000 + "}", '{"a": 1'])
-def test_configs_that_are_no_json(adapter, tmp_path, text):
-    save_adapter(tmp_path, *adapter)
-    (tmp_path / "adapter_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"adapter_config\.json is not valid JSON"):
-        load_adapter(tmp_path)
+    ):
+        path.write_text(json.dumps(config.to_dict() | change))
+        with pytest.raises(ConfigError, match=words) as caught:
+            load_adapter(tmp_path)
+        assert str(path) in str(caught.value)
+    for text in ("[" * 200_000, '{"a": ' + "9" * 5000 + "}", '{"a": 1'):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"adapter_config\.json is not valid JSON"):
+            load_adapter(tmp_path)
 
 
 def test_folders_that_are_none(adapter, tmp_path):

@@ -1,6 +1,5 @@
 """Attached adapters against LoRA layers."""
 
-import dataclasses
 import json
 
 import mlx.core as mx
@@ -26,7 +25,8 @@ from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.quantize import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
-from tests.tools.adapters import KINDS, close, ragged_cache, randomize_lora, some_tokens, steps
+from tests.tools.adapters import KINDS, ragged_cache, randomize_lora, some_tokens, steps
+from tests.tools.compare import assert_close, assert_same, error
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 
@@ -66,19 +66,6 @@ def test_an_adapter_of_another_model_is_refused(make_model, write_adapter):
     assert adapter_arrays(attach_adapter(make_model("float"), folder))
 
 
-def test_tensors_that_do_not_fit(rng, make_model, write_adapter, tmp_path):
-    tensors, config = load_adapter(write_adapter(make_model(), rank=2))
-    config = dataclasses.replace(config, base_model_fingerprint=None)
-    layer = "model.layers.1.mlp.up_proj"
-    elsewhere = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
-    save_adapter(tmp_path / "a", elsewhere, config)
-    with pytest.raises(CheckpointError, match=r"no layer for model\.\S*layers\.7\.\S+ \(\d+ such"):
-        attach_adapter(make_model(), tmp_path / "a")
-    save_adapter(tmp_path / "b", tensors | {f"{layer}.lora_a": mx.zeros((60, 2))}, config)
-    with pytest.raises(CheckpointError, match=r"mlp\.up_proj is \[60, 2\].*needs \[64, rank\]"):
-        attach_adapter(make_model(), tmp_path / "b")
-
-
 # -- attached adapters
 
 
@@ -94,12 +81,12 @@ def test_attached_adapters_compute_what_lora_layers_compute(
     layers.eval()
     tokens = some_tokens(rng, rows=3)
     plain = bare(tokens)
-    assert close(attached(tokens), layers(tokens), tolerance)
-    assert not close(attached(tokens), plain, 0.15)
+    assert_close(attached(tokens), layers(tokens), tolerance, least=1)
+    assert error(attached(tokens), plain) > 0.15
     prompts = [rng.integers(0, 64, n) for n in (3, 11, 6)]
     answers = [steps(m, ragged_cache(m, prompts, kv), tokens) for m in (attached, layers)]
-    assert close(*answers, tolerance)
-    assert close(detach_adapter(attached)(tokens), plain, 0)
+    assert_close(*answers, tolerance, least=1)
+    assert_same(detach_adapter(attached)(tokens), plain)
     if kind == "packed":
         assert not lora_layers(attached)
 
@@ -121,7 +108,7 @@ def test_a_layer_or_a_section_may_be_left_out(rng, make_model, write_adapter, tm
     assert attached.model.layers[1].mlp.gate_proj.low_rank(1) is not None
     assert attached.model.layers[1].mlp.up_proj.low_rank(1) is None
     tokens = some_tokens(rng)
-    assert close(attached(tokens), layers.eval()(tokens))
+    assert_close(attached(tokens), layers.eval()(tokens), least=1)
 
 
 def test_swapping_needs_no_new_trace_and_leaves_nothing_behind(rng, make_model, write_adapter):
@@ -146,14 +133,14 @@ def test_swapping_needs_no_new_trace_and_leaves_nothing_behind(rng, make_model, 
     assert len(traced) == 2, "the second adapter ran in the first one's trace"
     answers.append(answer(attach_adapter(model, partly)))
     assert len(traced) == 3
-    assert mx.array_equal(answer(detach_adapter(model)), plain)
+    assert_same(answer(detach_adapter(model)), plain)
     assert len(traced) == 3
     wanted = [
         answer(attach_adapter(make_model(kv_bits=8), folder)) for folder in (*folders, partly)
     ]
     for got, expected in zip(answers, wanted, strict=True):
-        assert mx.array_equal(got, expected)
-    assert not any(close(a, b) for a, b in zip(answers, [*answers[1:], plain], strict=True))
+        assert_same(got, expected)
+    assert all(error(a, b) > 1e-3 for a, b in zip(answers, [*answers[1:], plain], strict=True))
 
 
 def test_training_after_running_takes_no_old_trace(rng, make_model):
@@ -168,7 +155,7 @@ def test_training_after_running_takes_no_old_trace(rng, make_model):
     randomize_lora(model, rng)
     model.eval()
     assert model._step.applies(model, twin[:2]) == (dispatch.device() == "gpu")
-    assert not close(model(token, twin), before, 0.01)
+    assert error(model(token, twin), before) > 0.01
 
 
 def test_caches_of_another_adapter_are_refused(make_model, write_adapter, tmp_path):
@@ -218,18 +205,19 @@ def test_models_of_the_zoo(rng, tmp_path, kind):
     plain = model(tokens)
     add_lora(model, 3, 0.7)
     assert len(lora_layers(model)) == 2 * 7
-    assert close(model.eval()(tokens), plain)
+    assert_close(model.eval()(tokens), plain, least=1)
     randomize_lora(model, rng)
     save_lora(model, tmp_path)
     assert load_adapter(tmp_path)[1].base_model_fingerprint is None
     attached = attach_adapter(make(), tmp_path)
-    assert close(attached(tokens), model(tokens))
-    assert not close(attached(tokens), plain, 0.01)
+    assert_close(attached(tokens), model(tokens), least=1)
+    assert error(attached(tokens), plain) > 0.01
     assert isinstance(attached.layers[0].mlp.up_proj, PackedLinear) == (kind == "packed")
     if kind != "packed":
         from mlx_lm.tuner.utils import load_adapters
 
-        assert close(load_adapters(make(), str(tmp_path)).eval()(tokens), model(tokens))
+        theirs = load_adapters(make(), str(tmp_path)).eval()
+        assert_close(theirs(tokens), model(tokens), least=1)
 
 
 def test_folders_of_the_zoo_in_our_formats_load_with_an_adapter(rng, tmp_path):
@@ -242,5 +230,5 @@ def test_folders_of_the_zoo_in_our_formats_load_with_an_adapter(rng, tmp_path):
     randomize_lora(layers, rng)
     save_lora(layers, tmp_path / "adapter")
     attached, _ = load(packed, adapter_path=str(tmp_path / "adapter"))
-    assert close(attached(tokens), layers.eval()(tokens))
-    assert not close(attached(tokens), plain, 0.01)
+    assert_close(attached(tokens), layers.eval()(tokens), least=1)
+    assert error(attached(tokens), plain) > 0.01

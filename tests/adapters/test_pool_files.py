@@ -1,6 +1,7 @@
 """What a pool reads: formats, files that change, and what can't be used."""
 
 import dataclasses
+import itertools
 import shutil
 import weakref
 from pathlib import Path
@@ -18,31 +19,32 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, RequestError
 from tests.tools.adapters import WAIT, deltas, draw_tensors, state, until, write_folder
+from tests.tools.compare import assert_same_tensors, assert_within
 
 TASKS = Path("/proc/self/task")
 
 # -- other formats
 
 
-@pytest.mark.parametrize("to", ["peft", "fmadapter"])
-def test_adapters_of_other_formats_run_as_they_are(make_pool, folder, model, tmp_path, to):
+def test_adapters_of_other_formats_run_as_they_are(make_pool, folder, model, tmp_path):
     """And give what the folder gives that they were converted from."""
-    path = folder("x")
+    path, pool = folder("x"), make_pool("")
     tensors, config = read_adapter(path)
     config = dataclasses.replace(config, base_model_fingerprint=base_model_fingerprint(model))
-    write_adapter(tmp_path / f"other.{to}", tensors, config, to, model_config=model.args)
-    pool = make_pool("")
     pool.register("x", path)
-    pool.register("other", tmp_path / f"other.{to}")
-    wanted, found = (deltas(pool.load(name), model) for name in ("x", "other"))
-    assert set(wanted) == set(found)
-    for layer, delta in wanted.items():
-        assert np.allclose(found[layer], delta, rtol=0.01, atol=2e-3 * np.abs(delta).max())
+    wanted = deltas(pool.load("x"), model)
+    for to in ("peft", "fmadapter"):
+        write_adapter(tmp_path / f"other.{to}", tensors, config, to, model_config=model.args)
+        pool.register(to, tmp_path / f"other.{to}")
+        found = deltas(pool.load(to), model)
+        assert set(wanted) == set(found)
+        for layer, delta in wanted.items():
+            allowed = 0.01 * np.abs(delta) + 2e-3 * np.abs(delta).max()
+            assert_within(found[layer], delta, allowed, layer)
 
 
 @pytest.mark.skipif(not TASKS.is_dir(), reason="counts this process' threads as Linux shows them")
-@pytest.mark.parametrize("to", ["mlx-lm", "peft"])
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@pytest.mark.parametrize(("to", "dtype"), [("mlx-lm", mx.float16), ("peft", mx.bfloat16)])
 def test_loading_leaves_no_threads(make_pool, folder, model, tmp_path, to, dtype):
     """MLX gives each thread that computes a stream, with a thread or a GPU queue, and never takes it back."""
     tensors, config = read_adapter(folder("x"))
@@ -84,8 +86,7 @@ def test_what_waits_for_room_takes_no_memory(make_pool, folder, model, size, tmp
     assert lease.wait(WAIT)
     assert len(opened) == 3
     wanted = deltas(scheduler.open_adapter(tmp_path / "other", Base.of(model)).read(), model)
-    for layer, delta in deltas(lease.resident, model).items():
-        assert np.array_equal(delta, wanted[layer])
+    assert_same_tensors(deltas(lease.resident, model), wanted)
 
 
 def test_an_adapter_that_grows_while_it_waits_for_room(make_pool, folder, size, model, rng):
@@ -159,12 +160,10 @@ def test_a_file_that_is_replaced_while_it_is_read(make_pool, folder, gate, model
 # -- bad input
 
 
-@pytest.mark.parametrize("fingerprint", ["ab" * 32, None, "own"])
-def test_adapters_of_another_base(model, tmp_path, rng, fingerprint):
+def test_adapters_of_another_base(model, tmp_path, rng):
     own = base_model_fingerprint(model)
-    wanted = own if fingerprint == "own" else fingerprint
-    path = write_folder(tmp_path / "x", draw_tensors(model, rng, 4), fingerprint=wanted)
-    for force in (False, True):
+    for wanted, force in itertools.product(("ab" * 32, None, own), (False, True)):
+        path = write_folder(tmp_path / "x", draw_tensors(model, rng, 4), fingerprint=wanted)
         with AdapterPool(model, force=force) as pool:
             pool.register("x", path)
             if wanted in (None, own) or force:
@@ -174,30 +173,25 @@ def test_adapters_of_another_base(model, tmp_path, rng, fingerprint):
                 pool.load("x")
 
 
-def _tensor(tensors, name="model.layers.0.mlp.up_proj.lora_b"):
-    return tensors[name]
+UP = "model.layers.0.mlp.up_proj"
 
 
-BAD = {
-    "NaN": (lambda t: _tensor(t).__setitem__((1, 2), np.nan), r"up_proj\.lora_b holds NaN"),
-    "infinity": (lambda t: _tensor(t).__setitem__((0, 3), np.inf), r"up_proj\.lora_b holds NaN or"),
-    "integers": (
-        lambda t: t.update({"model.layers.0.mlp.up_proj.lora_b": np.ones((4, 128), np.int32)}),
-        r"up_proj\.lora_b is int32; an adapter's tensors are float16",
+def of_up_proj(numbers):
+    """A function that puts these into the place of an adapter's B."""
+    return lambda tensors: tensors.update({f"{UP}.lora_b": numbers})
+
+
+BAD = [
+    (lambda t: t[f"{UP}.lora_b"].__setitem__((1, 2), np.nan), r"up_proj\.lora_b holds NaN"),
+    (lambda t: t[f"{UP}.lora_b"].__setitem__((0, 3), np.inf), r"up_proj\.lora_b holds NaN or"),
+    (
+        of_up_proj(np.ones((4, 128), np.int32)),
+        r"up_proj\.lora_b is int32; an adapter's tensors are",
     ),
-    "bytes": (  # too few to be read as numbers
-        lambda t: t.update({"model.layers.0.mlp.up_proj.lora_b": np.ones((4, 128), np.uint8)}),
-        r"up_proj\.lora_b is uint8",
-    ),
-    "booleans": (
-        lambda t: t.update({"model.layers.0.mlp.up_proj.lora_b": np.ones((4, 128), bool)}),
-        r"up_proj\.lora_b is bool",
-    ),
-    "half a pair": (
-        lambda t: t.pop("model.layers.0.mlp.up_proj.lora_a"),
-        r"without .*up_proj\.lora_a",
-    ),
-    "another layer": (
+    (of_up_proj(np.ones((4, 128), np.uint8)), r"up_proj\.lora_b is uint8"),  # too few to be numbers
+    (of_up_proj(np.ones((4, 128), bool)), r"up_proj\.lora_b is bool"),
+    (lambda t: t.pop(f"{UP}.lora_a"), r"without .*up_proj\.lora_a"),
+    (
         lambda t: t.update(
             {
                 "model.layers.77.mlp.up_proj.lora_a": np.ones((64, 4), np.float16),
@@ -206,77 +200,55 @@ BAD = {
         ),
         r"no layer for model\.layers\.77",
     ),
-    "another shape": (
-        lambda t: t.update(
-            {"model.layers.0.mlp.up_proj.lora_b": np.ones((4, 6), np.float16)},
-        ),
-        r"up_proj is \[64, 4\] and \[4, 6\]",
-    ),
-    "a foreign tensor": (lambda t: t.update(weight=np.ones(3, np.float16)), "no LoRA tensor"),
-    "too large a number": (
-        lambda t: t.update(
-            {"model.layers.0.mlp.up_proj.lora_b": np.full((4, 128), 1e6, np.float32)}
-        ),
-        "float16.*ends at 65504",
-    ),
-}
+    (of_up_proj(np.ones((4, 6), np.float16)), r"up_proj is \[64, 4\] and \[4, 6\]"),
+    (lambda t: t.update(weight=np.ones(3, np.float16)), "no LoRA tensor"),
+    (of_up_proj(np.full((4, 128), 1e6, np.float32)), "float16.*ends at 65504"),
+]
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_tensors_that_cannot_be_used(make_pool, folder, model, rng, name):
-    change, words = BAD[name]
+def test_tensors_that_cannot_be_used(make_pool, folder, model, rng):
     pool, path = make_pool("b"), folder("bad")
-    tensors = draw_tensors(model, rng, 4)
-    change(tensors)
-    arrays = {name: mx.array(tensor) for name, tensor in tensors.items()}
-    mx.save_safetensors(str(path / TENSORS_NAME), arrays)
-    pool.register("bad", path)
-    with pytest.raises(CheckpointError, match=words) as caught:
-        pool.load("bad")
-    assert str(path) in str(caught.value)
-    with pytest.raises(CheckpointError, match=words):
-        pool.load({"bad": 0.5, "b": 0.5})
-    with pytest.raises(CheckpointError, match=words):
-        attach_adapter(model, path)
-    assert pool.load("b").rank == 4
-    assert pool.resident == ["b"]
+    for change, words in BAD:
+        tensors = draw_tensors(model, rng, 4)
+        change(tensors)
+        arrays = {name: mx.array(tensor) for name, tensor in tensors.items()}
+        mx.save_safetensors(str(path / TENSORS_NAME), arrays)
+        pool.register("bad", path)
+        with pytest.raises(CheckpointError, match=words) as caught:
+            pool.load("bad")
+        assert str(path) in str(caught.value)
+        with pytest.raises(CheckpointError, match=words):
+            pool.load({"bad": 0.5, "b": 0.5})
+        with pytest.raises(CheckpointError, match=words):
+            attach_adapter(model, path)
+        assert pool.load("b").rank == 4
+        assert pool.resident == ["b"]
+        pool.unregister("bad")
 
 
-@pytest.mark.parametrize(
-    ("change", "kind", "words"),
-    [
-        (lambda p: (p / TENSORS_NAME).unlink(), CheckpointError, "safetensors is missing"),
-        (lambda p: (p / TENSORS_NAME).write_bytes(b"x" * 40), CheckpointError, "no whole"),
+def test_folders_that_cannot_be_used(make_pool, folder):
+    pool = make_pool("b")
+    for change, kind, words in (
+        (lambda p, t: t.unlink(), CheckpointError, "safetensors is missing"),
+        (lambda p, t: t.write_bytes(b"x" * 40), CheckpointError, "no whole"),
+        (lambda p, t: t.write_bytes(t.read_bytes()[:-1]), CheckpointError, "cut off"),
+        (lambda p, t: p.write_text("{"), ConfigError, "not valid JSON"),
+        (lambda p, t: p.write_text('{"fine_tune_type": "dora"}'), ConfigError, "dora"),
         (
-            lambda p: (p / TENSORS_NAME).write_bytes((p / TENSORS_NAME).read_bytes()[:-1]),
-            CheckpointError,
-            "cut off",
-        ),
-        (lambda p: (p / "adapter_config.json").write_text("{"), ConfigError, "not valid JSON"),
-        (
-            lambda p: (p / "adapter_config.json").write_text('{"fine_tune_type": "dora"}'),
-            ConfigError,
-            "dora",
-        ),
-        (
-            lambda p: (p / "adapter_config.json").write_text(
-                '{"lora_parameters": {"rank": 5, "scale": 1}}'
-            ),
+            lambda p, t: p.write_text('{"lora_parameters": {"rank": 5, "scale": 1}}'),
             CheckpointError,
             "rank 5 needs",
         ),
-    ],
-)
-def test_folders_that_cannot_be_used(make_pool, folder, change, kind, words):
-    pool, path = make_pool("b"), folder("bad")
-    pool.register("bad", path)
-    change(path)
-    with pytest.raises(kind, match=words):
-        pool.load("bad")
-    with pytest.raises(kind, match=words):
-        pool.load({"bad": 0.5, "b": 0.5})
-    assert pool.load("b").rank == 4
-    assert [entry["name"] for entry in pool.describe()["adapters"]] == ["b", "bad"]
+    ):
+        path = folder("bad")
+        pool.register("bad", path)
+        change(path / "adapter_config.json", path / TENSORS_NAME)
+        for adapter in ("bad", {"bad": 0.5, "b": 0.5}):
+            with pytest.raises(kind, match=words):
+                pool.load(adapter)
+        assert pool.load("b").rank == 4
+        assert [entry["name"] for entry in pool.describe()["adapters"]] == ["b", "bad"]
+        pool.unregister("bad")
 
 
 def test_an_unforeseen_error_reaches_who_waits(make_pool, monkeypatch):
@@ -295,25 +267,19 @@ def test_an_unforeseen_error_reaches_who_waits(make_pool, monkeypatch):
     assert pool.load("a").rank == 4
 
 
-@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\0", "x" * 201, None, 5])
-def test_names_that_are_none(make_pool, folder, name):
-    pool = make_pool("")
-    with pytest.raises(RequestError, match="adapter name is"):
-        pool.register(name, folder("x"))
+def test_names_and_sources(make_pool, folder):
+    """Names are never paths."""
+    pool, path = make_pool(""), folder("x")
+    for name in ("", "  ", "a\nb", "\0", "x" * 201, None, 5):
+        with pytest.raises(RequestError, match="adapter name is"):
+            pool.register(name, path)
+    for source in (None, 5, ["a"], ""):
+        with pytest.raises(RequestError, match="a path, or weights of registered adapters"):
+            pool.register("x", source)
     assert pool.registered == []
-
-
-@pytest.mark.parametrize("name", ["../../etc", "/", "C:\\x", "a/b c.zip", "日本"])
-def test_names_are_never_paths(make_pool, folder, name):
-    pool = make_pool("")
-    pool.register(name, folder("x"))
-    assert pool.load(name).rank == 4
-
-
-@pytest.mark.parametrize("source", [None, 5, ["a"], ""])
-def test_sources_that_are_none(make_pool, source):
-    with pytest.raises(RequestError, match="a path, or weights of registered adapters"):
-        make_pool("").register("x", source)
+    for name in ("../../etc", "/", "C:\\x", "a/b c.zip", "日本"):
+        pool.register(name, path)
+        assert pool.load(name).rank == 4
 
 
 def test_a_path_may_begin_at_home(make_pool, folder, monkeypatch):
@@ -353,11 +319,11 @@ def test_what_can_not_be_registered(make_pool, folder, tmp_path):
     assert pool.registered == ["a", "b", "much"]
 
 
-@pytest.mark.parametrize("kind", [int, np.int64, np.float16, np.float32, np.float64])
-def test_weights_of_every_numeric_type(make_pool, kind):
+def test_weights_of_every_numeric_type(make_pool):
     pool = make_pool("ab")
-    assert pool.load({"a": kind(2), "b": kind(1)}) is pool.load({"b": 1.0, "a": 2.0})
-    assert pool.load({"b": kind(1)}) is pool.load("b")
+    for kind in (int, np.int64, np.float16, np.float32, np.float64):
+        assert pool.load({"a": kind(2), "b": kind(1)}) is pool.load({"b": 1.0, "a": 2.0})
+        assert pool.load({"b": kind(1)}) is pool.load("b")
 
 
 def test_pools_that_can_not_be(model, folder):

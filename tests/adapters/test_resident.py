@@ -11,6 +11,7 @@ from afm_mlx.checkpoint.safetensors_file import read_header, save_file
 from afm_mlx.errors import CheckpointError
 from afm_mlx.kernels import BLOCK, LowRank
 from afm_mlx.kernels.reference import low_rank_factors
+from tests.tools.compare import assert_same
 
 # A fused layer whose projections are and are not whole blocks, and plain ones.
 SHAPES = {
@@ -56,8 +57,8 @@ def check(resident, tensors):
                 assert not b.any()
                 continue
             rank = wanted_a.shape[1]
-            assert np.array_equal(a[:rank], wanted_a.T)
-            assert np.array_equal(b[:, :rank], tensors[f"{path}.lora_b{end}"].T)
+            assert_same(a[:rank], wanted_a.T)
+            assert_same(b[:, :rank], tensors[f"{path}.lora_b{end}"].T)
             assert not a[rank:].any()
             assert not b[:, rank:].any()
 
@@ -82,20 +83,18 @@ def test_sections_and_layers_may_be_left_out(rng):
     assert list(build_resident(few, 1.0, SHAPES, "x").parts) == ["layers.1.up_proj"]
 
 
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-def test_every_source_of_numbers(rng, dtype, tmp_path):
+def test_every_source_of_numbers(rng, tmp_path):
     """Arrays of MLX, NumPy's, and tensors in a file; all types."""
     tensors = tensors_of(rng, [4])
-    arrays = {n: mx.array(t).astype(dtype) for n, t in tensors.items()}
-    save_file(tmp_path / "a.safetensors", arrays)
-    residents = [
-        build_resident(source, 1.0, SHAPES, "x")
-        for source in (tensors, arrays, read_header(tmp_path / "a.safetensors"))
-    ]
-    for resident in residents:
-        check(resident, tensors)
-    assert len({resident.fingerprint for resident in residents}) == 1
-    assert len({resident.layout for resident in residents}) == 1
+    for dtype in (mx.float16, mx.bfloat16, mx.float32):
+        arrays = {n: mx.array(t).astype(dtype) for n, t in tensors.items()}
+        save_file(tmp_path / "a.safetensors", arrays)
+        sources = (tensors, arrays, read_header(tmp_path / "a.safetensors"))
+        residents = [build_resident(source, 1.0, SHAPES, "x") for source in sources]
+        for resident in residents:
+            check(resident, tensors)
+        assert len({resident.fingerprint for resident in residents}) == 1
+        assert len({resident.layout for resident in residents}) == 1
 
 
 def test_fingerprints_tell_adapters_apart(rng):
@@ -120,22 +119,6 @@ def test_one_number_makes_another_fingerprint(rng):
         changed = tensors[name].copy()
         changed[tuple(rng.integers(0, changed.shape))] += np.float16(HALF)
         assert build_resident(tensors | {name: changed}, 0.5, SHAPES, "x").fingerprint != known
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [
-        (np.nan, "holds NaN or infinity"),
-        (np.inf, "holds NaN or infinity"),
-        (1e5, r"has numbers up to 100000, and float16.*ends at 65504"),
-    ],
-)
-def test_numbers_that_float16_does_not_hold(rng, value, says):
-    tensors = {n: t.astype(np.float32) for n, t in tensors_of(rng, [3]).items()}
-    name = str(rng.choice(list(tensors)))
-    tensors[name][-1, -1] = value
-    with pytest.raises(CheckpointError, match=f"x: {name} {says}"):
-        build_resident(tensors, 1.0, SHAPES, "x")
 
 
 def test_tensors_of_another_model(rng):

@@ -11,6 +11,8 @@ from tamm.ao.arch_optimizers import KVQuantArchOptimizer
 from tamm.models.afm_text import AFMTextV7
 from tamm.utils import json as tamm_json
 
+from afm_mlx.checkpoint.weights import load_weights
+from tests.tools.compare import assert_same_tensors
 from tests.tools.tokenizers import train_tiny_spm
 
 SMALL = {
@@ -23,6 +25,11 @@ SMALL = {
 }
 # The toolkit's draft model has no reuse, no KV quantizer and another feed-forward width.
 DRAFT = SMALL | {"num_kv_reuse_layers": 0, "num_layers": 3, "hidden_dim_scale_factor": 3.0}
+
+
+def assert_same_weights(one, other):
+    """Raise unless two folders hold the same tensors."""
+    assert_same_tensors(load_weights(one), load_weights(other))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import json
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.utils import load_model as stock_load_model
 
@@ -16,6 +15,7 @@ from afm_mlx.loading.load import load, load_model
 from afm_mlx.measure.describe import describe_packed_layers, describe_stored_weights
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.converters.conftest import SMALL
+from tests.tools.compare import assert_close
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 SHAPE = SMALL | {"hidden_dim_scale_factor": 3.0, "num_layers": 3, "num_kv_reuse_layers": 1}
@@ -71,9 +71,7 @@ def test_a_mix_meets_its_target(float_folder, text, rng, tmp_path, options, targ
     whole = load_model(convert(packed, tmp_path / "whole", dequantize=True, dtype="float32"))
     tokens = mx.array(rng.integers(1, SHAPE["vocab_size"], (2, 9)))
     with dispatch.force("reference"):
-        got, wanted = np.array(model(tokens)), np.array(whole(tokens))
-    bound = 1e-2 if "dtype" in options else 1e-4
-    assert np.abs(got - wanted).max() <= bound * np.abs(wanted).max()
+        assert_close(model(tokens), whole(tokens), 1e-2 if "dtype" in options else 1e-4)
     # The checkpoint that the folder was made of gives the same folder.
     direct = convert(checkpoint.folder, tmp_path / "b", **wishes)
     assert json.loads((direct / "sensitivity.json").read_text()) == report
@@ -153,12 +151,12 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize(("options", "words"), WISHES, ids=lambda o: str(o)[:30])
-def test_wishes_that_cannot_be_met(float_folder, text, tmp_path, options, words):
+def test_wishes_that_cannot_be_met(float_folder, text, tmp_path):
     source, _ = float_folder
-    with pytest.raises(AFMError, match=words):
-        convert(source, tmp_path / "out", **{"quantize": True, "data": text} | options)
-    assert not (tmp_path / "out").exists()
+    for options, words in WISHES:
+        with pytest.raises(AFMError, match=words):
+            convert(source, tmp_path / "out", **{"quantize": True, "data": text} | options)
+        assert not (tmp_path / "out").exists()
 
 
 def test_a_quantized_folder_is_refused_before_it_is_measured(float_folder, text, tmp_path):

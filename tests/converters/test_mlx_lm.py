@@ -5,7 +5,6 @@ import json
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import afm7
@@ -19,7 +18,8 @@ from afm_mlx.config import ModelConfig
 from afm_mlx.converters.convert import convert
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.loading.load import load_model
-from tests.converters.conftest import DRAFT, SMALL
+from tests.converters.conftest import DRAFT, SMALL, assert_same_weights
+from tests.tools.compare import assert_parity, assert_same
 
 
 @pytest.fixture
@@ -48,29 +48,14 @@ def edit_config(folder, change):
     (folder / "config.json").write_text(json.dumps(values))
 
 
-def assert_same_weights(one, other):
-    one, other = load_weights(one), load_weights(other)
-    assert set(one) == set(other)
-    for name in one:
-        assert one[name].dtype == other[name].dtype
-        np.testing.assert_array_equal(np.array(one[name]), np.array(other[name]))
-
-
 def test_in(stock_folder, rng, tmp_path):
     folder, stock = stock_folder()
     out = convert(folder, tmp_path / "out")
     assert_same_weights(folder, out)
     config = ModelConfig.from_file(out / "config.json")
     assert (config.kv_bits, config.context_length) == (8, 4096)
-    # Rounding to int8 may fall to either side of a boundary; see test_toolkit.
-    errors = []
-    for tokens in rng.integers(1, SMALL["vocab_size"], (8, 1, 7)):
-        ours, theirs = (
-            np.array(load_model(out)(mx.array(tokens))),
-            np.array(stock(mx.array(tokens))),
-        )
-        errors.append(np.abs(ours - theirs).max() / np.abs(theirs).max())
-    assert min(errors) <= 1e-4
+    prompts = [mx.array(tokens) for tokens in rng.integers(1, SMALL["vocab_size"], (8, 1, 7))]
+    assert_parity(load_model(out), stock, prompts, ties=True)
 
 
 def test_there_and_back(make_checkpoint, tmp_path):
@@ -116,7 +101,7 @@ def test_dtype(stock_folder, tmp_path, dtype):
     for name, array in found.items():
         target = mx.float32 if name.endswith("_scale") else getattr(mx, dtype)
         assert array.dtype == target
-        assert mx.array_equal(array, source[name].astype(target)).item()
+        assert_same(array, source[name].astype(target), name)
 
 
 def test_a_number_too_large_for_float16(stock_folder, tmp_path):

@@ -3,7 +3,6 @@
 import json
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm import load as stock_load
 
@@ -12,6 +11,8 @@ from afm_mlx.converters.convert import convert
 from afm_mlx.errors import AFMError
 from afm_mlx.kernels import dispatch
 from afm_mlx.loading.load import load
+from tests.converters.conftest import assert_same_weights
+from tests.tools.compare import assert_close, assert_same, exact
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 VOCAB = 64
@@ -34,7 +35,7 @@ def affine_embedding(path, module):
 def logits(loaded, tokens):
     # The fast kernels round activations.
     with dispatch.force("reference"):
-        return np.array(loaded[0](tokens))
+        return exact(loaded[0](tokens))
 
 
 @pytest.mark.parametrize(
@@ -56,13 +57,13 @@ def test_balanced_folders_become_mlxs_own(float_folder, rng, tmp_path, options):
     wanted = logits(load(packed), tokens)
     for folder in (stock, at_once):
         got = logits(stock_load(str(folder)), tokens)
-        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+        assert_close(got, wanted, 1e-4)
         quantization = json.loads((folder / "config.json").read_text())["quantization"]
         assert quantization["mode"] == "affine"
         assert "granularity" not in json.dumps(quantization)
-        np.testing.assert_allclose(logits(load(folder), tokens), got, atol=1e-4)
+        assert_close(logits(load(folder), tokens), got, 1e-4, least=1)
     codes = load_weights(packed)["model.layers.0.mlp.up_proj.weight"]
-    assert mx.array_equal(load_weights(stock)["model.layers.0.mlp.up_proj.weight"], codes)
+    assert_same(load_weights(stock)["model.layers.0.mlp.up_proj.weight"], codes)
 
 
 def test_what_stock_mlx_lm_has_no_format_for(float_folder, tmp_path):
@@ -83,6 +84,4 @@ def test_a_packed_folder_is_copied_as_it_is(float_folder, tmp_path):
     packed = convert(float_folder, tmp_path / "packed", quantize=True, q_mode="palette")
     copy = convert(packed, tmp_path / "copy")
     assert json.loads((copy / "config.json").read_text())["quantization"]["mode"] == "palette"
-    before, after = load_weights(packed), load_weights(copy)
-    assert before.keys() == after.keys()
-    assert all(mx.array_equal(before[name], after[name]) for name in before)
+    assert_same_weights(packed, copy)

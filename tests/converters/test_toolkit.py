@@ -23,41 +23,20 @@ from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.converters.convert import convert
 from afm_mlx.loading.load import load_model
 from tests.converters.conftest import DRAFT, SMALL
-
-# float32 sums in another order.
-TOLERANCE = 1e-4
+from tests.tools.compare import assert_parity, assert_same, error
+from tests.tools.models import tamm_logits
 
 ADAPTER = "base_adapter"
 
 
-def tamm_logits(model, tokens):
-    with torch.no_grad():
-        return model(torch.from_numpy(tokens)).logits.numpy()
-
-
-def error(logits, reference):
-    return np.abs(np.array(logits) - reference).max() / np.abs(reference).max()
-
-
-def prompts(rng, vocab_size, count=8):
-    return rng.integers(1, vocab_size, (count, 1, 7))
-
-
 def check_parity(model, checkpoint, rng):
-    """Compare logits over several prompts.
-
-    With int8 keys and values a number on the boundary between two codes may fall to either side, which
-    moves the logits of its prompt, rarely by much. A wrong weight or scale would move those of every prompt.
-    """
-    errors = [
-        error(model(mx.array(tokens)), tamm_logits(checkpoint.model, tokens))
-        for tokens in prompts(rng, checkpoint.shape["vocab_size"])
-    ]
-    assert min(errors) <= TOLERANCE
-    if checkpoint.config.arch_optimizers:
-        assert np.median(errors) <= 0.05
-    else:
-        assert max(errors) <= TOLERANCE
+    """Compare logits with tamm's over several prompts, up to float32 sums in another order."""
+    assert_parity(
+        lambda tokens: model(mx.array(tokens)),
+        lambda tokens: tamm_logits(checkpoint.model, tokens),
+        rng.integers(1, checkpoint.shape["vocab_size"], (8, 1, 7)),
+        ties=bool(checkpoint.config.arch_optimizers),
+    )
 
 
 def apply_lora(model, folder):
@@ -88,8 +67,7 @@ def test_stock_mlx_lm_computes_what_tamm_computes(make_checkpoint, rng, tmp_path
     check_parity(model, checkpoint, rng)
 
 
-@pytest.mark.parametrize("shape", [SMALL, DRAFT], ids=["reuse", "draft"])
-@pytest.mark.parametrize("kv_quant", [True, False])
+@pytest.mark.parametrize(("shape", "kv_quant"), [(SMALL, True), (SMALL, False), (DRAFT, False)])
 def test_this_package_computes_what_tamm_computes(make_checkpoint, rng, tmp_path, shape, kv_quant):
     checkpoint = make_checkpoint(shape=shape, kv_quant=kv_quant, name="draft-model")
     folder = convert(checkpoint.weights, tmp_path / "out")
@@ -97,7 +75,7 @@ def test_this_package_computes_what_tamm_computes(make_checkpoint, rng, tmp_path
     check_parity(load_model(folder), checkpoint, rng)
 
 
-@pytest.mark.parametrize(("rank", "alpha"), [(4, 3), (7, None), (32, 16), (16, 2.5)])
+@pytest.mark.parametrize(("rank", "alpha"), [(4, 3), (7, None), (32, 16)])
 def test_adapter_computes_what_tamm_computes(make_checkpoint, rng, tmp_path, rank, alpha):
     checkpoint = make_checkpoint(
         adapters={ADAPTER: {"rank": rank, "alpha": alpha, "dropout_p": 0.25}}
@@ -135,7 +113,7 @@ def test_adapter_computes_what_tamm_computes(make_checkpoint, rng, tmp_path, ran
 def test_adapter_moves_the_logits(make_checkpoint, rng, tmp_path):
     """Else the parity of adapters would show nothing."""
     checkpoint = make_checkpoint(adapters={ADAPTER: {"rank": 8, "alpha": 8}})
-    tokens = prompts(rng, SMALL["vocab_size"], 1)[0]
+    tokens = rng.integers(1, SMALL["vocab_size"], (1, 7))
     adapted = tamm_logits(checkpoint.model, tokens)
     unset_active_adapter(checkpoint.model, ADAPTER)
     assert error(adapted, tamm_logits(checkpoint.model, tokens)) > 0.1
@@ -160,7 +138,7 @@ def test_several_adapters_and_parts_left_out(make_checkpoint, rng, tmp_path):
     assert not any("down_proj" in name for name in tensors)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_dtype(make_checkpoint, tmp_path, dtype):
     checkpoint = make_checkpoint(adapters={"a": {"rank": 4}})
     folder = convert(checkpoint.folder, tmp_path / "out", dtype=dtype)
@@ -171,7 +149,7 @@ def test_dtype(make_checkpoint, tmp_path, dtype):
         assert array.dtype == (mx.float32 if scale else getattr(mx, dtype)), name
     wanted = state["embedding.weight"].to(getattr(torch, dtype)).float().numpy()
     found = np.array(weights["model.embedding.weight"].astype(mx.float32))
-    np.testing.assert_array_equal(found, wanted)
+    assert_same(found, wanted)
     tensors, _ = load_adapter(folder / "adapters" / "a")
     assert {array.dtype for array in tensors.values()} == {getattr(mx, dtype)}
 
@@ -250,28 +228,21 @@ def test_odd_storage_is_read_right(make_checkpoint, edit_state, rng, tmp_path):
     assert tensors["model.output_norm.weight"].dtype == mx.bfloat16
     assert tensors["model.layers.0.mlp.down_proj.weight"].dtype == mx.float32
     found = np.array(load_weights(folder)["model.embedding.weight"])
-    np.testing.assert_array_equal(found, checkpoint.model.embedding.weight.detach().numpy())
+    assert_same(found, checkpoint.model.embedding.weight)
 
 
-@pytest.mark.parametrize(
-    "tag",
-    ["models:AFMTextV7Config", "module_configs:AFMTextV7Config", "tamm:models:AFMTextV7Config"],
-)
-def test_config_defaults_are_tamms(tmp_path, tag):
+def test_config_defaults_are_tamms(tmp_path):
     path = tmp_path / "base-model-config.json"
-    path.write_text(
-        json.dumps(
-            {
-                "__tamm_type__": tag,
-                "arch_optimizers": {"kv": {"__tamm_type__": "ao:KVQuantArchOptimizer"}},
-                "adapters": {"a": {"__tamm_type__": "adapters:LoRAModelAdapter", "alpha": 16}},
-            }
-        )
-    )
-    config = read_toolkit_config(path)
-    assert config.model == PRESETS["afm-3b"]
-    assert config.adapters["a"].rank == LoRAModelAdapter().rank
-    assert config.adapters["a"].scale == 2.0
+    values = {
+        "arch_optimizers": {"kv": {"__tamm_type__": "ao:KVQuantArchOptimizer"}},
+        "adapters": {"a": {"__tamm_type__": "adapters:LoRAModelAdapter", "alpha": 16}},
+    }
+    for start in ("models", "module_configs", "tamm:models"):
+        path.write_text(json.dumps({"__tamm_type__": f"{start}:AFMTextV7Config", **values}))
+        config = read_toolkit_config(path)
+        assert config.model == PRESETS["afm-3b"]
+        assert config.adapters["a"].rank == LoRAModelAdapter().rank
+        assert config.adapters["a"].scale == 2.0
     defaults = AFMTextV7.Config()
     for field in ("vocab_size", "hidden_dim", "num_layers", "num_heads", "rope_theta"):
         assert getattr(config.model, field) == getattr(defaults, field)

@@ -25,11 +25,6 @@ import measure  # noqa: E402
 import values  # noqa: E402
 
 
-@pytest.fixture
-def seed(rng) -> int:
-    return int(rng.integers(1 << 30))
-
-
 @pytest.fixture(params=list(inbox.TASKS))
 def task(request) -> str:
     return request.param
@@ -65,16 +60,7 @@ def test_equal_seeds_give_equal_chats(task, seed):
     assert inbox.switching_examples(seed, 3) == inbox.switching_examples(seed, 3)
 
 
-def test_values_of_the_test_split_never_occur_in_training(task, seed, monkeypatch):
-    drawn: dict[str, set[str]] = {"train": set(), "test": set()}
-    of_values = values.Values.draw
-
-    def recording_draw(self, kind, avoid=()):
-        value = of_values(self, kind, avoid)
-        drawn[self.split].add(value)
-        return value
-
-    monkeypatch.setattr(values.Values, "draw", recording_draw)
+def test_values_of_the_test_split_never_occur_in_training(task, seed, drawn):
     list(itertools.islice(inbox.training_chats(task, seed), 500))
     inbox.test_examples(task, seed, 100)
     inbox.switching_examples(seed, 20)

@@ -7,10 +7,12 @@ import pytest
 from afm_mlx import kernels
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels import mlx as mlx_kernels
-from afm_mlx.kernels.formats import PackedWeight
-from afm_mlx.kernels.selftest import oracle, problems
+from afm_mlx.kernels.formats import PLAIN, PackedWeight
+from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Problem, make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
+from tests.tools.cases import all_pairs
+from tests.tools.compare import assert_same, assert_within
 
 # (mode, granularity, K, group size): MLX's own groups, one that it repeats, and one of three times 32.
 FORMATS = (
@@ -50,50 +52,45 @@ def errors(problem: Problem) -> dict[str, float]:
     return {v.name: problem.error(v.run(*problem.args)) / problem.bound for v in variants}
 
 
-@pytest.mark.parametrize("bits", kernels.BITS)
-@pytest.mark.parametrize("format_", FORMATS, ids=lambda f: "-".join(map(str, f)))
-def test_every_format_is_exact_to_rounding(rng, format_, bits):
+def assert_exact(problem: Problem, variants: int) -> None:
+    found = errors(problem)
+    assert len(found) == variants
+    wrong = {name: error for name, error in found.items() if not error <= 1}
+    assert not wrong, f"{problem.spec.op}, {problem.spec.label}: {wrong}"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_format_is_exact_to_rounding(rng, op):
     """Each variant, for one row and more than it is chosen for."""
-    for op in OPS:
-        for tokens in (1, mlx_kernels.CPU_ROWS + 3):
-            problem = drawn(rng, op, format_, bits, tokens=tokens)
-            found = errors(problem)
-            assert len(found) == (1 if op == "packed_embedding" else 2)
-            assert {name: e for name, e in found.items() if not e <= 1} == {}
+    for format_, bits, tokens in all_pairs(FORMATS, kernels.BITS, (1, mlx_kernels.CPU_ROWS + 3)):
+        assert_exact(drawn(rng, op, format_, bits, tokens=tokens), 2 - (op == "packed_embedding"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("tokens", [1, 5, 20])
-def test_everything_that_goes_along_with_a_product(rng, dtype, tokens):
-    fusions = {"norm": True, "rank": 8, "batch": 3, "tokens": tokens}
-    for format_ in (FORMATS[0], FORMATS[7]):
-        for op, more in (("packed_matmul", {"residual": True}), ("packed_swiglu", {})):
-            problem = drawn(rng, op, format_, 4, dtype=dtype, **fusions, **more)
-            assert {name: e for name, e in errors(problem).items() if not e <= 1} == {}
-        fused_qkv = drawn(
-            rng, "packed_matmul", format_, 2, dtype=dtype, batch=2, rank=8, sections=3
-        )
-        assert {name: e for name, e in errors(fused_qkv).items() if not e <= 1} == {}
-        greedy = drawn(rng, "packed_argmax", format_, 4, dtype=dtype, norm=True)
-        assert {name: e for name, e in errors(greedy).items() if not e <= 1} == {}
-        lookup = drawn(rng, "packed_embedding", format_, 8, dtype=dtype)
-        assert {name: e for name, e in errors(lookup).items() if not e <= 1} == {}
+def test_everything_that_goes_along_with_a_product(rng):
+    fusions = {"norm": True, "rank": 8, "batch": 3}
+    for format_, dtype, tokens in all_pairs((FORMATS[0], FORMATS[7]), DTYPES, (1, 5, 20)):
+        given = {"dtype": dtype, "tokens": tokens, **fusions}
+        assert_exact(drawn(rng, "packed_matmul", format_, 4, **given, residual=True), 2)
+        assert_exact(drawn(rng, "packed_swiglu", format_, 4, **given), 2)
+        given = {"dtype": dtype, "batch": 2, "rank": 8, "sections": 3}
+        assert_exact(drawn(rng, "packed_matmul", format_, 2, **given), 2)
+        assert_exact(drawn(rng, "packed_argmax", format_, 4, dtype=dtype, norm=True), 2)
+        assert_exact(drawn(rng, "packed_embedding", format_, 8, dtype=dtype), 1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_half_types_are_rounded_once(rng, dtype):
+def test_half_types_are_rounded_once(rng):
     """Not at every addition, which is what MLX's own product does with them on a CPU."""
     if dispatch.device() != "cpu":
         pytest.skip("MLX adds up in float32 on a GPU")
-    problem = drawn(rng, "packed_matmul", FORMATS[7], 2, dtype=dtype, tokens=4)
-    x, weight, options = problem.args
-    wanted = oracle.packed_matmul(x, weight)
-    for variant in dispatch.variants("packed_matmul"):
-        if variant.backend == "mlx":
-            off = np.abs(oracle.float64(variant.run(x, weight, options)) - wanted)
-            float32_sums = 2 * problems.UNIT_ROUNDOFF[mx.float32] * weight.in_dims**0.5 + 2.0**-22
-            rms = np.sqrt((wanted**2).mean())
-            assert (off <= UNIT_ROUNDOFF[dtype] * np.abs(wanted) + 8 * float32_sums * rms).all()
+    for dtype in DTYPES[1:]:
+        x, weight, _ = drawn(rng, "packed_matmul", FORMATS[7], 2, dtype=dtype, tokens=4).args
+        wanted = oracle.packed_matmul(x, weight)
+        float32_sums = 2 * UNIT_ROUNDOFF[mx.float32] * weight.in_dims**0.5 + 2.0**-22
+        rms = np.sqrt((wanted**2).mean())
+        allowed = UNIT_ROUNDOFF[dtype] * np.abs(wanted) + 8 * float32_sums * rms
+        for variant in dispatch.variants("packed_matmul"):
+            if variant.backend == "mlx":
+                assert_within(variant.run(x, weight, PLAIN), wanted, allowed, (variant.name, dtype))
 
 
 def test_blocks_make_up_the_whole_product(rng, monkeypatch):
@@ -107,9 +104,7 @@ def test_blocks_make_up_the_whole_product(rng, monkeypatch):
 def test_a_vector_without_leading_axes(rng):
     x, weight, _ = drawn(rng, "packed_matmul", FORMATS[7], 2).args
     with dispatch.force("mlx"):
-        assert mx.array_equal(
-            kernels.packed_matmul(x[0, 0], weight), kernels.packed_matmul(x, weight)[0, 0]
-        )
+        assert_same(kernels.packed_matmul(x[0, 0], weight), kernels.packed_matmul(x, weight)[0, 0])
         assert kernels.packed_embedding(mx.array(3), weight, mx.float32).shape == (512,)
 
 

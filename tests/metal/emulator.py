@@ -1,6 +1,6 @@
 """Metal kernels on a CPU: the very text that MLX would compile, run with every access checked.
 
-A launch takes the arguments of a `metal_kernel` call, builds the function that MLX builds around the source,
+A launch takes the arguments of an `mx.fast.metal_kernel` call, builds the function that MLX builds around it,
 compiles it with clang (`toolchain.py`) and runs it in a process of its own (`machine.py`, `runtime.cpp`): one
 fiber per thread, simdgroups one at a time in random order. It is run twice, with other schedules, other
 poison in memory that nobody wrote, and buffers placed against the other guard page; both must agree.
@@ -27,13 +27,14 @@ from .signature import generate
 from .toolchain import CompileError
 from .translation import translate
 
-__all__ = ["CompileError", "EmulatorError", "Kernel", "emulated", "launch", "metal_kernel"]
+__all__ = ["CompileError", "EmulatorError", "Kernel", "emulated", "launch", "raw_bytes"]
 
 # Registers may allow no more threads in a threadgroup on older GPUs.
 PROJECT_THREADS = 256
 
 
-def _bytes(array: mx.array) -> bytes:
+def raw_bytes(array: mx.array) -> bytes:
+    """An array's numbers as they lie in memory."""
     flat = mx.reshape(array, (-1,))
     return np.array(flat.view(mx.uint16) if array.dtype == mx.bfloat16 else flat).tobytes()
 
@@ -51,7 +52,7 @@ def _row_contiguous_strides(shape: Sequence[int]) -> list[int]:
 
 
 class Kernel:
-    """What `metal_kernel` returns: a function of one call's inputs, shapes and grid."""
+    """`mx.fast.metal_kernel`, run by the emulator: a function of one call's inputs, shapes and grid."""
 
     def __init__(
         self,
@@ -60,9 +61,7 @@ class Kernel:
         output_names: Sequence[str],
         source: str,
         header: str = "",
-        ensure_row_contiguous: bool = True,
         atomic_outputs: bool = False,
-        compile_options: dict[str, str] | None = None,
         *,
         of_project: bool = False,
     ):
@@ -115,15 +114,13 @@ class Kernel:
         threadgroup: tuple[int, int, int],
         template: Sequence[tuple[str, Any]] | None = None,
         init_value: float | None = None,
-        verbose: bool = False,
-        stream: Any = None,
         seed: int | None = None,
     ) -> list[mx.array]:
         arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
         signature, instance = self.text(arrays, output_dtypes, template or ())
         buffers: list[tuple[str, bytes] | Output] = []
         for name, x in zip(self.input_names, arrays, strict=True):
-            buffers.append((name, _bytes(x)))
+            buffers.append((name, raw_bytes(x)))
             if x.ndim > 0:
                 if f"{name}_shape" in self.source:
                     buffers.append((f"{name}_shape", np.array(x.shape, np.int32).tobytes()))
@@ -134,7 +131,7 @@ class Kernel:
                     buffers.append((f"{name}_ndim", np.array(x.ndim, np.int32).tobytes()))
         for name, shape, dtype in zip(self.output_names, output_shapes, output_dtypes, strict=True):
             n = int(np.prod(shape, dtype=np.int64))
-            initial = None if init_value is None else _bytes(mx.full((n,), init_value, dtype))
+            initial = None if init_value is None else raw_bytes(mx.full((n,), init_value, dtype))
             buffers.append(Output(name, n * dtype.size, initial))
         # A threadgroup that is larger than the grid is cut, as MLX does.
         threadgroup = tuple(min(t, g) for t, g in zip(threadgroup, grid, strict=True))
@@ -145,13 +142,6 @@ class Kernel:
             _array(data, tuple(shape), dtype)
             for data, shape, dtype in zip(results, output_shapes, output_dtypes, strict=True)
         ]
-
-
-def metal_kernel(
-    name: str, input_names: Sequence[str], output_names: Sequence[str], source: str, **options: Any
-):
-    """`mx.fast.metal_kernel` with its arguments, run by the emulator."""
-    return Kernel(name, input_names, output_names, source, **options)
 
 
 @functools.cache

@@ -1,109 +1,28 @@
 """Adapters in the Metal kernels, run by the emulator: many at once, of any rank, in any place."""
 
-from itertools import pairwise
-from typing import NamedTuple
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import LowRank, Part, ProductOptions, dispatch
+from afm_mlx.kernels import ProductOptions, dispatch
 from afm_mlx.kernels.metal import low_rank, products
-from afm_mlx.kernels.selftest import problems
+from afm_mlx.kernels.selftest import oracle, problems
 from afm_mlx.kernels.selftest.problems import Spec
+from tests.tools.compare import UNIT_ROUNDOFF, assert_close, exact, same
 from tests.tools.graph import count_dispatches
+from tests.tools.low_rank import draw_low_rank, in_shared_arrays
 
 BODY = {"bits": 2, "mode": "balanced", "granularity": "row"}
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 EXTREMES = [-(2**31), -2, 2**31 - 1]
 INSIDE = pytest.mark.parametrize("inside", [False, True], ids=["shrink", "inside"])
 
 
-class Matrix(NamedTuple):
-    """An adapter's A (sections, rank, K) and B (N, rank) for one matrix, float64; rank 0 for none."""
-
-    a: np.ndarray
-    b: np.ndarray
-
-    def flat(self, rng):
-        """A and B as `Part` says, each up to the next multiple of 16 numbers, and junk before them."""
-        n, rank = self.b.shape
-        b = np.zeros((-(-n // 16), rank, 16))
-        for row in range(n):
-            b[row // 16, :, row % 16] = self.b[row]
-        # Not zeros: what lies between must not be read.
-        return (
-            rng.normal(size=16),
-            self.a.reshape(-1),
-            rng.normal(size=-self.a.size % 16),
-            b.reshape(-1),
-        )
-
-    def added(self, x, sections):
-        """(N,) for one vector (K,)."""
-        parts = [
-            self.b[start:end] @ (self.a[i] @ x)
-            for i, (start, end) in enumerate(pairwise([0, *sections]))
-        ]
-        return np.concatenate(parts)
-
-
-def draw_matrix(rng, rank, in_dims, sections, dtype):
-    """With numbers that `dtype` holds."""
-
-    def rounded(values):
-        return np.array(
-            mx.array(values.astype(np.float32)).astype(dtype).astype(mx.float32)
-        ).astype(np.float64)
-
-    a = rng.normal(0, in_dims**-0.5, (len(sections), rank, in_dims))
-    return Matrix(rounded(a), rounded(rng.normal(0, max(1, rank) ** -0.5, (sections[-1], rank))))
-
-
-class Adapters(NamedTuple):
-    """Adapters of one matrix or of two, and which rows of a batch use which."""
-
-    matrices: list[tuple[Matrix, ...]]  # of every adapter
-    scales: np.ndarray
-    slots: np.ndarray
-    sections: tuple[int, ...]
-    low_rank: tuple[LowRank, ...]
-
-    def added(self, x, matrix=0):
-        """(B, L, N) for x (B, L, K)."""
-        y = np.zeros((*x.shape[:2], self.sections[-1]))
-        for row, slot in enumerate(self.slots):
-            if 0 <= slot < len(self.matrices):
-                adapter = self.matrices[slot][matrix]
-                y[row] = [
-                    self.scales[slot] * adapter.added(token, self.sections) for token in x[row]
-                ]
-        return y
-
-
 def draw_adapters(rng, ranks, slots, in_dims, sections, dtype=mx.float16):
-    """`ranks`: of every adapter, one for each matrix."""
-    matrices = [
-        tuple(draw_matrix(rng, r, in_dims, sections, dtype) for r in each) for each in ranks
-    ]
-    numbers, parts = [], []
-    for adapter in matrices:
-        pieces = [piece for matrix in adapter for piece in matrix.flat(rng)]
-        starts = np.cumsum([0, *(piece.size for piece in pieces)]).tolist()
-        parts.append(
-            [
-                Part(starts[4 * i + 1], starts[4 * i + 3], m.b.shape[1])
-                for i, m in enumerate(adapter)
-            ]
-        )
-        numbers.append(mx.array(np.concatenate(pieces).astype(np.float32)).astype(dtype))
-    mx.eval(numbers)  # there before any graph
-    scales = rng.uniform(0.5, 2, len(ranks)).astype(np.float32)
-    shared = mx.array(scales), mx.array(np.array(slots, np.int32)), tuple(sections)
-    of_matrices = [
-        LowRank(tuple(numbers), tuple(each), *shared) for each in zip(*parts, strict=True)
-    ]
-    return Adapters(matrices, scales, np.array(slots), tuple(sections), tuple(of_matrices))
+    drawn = draw_low_rank(rng, slots, in_dims, sections, ranks, [dtype] * len(ranks))
+    mx.eval(drawn.low_rank.numbers)  # there before any graph
+    return drawn
 
 
 def draw_slots(rng, rows, adapters):
@@ -115,17 +34,19 @@ def draw_slots(rng, rows, adapters):
     return slots.tolist()
 
 
-def assert_added(got, wanted, dtype, in_dims):
+def assert_added(got, wanted, dtype, in_dims, what="outputs"):
     """Equal up to one rounding to `dtype` and float32 sums."""
-    bound = problems.UNIT_ROUNDOFF[dtype] + 4 * (4 + in_dims**0.5) * 2.0**-24
     assert got.dtype == dtype
-    assert np.abs(problems.oracle.float64(got) - wanted).max() <= bound * max(
-        1, np.abs(wanted).max()
-    )
+    bound = UNIT_ROUNDOFF[dtype] + 4 * (4 + in_dims**0.5) * 2.0**-24
+    assert_close(got, wanted, bound, what, least=1)
 
 
 def variant_of(op, *args):
     return dispatch.select(op, problems.case_of(op, *args)).name.removeprefix("metal/")
+
+
+def with_adapters(*low_rank):
+    return ProductOptions(adapters=low_rank)
 
 
 # Rows of the batch, and tokens of each.
@@ -133,90 +54,90 @@ SHAPES = [(1, 1, "vector"), (4, 1, "vector"), (2, 2, "vector"), (8, 1, "matrix")
 
 
 @INSIDE
-@pytest.mark.parametrize(("batch", "tokens", "variant"), SHAPES)
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_adapters_of_any_rank_in_one_batch(
-    metal, rng, monkeypatch, count, batch, tokens, variant, inside
-):
+def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
-    in_dims, n, i = 144, int(rng.integers(33, 200)), count + batch
-    sections = (n // 3, n // 3 + 7, n) if i % 2 else (n,)
-    # So many products with A fit into a threadgroup's memory.
-    ranks = [(int(r),) for r in rng.choice([0, 1, 5, 8, 16, 33, 64], count)]
-    ranks[int(rng.integers(count))] = (12,)
-    adapters = draw_adapters(rng, ranks, draw_slots(rng, batch, count), in_dims, sections)
-    spec = Spec("packed_matmul", mx.bfloat16, batch, tokens, in_dims, n, **BODY)
-    problem = problems.make(spec._replace(norm=i % 3 == 0, residual=i % 3 != 1), rng)
-    x, weight, options = problem.args
-    options = options._replace(adapters=adapters.low_rank)
-    assert variant_of("packed_matmul", x, weight, options) == variant
-    got = kernels.packed_matmul(x, weight, options)
-    x = problems.oracle.float64(x)
-    if options.norm is not None:
-        x = problems.oracle.rms_norm(x, problems.oracle.float64(options.norm), options.eps)
-    assert_added(got, problem.wanted[0] + adapters.added(x), mx.bfloat16, in_dims)
+    in_dims, n = 144, int(rng.integers(33, 200))
+    for i, (batch, tokens, variant) in enumerate(2 * SHAPES):
+        count = (1, 2, 8)[i % 3]
+        sections = (n // 3, n // 3 + 7, n) if i % 2 else (n,)
+        # So many products with A fit into a threadgroup's memory.
+        ranks = rng.choice([0, 1, 5, 8, 16, 33, 64], count).tolist()
+        ranks[int(rng.integers(count))] = 12
+        adapters = draw_adapters(rng, ranks, draw_slots(rng, batch, count), in_dims, sections)
+        spec = Spec("packed_matmul", mx.bfloat16, batch, tokens, in_dims, n, **BODY)
+        problem = problems.make(spec._replace(norm=i % 3 == 0, residual=i % 3 != 1), rng)
+        x, weight, options = problem.args
+        options = options._replace(adapters=(adapters.low_rank,))
+        assert variant_of("packed_matmul", x, weight, options) == variant
+        got, x = kernels.packed_matmul(x, weight, options), exact(x)
+        if options.norm is not None:
+            x = oracle.rms_norm(x, exact(options.norm), options.eps)
+        assert_added(got, problem.wanted[0] + adapters.added(x), mx.bfloat16, in_dims, ranks)
+
+
+def swiglu(gate, up):
+    return gate / (1 + np.exp(-gate)) * up
+
+
+PAIRS = {
+    "gate": [(4, 0)],
+    "up": [(0, 9)],
+    "both": [(3, 20)],
+    "eight": [(16, 16), (0, 5), (7, 0), (0, 0), (8, 1), (2, 40), (33, 3), (1, 1)],
+}
 
 
 @INSIDE
 @pytest.mark.parametrize(("batch", "tokens", "variant"), SHAPES[1:4])
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        [(4, 0)],
-        [(0, 9)],
-        [(3, 20)],
-        [(16, 16), (0, 5), (7, 0), (0, 0), (8, 1), (2, 40), (33, 3), (1, 1)],
-    ],
-    ids=["gate", "up", "both", "eight"],
-)
-def test_adapters_of_a_pair(metal, rng, monkeypatch, batch, tokens, variant, inside, ranks):
+def test_adapters_of_a_pair(metal, rng, monkeypatch, batch, tokens, variant, inside):
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
     in_dims, n = 80, int(rng.integers(9, 41))
-    slots = draw_slots(rng, batch, len(ranks))
-    adapters = draw_adapters(rng, ranks, slots, in_dims, (n,))
     spec = Spec("packed_swiglu", mx.float32, batch, tokens, in_dims, n, **BODY, norm=True)
-    problem = problems.make(spec, rng)
-    x, gate, up, plain = problem.args
-    options = plain._replace(adapters=adapters.low_rank)
-    assert variant_of("packed_swiglu", x, gate, up, options) == f"swiglu_{variant}"
-    got = kernels.packed_swiglu(x, gate, up, options)
-    normed = problems.oracle.rms_norm(
-        problems.oracle.float64(x), problems.oracle.float64(plain.norm), plain.eps
-    )
-    g, u = (
-        problems.oracle.packed_matmul(x, weight, plain) + adapters.added(normed, i)
-        for i, weight in enumerate((gate, up))
-    )
-    wanted = g / (1 + np.exp(-g)) * u
-    assert np.abs(np.array(got) - wanted).max() <= 2e-5 * np.abs(wanted).max()
+    for name, ranks in PAIRS.items():
+        slots = draw_slots(rng, batch, len(ranks))
+        adapters = in_shared_arrays(
+            [draw_adapters(rng, own, slots, in_dims, (n,)) for own in zip(*ranks, strict=True)]
+        )
+        x, *weights, plain = problems.make(spec, rng).args
+        options = plain._replace(adapters=tuple(each.low_rank for each in adapters))
+        assert variant_of("packed_swiglu", x, *weights, options) == f"swiglu_{variant}"
+        got = kernels.packed_swiglu(x, *weights, options)
+        normed = oracle.rms_norm(exact(x), exact(plain.norm), plain.eps)
+        pair = (
+            oracle.packed_matmul(x, weight, plain) + each.added(normed)
+            for weight, each in zip(weights, adapters, strict=True)
+        )
+        assert_close(got, swiglu(*pair), 2e-5, name)
 
 
-@pytest.mark.parametrize("batch", [2, 8])
-def test_matrices_of_a_pair_with_arrays_of_their_own(metal, rng, batch):
-    spec = Spec("packed_swiglu", mx.float32, batch, in_dims=64, out_dims=20, **BODY)
-    x, gate, up, _ = problems.make(spec, rng).args
-    g, u = (
-        draw_adapters(rng, [(rank,), (3,)], draw_slots(rng, batch, 2), 64, (20,)) for rank in (4, 9)
-    )
-    got = kernels.packed_swiglu(x, gate, up, ProductOptions(adapters=(*g.low_rank, *u.low_rank)))
-    x64 = problems.oracle.float64(x)
-    of_gate = problems.oracle.packed_matmul(x, gate) + g.added(x64)
-    of_up = problems.oracle.packed_matmul(x, up) + u.added(x64)
-    wanted = of_gate / (1 + np.exp(-of_gate)) * of_up
-    assert np.abs(np.array(got) - wanted).max() <= 2e-5 * np.abs(wanted).max()
+def test_matrices_of_a_pair_with_arrays_of_their_own(metal, rng):
+    for batch in (2, 8):
+        spec = Spec("packed_swiglu", mx.float32, batch, in_dims=64, out_dims=20, **BODY)
+        x, *weights, _ = problems.make(spec, rng).args
+        drawn = [
+            draw_adapters(rng, [rank, 3], draw_slots(rng, batch, 2), 64, (20,)) for rank in (4, 9)
+        ]
+        options = with_adapters(*(adapters.low_rank for adapters in drawn))
+        got = kernels.packed_swiglu(x, *weights, options)
+        pair = (
+            oracle.packed_matmul(x, weight) + adapters.added(exact(x))
+            for weight, adapters in zip(weights, drawn, strict=True)
+        )
+        assert_close(got, swiglu(*pair), 2e-5, f"{batch} rows")
 
 
 # float16 under bfloat16 is what a model runs with.
-@pytest.mark.parametrize("of_adapter", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_any_type_of_numbers_under_any_type_of_activations(metal, rng, dtype, of_adapter):
-    batch = int(rng.choice([1, 3, 5]))
-    adapters = draw_adapters(rng, [(6,), (2,)], [1, 0, 1, -1, 0][:batch], 48, (19,), of_adapter)
-    spec = Spec("packed_matmul", dtype, batch, in_dims=48, out_dims=19, **BODY)
-    problem = problems.make(spec, rng)
-    got = kernels.packed_matmul(*problem.args[:2], ProductOptions(adapters=adapters.low_rank))
-    x = problems.oracle.float64(problem.args[0])
-    assert_added(got, problem.wanted[0] + adapters.added(x), dtype, 48)
+def test_any_type_of_numbers_under_any_type_of_activations(metal, rng):
+    pairs = {(dtype, mx.float16) for dtype in DTYPES} | {(mx.bfloat16, dtype) for dtype in DTYPES}
+    for dtype, of_adapter in sorted(pairs, key=str):
+        batch = int(rng.choice([1, 3, 5]))
+        slots = [1, 0, 1, -1, 0][:batch]
+        adapters = draw_adapters(rng, [6, 2], slots, 48, (19,), of_adapter)
+        spec = Spec("packed_matmul", dtype, batch, in_dims=48, out_dims=19, **BODY)
+        problem = problems.make(spec, rng)
+        got = kernels.packed_matmul(*problem.args[:2], with_adapters(adapters.low_rank))
+        wanted = problem.wanted[0] + adapters.added(exact(problem.args[0]))
+        assert_added(got, wanted, dtype, 48, (dtype, of_adapter))
 
 
 @pytest.mark.parametrize(("batch", "variant"), [(4, "vector"), (8, "matrix")])
@@ -224,28 +145,24 @@ def test_rows_without_an_adapter_get_what_the_matrix_gives(metal, rng, batch, va
     spec = Spec("packed_matmul", mx.float32, batch, in_dims=64, out_dims=40, **BODY)
     x, weight, _ = problems.make(spec, rng).args
     slots = [-1, 0, 2, *EXTREMES, 1, -1][:batch]  # of two adapters, the first one of rank 0
-    adapters = draw_adapters(rng, [(0,), (4,)], slots, 64, (40,))
-    assert (
-        variant_of("packed_matmul", x, weight, ProductOptions(adapters=adapters.low_rank))
-        == variant
-    )
+    options = with_adapters(draw_adapters(rng, [0, 4], slots, 64, (40,)).low_rank)
+    assert variant_of("packed_matmul", x, weight, options) == variant
     plain = kernels.packed_matmul(x, weight)
-    adapted = kernels.packed_matmul(x, weight, ProductOptions(adapters=adapters.low_rank))
-    same = [bool(mx.array_equal(a, b)) for a, b in zip(plain, adapted, strict=True)]
-    assert same == [slot != 1 for slot in slots]
+    adapted = kernels.packed_matmul(x, weight, options)
+    alike = [same(a, b) for a, b in zip(plain, adapted, strict=True)]
+    assert alike == [slot != 1 for slot in slots]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_an_adapter_that_leaves_the_matrix_alone_may_be_of_any_size(metal, rng, rows):
     spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=8, **BODY)
     x, weight, _ = problems.make(spec, rng).args
-    given = draw_adapters(rng, [(0,), (5,)], [1] * rows, 64, (8,))
+    given = draw_adapters(rng, [0, 5], [1] * rows, 64, (8,))
     few = mx.array([float("nan")] * 3, mx.float16)  # so few would come in another address space
-    one = given.low_rank[0]._replace(numbers=(few, given.low_rank[0].numbers[1]))
-    wanted = problems.oracle.packed_matmul(x, weight) + given.added(problems.oracle.float64(x))
-    assert_added(
-        kernels.packed_matmul(x, weight, ProductOptions(adapters=(one,))), wanted, mx.float32, 64
-    )
+    one = given.low_rank._replace(numbers=(few, given.low_rank.numbers[1]))
+    wanted = oracle.packed_matmul(x, weight) + given.added(exact(x))
+    got = kernels.packed_matmul(x, weight, with_adapters(one))
+    assert_added(got, wanted, mx.float32, 64)
 
 
 @pytest.mark.parametrize("rows", [1, 8])
@@ -253,14 +170,14 @@ def test_swapping_hands_over_another_array(metal, rng, rows):
     """One adapter after another through the same table: nothing of the one before is left."""
     spec = Spec("packed_matmul", mx.float32, rows, in_dims=64, out_dims=24, **BODY)
     x, weight, _ = problems.make(spec, rng).args
-    plain = problems.oracle.packed_matmul(x, weight)
-    tables = set()
-    for _ in range(2):
-        given = draw_adapters(rng, [(7,)], [0] * rows, 64, (24,))
-        wanted = plain + given.added(problems.oracle.float64(x))
-        got = kernels.packed_matmul(x, weight, ProductOptions(adapters=given.low_rank))
+    given, tables = draw_adapters(rng, [7], [0] * rows, 64, (24,)), set()
+    for factor in (1, -2):
+        one = given.low_rank._replace(numbers=(given.low_rank.numbers[0] * factor,))
+        # Both A and B are multiplied.
+        wanted = oracle.packed_matmul(x, weight) + factor**2 * given.added(exact(x))
+        got = kernels.packed_matmul(x, weight, with_adapters(one))
         assert_added(got, wanted, mx.float32, 64)
-        tables.add(id(low_rank.arrays(given.low_rank)[8]))
+        tables.add(id(low_rank.arrays((one,))[8]))
     assert len(tables) == 1
 
 
@@ -268,11 +185,11 @@ def test_swapping_hands_over_another_array(metal, rng, rows):
 
 
 def test_what_metal_can_not_add_is_refused(rng):
-    given = draw_adapters(rng, [(1,)] * 9, [0], 16, (4,)).low_rank
+    given = draw_adapters(rng, [1] * 9, [0], 16, (4,)).low_rank
     with pytest.raises(ValueError, match="up to 8 adapters of one type at a time; got 9 of"):
-        low_rank.arrays(given)
-    mixed = given[0].numbers[0], given[0].numbers[1].astype(mx.float32)
-    two = given[0]._replace(numbers=mixed, parts=given[0].parts[:2])
+        low_rank.arrays((given,))
+    mixed = given.numbers[0], given.numbers[1].astype(mx.float32)
+    two = given._replace(numbers=mixed, parts=given.parts[:2])
     with pytest.raises(ValueError, match=r"got 2 of .*float16, .*float32"):
         low_rank.arrays((two,))
 
@@ -283,9 +200,9 @@ def test_dispatches_of_a_mixed_batch(rng, rows, shrinks):
     x, weight, _ = problems.make(spec, rng).args
 
     def product(ranks):
-        given = draw_adapters(rng, [(r,) for r in ranks], [0] * rows, 64, (8,)).low_rank[0]
+        given = draw_adapters(rng, ranks, [0] * rows, 64, (8,)).low_rank
         return count_dispatches(
-            lambda x: kernels.packed_matmul(x, weight, ProductOptions(adapters=(given,))), x
+            lambda x: kernels.packed_matmul(x, weight, with_adapters(given)), x
         ).kernels
 
     name = "afm_packed_vector" if rows <= 4 else "afm_packed_matrix"

@@ -10,23 +10,18 @@ from afm_mlx import kernels
 from afm_mlx.kernels import HeadOptions, KeyValues, PackedWeight, QueryRope, dispatch
 from afm_mlx.kernels.metal import attention
 from afm_mlx.kernels.selftest import oracle
+from tests.tools import compare
+from tests.tools.cases import draw
+from tests.tools.compare import UNIT_ROUNDOFF
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-# Half the distance of neighbouring numbers, relative to them.
-ROUNDOFF = {mx.float32: 2.0**-24, mx.float16: 2.0**-11, mx.bfloat16: 2.0**-8}
 THETA, EPS = 500000.0, 1e-5
 
 
-def draw(rng, shape, dtype=mx.float32, scale=1.0):
-    return mx.array((rng.standard_normal(shape) * scale).astype(np.float32)).astype(dtype)
-
-
-def assert_within(got, wanted, dtype, bound):
+def assert_right(got, wanted, dtype, bound, what="outputs"):
     """`bound` is relative to the largest number, and comes on top of one rounding to `dtype`."""
     assert got.dtype == dtype
-    assert got.shape == wanted.shape
-    error = np.abs(oracle.float64(got) - wanted).max() / np.abs(wanted).max()
-    assert error <= ROUNDOFF[dtype] + bound
+    compare.assert_close(got, wanted, UNIT_ROUNDOFF[dtype] + bound, what)
 
 
 # -- RoPE, QK-norm, int8 keys and values
@@ -42,24 +37,21 @@ ROPE_CASES = [
 ]
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize(("case", "dtype"), ROPE_CASES, ids=str)
-def test_rope_norm_quantize(metal, rng, ragged, case, dtype):
-    batch, length, n_heads, n_kv_heads, head_dim = case
+@pytest.mark.parametrize("case", ROPE_CASES, ids=str)
+def test_rope_norm_quantize(metal, rng, case):
+    (batch, length, n_heads, n_kv_heads, head_dim), dtype = case
     qkv = draw(rng, (batch, length, (n_heads + 2 * n_kv_heads) * head_dim), dtype)
     weights = [draw(rng, (head_dim,), dtype) for _ in range(2)]
     scales = tuple(mx.array(s, mx.float32) for s in rng.uniform(0.01, 0.03, 2))
     positions = rng.integers(0, 4096, batch).astype(np.int32)
-    offset = mx.array(positions) if ragged else int(positions[0])
-    arguments = (qkv, offset, HeadOptions(*weights, *scales, n_kv_heads, THETA, EPS))
-    got = kernels.rope_norm_quantize(*arguments)
-    wanted = oracle.rope_norm_quantize(*arguments)
     # An angle is off by a float32 rounding of its frequency and one of the product, at 4,096.
     angles = 4 * 4096 * 2.0**-24
-    assert_within(got[0], wanted[0], dtype, angles)
-    assert got[1].dtype == mx.int8
-    assert got[1].shape == wanted[1].shape
-    assert np.abs(oracle.float64(got[1]) - wanted[1]).max() <= 0.5 + 128 * angles
+    for offset in (mx.array(positions), int(positions[0])):
+        arguments = (qkv, offset, HeadOptions(*weights, *scales, n_kv_heads, THETA, EPS))
+        (q, codes), wanted = (m.rope_norm_quantize(*arguments) for m in (kernels, oracle))
+        assert_right(q, wanted[0], dtype, angles)
+        assert codes.dtype == mx.int8
+        compare.assert_within(codes, wanted[1], 0.5 + 128 * angles, "codes")
 
 
 def test_codes_are_rounded_half_to_even_and_clamped(metal):
@@ -68,9 +60,8 @@ def test_codes_are_rounded_half_to_even_and_clamped(metal):
     qkv = mx.array([0.0] * 16 + exact).astype(dtype).reshape(1, 1, 24)
     one = mx.ones((8,), dtype)
     scale = mx.array(0.25)
-    _, codes = kernels.rope_norm_quantize(
-        qkv, 3, HeadOptions(one, one, scale, scale, 1, THETA, EPS)
-    )
+    options = HeadOptions(one, one, scale, scale, 1, THETA, EPS)
+    _, codes = kernels.rope_norm_quantize(qkv, 3, options)
     keys, values = codes.split(2, axis=1)
     assert keys.flatten().tolist() == [0] * 8
     assert values.flatten().tolist() == [0, 2, 0, -2, 127, 127, -128, -128]
@@ -85,7 +76,7 @@ def test_many_tokens_are_those_one_by_one(metal, rng):
     for t in range(4):
         alone = kernels.rope_norm_quantize(qkv[:, t : t + 1], offset + t, options)
         for whole, part in zip(together, alone, strict=True):
-            assert mx.array_equal(whole[:, :, t : t + 1], part)
+            compare.assert_same(whole[:, :, t : t + 1], part, f"token {t}")
 
 
 # -- attention of one new token per row
@@ -130,54 +121,49 @@ def attention_bound(queries, kv):
     return (8 + score) * 2.0**-21
 
 
-@pytest.mark.parametrize(("case", "dtype"), ATTENTION_CASES, ids=str)
-def test_decode_attention(metal, rng, case, dtype):
-    queries, kv, lengths = draw_attention(rng, case, dtype)
+def assert_decodes(queries, kv, lengths, what="outputs"):
     got = kernels.decode_attention(queries, kv, lengths)
     wanted = oracle.decode_attention(queries, kv, lengths)
-    assert_within(got, wanted, dtype, attention_bound(queries, kv))
+    assert_right(got, wanted, queries.dtype, attention_bound(queries, kv), what)
+    return got
 
 
-@pytest.mark.parametrize(("case", "dtype"), ATTENTION_CASES[2:-1:2], ids=str)
-def test_decode_attention_of_raw_queries(metal, rng, case, dtype):
-    queries, kv, lengths = draw_attention(rng, case, dtype)
-    rope = QueryRope(draw(rng, case[-1:], dtype), THETA, EPS)
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_decode_attention(metal, rng, case):
+    assert_decodes(*draw_attention(rng, *case))
+
+
+@pytest.mark.parametrize("case", ATTENTION_CASES[2:-1:2], ids=str)
+def test_decode_attention_of_raw_queries(metal, rng, case):
+    (*_, capacity, head_dim), dtype = case
+    queries, kv, lengths = draw_attention(rng, *case)
+    rope = QueryRope(draw(rng, (head_dim,), dtype), THETA, EPS)
     got = kernels.decode_attention(queries, kv, lengths, rope)
     wanted = oracle.decode_attention(queries, kv, lengths, rope)
-    turned = oracle.float64(rope.weight) * np.ones(case[-1])
-    angles = 4 * case[3] * 2.0**-24 * 128 * float(kv.key_scale.item()) * np.linalg.norm(turned)
+    turned = oracle.float64(rope.weight) * np.ones(head_dim)
+    angles = 4 * capacity * 2.0**-24 * 128 * float(kv.key_scale.item()) * np.linalg.norm(turned)
     bound = attention_bound(mx.array(turned.astype(np.float32)), kv)
-    assert_within(got, wanted, dtype, bound + angles)
+    assert_right(got, wanted, dtype, bound + angles)
 
 
-@pytest.mark.parametrize("group", range(1, 9))
-def test_every_size_of_a_group(metal, rng, group):
-    for capacity in (24, LONG):
-        queries, kv, lengths = draw_attention(rng, (1, 2 * group, 2, capacity, 12), mx.float32)
-        got = kernels.decode_attention(queries, kv, lengths)
-        wanted = oracle.decode_attention(queries, kv, lengths)
-        assert_within(got, wanted, mx.float32, attention_bound(queries, kv))
-
-
-@pytest.mark.parametrize("capacity", [48, LONG])
-def test_columns_past_the_length_are_never_looked_at(metal, rng, capacity):
-    case = (3, 3, 1, capacity, 12)
-    queries, kv, lengths = draw_attention(rng, case, mx.float32, lengths=[1, 17, 40])
-    outside = mx.arange(capacity)[:, None] >= lengths[:, None, None, None]
-    other = mx.array(rng.integers(-128, 127), mx.int8)
-    others = kv._replace(buffer=mx.where(outside, other, kv.buffer))
-    got = kernels.decode_attention(queries, kv, lengths)
-    again = kernels.decode_attention(queries, others, lengths)
-    assert mx.array_equal(got, again)
+def test_every_size_of_a_group(metal, rng):
+    for group in range(1, 9):
+        for capacity in (24, LONG):
+            case = (1, 2 * group, 2, capacity, 12)
+            assert_decodes(*draw_attention(rng, case, mx.float32), case)
 
 
 @pytest.mark.parametrize("capacity", [64, LONG])
-def test_large_scores_overflow_nothing(metal, rng, capacity):
-    queries, kv, lengths = draw_attention(rng, (1, 3, 1, capacity, 12), mx.float32, lengths=[50])
-    queries = queries * 1000  # scores of some 10,000: one key gets all the weight
-    got = kernels.decode_attention(queries, kv, lengths)
-    wanted = oracle.decode_attention(queries, kv, lengths)
-    assert_within(got, wanted, mx.float32, attention_bound(queries, kv))
+def test_columns_past_the_length_and_large_scores(metal, rng, capacity):
+    """What lies past a row's length is never looked at, and scores of some 10,000 overflow nothing."""
+    case = (3, 3, 1, capacity, 12)
+    queries, kv, lengths = draw_attention(rng, case, mx.float32, lengths=[1, 17, 50])
+    got = assert_decodes(queries, kv, lengths)
+    outside = mx.arange(capacity)[:, None] >= lengths[:, None, None, None]
+    other = mx.array(rng.integers(-128, 127), mx.int8)
+    others = kv._replace(buffer=mx.where(outside, other, kv.buffer))
+    compare.assert_same(kernels.decode_attention(queries, others, lengths), got)
+    assert_decodes(queries * 1000, kv, lengths)
 
 
 def test_the_best_key_in_the_last_of_many_ranges(metal, rng):
@@ -190,14 +176,13 @@ def test_the_best_key_in_the_last_of_many_ranges(metal, rng):
     codes[0, 0, -1] = np.where(np.array(queries[0, 0, 0]) > 0, 127, -128)
     kv = kv._replace(buffer=mx.array(codes))
     for size in (0.1, 1000):  # all keys share the weight, or one has it
-        got = kernels.decode_attention(queries * size, kv, lengths)
-        wanted = oracle.decode_attention(queries * size, kv, lengths)
-        assert_within(got, wanted, mx.float32, attention_bound(queries * size, kv))
+        assert_decodes(queries * size, kv, lengths, size)
 
 
-@pytest.mark.parametrize("head_dim", range(4, 257, 4))
-def test_the_plan_covers_every_head_size(head_dim):
-    for batch, group, capacity in itertools.product((1, 8, 64), (1, 3, 8), (256, 1280, 65536)):
+def test_the_plan_covers_every_head_size():
+    batches, groups, capacities = (1, 8, 64), (1, 3, 8), (256, 1280, 65536)
+    cases = itertools.product(range(4, 257, 4), batches, groups, capacities)
+    for head_dim, batch, group, capacity in cases:
         work = attention.plan(batch, 2 * group, 2, capacity, head_dim)
         assert group % work.heads == 0
         assert work.heads <= 4
@@ -210,68 +195,59 @@ def test_the_plan_covers_every_head_size(head_dim):
 # -- embedding
 
 EMBEDDING_FORMATS = [
-    (mode, granularity)
-    for mode, granularities in (
-        ("balanced", ("tensor", "row", "group")),
-        ("affine", ("tensor", "row", "group")),
-        ("palette", ("table",)),
-    )
-    for granularity in granularities
+    *(
+        (mode, granularity)
+        for mode in ("balanced", "affine")
+        for granularity in ("tensor", "row", "group")
+    ),
+    ("palette", "table"),
 ]
 
 
 def draw_packed(rng, bits, mode, granularity, n=12, k=96, group=24):
     codes = mx.array(rng.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32))
-    shape = {"tensor": (), "row": (n,), "group": (n, k // group), "table": None}[granularity]
     if mode == "palette":
-        table = draw(rng, (4, 2**bits))
-        return PackedWeight(codes, bits, mode, table=table)
+        return PackedWeight(codes, bits, mode, table=draw(rng, (4 if n > 1 else 1, 2**bits)))
+    shape = {"tensor": (), "row": (n,), "group": (n, k // group)}[granularity]
     scales = mx.array(rng.uniform(0.01, 1, shape).astype(np.float32))
-    biases = draw(rng, shape) if mode == "affine" else None
-    return PackedWeight(codes, bits, mode, scales, biases)
+    return PackedWeight(codes, bits, mode, scales, draw(rng, shape) if mode == "affine" else None)
+
+
+def assert_looks_up(tokens, weight, dtype, what):
+    got, wanted = (m.packed_embedding(tokens, weight, dtype) for m in (kernels, oracle))
+    assert_right(got, wanted, dtype, 2.0**-22, what)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize(("mode", "granularity"), EMBEDDING_FORMATS)
-def test_packed_embedding(metal, rng, bits, mode, granularity):
-    weight = draw_packed(rng, bits, mode, granularity)
+def test_packed_embedding(metal, rng, bits):
     dtype = {2: mx.float32, 4: mx.bfloat16, 8: mx.float16}[bits]
-    for shape in ((1, 1), (3,)):
-        tokens = mx.array(rng.integers(0, weight.out_dims, shape).astype(np.int32))
-        got = kernels.packed_embedding(tokens, weight, dtype)
-        wanted = oracle.packed_embedding(tokens, weight, dtype)
-        assert_within(got, wanted, dtype, 2.0**-22)
+    for format_ in EMBEDDING_FORMATS:
+        weight = draw_packed(rng, bits, *format_)
+        for shape in ((1, 1), (3,)):
+            tokens = mx.array(rng.integers(0, weight.out_dims, shape).astype(np.int32))
+            assert_looks_up(tokens, weight, dtype, (*format_, shape))
 
 
-@pytest.mark.parametrize(
-    ("index", "dtype"), [(mx.int32, mx.float32), (mx.uint32, mx.bfloat16), (mx.int64, mx.float16)]
-)
-def test_packed_embedding_of_many_wide_rows(metal, rng, index, dtype):
-    weight = draw_packed(rng, 4, "affine", "group", n=40, k=2208, group=32)
-    weight = weight._replace(scales=weight.scales.astype(dtype), biases=weight.biases.astype(dtype))
-    tokens = mx.array(rng.integers(0, 40, (2, 5))).astype(index)  # 8 or more lie elsewhere
-    wanted = oracle.packed_embedding(tokens, weight, dtype)
-    got = kernels.packed_embedding(tokens, weight, dtype)
-    assert_within(got, wanted, dtype, 2.0**-22)
+def test_packed_embedding_of_many_wide_rows(metal, rng):
+    indices = (mx.int32, mx.uint32, mx.int64)
+    for index, dtype in zip(indices, (mx.float32, mx.bfloat16, mx.float16), strict=True):
+        weight = draw_packed(rng, 4, "affine", "group", n=40, k=2208, group=32)
+        scales, biases = weight.scales.astype(dtype), weight.biases.astype(dtype)
+        tokens = mx.array(rng.integers(0, 40, (2, 5))).astype(index)  # 8 or more lie elsewhere
+        assert_looks_up(tokens, weight._replace(scales=scales, biases=biases), dtype, index)
 
 
 def test_packed_embedding_of_a_matrix_of_one_row(metal, rng):
-    for mode, granularity in EMBEDDING_FORMATS:
-        weight = draw_packed(rng, 8, mode, granularity, n=1, k=4, group=4)
-        if weight.table is not None:
-            weight = weight._replace(table=weight.table[:1])
-        tokens = mx.array([0, 0])
-        wanted = oracle.packed_embedding(tokens, weight, mx.float32)
-        got = kernels.packed_embedding(tokens, weight, mx.float32)
-        assert_within(got, wanted, mx.float32, 2.0**-22)
+    for format_ in EMBEDDING_FORMATS:
+        weight = draw_packed(rng, 8, *format_, n=1, k=4, group=4)
+        assert_looks_up(mx.array([0, 0]), weight, mx.float32, format_)
 
 
 # -- what they can't run
 
 
-@pytest.mark.parametrize(
-    ("op", "case", "says"),
-    [
+def test_obstacles():
+    for op, case, says in (
         ("rope_norm_quantize", {"head_dim": 13}, "even head sizes up to 256, not 13"),
         ("rope_norm_quantize", {"head_dim": 258}, "not 258"),
         ("decode_attention", {"head_dim": 30}, "4 divides up to 256, not 30"),
@@ -279,9 +255,7 @@ def test_packed_embedding_of_a_matrix_of_one_row(metal, rng):
         ("decode_attention", {"head_dim": 64, "dtype": mx.int8}, "int8"),
         ("packed_embedding", {"dtype": mx.int32}, "int32"),
         ("packed_embedding", {"rows": 0}, "one row at least"),
-    ],
-)
-def test_obstacles(op, case, says):
-    case = dispatch.Case(**{"device": "gpu", "dtype": mx.float32, "rows": 1, **case})
-    (variant,) = (v for v in attention.VARIANTS if v.op == op)
-    assert says in (variant.obstacle(case) or "")
+    ):
+        case = dispatch.Case(**{"device": "gpu", "dtype": mx.float32, "rows": 1, **case})
+        (variant,) = (v for v in attention.VARIANTS if v.op == op)
+        assert says in (variant.obstacle(case) or "")

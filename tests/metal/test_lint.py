@@ -3,25 +3,23 @@
 import ast
 import importlib
 import inspect
-from pathlib import Path
-
-import pytest
+import itertools
+import math
 
 from afm_mlx.kernels.metal.runtime import FOLDER, Kernel
 from tests.metal.lint import MAX_BUFFERS, MAX_THREADS, problems
 
-WRAPPERS = sorted(
-    path.stem for path in FOLDER.glob("*.py") if path.stem not in ("__init__", "runtime")
-)
-
-
-def kernels() -> dict[str, Kernel]:
-    modules = [importlib.import_module(f"afm_mlx.kernels.metal.{name}") for name in WRAPPERS]
-    found = [v for module in modules for v in vars(module).values() if isinstance(v, Kernel)]
-    return {kernel.name: kernel for kernel in found}
-
-
-KERNELS = kernels()
+MODULES = [
+    importlib.import_module(f"afm_mlx.kernels.metal.{path.stem}")
+    for path in sorted(FOLDER.glob("*.py"))
+    if path.stem not in ("__init__", "runtime")
+]
+KERNELS = {
+    kernel.name: kernel
+    for module in MODULES
+    for kernel in vars(module).values()
+    if isinstance(kernel, Kernel)
+}
 FILES = sorted(FOLDER.glob("*.metal"))
 
 
@@ -30,52 +28,40 @@ def test_every_file_is_used():
     assert used == {path.stem for path in FILES}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_sources(path: Path):
-    found = problems(path.read_text(encoding="utf-8"), is_header=path.stem not in KERNELS)
-    assert not found, "\n".join(f"{path.name}:{p.line}: {p.rule}: {p.text}" for p in found)
+def test_sources():
+    for path in FILES:
+        found = problems(path.read_text(encoding="utf-8"), is_header=path.stem not in KERNELS)
+        assert not found, "\n".join(f"{path.name}:{p.line}: {p.rule}: {p.text}" for p in found)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_buffers(name):
-    kernel = KERNELS[name]
-    extra = sum(
-        f"{x}_{what}" in kernel.source
-        for x in kernel.inputs
-        for what in ("shape", "strides", "ndim")
-    )
-    assert len(kernel.inputs) + len(kernel.outputs) + extra <= MAX_BUFFERS
+def test_buffers():
+    for name, kernel in KERNELS.items():
+        more = itertools.product(kernel.inputs, ("shape", "strides", "ndim"))
+        extra = sum(f"{x}_{what}" in kernel.source for x, what in more)
+        assert len(kernel.inputs) + len(kernel.outputs) + extra <= MAX_BUFFERS, name
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_parameters_end_where_they_should(name):
+def test_parameters_end_where_they_should():
     """MLX generates a broken list for shapes and several outputs, unless the kernel names an attribute."""
-    kernel = KERNELS[name]
-    assert len(kernel.outputs) == 1 or "thread" in kernel.source
+    for name, kernel in KERNELS.items():
+        assert len(kernel.outputs) == 1 or "thread" in kernel.source, name
 
 
 def literal_threads(module) -> list[tuple[int, int]]:
     """Line and threads of the launches whose `threadgroup` is written in numbers."""
     found = []
     for node in ast.walk(ast.parse(inspect.getsource(module))):
-        if (
-            not isinstance(node, ast.keyword)
-            or node.arg != "threadgroup"
-            or not isinstance(node.value, ast.Tuple)
-        ):
-            continue
-        sizes = [e.value for e in node.value.elts if isinstance(e, ast.Constant)]
-        threads = 1
-        for size in sizes:
-            threads *= size
-        found.append((node.value.lineno, threads))
+        named = isinstance(node, ast.keyword) and node.arg == "threadgroup"
+        if named and isinstance(node.value, ast.Tuple):
+            sizes = [e.value for e in node.value.elts if isinstance(e, ast.Constant)]
+            found.append((node.value.lineno, math.prod(sizes)))
     return found
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-def test_threads_of_launches(name):
-    for line, threads in literal_threads(importlib.import_module(f"afm_mlx.kernels.metal.{name}")):
-        assert threads <= MAX_THREADS, f"{name}.py:{line}"
+def test_threads_of_launches():
+    for module in MODULES:
+        for line, threads in literal_threads(module):
+            assert threads <= MAX_THREADS, f"{module.__name__}:{line}"
 
 
 BODIES = {
@@ -122,15 +108,10 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("rule", "text", "is_header"),
-    [
-        *((rule, text, False) for rule, text in [*BODIES.items(), *MORE]),
-        *((rule, text, True) for rule, text in HEADERS.items()),
-    ],
-)
-def test_rule_fires(rule, text, is_header):
-    assert rule in {p.rule for p in problems(text, is_header=is_header)}
+def test_every_rule_fires():
+    bodies = ((rule, text, False) for rule, text in [*BODIES.items(), *MORE])
+    for rule, text, is_header in (*bodies, *((*each, True) for each in HEADERS.items())):
+        assert rule in {p.rule for p in problems(text, is_header=is_header)}, text
 
 
 FINE = """// double, std::max and [&](int x) { } in a comment
@@ -160,10 +141,5 @@ inline float four_times(float x) { return twice(twice(x)); }
 
 def test_what_is_fine_is_let_through():
     assert problems(FINE, is_header=True) == []
-    assert (
-        problems(
-            "threadgroup float x[4];\nconst device T* p = a + 1;\nout[i] = T(x[i] * 2.0f);",
-            is_header=False,
-        )
-        == []
-    )
+    body = "threadgroup float x[4];\nconst device T* p = a + 1;\nout[i] = T(x[i] * 2.0f);"
+    assert problems(body, is_header=False) == []

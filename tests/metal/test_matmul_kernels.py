@@ -12,6 +12,8 @@ from afm_mlx.kernels import LowRank, PackedWeight, Part, ProductOptions, dispatc
 from afm_mlx.kernels.metal import products, unpacked
 from afm_mlx.kernels.selftest import problems
 from afm_mlx.kernels.selftest.problems import Spec
+from tests.tools.cases import draw
+from tests.tools.compare import assert_close
 from tests.tools.graph import count_dispatches
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -33,15 +35,6 @@ FORMATS = [
 # How often numbers are rounded to the dtype: the fused kernels do it once, at the end. The others round
 # both operands, and the product before they add to it.
 ROUNDINGS = {"unpacked": 4, "mlx_quantized": 4, "swiglu_unpacked": 6}
-
-
-def every(step, first=0):
-    """Formats by their index: each mode and width among those that are `step` apart; the others are slow."""
-    slow = pytest.mark.slow
-    return [
-        pytest.param(i, f, marks=[] if i % step == first else slow, id="-".join(map(str, f)))
-        for i, f in enumerate(FORMATS)
-    ]
 
 
 def assert_right(variant, rng, spec):
@@ -77,77 +70,88 @@ def specs(op, format_, i, **options):
     return [Spec(op, in_dims=k, out_dims=n, **options) for k, n in [(704, 21), (64, 8)]]
 
 
+def every(step, first=0):
+    """Formats with their indices, `step` apart: each mode and width is among them; all would be slow."""
+    return [(i, format_) for i, format_ in enumerate(FORMATS) if i % step == first]
+
+
+ALL = pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)])
+
+
 # Rows in two batch entries where they are even, so that rows share adapters.
-@pytest.mark.parametrize(("i", "format_"), every(1))
-def test_vector(metal, rng, monkeypatch, i, format_):
-    monkeypatch.setattr(
-        products, "MAX_SHRINK_BYTES", i % 3 << 20
-    )  # some multiply with A beforehand
-    shape = [(1, 1), (2, 1), (3, 1), (2, 2)][(i + i // 4) % 4]
-    for spec in specs("packed_matmul", format_, i):
-        assert_right("vector", rng, spec._replace(batch=shape[0], tokens=shape[1]))
-
-
-@pytest.mark.parametrize(("i", "format_"), every(2))
-def test_matrix(metal, rng, i, format_):
-    shape = [(1, 5), (9, 1), (2, 16)][(i + i // 3) % 3]
-    for spec in specs("packed_matmul", format_, i):
-        assert_right("matrix", rng, spec._replace(batch=shape[0], tokens=shape[1]))
-
-
-@pytest.mark.parametrize(("i", "format_"), every(2, 1))
-def test_unpacked(metal, rng, monkeypatch, i, format_):
-    monkeypatch.setattr(unpacked, "BLOCK", 5 * 704)  # several blocks, the last one short
-    for spec in specs("packed_matmul", format_, i):
-        if format_[1:] == ("affine", "group"):
-            spec = spec._replace(in_dims=48, group_size=24)
-        assert_right("unpacked", rng, spec._replace(batch=3, tokens=11))
-
-
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_the_product_of_mlx(metal, rng, bits):
-    i = int(rng.integers(12))
-    for spec in specs("packed_matmul", (bits, "affine", "group"), i, group_size=64):
-        # MLX takes the scales in the dtype of the activations, and its CPU backend adds in it.
-        spec = spec._replace(dtype=mx.float32, batch=3, tokens=11)
-        assert_right("mlx_quantized", rng, spec)
+def test_vector(metal, rng, monkeypatch, bits):
+    for i, format_ in every(1):
+        if format_[0] == bits:
+            # Some multiply with A beforehand.
+            monkeypatch.setattr(products, "MAX_SHRINK_BYTES", i % 3 << 20)
+            batch, tokens = [(1, 1), (2, 1), (3, 1), (2, 2)][(i + i // 4) % 4]
+            for spec in specs("packed_matmul", format_, i):
+                assert_right("vector", rng, spec._replace(batch=batch, tokens=tokens))
 
 
-@pytest.mark.parametrize(("i", "format_"), every(5))
+@ALL
+def test_matrix(metal, rng, step):
+    for i, format_ in every(step):
+        batch, tokens = [(1, 5), (9, 1), (2, 16)][(i + i // 3) % 3]
+        for spec in specs("packed_matmul", format_, i):
+            assert_right("matrix", rng, spec._replace(batch=batch, tokens=tokens))
+
+
+@ALL
+def test_unpacked(metal, rng, monkeypatch, step):
+    monkeypatch.setattr(unpacked, "BLOCK", 5 * 704)  # several blocks, the last one short
+    for i, format_ in every(step, step - 1):
+        for spec in specs("packed_matmul", format_, i):
+            if format_[1:] == ("affine", "group"):
+                spec = spec._replace(in_dims=48, group_size=24)
+            assert_right("unpacked", rng, spec._replace(batch=3, tokens=11))
+
+
+def test_the_product_of_mlx(metal, rng):
+    for bits in (2, 4, 8):
+        i = int(rng.integers(12))
+        for spec in specs("packed_matmul", (bits, "affine", "group"), i, group_size=64):
+            # MLX takes the scales in the dtype of the activations, and its CPU backend adds in it.
+            spec = spec._replace(dtype=mx.float32, batch=3, tokens=11)
+            assert_right("mlx_quantized", rng, spec)
+
+
+@pytest.mark.parametrize("step", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("variant", "shape"),
     [("vector", (1, 1)), ("vector", (2, 2)), ("matrix", (3, 3)), ("unpacked", (3, 11))],
 )
-def test_swiglu(metal, rng, monkeypatch, i, format_, variant, shape):
-    monkeypatch.setattr(products, "MANY_OUTPUTS", i % 2 << 13)
-    for spec in specs("packed_swiglu", format_, i + len(variant)):
-        group = min(spec.group_size, 16) if variant == "unpacked" else spec.group_size
-        spec = spec._replace(batch=shape[0], tokens=shape[1], group_size=group)
-        assert_right(f"swiglu_{variant}", rng, spec)
+def test_swiglu(metal, rng, monkeypatch, step, variant, shape):
+    for i, format_ in every(step):
+        monkeypatch.setattr(products, "MANY_OUTPUTS", i % 2 << 13)
+        for spec in specs("packed_swiglu", format_, i + len(variant)):
+            group = min(spec.group_size, 16) if variant == "unpacked" else spec.group_size
+            spec = spec._replace(batch=shape[0], tokens=shape[1], group_size=group)
+            assert_right(f"swiglu_{variant}", rng, spec)
 
 
-@pytest.mark.parametrize("variant", ["vector", "matrix"])
-def test_swiglu_of_matrices_that_differ(metal, rng, variant):
-    spec = Spec("packed_swiglu", mx.float16, 1 if variant == "vector" else 5, norm=True)
-    spec = spec._replace(in_dims=64, out_dims=9, bits=2, mode="balanced", granularity="row")
-    x, gate, _, _ = problems.make(spec, rng).args
-    up = problems.packed_weight(spec._replace(bits=4), rng)
-    norm = mx.array(rng.standard_normal(64).astype(np.float32))
-    got = kernels.packed_swiglu(x, gate, up, ProductOptions(norm=norm))
-    wanted = problems.oracle.packed_swiglu(x, gate, up, ProductOptions(norm=norm))
-    assert got.dtype == mx.float16
-    assert np.abs(np.array(got) - wanted).max() <= 2**-10 * np.abs(wanted).max()
+def test_swiglu_of_matrices_that_differ(metal, rng):
+    matrix = {"in_dims": 64, "out_dims": 9, "mode": "balanced", "granularity": "row"}
+    for rows in (1, 5):
+        spec = Spec("packed_swiglu", mx.float16, rows, norm=True, bits=2, **matrix)
+        x, gate, *_ = problems.make(spec, rng).args
+        up = problems.packed_weight(spec._replace(bits=4), rng)
+        options = ProductOptions(norm=draw(rng, (64,)))
+        got, wanted = (
+            module.packed_swiglu(x, gate, up, options) for module in (kernels, problems.oracle)
+        )
+        assert got.dtype == mx.float16
+        assert_close(got, wanted, 2**-10, f"{rows} rows")
 
 
 # Rows of 4 to 16 inputs have a step's tail only; below 8 elements buffers lie in `constant` memory.
 @pytest.mark.parametrize(("rows", "variant"), [(1, "vector"), (8, "matrix"), (33, "unpacked")])
-@pytest.mark.parametrize(
-    ("bits", "in_dims", "out_dims"), [(2, 16, 1), (4, 8, 7), (4, 8, 8), (8, 4, 1), (8, 12, 3)]
-)
-def test_the_smallest_matrices(metal, rng, rows, variant, bits, in_dims, out_dims):
-    spec = Spec("packed_matmul", batch=rows, in_dims=in_dims, out_dims=out_dims, bits=bits)
-    spec = spec._replace(mode="affine", granularity="row", norm=True, residual=True, rank=1)
-    assert_right(variant, rng, spec)
+def test_the_smallest_matrices(metal, rng, rows, variant):
+    options = {"mode": "affine", "granularity": "row", "norm": True, "residual": True, "rank": 1}
+    for bits, in_dims, out_dims in ((2, 16, 1), (4, 8, 7), (4, 8, 8), (8, 4, 1), (8, 12, 3)):
+        sizes = {"batch": rows, "in_dims": in_dims, "out_dims": out_dims, "bits": bits}
+        assert_right(variant, rng, Spec("packed_matmul", **sizes, **options))
 
 
 # -- the head
@@ -162,25 +166,25 @@ def exact_head(rng, rows, in_dims, out_dims, distinct):
     return x, weight, np.array(x).astype(np.float64) @ (2 * codes - 15).T
 
 
-@pytest.mark.parametrize(
-    ("rows", "out_dims"), [(1, 5), (1, 70), (4, 70), (2, 16384 + 37), (6, 70), (33, 70), (1, 1)]
-)
-def test_argmax_of_ties_is_the_lowest_row(metal, rng, rows, out_dims):
-    x, weight, logits = exact_head(rng, rows, 16, out_dims, max(1, out_dims // 9))
-    name = "argmax" if rows <= 4 else "argmax_of_products"
-    case = problems.case_of("packed_argmax", x, weight)
-    assert dispatch.select("packed_argmax", case).name == f"metal/{name}"
-    index, value = kernels.packed_argmax(x, weight)
-    assert index.dtype == mx.uint32
-    assert index.tolist() == logits.argmax(-1).tolist()
-    assert value.tolist() == logits.max(-1).tolist()
+def test_argmax_of_ties_is_the_lowest_row(metal, rng):
+    for case in ((1, 5), (1, 70), (4, 70), (2, 16384 + 37), (6, 70), (33, 70), (1, 1)):
+        rows, out_dims = case
+        x, weight, logits = exact_head(rng, rows, 16, out_dims, max(1, out_dims // 9))
+        name = "argmax" if rows <= 4 else "argmax_of_products"
+        chosen = dispatch.select("packed_argmax", problems.case_of("packed_argmax", x, weight))
+        assert chosen.name == f"metal/{name}"
+        index, value = kernels.packed_argmax(x, weight)
+        assert index.dtype == mx.uint32
+        assert index.tolist() == logits.argmax(-1).tolist(), case
+        assert value.tolist() == logits.max(-1).tolist(), case
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(("i", "format_"), every(8))
-def test_argmax_with_norm(metal, rng, rows, i, format_):
-    for spec in specs("packed_argmax", format_, i, batch=rows):
-        assert_right("argmax", rng, spec)
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.slow)])
+def test_argmax_with_norm(metal, rng, step):
+    for i, format_ in every(step):
+        for rows in (1, 3):
+            for spec in specs("packed_argmax", format_, i, batch=rows):
+                assert_right("argmax", rng, spec)
 
 
 def test_what_is_no_number_is_the_largest_so_that_it_is_seen(metal):
@@ -237,16 +241,12 @@ def test_dispatches_of_a_block(dims, rows, rank, shrinks):
         adapters[2] += (one._replace(parts=(Part(16, 16, rank),)),)  # gate and up share all else
 
     def block(x, attended):
-        projected = kernels.packed_matmul(
-            x, weights[0], ProductOptions(norm=norm, adapters=adapters[0])
-        )
-        x = kernels.packed_matmul(
-            attended, weights[1], ProductOptions(residual=x, adapters=adapters[1])
-        )
-        y = kernels.packed_swiglu(x, *weights[2:4], ProductOptions(norm=norm, adapters=adapters[2]))
-        return projected, kernels.packed_matmul(
-            y, weights[4], ProductOptions(residual=x, adapters=adapters[3])
-        )
+        options = [ProductOptions(adapters=each) for each in adapters]
+        normed = [each._replace(norm=norm) for each in options]
+        projected = kernels.packed_matmul(x, weights[0], normed[0])
+        x = kernels.packed_matmul(attended, weights[1], options[1]._replace(residual=x))
+        y = kernels.packed_swiglu(x, *weights[2:4], normed[2])
+        return projected, kernels.packed_matmul(y, weights[4], options[3]._replace(residual=x))
 
     name = "afm_packed_vector" if rows <= 4 else "afm_packed_matrix"
     wanted = {name: 4, "afm_low_rank_shrink": shrinks} if shrinks else {name: 4}
@@ -263,17 +263,17 @@ def test_dispatches_of_the_head():
     assert count_dispatches(greedy, x).kernels == {"afm_packed_argmax": 1, "afm_packed_select": 1}
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_a_product_reads_its_matrix_once(rows):
+def test_a_product_reads_its_matrix_once():
     weight = weight_of(512, 256)
 
     def product(x, codes, scales):
         return kernels.packed_matmul(x, weight._replace(codes=codes, scales=scales))
 
-    x = mx.zeros((rows, 256), mx.bfloat16)
-    cost = count_dispatches(product, x, weight.codes, weight.scales)
-    # A matrix stands for the second one of a pair that isn't there.
-    assert weight.nbytes <= cost.bytes_read <= weight.nbytes + x.nbytes + 64
+    for rows in (1, 5):
+        x = mx.zeros((rows, 256), mx.bfloat16)
+        cost = count_dispatches(product, x, weight.codes, weight.scales)
+        # A matrix stands for the second one of a pair that isn't there.
+        assert weight.nbytes <= cost.bytes_read <= weight.nbytes + x.nbytes + 64
 
 
 def test_why_a_variant_cannot_run():

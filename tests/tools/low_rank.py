@@ -8,11 +8,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.kernels import BLOCK, LowRank, Part
-
-
-def exact(array: mx.array) -> np.ndarray:
-    """What an array holds, in float64."""
-    return np.array(array.astype(mx.float32)).astype(np.float64)
+from tests.tools.compare import exact
 
 
 class Factors(NamedTuple):
@@ -80,3 +76,22 @@ def draw_low_rank(
     scales = mx.array(np.array([factors.scale for factors in drawn], np.float32))
     of_rows = mx.array(np.array(slots, np.int32))
     return Drawn(LowRank(tuple(numbers), tuple(parts), scales, of_rows, sections), drawn)
+
+
+def in_shared_arrays(matrices: list[Drawn]) -> list[Drawn]:
+    """The same adapters of several matrices, each adapter with one scale and all its numbers in one array."""
+    first = matrices[0]
+    arrays = zip(*(drawn.low_rank.numbers for drawn in matrices), strict=True)
+    numbers = tuple(mx.concatenate(parts) for parts in arrays)
+    mx.eval(numbers)  # there before any graph
+    starts, shared = [0] * len(numbers), []
+    for drawn in matrices:
+        moved = tuple(
+            part._replace(a=part.a + start, b=part.b + start)
+            for part, start in zip(drawn.low_rank.parts, starts, strict=True)
+        )
+        starts = [s + own.size for s, own in zip(starts, drawn.low_rank.numbers, strict=True)]
+        scaled = zip(drawn.factors, first.factors, strict=True)
+        factors = [each._replace(scale=one.scale) for each, one in scaled]
+        shared.append(Drawn(first.low_rank._replace(numbers=numbers, parts=moved), factors))
+    return shared

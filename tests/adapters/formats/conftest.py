@@ -1,7 +1,6 @@
 """Random adapters of random small AFM models."""
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig
@@ -11,20 +10,19 @@ from tests.converters.conftest import (  # noqa: F401 (fixtures)
     make_checkpoint,
     tokenizer_bytes,
 )
+from tests.tools.cases import draw as draw_array
+from tests.tools.compare import assert_same_tensors, exact
 from tests.tools.models import random_config
 
 
-def equal(one, other):
-    """Whether two adapters' tensors are the same numbers under the same names."""
-    return sorted(one) == sorted(other) and all(
-        mx.array_equal(one[n].astype(mx.float32), other[n].astype(mx.float32)).item() for n in one
-    )
+def assert_same_numbers(got, wanted):
+    """Raise unless two adapters' tensors are the same numbers under the same names, of whatever type."""
+    assert_same_tensors(got, wanted, dtypes=False)
 
 
 def delta(tensors, config, place):
     """scale * A B of a place in float64, (inputs, outputs)."""
-    a, b = (np.array(tensors[n].astype(mx.float32), np.float64) for n in (place.a, place.b))
-    return config.scale * a @ b
+    return config.scale * exact(tensors[place.a]) @ exact(tensors[place.b])
 
 
 @pytest.fixture
@@ -45,8 +43,7 @@ def draw_adapter(rng):
                     (place.a, (place.inputs, rank)),
                     (place.b, (rank, place.outputs)),
                 ):
-                    numbers = rng.normal(0, shape[0] ** -0.5, shape).astype(np.float32)
-                    tensors[name] = mx.array(numbers).astype(dtype)
+                    tensors[name] = (draw_array(rng, shape) * shape[0] ** -0.5).astype(dtype)
         return tensors, AdapterConfig(
             rank=rank,
             scale=scale,

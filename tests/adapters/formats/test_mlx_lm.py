@@ -3,7 +3,6 @@
 import json
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
@@ -11,7 +10,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from afm_mlx.adapters.formats import read_adapter, write_adapter
 from afm_mlx.adapters.formats.pair_order import pair_places
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
-from tests.adapters.formats.conftest import delta, equal
+from tests.adapters.formats.conftest import assert_same_numbers, delta
+from tests.tools.cases import draw
+from tests.tools.compare import assert_same, exact
 from tests.tools.models import mlx_lm_twin, random_config, random_model
 
 
@@ -29,10 +30,7 @@ def trained(model_config, rng, tmp_path):
     stock = mlx_lm_twin(random_model(model_config, rng))
     stock.freeze()
     linear_to_lora_layers(stock, len(stock.layers), parameters)
-    drawn = [
-        (n, mx.array(rng.normal(size=t.shape).astype(np.float32)))
-        for n, t in tree_flatten(stock.trainable_parameters())
-    ]
+    drawn = [(n, draw(rng, t.shape)) for n, t in tree_flatten(stock.trainable_parameters())]
     stock.load_weights(drawn, strict=False)
     (tmp_path / "a").mkdir()
     (tmp_path / "a/adapter_config.json").write_text(json.dumps(values))
@@ -50,12 +48,12 @@ def test_what_mlx_lm_trains_is_read(trained, model_config, tmp_path):
         pair = layer.lora_a, layer.lora_b
         if place.part:
             pair = tuple(side[int(place.part[1])] for side in pair)
-        a, b = (np.array(side, np.float64) for side in pair)
-        np.testing.assert_array_equal(delta(tensors, adapter_config, place), layer.scale * a @ b)
+        wanted = layer.scale * exact(pair[0]) @ exact(pair[1])
+        assert_same(delta(tensors, adapter_config, place), wanted, place)
     for kind, name in (("peft", "p"), ("toolkit", "t.pt")):
         write_adapter(tmp_path / name, tensors, adapter_config, kind, model_config=model_config)
         found, found_config = read_adapter(tmp_path / name)
-        assert equal(found, tensors)
+        assert_same_numbers(found, tensors)
         assert (found_config.rank, found_config.scale) == (5, 3.0)
 
 

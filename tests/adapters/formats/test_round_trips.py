@@ -1,13 +1,11 @@
 """Every format gives back what was written, bit for bit, through every other."""
 
-import itertools
-
 import mlx.core as mx
 import pytest
 
 from afm_mlx.adapters.formats import FORMATS, detect_format, read_adapter, write_adapter
 from afm_mlx.adapters.formats.pair_order import pair_places
-from tests.adapters.formats.conftest import delta, equal
+from tests.adapters.formats.conftest import assert_same_numbers, delta
 
 ENDS = {"toolkit": ".pt", "fmadapter": ".fmadapter"}
 
@@ -16,32 +14,34 @@ def path_for(folder, name, kind):
     return folder / f"{name}{ENDS.get(kind, '')}"
 
 
-@pytest.mark.parametrize(("one", "other"), itertools.permutations(FORMATS, 2))
-def test_every_pair(one, other, draw_adapter, model_config, rng, tmp_path):
+@pytest.mark.parametrize("one", FORMATS)
+def test_every_pair(one, draw_adapter, model_config, rng, tmp_path):
     rank = int(rng.choice([1, 3, 8, 16, 32]))
     # Apple's fixed scale of 0.5 rounds others than these; 0.25 does, for numbers near float16's smallest.
     tensors, config = draw_adapter(model_config, rank, float(rng.choice([0.5, 1.0, 2.0])))
-    first, second = path_for(tmp_path, "first", one), path_for(tmp_path, "second", other)
+    first = path_for(tmp_path, "first", one)
     write_adapter(first, tensors, config, one, model_config=model_config)
     assert detect_format(first) == one
-    write_adapter(second, *read_adapter(first, model_config), other, model_config=model_config)
-    assert detect_format(second) == other
-    found, found_config = read_adapter(second, model_config)
-    assert equal(found, tensors)
-    assert found_config == config
+    for i, other in enumerate(FORMATS):
+        second = path_for(tmp_path, f"second{i}", other)
+        write_adapter(second, *read_adapter(first, model_config), other, model_config=model_config)
+        assert detect_format(second) == other
+        found, found_config = read_adapter(second, model_config)
+        assert_same_numbers(found, tensors)
+        assert found_config == config
 
 
 @pytest.mark.parametrize("kind", [k for k in FORMATS if k != "fmadapter"])
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-def test_any_scale_and_type(kind, dtype, draw_adapter, model_config, rng, tmp_path):
-    tensors, config = draw_adapter(model_config, 5, float(rng.uniform(0.01, 20)), dtype)
-    path = path_for(tmp_path, "a", kind)
-    write_adapter(path, tensors, config, kind, model_config=model_config)
-    found, found_config = read_adapter(path)
-    assert equal(found, tensors)
-    assert found_config.scale == pytest.approx(config.scale, rel=1e-15)
-    wanted = mx.float32 if kind == "toolkit" else dtype
-    assert {tensor.dtype for tensor in found.values()} == {wanted}
+def test_any_scale_and_type(kind, draw_adapter, model_config, rng, tmp_path):
+    for dtype in (mx.float16, mx.bfloat16, mx.float32):
+        tensors, config = draw_adapter(model_config, 5, float(rng.uniform(0.01, 20)), dtype)
+        path = path_for(tmp_path, str(dtype), kind)
+        write_adapter(path, tensors, config, kind, model_config=model_config)
+        found, found_config = read_adapter(path)
+        assert_same_numbers(found, tensors)
+        assert found_config.scale == pytest.approx(config.scale, rel=1e-15)
+        wanted = mx.float32 if kind == "toolkit" else dtype
+        assert {tensor.dtype for tensor in found.values()} == {wanted}
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -70,4 +70,4 @@ def test_a_type_of_choice(draw_adapter, model_config, tmp_path):
     write_adapter(tmp_path / "a", tensors, config, "mlx-lm", dtype=mx.float16)
     found, _ = read_adapter(tmp_path / "a")
     assert {tensor.dtype for tensor in found.values()} == {mx.float16}
-    assert equal(found, {n: t.astype(mx.float16) for n, t in tensors.items()})
+    assert_same_numbers(found, {n: t.astype(mx.float16) for n, t in tensors.items()})

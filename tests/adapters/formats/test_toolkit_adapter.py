@@ -4,7 +4,6 @@ import json
 import zipfile
 
 import mlx.core as mx
-import numpy as np
 import pytest
 import torch
 from tamm.adapters import LoRAModelAdapter
@@ -21,14 +20,14 @@ from afm_mlx.converters.adapter_conversion import verify_adapter
 from afm_mlx.converters.convert import convert
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.loading.load import load_model
-from tests.adapters.formats.conftest import equal
+from tests.adapters.formats.conftest import assert_same_numbers
 from tests.converters.conftest import DRAFT, SMALL
+from tests.tools.compare import assert_close, error
+from tests.tools.models import tamm_logits
 
 
 @pytest.mark.parametrize("shape", [SMALL, DRAFT], ids=["reuse", "no reuse"])
-def test_tamm_computes_what_this_package_computes(
-    shape, make_checkpoint, draw_adapter, rng, tmp_path
-):
+def test_tamm_computes_what_we_compute(shape, make_checkpoint, draw_adapter, rng, tmp_path):
     checkpoint = make_checkpoint(shape=shape, kv_quant=False)
     base = convert(checkpoint.folder, tmp_path / "base")
     model_config = ModelConfig.from_file(base / "config.json")
@@ -47,14 +46,10 @@ def test_tamm_computes_what_this_package_computes(
     theirs.load_state_dict(base_state | adapter_state, strict=True)
     theirs.eval()
     tokens = rng.integers(1, shape["vocab_size"], (2, 9))
-    with torch.no_grad():
-        wanted = theirs(torch.from_numpy(tokens)).logits.numpy()
-        bare = checkpoint.model(torch.from_numpy(tokens)).logits.numpy()
+    wanted = tamm_logits(theirs, tokens)
     ours = attach_adapter(load_model(base), tmp_path / "a")
-    found = np.array(ours(mx.array(tokens)))
-    size = np.abs(wanted).max()
-    assert np.abs(found - wanted).max() <= 1e-4 * size
-    assert np.abs(bare - wanted).max() > 0.05 * size
+    assert_close(ours(mx.array(tokens)), wanted, 1e-4)
+    assert error(tamm_logits(checkpoint.model, tokens), wanted) > 0.05
 
 
 def _wrapped(key):
@@ -94,9 +89,9 @@ def test_the_trainer_s_files(make_checkpoint, tmp_path):
     assert (config.rank, config.scale, config.num_layers) == (6, 1.5, SMALL["num_layers"])
     folder = convert(checkpoint.folder, tmp_path / "out")
     wanted, _ = read_adapter(folder / "adapters/base_adapter")
-    assert equal(tensors, wanted)
+    assert_same_numbers(tensors, wanted)
     # The base model's own file holds the same adapter.
-    assert equal(read_adapter(checkpoint.weights)[0], wanted)
+    assert_same_numbers(read_adapter(checkpoint.weights)[0], wanted)
     assert read_adapter(path, alpha=3)[1].scale == 0.5
 
 

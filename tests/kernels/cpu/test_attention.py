@@ -7,6 +7,10 @@ import pytest
 from afm_mlx.kernels import HeadOptions, KeyValues, QueryRope
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.cpu import native as ops
+from tests.tools import compare
+from tests.tools.cases import all_pairs
+from tests.tools.cases import draw as draw_array
+from tests.tools.compare import exact
 
 native = extension.module()
 pytestmark = pytest.mark.skipif(native is None, reason=extension.unavailable())
@@ -17,18 +21,10 @@ ROUNDING = {mx.float32: 2.0**-23, mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}
 SHAPES = [(16, 2, 128), (4, 2, 64), (6, 2, 80), (3, 3, 2), (40, 1, 36), (5, 1, 512)]
 
 
-@pytest.fixture(params=native.instruction_sets() if native else [])
-def instruction_set(request):
-    before = native.instruction_set()
-    assert native.use_instruction_set(request.param)
-    yield request.param
-    assert native.use_instruction_set(before)
-
-
-def draw(rng, shape, dtype):
+def draw(rng, shape, dtype=mx.float32):
     """Random numbers that `dtype` holds exactly, in MLX and in float64."""
-    array = mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
-    return array, np.array(array.astype(mx.float32)).astype(np.float64)
+    array = draw_array(rng, shape, dtype)
+    return array, exact(array)
 
 
 def draw_kv(rng, batch, kv_heads, capacity, dim):
@@ -72,99 +68,93 @@ def oracle_attention(q, k, v, visible):
     return weights / total @ v, bound
 
 
-def assert_close(got, wanted, bound, dtype):
+def assert_close(got, wanted, bound, dtype=mx.float32, what="outputs"):
     assert got.dtype == dtype
-    assert got.shape == wanted.shape
-    error = np.abs(np.array(got.astype(mx.float32)) - wanted)
-    assert (error <= bound + ROUNDING[dtype] * np.abs(wanted)).all(), error.max()
+    compare.assert_within(got, wanted, bound + ROUNDING[dtype] * np.abs(wanted), what)
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES)
-def test_decode_attention(rng, instruction_set, dtype, heads, kv_heads, dim):
-    capacity = 1300
-    q, q64 = draw(rng, (3, heads, 1, dim), dtype)
-    kv, k64, v64 = draw_kv(rng, 3, kv_heads, capacity, dim)
-    lengths = np.array([1, rng.integers(2, 600), capacity])
-    visible = (np.arange(capacity) < lengths[:, None])[:, None, None]
-    got = ops.decode_attention(q, kv, mx.array(lengths.astype(np.int32)))
-    assert_close(got, *oracle_attention(q64, k64, v64, visible), dtype)
+def up_to(lengths, capacity):
+    return (np.arange(capacity) < lengths[:, None])[:, None, None]
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-def test_decode_attention_turns_and_normalizes_raw_queries(rng, instruction_set, dtype):
-    q, q64 = draw(rng, (2, 8, 1, 64), dtype)
-    weight, weight64 = draw(rng, (64,), dtype)
-    kv, k64, v64 = draw_kv(rng, 2, 2, 50, 64)
-    lengths = rng.integers(1, 51, 2)
-    visible = (np.arange(50) < lengths[:, None])[:, None, None]
-    turned = oracle_rope_norm(q64, weight64, lengths[:, None] - 1)
-    rope = QueryRope(weight, THETA, EPS)
-    got = ops.decode_attention(q, kv, mx.array(lengths.astype(np.int32)), rope)
-    wanted, bound = oracle_attention(turned, k64, v64, visible)
-    assert_close(got, wanted, bound + 1e-5, dtype)
+def test_decode_attention(rng, isa):
+    for case in all_pairs(SHAPES, list(ROUNDING), (90, 1300)):
+        (heads, kv_heads, dim), dtype, capacity = case
+        q, q64 = draw(rng, (3, heads, 1, dim), dtype)
+        kv, k64, v64 = draw_kv(rng, 3, kv_heads, capacity, dim)
+        lengths = np.array([1, rng.integers(2, capacity // 2), capacity])
+        got = ops.decode_attention(q, kv, mx.array(lengths.astype(np.int32)))
+        wanted, bound = oracle_attention(q64, k64, v64, up_to(lengths, capacity))
+        assert_close(got, wanted, bound, dtype, case)
+
+
+def test_decode_attention_turns_and_normalizes_raw_queries(rng, isa):
+    for dtype in ROUNDING:
+        q, q64 = draw(rng, (2, 8, 1, 64), dtype)
+        weight, weight64 = draw(rng, (64,), dtype)
+        kv, k64, v64 = draw_kv(rng, 2, 2, 50, 64)
+        lengths = rng.integers(1, 51, 2)
+        turned = oracle_rope_norm(q64, weight64, lengths[:, None] - 1)
+        rope = QueryRope(weight, THETA, EPS)
+        got = ops.decode_attention(q, kv, mx.array(lengths.astype(np.int32)), rope)
+        wanted, bound = oracle_attention(turned, k64, v64, up_to(lengths, 50))
+        assert_close(got, wanted, bound + 1e-5, dtype, dtype)
 
 
 def test_decode_attention_reads_buffers_where_they_are(rng):
     """A slice of a cache, transposed queries and a step along the head: no copy that changes the result."""
     kv, k64, v64 = draw_kv(rng, 2, 4, 90, 64)
-    q, q64 = draw(rng, (2, 1, 9, 32), mx.float32)
+    q, q64 = draw(rng, (2, 1, 9, 32))
     part = kv._replace(buffer=kv.buffer[:, 1:7, 10:60, ::2][:, ::-1])
     lengths = np.array([50, 17])
-    visible = (np.arange(50) < lengths[:, None])[:, None, None]
     got = ops.decode_attention(q.swapaxes(1, 2), part, mx.array(lengths.astype(np.int32)))
     both = np.concatenate([k64 / kv.key_scale.item(), v64 / kv.value_scale.item()], axis=1)
     k64, v64 = np.split(both[:, 1:7, 10:60, ::2][:, ::-1], 2, axis=1)
     k64, v64 = k64 * kv.key_scale.item(), v64 * kv.value_scale.item()
-    assert_close(got, *oracle_attention(q64.swapaxes(1, 2), k64, v64, visible), mx.float32)
+    assert_close(got, *oracle_attention(q64.swapaxes(1, 2), k64, v64, up_to(lengths, 50)))
 
 
 def test_decode_attention_never_looks_beyond_the_buffer(rng):
     """Lengths that no cache has: more than the capacity is the capacity, and nothing seen is zero."""
-    q, q64 = draw(rng, (2, 2, 1, 8), mx.float32)
+    q, q64 = draw(rng, (2, 2, 1, 8))
     kv, k64, v64 = draw_kv(rng, 2, 1, 5, 8)
     got = ops.decode_attention(q, kv, mx.array([2**30, 0], dtype=mx.int32))
     wanted, bound = oracle_attention(q64[:1], k64[:1], v64[:1], np.ones((1, 1, 1, 5), bool))
-    assert_close(got[:1], wanted, bound, mx.float32)
+    assert_close(got[:1], wanted, bound)
     assert not got[1].any()
 
 
-@pytest.mark.parametrize("length", [1, 7, 200])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES[:4])
-def test_causal_attention(rng, instruction_set, length, heads, kv_heads, dim):
-    seen = length + int(rng.integers(0, 150))
-    q, q64 = draw(rng, (2, heads, length, dim), mx.float32)
-    kv, k64, v64 = draw_kv(rng, 2, kv_heads, seen, dim)
-    visible = np.arange(seen) <= np.arange(seen - length, seen)[:, None]
-    got = ops.causal_attention(q, kv)
-    wanted, bound = oracle_attention(q64, k64, v64, visible[None, None])
-    assert_close(got, wanted, bound, mx.float32)
+def test_causal_attention(rng, isa):
+    for case in all_pairs((1, 7, 200), SHAPES[:4]):
+        length, (heads, kv_heads, dim) = case
+        seen = length + int(rng.integers(0, 150))
+        q, q64 = draw(rng, (2, heads, length, dim))
+        kv, k64, v64 = draw_kv(rng, 2, kv_heads, seen, dim)
+        visible = np.arange(seen) <= np.arange(seen - length, seen)[:, None]
+        wanted, bound = oracle_attention(q64, k64, v64, visible[None, None])
+        assert_close(ops.causal_attention(q, kv), wanted, bound, what=case)
 
 
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("offset", [0, 4000, "rows"])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), SHAPES[:4])
-def test_rope_norm_quantize(rng, dtype, offset, heads, kv_heads, dim):
-    qkv, qkv64 = draw(rng, (2, 3, (heads + 2 * kv_heads) * dim), dtype)
-    (q_weight, qw64), (k_weight, kw64) = (draw(rng, (dim,), dtype) for _ in range(2))
-    starts = rng.integers(0, 5000, 2) if offset == "rows" else np.array([offset, offset])
-    given = mx.array(starts.astype(np.int32)) if offset == "rows" else offset
-    scales = rng.uniform(0.01, 0.05, 2).astype(np.float32)
-    options = HeadOptions(q_weight, k_weight, *map(mx.array, scales), kv_heads, THETA, EPS)
-    q, codes = ops.rope_norm_quantize(qkv, given, options)
-    parts = qkv64.reshape(2, 3, -1, dim).swapaxes(1, 2)
-    positions = starts[:, None] + np.arange(3)
-    wanted = oracle_rope_norm(parts[:, :heads], qw64, positions)
-    assert_close(q, wanted, 2e-6 * np.abs(wanted).max(), dtype)
-    k, v = codes.split(2, axis=1)
-    for got, exact in (
-        (k, oracle_rope_norm(parts[:, heads : heads + kv_heads], kw64, positions) / scales[0]),
-        (v, parts[:, heads + kv_heads :] / scales[1].astype(np.float64)),
-    ):
-        codes = np.array(got)
-        assert codes.dtype == np.int8
+def test_rope_norm_quantize(rng):
+    for case in all_pairs(list(ROUNDING), (0, 4000, "rows"), SHAPES[:4]):
+        dtype, offset, (heads, kv_heads, dim) = case
+        qkv, qkv64 = draw(rng, (2, 3, (heads + 2 * kv_heads) * dim), dtype)
+        (q_weight, qw64), (k_weight, kw64) = (draw(rng, (dim,), dtype) for _ in range(2))
+        starts = rng.integers(0, 5000, 2) if offset == "rows" else np.array([offset, offset])
+        given = mx.array(starts.astype(np.int32)) if offset == "rows" else offset
+        scales = rng.uniform(0.01, 0.05, 2).astype(np.float32)
+        options = HeadOptions(q_weight, k_weight, *map(mx.array, scales), kv_heads, THETA, EPS)
+        q, codes = ops.rope_norm_quantize(qkv, given, options)
+        parts = qkv64.reshape(2, 3, -1, dim).swapaxes(1, 2)
+        positions = starts[:, None] + np.arange(3)
+        wanted = oracle_rope_norm(parts[:, :heads], qw64, positions)
+        assert_close(q, wanted, 2e-6 * np.abs(wanted).max(), dtype, case)
+        assert codes.dtype == mx.int8
+        keys = oracle_rope_norm(parts[:, heads : heads + kv_heads], kw64, positions) / scales[0]
+        values = parts[:, heads + kv_heads :] / scales[1].astype(np.float64)
+        wanted = np.clip(np.concatenate([keys, values], axis=1), -128, 127)
         # A quotient this near to a half may go either way.
-        assert (np.abs(codes - np.clip(exact, -128, 127)) <= 0.5 + 2e-4).all()
+        compare.assert_within(codes, wanted, 0.5 + 2e-4, case)
 
 
 def test_quantization_rounds_half_to_even_and_clamps():

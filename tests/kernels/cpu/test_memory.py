@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.kernels.cpu import extension, memory
+from tests.tools.compare import assert_same
 
 needs_native = pytest.mark.skipif(extension.module() is None, reason="needs the C++ extension")
 
@@ -24,7 +25,7 @@ def test_contents_stay_while_they_are_read(rng):
         thread.join()
     assert sums == [int(n.astype(np.uint64).sum()) for n in numbers]
     for array, wanted in zip(arrays, numbers, strict=True):
-        assert np.array_equal(np.array(array), wanted)
+        assert_same(array, wanted)
 
 
 @needs_native
@@ -41,7 +42,7 @@ def test_an_array_to_fill(rng):
     array = memory.unfilled(numbers.size)
     assert (array.shape, array.dtype) == ((numbers.size,), mx.float16)
     np.array(array, copy=False)[:] = numbers
-    assert mx.array_equal(array + 0, mx.array(numbers))
+    assert_same(array + 0, numbers)
 
 
 @needs_native

@@ -8,15 +8,13 @@ from afm_mlx.kernels import PackedWeight, Part, ProductOptions, pack_codes
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.cpu import native as ops
 from afm_mlx.kernels.selftest import oracle
+from tests.tools.cases import all_pairs, draw
+from tests.tools.compare import assert_close, assert_same, assert_within
 from tests.tools.low_rank import draw_low_rank
 
 pytestmark = pytest.mark.skipif(extension.module() is None, reason=extension.unavailable())
 
 N, K = 48, 96
-
-
-def floats(rng, *shape):
-    return mx.array(rng.standard_normal(shape).astype(np.float32))
 
 
 def draw_weight(rng, granularity="row", bits=4, mode="affine"):
@@ -31,37 +29,30 @@ def draw_adapters(rng, batch):
     return draw_low_rank(rng, slots, K, (20, N), [4, 6], [mx.float16, mx.float32]).low_rank
 
 
-def assert_close(got, wanted):
-    """int16 activations are off by 2**-16 of the largest one; the sums here have 96 terms."""
-    assert got.shape == wanted.shape
-    error = np.abs(np.array(got.astype(mx.float32)) - wanted).max()
-    assert error <= 1e-3 * np.abs(wanted).max()
+def assert_right(x, *weights, what="outputs", **options):
+    """As the oracle says; int16 activations are off by 2**-16 of the largest one, and sums have 96 terms."""
+    op = "packed_swiglu" if len(weights) > 1 else "packed_matmul"
+    given = ProductOptions(**options)
+    got, wanted = (getattr(module, op)(x, *weights, given) for module in (ops, oracle))
+    assert_close(got, wanted, what=what)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "row", "group"])
-@pytest.mark.parametrize("shape", [(K,), (1, 1, K), (3, 2, K), (2, 9, K)])
-def test_every_argument_arrives(rng, granularity, shape):
-    weight, up = draw_weight(rng, granularity), draw_weight(rng, mode="balanced", bits=2)
-    x, norm = floats(rng, *shape), floats(rng, K)
-    options = ProductOptions(norm, 1e-3, residual=floats(rng, *shape[:-1], N))
-    if len(shape) > 1:
-        options = options._replace(adapters=(draw_adapters(rng, shape[0]),))
-    assert_close(ops.packed_matmul(x, weight, options), oracle.packed_matmul(x, weight, options))
-    options = options._replace(residual=None)
-    if len(shape) > 1:
-        options = options._replace(adapters=(*options.adapters, draw_adapters(rng, shape[0])))
-    got, wanted = (
-        ops.packed_swiglu(x, weight, up, options),
-        oracle.packed_swiglu(x, weight, up, options),
-    )
-    assert_close(got, wanted)
+def test_every_argument_arrives(rng):
+    for case in all_pairs(("tensor", "row", "group"), ((K,), (1, 1, K), (3, 2, K), (2, 9, K))):
+        granularity, shape = case
+        weight, up = draw_weight(rng, granularity), draw_weight(rng, mode="balanced", bits=2)
+        x, options = draw(rng, shape), {"norm": draw(rng, (K,)), "eps": 1e-3}
+        pair = tuple(draw_adapters(rng, shape[0]) for _ in range(2 * (len(shape) > 1)))
+        residual = draw(rng, (*shape[:-1], N))
+        assert_right(x, weight, **options, residual=residual, adapters=pair[:1], what=case)
+        assert_right(x, weight, up, **options, adapters=pair, what=case)
 
 
 def test_arrays_that_are_not_contiguous(rng):
     """Every input as a view with strides: the same as a copy."""
     weight = draw_weight(rng, "group")
-    x = floats(rng, K, 5, 2).transpose(2, 1, 0)
-    residual = floats(rng, N, 2, 5).transpose(1, 2, 0)
+    x = draw(rng, (K, 5, 2)).transpose(2, 1, 0)
+    residual = draw(rng, (N, 2, 5)).transpose(1, 2, 0)
     strided = PackedWeight(
         mx.repeat(weight.codes, 2, axis=1)[:, ::2],
         weight.bits,
@@ -69,25 +60,24 @@ def test_arrays_that_are_not_contiguous(rng):
         mx.contiguous(weight.scales.T).T,
         mx.repeat(weight.biases, 2, axis=0)[::2],
     )
-    norm = floats(rng, 2 * K)[::2]
-    got = ops.packed_matmul(x, strided, ProductOptions(norm=norm, residual=residual))
-    copies = {"norm": mx.contiguous(norm), "residual": mx.contiguous(residual)}
-    assert mx.array_equal(
-        got, ops.packed_matmul(mx.contiguous(x), weight, ProductOptions(**copies))
-    )
-    assert_close(got, oracle.packed_matmul(x, weight, ProductOptions(norm=norm, residual=residual)))
+    norm = draw(rng, (2 * K,))[::2]
+    options = ProductOptions(norm=norm, residual=residual)
+    got = ops.packed_matmul(x, strided, options)
+    copies = ProductOptions(norm=mx.contiguous(norm), residual=mx.contiguous(residual))
+    assert_same(got, ops.packed_matmul(mx.contiguous(x), weight, copies))
+    assert_close(got, oracle.packed_matmul(x, weight, options))
 
 
-@pytest.mark.parametrize("shape", [(K,), (2, 3, K)])
-def test_argmax(rng, shape):
-    weight, x = draw_weight(rng), floats(rng, *shape)
-    exact = oracle.packed_matmul(x, weight)
-    indices, values = ops.packed_argmax(x, weight)
-    assert indices.dtype == mx.uint32
-    assert indices.shape == values.shape == shape[:-1]
-    chosen = np.take_along_axis(exact, np.array(indices)[..., None], -1)[..., 0]
-    assert np.abs(chosen - np.array(values)).max() <= 1e-3
-    assert np.abs(exact.max(-1) - np.array(values)).max() <= 1e-3
+def test_argmax(rng):
+    for shape in ((K,), (2, 3, K)):
+        weight, x = draw_weight(rng), draw(rng, shape)
+        products = oracle.packed_matmul(x, weight)
+        index, value = ops.packed_argmax(x, weight)
+        assert index.dtype == mx.uint32
+        assert index.shape == value.shape == shape[:-1]
+        chosen = np.take_along_axis(products, np.array(index)[..., None].astype(int), -1)[..., 0]
+        assert_within(chosen, value, 1e-3, shape)
+        assert_within(products.max(-1), value, 1e-3, shape)
 
 
 def test_embedding_takes_all_kinds_of_tokens(rng):
@@ -96,9 +86,9 @@ def test_embedding_takes_all_kinds_of_tokens(rng):
     tokens = rng.integers(0, N, (2, 7))
     for dtype in (mx.int32, mx.uint32, mx.int64, mx.uint16):
         got = ops.packed_embedding(mx.array(tokens).astype(dtype), weight, mx.float32)
-        assert np.abs(np.array(got) - rows[tokens]).max() <= 1e-6
+        assert_within(got, rows[tokens], 1e-6, dtype)
     negative = ops.packed_embedding(mx.array([-1, -N]), weight, mx.float32)
-    assert np.abs(np.array(negative) - rows[[-1, 0]]).max() <= 1e-6
+    assert_within(negative, rows[[-1, 0]], 1e-6)
     assert ops.packed_embedding(mx.zeros((0,), mx.int32), weight, mx.float16).shape == (0, K)
 
 
@@ -137,23 +127,17 @@ def bad_adapters(rng):
 
 def test_an_adapter_given_twice_is_one_array(rng):
     """Gate and up lie in the same arrays; and two rows may use one adapter under two scales."""
-    weight, up, x = draw_weight(rng), draw_weight(rng), floats(rng, 2, 3, K)
+    weight, up, x = draw_weight(rng), draw_weight(rng), draw(rng, (2, 3, K))
     one = draw_low_rank(rng, [0, 1], K, (N,), [4], [mx.float16]).low_rank
     twice = one._replace(numbers=one.numbers * 2, parts=one.parts * 2, scales=mx.array([0.5, -2.0]))
-    assert_close(
-        ops.packed_matmul(x, weight, ProductOptions(adapters=(twice,))),
-        oracle.packed_matmul(x, weight, ProductOptions(adapters=(twice,))),
-    )
+    assert_right(x, weight, adapters=(twice,))
     pair = (twice, twice._replace(scales=mx.array([1.0, 3.0])))
-    assert_close(
-        ops.packed_swiglu(x, weight, up, ProductOptions(adapters=pair)),
-        oracle.packed_swiglu(x, weight, up, ProductOptions(adapters=pair)),
-    )
+    assert_right(x, weight, up, adapters=pair)
 
 
 def test_a_trace_keeps_adapters_apart_that_differ_in_place_only(rng):
     """`mx.compile` merges equal operations: those of other parts of one array are not equal."""
-    weight, x = draw_weight(rng), floats(rng, 1, K)
+    weight, x = draw_weight(rng), draw(rng, (1, K))
     first = draw_low_rank(rng, [0], K, (N,), [4], [mx.float16]).low_rank
     second = draw_low_rank(rng, [0], K, (N,), [4], [mx.float16]).low_rank
     numbers = mx.concatenate([first.numbers[0], second.numbers[0]])
@@ -169,15 +153,13 @@ def test_a_trace_keeps_adapters_apart_that_differ_in_place_only(rng):
 
         return of(first.parts[0]), of(moved)
 
-    for got, wanted in zip(
-        both(x, numbers, first.scales, first.slots), (first, second), strict=True
-    ):
-        options = ProductOptions(adapters=(wanted._replace(scales=first.scales),))
-        assert_close(got, oracle.packed_matmul(x, weight, options))
+    found = both(x, numbers, first.scales, first.slots)
+    for got, each in zip(found, (first, second._replace(scales=first.scales)), strict=True):
+        assert_close(got, oracle.packed_matmul(x, weight, ProductOptions(adapters=(each,))))
 
 
 def test_what_does_not_fit_is_refused(rng):
-    weight, x = draw_weight(rng, "group"), floats(rng, 2, K)
+    weight, x = draw_weight(rng, "group"), draw(rng, (2, K))
     cases = [
         ((x[:, :-1], weight, {}), "x has 95 inputs, the matrix 96"),
         ((x, weight, {"norm": mx.ones(K - 1)}), "norm's weight"),

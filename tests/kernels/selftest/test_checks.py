@@ -18,6 +18,7 @@ from afm_mlx.kernels.selftest import checks, oracle, specs, verdict
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from afm_mlx.kernels.selftest.verdict import ENDED, Verdict
+from tests.tools.compare import assert_close
 
 MATRIX = {"in_dims": 512, "out_dims": 96, "bits": 2, "mode": "balanced", "granularity": "row"}
 HEADS = {"heads": 8, "kv_heads": 2, "head_dim": 64}
@@ -88,15 +89,7 @@ def test_oracle_adapters_equal_a_merged_matrix(rng):
                 rows = slice(start[i], start[i + 1])
                 added = b[rows] @ a[rank * i : rank * i + rank]
                 merged[rows] += float(low_rank.scales[slot]) * added
-        np.testing.assert_allclose(
-            problem.wanted[0][row], oracle.float64(x[row]) @ merged.T, rtol=1e-12, atol=1e-12
-        )
-
-
-def test_the_reference_passes_everything(rng):
-    results = checks.check(specs.full_specs(), rng)
-    assert [r.summary for r in results if r.failure is not None] == []
-    assert all(r.chosen and r.error <= r.bound for r in results)
+        assert_close(problem.wanted[0][row], oracle.float64(x[row]) @ merged.T, 1e-12, row, least=1)
 
 
 def test_the_full_test_covers_every_pair():
@@ -174,7 +167,6 @@ def summed_in_bfloat16(x, weight, options):
     return reference.packed_matmul(x.astype(mx.bfloat16), weight, options).astype(x.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -187,14 +179,16 @@ def summed_in_bfloat16(x, weight, options):
         with_one_section,
     ],
 )
-def test_faulty_products_are_found(rng, monkeypatch, fault, dtype):
-    offer(monkeypatch, "packed_matmul", fault)
-    spec = Spec("packed_matmul", dtype, 3, **MATRIX, norm=True, residual=True, rank=8, sections=2)
-    (result, behind) = checks.check([spec], rng)
-    assert "is over its bound" in result.failure
-    assert (result.variant, result.chosen) == ("cpu/fake", False)
-    assert (behind.variant, behind.chosen, behind.failure) == ("reference", True, None)
-    assert result.summary in dispatch.disabled()["cpu/fake"]
+def test_faulty_products_are_found(rng, monkeypatch, fault):
+    given = {**MATRIX, "norm": True, "residual": True, "rank": 8, "sections": 2}
+    for dtype in DTYPES:
+        dispatch.enable("cpu/fake")
+        offer(monkeypatch, "packed_matmul", fault)
+        (result, behind) = checks.check([Spec("packed_matmul", dtype, 3, **given)], rng)
+        assert "is over its bound" in result.failure
+        assert (result.variant, result.chosen) == ("cpu/fake", False)
+        assert (behind.variant, behind.chosen, behind.failure) == ("reference", True, None)
+        assert result.summary in dispatch.disabled()["cpu/fake"]
 
 
 def test_lost_precision_is_found(rng, monkeypatch):
@@ -245,7 +239,6 @@ def raw_queries(queries, kv, lengths, rope=None):
     return reference.decode_attention(queries, kv, lengths)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("op", "fault", "shape"),
     [
@@ -259,31 +252,31 @@ def raw_queries(queries, kv, lengths, rope=None):
         ("decode_attention", raw_queries, {**HEADS, "capacity": 300, "rope": True}),
     ],
 )
-def test_other_faults_are_found(rng, monkeypatch, op, fault, shape, dtype):
-    offer(monkeypatch, op, fault)
-    result = checks.check([Spec(op, dtype, 2, **shape)], rng)[0]
-    assert result.variant == "cpu/fake"
-    assert result.failure is not None
+def test_other_faults_are_found(rng, monkeypatch, op, fault, shape):
+    for dtype in DTYPES:
+        dispatch.enable("cpu/fake")
+        offer(monkeypatch, op, fault)
+        result = checks.check([Spec(op, dtype, 2, **shape)], rng)[0]
+        assert result.variant == "cpu/fake"
+        assert result.failure is not None, dtype
 
 
 def raises(*args):
     raise RuntimeError("program_source:12: error:\n no such thing")
 
 
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [
+def test_a_variant_that_does_not_answer_is_found(rng, monkeypatch):
+    for fault, words in (
         (raises, "RuntimeError: program_source:12: error: no such thing"),
         (lambda *args: mx.zeros((1, 1, 96), mx.float16), "returned mlx.core.float16"),
         (lambda *args: mx.zeros((1, 96)), r"returned mlx.core.float32 (1, 96)"),
         (lambda *args: mx.full((1, 1, 96), np.nan), "error inf"),
-    ],
-)
-def test_a_variant_that_does_not_answer_is_found(rng, monkeypatch, fault, words):
-    offer(monkeypatch, "packed_matmul", fault)
-    result = checks.check([Spec("packed_matmul", **MATRIX)], rng)[0]
-    assert words in result.failure
-    assert "cpu/fake" in dispatch.disabled()
+    ):
+        dispatch.enable("cpu/fake")
+        offer(monkeypatch, "packed_matmul", fault)
+        result = checks.check([Spec("packed_matmul", **MATRIX)], rng)[0]
+        assert words in result.failure
+        assert "cpu/fake" in dispatch.disabled()
 
 
 def test_a_fault_in_the_reference_is_told_and_not_disabled(rng, monkeypatch):
@@ -342,13 +335,13 @@ def test_time_per_call_is_that_of_the_chain_without_its_links(rng, monkeypatch):
     assert (False, 4) in seen
 
 
-@pytest.mark.parametrize("op", dispatch.OPS)
-def test_every_operation_can_be_timed(rng, op):
-    spec = next(s for s in specs.quick_specs(mx.float32) if s.op == op)
-    (result,) = checks.check([spec], rng, timed=True)
-    assert result.failure is None
-    assert result.seconds > 0
-    assert result.bytes_per_second == result.nbytes / result.seconds
+def test_every_operation_can_be_timed(rng):
+    for op in dispatch.OPS:
+        spec = next(s for s in specs.quick_specs(mx.float32) if s.op == op)
+        (result,) = checks.check([spec], rng, timed=True)
+        assert result.failure is None, op
+        assert result.seconds > 0
+        assert result.bytes_per_second == result.nbytes / result.seconds
 
 
 def test_calls_in_turn_read_other_bytes_of_the_same_size(rng):
@@ -485,12 +478,12 @@ def test_an_interrupted_test_is_no_verdict(monkeypatch):
     assert (known.done, known.failures) == (False, {})
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"failures": 3, "running": null, "pid": 1}'])
-def test_a_damaged_verdict_is_none(machine, text):
+def test_a_damaged_verdict_is_none(machine):
     check_silently()
     (path,) = machine.iterdir()
-    path.write_text(text)
-    assert not Verdict().done
+    for text in ("", "{", "[]", '{"failures": 3, "running": null, "pid": 1}'):
+        path.write_text(text)
+        assert not Verdict().done, text
     check_silently()
     assert Verdict().done
 

@@ -1,0 +1,39 @@
+"""Inputs of tests: random arrays, and selections from products of parameters.
+
+Both are drawn from the run's seed, so that `make fuzz` comes to the rest of a product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+
+def all_pairs(*axes: Sequence[Any]) -> list[tuple]:
+    """Rows with one value of each axis, in which any two values of any two axes meet at least once."""
+    rng = np.random.default_rng([int(os.environ.get("AFM_TEST_SEED") or 0), *map(len, axes)])
+    meeting = set().union(*map(_pairs, itertools.product(*(range(len(axis)) for axis in axes))))
+    rows = []
+    while meeting:
+        # Of some rows that hold a pair still missing, the one that holds most of those.
+        candidates = rng.integers(0, [len(axis) for axis in axes], (20, len(axes)))
+        for i, value in sorted(meeting)[int(rng.integers(len(meeting)))]:
+            candidates[:, i] = value
+        row = max(candidates.tolist(), key=lambda row: len(_pairs(row) & meeting))
+        meeting -= _pairs(row)
+        rows.append(tuple(axis[k] for axis, k in zip(axes, row, strict=True)))
+    return rows
+
+
+def _pairs(row: list[int]) -> set[tuple]:
+    return set(itertools.combinations(enumerate(row), 2))
+
+
+def draw(rng: np.random.Generator, shape: Any, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """Normally distributed numbers."""
+    return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
