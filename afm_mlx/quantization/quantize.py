@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -31,7 +31,7 @@ def quantize_model(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Pack the linear layers and embeddings of a model, ours or one of mlx-lm's zoo, in place.
+    """Pack the linear layers and embeddings of a model, ours or one of mlx-lm's, in place.
 
     Layers of other types (experts, subclasses with a product of their own) stay as they are.
 
@@ -49,19 +49,35 @@ def quantize_model(
     Raises:
         ConfigError, CheckpointError: name the layer that can't be packed so, and why.
     """
+    modules, rules = (
+        dict(model.named_modules()),
+        layer_rules(model, rule, embedding_rule, predicate),
+    )
+    for path, own in rules.items():
+        replace_modules(model, [(path, pack_layer(modules.pop(path), own, path))])
+    return model, quantized_config(config, rules)
+
+
+def layer_rules(
+    model: nn.Module,
+    rule: QuantizationRule = AFM_RULE,
+    embedding_rule: QuantizationRule | None = None,
+    predicate: Predicate | None = None,
+) -> dict[str, QuantizationRule]:
+    """The rule of every layer of a float model that is packed, by its path; see `quantize_model`.
+
+    Raises:
+        ConfigError, CheckpointError: name the layer that can't be packed so; ConfigError when none is chosen.
+    """
     choose = rule_chooser(rule, embedding_rule, predicate)
-    rules: dict[str, QuantizationRule] = {}
+    rules = {}
     for path, module in model.named_modules():
-        if type(module) not in (nn.Linear, nn.Embedding):
-            continue
-        own = choose(path, module)
-        if own is None:
-            continue
-        replace_modules(model, [(path, pack_layer(module, own, path))])
-        rules[path] = own
+        if type(module) in (nn.Linear, nn.Embedding) and (own := choose(path, module)) is not None:
+            own.check(module.weight.shape, path)
+            rules[path] = own
     if not rules:
         raise ConfigError("No layer was chosen to be packed; the rule says no to all of them.")
-    return model, quantized_config(config, rules)
+    return rules
 
 
 def rule_chooser(
@@ -127,8 +143,16 @@ def quantized_config(
     config: Mapping[str, Any], rules: Mapping[str, QuantizationRule]
 ) -> dict[str, Any]:
     """The content of config.json with the rules, by path of the layer, that its model was packed by."""
-    entries = quantization_entries(rules, fused=_fused_in_stock(config, rules))
-    return {**config, "quantization": entries, "quantization_config": entries}
+    is_afm = config.get("model_type") == MODEL_TYPE
+    fused = [path for path in rules if is_afm and path.endswith(".qkv_proj")]
+    return with_quantization(config, quantization_entries(rules, fused))
+
+
+def with_quantization(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of config.json with these entries as its quantization; without one when there are none."""
+    keys = ("quantization", "quantization_config")
+    others = {key: value for key, value in config.items() if key not in keys}
+    return others | dict.fromkeys(keys, entries) if entries else others
 
 
 def quantization_entries(
@@ -138,23 +162,17 @@ def quantization_entries(
 
     Args:
         rules: by path of the layer.
-        fused: layers that stock mlx-lm's `to_quantized` takes no mode for (its fused QKV); they get an
+        fused: layers that mlx-lm's `to_quantized` takes no mode for (its fused QKV); they get an
             entry without one, with which it loads them.
     """
     commonest, _ = Counter(rules.values()).most_common(1)[0]
     entries: dict[str, Any] = commonest.to_dict()
     for path, rule in rules.items():
-        if path in fused and rule.is_stock and commonest.is_stock:
+        if path in fused and rule.is_mlx_format and commonest.is_mlx_format:
             entries[path] = {"bits": rule.bits, "group_size": rule.group_size}
         elif rule != commonest:
             entries[path] = rule.to_dict()
     return entries
-
-
-def _fused_in_stock(config: Mapping[str, Any], paths: Iterable[str]) -> list[str]:
-    if config.get("model_type") != MODEL_TYPE:
-        return []
-    return [path for path in paths if path.endswith(".qkv_proj")]
 
 
 def replace_modules(model: nn.Module, leaves: list[tuple[str, nn.Module]]) -> None:

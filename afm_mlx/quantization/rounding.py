@@ -202,7 +202,7 @@ def _tensor_scale(rows: Rows, bits: int) -> tuple[Array, bool]:
 
 
 def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
-    dtype = rows.dtype if rule.is_stock else mx.float32
+    dtype = rows.dtype if rule.is_mlx_format else mx.float32
     half = np.float32((2**rule.bits - 1) / 2)
     if _starts_on_grid(rows, rule):
         # Biases are half a step from where `mx.quantize` may have them.
@@ -226,7 +226,7 @@ def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
 
 def _affine_units(units: Array, rule: QuantizationRule, dtype: mx.Dtype, look: bool) -> AffineCodes:
     """Codes of units (U, L); `look` for grids that they lie on."""
-    if rule.is_stock:
+    if rule.is_mlx_format:
         return mlx_codes(units, rule.bits, dtype, look)
     centers = units.mean(axis=1)
     grids = any_grids(units, centers, rule.bits, dtype) if look else no_grids(len(units))

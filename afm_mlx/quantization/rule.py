@@ -77,10 +77,10 @@ class QuantizationRule:
     def to_dict(self) -> dict[str, Any]:
         """The entry for `config.json`; for a matrix in MLX's own format that of mlx-lm."""
         values = {"bits": self.bits, "group_size": self.group_size, "mode": self.mode}
-        return values if self.is_stock else values | {"granularity": self.granularity}
+        return values if self.is_mlx_format else values | {"granularity": self.granularity}
 
     @property
-    def is_stock(self) -> bool:
+    def is_mlx_format(self) -> bool:
         """Whether MLX's own quantized layers hold this format."""
         return (
             self.mode == "affine"
@@ -128,7 +128,7 @@ class QuantizationRule:
             shape: (N, K).
             dtype: of the folder's floats, which MLX's own format takes for its scales; ours are float32.
         """
-        width = dtype.size if self.is_stock else 4
+        width = dtype.size if self.is_mlx_format else 4
         return sum(
             math.prod(part) * (4 if name == "weight" else width)
             for name, part in self.part_shapes(shape).items()
