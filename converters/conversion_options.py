@@ -45,8 +45,8 @@ class ConversionOptions:
         target_bpw: bits that a weight of the folder takes on average, at most, scales and tables included.
             Layers get 2 or 4 bits, or what the recipe's name says, by what they suffer on text; see
             `sensitivity`. The model is read into memory for that, and the folder gets a `sensitivity.json`.
-        data: the text for `target_bpw`: a `.jsonl` or `.txt` file, or a folder with `train.jsonl`; the model folder's
-            `heldout.jsonl` by default.
+        data: the text for `target_bpw`: a `.jsonl` or `.txt` file, or a folder with `train.jsonl`; by default
+            the model folder's `heldout.jsonl`.
         dequantize: write packed layers as the numbers that they stand for.
     """
 

@@ -35,7 +35,6 @@ from afm_mlx.quantization.grids import (
     nearest_entries,
     pack_words,
     reproduces,
-    round_to,
     scale_bounds,
 )
 
@@ -118,31 +117,20 @@ class Packing(NamedTuple):
     exact: bool
 
 
-def pack(
-    weight: mx.array | Rows,
-    rule: QuantizationRule,
-    *,
-    scales: mx.array | None = None,
-    biases: mx.array | None = None,
-    name: str = "the matrix",
-) -> Packing:
+def pack(weight: mx.array | Rows, rule: QuantizationRule, *, name: str = "the matrix") -> Packing:
     """Pack a float matrix.
 
     Args:
         weight: (N, K) float.
         rule: bits, mode and granularity.
-        scales, biases: of a grid that is known, in the shapes of the rule; found when None. Weights
-            between the grid's points go to the nearest, those beyond its ends to the ends.
         name: of the layer, for errors.
 
     Raises:
-        CheckpointError, ConfigError: name the layer: shapes that don't pack, groups that don't divide,
-            NaN and infinity, scales of the wrong shape.
+        CheckpointError, ConfigError: name the layer: shapes that don't pack, groups that don't divide, NaN
+            and infinity.
     """
     rows = weight if isinstance(weight, Rows) else Rows.of(weight, name)
     rule.check(rows.shape, rows.name)
-    if scales is not None:
-        return _pack_given(rows, rule, scales, biases)
     if rule.mode == "palette":
         return _pack_palette(rows, rule)
     if rule.mode == "affine":
@@ -287,49 +275,6 @@ def _affine(
 ) -> PackedWeight:
     parts = (mx.array(part).astype(dtype) for part in (scales, biases))
     return PackedWeight(codes, rule.bits, "affine", *parts)
-
-
-# -- given scales
-
-
-def _pack_given(
-    rows: Rows, rule: QuantizationRule, scales: mx.array, biases: mx.array | None
-) -> Packing:
-    given = {"scales": scales} | ({} if biases is None else {"biases": biases})
-    _check_given(given, rule, rows)
-    numbers = [np.array(array.astype(mx.float32)) for array in given.values()]
-    encode: Callable[..., Array] = affine_codes if rule.mode == "affine" else balanced_codes
-    middle = np.float32(0 if rule.mode == "affine" else (2**rule.bits - 1) / 2)
-    words, exact = _words(rows, rule), True
-    for start, stop, block in rows.blocks():
-        parts = [n if n.ndim == 0 else n[start:stop].reshape(-1, 1) for n in numbers]
-        units = block.reshape(-1, rule.group_size or block.shape[1])
-        codes = encode(units, *parts, rule.bits)
-        values = (codes.astype(np.float32) - middle) * parts[0] + sum(parts[1:])
-        exact = exact and bool((round_to(values, rows.dtype) == units).all())
-        words[start:stop] = pack_words(codes.reshape(block.shape), rule.bits)
-    return Packing(PackedWeight(mx.array(words), rule.bits, rule.mode, scales, biases), exact)
-
-
-def _check_given(given: dict[str, mx.array], rule: QuantizationRule, rows: Rows) -> None:
-    wanted = {"balanced": ["scales"], "affine": ["scales", "biases"]}.get(rule.mode, [])
-    if list(given) != wanted:
-        raise CheckpointError(
-            f"{rows.name}: {' and '.join(given)} are given; mode {rule.mode} takes "
-            f"{' and '.join(wanted) or 'neither scales nor biases'}."
-        )
-    shape = rule.part_shapes(rows.shape)["scales"]
-    for part, array in given.items():
-        if array.shape != shape or not mx.issubdtype(array.dtype, mx.floating):
-            raise CheckpointError(
-                f"{rows.name}: {part} are {array.dtype} of shape {list(array.shape)}, and must be float of "
-                f"shape {list(shape)}."
-            )
-        negative = rule.mode == "balanced" and array.min().item() < 0
-        if negative or not mx.isfinite(array).all().item():
-            raise CheckpointError(
-                f"{rows.name}: {part} hold NaN, infinity or, for a balanced matrix, a negative number."
-            )
 
 
 # -- palette

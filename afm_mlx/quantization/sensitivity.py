@@ -27,9 +27,9 @@ from afm_mlx.errors import CheckpointError, ConfigError, DataError
 from afm_mlx.quantization.quantize import (
     Predicate,
     is_outer,
+    layer_rules,
     pack_layer,
     replace_modules,
-    rule_chooser,
 )
 from afm_mlx.quantization.rule import QuantizationRule
 
@@ -41,15 +41,15 @@ Rules: TypeAlias = dict[str, QuantizationRule]
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """What the bits of a layer are worth.
+    """How much a layer suffers from fewer bits, and what they save.
 
     Args:
         path: of the layer.
         weights: numbers in its matrix.
         rise: of the divergence from the float model when this layer alone goes from `high` to `low`, in nats
             per token. A negative one is noise.
-        low, high: the two rules.
-        low_bytes, high_bytes: of the matrix under each, scales and tables included.
+        low, high: rules with fewer and with more bits.
+        low_bytes, high_bytes: of the matrix packed by either rule, scales and tables included.
     """
 
     path: str
@@ -62,7 +62,7 @@ class LayerSensitivity:
 
     @property
     def saved_bytes(self) -> int:
-        """What going low saves; less than nothing where small groups have large tables."""
+        """Bytes that the low rule saves; fewer than none where small groups have large tables."""
         return self.high_bytes - self.low_bytes
 
     @property
@@ -103,7 +103,7 @@ def measure_sensitivity(
             weights when None.
 
     Returns:
-        the measured layers, in the order of the model's parameters.
+        the measured layers.
 
     Raises:
         DataError: when the text has no tokens.
@@ -141,28 +141,15 @@ def plan_layers(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> tuple[Rules, list[str]]:
-    """The rule of every layer that is packed, with the high one where bits can be chosen, and these layers.
+    """The rule of every packed layer, by its path, and the paths of those whose bits are free to choose.
 
-    Both are in the order of the model's parameters; arguments are those of `measure_sensitivity`.
-
-    Raises:
-        ConfigError, CheckpointError: when the rules fit no layer, or one that is named can't be packed so.
+    Layers that are free have the high rule. Arguments and errors are those of `measure_sensitivity`.
     """
-    choose = rule_chooser(high_rule, embedding_rule, predicate)
-    found, rules, free = dict(model.named_modules()), {}, []
-    for name, array in tree_flatten(model.parameters()):
-        path, _, kind = name.rpartition(".")
-        module = found.get(path)
-        if kind != "weight" or type(module) not in (nn.Linear, nn.Embedding):
-            continue
-        assert module is not None
-        own = choose(path, module)
-        if own is None:
-            continue
-        own.check(array.shape, path)
-        rules[path] = own
-        if own == high_rule and not is_outer(path, module):
-            free.append(path)
+    rules, modules = (
+        layer_rules(model, high_rule, embedding_rule, predicate),
+        dict(model.named_modules()),
+    )
+    free = [p for p, rule in rules.items() if rule == high_rule and not is_outer(p, modules[p])]
     if not free:
         raise ConfigError(
             "No linear layer is left to choose bits for; the predicate decides for all of them."
@@ -321,10 +308,12 @@ def choose_bits(
 
 
 def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: int) -> None:
-    """Whether a model's average can be met between all layers low and all high.
+    """Raise `ConfigError` when no choice of bits meets the target; says what can be met.
 
-    Raises:
-        ConfigError: says what can be met.
+    Args:
+        target_bpw: bits per weight.
+        weights: of the whole model.
+        low_bytes, high_bytes: of the whole model with all free layers low, and high.
     """
     least, most = 8 * low_bytes / weights, 8 * high_bytes / weights
     if not least <= target_bpw <= most:
