@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from afm_mlx.checkpoint.weights import TensorSpec, array_bytes
 from afm_mlx.errors import AFMError
 from afm_mlx.kernels import PackedWeight
 from afm_mlx.quantization.packed_layers import PARTS
-from afm_mlx.quantization.rounding import Packing, Rows, pack, round_to
+from afm_mlx.quantization.rounding import Packing, Rows, pack
 from afm_mlx.quantization.rule import QuantizationRule
 
 _MLX_GROUPS = (128, 64, 32)
@@ -70,7 +69,7 @@ def float_layer(
         to_mlx: write the format of MLX's own that holds the same numbers.
     """
     if rule.is_mlx_format and dtype is not None:
-        rows = rounded(rows, dtype)
+        rows = rows.rounded(dtype)
     own = rows.dtype if rule.is_mlx_format else mx.float32
     if not to_mlx or rule.is_mlx_format:
         return PackedLayer(path, rows.shape, rule, lambda: pack(rows, rule), own)
@@ -81,15 +80,6 @@ def float_layer(
         return Packing(to_mlx_format(packed, target), exact)
 
     return PackedLayer(path, rows.shape, target, make, dtype or mx.float32)
-
-
-def rounded(rows: Rows, dtype: mx.Dtype) -> Rows:
-    """The same matrix, its numbers rounded to `dtype`."""
-
-    def read(start: int, stop: int) -> np.ndarray:
-        return round_to(rows.read(start, stop), dtype)
-
-    return rows if dtype == rows.dtype else Rows(rows.shape, dtype, read, rows.name)
 
 
 # -- MLX's own format

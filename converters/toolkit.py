@@ -33,7 +33,7 @@ from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.toolkit_config import (
     LoRASpec,
     ToolkitConfig,
-    is_toolkit_config,
+    find_toolkit_config,
     read_toolkit_config,
 )
 from afm_mlx.checkpoint.toolkit_keys import KeyMap, map_keys
@@ -45,7 +45,7 @@ from afm_mlx.checkpoint.torch_file import (
     tensor_chunks,
 )
 from afm_mlx.checkpoint.weights import Progress, check_weights, parameter_shapes
-from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.config import ModelConfig
 from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.folder_writer import FolderWriter
 from afm_mlx.converters.mlx_lm import check_mlx_lm_computes
@@ -80,7 +80,7 @@ def find_files(path: str | Path) -> ToolkitFiles:
     weights = _choose_weights(path) if path.is_dir() else path
     folder, stem = weights.parent, weights.stem
     names = [f"{stem}-config.json", f"{stem}.json", "config.json"]
-    config = next((folder / n for n in names if _is_config(folder / n)), None)
+    config = find_toolkit_config(folder, names)
     if config is None:
         raise CheckpointError(
             f"{folder} has no config of {weights.name}: one of {', '.join(names)}, written by tamm and with a "
@@ -189,10 +189,6 @@ def _choose_weights(folder: Path) -> Path:
             "Give the path of the one to convert."
         )
     return files[0]
-
-
-def _is_config(path: Path) -> bool:
-    return path.is_file() and is_toolkit_config(read_config_json(path))
 
 
 def _check_vocabulary(folder: Path, source: Path, vocab_size: int) -> None:

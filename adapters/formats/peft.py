@@ -239,11 +239,12 @@ def _part(tensors: Mapping[str, mx.array], layer: str, part: int) -> Matrices | 
 
 
 def _fused(path: Path, layer: str, parts: Mapping[int, Matrices]) -> Matrices:
-    """One pair for queries, keys and values: of their rank when they share one A, else of three times the rank."""
+    """One pair for queries, keys and values, of their rank when they share one A, else of three times that."""
     if len(parts) != 3:
         raise CheckpointError(
             f"{path}: {named(layer)} has pairs for {len(parts)} of queries, keys and values. One fused "
-            "layer needs the widths of all: name the model folder (--model), or write three layers (--qkv split)."
+            "layer needs the widths of all: name the model folder (--model), or write three layers "
+            "(--qkv split)."
         )
     a, b = ([parts[i][side] for i in range(3)] for side in (0, 1))
     if all(mx.array_equal(a[0], other).item() for other in a[1:]):

@@ -28,7 +28,7 @@ from afm_mlx.adapters.formats.pair_order import (
     pair_places,
     without_empty,
 )
-from afm_mlx.checkpoint.toolkit_config import LoRASpec, is_toolkit_config, read_toolkit_config
+from afm_mlx.checkpoint.toolkit_config import LoRASpec, find_toolkit_config, read_toolkit_config
 from afm_mlx.checkpoint.toolkit_keys import adapter_key, map_keys
 from afm_mlx.checkpoint.torch_file import import_torch, mlx_dtype, open_state_dict, tensor_chunks
 from afm_mlx.checkpoint.weights import array_bytes
@@ -45,7 +45,8 @@ ADAPTER_ID = "base_adapter"
 # tamm's config has a field for whatever its user wants to note.
 FINGERPRINT = "base_model_fingerprint"
 
-_MAX_SHARED = 4
+_CONFIGS = ("{}-config.json", "{}.json", "config.json", "base-model-config.json")
+_MAX_SHARED = 4  # times the size of the file
 
 
 def read_pairs(
@@ -93,7 +94,7 @@ def read(
         )
     ((adapter, keys),) = found.items()
     spec, fingerprint = None, None
-    if config := _find_config(path):
+    if config := find_toolkit_config(path.parent, [name.format(path.stem) for name in _CONFIGS]):
         parsed = read_toolkit_config(config)
         spec = _spec(parsed.adapters, adapter, config)
         fingerprint = _fingerprint(config)
@@ -137,19 +138,6 @@ def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) ->
             f"{config}: the adapter is of type {shown(entry)}; LoRAModelAdapter can be read."
         )
     return entry
-
-
-def _find_config(path: Path) -> Path | None:
-    names = (
-        f"{path.stem}-config.json",
-        f"{path.stem}.json",
-        "config.json",
-        "base-model-config.json",
-    )
-    for candidate in (path.parent / name for name in names):
-        if candidate.is_file() and is_toolkit_config(read_config_json(candidate)):
-            return candidate
-    return None
 
 
 def _fingerprint(config: Path) -> str | None:

@@ -7,7 +7,7 @@ They take the place of `nn.Linear` and `nn.Embedding` in any model. Parameters a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,7 +36,7 @@ def activation_dtype() -> mx.Dtype:
 
 
 class _Packed(nn.Module):
-    """What both layers share: a packed matrix that never trains."""
+    """A layer whose packed matrix never trains: the part that linear layers and embeddings share."""
 
     def __init__(self, packed: PackedWeight):
         super().__init__()
@@ -48,6 +48,17 @@ class _Packed(nn.Module):
             if getattr(packed, name) is not None:
                 self[name] = getattr(packed, name)
         self.freeze()
+
+    @classmethod
+    def from_codes(cls, codes: mx.array, bits: int, mode: str = "balanced", **options: Any) -> Self:
+        """A layer of known codes, which are stored as they are.
+
+        Args:
+            codes, bits, mode: see `weight_from_codes`.
+            options: of `weight_from_codes`, and of the layer.
+        """
+        parts = {name: options.pop(name) for name in (*PARTS[1:], "name") if name in options}
+        return cls(weight_from_codes(codes, bits, mode, **parts), **options)
 
     @property
     def activation_bits(self) -> int:
@@ -131,20 +142,6 @@ class PackedLinear(_Packed):
         """The adapters of a batch's rows, as the operations of `kernels` take them; None for none."""
         return None if self.adapter_place is None else self.adapter_place.low_rank(batch)
 
-    @classmethod
-    def from_codes(
-        cls,
-        codes: mx.array,
-        bits: int,
-        mode: str = "balanced",
-        *,
-        bias: mx.array | None = None,
-        activation_bits: int = 16,
-        **parts: mx.array,
-    ) -> PackedLinear:
-        """Of codes that are known: they are stored as they are. Arguments as in `weight_from_codes`."""
-        return cls(weight_from_codes(codes, bits, mode, **parts), bias, activation_bits)
-
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Linear:
         """The same layer with a float matrix."""
         packed = self.packed
@@ -192,20 +189,6 @@ class PackedEmbedding(_Packed):
         """Logits (..., vocab_size) of hidden states (..., K), for a tied head."""
         matmul = reference.packed_matmul if self.training else packed_matmul
         return matmul(x, self.packed, activation_bits=self.activation_bits)
-
-    @classmethod
-    def from_codes(
-        cls,
-        codes: mx.array,
-        bits: int,
-        mode: str = "balanced",
-        *,
-        dtype: mx.Dtype = mx.float32,
-        activation_bits: int = 16,
-        **parts: mx.array,
-    ) -> PackedEmbedding:
-        """Of codes that are known: they are stored as they are. Arguments as in `weight_from_codes`."""
-        return cls(weight_from_codes(codes, bits, mode, **parts), dtype, activation_bits)
 
     def to_embedding(self, dtype: mx.Dtype = mx.float32) -> nn.Embedding:
         """The same layer with a float matrix."""

@@ -35,6 +35,7 @@ from afm_mlx.quantization.grids import (
     nearest_entries,
     pack_words,
     reproduces,
+    round_to,
     scale_bounds,
 )
 
@@ -80,6 +81,14 @@ class Rows:
             return np.array(array[start:stop].astype(mx.float32))
 
         return cls(tuple(array.shape), array.dtype, read, name)
+
+    def rounded(self, dtype: mx.Dtype) -> Rows:
+        """The same matrix, its numbers rounded to `dtype`."""
+
+        def read(start: int, stop: int) -> Array:
+            return round_to(self.read(start, stop), dtype)
+
+        return self if dtype == self.dtype else Rows(self.shape, dtype, read, self.name)
 
     def blocks(self, multiple: int = 1) -> Iterator[tuple[int, int, Array]]:
         """Start, stop and rows of blocks that fit the processor's memory well.
@@ -213,7 +222,7 @@ def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
 
 
 def _affine_units(units: Array, rule: QuantizationRule, dtype: mx.Dtype, look: bool) -> AffineCodes:
-    """Codes of units (U, L); `look` for grids that they lie on."""
+    """Codes of units (U, L), on the grids that they lie on where `look` is true."""
     if rule.is_mlx_format:
         return mlx_codes(units, rule.bits, dtype, look)
     centers = units.mean(axis=1)
@@ -230,15 +239,12 @@ def _affine_units(units: Array, rule: QuantizationRule, dtype: mx.Dtype, look: b
 def _pack_affine_tensor(rows: Rows, rule: QuantizationRule) -> Packing:
     """One scale and bias of a whole matrix; a grid is that of its distinct weights."""
     sample = rows.sample().reshape(1, -1)
-    distinct = _distinct(rows, 2**rule.bits)
-    if distinct is None:
-        _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
-        found = False
-    else:
+    distinct, found = _distinct(rows, 2**rule.bits), False
+    if distinct is not None:
         center = sample.mean(axis=1)
         (scale,), (bias,), (found,) = any_grids(distinct[None], center, rule.bits, rows.dtype)
-        if not found:
-            _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
+    if not found:
+        _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
     words, _ = _each_unit(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits),))
     return Packing(_affine(mx.array(words), rule, scale, bias, mx.float32), bool(found))
 
