@@ -23,7 +23,7 @@ from afm_mlx.converters.layer_packing import mlx_rule, to_mlx_format
 from afm_mlx.converters.mixed_bits import calibration_file, check_mlx_format, choose_mix
 from afm_mlx.errors import AFMError, named, shown
 from afm_mlx.loading.mlx_lm_models import has_packed_layers, load_mlx_lm_model
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, packed_layer_for
 from afm_mlx.quantization.quantize import (
     dequantize_model,
     quantization_entries,
@@ -183,10 +183,7 @@ def _to_mlx_layers(model: nn.Module, quantization: dict[str, Any]) -> dict[str, 
             rules[path] = mlx_rule(rule, (packed.out_dims, packed.in_dims), path, scaled)
             own = to_mlx_format(packed, rules[path])
             assert own.scales is not None
-            if isinstance(module, PackedEmbedding):
-                layers.append((path, PackedEmbedding(own, own.scales.dtype)))
-            else:
-                layers.append((path, PackedLinear(own, module.get("bias"))))
+            layers.append((path, packed_layer_for(module, own, own.scales.dtype)))
         elif isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
             others[path] = {"mode": "affine", **stored_settings(quantization, path)}
     replace_modules(model, layers)

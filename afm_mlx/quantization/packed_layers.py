@@ -202,6 +202,19 @@ class PackedEmbedding(_Packed):
         return f"{packed.out_dims}, {packed.in_dims}, {self._format()}"
 
 
+def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -> nn.Module:
+    """The packed layer that takes the place of another.
+
+    Args:
+        module: a linear layer, whose bias stays, or an embedding.
+        packed: its matrix.
+        dtype: of the rows that an embedding returns.
+    """
+    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding):
+        return PackedEmbedding(packed, dtype).train(module.training)
+    return PackedLinear(packed, module.get("bias")).train(module.training)
+
+
 def set_activation_bits(model: nn.Module, bits: int) -> None:
     """Have every packed layer of a model multiply activations of 16 bits, or of 8 where a kernel can.
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from afm_mlx.config import MODEL_TYPE
 from afm_mlx.errors import ConfigError
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, packed_layer_for
 from afm_mlx.quantization.rounding import pack
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 
@@ -119,9 +119,7 @@ def is_outer(path: str, module: nn.Module) -> bool:
 def pack_layer(module: nn.Module, rule: QuantizationRule, name: str) -> nn.Module:
     """The packed layer of a linear layer or an embedding."""
     packed = pack(module.weight, rule, name=name).packed
-    if isinstance(module, nn.Embedding):
-        return PackedEmbedding(packed, module.weight.dtype).train(module.training)
-    return PackedLinear(packed, module.get("bias")).train(module.training)
+    return packed_layer_for(module, packed, module.weight.dtype)
 
 
 def dequantize_model(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Module:
