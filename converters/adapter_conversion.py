@@ -89,7 +89,7 @@ def read_for(
     """Read an adapter that must be one for the base, where that is given; see `read_adapter`.
 
     Args:
-        source: of any format.
+        source: an adapter of any format.
         base: gives its fingerprint to an adapter that has none.
         alpha: see `read_adapter`.
         force: take an adapter with another base's fingerprint if its shapes fit; it keeps that fingerprint.
@@ -175,7 +175,7 @@ def stored_bytes(path: str | Path) -> int:
 def describe_adapter(
     path: str | Path, base: BaseFolder | None = None, alpha: float | None = None
 ) -> dict[str, Any]:
-    """What an adapter is, as values that JSON can hold; its numbers are not looked at.
+    """The properties of an adapter, as values that JSON can hold; its numbers are not looked at.
 
     Raises:
         AFMError: when it can't be read.
@@ -219,12 +219,12 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
 
 @dataclasses.dataclass
 class AdapterReport:
-    """What is wrong with an adapter.
+    """The problems of an adapter, and what it is.
 
     Attributes:
         problems: each a sentence; none when the adapter can be used.
         notes: what is odd but harmless, and what was not looked at.
-        facts: those of `describe_adapter`; None when it can't be read.
+        facts: what `describe_adapter` returns; None when it can't be read.
     """
 
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -242,10 +242,10 @@ def verify_adapter(
     """Look for all that keeps an adapter from being used.
 
     Args:
-        path: of any format.
-        base: model that it must fit: names and shapes of all tensors, and the fingerprint.
+        path: an adapter of any format.
+        base: the model that it must fit by names and shapes of all tensors, and by its fingerprint.
         alpha: see `read_adapter`.
-        base_signature: that an `.fmadapter` package must have.
+        base_signature: the signature that an `.fmadapter` package must have.
     """
     report = AdapterReport()
     # An unnamed blob has a place only in a model that fits.

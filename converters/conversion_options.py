@@ -1,4 +1,4 @@
-"""What `convert` is asked for, and the rules that layers are packed by then."""
+"""The options of `convert`, and the rules by which they have layers packed."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class ConversionOptions:
             which take mlx-lm's own modes too.
         q_group_size: inputs that share a scale, or rows that share a palette's table.
         q_granularity: "tensor", "row" or "group"; see `QuantizationRule`.
-        q_embedding_bits: of embeddings and heads; `q_bits`, and 4 at least, by default.
-        q_embedding_mode, q_embedding_granularity: of embeddings and heads; by default those of other layers.
+        q_embedding_bits: bits of embeddings and heads; by default `q_bits`, and 4 at least.
+        q_embedding_mode, q_embedding_granularity: for embeddings and heads; by default as for other layers.
         quant_predicate: a recipe's name (`RECIPES`; mlx-lm's for other architectures), or a function of path
             and module, see `quantize_model`.
         target_bpw: bits that a weight of the folder takes on average, at most, scales and tables included.

@@ -108,7 +108,7 @@ def _named(model: str) -> Path:
 
 
 def detect(source: Path) -> str:
-    """What a source is, by its content: "toolkit", or the `model_type` of a model folder.
+    """The kind of a source, by its content: "toolkit", or the `model_type` of a model folder.
 
     Raises:
         CheckpointError: when it is nothing that can be converted; says what was found.

@@ -137,7 +137,7 @@ class FolderWriter:
             folder: where to.
             name: what the card calls the folder.
             source: the checkpoint's bare name.
-            values: of a config.json; those of the architecture and of what was packed are put over them.
+            values: further content of `config.json`; keys of the architecture and of packed layers go over it.
             adapters: names of those in the folder.
         """
         options, rules = self._options, {layer.path: layer.rule for layer in self._packed}

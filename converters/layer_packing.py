@@ -23,11 +23,11 @@ class PackedLayer:
     """A layer on its way into a folder, packed when its first part is read; parts are kept until they are read.
 
     Args:
-        path: of the layer.
+        path: the layer's path in the model.
         shape: (N, K).
-        rule: what it is packed to.
+        rule: how it is packed.
         make: packs the matrix by the rule.
-        dtype: of scales, biases and tables.
+        dtype: type of scales, biases and tables.
         exact: set when it was packed: whether the weights lay on a grid, and the codes are of that.
     """
 
@@ -61,10 +61,10 @@ def float_layer(
     """A float matrix that gets packed.
 
     Args:
-        path: of the layer.
+        path: the layer's path in the model.
         rows: the matrix.
-        rule: what it is packed to.
-        dtype: of the folder's floats, when it is not that of `rows`. MLX's own format rounds weights to
+        rule: how it is packed.
+        dtype: type of the folder's floats, when it is not that of `rows`. MLX's own format rounds weights to
             it first, as mlx-lm does, and has scales of this type.
         to_mlx: write the format of MLX's own that holds the same numbers.
     """
@@ -91,9 +91,9 @@ def mlx_rule(
     """The rule of MLX's own format that holds the same numbers.
 
     Args:
-        rule: of the packed layer.
+        rule: how the layer is packed.
         shape: (N, K).
-        path: of the layer, for errors.
+        path: the layer's path, for errors.
         column_scale: whether it has a scale for each input, too.
 
     Raises:

@@ -128,11 +128,11 @@ def choose_mix(
 
     Args:
         model: with float weights.
-        tokenizer: of the model.
+        tokenizer: the model's.
         options: with a target.
-        data: of `calibration_file`.
-        mode: of layers when none was asked for.
-        dtype: of the folder's floats; as in the model when None.
+        data: the file that `calibration_file` returns.
+        mode: the default of `q_mode`.
+        dtype: type of the folder's floats; as in the model when None.
         progress: called with passes done and passes in all.
 
     Raises:

@@ -47,9 +47,10 @@ def write_other_model(
     """Convert a model of architecture `kind` into an empty folder.
 
     Args:
-        source, folder: where from and where to.
-        kind: of config.json.
-        options: type, and how to quantize.
+        source: the model's folder.
+        folder: where to write.
+        kind: `model_type` of config.json.
+        options: what the folder is to be.
         measuring: see `convert`.
 
     Raises:

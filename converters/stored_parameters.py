@@ -68,12 +68,12 @@ class StoredLayer:
     """A layer that a folder stores packed.
 
     Args:
-        path: of the layer.
+        path: the layer's path in the model.
         shape: (N, K).
         parts: its tensors, by their names in `packed_layers.PARTS` and in that order.
-        rule: what it is packed to; None for a format that only MLX's own layers hold.
+        rule: how it is packed; None for a format that only MLX's own layers hold.
         settings: what `quantization` in config.json says of it.
-        dtype: of the folder's floats.
+        dtype: type of the folder's floats.
     """
 
     path: str

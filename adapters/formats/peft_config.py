@@ -62,10 +62,10 @@ class LoRASettings:
     """The options of a config that say what the adapter computes.
 
     Args:
-        rank, alpha: of layers without a pattern of their own.
+        rank, alpha: rank and alpha of layers that no pattern names.
         rs: whether scales are those of rsLoRA.
         ranks, alphas: by patterns of layers, see `get_pattern_key`.
-        dropout: of the input while training.
+        dropout: share of a layer's inputs that training dropped.
     """
 
     rank: int
@@ -178,8 +178,8 @@ def config_json(config: AdapterConfig, ranks: Mapping[str, int]) -> dict[str, An
     """The config that PEFT writes for a LoRA.
 
     Args:
-        config: of the adapter.
-        ranks: of its layers; they all have the same scale.
+        config: the adapter's rank, scale and layers.
+        ranks: rank of each layer, by its path; they all have the same scale.
     """
     others = {layer: rank for layer, rank in ranks.items() if rank != config.rank}
     fused = [layer for layer in ranks if layer.endswith("qkv_proj")]

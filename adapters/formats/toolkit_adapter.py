@@ -58,9 +58,9 @@ def read_pairs(
     """Tensors of a state dict as arrays.
 
     Args:
-        state: of `open_state_dict`.
+        state: what `open_state_dict` returned.
         keys: names to give -> keys of the state.
-        dtype: of the arrays; as stored when None.
+        dtype: type of the arrays; as stored when None.
         source: for messages.
 
     Raises:
@@ -124,7 +124,7 @@ def read(
 
 
 def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
-    """What a config says of the adapter; the base model's own may have another id than the trained one."""
+    """A config's entry for the adapter; the base model's own may have another id than the trained one."""
     if not adapters:
         return None
     entry = adapters.get(adapter) or next(iter(adapters.values()))
@@ -217,7 +217,7 @@ def write(
 
 
 def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, Any]:
-    """What tamm writes of a model with this adapter."""
+    """The config that tamm writes of a model with this adapter."""
     values: dict[str, Any] = {"__tamm_type__": "module_configs:AFMTextV7Config"}
     left_out = ("rms_norm_eps", "kv_bits", "context_length")
     values |= {k: v for k, v in dataclasses.asdict(model).items() if k not in left_out}

@@ -81,11 +81,11 @@ def write_card(
 
     Args:
         folder: where to.
-        name: of the model.
+        name: the model's name.
         source: the checkpoint's bare name, without the folders of whoever converts it.
         config: the architecture.
-        dtype: of weights that are not packed.
-        quantization: that of config.json, or None.
+        dtype: type of weights that are not packed.
+        quantization: the content of that key of config.json, or None.
         note: a sentence on how layers were packed.
         adapters: names of those in the folder.
     """
@@ -157,9 +157,9 @@ def write_trained_card(
 
     Args:
         folder: where to.
-        name: of the model.
+        name: the model's name.
         source: bare name of the model that training started from.
-        model_type: of config.json.
+        model_type: that of its config.json.
         what: a sentence on what the weights are.
         facts: figures of the run, by what they are.
     """

@@ -55,7 +55,7 @@ class _Packed(nn.Module):
 
         Args:
             codes, bits, mode: see `weight_from_codes`.
-            options: of `weight_from_codes`, and of the layer.
+            options: further ones of `weight_from_codes` and of the layer.
         """
         parts = {name: options.pop(name) for name in (*PARTS[1:], "name") if name in options}
         return cls(weight_from_codes(codes, bits, mode, **parts), **options)
@@ -164,8 +164,8 @@ class PackedEmbedding(_Packed):
 
     Args:
         packed: the matrix, (vocab_size, K).
-        dtype: of the rows that a lookup returns.
-        activation_bits: of `as_linear`, see `PackedLinear`.
+        dtype: type of the rows that a lookup returns.
+        activation_bits: for `as_linear`, see `PackedLinear`.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class PackedEmbedding(_Packed):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the rows that a lookup returns."""
+        """Type of the rows that a lookup returns."""
         return getattr(mx, self._dtype)
 
     def __call__(self, tokens: mx.array) -> mx.array:
@@ -208,7 +208,7 @@ def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -
     Args:
         module: a linear layer, whose bias stays, or an embedding.
         packed: its matrix.
-        dtype: of the rows that an embedding returns.
+        dtype: type of the rows that an embedding returns.
     """
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding):
         return PackedEmbedding(packed, dtype).train(module.training)
@@ -249,7 +249,7 @@ def weight_from_codes(
     Args:
         codes: (N, K) integers of [0, 2**bits).
         bits, mode, scales, biases, table, column_scale: see `kernels.PackedWeight`.
-        name: of the layer, for errors.
+        name: the layer's name, for errors.
 
     Raises:
         CheckpointError: when a code does not fit, K does not fill whole words, or the parts do not fit.

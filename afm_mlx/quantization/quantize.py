@@ -21,7 +21,7 @@ from afm_mlx.quantization.rounding import pack
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 
 Predicate: TypeAlias = Callable[[str, nn.Module], "QuantizationRule | bool | Mapping[str, Any]"]
-"""What the layer at a path is packed to: a rule or its keys, True for the default, False for nothing."""
+"""Says how the layer at a path is packed: by a rule or its keys, by the default (True), or not (False)."""
 
 
 def quantize_model(
@@ -38,8 +38,8 @@ def quantize_model(
     Args:
         model: with float weights.
         config: the content of its config.json.
-        rule: of linear layers.
-        embedding_rule: of embeddings and of a head that is no embedding (`lm_head`); `rule` with 4 bits at
+        rule: for linear layers.
+        embedding_rule: for embeddings and a head that is no embedding (`lm_head`); `rule` with 4 bits at
             least when None.
         predicate: decides for each layer: one of these two rules (True), none (False), or its own.
 

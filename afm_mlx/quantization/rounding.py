@@ -54,8 +54,8 @@ class Rows:
 
     Args:
         shape: (N, K).
-        dtype: that its numbers are exact in.
-        read: rows from start to stop, as float32.
+        dtype: type in which its numbers are exact.
+        read: gives the rows from start to stop, as float32.
         name: for errors.
     """
 
@@ -94,7 +94,7 @@ class Rows:
         """Start, stop and rows of blocks that fit the processor's memory well.
 
         Args:
-            multiple: of this many rows.
+            multiple: blocks have a multiple of so many rows.
 
         Raises:
             CheckpointError: on NaN and infinity.
@@ -132,7 +132,7 @@ def pack(weight: mx.array | Rows, rule: QuantizationRule, *, name: str = "the ma
     Args:
         weight: (N, K) float.
         rule: bits, mode and granularity.
-        name: of the layer, for errors.
+        name: the layer's name, for errors.
 
     Raises:
         CheckpointError, ConfigError: name the layer: shapes that don't pack, groups that don't divide, NaN

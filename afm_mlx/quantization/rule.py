@@ -93,7 +93,7 @@ class QuantizationRule:
 
         Args:
             shape: (N, K).
-            name: of the layer, for errors.
+            name: the layer's name, for errors.
 
         Raises:
             CheckpointError: when a row does not fill whole words.
@@ -130,7 +130,7 @@ class QuantizationRule:
 
         Args:
             shape: (N, K).
-            dtype: of the folder's floats, which MLX's own format takes for its scales; ours are float32.
+            dtype: type of the folder's floats, which MLX's own format takes for its scales; ours are float32.
         """
         width = dtype.size if self.is_mlx_format else 4
         return sum(

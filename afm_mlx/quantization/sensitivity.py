@@ -44,12 +44,12 @@ class LayerSensitivity:
     """How much a layer suffers from fewer bits, and what they save.
 
     Args:
-        path: of the layer.
+        path: the layer's path in the model.
         weights: numbers in its matrix.
-        rise: of the divergence from the float model when this layer alone goes from `high` to `low`, in nats
-            per token. A negative one is noise.
+        rise: how much the divergence from the float model rises when this layer alone goes from `high` to
+            `low`, in nats per token. A negative one is noise.
         low, high: rules with fewer and with more bits.
-        low_bytes, high_bytes: of the matrix packed by either rule, scales and tables included.
+        low_bytes, high_bytes: bytes of the matrix packed by either rule, scales and tables included.
     """
 
     path: str
@@ -94,12 +94,12 @@ def measure_sensitivity(
     Args:
         model: with float weights, ours or one of mlx-lm's; called as `model(tokens)`.
         pieces: token ids of the calibration text.
-        low_rule, high_rule: of the linear layers.
+        low_rule, high_rule: for linear layers, with fewer and with more bits.
         progress: called with passes done and passes in all.
-        embedding_rule: of embeddings and heads, which are not measured; see `quantize_model`.
+        embedding_rule: for embeddings and heads, which are not measured; see `quantize_model`.
         predicate: as in `quantize_model`. Layers for which it says True are measured; those that get a rule
             of their own keep it, and those for which it says False stay float.
-        dtype: of the folder's floats, for the bytes of scales in MLX's own format; that of the layer's
+        dtype: type of the folder's floats, for the bytes of scales in MLX's own format; that of the layer's
             weights when None.
 
     Returns:
@@ -247,8 +247,8 @@ def stored_size(
 
     Args:
         model: with float weights.
-        rules: of the layers that are packed, by path.
-        dtype: of the folder's floats; as in the model when None. int8 scales are float32, and no weights.
+        rules: how layers are packed, by path; others stay float.
+        dtype: type of the folder's floats; as in the model when None. int8 scales are float32, and no weights.
     """
     weights = nbytes = 0
     for name, array in tree_flatten(model.parameters()):
@@ -274,7 +274,7 @@ def choose_bits(
     which there is room after all go back, the most sensitive first. The order of the list makes no difference.
 
     Args:
-        sensitivities: of `measure_sensitivity`.
+        sensitivities: what `measure_sensitivity` returned.
         target_bpw: bits per weight, scales and tables included.
         size: weights and bytes of the whole model with these layers high, as `stored_size` counts them; by
             default those of these layers alone.
@@ -312,8 +312,8 @@ def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: in
 
     Args:
         target_bpw: bits per weight.
-        weights: of the whole model.
-        low_bytes, high_bytes: of the whole model with all free layers low, and high.
+        weights: number of weights in the whole model.
+        low_bytes, high_bytes: bytes of the whole model with all free layers low, and high.
     """
     least, most = 8 * low_bytes / weights, 8 * high_bytes / weights
     if not least <= target_bpw <= most:
