@@ -5,6 +5,8 @@
 | a toolkit checkpoint: a folder with `base-model.pt`, or a `.pt` file with its config | `toolkit.py` |
 | a model folder of mlx-lm's `afm7`, or one of ours | `mlx_lm.py` |
 | any other model that mlx-lm knows, as a folder or a hub id | `other_models.py`, by mlx-lm |
+
+The first two say where a model's parameters lie; `folder_writer.py` writes them.
 """
 
 from __future__ import annotations
