@@ -85,29 +85,25 @@ def float_layer(
 # -- MLX's own format
 
 
-def mlx_rule(
-    rule: QuantizationRule, shape: tuple[int, ...], path: str, column_scale: bool = False
-) -> QuantizationRule:
+def mlx_rule(rule: QuantizationRule, shape: tuple[int, ...], path: str) -> QuantizationRule:
     """The rule of MLX's own format that holds the same numbers.
 
     Args:
         rule: how the layer is packed.
         shape: (N, K).
         path: the layer's path, for errors.
-        column_scale: whether it has a scale for each input, too.
 
     Raises:
         AFMError: names the layer when there is none.
     """
-    if rule.is_mlx_format and not column_scale:
+    if rule.is_mlx_format:
         return rule
     shared = shape[1] if rule.granularity != "group" else rule.group_size or 0
     group = next((g for g in _MLX_GROUPS if shared % g == 0), None)
-    if rule.mode == "palette" or group is None or column_scale:
-        lacks = "scales per column" if column_scale else "palettes"
-        if group is None and rule.mode != "palette":
-            groups = ", ".join(map(str, _MLX_GROUPS))
-            lacks = f"scales that {shared} inputs share (its groups are of {groups})"
+    if rule.mode == "palette" or group is None:
+        groups = ", ".join(map(str, _MLX_GROUPS))
+        shares = f"scales that {shared} inputs share (its groups are of {groups})"
+        lacks = "palettes" if rule.mode == "palette" else shares
         raise AFMError(
             f"{path} can't be used by stock mlx-lm, whose layers have no {lacks}. Write float weights (-d), "
             "or use the folder with afm-mlx."

@@ -180,8 +180,7 @@ def _to_mlx_layers(model: nn.Module, quantization: dict[str, Any]) -> dict[str, 
     for path, module in model.named_modules():
         if isinstance(module, PackedLinear | PackedEmbedding):
             packed, rule = module.packed, rule_of(module.packed)
-            scaled = packed.column_scale is not None
-            rules[path] = mlx_rule(rule, (packed.out_dims, packed.in_dims), path, scaled)
+            rules[path] = mlx_rule(rule, (packed.out_dims, packed.in_dims), path)
             own = to_mlx_format(packed, rules[path])
             assert own.scales is not None
             layers.append((path, packed_layer_for(module, own, own.scales.dtype)))

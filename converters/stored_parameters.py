@@ -108,7 +108,7 @@ class StoredLayer:
                 f"{folder}: {named(self.path)} has {dict(self.settings)}, which stock mlx-lm's afm7 can't load "
                 "beside other formats. Write float weights (-d)."
             )
-        target = mlx_rule(rule, self.shape, self.path, "column_scale" in self.parts)
+        target = mlx_rule(rule, self.shape, self.path)
         return PackedLayer(
             self.path,
             self.shape,
