@@ -1,4 +1,4 @@
-"""Adapters from one format to another, and what an adapter is and whether it is whole.
+"""Adapters converted from one format to another, described, and verified.
 
 An adapter may carry the fingerprint of its base model. Where a model folder is named, the two are compared,
 and an adapter without a fingerprint gets that of the folder.
@@ -49,17 +49,17 @@ class BaseFolder:
 
     @classmethod
     def read(cls, folder: Path) -> BaseFolder:
-        """Of an AFM model; no weights are loaded."""
+        """Read the folder of an AFM model; no weights are loaded."""
         config = ModelConfig.from_file(folder / "config.json")
         return cls(config, folder_fingerprint(config, folder))
 
 
 def base_of(adapter: Path) -> BaseFolder | None:
-    """The model that a folder of mlx-lm or PEFT is for, if it is on this machine.
+    """The base model of an mlx-lm or PEFT adapter, if it is on this machine.
 
-    That is the one that its config names, an AFM model's folder or the embedded model; or the embedded model
-    when the fingerprint is of that. The config may have been made elsewhere: a name that leads nowhere is
-    passed over, and nothing is fetched.
+    That is the model that the adapter's config names, an AFM model's folder or the embedded model, or else the
+    embedded model when the fingerprint is its own. The config may have been made elsewhere: a name that leads
+    nowhere is passed over, and nothing is fetched.
     """
     path = adapter / CONFIG_NAME
     if not path.is_file():
@@ -89,10 +89,10 @@ def read_for(
     """Read an adapter that must be one for the base, where that is given; see `read_adapter`.
 
     Args:
-        source: of any format.
+        source: an adapter of any format.
         base: gives its fingerprint to an adapter that has none.
         alpha: see `read_adapter`.
-        force: take an adapter with another base's fingerprint, which it keeps, if the shapes fit.
+        force: take an adapter with another base's fingerprint if its shapes fit; it keeps that fingerprint.
 
     Raises:
         CheckpointError: for an adapter of another model; shows both fingerprints.
@@ -123,11 +123,11 @@ def convert_adapter(
     Args:
         source, base, alpha, force: see `read_for`.
         output, to, dtype, any_rank, qkv: see `write_adapter`.
-        package: fields of `PackageMetadata` to set. The others are those of the source when it is a package,
-            its draft model included, and the defaults otherwise.
+        package: fields of `PackageMetadata` to set. The others come from the source when it is a package, its
+            draft model included, and are the defaults otherwise.
 
     Returns:
-        what the adapter says of itself.
+        the adapter's config.
 
     Raises:
         AFMError: when the source can't be read or can't become what was asked for.
@@ -158,7 +158,7 @@ def convert_adapter(
 def package_for(
     output: Path, source: str | Path | None, fields: Mapping[str, Any]
 ) -> PackageMetadata:
-    """What a package is to say of itself: the fields, else what the source says if it is a package."""
+    """The metadata of a package to be written: these fields, over the source's where that is a package."""
     metadata = PackageMetadata(output.name.removesuffix(SUFFIX))
     if source is not None and detect_format(source) == "fmadapter":
         metadata, _ = read_metadata(Path(source))
@@ -175,7 +175,7 @@ def stored_bytes(path: str | Path) -> int:
 def describe_adapter(
     path: str | Path, base: BaseFolder | None = None, alpha: float | None = None
 ) -> dict[str, Any]:
-    """What an adapter is, as values that JSON can hold; its numbers are not looked at.
+    """The properties of an adapter, as values that JSON can hold; its numbers are not looked at.
 
     Raises:
         AFMError: when it can't be read.
@@ -218,13 +218,13 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
 
 
 @dataclasses.dataclass
-class Verdict:
-    """What is wrong with an adapter.
+class AdapterReport:
+    """The problems of an adapter, and what it is.
 
     Attributes:
         problems: each a sentence; none when the adapter can be used.
         notes: what is odd but harmless, and what was not looked at.
-        facts: those of `describe_adapter`; None when it can't be read.
+        facts: what `describe_adapter` returns; None when it can't be read.
     """
 
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -238,41 +238,39 @@ def verify_adapter(
     *,
     alpha: float | None = None,
     base_signature: str | None = None,
-) -> Verdict:
+) -> AdapterReport:
     """Look for all that keeps an adapter from being used.
 
     Args:
-        path: of any format.
-        base: model that it must fit: names and shapes of all tensors, and the fingerprint.
+        path: an adapter of any format.
+        base: the model that it must fit by names and shapes of all tensors, and by its fingerprint.
         alpha: see `read_adapter`.
-        base_signature: that an `.fmadapter` package must have.
+        base_signature: the signature that an `.fmadapter` package must have.
     """
-    verdict = Verdict()
+    report = AdapterReport()
     # An unnamed blob has a place only in a model that fits.
     in_order = base.config if base and _kind(path) == "fmadapter" else None
     try:
         tensors, config = read_adapter(path, in_order, alpha=alpha, finite=False)
-        verdict.facts = _facts(path, tensors, config)
+        report.facts = _facts(path, tensors, config)
     except AFMError as error:
-        verdict.problems.append(str(error))
-        return verdict
+        report.problems.append(str(error))
+        return report
     if base is None:
-        verdict.notes.append(
-            "no model was named: shapes and fingerprint were not compared with one"
-        )
+        report.notes.append("no model was named: shapes and fingerprint were not compared with one")
     else:
-        verdict.problems += misfits(tensors, base.config)
+        report.problems += misfits(tensors, base.config)
         if config.base_model_fingerprint is None:
-            verdict.notes.append("the adapter has no fingerprint of its base model")
+            report.notes.append("the adapter has no fingerprint of its base model")
         try:
             check_fingerprint(config, {base.fingerprint}, path)
         except CheckpointError as error:
-            verdict.problems.append(str(error))
-    if verdict.facts["format"] == "toolkit":
-        _check_sums(verdict, Path(path))
-    _check_signature(verdict, base_signature)
-    _check_numbers(verdict, tensors)
-    return verdict
+            report.problems.append(str(error))
+    if report.facts["format"] == "toolkit":
+        _check_sums(report, Path(path))
+    _check_signature(report, base_signature)
+    _check_numbers(report, tensors)
+    return report
 
 
 def _kind(path: str | Path) -> str | None:
@@ -282,7 +280,7 @@ def _kind(path: str | Path) -> str | None:
         return None
 
 
-def _check_sums(verdict: Verdict, path: Path) -> None:
+def _check_sums(report: AdapterReport, path: Path) -> None:
     """Compare a zip archive's checksums, which no reader of `.pt` files does."""
     with zipfile.ZipFile(path) as archive:
         try:
@@ -290,34 +288,34 @@ def _check_sums(verdict: Verdict, path: Path) -> None:
         except (zipfile.BadZipFile, OSError) as error:
             bad = str(error)
     if bad is not None:
-        verdict.problems.append(f"its checksums do not fit ({bad}): the file is damaged")
+        report.problems.append(f"its checksums do not fit ({bad}): the file is damaged")
 
 
-def _check_signature(verdict: Verdict, wanted: str | None) -> None:
-    assert verdict.facts is not None
+def _check_signature(report: AdapterReport, wanted: str | None) -> None:
+    assert report.facts is not None
     if wanted is None:
         return
-    if "package" not in verdict.facts:
-        verdict.problems.append("only .fmadapter packages have a base signature, and this is none")
-    elif (found := verdict.facts["package"]["base_signature"]) != wanted:
-        verdict.problems.append(
+    if "package" not in report.facts:
+        report.problems.append("only .fmadapter packages have a base signature, and this is none")
+    elif (found := report.facts["package"]["base_signature"]) != wanted:
+        report.problems.append(
             f"the package is for the base signature {named(found)}, not {named(wanted)}"
         )
 
 
-def _check_numbers(verdict: Verdict, tensors: Tensors) -> None:
+def _check_numbers(report: AdapterReport, tensors: Tensors) -> None:
     bad = set(not_finite(tensors))
-    verdict.problems += [f"{named(name)} holds NaN or infinity" for name in sorted(bad)]
+    report.problems += [f"{named(name)} holds NaN or infinity" for name in sorted(bad)]
     for name in sorted(set(tensors) - bad):
         high = mx.abs(tensors[name].astype(mx.float32)).max().item()
         if high > FLOAT16_MAX:
-            verdict.problems.append(
+            report.problems.append(
                 f"{named(name)} has numbers up to {high:g}; adapters run in float16, which ends at "
                 f"{FLOAT16_MAX:g}"
             )
     second = sorted(name for name in tensors if ".lora_b" in name)
     zero = [name for name in second if name not in bad and not mx.any(tensors[name]).item()]
     if zero and len(zero) == len(second):
-        verdict.problems.append("every B is zero: the adapter changes nothing")
+        report.problems.append("every B is zero: the adapter changes nothing")
     elif zero:
-        verdict.notes.append(f"{len(zero)} of {len(second)} pairs change nothing: their B is zero")
+        report.notes.append(f"{len(zero)} of {len(second)} pairs change nothing: their B is zero")

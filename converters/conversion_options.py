@@ -1,4 +1,4 @@
-"""What `convert` is asked for, and the rules that layers are packed by then."""
+"""The options of `convert`, and the rules by which they have layers packed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from afm_mlx.config import ModelConfig
-from afm_mlx.converters.quantize import RECIPES, layer_rules, recipe
 from afm_mlx.errors import AFMError, ConfigError, shown
-from afm_mlx.quantization.quantize import Predicate
+from afm_mlx.model.model import Model
+from afm_mlx.quantization.quantize import Predicate, layer_rules
 from afm_mlx.quantization.rule import QuantizationRule
 
 DTYPES: dict[str, mx.Dtype] = {
@@ -20,31 +21,32 @@ DTYPES: dict[str, mx.Dtype] = {
     "float32": mx.float32,
 }
 TARGETS = ("afm-mlx", "mlx-lm")
+RECIPES = {"mixed_2_4": (2, 4), "mixed_2_8": (2, 8), "mixed_4_8": (4, 8)}
+"""Bits of most layers, and of those that suffer most; see `recipe`."""
 
 
 @dataclass(frozen=True)
-class Wishes:
+class ConversionOptions:
     """How a checkpoint is to be converted. Names are those of the flags, and mlx-lm's.
 
     Args:
         dtype: "float16", "bfloat16" or "float32" for weights and adapters; None keeps the source's.
-        to: "afm-mlx", or "mlx-lm" for a folder that stock mlx-lm reads and that holds nothing else.
+        to: "afm-mlx", or "mlx-lm" for a folder that mlx-lm itself reads and that holds nothing else.
         quantize: pack linear layers and embeddings. The options below say how, and are refused without it.
         q_bits: 2, 4 or 8; 2 for balanced weights by default, else 4.
         q_mode: "balanced", "affine" or "palette"; balanced for AFM models by default, affine for others,
             which take mlx-lm's own modes too.
         q_group_size: inputs that share a scale, or rows that share a palette's table.
         q_granularity: "tensor", "row" or "group"; see `QuantizationRule`.
-        q_embedding_bits: of embeddings and heads; `q_bits`, and 4 at least, by default.
-        q_embedding_mode, q_embedding_granularity: of embeddings and heads; those of the other layers by
-            default.
-        quant_predicate: a recipe's name (`converters.quantize.RECIPES`; mlx-lm's for other
-            architectures), or a function of path and module, see `quantize_model`.
+        q_embedding_bits: bits of embeddings and heads; by default `q_bits`, and 4 at least.
+        q_embedding_mode, q_embedding_granularity: for embeddings and heads; by default as for other layers.
+        quant_predicate: a recipe's name (`RECIPES`; mlx-lm's for other architectures), or a function of path
+            and module, see `quantize_model`.
         target_bpw: bits that a weight of the folder takes on average, at most, scales and tables included.
             Layers get 2 or 4 bits, or what the recipe's name says, by what they suffer on text; see
             `sensitivity`. The model is read into memory for that, and the folder gets a `sensitivity.json`.
-        data: the text: a `.jsonl` or `.txt` file, or a folder with `train.jsonl`; the model folder's
-            `heldout.jsonl` by default.
+        data: the text for `target_bpw`: a `.jsonl` or `.txt` file, or a folder with `train.jsonl`; by default
+            the model folder's `heldout.jsonl`.
         dequantize: write packed layers as the numbers that they stand for.
     """
 
@@ -99,9 +101,26 @@ class Wishes:
         """`dtype` as MLX has it."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
+    def check_source(self, source: Path, quantized: bool) -> None:
+        """Raise `AFMError` when a folder, quantized or not, can't become what is asked for."""
+        if quantized and self.quantize:
+            raise AFMError(
+                f"{source} is quantized already; rounding it again would add one error to the other. Convert "
+                "the checkpoint that the folder was made of, or make float weights of it first (-d)."
+            )
+        if quantized and self.dtype is not None and not self.dequantize:
+            raise AFMError(
+                f"{source} is quantized; its weights have no other dtype. Leave --dtype out, or convert the "
+                "checkpoint that the folder was made of."
+            )
+        if self.dequantize and not quantized:
+            raise AFMError(
+                f"{source} is not quantized: there is nothing to dequantize. Leave -d out."
+            )
+
     @property
-    def stock(self) -> bool:
-        """Whether the folder is for stock mlx-lm."""
+    def for_mlx_lm(self) -> bool:
+        """Whether the folder is for mlx-lm itself, without what only this package reads."""
         return self.to == "mlx-lm"
 
     @property
@@ -121,7 +140,11 @@ class Wishes:
         return RECIPES[self.quant_predicate]
 
     def rule(self, mode: str) -> QuantizationRule:
-        """The rule of most layers, with a mode for when none was asked for; of the better ones in a mix."""
+        """The rule of most layers; in a mix, of those with more bits.
+
+        Args:
+            mode: the default of `q_mode`.
+        """
         mode = self.q_mode or mode
         bits = self.q_bits or (2 if mode == "balanced" else 4)
         if self.target_bpw is not None:
@@ -129,7 +152,7 @@ class Wishes:
         return QuantizationRule(bits, mode, self.q_granularity, self.q_group_size)
 
     def embedding_rule(self, rule: QuantizationRule) -> QuantizationRule:
-        """That of embeddings and heads: `rule` but for what was asked for."""
+        """The rule of embeddings and heads, which is `rule` but for what the options say."""
         bits = self.q_embedding_bits or max(rule.bits, 4)
         if self.q_embedding_mode is None and self.q_embedding_granularity is None:
             return dataclasses.replace(rule, bits=bits)
@@ -137,15 +160,52 @@ class Wishes:
         return QuantizationRule(bits, mode, self.q_embedding_granularity)
 
     def afm_rules(self, config: ModelConfig) -> dict[str, QuantizationRule]:
-        """The rules of an AFM model's layers, by their paths."""
+        """The rule of every layer of an AFM model that is packed, by its path.
+
+        Raises:
+            ConfigError, CheckpointError: name the layer that can't be packed so.
+        """
         rule = self.rule("balanced")
         predicate = self.quant_predicate
         if isinstance(predicate, str):
             predicate = recipe(predicate, config, rule)
-        return layer_rules(config, rule, self.embedding_rule(rule), predicate)
+        # The model's arrays are lazy, and stay unmade.
+        return layer_rules(Model(config), rule, self.embedding_rule(rule), predicate)
 
 
 _OF_QUANTIZATION = (
-    *(field.name for field in dataclasses.fields(Wishes) if field.name.startswith("q_")),
+    *(field.name for field in dataclasses.fields(ConversionOptions) if field.name.startswith("q_")),
     *("quant_predicate", "target_bpw", "data"),
 )
+
+
+def recipe(name: str, config: ModelConfig, rule: QuantizationRule) -> Predicate:
+    """mlx-lm's choice of layers that get more bits, in bits that packed layers have.
+
+    These are the values (here all of the fused QKV) and the down projection in the first and the last
+    eighth of the blocks, and in every third block between.
+
+    Source: mlx-lm 0.32.2, `mixed_quant_predicate_builder` of `mlx_lm/convert.py`, after llama.cpp.
+
+    Raises:
+        ConfigError: for mlx-lm's own recipes, which have 3 and 6 bits.
+    """
+    if name not in RECIPES:
+        raise ConfigError(
+            f"The recipe {shown(name)} has layers of 3 or 6 bits, or is none; an AFM model takes 2, 4 and 8: "
+            f"{', '.join(RECIPES)}."
+        )
+    low, high = RECIPES[name]
+    eighth = config.num_layers // 8
+
+    def choose(path: str, module: nn.Module) -> QuantizationRule | bool:
+        if isinstance(module, nn.Embedding):
+            return True
+        _, kind, number, *_ = path.split(".")
+        block = int(number) + (config.num_kv_layers if kind == "kv_reuse_layers" else 0)
+        outer = block < eighth or block >= 7 * config.num_layers // 8
+        more = outer or (block - eighth) % 3 == 2
+        suffers = path.endswith((".qkv_proj", ".down_proj"))
+        return dataclasses.replace(rule, bits=high if more and suffers else low)
+
+    return choose

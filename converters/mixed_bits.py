@@ -19,8 +19,8 @@ import numpy as np
 from afm_mlx.checkpoint.stored_layers import quantization_of
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import read_config_json
-from afm_mlx.converters.conversion_options import Wishes
-from afm_mlx.converters.mlx_lm import check_wishes, read_config
+from afm_mlx.converters.conversion_options import ConversionOptions
+from afm_mlx.converters.mlx_lm import read_config
 from afm_mlx.errors import AFMError, DataError
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.perplexity import cut, load_documents
@@ -48,11 +48,11 @@ class Mix:
     """A choice of bits.
 
     Args:
-        wishes: what was asked for, with a predicate in the place of the target.
+        options: those that were given, with a predicate in the place of the target.
         report: the content of `sensitivity.json`.
     """
 
-    wishes: Wishes
+    options: ConversionOptions
     report: dict[str, Any]
 
     def write(self, folder: Path) -> None:
@@ -61,14 +61,14 @@ class Mix:
         (folder / REPORT).write_text(text, encoding="utf-8")
 
 
-def calibration_file(wishes: Wishes, source: Path) -> Path:
+def calibration_file(options: ConversionOptions, source: Path) -> Path:
     """Where the text comes from: what was given, or the model folder's own.
 
     Raises:
         DataError: when there is neither.
     """
-    if wishes.data is not None:
-        path = Path(wishes.data)
+    if options.data is not None:
+        path = Path(options.data)
         if not path.exists():
             raise DataError(
                 f"There is no file or folder {path}; data sets of the hub are not fetched."
@@ -87,7 +87,7 @@ def calibration_file(wishes: Wishes, source: Path) -> Path:
 
 def mix_of_folder(
     source: Path,
-    wishes: Wishes,
+    options: ConversionOptions,
     data: Path,
     progress: Progress | None = None,
 ) -> Mix:
@@ -95,19 +95,19 @@ def mix_of_folder(
 
     Args:
         source: a folder with float weights.
-        wishes, data, progress: see `choose_mix`.
+        options, data, progress: see `choose_mix`.
     """
     tensors = stored_tensors(source)
     config = read_config(source, tensors)
     values = read_config_json(source / "config.json")
     quantization = quantization_of(values, source / "config.json")
-    check_wishes(source, bool(quantization), wishes.mlx_dtype, quantize=True, dequantize=False)
+    options.check_source(source, bool(quantization))
     model = load_model(source, values | config.to_dict())
-    dtype = wishes.mlx_dtype or tensors["model.output_norm.weight"].dtype
+    dtype = options.mlx_dtype or tensors["model.output_norm.weight"].dtype
     return choose_mix(
         model,
         load_tokenizer(source),
-        wishes,
+        options,
         data,
         mode="balanced",
         dtype=dtype,
@@ -118,7 +118,7 @@ def mix_of_folder(
 def choose_mix(
     model: nn.Module,
     tokenizer: Any,
-    wishes: Wishes,
+    options: ConversionOptions,
     data: Path,
     *,
     mode: str,
@@ -129,30 +129,30 @@ def choose_mix(
 
     Args:
         model: with float weights.
-        tokenizer: of the model.
-        wishes: with a target.
-        data: of `calibration_file`.
-        mode: of layers when none was asked for.
-        dtype: of the folder's floats; as in the model when None.
+        tokenizer: the model's.
+        options: with a target.
+        data: the file that `calibration_file` returns.
+        mode: the default of `q_mode`.
+        dtype: type of the folder's floats; as in the model when None.
         progress: called with passes done and passes in all.
 
     Raises:
         AFMError: when the text can't be used, a layer can't be packed, or the target can't be met.
     """
-    assert wishes.target_bpw is not None
-    high = wishes.rule(mode)
-    low = dataclasses.replace(high, bits=wishes.bits_to_mix[0])
-    embedding = wishes.embedding_rule(high)
-    own = None if isinstance(wishes.quant_predicate, str) else wishes.quant_predicate
+    assert options.target_bpw is not None
+    high = options.rule(mode)
+    low = dataclasses.replace(high, bits=options.bits_to_mix[0])
+    embedding = options.embedding_rule(high)
+    own = None if isinstance(options.quant_predicate, str) else options.quant_predicate
     rules, free = plan_layers(model, high, embedding, own)
     size = stored_size(model, rules, dtype)
     _, least = stored_size(model, rules | dict.fromkeys(free, low), dtype)
-    check_target(wishes.target_bpw, size[0], least, size[1])  # before minutes of measuring
+    check_target(options.target_bpw, size[0], least, size[1])  # before minutes of measuring
     pieces = calibration_pieces(data, tokenizer)
     layers = measure_sensitivity(
         model, pieces, low, high, progress, embedding_rule=embedding, predicate=own, dtype=dtype
     )
-    chosen = choose_bits(layers, wishes.target_bpw, size)
+    chosen = choose_bits(layers, options.target_bpw, size)
 
     def predicate(path: str, module: nn.Module) -> Any:
         if path in chosen:
@@ -160,19 +160,21 @@ def choose_mix(
         return True if own is None else own(path, module)
 
     report = {
-        "target_bpw": wishes.target_bpw,
+        "target_bpw": options.target_bpw,
         "data": data.name,
         "tokens": sum(map(len, pieces)),
         "rise": "of KL(float || packed) in nats per token, when this layer alone goes to the low bits",
         "layers": [_entry(layer, chosen[layer.path]) for layer in _by_rise(layers)],
     }
-    return Mix(_settled(wishes, high, predicate), report)
+    return Mix(_settled(options, high, predicate), report)
 
 
-def _settled(wishes: Wishes, high: QuantizationRule, predicate: Predicate) -> Wishes:
-    """The same wishes without a target: what layers of the float model are packed to is known."""
+def _settled(
+    options: ConversionOptions, high: QuantizationRule, predicate: Predicate
+) -> ConversionOptions:
+    """The same options without a target: what layers of the float model are packed to is known."""
     return dataclasses.replace(
-        wishes, q_bits=high.bits, quant_predicate=predicate, target_bpw=None, data=None
+        options, q_bits=high.bits, quant_predicate=predicate, target_bpw=None, data=None
     )
 
 
@@ -203,10 +205,10 @@ def _entry(layer: LayerSensitivity, chosen: QuantizationRule) -> dict[str, Any]:
     }
 
 
-def check_stock(wishes: Wishes, mode: str) -> None:
-    """Raise `AFMError` for formats whose bytes in a folder for stock mlx-lm are not those that are counted."""
-    rule = wishes.rule(mode)
-    if not (rule.is_stock and wishes.embedding_rule(rule).is_stock):
+def check_mlx_format(options: ConversionOptions, mode: str) -> None:
+    """Raise `AFMError` for formats that a folder for mlx-lm holds in other bytes than are counted."""
+    rule = options.rule(mode)
+    if not (rule.is_mlx_format and options.embedding_rule(rule).is_mlx_format):
         raise AFMError(
             "--target-bpw counts the bytes of this package's formats, and a folder for stock mlx-lm has "
             "others. Choose --q-mode affine for all layers, the embedding too, or leave --to out."

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,18 +31,29 @@ from afm_mlx.adapters.formats.pair_order import (
 from afm_mlx.adapters.formats.toolkit_adapter import read_pairs
 from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
-from afm_mlx.checkpoint.folder_texts import write_card
-from afm_mlx.checkpoint.tensors import TensorSpec
-from afm_mlx.checkpoint.toolkit_config import LoRASpec, ToolkitConfig, is_toolkit_config
+from afm_mlx.checkpoint.toolkit_config import (
+    LoRASpec,
+    ToolkitConfig,
+    find_toolkit_config,
+    read_toolkit_config,
+)
 from afm_mlx.checkpoint.toolkit_keys import KeyMap, map_keys
-from afm_mlx.checkpoint.torch_file import equal, mlx_dtype, open_state_dict, tensor_chunks
-from afm_mlx.checkpoint.weights import check_weights, write_weights
-from afm_mlx.config import ModelConfig, read_config_json
-from afm_mlx.converters.quantize import PackedLayers, layer_of_rows
-from afm_mlx.errors import CheckpointError, named, shown
+from afm_mlx.checkpoint.torch_file import (
+    equal,
+    import_torch,
+    mlx_dtype,
+    open_state_dict,
+    tensor_chunks,
+)
+from afm_mlx.checkpoint.weights import check_weights
+from afm_mlx.config import ModelConfig
+from afm_mlx.converters.conversion_options import ConversionOptions
+from afm_mlx.converters.folder_writer import FolderWriter
+from afm_mlx.converters.mlx_lm import check_mlx_lm_computes
+from afm_mlx.errors import AFMError, CheckpointError, named, shown
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.rounding import Rows
-from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from afm_mlx.tokenizer.tokenizer_export import save_tokenizer
 from afm_mlx.tokenizer.vocabulary import SentencePieceVocabulary
 
@@ -71,7 +82,7 @@ def find_files(path: str | Path) -> ToolkitFiles:
     weights = _choose_weights(path) if path.is_dir() else path
     folder, stem = weights.parent, weights.stem
     names = [f"{stem}-config.json", f"{stem}.json", "config.json"]
-    config = next((folder / n for n in names if _is_config(folder / n)), None)
+    config = find_toolkit_config(folder, names)
     if config is None:
         raise CheckpointError(
             f"{folder} has no config of {weights.name}: one of {', '.join(names)}, written by tamm and with a "
@@ -87,125 +98,86 @@ def find_files(path: str | Path) -> ToolkitFiles:
 
 
 def write_toolkit(
-    files: ToolkitFiles,
-    config: ToolkitConfig,
+    source: Path,
     folder: Path,
-    *,
     name: str,
-    dtype: mx.Dtype | None = None,
-    with_adapters: bool = True,
-    rules: Mapping[str, QuantizationRule] | None = None,
-    stock: bool = False,
+    options: ConversionOptions,
     progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Write a checkpoint's weights, tokenizer, adapters and card into an empty folder.
+) -> None:
+    """Write a checkpoint's weights, tokenizer, adapters, config and card into an empty folder.
 
     Args:
-        files: of `find_files`.
-        config: parsed from `files.config`.
-        folder: where to write; no `config.json` is written.
+        source: see `find_files`.
+        folder: where to write.
         name: what the card calls the folder.
-        dtype: of weights and adapters; as in the checkpoint when None. Scales stay float32.
-        with_adapters: False leaves the adapters out.
-        rules: of layers to pack, by their paths.
-        stock: pack in MLX's own format, for stock mlx-lm.
+        options: what the folder is to be; one for mlx-lm itself gets no adapters.
         progress: see `write_weights`.
 
-    Returns:
-        keys of config.json that say how layers were packed.
-
     Raises:
-        CheckpointError: when the checkpoint is damaged or is not what its config says.
+        AFMError: when the checkpoint is damaged, is not what its config says, or can't be what is asked for.
     """
+    files = find_files(source)
+    config = read_toolkit_config(files.config)
+    if options.for_mlx_lm:
+        check_mlx_lm_computes(config.model, files.weights)
+    if options.dequantize:
+        raise AFMError(f"{files.weights} holds float weights: there is nothing to dequantize.")
     notes = save_tokenizer(files.tokenizer, folder)
     _check_vocabulary(folder, files.tokenizer, config.model.vocab_size)
     state = open_state_dict(files.weights)
-    source = str(files.weights)
-    keys = map_keys(state, source)
-    _check_state(config.model, keys, state, source)
-    weights = _Weights(keys, state, source, dtype)
-    adapters = _plan_adapters(config, keys, state, source) if with_adapters else {}
-    layers = PackedLayers()
-    write_weights(
-        folder,
-        weights.plan(config.model, layers, rules or {}, stock),
-        layers.reader(weights.read),
-        total_parameters=config.model.num_parameters,
-        progress=progress,
-    )
-    _write_adapters(folder, config.model, adapters, keys, state, dtype, source)
-    entries = layers.entries()
-    write_card(
+    where = str(files.weights)
+    keys = map_keys(state, where)
+    _check_state(config.model, keys, state, where)
+    parameters = _parameters(keys, state, where)
+    adapters = {} if options.for_mlx_lm else _plan_adapters(config, keys, state, where)
+    writer = FolderWriter(config.model, parameters, options)
+    writer.write_weights(folder, progress)
+    _write_adapters(folder, config.model, adapters, keys, state, options.mlx_dtype, where)
+    tokenizer = load_tokenizer(folder)
+    writer.write_texts(
         folder,
         name=name,
         source=files.weights.name,
-        config=config.model,
-        dtype=weights.dtype_of("model.output_norm.weight"),
-        quantization=entries.get("quantization"),
-        note=layers.note(),
+        # mlx-lm itself would otherwise stop at the end of a turn only.
+        values={"eos_token_id": [tokenizer.eos_token_id, tokenizer.separator_id]},
         adapters=sorted(adapters),
     )
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    return entries
 
 
-class _Weights:
-    """The base model's tensors on their way into a folder.
+@dataclass(frozen=True)
+class _TorchParameter:
+    """A tensor of a state dict; see `folder_writer.Parameter`."""
 
-    Args:
-        keys: of the state, by our names.
-        state: of `open_state_dict`, checked.
-        source: for errors.
-        dtype: of the floats; as in the state when None.
-    """
+    tensor: torch.Tensor
+    name: str
 
-    def __init__(self, keys: KeyMap, state: State, source: str, dtype: mx.Dtype | None):
-        self._keys, self._state, self._source, self._dtype = keys, state, source, dtype
-        self._scales = {n: _kv_scale(keys.kv_ranges[n], state, source) for n in keys.kv_ranges}
-
-    def plan(
-        self,
-        config: ModelConfig,
-        layers: PackedLayers,
-        rules: Mapping[str, QuantizationRule],
-        stock: bool,
-    ) -> list[TensorSpec]:
-        """What is to be written; `layers` takes those that are packed by `rules`."""
-        specs = []
-        for name, shape in parameter_shapes(config).items():
-            path = name.removesuffix(".weight")
-            if name in self._scales:
-                specs.append(TensorSpec(name, shape, mx.float32))
-            elif path in rules:
-                key = self._keys.weights[name]
-                rows = _rows(self._state[key], f"{self._source}: {key}")
-                specs += layers.add(layer_of_rows(path, rows, rules[path], self._dtype, stock))
-            else:
-                specs.append(TensorSpec(name, shape, self.dtype_of(name)))
-        return specs
-
-    def dtype_of(self, name: str) -> mx.Dtype:
-        """Of a tensor that is written as floats."""
-        stored = mlx_dtype(self._state[self._keys.weights[name]])
+    @property
+    def dtype(self) -> mx.Dtype:
+        stored = mlx_dtype(self.tensor)
         assert stored is not None  # _check_state saw to it
-        return self._dtype or stored
+        return stored
 
-    def read(self, spec: TensorSpec) -> Iterable[Any]:
-        """The numbers of a tensor, as `write_weights` takes them."""
-        if spec.name in self._scales:
-            return [self._scales[spec.name].tobytes()]
-        key = self._keys.weights[spec.name]
-        return tensor_chunks(self._state[key], spec.dtype, f"{self._source}: {key}")
+    def rows(self) -> Rows:
+        def read(start: int, stop: int) -> np.ndarray:
+            return self.tensor[start:stop].float().numpy()
+
+        height, width = self.tensor.shape
+        return Rows((height, width), self.dtype, read, self.name)
+
+    def chunks(self, dtype: mx.Dtype) -> Iterable[Any]:
+        return tensor_chunks(self.tensor, dtype, self.name)
 
 
-def _rows(tensor: torch.Tensor, name: str) -> Rows:
-    def read(start: int, stop: int) -> np.ndarray:
-        return tensor[start:stop].float().numpy()
-
-    stored = mlx_dtype(tensor)
-    assert stored is not None
-    return Rows((tensor.shape[0], tensor.shape[1]), stored, read, name)
+def _parameters(keys: KeyMap, state: State, source: str) -> dict[str, _TorchParameter]:
+    """The base model's parameters by our names."""
+    found = {
+        name: _TorchParameter(state[key], f"{source}: {key}") for name, key in keys.weights.items()
+    }
+    for name, key in keys.kv_ranges.items():
+        found[name] = _TorchParameter(_kv_scale(key, state, source), f"{source}: {key['range']}")
+    return found
 
 
 def _choose_weights(folder: Path) -> Path:
@@ -219,10 +191,6 @@ def _choose_weights(folder: Path) -> Path:
             "Give the path of the one to convert."
         )
     return files[0]
-
-
-def _is_config(path: Path) -> bool:
-    return path.is_file() and is_toolkit_config(read_config_json(path))
 
 
 def _check_vocabulary(folder: Path, source: Path, vocab_size: int) -> None:
@@ -265,7 +233,8 @@ def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -
             )
 
 
-def _kv_scale(keys: dict[str, str], state: State, source: str) -> np.float32:
+def _kv_scale(keys: dict[str, str], state: State, source: str) -> torch.Tensor:
+    """The scale that a quantizer's range stands for, float32."""
     if set(keys) != {"range", "num_samples"}:
         raise CheckpointError(
             f"{source}: {named(next(iter(keys.values())))} stands alone; a KV quantizer has a range and "
@@ -286,7 +255,7 @@ def _kv_scale(keys: dict[str, str], state: State, source: str) -> np.float32:
             "no scale. The model's KV quantizer has not observed any data: run it in training mode over "
             "some text, or convert a model without KVQuantArchOptimizer."
         )
-    return scale
+    return import_torch().tensor(scale)
 
 
 def _plan_adapters(

@@ -113,7 +113,7 @@ def read_adapter(
         path: folder or file.
         model_config: architecture that the adapter must fit; needed for `.fmadapter` packages of other models
             than Apple's 3B.
-        alpha: of a toolkit's `.pt`; by default that of the config beside it.
+        alpha: alpha of a toolkit's `.pt`; by default that of the config beside it.
         finite: look at all numbers, and refuse NaN and infinity.
 
     Returns:
@@ -161,12 +161,12 @@ def write_adapter(
         path: must not exist; `NAME.pt` for the toolkit, which also gets `NAME-config.json`, and
             `NAME.fmadapter` for a package.
         tensors: see `read_adapter`.
-        config: of the tensors.
+        config: the adapter's rank, scale and layers.
         to: one of `FORMATS`.
-        model_config: of the base; the toolkit's and Apple's formats hold pairs of every layer, and need it for
-            other models than Apple's 3B. The adapter must fit it.
-        dtype: of the numbers; as they are by default. `.pt` files are float32, and packages float16.
-        package: of `.fmadapter` only; by default the file's name is that of the adapter.
+        model_config: architecture of the base. The toolkit's and Apple's formats hold pairs of every layer, and
+            need it for other models than Apple's 3B. The adapter must fit it.
+        dtype: type of the numbers; as they are by default. `.pt` files are float32, and packages float16.
+        package: metadata of an `.fmadapter`; by default only a name, which is that of the file.
         any_rank: write packages of ranks above 32, which Apple's runtime does not take.
         qkv: "fused" or "split": what layers a PEFT folder names.
 

@@ -62,11 +62,11 @@ _SIGNATURE = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True)
 class PackageMetadata:
-    """What a package says of itself beside its rank.
+    """The content of a package's `metadata.json`, but for the rank.
 
     Args:
         name: letters, digits and '_'; the framework accepts no others.
-        author: of the adapter.
+        author: the adapter's author.
         description: for people.
         license: for people.
         base_signature: 40 hex digits that name the base model; None takes that of the toolkit 26.0 for the 3B's
@@ -348,7 +348,7 @@ def split_rows(b: np.ndarray, heads: int) -> np.ndarray:
 
 
 def interleave_rows(b: np.ndarray, heads: int) -> np.ndarray:
-    """What `split_rows` undoes."""
+    """Undo `split_rows`."""
     if heads == 0:
         return b
     return b.reshape(heads, 2, -1, b.shape[1]).swapaxes(1, 2).reshape(b.shape)

@@ -35,7 +35,7 @@ def write_blobs(path: Path, blobs: Iterable[np.ndarray], count: int) -> None:
     """Write arrays of float16 as a stream.
 
     Args:
-        path: of the file.
+        path: the file.
         blobs: float16, of any shape, row-major.
         count: how many there are; it stands in the header.
     """

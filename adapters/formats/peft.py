@@ -40,7 +40,8 @@ from afm_mlx.files import atomic_folder
 from afm_mlx.values import is_text
 
 TENSORS_NAME = "adapter_model.safetensors"
-Pair = tuple[mx.array, mx.array]
+Matrices = tuple[mx.array, mx.array]
+"""A (rank, inputs) and B (outputs, rank): as PEFT stores them."""
 
 PREFIX = "base_model.model."
 FINGERPRINT = "base_model_fingerprint"
@@ -135,7 +136,7 @@ def _check_pair(path: Path, layer: str, a: mx.array, b: mx.array, rank: int) -> 
 
 
 def _pairs(path: Path, layer: str, a: mx.array, b: mx.array) -> Tensors:
-    """A layer's pairs by our names: three of a fused one."""
+    """A layer's tensors by our names; a fused layer has three pairs."""
     if match := _SPLIT.fullmatch(layer):
         part = _PARTS[match["which"]]
         fused = f"{match['attention']}.qkv_proj"
@@ -170,7 +171,7 @@ def _is_block_diagonal(sections: list[mx.array]) -> bool:
 
 
 def _common(tensors: Tensors, scales: Mapping[str, float], path: Path) -> tuple[int, float]:
-    """Give all pairs one rank and one scale, in place."""
+    """Give all pairs the highest rank and the largest scale, in place; returns the two."""
     ranks = {name: tensors[name].shape[1 if _is_a(name) else 0] for name in tensors}
     rank, scale = max(ranks.values()), max(scales.values(), key=abs)
     stored = sum(tensor.size for tensor in tensors.values())
@@ -209,7 +210,7 @@ def write(
     check_names(tensors, path)
     if model_config is not None and qkv == "fused":
         tensors = complete_fused(tensors, model_config, config.rank)
-    pairs: dict[str, Pair] = {}
+    pairs: dict[str, Matrices] = {}
     for layer in dict.fromkeys(layer_of(name) for name in tensors):
         if f"{layer}.lora_a" in tensors:
             pairs[layer] = tensors[f"{layer}.lora_a"].T, tensors[f"{layer}.lora_b"].T
@@ -232,19 +233,19 @@ def write(
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
-def _part(tensors: Mapping[str, mx.array], layer: str, part: int) -> Pair | None:
-    """A (rank, inputs) and B (outputs, rank) of queries, keys or values."""
+def _part(tensors: Mapping[str, mx.array], layer: str, part: int) -> Matrices | None:
+    """The pair of queries, keys or values; None where the adapter has none."""
     a, b = tensors.get(f"{layer}.lora_a.{part}"), tensors.get(f"{layer}.lora_b.{part}")
     return None if a is None or b is None else (a.T, b.T)
 
 
-def _fused(path: Path, layer: str, parts: Mapping[int, Pair]) -> Pair:
-    """One pair for queries, keys and values: of the same rank when they share their A, else of three times."""
+def _fused(path: Path, layer: str, parts: Mapping[int, Matrices]) -> Matrices:
+    """One pair for queries, keys and values, of their rank when they share one A, else of three times that."""
     if len(parts) != 3:
         raise CheckpointError(
             f"{path}: {named(layer)} has pairs for {len(parts)} of queries, keys and values. One fused "
-            "layer needs "
-            "the widths of all: name the model folder (--model), or write three layers (--qkv split)."
+            "layer needs the widths of all: name the model folder (--model), or write three layers "
+            "(--qkv split)."
         )
     a, b = ([parts[i][side] for i in range(3)] for side in (0, 1))
     if all(mx.array_equal(a[0], other).item() for other in a[1:]):

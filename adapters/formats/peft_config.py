@@ -39,39 +39,18 @@ _MUST_BE_OFF = {
     "monteclora_config": "MonteCLoRA",
 }
 # Options that say how an adapter was made or which layers it has, which its tensors show.
-_WITHOUT_EFFECT = {
-    "task_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "megatron_config",
-    "megatron_core",
-    "loftq_config",
-    "eva_config",
-    "corda_config",
-    "lora_ga_config",
-    "qalora_group_size",
-    "runtime_config",
-    "ensure_weight_tying",
-    "unsloth_fixed",
-}
-_READ = {
-    "peft_type",
-    "bias",
-    "init_lora_weights",
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "rank_pattern",
-    "alpha_pattern",
-}
+_WITHOUT_EFFECT = set(
+    """
+    task_type auto_mapping peft_version base_model_name_or_path revision inference_mode target_modules
+    exclude_modules layers_to_transform layers_pattern megatron_config megatron_core loftq_config eva_config
+    corda_config lora_ga_config qalora_group_size runtime_config ensure_weight_tying unsloth_fixed
+    """.split()
+)
+_READ = set(
+    """
+    peft_type bias init_lora_weights r lora_alpha lora_dropout use_rslora rank_pattern alpha_pattern
+    """.split()
+)
 _MAX_PATTERNS = 2000  # the 3B has 280 layers
 _SIMPLE = "three of * + ? { ( at most"
 # Others, such as pissa and loftq, change the base model's weights too.
@@ -80,13 +59,13 @@ _INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 @dataclass(frozen=True)
 class LoRASettings:
-    """What a config says that matters.
+    """The options of a config that say what the adapter computes.
 
     Args:
-        rank, alpha: of layers without a pattern of their own.
+        rank, alpha: rank and alpha of layers that no pattern names.
         rs: whether scales are those of rsLoRA.
         ranks, alphas: by patterns of layers, see `get_pattern_key`.
-        dropout: of the input while training.
+        dropout: share of a layer's inputs that training dropped.
     """
 
     rank: int
@@ -196,11 +175,11 @@ def _pattern(patterns: Mapping[str, Any], layer: str) -> str:
 
 
 def config_json(config: AdapterConfig, ranks: Mapping[str, int]) -> dict[str, Any]:
-    """What PEFT writes of a LoRA.
+    """The config that PEFT writes for a LoRA.
 
     Args:
-        config: of the adapter.
-        ranks: of its layers; they all have the same scale.
+        config: the adapter's rank, scale and layers.
+        ranks: rank of each layer, by its path; they all have the same scale.
     """
     others = {layer: rank for layer, rank in ranks.items() if rank != config.rank}
     fused = [layer for layer in ranks if layer.endswith("qkv_proj")]

@@ -29,7 +29,7 @@ from afm_mlx.adapters.formats.pair_order import (
     without_empty,
 )
 from afm_mlx.checkpoint.tensors import array_bytes
-from afm_mlx.checkpoint.toolkit_config import LoRASpec, is_toolkit_config, read_toolkit_config
+from afm_mlx.checkpoint.toolkit_config import LoRASpec, find_toolkit_config, read_toolkit_config
 from afm_mlx.checkpoint.toolkit_keys import adapter_key, map_keys
 from afm_mlx.checkpoint.torch_file import import_torch, mlx_dtype, open_state_dict, tensor_chunks
 from afm_mlx.config import ModelConfig, read_config_json
@@ -45,7 +45,8 @@ ADAPTER_ID = "base_adapter"
 # tamm's config has a field for whatever its user wants to note.
 FINGERPRINT = "base_model_fingerprint"
 
-_MAX_SHARED = 4
+_CONFIGS = ("{}-config.json", "{}.json", "config.json", "base-model-config.json")
+_MAX_SHARED = 4  # times the size of the file
 
 
 def read_pairs(
@@ -57,9 +58,9 @@ def read_pairs(
     """Tensors of a state dict as arrays.
 
     Args:
-        state: of `open_state_dict`.
+        state: what `open_state_dict` returned.
         keys: names to give -> keys of the state.
-        dtype: of the arrays; as stored when None.
+        dtype: type of the arrays; as stored when None.
         source: for messages.
 
     Raises:
@@ -93,7 +94,7 @@ def read(
         )
     ((adapter, keys),) = found.items()
     spec, fingerprint = None, None
-    if config := _find_config(path):
+    if config := find_toolkit_config(path.parent, [name.format(path.stem) for name in _CONFIGS]):
         parsed = read_toolkit_config(config)
         spec = _spec(parsed.adapters, adapter, config)
         fingerprint = _fingerprint(config)
@@ -123,7 +124,7 @@ def read(
 
 
 def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) -> LoRASpec | None:
-    """What a config says of the adapter; the base model's own may have another id than the trained one."""
+    """A config's entry for the adapter; the base model's own may have another id than the trained one."""
     if not adapters:
         return None
     entry = adapters.get(adapter) or next(iter(adapters.values()))
@@ -137,19 +138,6 @@ def _spec(adapters: Mapping[str, LoRASpec | str], adapter: str, config: Path) ->
             f"{config}: the adapter is of type {shown(entry)}; LoRAModelAdapter can be read."
         )
     return entry
-
-
-def _find_config(path: Path) -> Path | None:
-    names = (
-        f"{path.stem}-config.json",
-        f"{path.stem}.json",
-        "config.json",
-        "base-model-config.json",
-    )
-    for candidate in (path.parent / name for name in names):
-        if candidate.is_file() and is_toolkit_config(read_config_json(candidate)):
-            return candidate
-    return None
 
 
 def _fingerprint(config: Path) -> str | None:
@@ -229,7 +217,7 @@ def write(
 
 
 def _config_json(config: AdapterConfig, model: ModelConfig) -> dict[str, Any]:
-    """What tamm writes of a model with this adapter."""
+    """The config that tamm writes of a model with this adapter."""
     values: dict[str, Any] = {"__tamm_type__": "module_configs:AFMTextV7Config"}
     left_out = ("rms_norm_eps", "kv_bits", "context_length")
     values |= {k: v for k, v in dataclasses.asdict(model).items() if k not in left_out}

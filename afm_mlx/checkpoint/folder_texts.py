@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.config import ModelConfig
+from afm_mlx.config import MODEL_TYPE, ModelConfig
 
 _CARD = """\
 ---
@@ -20,27 +20,44 @@ pipeline_tag: text-generation
 license: other
 tags:
 - mlx
-- afm7
+- {model_type}
 ---
 
 # {name}
 
-An AFM text v7 model in MLX format: {parameters:,} parameters in {kind}, and {layers} blocks, of which the
-last {reuse} reuse keys and values. Converted from `{source}` by afm-mlx.
-{note}
+{about}
+
 ```bash
 afm-mlx generate --model {name} --prompt "Hello"
 ```
 {adapters}
 ## Licence
 
-Converting changes the format, not the terms. The weights stay under the licence of the checkpoint that they
-came from: read it before you use them, and before you give this folder to anybody.
+{licence}
 """
+
+_CONVERTED = """\
+An AFM text v7 model in MLX format: {parameters:,} parameters in {kind}, and {layers} blocks, of which the
+last {reuse} reuse keys and values. Converted from `{source}` by afm-mlx.{note}"""
 
 _ADAPTERS = """
 The adapters that the checkpoint held are folders of their own: {names}.
 """
+
+_LICENCE_OF_CONVERTED = """\
+Converting changes the format, not the terms. The weights stay under the licence of the checkpoint that they
+came from: read it before you use them, and before you give this folder to anybody."""
+
+_TRAINED = """\
+{what} Trained from `{source}` by afm-mlx.
+
+| training | |
+| --- | --- |
+{facts}"""
+
+_LICENCE_OF_TRAINED = """\
+Training changes numbers, not terms. The weights stay under the licence of the model that they came from, and
+the data may have terms of its own: read both before you use this folder, and before you give it to anybody."""
 
 
 def write_config(folder: Path, values: Mapping[str, Any]) -> None:
@@ -60,15 +77,15 @@ def write_card(
     note: str = "",
     adapters: Sequence[str] = (),
 ) -> None:
-    """Write the card.
+    """Write the card, `README.md`, of a converted model.
 
     Args:
         folder: where to.
-        name: of the model.
+        name: the model's name.
         source: the checkpoint's bare name, without the folders of whoever converts it.
         config: the architecture.
-        dtype: of weights that are not packed.
-        quantization: that of config.json, or None.
+        dtype: type of weights that are not packed.
+        quantization: the content of that key of config.json, or None.
         note: a sentence on how layers were packed.
         adapters: names of those in the folder.
     """
@@ -78,16 +95,24 @@ def write_card(
         kind = f"{quantization['bits']}-bit codes ({mode}), what is not packed in {kind}"
         bits = 8 * sum(tensor.nbytes for tensor in stored_tensors(folder).values())
         note = f"A weight takes {bits / config.num_parameters:.3f} bits on average. {note}".rstrip()
-    names = ", ".join(f"`adapters/{adapter}`" for adapter in adapters)
-    text = _CARD.format(
-        name=name,
-        source=source,
+    about = _CONVERTED.format(
         parameters=config.num_parameters,
+        kind=kind,
         layers=config.num_layers,
         reuse=config.num_kv_reuse_layers,
-        kind=kind,
-        note=f"{note}\n" if note else "",
-        adapters=_ADAPTERS.format(names=names) if adapters else "",
+        source=source,
+        note=f"\n{note}" if note else "",
+    )
+    names = ", ".join(f"`adapters/{adapter}`" for adapter in adapters)
+    held = _ADAPTERS.format(names=names) if adapters else ""
+    _write_card(folder, name, MODEL_TYPE, about, _LICENCE_OF_CONVERTED, held)
+
+
+def _write_card(
+    folder: Path, name: str, model_type: str, about: str, licence: str, adapters: str = ""
+) -> None:
+    text = _CARD.format(
+        name=name, model_type=model_type, about=about, licence=licence, adapters=adapters
     )
     (folder / "README.md").write_text(text, encoding="utf-8")
 
@@ -107,7 +132,7 @@ _TOKENIZER_FILES = (
 
 
 def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
-    """Copy what makes the tokenizer of a model folder; returns the names of the files."""
+    """Copy the tokenizer's files of a model folder; returns their names."""
     files = {
         file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()
     }
@@ -117,34 +142,6 @@ def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
 
 
 # -- trained models
-
-_TRAINED_CARD = """\
----
-library_name: mlx
-pipeline_tag: text-generation
-license: other
-tags:
-- mlx
-- {model_type}
----
-
-# {name}
-
-{what} Trained from `{source}` by afm-mlx.
-
-| training | |
-| --- | --- |
-{facts}
-
-```bash
-afm-mlx generate --model {name} --prompt "Hello"
-```
-
-## Licence
-
-Training changes numbers, not terms. The weights stay under the licence of the model that they came from, and
-the data may have terms of its own: read both before you use this folder, and before you give it to anybody.
-"""
 
 
 def write_trained_card(
@@ -160,14 +157,12 @@ def write_trained_card(
 
     Args:
         folder: where to.
-        name: of the model.
+        name: the model's name.
         source: bare name of the model that training started from.
-        model_type: of config.json.
+        model_type: that of its config.json.
         what: a sentence on what the weights are.
         facts: figures of the run, by what they are.
     """
     rows = "\n".join(f"| {label} | {value} |" for label, value in facts.items())
-    text = _TRAINED_CARD.format(
-        name=name, source=source, model_type=model_type, what=what, facts=rows
-    )
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    about = _TRAINED.format(what=what, source=source, facts=rows)
+    _write_card(folder, name, model_type, about, _LICENCE_OF_TRAINED)

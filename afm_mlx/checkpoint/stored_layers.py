@@ -19,7 +19,12 @@ from afm_mlx.checkpoint.weights import check_weights
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 from afm_mlx.kernels import BITS, PackedWeight
-from afm_mlx.quantization.packed_layers import PARTS, PackedEmbedding, PackedLinear
+from afm_mlx.quantization.packed_layers import (
+    PARTS,
+    PackedEmbedding,
+    PackedLinear,
+    packed_layer_for,
+)
 from afm_mlx.quantization.quantize import replace_modules
 from afm_mlx.quantization.rule import RULE_KEYS, QuantizationRule
 
@@ -292,10 +297,7 @@ def place_stored_layers(
         module = floats[path]
         parts = {part: weights.get(f"{path}.{part}") for part in PARTS[1:]}
         packed = PackedWeight(weights[f"{path}.weight"], rule.bits, rule.mode, **parts)
-        if isinstance(module, nn.Embedding):
-            layers.append((path, PackedEmbedding(packed, dtype)))
-        else:
-            layers.append((path, PackedLinear(packed, module.get("bias"))))
+        layers.append((path, packed_layer_for(module, packed, dtype)))
     replace_modules(model, layers)
     others = {path for path, rule in rules.items() if rule is None}
     others |= {
@@ -335,11 +337,7 @@ def repack_mlx_layers(model: nn.Module) -> None:
             continue
         parts = (module.scales, module.biases)
         packed = PackedWeight(module.weight, module.bits, "affine", *parts)
-        if isinstance(module, nn.QuantizedEmbedding):
-            layer: nn.Module = PackedEmbedding(packed, module.scales.dtype)
-        else:
-            layer = PackedLinear(packed, module.get("bias"))
-        layers.append((path, layer.train(module.training)))
+        layers.append((path, packed_layer_for(module, packed, module.scales.dtype)))
     replace_modules(model, layers)
 
 

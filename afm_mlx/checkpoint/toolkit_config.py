@@ -10,7 +10,7 @@ Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py`, `tamm/layers/common
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,12 @@ class ToolkitConfig:
 def is_toolkit_config(values: Mapping[str, Any]) -> bool:
     """Whether a JSON object has tamm's type tag."""
     return isinstance(values.get("__tamm_type__"), str)
+
+
+def find_toolkit_config(folder: Path, names: Iterable[str]) -> Path | None:
+    """The first of these files in a folder that is there and that tamm wrote."""
+    files = [folder / name for name in names if (folder / name).is_file()]
+    return next((file for file in files if is_toolkit_config(read_config_json(file))), None)
 
 
 def read_toolkit_config(path: str | Path) -> ToolkitConfig:

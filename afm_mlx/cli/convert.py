@@ -71,16 +71,16 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(
             "--model is missing; it says what to convert. afm-mlx convert --help explains."
         )
-    from afm_mlx.converters.convert import Wishes, convert
+    from afm_mlx.converters.convert import ConversionOptions, convert
     from afm_mlx.measure.describe import describe_stored_weights
 
-    wishes = {field.name: getattr(args, field.name) for field in fields(Wishes)}
+    options = {field.name: getattr(args, field.name) for field in fields(ConversionOptions)}
     measuring_bar = (
         contextlib.nullcontext() if args.target_bpw is None else progress_bar("measuring", "pass")
     )
     with measuring_bar as measuring, progress_bar("converting", "B") as progress:
         folder = convert(
-            args.model, args.mlx_path, progress=progress, measuring=measuring, **wishes
+            args.model, args.mlx_path, progress=progress, measuring=measuring, **options
         )
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     weights = describe_stored_weights(folder)

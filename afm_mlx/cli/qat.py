@@ -107,7 +107,7 @@ def _predicate(
     args: argparse.Namespace, source: ModelSource, rule: QuantizationRule
 ) -> Predicate | None:
     from afm_mlx.config import ModelConfig
-    from afm_mlx.converters.quantize import recipe
+    from afm_mlx.converters.conversion_options import recipe
 
     if args.quant_predicate is None:
         return None

@@ -81,9 +81,9 @@ def load(
             f"architecture, {MODEL_TYPE!r} for an AFM model."
         )
     if not is_afm_config(values):
-        from afm_mlx.loading.mlx_lm_models import load_zoo
+        from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
 
-        loaded = load_zoo(
+        loaded = load_mlx_lm_folder(
             folder,
             tokenizer_config=tokenizer_config,
             model_config=model_config,

@@ -25,7 +25,7 @@ from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.quantization.packed_layers import PackedLinear
 
 
-def load_zoo(
+def load_mlx_lm_folder(
     folder: Path,
     *,
     tokenizer_config: Mapping[str, Any] | None = None,
@@ -48,7 +48,7 @@ def load_zoo(
     try:
         if adapter_path is not None:
             _check_adapter(Path(adapter_path) / TENSORS_NAME)
-        model, config = load_zoo_model(folder, model_config, trust_remote_code)
+        model, config = load_mlx_lm_model(folder, model_config, trust_remote_code)
         ours = any(isinstance(module, PackedLinear) for module in model.modules())
         if adapter_path is not None and not ours:
             model = utils.load_adapters(model, adapter_path)
@@ -82,7 +82,7 @@ def _check_adapter(path: Path) -> None:
         check_finite(load_stored(stored), path)
 
 
-def load_zoo_model(
+def load_mlx_lm_model(
     folder: Path, model_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model, its arrays unread, and the content of config.json; packed layers as they are stored."""

@@ -51,7 +51,7 @@ def mlx_codes(units: Array, bits: int, dtype: mx.Dtype, look: bool) -> AffineCod
     Args:
         units: (U, L) float32; L is a group size that MLX has.
         bits: 2, 4 or 8.
-        dtype: of the weights, and of scales and biases.
+        dtype: type of the weights, and of scales and biases.
         look: for grids; False leaves all to `mx.quantize`.
     """
     words, *parts = mx.quantize(mx.array(units).astype(dtype), units.shape[1], bits)
@@ -113,7 +113,7 @@ def mlx_grids(units: Array, bits: int, dtype: mx.Dtype) -> AffineGrids:
     Args:
         units: (U, L) float32.
         bits: 2, 4 or 8.
-        dtype: that the weights were rounded to. Scales and biases may have been of any type.
+        dtype: type that the weights were rounded to. Scales and biases may have been of any type.
     """
     result = no_grids(len(units))
     low, high = units.min(axis=1), units.max(axis=1)
@@ -183,7 +183,7 @@ def _codes(units: Array, scale: Array, bias: Array, bits: int) -> Array:
 
 
 def no_grids(count: int) -> AffineGrids:
-    """That units lie on no grid."""
+    """Units of which none lies on a grid."""
     return AffineGrids(
         np.zeros(count, np.float32), np.zeros(count, np.float32), np.zeros(count, bool)
     )
@@ -197,7 +197,7 @@ def any_grids(units: Array, centers: Array, bits: int, dtype: mx.Dtype) -> Affin
         centers: (U,), which lie near the middle of the codes: where a unit has fewer levels than there are
             codes, this is what tells which codes they are.
         bits: 2, 4 or 8. With no more digits than that, `dtype` can't tell levels apart, and no grid is found.
-        dtype: that the weights were rounded to.
+        dtype: type that the weights were rounded to.
     """
     result = no_grids(len(units))
     low, high = units.min(axis=1), units.max(axis=1)

@@ -31,7 +31,7 @@ def grid_scales(units: Array, bits: int, dtype: mx.Dtype) -> tuple[Array, Array]
     Args:
         units: (U, L) float32, each row with a scale of its own.
         bits: 2, 4 or 8.
-        dtype: that the weights were rounded to.
+        dtype: type that the weights were rounded to.
 
     Returns:
         scales (U,) float32, and (U,) whether they give the weights back bit for bit; 0 where not.

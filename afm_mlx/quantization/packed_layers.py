@@ -8,7 +8,7 @@ of the layer; absent ones are left out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, Self, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,7 +42,7 @@ def activation_dtype() -> mx.Dtype:
 
 
 class _Packed(nn.Module):
-    """What both layers share: a packed matrix that never trains."""
+    """A layer whose packed matrix never trains: the part that linear layers and embeddings share."""
 
     def __init__(self, packed: PackedWeight):
         super().__init__()
@@ -54,6 +54,17 @@ class _Packed(nn.Module):
             if getattr(packed, name) is not None:
                 self[name] = getattr(packed, name)
         self.freeze()
+
+    @classmethod
+    def from_codes(cls, codes: mx.array, bits: int, mode: str = "balanced", **options: Any) -> Self:
+        """A layer of known codes, which are stored as they are.
+
+        Args:
+            codes, bits, mode: see `weight_from_codes`.
+            options: further ones of `weight_from_codes` and of the layer.
+        """
+        parts = {name: options.pop(name) for name in (*PARTS[1:], "name") if name in options}
+        return cls(weight_from_codes(codes, bits, mode, **parts), **options)
 
     @property
     def activation_bits(self) -> int:
@@ -137,20 +148,6 @@ class PackedLinear(_Packed):
         """The adapters of a batch's rows; see `LayerAdapters`."""
         return None if self.adapters is None else self.adapters(batch)
 
-    @classmethod
-    def from_codes(
-        cls,
-        codes: mx.array,
-        bits: int,
-        mode: str = "balanced",
-        *,
-        bias: mx.array | None = None,
-        activation_bits: int = 16,
-        **parts: mx.array,
-    ) -> PackedLinear:
-        """Of codes that are known: they are stored as they are. Arguments as in `weight_from_codes`."""
-        return cls(weight_from_codes(codes, bits, mode, **parts), bias, activation_bits)
-
     def to_linear(self, dtype: mx.Dtype = mx.float32) -> nn.Linear:
         """The same layer with a float matrix."""
         packed = self.packed
@@ -173,8 +170,8 @@ class PackedEmbedding(_Packed):
 
     Args:
         packed: the matrix, (vocab_size, K).
-        dtype: of the rows that a lookup returns.
-        activation_bits: of `as_linear`, see `PackedLinear`.
+        dtype: type of the rows that a lookup returns.
+        activation_bits: for `as_linear`, see `PackedLinear`.
     """
 
     def __init__(
@@ -186,7 +183,7 @@ class PackedEmbedding(_Packed):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """Of the rows that a lookup returns."""
+        """Type of the rows that a lookup returns."""
         return getattr(mx, self._dtype)
 
     def __call__(self, tokens: mx.array) -> mx.array:
@@ -199,20 +196,6 @@ class PackedEmbedding(_Packed):
         matmul = reference.packed_matmul if self.training else packed_matmul
         return matmul(x, self.packed, ProductOptions(activation_bits=self.activation_bits))
 
-    @classmethod
-    def from_codes(
-        cls,
-        codes: mx.array,
-        bits: int,
-        mode: str = "balanced",
-        *,
-        dtype: mx.Dtype = mx.float32,
-        activation_bits: int = 16,
-        **parts: mx.array,
-    ) -> PackedEmbedding:
-        """Of codes that are known: they are stored as they are. Arguments as in `weight_from_codes`."""
-        return cls(weight_from_codes(codes, bits, mode, **parts), dtype, activation_bits)
-
     def to_embedding(self, dtype: mx.Dtype = mx.float32) -> nn.Embedding:
         """The same layer with a float matrix."""
         packed = self.packed
@@ -223,6 +206,19 @@ class PackedEmbedding(_Packed):
     def _extra_repr(self) -> str:
         packed = self.packed
         return f"{packed.out_dims}, {packed.in_dims}, {self._format()}"
+
+
+def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -> nn.Module:
+    """The packed layer that takes the place of another.
+
+    Args:
+        module: a linear layer, whose bias stays, or an embedding.
+        packed: its matrix.
+        dtype: type of the rows that an embedding returns.
+    """
+    if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding):
+        return PackedEmbedding(packed, dtype).train(module.training)
+    return PackedLinear(packed, module.get("bias")).train(module.training)
 
 
 def set_activation_bits(model: nn.Module, bits: int) -> None:
@@ -258,7 +254,7 @@ def weight_from_codes(
     Args:
         codes: (N, K) integers of [0, 2**bits).
         bits, mode, scales, biases, table: see `kernels.PackedWeight`.
-        name: of the layer, for errors.
+        name: the layer's name, for errors.
 
     Raises:
         CheckpointError: when a code does not fit, K does not fill whole words, or the parts do not fit.

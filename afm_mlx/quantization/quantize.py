@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -16,12 +16,12 @@ import mlx.nn as nn
 
 from afm_mlx.config import is_afm_config
 from afm_mlx.errors import ConfigError
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, packed_layer_for
 from afm_mlx.quantization.rounding import pack
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 
 Predicate: TypeAlias = Callable[[str, nn.Module], "QuantizationRule | bool | Mapping[str, Any]"]
-"""What the layer at a path is packed to: a rule or its keys, True for the default, False for nothing."""
+"""Says how the layer at a path is packed: by a rule or its keys, by the default (True), or not (False)."""
 
 
 def quantize_model(
@@ -31,15 +31,15 @@ def quantize_model(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Pack the linear layers and embeddings of a model, ours or one of mlx-lm's zoo, in place.
+    """Pack the linear layers and embeddings of a model, ours or one of mlx-lm's, in place.
 
     Layers of other types (experts, subclasses with a product of their own) stay as they are.
 
     Args:
         model: with float weights.
         config: the content of its config.json.
-        rule: of linear layers.
-        embedding_rule: of embeddings and of a head that is no embedding (`lm_head`); `rule` with 4 bits at
+        rule: for linear layers.
+        embedding_rule: for embeddings and a head that is no embedding (`lm_head`); `rule` with 4 bits at
             least when None.
         predicate: decides for each layer: one of these two rules (True), none (False), or its own.
 
@@ -49,19 +49,35 @@ def quantize_model(
     Raises:
         ConfigError, CheckpointError: name the layer that can't be packed so, and why.
     """
+    modules, rules = (
+        dict(model.named_modules()),
+        layer_rules(model, rule, embedding_rule, predicate),
+    )
+    for path, own in rules.items():
+        replace_modules(model, [(path, pack_layer(modules.pop(path), own, path))])
+    return model, quantized_config(config, rules)
+
+
+def layer_rules(
+    model: nn.Module,
+    rule: QuantizationRule = AFM_RULE,
+    embedding_rule: QuantizationRule | None = None,
+    predicate: Predicate | None = None,
+) -> dict[str, QuantizationRule]:
+    """The rule of every layer of a float model that is packed, by its path; see `quantize_model`.
+
+    Raises:
+        ConfigError, CheckpointError: name the layer that can't be packed so; ConfigError when none is chosen.
+    """
     choose = rule_chooser(rule, embedding_rule, predicate)
-    rules: dict[str, QuantizationRule] = {}
+    rules = {}
     for path, module in model.named_modules():
-        if type(module) not in (nn.Linear, nn.Embedding):
-            continue
-        own = choose(path, module)
-        if own is None:
-            continue
-        replace_modules(model, [(path, pack_layer(module, own, path))])
-        rules[path] = own
+        if type(module) in (nn.Linear, nn.Embedding) and (own := choose(path, module)) is not None:
+            own.check(module.weight.shape, path)
+            rules[path] = own
     if not rules:
         raise ConfigError("No layer was chosen to be packed; the rule says no to all of them.")
-    return model, quantized_config(config, rules)
+    return rules
 
 
 def rule_chooser(
@@ -103,9 +119,7 @@ def is_outer(path: str, module: nn.Module) -> bool:
 def pack_layer(module: nn.Module, rule: QuantizationRule, name: str) -> nn.Module:
     """The packed layer of a linear layer or an embedding."""
     packed = pack(module.weight, rule, name=name).packed
-    if isinstance(module, nn.Embedding):
-        return PackedEmbedding(packed, module.weight.dtype).train(module.training)
-    return PackedLinear(packed, module.get("bias")).train(module.training)
+    return packed_layer_for(module, packed, module.weight.dtype)
 
 
 def dequantize_model(model: nn.Module, dtype: mx.Dtype = mx.float32) -> nn.Module:
@@ -127,8 +141,16 @@ def quantized_config(
     config: Mapping[str, Any], rules: Mapping[str, QuantizationRule]
 ) -> dict[str, Any]:
     """The content of config.json with the rules, by path of the layer, that its model was packed by."""
-    entries = quantization_entries(rules, fused=_fused_in_stock(config, rules))
-    return {**config, "quantization": entries, "quantization_config": entries}
+    is_afm = is_afm_config(config)
+    fused = [path for path in rules if is_afm and path.endswith(".qkv_proj")]
+    return with_quantization(config, quantization_entries(rules, fused))
+
+
+def with_quantization(config: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of config.json with these entries as its quantization; without one when there are none."""
+    keys = ("quantization", "quantization_config")
+    others = {key: value for key, value in config.items() if key not in keys}
+    return others | dict.fromkeys(keys, entries) if entries else others
 
 
 def quantization_entries(
@@ -138,23 +160,17 @@ def quantization_entries(
 
     Args:
         rules: by path of the layer.
-        fused: layers that stock mlx-lm's `to_quantized` takes no mode for (its fused QKV); they get an
+        fused: layers that mlx-lm's `to_quantized` takes no mode for (its fused QKV); they get an
             entry without one, with which it loads them.
     """
     commonest, _ = Counter(rules.values()).most_common(1)[0]
     entries: dict[str, Any] = commonest.to_dict()
     for path, rule in rules.items():
-        if path in fused and rule.is_stock and commonest.is_stock:
+        if path in fused and rule.is_mlx_format and commonest.is_mlx_format:
             entries[path] = {"bits": rule.bits, "group_size": rule.group_size}
         elif rule != commonest:
             entries[path] = rule.to_dict()
     return entries
-
-
-def _fused_in_stock(config: Mapping[str, Any], paths: Iterable[str]) -> list[str]:
-    if not is_afm_config(config):
-        return []
-    return [path for path in paths if path.endswith(".qkv_proj")]
 
 
 def replace_modules(model: nn.Module, leaves: list[tuple[str, nn.Module]]) -> None:

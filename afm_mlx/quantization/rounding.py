@@ -54,8 +54,8 @@ class Rows:
 
     Args:
         shape: (N, K).
-        dtype: that its numbers are exact in.
-        read: rows from start to stop, as float32.
+        dtype: type in which its numbers are exact.
+        read: gives the rows from start to stop, as float32.
         name: for errors.
     """
 
@@ -82,11 +82,19 @@ class Rows:
 
         return cls(tuple(array.shape), array.dtype, read, name)
 
+    def rounded(self, dtype: mx.Dtype) -> Rows:
+        """The same matrix, its numbers rounded to `dtype`."""
+
+        def read(start: int, stop: int) -> Array:
+            return round_to(self.read(start, stop), dtype)
+
+        return self if dtype == self.dtype else Rows(self.shape, dtype, read, self.name)
+
     def blocks(self, multiple: int = 1) -> Iterator[tuple[int, int, Array]]:
         """Start, stop and rows of blocks that fit the processor's memory well.
 
         Args:
-            multiple: of this many rows.
+            multiple: blocks have a multiple of so many rows.
 
         Raises:
             CheckpointError: on NaN and infinity.
@@ -118,31 +126,20 @@ class Packing(NamedTuple):
     exact: bool
 
 
-def pack(
-    weight: mx.array | Rows,
-    rule: QuantizationRule,
-    *,
-    scales: mx.array | None = None,
-    biases: mx.array | None = None,
-    name: str = "the matrix",
-) -> Packing:
+def pack(weight: mx.array | Rows, rule: QuantizationRule, *, name: str = "the matrix") -> Packing:
     """Pack a float matrix.
 
     Args:
         weight: (N, K) float.
         rule: bits, mode and granularity.
-        scales, biases: of a grid that is known, in the shapes of the rule; found when None. Weights
-            between the grid's points go to the nearest, those beyond its ends to the ends.
-        name: of the layer, for errors.
+        name: the layer's name, for errors.
 
     Raises:
-        CheckpointError, ConfigError: name the layer: shapes that don't pack, groups that don't divide,
-            NaN and infinity, scales of the wrong shape.
+        CheckpointError, ConfigError: name the layer: shapes that don't pack, groups that don't divide, NaN
+            and infinity.
     """
     rows = weight if isinstance(weight, Rows) else Rows.of(weight, name)
     rule.check(rows.shape, rows.name)
-    if scales is not None:
-        return _pack_given(rows, rule, scales, biases)
     if rule.mode == "palette":
         return _pack_palette(rows, rule)
     if rule.mode == "affine":
@@ -202,7 +199,7 @@ def _tensor_scale(rows: Rows, bits: int) -> tuple[Array, bool]:
 
 
 def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
-    dtype = rows.dtype if rule.is_stock else mx.float32
+    dtype = rows.dtype if rule.is_mlx_format else mx.float32
     half = np.float32((2**rule.bits - 1) / 2)
     if _starts_on_grid(rows, rule):
         # Biases are half a step from where `mx.quantize` may have them.
@@ -225,8 +222,8 @@ def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
 
 
 def _affine_units(units: Array, rule: QuantizationRule, dtype: mx.Dtype, look: bool) -> AffineCodes:
-    """Codes of units (U, L); `look` for grids that they lie on."""
-    if rule.is_stock:
+    """Codes of units (U, L), on the grids that they lie on where `look` is true."""
+    if rule.is_mlx_format:
         return mlx_codes(units, rule.bits, dtype, look)
     centers = units.mean(axis=1)
     grids = any_grids(units, centers, rule.bits, dtype) if look else no_grids(len(units))
@@ -242,15 +239,12 @@ def _affine_units(units: Array, rule: QuantizationRule, dtype: mx.Dtype, look: b
 def _pack_affine_tensor(rows: Rows, rule: QuantizationRule) -> Packing:
     """One scale and bias of a whole matrix; a grid is that of its distinct weights."""
     sample = rows.sample().reshape(1, -1)
-    distinct = _distinct(rows, 2**rule.bits)
-    if distinct is None:
-        _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
-        found = False
-    else:
+    distinct, found = _distinct(rows, 2**rule.bits), False
+    if distinct is not None:
         center = sample.mean(axis=1)
         (scale,), (bias,), (found,) = any_grids(distinct[None], center, rule.bits, rows.dtype)
-        if not found:
-            _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
+    if not found:
+        _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
     words, _ = _each_unit(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits),))
     return Packing(_affine(mx.array(words), rule, scale, bias, mx.float32), bool(found))
 
@@ -287,49 +281,6 @@ def _affine(
 ) -> PackedWeight:
     parts = (mx.array(part).astype(dtype) for part in (scales, biases))
     return PackedWeight(codes, rule.bits, "affine", *parts)
-
-
-# -- given scales
-
-
-def _pack_given(
-    rows: Rows, rule: QuantizationRule, scales: mx.array, biases: mx.array | None
-) -> Packing:
-    given = {"scales": scales} | ({} if biases is None else {"biases": biases})
-    _check_given(given, rule, rows)
-    numbers = [np.array(array.astype(mx.float32)) for array in given.values()]
-    encode: Callable[..., Array] = affine_codes if rule.mode == "affine" else balanced_codes
-    middle = np.float32(0 if rule.mode == "affine" else (2**rule.bits - 1) / 2)
-    words, exact = _words(rows, rule), True
-    for start, stop, block in rows.blocks():
-        parts = [n if n.ndim == 0 else n[start:stop].reshape(-1, 1) for n in numbers]
-        units = block.reshape(-1, rule.group_size or block.shape[1])
-        codes = encode(units, *parts, rule.bits)
-        values = (codes.astype(np.float32) - middle) * parts[0] + sum(parts[1:])
-        exact = exact and bool((round_to(values, rows.dtype) == units).all())
-        words[start:stop] = pack_words(codes.reshape(block.shape), rule.bits)
-    return Packing(PackedWeight(mx.array(words), rule.bits, rule.mode, scales, biases), exact)
-
-
-def _check_given(given: dict[str, mx.array], rule: QuantizationRule, rows: Rows) -> None:
-    wanted = {"balanced": ["scales"], "affine": ["scales", "biases"]}.get(rule.mode, [])
-    if list(given) != wanted:
-        raise CheckpointError(
-            f"{rows.name}: {' and '.join(given)} are given; mode {rule.mode} takes "
-            f"{' and '.join(wanted) or 'neither scales nor biases'}."
-        )
-    shape = rule.part_shapes(rows.shape)["scales"]
-    for part, array in given.items():
-        if array.shape != shape or not mx.issubdtype(array.dtype, mx.floating):
-            raise CheckpointError(
-                f"{rows.name}: {part} are {array.dtype} of shape {list(array.shape)}, and must be float of "
-                f"shape {list(shape)}."
-            )
-        negative = rule.mode == "balanced" and array.min().item() < 0
-        if negative or not mx.isfinite(array).all().item():
-            raise CheckpointError(
-                f"{rows.name}: {part} hold NaN, infinity or, for a balanced matrix, a negative number."
-            )
 
 
 # -- palette

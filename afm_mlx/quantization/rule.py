@@ -1,4 +1,4 @@
-"""What a layer's matrix is packed to: bits, mode, and what shares a scale; and published models' rules."""
+"""How a layer's matrix is packed: bits, mode, and what shares a scale. And the rules of published models."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ class QuantizationRule:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry for `config.json`; for a matrix in MLX's own format that of mlx-lm."""
+        """The layer's entry of `config.json`; for MLX's own format, the entry that mlx-lm writes."""
         values = {"bits": self.bits, "group_size": self.group_size, "mode": self.mode}
-        return values if self.is_stock else values | {"granularity": self.granularity}
+        return values if self.is_mlx_format else values | {"granularity": self.granularity}
 
     @property
-    def is_stock(self) -> bool:
-        """Whether MLX's own quantized layers hold this format."""
+    def is_mlx_format(self) -> bool:
+        """Whether it is a format of MLX's own quantized layers."""
         return (
             self.mode == "affine"
             and self.granularity == "group"
@@ -89,11 +89,15 @@ class QuantizationRule:
         )
 
     def check(self, shape: tuple[int, ...], name: str) -> None:
-        """Whether a matrix of this shape can be packed so.
+        """Raise if a matrix can't be packed by this rule.
+
+        Args:
+            shape: (N, K).
+            name: the layer's name, for errors.
 
         Raises:
             CheckpointError: when a row does not fill whole words.
-            ConfigError: when the groups do not divide the matrix; both name the layer.
+            ConfigError: when groups do not divide the matrix.
         """
         rows, inputs = shape
         check_width(inputs, self.bits, name)
@@ -126,9 +130,9 @@ class QuantizationRule:
 
         Args:
             shape: (N, K).
-            dtype: of the folder's floats, which MLX's own format takes for its scales; ours are float32.
+            dtype: type of the folder's floats, which MLX's own format takes for its scales; ours are float32.
         """
-        width = dtype.size if self.is_stock else 4
+        width = dtype.size if self.is_mlx_format else 4
         return sum(
             math.prod(part) * (4 if name == "weight" else width)
             for name, part in self.part_shapes(shape).items()
@@ -152,14 +156,14 @@ def _one_of(name: str, value: Any, allowed: tuple) -> None:
 
 
 AFM_RULE = QuantizationRule()
-"""Body of the 3B: two bits, balanced, one scale per row."""
+"""Of the 3B's linear layers: two bits, balanced, one scale per row."""
 
 AFM_EMBEDDING_RULE = QuantizationRule(bits=4)
 
 PRESET_RULES = {
     "afm-2024": (QuantizationRule(4, "palette"), QuantizationRule(8)),
 }
-"""Presets that were published with other rules of body and embedding than the 3B's.
+"""Presets that were published with other rules of linear layers and embedding than the 3B's.
 
 Source: arXiv 2407.21075, its part on compression: every 16 rows share a table of 16 entries, and the
 embedding is int8 per row. The mix with 2-bit layers that brings the average to 3.7 bits is not published.

@@ -29,9 +29,9 @@ from afm_mlx.progress import Progress
 from afm_mlx.quantization.quantize import (
     Predicate,
     is_outer,
+    layer_rules,
     pack_layer,
     replace_modules,
-    rule_chooser,
 )
 from afm_mlx.quantization.rule import QuantizationRule
 
@@ -42,15 +42,15 @@ Rules: TypeAlias = dict[str, QuantizationRule]
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """What the bits of a layer are worth.
+    """How much a layer suffers from fewer bits, and what they save.
 
     Args:
-        path: of the layer.
+        path: the layer's path in the model.
         weights: numbers in its matrix.
-        rise: of the divergence from the float model when this layer alone goes from `high` to `low`, in nats
-            per token. A negative one is noise.
-        low, high: the two rules.
-        low_bytes, high_bytes: of the matrix under each, scales and tables included.
+        rise: how much the divergence from the float model rises when this layer alone goes from `high` to
+            `low`, in nats per token. A negative one is noise.
+        low, high: rules with fewer and with more bits.
+        low_bytes, high_bytes: bytes of the matrix packed by either rule, scales and tables included.
     """
 
     path: str
@@ -63,7 +63,7 @@ class LayerSensitivity:
 
     @property
     def saved_bytes(self) -> int:
-        """What going low saves; less than nothing where small groups have large tables."""
+        """Bytes that the low rule saves; fewer than none where small groups have large tables."""
         return self.high_bytes - self.low_bytes
 
     @property
@@ -95,16 +95,16 @@ def measure_sensitivity(
     Args:
         model: with float weights, ours or one of mlx-lm's; called as `model(tokens)`.
         pieces: token ids of the calibration text.
-        low_rule, high_rule: of the linear layers.
+        low_rule, high_rule: for linear layers, with fewer and with more bits.
         progress: called with passes done and passes in all.
-        embedding_rule: of embeddings and heads, which are not measured; see `quantize_model`.
+        embedding_rule: for embeddings and heads, which are not measured; see `quantize_model`.
         predicate: as in `quantize_model`. Layers for which it says True are measured; those that get a rule
             of their own keep it, and those for which it says False stay float.
-        dtype: of the folder's floats, for the bytes of scales in MLX's own format; that of the layer's
+        dtype: type of the folder's floats, for the bytes of scales in MLX's own format; that of the layer's
             weights when None.
 
     Returns:
-        the measured layers, in the order of the model's parameters.
+        the measured layers.
 
     Raises:
         DataError: when the text has no tokens.
@@ -142,28 +142,15 @@ def plan_layers(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> tuple[Rules, list[str]]:
-    """The rule of every layer that is packed, with the high one where bits can be chosen, and these layers.
+    """The rule of every packed layer, by its path, and the paths of those whose bits are free to choose.
 
-    Both are in the order of the model's parameters; arguments are those of `measure_sensitivity`.
-
-    Raises:
-        ConfigError, CheckpointError: when the rules fit no layer, or one that is named can't be packed so.
+    Layers that are free have the high rule. Arguments and errors are those of `measure_sensitivity`.
     """
-    choose = rule_chooser(high_rule, embedding_rule, predicate)
-    found, rules, free = dict(model.named_modules()), {}, []
-    for name, array in tree_flatten(model.parameters()):
-        path, _, kind = name.rpartition(".")
-        module = found.get(path)
-        if kind != "weight" or type(module) not in (nn.Linear, nn.Embedding):
-            continue
-        assert module is not None
-        own = choose(path, module)
-        if own is None:
-            continue
-        own.check(array.shape, path)
-        rules[path] = own
-        if own == high_rule and not is_outer(path, module):
-            free.append(path)
+    rules, modules = (
+        layer_rules(model, high_rule, embedding_rule, predicate),
+        dict(model.named_modules()),
+    )
+    free = [p for p, rule in rules.items() if rule == high_rule and not is_outer(p, modules[p])]
     if not free:
         raise ConfigError(
             "No linear layer is left to choose bits for; the predicate decides for all of them."
@@ -261,8 +248,8 @@ def stored_size(
 
     Args:
         model: with float weights.
-        rules: of the layers that are packed, by path.
-        dtype: of the folder's floats; as in the model when None. int8 scales are float32, and no weights.
+        rules: how layers are packed, by path; others stay float.
+        dtype: type of the folder's floats; as in the model when None. int8 scales are float32, and no weights.
     """
     weights = nbytes = 0
     for name, array in tree_flatten(model.parameters()):
@@ -288,7 +275,7 @@ def choose_bits(
     which there is room after all go back, the most sensitive first. The order of the list makes no difference.
 
     Args:
-        sensitivities: of `measure_sensitivity`.
+        sensitivities: what `measure_sensitivity` returned.
         target_bpw: bits per weight, scales and tables included.
         size: weights and bytes of the whole model with these layers high, as `stored_size` counts them; by
             default those of these layers alone.
@@ -322,10 +309,12 @@ def choose_bits(
 
 
 def check_target(target_bpw: float, weights: int, low_bytes: int, high_bytes: int) -> None:
-    """Whether a model's average can be met between all layers low and all high.
+    """Raise `ConfigError` when no choice of bits meets the target; says what can be met.
 
-    Raises:
-        ConfigError: says what can be met.
+    Args:
+        target_bpw: bits per weight.
+        weights: number of weights in the whole model.
+        low_bytes, high_bytes: bytes of the whole model with all free layers low, and high.
     """
     least, most = 8 * low_bytes / weights, 8 * high_bytes / weights
     if not least <= target_bpw <= most:

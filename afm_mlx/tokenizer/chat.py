@@ -19,8 +19,8 @@ class Chat:
         template: renders the chat.
         messages: see `chat_messages.checked_messages`.
         tools: definitions; or those of the system message.
-        separator: what the tokenizer puts before a chat; templates for other programs may write it out.
-        eos_token: what ends a message.
+        separator: the token that comes before a chat; templates for other programs may write it out.
+        eos_token: the token that ends a message.
         add_generation_prompt, continue_final_message: see `Tokenizer.apply_chat_template`.
         variables: further ones for the template, the caller's.
 

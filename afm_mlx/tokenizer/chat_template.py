@@ -98,7 +98,7 @@ class ChatTemplate:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is AFM's, above."""
+        """Whether it is `V6_TEMPLATE`."""
         return self.source == V6_TEMPLATE
 
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
@@ -140,7 +140,7 @@ class ChatTemplate:
 
 @lru_cache(maxsize=16)
 def _compile(source: str) -> Callable[[dict[str, Any]], str]:
-    """What renders a template with variables."""
+    """A function that renders a template with variables."""
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     from afm_mlx.tokenizer.template_sandbox import BoundedEnvironment, bounded_filter

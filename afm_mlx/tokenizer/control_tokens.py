@@ -31,11 +31,11 @@ class ControlTokens:
     name in brackets. `<n>` is the newline and none of them.
 
     Args:
-        vocabulary: what encodes.
-        special_ids: of the tokenizer: separator, padding, what ends an answer.
+        vocabulary: encodes texts.
+        special_ids: the tokenizer's separator, padding, and ends of an answer.
 
     Attributes:
-        names: of those that the vocabulary finds in text, with their ids.
+        names: ids of the control tokens that the vocabulary finds in text, by name.
     """
 
     def __init__(self, vocabulary: Vocabulary, special_ids: Iterable[int]) -> None:

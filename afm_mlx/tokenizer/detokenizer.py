@@ -47,7 +47,7 @@ class Spacing(NamedTuple):
 
 
 class PieceSource(Protocol):
-    """What a detokenizer needs of a tokenizer."""
+    """The part of a tokenizer that a detokenizer needs."""
 
     spacing: Spacing
 

@@ -21,13 +21,13 @@ from jinja2.utils import Namespace, generate_lorem_ipsum
 from jinja2.visitor import NodeTransformer
 
 STEPS = 300_000
-"""Loop rounds, operators, calls and values of a rendering; 64 characters of a text count as one."""
+"""Loop rounds, operators, calls and values that a rendering may take; 64 characters of a text count as one."""
 SECONDS = 5.0
-"""Of the thread's processor time; a template takes milliseconds."""
+"""Seconds of the thread's processor time that a rendering may take; most take milliseconds."""
 TEXT = 16_000_000
-"""Characters of a text."""
+"""Characters that a text may have."""
 SOURCE = 200_000
-"""Characters of a template; the longest in use have some 20,000."""
+"""Characters that a template may have; the longest in use have some 20,000."""
 _BITS = 65_536  # of an integer
 _WIDTH = 10_000  # of a column, an indentation, a slice
 _CALL = 4  # steps
@@ -46,10 +46,10 @@ _TAKES_TEXT_APART = frozenset(
 
 
 class Budget:
-    """What is left of a rendering's steps and time.
+    """The steps and the time that a rendering has left.
 
     Args:
-        size: of messages and variables, in steps; what the caller gives is the caller's choice.
+        size: size of messages and variables, in steps; it is the caller's choice, and adds to the budget.
     """
 
     def __init__(self, size: int = 0) -> None:

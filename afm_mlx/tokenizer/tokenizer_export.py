@@ -325,7 +325,7 @@ def _compare(vocabulary: SentencePieceVocabulary, hub: _HubFile) -> tuple[str | 
 
 
 def _sample_texts(vocabulary: SentencePieceVocabulary) -> Iterator[str]:
-    """Texts that exercise a vocabulary: its own pieces, code, many scripts, controls, spaces."""
+    """Texts of a vocabulary's own pieces, code, many scripts, control characters and spaces."""
     random_ = random.Random(0)
     pieces = [vocabulary.name(random_.randrange(vocabulary.size)) for _ in range(1000)]
     words = [piece.replace(SPACE, " ") for piece in pieces]
@@ -343,30 +343,10 @@ def _sample_texts(vocabulary: SentencePieceVocabulary) -> Iterator[str]:
         "\ufeff",
         SPACE,
     ]
-    odd += [
-        "é",
-        "e\u0301",
-        "日本語",
-        "한국어",
-        "العربية",
-        "हिन्दी",
-        "ﬁ",
-        "①",
-        "1234567890",
-        "😀",
-        "👩‍👩‍👧",
-    ]
-    odd += [
-        "<",
-        "n",
-        ">",
-        "aaaaa",
-        "<0x41>",
-        "def f(x):\n    return x",
-        "Hello, world!",
-        " '",
-        "...",
-    ]
+    odd += (
+        "é e\u0301 日本語 한국어 العربية हिन्दी ﬁ ① 1234567890 😀 👩‍👩‍👧 < n > aaaaa <0x41>".split()
+    )
+    odd += ["def f(x):\n    return x", "Hello, world!", " '", "..."]
     yield from words
     for _ in range(_CHECKED_TEXTS):
         yield "".join(

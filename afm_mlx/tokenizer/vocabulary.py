@@ -70,20 +70,24 @@ class Vocabulary(Protocol):
 
     @property
     def symbols(self) -> Mapping[str, int]:
-        """Names that are found in a text before it is cut into pieces: user-defined ones, and their ids."""
+        """User-defined pieces, which are found in a text before it is cut into others, and their ids."""
         ...
 
     @property
     def is_literal(self) -> bool:
-        """Whether a text has a symbol only where it has its name: no normalizer makes one of something else."""
+        """Whether no normalizer makes a symbol's name of a text that does not have it."""
         ...
 
     def is_hidden(self, token: int) -> bool:
-        """Whether no text has this id, whatever its name is."""
+        """Whether encoding never gives this id, whatever the text."""
         ...
 
     def renamed(self, names: Mapping[int, str]) -> Vocabulary:
-        """One that encodes to the same ids, and finds the symbols of these ids under other names."""
+        """A vocabulary with the same ids that finds some symbols under other names.
+
+        Args:
+            names: new names by id.
+        """
         ...
 
 

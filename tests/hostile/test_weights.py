@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.checkpoint.weights import INDEX_NAME
+from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.describe import describe_folder
@@ -62,7 +63,7 @@ def _convert(folder, out):
     (folder / "tokenizer.model").write_bytes(b"")
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    write_mlx_lm(folder, out, name="out")
+    write_mlx_lm(folder, out, "out", ConversionOptions())
     load_model(out)
 
 

@@ -18,7 +18,7 @@ from afm_mlx.checkpoint.stored_layers import quantization_of
 from afm_mlx.config import PRESETS, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.loading.load import load_model
-from afm_mlx.loading.mlx_lm_models import load_zoo
+from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, activation_dtype
@@ -86,7 +86,7 @@ class ModelSource:
         """The model in eval mode; on a CPU all its floats are float32, whose gradients are quick there."""
         if self.is_afm:
             return load_model(self.folder, self.values)
-        model, _ = load_zoo(self.folder)
+        model, _ = load_mlx_lm_folder(self.folder)
         packed = any(isinstance(module, _QUANTIZED) for module in model.modules())
         if activation_dtype() == mx.float32 and not packed:
             model.set_dtype(mx.float32)

@@ -67,7 +67,7 @@ class _QAT(nn.Module):
         """Codes, and the other parts of the packed matrix by their names."""
         found = quantize(self["weight"], self["clip"], self.rule)
         # MLX's own layers compute in the type of their scales.
-        dtype = self["weight"].dtype if self.rule.is_stock else mx.float32
+        dtype = self["weight"].dtype if self.rule.is_mlx_format else mx.float32
         parts = {"scales": found.scales.astype(dtype)}
         if found.biases is not None:
             parts["biases"] = found.biases.astype(dtype)

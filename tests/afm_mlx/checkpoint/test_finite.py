@@ -11,6 +11,7 @@ import pytest
 
 from afm_mlx.checkpoint.finite import check_finite, not_finite
 from afm_mlx.checkpoint.weights import load_weights, save_weights, stored_tensors
+from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.errors import CheckpointError, ConfigError
 from afm_mlx.loading.load import load, load_model
@@ -88,7 +89,7 @@ def test_numbers_that_are_none_are_refused_by_name(folders, rng, kind, part):
     shutil.copy(folder / "config.json", folder / "tokenizer.model")
     (folder / "out").mkdir()
     with pytest.raises(CheckpointError, match=name):
-        write_mlx_lm(folder, folder / "out", name="out")
+        write_mlx_lm(folder, folder / "out", "out", ConversionOptions())
 
 
 @pytest.mark.parametrize("lazy", [False, True])
@@ -164,14 +165,14 @@ def test_a_source_that_is_cut_off_while_it_is_converted(folders, monkeypatch):
     (folder / "tokenizer.model").write_bytes(b"")
     (folder / "out").mkdir()
     monkeypatch.setattr(
-        "afm_mlx.converters.mlx_lm.write_weights",
+        "afm_mlx.converters.folder_writer.write_weights",
         lambda out, specs, read, **options: [
             os.truncate(folder / "model.safetensors", 5000),
             [list(read(spec)) for spec in specs],
         ],
     )
     with pytest.raises(CheckpointError, match=r"model\.safetensors ends within"):
-        write_mlx_lm(folder, folder / "out", name="out")
+        write_mlx_lm(folder, folder / "out", "out", ConversionOptions())
 
 
 def test_a_header_that_says_otherwise_than_what_mlx_reads(folders, monkeypatch):

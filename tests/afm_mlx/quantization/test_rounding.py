@@ -41,14 +41,13 @@ def test_codes_on_a_grid_come_back(rng, monkeypatch, rule, dtype, blocks):
     if blocks == "many":
         monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 5 * INPUTS)
         monkeypatch.setattr(rounding, "_SAMPLE_ELEMENTS", 7 * INPUTS)
-    codes, scales, weight = on_grid(rng, rule, dtype)
-    for given in (None, mx.array(scales)):
-        packed, exact = pack(weight, rule, scales=given)
-        assert exact
-        np.testing.assert_array_equal(np.array(unpack_codes(packed.codes, rule.bits)), codes)
-        assert mx.array_equal(dequantize(packed).astype(dtype), weight)
-        assert mx.array_equal(packed.codes, pack_codes(mx.array(codes), rule.bits))
-        assert packed.scales.dtype == mx.float32
+    codes, _, weight = on_grid(rng, rule, dtype)
+    packed, exact = pack(weight, rule)
+    assert exact
+    np.testing.assert_array_equal(np.array(unpack_codes(packed.codes, rule.bits)), codes)
+    assert mx.array_equal(dequantize(packed).astype(dtype), weight)
+    assert mx.array_equal(packed.codes, pack_codes(mx.array(codes), rule.bits))
+    assert packed.scales.dtype == mx.float32
 
 
 def test_a_grid_of_a_single_scale():
@@ -132,28 +131,6 @@ def test_affine_groups_are_mlxs_own(rng, monkeypatch, dtype):
         for got, array in zip((packed.codes, packed.scales, packed.biases), wanted, strict=True):
             assert got.dtype == array.dtype
             assert mx.array_equal(got, array)
-
-
-def test_scales_that_are_given(rng):
-    weight = mx.array(rng.normal(0, 1, (4, 32)).astype(np.float32))
-    rule, scales = QuantizationRule(4, "affine", "row"), mx.array([0.1, 0.2, 0.3, 0.4])
-    packed, exact = pack(weight, rule, scales=scales, biases=-7.5 * scales)
-    steps = np.array(weight) / np.array(scales)[:, None] + 7.5
-    np.testing.assert_array_equal(
-        np.array(unpack_codes(packed.codes, 4)), np.clip(np.rint(steps), 0, 15)
-    )
-    assert not exact
-    for wrong, words in (
-        ({"scales": scales}, "scales are given; mode affine takes scales and biases"),
-        ({"scales": scales[:2], "biases": scales}, r"scales are .* of shape \[2\]"),
-        ({"scales": scales * float("nan"), "biases": scales}, "scales hold NaN"),
-    ):
-        with pytest.raises(CheckpointError, match=f"mlp.up: {words}"):
-            pack(weight, rule, name="mlp.up", **wrong)
-    with pytest.raises(CheckpointError, match="a negative number"):
-        pack(weight, QuantizationRule(4), scales=-scales)
-    with pytest.raises(CheckpointError, match="palette takes neither"):
-        pack(weight, QuantizationRule(4, "palette", "tensor"), scales=scales)
 
 
 def least_error(weights, entries):

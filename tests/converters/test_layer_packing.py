@@ -11,13 +11,15 @@ from mlx_lm.utils import quantize_model as stock_quantize_model
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint, model_fingerprint
 from afm_mlx.checkpoint.weights import load_weights, stored_tensors
 from afm_mlx.config import ModelConfig
+from afm_mlx.converters.conversion_options import recipe
 from afm_mlx.converters.convert import convert
-from afm_mlx.converters.quantize import layer_rules, recipe
 from afm_mlx.errors import AFMError, ConfigError
 from afm_mlx.kernels import dispatch, unpack_codes
 from afm_mlx.loading.load import load_model
 from afm_mlx.loading.resolve import resolve_model
+from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.quantize import layer_rules
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.converters.conftest import SMALL, assert_same_weights
 from tests.tools.compare import assert_close, assert_parity, assert_same, exact
@@ -253,7 +255,7 @@ def test_recipes():
         hidden_dim_scale_factor=3.0,
     )
     rule = QuantizationRule(2)
-    rules = layer_rules(config, rule, predicate=recipe("mixed_2_8", config, rule))
+    rules = layer_rules(Model(config), rule, predicate=recipe("mixed_2_8", config, rule))
     assert rules["model.embedding"].bits == 4
     more = {path for path, rule in rules.items() if rule.bits == 8}
     blocks = {f"model.layers.{i}" for i in (0, 1, 4, 7)}
