@@ -1,0 +1,30 @@
+"""Selections from products of parameters, drawn from the run's seed: `make fuzz` comes to the rest."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+def all_pairs(*axes: Sequence[Any]) -> list[tuple]:
+    """Rows with one value of each axis, in which any two values of any two axes meet at least once."""
+    rng = np.random.default_rng([int(os.environ.get("AFM_TEST_SEED") or 0), *map(len, axes)])
+    meeting = set().union(*map(_pairs, itertools.product(*(range(len(axis)) for axis in axes))))
+    rows = []
+    while meeting:
+        # Of some rows that hold a pair still missing, the one that holds most of those.
+        candidates = rng.integers(0, [len(axis) for axis in axes], (20, len(axes)))
+        for i, value in sorted(meeting)[int(rng.integers(len(meeting)))]:
+            candidates[:, i] = value
+        row = max(candidates.tolist(), key=lambda row: len(_pairs(row) & meeting))
+        meeting -= _pairs(row)
+        rows.append(tuple(axis[k] for axis, k in zip(axes, row, strict=True)))
+    return rows
+
+
+def _pairs(row: list[int]) -> set[tuple]:
+    return set(itertools.combinations(enumerate(row), 2))
