@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30, help="of faults (default: 30)")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
     chosen = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it; shells may ignore it
     tests = (chosen.tests or ROOT / "tests").resolve()
     faults = draw_faults(chosen.count, chosen.seed)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(chosen.jobs) as pool:

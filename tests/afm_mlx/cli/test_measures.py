@@ -3,7 +3,6 @@
 import json
 
 import numpy as np
-import pytest
 
 from tests.tools.cli import example, lines
 
@@ -23,9 +22,8 @@ def test_perplexity(folder, run, fails, tmp_path):
     assert two[0]["samples"] == 2
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
+def test_bad_documents_are_one_line(folder, fails, tmp_path):
+    for content, says in [
         (b'{"text": "a"}\n{"text"', "d.jsonl:2: this is not JSON"),
         (b'{"text": "a"}\n\n{"words": "b"}', "d.jsonl:3: a document with the keys words"),
         (b'{"text": 5}', "d.jsonl:1: 'text' is a int"),
@@ -34,12 +32,10 @@ def test_perplexity(folder, run, fails, tmp_path):
         (b"5", "d.jsonl:1: a JSON int is no document"),
         (b'{"text": "a"}\n{"text": "\xff"}', "d.jsonl:2: this is not UTF-8"),
         (b"\n\n", "holds no documents"),
-    ],
-)
-def test_bad_documents_are_one_line(folder, fails, tmp_path, content, says):
-    file = tmp_path / "d.jsonl"
-    file.write_bytes(content)
-    assert says in fails("perplexity", "--model", folder, "--data-path", file)
+    ]:
+        file = tmp_path / "d.jsonl"
+        file.write_bytes(content)
+        assert says in fails("perplexity", "--model", folder, "--data-path", file)
 
 
 def test_evaluate(folder, run, fails):
@@ -66,19 +62,16 @@ def test_evaluate(folder, run, fails):
     assert facts["perplexity"]["tokens"] > 2
 
 
-@pytest.mark.parametrize(
-    ("record", "says"),
-    [
+def test_bad_examples_are_one_line(folder, fails, tmp_path):
+    for record, says in [
         ({"task": "a", "messages": []}, "e.jsonl:1: 'answer' is missing"),
         ({"task": 5, "messages": [], "answer": ""}, "e.jsonl:1: 'task' is int"),
         ([], "e.jsonl:1: this is a JSON list"),
         (example("a", "the fox " * 300, ""), "e.jsonl:1: The prompt needs"),
         ({"task": "a", "messages": [], "answer": ""}, "e.jsonl:1: messages is empty"),
-    ],
-)
-def test_bad_examples_are_one_line(folder, fails, tmp_path, record, says):
-    file = lines(tmp_path / "e.jsonl", record)
-    assert says in fails("evaluate", "--model", folder, "--data", file)
+    ]:
+        file = lines(tmp_path / "e.jsonl", record)
+        assert says in fails("evaluate", "--model", folder, "--data", file)
 
 
 def test_an_empty_or_missing_test_set_is_one_line(folder, fails, tmp_path):

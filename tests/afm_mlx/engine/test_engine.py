@@ -349,9 +349,8 @@ def test_the_models_own_context_length_is_the_default_limit(rng, tokenizer, mode
         Engine(model, tokenizer).submit(Request([1] * 513))
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
+def test_requests_that_cannot_be_honoured(model, tokenizer):
+    for request_, message in [
         (Request([]), "empty"),
         (Request([1], max_tokens=0), "max_tokens is 0"),
         (Request([1], max_tokens=-2), "max_tokens is -2"),
@@ -361,11 +360,9 @@ def test_the_models_own_context_length_is_the_default_limit(rng, tokenizer, mode
         (Request([1], stop=[""]), "stop is"),
         (Request([1], seed=-1), "seed is -1"),
         (Request([1], cache=[]), "prompt cache"),
-    ],
-)
-def test_requests_that_cannot_be_honoured(model, tokenizer, request_, message):
-    with pytest.raises(RequestError, match=message):
-        Engine(model, tokenizer).submit(request_)
+    ]:
+        with pytest.raises(RequestError, match=message):
+            Engine(model, tokenizer).submit(request_)
 
 
 def test_engine_arguments_and_foreign_caches(rng, int8_model, tokenizer):

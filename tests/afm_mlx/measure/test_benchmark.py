@@ -220,34 +220,28 @@ def test_a_tokenizer_s_text_is_made_too(model, rng):
     assert len(made) == 3 + 2 * 5
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
+def test_cases_that_say_nothing():
+    for bad in [
         {"prompt_tokens": 0},
         {"generated_tokens": 2},
         {"batch": 0},
         {"depth": -1},
         {"adapter_rank": -1},
         {"adapters": 0},
-    ],
-)
-def test_cases_that_say_nothing(bad):
-    (name,) = bad
-    with pytest.raises(RequestError, match=f"{name} of a benchmark is {bad[name]}; at least"):
-        Case(**bad)
+    ]:
+        (name,) = bad
+        with pytest.raises(RequestError, match=f"{name} of a benchmark is {bad[name]}; at least"):
+            Case(**bad)
 
 
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
+def test_more_adapters_than_rows_or_none():
+    for case, says in [
         ({"batch": 9}, "adapter_rank is 0"),
         ({"batch": 3, "adapter_rank": 4}, "at most 3"),
         ({"batch": 9, "adapter_rank": 4, "adapters": 9}, "at most 8"),
-    ],
-)
-def test_more_adapters_than_rows_or_none(case, says):
-    with pytest.raises(RequestError, match=f"adapters of a benchmark is .*{says}"):
-        Case(**({"adapters": 4} | case))
+    ]:
+        with pytest.raises(RequestError, match=f"adapters of a benchmark is .*{says}"):
+            Case(**({"adapters": 4} | case))
 
 
 def test_only_afm_models_have_a_depth(rng):

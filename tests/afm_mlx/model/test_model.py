@@ -57,7 +57,7 @@ def assert_close_but_for_ties(errors, kv_bits=8):
     assert errors.max() <= most, f"{errors.max():.2e} of the logits' scale"
 
 
-@pytest.mark.parametrize("case", range(24))
+@pytest.mark.parametrize("case", range(8))
 def test_parity_with_tamm(rng, case, assert_close):
     """Whole prompt, token by token, and in chunks, with either cache, over random architectures."""
     fixed = {"kv_bits": 8 if case % 4 else None}
@@ -84,7 +84,7 @@ def test_parity_with_tamm(rng, case, assert_close):
         assert_close(mx.concatenate(chunks, axis=1), wanted, config.kv_bits)
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", range(3))
 def test_prefill_leaves_the_cache_that_a_full_run_leaves(rng, case, assert_close):
     config = random_config(rng)
     reference = tamm_model(config, rng)
@@ -98,7 +98,7 @@ def test_prefill_leaves_the_cache_that_a_full_run_leaves(rng, case, assert_close
     assert_close(model(mx.array(tokens[:, cut:]), cache), tamm_logits(reference, tokens)[:, cut:])
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", range(3))
 def test_ragged_rows_match_single_rows(rng, case, assert_close):
     """mlx-lm rotates reuse queries at S - L for every row (defect f); offsets are per row here."""
     config = random_config(rng, num_layers=4, num_kv_reuse_layers=2)
@@ -118,7 +118,7 @@ def test_ragged_rows_match_single_rows(rng, case, assert_close):
         assert_close(logits[row], tamm_logits(reference, prompt)[0, -1:])
 
 
-@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize("case", range(2))
 def test_parity_with_mlx_lm_where_it_is_right(rng, case):
     sizes = {"num_layers": 4, "num_kv_reuse_layers": 1}
     # mlx-lm cuts the feed-forward width down where tamm rounds it; a whole factor agrees.

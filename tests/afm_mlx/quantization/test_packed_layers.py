@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from afm_mlx.errors import CheckpointError
 from afm_mlx.kernels import PackedWeight, dequantize, unpack_codes
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from tests.tools.cases import all_pairs
 
 ROWS, INPUTS, GROUP = 24, 64, 32
 SCALES = {"tensor": (), "row": (ROWS,), "group": (ROWS, INPUTS // GROUP)}
@@ -40,9 +41,9 @@ def _per_input(array):
     return np.repeat(array, GROUP, axis=1) if array.ndim == 2 else array.reshape(-1, 1)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize(("mode", "per"), FORMATS)
-def test_layers_compute_what_their_codes_stand_for(rng, bits, mode, per):
+@pytest.mark.parametrize(("bits", "format_"), all_pairs((2, 4, 8), FORMATS))
+def test_layers_compute_what_their_codes_stand_for(rng, bits, format_):
+    mode, per = format_
     codes, parts, values = random_parts(rng, bits, mode, per)
     bias = rng.normal(0, 1, ROWS).astype(np.float32)
     layer = PackedLinear.from_codes(mx.array(codes), bits, mode, bias=mx.array(bias), **parts)
@@ -132,9 +133,8 @@ def make(**changes):
     return PackedLinear(PackedWeight(**parts))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_parts_that_do_not_fit_each_other():
+    for changes, words in [
         ({"bits": 3}, "bits is 3; it must be one of 2, 4, 8"),
         ({"mode": "mxfp4"}, "mode is 'mxfp4'"),
         ({"codes": mx.zeros((4, 2), mx.int32)}, "weight is int32 of shape"),
@@ -155,11 +155,9 @@ def make(**changes):
         ({"mode": "palette", "table": mx.ones((3, 16))}, "T divides 4"),
         ({"mode": "palette", "table": mx.ones((1, 4))}, r"\[T, 16\]"),
         ({"column_scale": mx.ones(4)}, "column_scale is"),
-    ],
-)
-def test_parts_that_do_not_fit_each_other(changes, words):
-    with pytest.raises(CheckpointError, match=words):
-        make(**changes)
+    ]:
+        with pytest.raises(CheckpointError, match=words):
+            make(**changes)
 
 
 def test_codes_that_do_not_pack():

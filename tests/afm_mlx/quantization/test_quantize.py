@@ -1,6 +1,7 @@
 """Rules, and models packed by them: ours and mlx-lm's."""
 
 import dataclasses
+import itertools
 import json
 
 import mlx.core as mx
@@ -19,16 +20,14 @@ from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize import dequantize_model, quantization_entries, quantize_model
 from afm_mlx.quantization.rounding import pack
 from afm_mlx.quantization.rule import PRESET_RULES, QuantizationRule
+from tests.tools.cases import all_pairs
+from tests.tools.compare import assert_close
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_config, zoo_model
 
 SIZES = {"hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 2.0}
 VOCAB = 64
-
-
-def near(got, wanted, bound):
-    got, wanted = np.array(got), np.array(wanted)
-    return np.abs(got - wanted).max() <= bound * np.abs(wanted).max()
+MODES = ("balanced", "affine", "palette")
 
 
 # -- rules
@@ -41,9 +40,8 @@ def test_defaults_by_mode():
     assert QuantizationRule(2, "balanced", group_size=32).granularity == "group"
 
 
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
+def test_rules_that_cannot_be():
+    for values, words in [
         ({"bits": 3}, "bits is 3; allowed are 2, 4, 8"),
         ({"bits": True}, "bits is True"),
         ({"bits": "4"}, "bits is '4'"),
@@ -56,15 +54,13 @@ def test_defaults_by_mode():
         ({"granularity": "group", "group_size": 64.0}, "group_size is 64.0"),
         ({"granularity": "row", "group_size": 64}, "group_size is 64 with granularity 'row'"),
         ({"group": 64}, "unknown keys group; known are bits, mode, granularity, group_size"),
-    ],
-)
-def test_rules_that_cannot_be(values, words):
-    with pytest.raises(ConfigError, match=words):
-        QuantizationRule.from_dict(values)
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            QuantizationRule.from_dict(values)
 
 
 def test_rules_survive_json():
-    for mode in ("balanced", "affine", "palette"):
+    for mode in MODES:
         for per in ("tensor", "row", "group"):
             rule = QuantizationRule(4, mode, per)
             values = json.loads(json.dumps(rule.to_dict()))
@@ -77,13 +73,12 @@ def test_rules_survive_json():
     }
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
-@pytest.mark.parametrize("per", ["tensor", "row", "group"])
-def test_bytes_are_those_of_the_parts(rng, mode, per, dtype):
-    shape = (16 * int(rng.integers(1, 4)), 64 * int(rng.integers(1, 4)))
-    weight = mx.array(rng.normal(0, 1, shape)).astype(dtype)
-    for bits in (2, 4):
+def test_bytes_are_those_of_the_parts(rng):
+    for mode, per, dtype, bits in itertools.product(
+        MODES, ("tensor", "row", "group"), (mx.float32, mx.bfloat16), (2, 4)
+    ):
+        shape = (16 * int(rng.integers(1, 4)), 64 * int(rng.integers(1, 4)))
+        weight = mx.array(rng.normal(0, 1, shape)).astype(dtype)
         rule = QuantizationRule(bits, mode, per)
         packed = pack(weight, rule).packed
         parts = [packed.codes, packed.scales, packed.biases, packed.table]
@@ -99,8 +94,7 @@ def test_the_commonest_rule_is_the_common_one():
 # -- models
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
+@pytest.mark.parametrize(("mode", "bits"), all_pairs(MODES, (2, 4)))
 def test_a_packed_model_equals_its_dequantized_twin(rng, mode, bits):
     config = random_config(rng, **SIZES, vocab_size=VOCAB, kv_bits=None)
     model = random_model(config, rng)
@@ -115,8 +109,8 @@ def test_a_packed_model_equals_its_dequantized_twin(rng, mode, bits):
         plain = model(tokens)
     wanted = dequantize_model(model)(tokens)
     assert not any(isinstance(m, PackedLinear) for m in model.modules())
-    assert near(plain, wanted, 1e-4)
-    assert near(got, wanted, 2e-3)  # kernels may round activations to 16 bits
+    assert_close(plain, wanted, 1e-4)
+    assert_close(got, wanted, 2e-3)  # kernels may round activations to 16 bits
 
 
 def test_the_first_generation_decodes_over_float_keys(rng):
@@ -136,11 +130,11 @@ def test_the_first_generation_decodes_over_float_keys(rng):
         steps = [model(tokens[:, :4], cache)]
         steps += [model(tokens[:, i : i + 1], cache) for i in range(4, 9)]
         got = mx.concatenate(steps, axis=1)
-        assert near(got, model(tokens), 2e-3)
+        assert_close(got, model(tokens), 2e-3)
     tables = model.layers[0].mlp.up_proj.packed.table
     assert tables.shape == (config.ffn_dim // 16, 16)
     assert model.model.embedding.granularity == "row"
-    assert near(got, dequantize_model(model)(tokens), 2e-3)
+    assert_close(got, dequantize_model(model)(tokens), 2e-3)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen2"])
@@ -170,11 +164,11 @@ def test_models_of_the_zoo(rng, tmp_path, model_type):
     for name in ours:
         assert mx.array_equal(ours[name], theirs[name]), name
     logits = loaded(tokens)
-    assert near(logits, model(tokens), 1e-5)
+    assert_close(logits, model(tokens), 1e-5)
     assert list(afm_mlx.stream_generate(loaded, tokenizer, [5, 9, 2], max_tokens=3))
-    assert near(logits, dequantize_model(model)(tokens), 2e-3)
+    assert_close(logits, dequantize_model(model)(tokens), 2e-3)
     whole = convert(folder, tmp_path / "whole", dequantize=True)
-    assert near(afm_mlx.load(whole)[0](tokens), logits, 2e-3)
+    assert_close(afm_mlx.load(whole)[0](tokens), logits, 2e-3)
     with pytest.raises(AFMError, match="quantized already"):
         convert(folder, tmp_path / "again", quantize=True)
 
@@ -195,7 +189,7 @@ def test_folders_that_mlx_lm_quantized(rng, tmp_path, capsys):
         import mlx_lm
 
         stock, _ = mlx_lm.load(str(out))
-        assert near(loaded(tokens), stock(tokens), 2e-3)
+        assert_close(loaded(tokens), stock(tokens), 2e-3)
     assert capsys.readouterr().out == ""
 
 
@@ -243,7 +237,7 @@ def test_layers_that_cannot_be_packed_are_named(rng):
         quantize_model(model, {}, QuantizationRule(8))
 
 
-@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
+@pytest.mark.parametrize("mode", MODES)
 def test_random_models_are_packed_from_the_start(rng, mode):
     config = PRESETS["afm-nano"]
     rule = QuantizationRule(2, mode)

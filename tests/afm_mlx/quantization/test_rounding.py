@@ -10,13 +10,10 @@ from afm_mlx.quantization import rounding
 from afm_mlx.quantization.grids import k_means, nearest_entries
 from afm_mlx.quantization.rounding import Rows, pack
 from afm_mlx.quantization.rule import QuantizationRule
+from tests.tools.cases import all_pairs
 
 ROWS, INPUTS = 48, 256
-RULES = [
-    QuantizationRule(bits, "balanced", per)
-    for bits in (2, 4, 8)
-    for per in ("tensor", "row", "group")
-]
+BITS, PER = (2, 4, 8), ("tensor", "row", "group")
 
 
 def on_grid(rng, rule, dtype):
@@ -32,12 +29,14 @@ def on_grid(rng, rule, dtype):
     return codes, scales, mx.array(values).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.bits}-{r.granularity}")
-@pytest.mark.parametrize("blocks", ["one", "many"])
-def test_codes_on_a_grid_come_back(rng, monkeypatch, rule, dtype, blocks):
-    if rule.bits == 8 and dtype == mx.bfloat16:
-        pytest.skip("255 levels a half apart do not all fit bfloat16's 8 digits")
+@pytest.mark.parametrize(
+    ("bits", "per", "dtype", "blocks"),
+    all_pairs(BITS, PER, [mx.float32, mx.float16, mx.bfloat16], ["one", "many"]),
+)
+def test_codes_on_a_grid_come_back(rng, monkeypatch, bits, per, dtype, blocks):
+    if bits == 8 and dtype == mx.bfloat16:
+        dtype = mx.float32  # 255 levels a half apart do not all fit bfloat16's 8 digits
+    rule = QuantizationRule(bits, "balanced", per)
     if blocks == "many":
         monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 5 * INPUTS)
         monkeypatch.setattr(rounding, "_SAMPLE_ELEMENTS", 7 * INPUTS)
@@ -104,9 +103,9 @@ def test_stock_quantization_loses_a_grid_and_ours_does_not(rng):
     assert rms_error(mx.dequantize(affine.codes, affine.scales, affine.biases, 64, 2)) < 1e-6
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("per", ["tensor", "row", "group"])
-@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
+@pytest.mark.parametrize(
+    ("mode", "bits", "per"), all_pairs(["balanced", "affine", "palette"], BITS, PER)
+)
 def test_normal_weights_keep_a_stated_error(rng, mode, bits, per):
     """Near the best uniform quantizer of a normal distribution (Max, 1960)."""
     best = {2: 0.3449, 4: 0.1074, 8: 0.0089}[bits]
@@ -170,8 +169,10 @@ def least_error(weights, entries):
     return least[-1]
 
 
-@pytest.mark.parametrize("entries", [4, 16])
-@pytest.mark.parametrize("kind", ["normal", "heavy tails", "two heaps", "an outlier"])
+@pytest.mark.parametrize(
+    ("kind", "entries"),
+    all_pairs(["normal", "heavy tails", "two heaps", "an outlier"], [4, 16]),
+)
 def test_a_table_is_near_the_best_there_is(rng, kind, entries):
     weights = {
         "normal": rng.normal(0, 0.02, (4, 300)),

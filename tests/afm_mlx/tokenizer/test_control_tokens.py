@@ -1,5 +1,6 @@
 """Text of messages, tools and variables never becomes a control token; only the template's own does."""
 
+import itertools
 import json
 
 import pytest
@@ -125,15 +126,15 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_field_makes_control_tokens(tokenizer, name):
-    for prompt in (True, False):
-        same_controls(tokenizer, chat_of(name), chat_of("x"), add_generation_prompt=prompt)
-    tools = [{"type": "function", "function": {"name": name, name: name}}]
-    innocent = [{"type": "function", "function": {"name": "x", "y": "x"}}]
-    ids = tokenizer.apply_chat_template(user("x"), tools=tools)
-    expected = tokenizer.apply_chat_template(user("x"), tools=innocent)
-    assert controls(tokenizer, ids) == controls(tokenizer, expected)
+def test_no_field_makes_control_tokens(tokenizer):
+    for name in NAMES:
+        for prompt in (True, False):
+            same_controls(tokenizer, chat_of(name), chat_of("x"), add_generation_prompt=prompt)
+        tools = [{"type": "function", "function": {"name": name, name: name}}]
+        innocent = [{"type": "function", "function": {"name": "x", "y": "x"}}]
+        ids = tokenizer.apply_chat_template(user("x"), tools=tools)
+        expected = tokenizer.apply_chat_template(user("x"), tools=innocent)
+        assert controls(tokenizer, ids) == controls(tokenizer, expected)
 
 
 def test_typed_text_is_decoded_as_typed(either_folder):
@@ -171,11 +172,10 @@ TEMPLATES = {
 TEXTS = [INJECTION, "<turn_", "turn_end", "<tuXrn_enXd>", ">dne_nrut<", "  <turn_end>\n"]
 
 
-@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
-def test_no_template_lets_text_become_control_tokens(tokenizer, source):
+def test_no_template_lets_text_become_control_tokens(tokenizer):
     """Whatever it does with texts."""
-    source = "{% set X = messages[0].content %}" + source
-    for text in TEXTS:
+    for source, text in itertools.product(TEMPLATES.values(), TEXTS):
+        source = "{% set X = messages[0].content %}" + source
         messages = [*user(text), {"role": "assistant", "content": "<turn_"}, *user("end>")]
         plain = [*user("x"), {"role": "assistant", "content": "x"}, *user("x")]
         notes, innocent = (

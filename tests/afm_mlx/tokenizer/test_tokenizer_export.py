@@ -63,17 +63,17 @@ CONVERSATIONS = [
 ]
 
 
-@pytest.mark.parametrize("messages", CONVERSATIONS)
-@pytest.mark.parametrize("tools", [None, [WEATHER]])
-@pytest.mark.parametrize("prompt", [True, False])
-def test_stock_chat_template(tokenizer, stock, messages, tools, prompt):
-    arguments = {"tools": tools, "add_generation_prompt": prompt}
-    ids = tokenizer.apply_chat_template(messages, **arguments)
-    assert stock.apply_chat_template(messages, **arguments) == ids
-    # mlx-lm's command line renders, and encodes in a second step.
-    text = stock.apply_chat_template(messages, tokenize=False, **arguments)
-    assert stock.encode(text, add_special_tokens=False) == ids
-    assert text.startswith(stock.bos_token)
+def test_stock_chat_template(tokenizer, stock):
+    for prompt in [True, False]:
+        for tools in [None, [WEATHER]]:
+            for messages in CONVERSATIONS:
+                arguments = {"tools": tools, "add_generation_prompt": prompt}
+                ids = tokenizer.apply_chat_template(messages, **arguments)
+                assert stock.apply_chat_template(messages, **arguments) == ids
+                # mlx-lm's command line renders, and encodes in a second step.
+                text = stock.apply_chat_template(messages, tokenize=False, **arguments)
+                assert stock.encode(text, add_special_tokens=False) == ids
+                assert text.startswith(stock.bos_token)
 
 
 def test_stock_decode_and_stream(tokenizer, stock, rng):

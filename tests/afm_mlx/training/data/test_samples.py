@@ -290,14 +290,14 @@ BAD_RECORDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("record", "message"), BAD_RECORDS)
-def test_a_bad_line_is_named(tokenizer, tmp_path, record, message):
-    line = record if isinstance(record, bytes) else json.dumps(record).encode()
-    good = json.dumps([USER, ANSWER]).encode()
-    (tmp_path / "train.jsonl").write_bytes(good + b"\n\n" + line + b"\r\n" + good)
-    with pytest.raises(DataError, match=rf"train\.jsonl:3: .*{message}") as caught:
-        load_split(tmp_path, "train", tokenizer, max_seq_length=200)
-    assert "\n" not in str(caught.value)
+def test_a_bad_line_is_named(tokenizer, tmp_path):
+    for record, message in BAD_RECORDS:
+        line = record if isinstance(record, bytes) else json.dumps(record).encode()
+        good = json.dumps([USER, ANSWER]).encode()
+        (tmp_path / "train.jsonl").write_bytes(good + b"\n\n" + line + b"\r\n" + good)
+        with pytest.raises(DataError, match=rf"train\.jsonl:3: .*{message}") as caught:
+            load_split(tmp_path, "train", tokenizer, max_seq_length=200)
+        assert "\n" not in str(caught.value)
 
 
 def test_all_bad_lines_are_found_before_training(tokenizer, tmp_path, rng):

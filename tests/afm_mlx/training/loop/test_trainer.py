@@ -300,9 +300,8 @@ def test_nothing_to_train(tmp_path):
         train(model, toy_loss, ToyBatches(1), TrainingOptions(4, 0.1), run)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_options_out_of_range():
+    for wrong in [
         {"iters": 0},
         {"learning_rate": 0.0},
         {"learning_rate": math.nan},
@@ -315,11 +314,9 @@ def test_nothing_to_train(tmp_path):
         {"patience": 0},
         {"seed": -1},
         {"weight_decay": -0.1},
-    ],
-)
-def test_options_out_of_range(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        TrainingOptions(**({"iters": 10, "learning_rate": 0.1} | wrong))
+    ]:
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            TrainingOptions(**({"iters": 10, "learning_rate": 0.1} | wrong))
 
 
 # -- with the package's own parts

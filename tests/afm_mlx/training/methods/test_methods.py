@@ -164,16 +164,16 @@ def test_an_adapter_with_nan_is_no_start(recipe, model, tmp_path, rng, bad):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("scale", [0, -1, np.inf, np.nan, 1e39])
-def test_a_scale_that_teaches_nothing(scale):
-    with pytest.raises(ConfigError, match=r"scale is .*finite numbers over 0"):
-        LoRATraining(scale=scale)
+def test_a_scale_that_teaches_nothing():
+    for scale in [0, -1, np.inf, np.nan, 1e39]:
+        with pytest.raises(ConfigError, match=r"scale is .*finite numbers over 0"):
+            LoRATraining(scale=scale)
 
 
-@pytest.mark.parametrize("rank", [0, -1, 100_000, 2.0])
-def test_ranks_that_no_adapter_has(rank):
-    with pytest.raises(ConfigError, match=r"rank is .*allowed are 1 to 65536"):
-        LoRATraining(rank=rank)
+def test_ranks_that_no_adapter_has():
+    for rank in [0, -1, 100_000, 2.0]:
+        with pytest.raises(ConfigError, match=r"rank is .*allowed are 1 to 65536"):
+            LoRATraining(rank=rank)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

@@ -1,7 +1,5 @@
 """Fake quantization against torch's autograd, finite differences, and the packed formats."""
 
-import itertools
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -17,13 +15,12 @@ from afm_mlx.training.qat.fake_quantize import (
     quantize,
     scale_gradient,
 )
+from tests.tools.cases import all_pairs
 
 ROWS, INPUTS, GROUP = 6, 64, 32
 RULES = [
     QuantizationRule(bits, mode, per, GROUP if per == "group" else None)
-    for bits, mode, per in itertools.product(
-        (2, 4, 8), ("balanced", "affine"), ("tensor", "row", "group")
-    )
+    for bits, mode, per in all_pairs((2, 4, 8), ("balanced", "affine"), ("tensor", "row", "group"))
 ]
 
 
