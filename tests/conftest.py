@@ -52,7 +52,7 @@ def _variables(item, call):
         f"{name} = {reprlib.repr(value)}"
         for frame in frames
         for name, value in frame.locals.items()
-        if isinstance(value, plain) and name.isidentifier()
+        if type(value) in plain and name.isidentifier()
     )
 
 

@@ -84,15 +84,15 @@ def test_info_says_the_same_in_words(folder, run):
         assert words in out
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
-def test_info_of_presets(preset, run):
-    facts = json.loads(run("info", "--preset", preset, "--json")[1])
-    assert facts["architecture"]["parameters"] == PRESETS[preset].num_parameters
-    if preset == "afm-3b":
-        assert facts["architecture"]["parameters"] == 3_111_368_064
-        assert facts["kv_cache"]["bytes_per_token"]["int8"] == 17_920
-    assert ("int8" in facts["kv_cache"]["bytes_per_token"]) == (PRESETS[preset].kv_bits == 8)
-    assert "weights" not in facts
+def test_info_of_presets(run):
+    for preset in list(PRESETS):
+        facts = json.loads(run("info", "--preset", preset, "--json")[1])
+        assert facts["architecture"]["parameters"] == PRESETS[preset].num_parameters
+        if preset == "afm-3b":
+            assert facts["architecture"]["parameters"] == 3_111_368_064
+            assert facts["kv_cache"]["bytes_per_token"]["int8"] == 17_920
+        assert ("int8" in facts["kv_cache"]["bytes_per_token"]) == (PRESETS[preset].kv_bits == 8)
+        assert "weights" not in facts
 
 
 def test_info_of_other_architectures(tmp_path, run, fails):

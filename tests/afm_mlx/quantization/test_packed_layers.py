@@ -41,33 +41,35 @@ def _per_input(array):
     return np.repeat(array, GROUP, axis=1) if array.ndim == 2 else array.reshape(-1, 1)
 
 
-@pytest.mark.parametrize(("bits", "format_"), all_pairs((2, 4, 8), FORMATS))
-def test_layers_compute_what_their_codes_stand_for(rng, bits, format_):
-    mode, per = format_
-    codes, parts, values = random_parts(rng, bits, mode, per)
-    bias = rng.normal(0, 1, ROWS).astype(np.float32)
-    layer = PackedLinear.from_codes(mx.array(codes), bits, mode, bias=mx.array(bias), **parts)
-    np.testing.assert_array_equal(np.array(unpack_codes(layer.weight, bits)), codes)
-    x = rng.normal(0, 1, (2, 3, INPUTS)).astype(np.float32)
-    wanted = x @ values.T + bias
-    # Activations of 16 binary digits and more, float32 sums of INPUTS products; a kernel may take the codes
-    # as they are and subtract what they lie too high by in the end.
-    magnitudes = np.abs(values) + np.abs(values).max(axis=1, keepdims=True)
-    bound = (2**-15 + INPUTS * 2**-23) * (np.abs(x) @ magnitudes.T + np.abs(bias))
-    for training in (False, True):
-        got = layer.train(training)(mx.array(x))
-        assert (np.abs(np.array(got) - wanted) <= bound).all()
-    np.testing.assert_allclose(np.array(layer.to_linear()(mx.array(x))), wanted, atol=bound.max())
+def test_layers_compute_what_their_codes_stand_for(rng):
+    for bits, format_ in all_pairs((2, 4, 8), FORMATS):
+        mode, per = format_
+        codes, parts, values = random_parts(rng, bits, mode, per)
+        bias = rng.normal(0, 1, ROWS).astype(np.float32)
+        layer = PackedLinear.from_codes(mx.array(codes), bits, mode, bias=mx.array(bias), **parts)
+        np.testing.assert_array_equal(np.array(unpack_codes(layer.weight, bits)), codes)
+        x = rng.normal(0, 1, (2, 3, INPUTS)).astype(np.float32)
+        wanted = x @ values.T + bias
+        # Activations of 16 binary digits and more, float32 sums of INPUTS products; a kernel may take the codes
+        # as they are and subtract what they lie too high by in the end.
+        magnitudes = np.abs(values) + np.abs(values).max(axis=1, keepdims=True)
+        bound = (2**-15 + INPUTS * 2**-23) * (np.abs(x) @ magnitudes.T + np.abs(bias))
+        for training in (False, True):
+            got = layer.train(training)(mx.array(x))
+            assert (np.abs(np.array(got) - wanted) <= bound).all()
+        np.testing.assert_allclose(
+            np.array(layer.to_linear()(mx.array(x))), wanted, atol=bound.max()
+        )
 
-    embedding = PackedEmbedding.from_codes(mx.array(codes), bits, mode, **parts).eval()
-    tokens = rng.integers(0, ROWS, (2, 5))
-    np.testing.assert_allclose(
-        np.array(embedding(mx.array(tokens))), values[tokens], rtol=1e-5, atol=1e-5
-    )
-    logits = np.array(embedding.as_linear(mx.array(x)))
-    assert (np.abs(logits - x @ values.T) <= bound).all()
-    whole = np.array(embedding.to_embedding().weight)
-    np.testing.assert_array_equal(whole, np.array(dequantize(embedding.packed)))
+        embedding = PackedEmbedding.from_codes(mx.array(codes), bits, mode, **parts).eval()
+        tokens = rng.integers(0, ROWS, (2, 5))
+        np.testing.assert_allclose(
+            np.array(embedding(mx.array(tokens))), values[tokens], rtol=1e-5, atol=1e-5
+        )
+        logits = np.array(embedding.as_linear(mx.array(x)))
+        assert (np.abs(logits - x @ values.T) <= bound).all()
+        whole = np.array(embedding.to_embedding().weight)
+        np.testing.assert_array_equal(whole, np.array(dequantize(embedding.packed)))
 
 
 def test_the_lookup_has_the_activations_type(rng):

@@ -94,23 +94,23 @@ def test_the_commonest_rule_is_the_common_one():
 # -- models
 
 
-@pytest.mark.parametrize(("mode", "bits"), all_pairs(MODES, (2, 4)))
-def test_a_packed_model_equals_its_dequantized_twin(rng, mode, bits):
-    config = random_config(rng, **SIZES, vocab_size=VOCAB, kv_bits=None)
-    model = random_model(config, rng)
-    _, values = quantize_model(model, config.to_dict(), QuantizationRule(bits, mode))
-    assert values["quantization"] == values["quantization_config"]
-    layer = model.layers[0].mlp.up_proj
-    assert (layer.bits, layer.mode, layer.training) == (bits, mode, False)
-    assert model.model.embedding.bits == 4
-    tokens = mx.array(rng.integers(0, VOCAB, (2, 7)))
-    got = model(tokens)
-    with dispatch.force("reference"):
-        plain = model(tokens)
-    wanted = dequantize_model(model)(tokens)
-    assert not any(isinstance(m, PackedLinear) for m in model.modules())
-    assert_close(plain, wanted, 1e-4)
-    assert_close(got, wanted, 2e-3)  # kernels may round activations to 16 bits
+def test_a_packed_model_equals_its_dequantized_twin(rng):
+    for mode, bits in all_pairs(MODES, (2, 4)):
+        config = random_config(rng, **SIZES, vocab_size=VOCAB, kv_bits=None)
+        model = random_model(config, rng)
+        _, values = quantize_model(model, config.to_dict(), QuantizationRule(bits, mode))
+        assert values["quantization"] == values["quantization_config"]
+        layer = model.layers[0].mlp.up_proj
+        assert (layer.bits, layer.mode, layer.training) == (bits, mode, False)
+        assert model.model.embedding.bits == 4
+        tokens = mx.array(rng.integers(0, VOCAB, (2, 7)))
+        got = model(tokens)
+        with dispatch.force("reference"):
+            plain = model(tokens)
+        wanted = dequantize_model(model)(tokens)
+        assert not any(isinstance(m, PackedLinear) for m in model.modules())
+        assert_close(plain, wanted, 1e-4)
+        assert_close(got, wanted, 2e-3)  # kernels may round activations to 16 bits
 
 
 def test_the_first_generation_decodes_over_float_keys(rng):
@@ -237,22 +237,24 @@ def test_layers_that_cannot_be_packed_are_named(rng):
         quantize_model(model, {}, QuantizationRule(8))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_random_models_are_packed_from_the_start(rng, mode):
-    config = PRESETS["afm-nano"]
-    rule = QuantizationRule(2, mode)
-    model = random_packed_model(config, rule, QuantizationRule(4, mode), int(rng.integers(2**31)))
-    for path, array in tree_flatten(model.parameters()):
-        if path.endswith("proj.weight") or path.endswith("embedding.weight"):
-            assert array.dtype == mx.uint32, path
-    # Weights of deviation K^-0.5 keep the variance of what they multiply.
-    weight = np.array(model.layers[0].mlp.up_proj.dequantize())
-    assert weight.std() == pytest.approx(config.hidden_dim**-0.5, rel=0.15)
-    logits = np.array(model(mx.array(rng.integers(0, config.vocab_size, (1, 8)))))
-    assert 0.3 < logits.std() < 3
-    twin = random_packed_model(config, rule, seed=7)
-    again = random_packed_model(config, rule, seed=7)
-    for one, other in zip(
-        tree_flatten(twin.parameters()), tree_flatten(again.parameters()), strict=True
-    ):
-        assert mx.array_equal(one[1], other[1])
+def test_random_models_are_packed_from_the_start(rng):
+    for mode in MODES:
+        config = PRESETS["afm-nano"]
+        rule = QuantizationRule(2, mode)
+        model = random_packed_model(
+            config, rule, QuantizationRule(4, mode), int(rng.integers(2**31))
+        )
+        for path, array in tree_flatten(model.parameters()):
+            if path.endswith("proj.weight") or path.endswith("embedding.weight"):
+                assert array.dtype == mx.uint32, path
+        # Weights of deviation K^-0.5 keep the variance of what they multiply.
+        weight = np.array(model.layers[0].mlp.up_proj.dequantize())
+        assert weight.std() == pytest.approx(config.hidden_dim**-0.5, rel=0.15)
+        logits = np.array(model(mx.array(rng.integers(0, config.vocab_size, (1, 8)))))
+        assert 0.3 < logits.std() < 3
+        twin = random_packed_model(config, rule, seed=7)
+        again = random_packed_model(config, rule, seed=7)
+        for one, other in zip(
+            tree_flatten(twin.parameters()), tree_flatten(again.parameters()), strict=True
+        ):
+            assert mx.array_equal(one[1], other[1])

@@ -103,22 +103,24 @@ def test_stock_quantization_loses_a_grid_and_ours_does_not(rng):
     assert rms_error(mx.dequantize(affine.codes, affine.scales, affine.biases, 64, 2)) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("mode", "bits", "per"), all_pairs(["balanced", "affine", "palette"], BITS, PER)
-)
-def test_normal_weights_keep_a_stated_error(rng, mode, bits, per):
+def test_normal_weights_keep_a_stated_error(rng):
     """Near the best uniform quantizer of a normal distribution (Max, 1960)."""
-    best = {2: 0.3449, 4: 0.1074, 8: 0.0089}[bits]
-    weight = rng.normal(0, 0.02, (ROWS, INPUTS)).astype(np.float32)
-    packed, exact = pack(mx.array(weight), QuantizationRule(bits, mode, per))
-    assert not exact or (mode, bits, per) == ("palette", 8, "row")
-    error = np.array(dequantize(packed)) - weight
-    # Extremes and not least squares in MLX's own format; few weights for each of 256 entries.
-    factor = (
-        3 if (mode, bits) == ("palette", 8) else 1.5 if (mode, per) == ("affine", "group") else 1.25
-    )
-    assert error.std() / 0.02 <= factor * best
-    assert packed.granularity == ("table" if mode == "palette" else per)
+    for mode, bits, per in all_pairs(["balanced", "affine", "palette"], BITS, PER):
+        best = {2: 0.3449, 4: 0.1074, 8: 0.0089}[bits]
+        weight = rng.normal(0, 0.02, (ROWS, INPUTS)).astype(np.float32)
+        packed, exact = pack(mx.array(weight), QuantizationRule(bits, mode, per))
+        assert not exact or (mode, bits, per) == ("palette", 8, "row")
+        error = np.array(dequantize(packed)) - weight
+        # Extremes and not least squares in MLX's own format; few weights for each of 256 entries.
+        factor = (
+            3
+            if (mode, bits) == ("palette", 8)
+            else 1.5
+            if (mode, per) == ("affine", "group")
+            else 1.25
+        )
+        assert error.std() / 0.02 <= factor * best
+        assert packed.granularity == ("table" if mode == "palette" else per)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -169,37 +171,36 @@ def least_error(weights, entries):
     return least[-1]
 
 
-@pytest.mark.parametrize(
-    ("kind", "entries"),
-    all_pairs(["normal", "heavy tails", "two heaps", "an outlier"], [4, 16]),
-)
-def test_a_table_is_near_the_best_there_is(rng, kind, entries):
-    weights = {
-        "normal": rng.normal(0, 0.02, (4, 300)),
-        "heavy tails": rng.standard_t(3, (4, 300)),
-        "two heaps": rng.normal(0, 0.1, (4, 300)) + rng.choice([-1, 1], (4, 300)),
-        "an outlier": np.where(np.arange(300) == 7, 1e3, rng.normal(0, 1, (4, 300))),
-    }[kind].astype(np.float32)
-    tables, exact = k_means(weights, entries)
-    assert not exact.any()
-    assert (np.diff(tables, axis=1) >= 0).all()
-    codes = nearest_entries(weights, tables)
-    errors = np.square(np.take_along_axis(tables, codes.astype(int), 1) - weights).sum(axis=1)
-    # A far outlier leaves most of the bins empty.
-    factor = 2.0 if kind == "an outlier" else 1.06
-    for got, line in zip(errors, weights, strict=True):
-        assert got <= factor * least_error(line, entries)
+def test_a_table_is_near_the_best_there_is(rng):
+    for kind, entries in all_pairs(["normal", "heavy tails", "two heaps", "an outlier"], [4, 16]):
+        weights = {
+            "normal": rng.normal(0, 0.02, (4, 300)),
+            "heavy tails": rng.standard_t(3, (4, 300)),
+            "two heaps": rng.normal(0, 0.1, (4, 300)) + rng.choice([-1, 1], (4, 300)),
+            "an outlier": np.where(np.arange(300) == 7, 1e3, rng.normal(0, 1, (4, 300))),
+        }[kind].astype(np.float32)
+        tables, exact = k_means(weights, entries)
+        assert not exact.any()
+        assert (np.diff(tables, axis=1) >= 0).all()
+        codes = nearest_entries(weights, tables)
+        errors = np.square(np.take_along_axis(tables, codes.astype(int), 1) - weights).sum(axis=1)
+        # A far outlier leaves most of the bins empty.
+        factor = 2.0 if kind == "an outlier" else 1.06
+        for got, line in zip(errors, weights, strict=True):
+            assert got <= factor * least_error(line, entries)
 
 
-@pytest.mark.parametrize("per", ["tensor", "row", "group"])
-def test_a_palette_of_few_values_is_exact(rng, per):
-    rule = QuantizationRule(4, "palette", per)
-    table = rng.normal(0, 1, (rule.part_shapes((ROWS, INPUTS))["table"][0], 13)).astype(np.float32)
-    codes = rng.integers(0, 13, (ROWS, INPUTS))
-    values = table[np.arange(ROWS)[:, None] * len(table) // ROWS, codes]
-    packed, exact = pack(mx.array(values), rule)
-    assert exact
-    np.testing.assert_array_equal(np.array(dequantize(packed)), values)
+def test_a_palette_of_few_values_is_exact(rng):
+    for per in ["tensor", "row", "group"]:
+        rule = QuantizationRule(4, "palette", per)
+        table = rng.normal(0, 1, (rule.part_shapes((ROWS, INPUTS))["table"][0], 13)).astype(
+            np.float32
+        )
+        codes = rng.integers(0, 13, (ROWS, INPUTS))
+        values = table[np.arange(ROWS)[:, None] * len(table) // ROWS, codes]
+        packed, exact = pack(mx.array(values), rule)
+        assert exact
+        np.testing.assert_array_equal(np.array(dequantize(packed)), values)
 
 
 def test_one_stray_weight_is_no_grid(rng, monkeypatch):
