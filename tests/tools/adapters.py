@@ -46,11 +46,6 @@ def some_tokens(rng, rows=2, length=9):
     return mx.array(rng.integers(0, SIZES["vocab_size"], (rows, length)))
 
 
-def close(a, b, tolerance=1e-3):
-    """Whether all differ by less, as a share of the largest; packed layers' kernels differ by 3e-4 at times."""
-    return float(mx.abs(a - b).max()) <= tolerance * max(1.0, float(mx.abs(b).max()))
-
-
 def steps(model, cache, tokens):
     return mx.concatenate([model(token[:, None], cache) for token in tokens.T], axis=1)
 

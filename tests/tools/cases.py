@@ -1,4 +1,7 @@
-"""Selections from products of parameters, drawn from the run's seed: `make fuzz` comes to the rest."""
+"""Inputs of tests: random arrays, and selections from products of parameters.
+
+Both are drawn from the run's seed, so that `make fuzz` comes to the rest of a product.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 
@@ -28,3 +32,8 @@ def all_pairs(*axes: Sequence[Any]) -> list[tuple]:
 
 def _pairs(row: list[int]) -> set[tuple]:
     return set(itertools.combinations(enumerate(row), 2))
+
+
+def draw(rng: np.random.Generator, shape: Any, dtype: mx.Dtype = mx.float32) -> mx.array:
+    """Normally distributed numbers."""
+    return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)

@@ -18,6 +18,7 @@ from afm_mlx.measure.describe import describe_packed_layers, describe_weights
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize import quantize_model
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
+from tests.tools.compare import assert_same_tensors
 from tests.tools.models import random_config, random_model
 
 SIZES = {"hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 2.0}
@@ -51,10 +52,7 @@ def test_a_folder_gives_the_model_back(rng, folder, mode, per):
     path, model = folder(QuantizationRule(2, mode, per))
     loaded = load_model(path)
     ours, theirs = (dict(tree_flatten(m.parameters())) for m in (loaded, model))
-    assert set(ours) == set(theirs)
-    for name in ours:
-        assert ours[name].dtype == theirs[name].dtype
-        assert mx.array_equal(ours[name], theirs[name]), name
+    assert_same_tensors(ours, theirs)
     tokens = mx.array(rng.integers(0, 96, (1, 5)))
     assert mx.array_equal(loaded(tokens), model(tokens))
     lazy = load_model(path, lazy=True)

@@ -27,17 +27,9 @@ from afm_mlx.checkpoint.weights import (
 from afm_mlx.config import PRESETS
 from afm_mlx.errors import CheckpointError
 from afm_mlx.model.model import Model
+from tests.tools.compare import assert_same_tensors
 
-TYPES = [
-    mx.bfloat16,
-    mx.float16,
-    mx.float32,
-    mx.uint32,
-    mx.int8,
-    mx.uint8,
-    mx.int64,
-    mx.bool_,
-]
+TYPES = [getattr(mx, t) for t in "bfloat16 float16 float32 uint32 int8 uint8 int64 bool_".split()]
 
 
 def random_arrays(rng):
@@ -52,17 +44,6 @@ def random_arrays(rng):
     return arrays
 
 
-def raw(array):
-    return np.array(array.reshape(-1).view(mx.uint8)) if array.size else np.empty(0)
-
-
-def assert_same(one, other):
-    assert set(one) == set(other)
-    for name in one:
-        assert (one[name].shape, one[name].dtype) == (other[name].shape, other[name].dtype)
-        np.testing.assert_array_equal(raw(one[name]), raw(other[name]))
-
-
 def file_bytes(header, data, length=None):
     encoded = json.dumps(header).encode()
     return struct.pack("<Q", len(encoded) if length is None else length) + encoded + data
@@ -72,8 +53,8 @@ def test_round_trip(rng, tmp_path):
     arrays = random_arrays(rng)
     (path,) = save_weights(tmp_path, arrays)
     assert path.name == "model.safetensors"
-    assert_same(load_weights(tmp_path), arrays)
-    assert_same(mx.load(str(path)), arrays)
+    assert_same_tensors(load_weights(tmp_path), arrays)
+    assert_same_tensors(mx.load(str(path)), arrays)
     # The format's own library, strict about gaps, order and alignment.
     by_torch = load_file(path)
     assert by_torch["layer.0"].dtype == torch.bfloat16
@@ -100,7 +81,7 @@ def test_shards(rng, tmp_path, limit):
         assert [path.name for path in paths] == [
             f"model-{i + 1:05d}-of-{len(paths):05d}.safetensors" for i in range(len(paths))
         ]
-    assert_same(load_weights(tmp_path), arrays)
+    assert_same_tensors(load_weights(tmp_path), arrays)
     index = json.loads((tmp_path / INDEX_NAME).read_text())
     assert index["metadata"] == {
         "total_size": sum(a.nbytes for a in arrays.values()),
@@ -114,7 +95,7 @@ def test_shards_without_an_index(rng, tmp_path):
     arrays = random_arrays(rng)
     paths = save_weights(tmp_path, arrays, max_shard_bytes=40)
     (tmp_path / INDEX_NAME).unlink()
-    assert_same(load_weights(tmp_path), arrays)
+    assert_same_tensors(load_weights(tmp_path), arrays)
     paths[1].unlink()
     with pytest.raises(CheckpointError, match=f"lacks {paths[1].name}"):
         load_weights(tmp_path)
@@ -130,7 +111,7 @@ def test_views_are_written_as_they_look(rng, tmp_path):
         "lazy": values + 1,
     }
     save_file(tmp_path / "model.safetensors", arrays)
-    assert_same(load_weights(tmp_path), arrays)
+    assert_same_tensors(load_weights(tmp_path), arrays)
 
 
 def test_the_writer_takes_the_data_in_chunks_and_counts_it(tmp_path):

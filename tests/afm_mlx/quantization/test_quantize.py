@@ -17,7 +17,7 @@ from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize import dequantize_model, quantization_entries, quantize_model
 from afm_mlx.quantization.rule import PRESET_RULES, QuantizationRule
 from tests.tools.cases import all_pairs
-from tests.tools.compare import assert_close
+from tests.tools.compare import assert_close, assert_same_tensors
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_config, zoo_model
 
@@ -98,9 +98,7 @@ def test_models_of_the_zoo(rng, tmp_path, model_type):
     loaded, tokenizer = afm_mlx.load(folder)
     assert ("bias" in loaded.layers[0].self_attn.q_proj) == (model_type == "qwen2")
     ours, theirs = (dict(tree_flatten(m.parameters())) for m in (loaded, model))
-    assert set(ours) == set(theirs)
-    for name in ours:
-        assert mx.array_equal(ours[name], theirs[name]), name
+    assert_same_tensors(ours, theirs)
     logits = loaded(tokens)
     assert_close(logits, model(tokens), 1e-5)
     assert list(afm_mlx.stream_generate(loaded, tokenizer, [5, 9, 2], max_tokens=3))

@@ -25,8 +25,9 @@ from afm_mlx.training.methods.scores import measure_adapter
 from afm_mlx.training.methods.source import Source
 from afm_mlx.training.methods.train import train_full, train_lora, train_qat
 from tests.tools.cli import write_folder
+from tests.tools.compare import changed
 from tests.tools.training_data import TRAINABLE
-from tests.tools.training_runs import OPTIONS, Watcher, changed, parameters, random_adapter
+from tests.tools.training_runs import OPTIONS, Watcher, parameters, random_adapter
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 
