@@ -85,20 +85,6 @@ def test_parity_with_tamm(rng, case, assert_close):
 
 
 @pytest.mark.parametrize("case", range(3))
-def test_prefill_leaves_the_cache_that_a_full_run_leaves(rng, case, assert_close):
-    config = random_config(rng)
-    reference = tamm_model(config, rng)
-    model = twin_of_tamm(reference, config)
-    length = int(rng.integers(4, 20))
-    tokens = tokens_without_ties(reference, config, rng, (1, length))
-    cache = model.make_cache()
-    cut = int(rng.integers(1, length))
-    model.prefill(mx.array(tokens[:, :cut]), cache)
-    assert cache[0].lengths == [cut]
-    assert_close(model(mx.array(tokens[:, cut:]), cache), tamm_logits(reference, tokens)[:, cut:])
-
-
-@pytest.mark.parametrize("case", range(3))
 def test_ragged_rows_match_single_rows(rng, case, assert_close):
     """mlx-lm rotates reuse queries at S - L for every row (defect f); offsets are per row here."""
     config = random_config(rng, num_layers=4, num_kv_reuse_layers=2)
@@ -109,7 +95,11 @@ def test_ragged_rows_match_single_rows(rng, case, assert_close):
     caches = []
     for prompt in prompts:
         cache = model.make_cache()
-        model.prefill(mx.array(prompt[:, :-1]), cache)
+        cut = int(rng.integers(1, prompt.shape[1]))
+        for part in (prompt[:, :cut], prompt[:, cut:-1]):
+            if part.size:
+                model.prefill(mx.array(part), cache)
+        assert cache[0].lengths == [prompt.shape[1] - 1]
         caches.append(cache)
     batch = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
     last = mx.array([[int(prompt[0, -1])] for prompt in prompts])
@@ -200,17 +190,6 @@ def random_segments(rng, rows, length):
             row[start:stop] = number
             start, number = stop, number + 1
     return segments
-
-
-def test_the_training_forward_equals_the_evaluating_one(rng):
-    for kv_bits in [8, None]:
-        config = random_config(rng, kv_bits=kv_bits)
-        model = random_model(config, rng)
-        tokens = mx.array(rng.integers(0, config.vocab_size, (2, 11)))
-        with dispatch.force("reference"):
-            wanted = np.array(model(tokens))
-        got = np.array(model.train()(tokens))
-        assert_close_but_for_ties(np.abs(got - wanted) / wanted.std(), kv_bits)
 
 
 def test_packed_rows_equal_their_samples_alone(rng):

@@ -12,7 +12,7 @@ from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.detokenizer import StreamingDetokenizer
 from afm_mlx.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from tests.tools.tokenizers import MARKERS, is_tie, random_ids, random_text, train_tiny_spm
+from tests.tools.tokenizers import MARKERS, is_tie, random_text, train_tiny_spm
 
 TEXTS = ["", "\n", " ", "\n x", *MARKERS, "<turn_start> system<n>a<turn_end>", "\0a", "\u2581a"]
 
@@ -37,10 +37,7 @@ def test_encode_equals_tamm(tokenizer, reference, spm_path, either_folder, rng):
         assert ids == expected or (may_tie and is_tie(spm_path, ids, expected)), text
 
 
-def test_decode_equals_tamm(tokenizer, reference, rng):
-    for _ in range(1000):
-        ids = random_ids(rng, tokenizer)
-        assert tokenizer.decode(ids) == reference.decode(ids), ids
+def test_decode_takes_arrays_and_single_ids(tokenizer, reference):
     assert tokenizer.decode(mx.array([5, 300])) == reference.decode([5, 300])
     assert tokenizer.decode(300) == reference.decode([300])
 
