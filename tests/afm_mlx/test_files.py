@@ -182,3 +182,4 @@ def test_names_of_any_length(tmp_path):
         with atomic_write(tmp_path / name) as path:
             path.write_text("x")
         assert [entry.name for entry in tmp_path.iterdir()] == [name]
+        (tmp_path / name).unlink()
