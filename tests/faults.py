@@ -77,7 +77,7 @@ def nodes(tree: ast.AST) -> Iterator[ast.AST]:
                 continue
             idle = isinstance(child, ast.If) and ast.unparse(child.test) in IDLE
             if not idle and not isinstance(child, ast.Raise | ast.JoinedStr):
-                yield child
+                yield from [child] if isinstance(child, ast.expr | ast.stmt) else []
                 yield from nodes(child)
 
 
@@ -128,7 +128,6 @@ def lay_out(tree: Path, tests: Path) -> None:
     def put(source: str, goal: str) -> None:
         shutil.copy(source, goal) if source.endswith(".py") else os.symlink(source, goal)
 
-    tree.mkdir()
     folders = {name: ROOT / name for name in (*PACKAGES, "bench", "docs", "examples")}
     skipped = shutil.ignore_patterns("__pycache__")
     for name, folder in (folders | {"tests": tests}).items():
@@ -182,18 +181,17 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
     chosen = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it; shells may ignore it
-    tests = (chosen.tests or ROOT / "tests").resolve()
     faults = draw_faults(chosen.count, chosen.seed)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(chosen.jobs) as pool:
         trees: Queue[Path] = Queue()
         for tree in (Path(temporary, str(number)) for number in range(chosen.jobs)):
-            lay_out(tree, tests)
+            lay_out(tree, (chosen.tests or ROOT / "tests").resolve())
             trees.put(tree)
         found = 0
         for fault, test in zip(faults, pool.map(lambda f: found_by(f, trees), faults), strict=True):
             found += bool(test)
-            place = f"{fault.file}:{fault.line}"
-            print(f"{place:48} {fault.change[:70]:70} {test or 'NOT FOUND'}", flush=True)
+            columns = f"{fault.file}:{fault.line}".ljust(48), fault.change[:70].ljust(70)
+            print(*columns, test or "NOT FOUND", flush=True)
     print(f"{found} of {len(faults)} faults of seed {chosen.seed} were found")
 
 
