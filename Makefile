@@ -8,26 +8,33 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*.c* kernels/cpu/*.h kernels/cpu/CMakeLists.txt)
 
 MINUTES ?= 10
+SEED ?= 0
+COUNT ?= 30
 
-.PHONY: demo test test-slow fuzz lint format clean metal
+.PHONY: demo test test-slow fuzz faults lint format clean metal
 
 demo: $(VENV)/.demo metal
 	$(BIN)/afm-mlx generate --prompt "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 
 test: $(VENV)/.test metal
+	@echo "The tests take about 5 minutes on two cores that have nothing else to do."
 	$(PYTEST)
 
 test-slow: $(VENV)/.test metal
 	$(PYTEST) -m slow
 
-# Fresh seeds, and ten times the hostile inputs, again and again for so many minutes.
+# Fresh seeds, and ten times the hostile inputs, again and again for so many minutes. A failure names the one command
+# that repeats it.
 fuzz: $(VENV)/.test
 	@end=$$(( $$(date +%s) + 60 * $(MINUTES) )); \
 	while seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); do \
-		AFM_TEST_SEED=$$seed AFM_HOSTILE_CASES=20000 $(PYTEST) -q || \
-			{ echo "Repeat with: AFM_TEST_SEED=$$seed AFM_HOSTILE_CASES=20000 make test" >&2; exit 1; }; \
+		AFM_TEST_SEED=$$seed AFM_HOSTILE_CASES=20000 $(PYTEST) -q || exit 1; \
 		[ $$(date +%s) -lt $$end ] || break; \
 	done
+
+# Seeds faults in the source and shows which test finds each: make faults SEED=7 COUNT=10
+faults: $(VENV)/.test
+	$(BIN)/python tests/faults.py --seed $(SEED) --count $(COUNT)
 
 # Imports are read in a copy of links that is laid out as the wheel is.
 lint: $(VENV)/.lint

@@ -1,7 +1,13 @@
-"""Random inputs from a seed that the report prints: 0, or what AFM_TEST_SEED says (`make fuzz` draws one)."""
+"""Random inputs from a seed: 0, or what AFM_TEST_SEED says (`make fuzz` draws one).
+
+A failure prints the command that repeats it, and the test's variables: a test may go through many cases.
+"""
 
 import gc
 import os
+import reprlib
+import shlex
+import signal
 
 import afm_mlx  # noqa: F401  before mlx.core is imported, so that all tests run on the same BLAS
 
@@ -13,6 +19,8 @@ import pytest
 SEED = int(os.environ.get("AFM_TEST_SEED") or 0)
 # Tests of the self-test switch it on for themselves; elsewhere it would write to the user's cache folder.
 os.environ.setdefault("AFM_MLX_SELFTEST", "0")
+# Shells start what runs in the background deaf to Ctrl-C, which many tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist's workers are processes of their own and must draw from the same seed.
 os.environ["AFM_TEST_SEED"] = str(SEED)
 
@@ -21,12 +29,40 @@ def pytest_report_header(config):
     return f"seed of random inputs: AFM_TEST_SEED={SEED}"
 
 
-@pytest.hookimpl(hookwrapper=True)
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    outcome = yield
-    report = outcome.get_result()
+    report = yield
     if report.failed:
-        report.sections.append(("random inputs", f"repeat with AFM_TEST_SEED={SEED}"))
+        if values := _variables(item, call):
+            report.sections.append(("variables of the test", values))
+        report.sections.append(("repeat with", _command(item)))
+    return report
+
+
+def _name(item):
+    """The test's id, without the group that pytest-xdist adds to it."""
+    return item.nodeid.partition("@")[0] if item.get_closest_marker("xdist_group") else item.nodeid
+
+
+def _variables(item, call):
+    """What a loop was at: the plain values among the test's variables."""
+    plain = (str, bytes, int, float, list, tuple, dict, type(None))
+    frames = [e for e in call.excinfo.traceback if e.name == getattr(item, "originalname", None)]
+    return "\n".join(
+        f"{name} = {reprlib.repr(value)}"
+        for frame in frames
+        for name, value in frame.locals.items()
+        if type(value) in plain and name.isidentifier()
+    )
+
+
+def _command(item):
+    """One command that runs this test alone on the same inputs."""
+    names = ("AFM_TEST_SEED", "AFM_HOSTILE_CASES", "OMP_NUM_THREADS")
+    settings = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+    marked = ["-m", "slow"] if item.get_closest_marker("slow") else []
+    words = [".venv/bin/python", "-m", "pytest", *marked, _name(item)]
+    return " ".join([*settings, shlex.join(words)])
 
 
 @pytest.fixture(autouse=True)
@@ -47,4 +83,4 @@ def exact_memory():
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """A generator of the run's seed and the test's name, so that tests don't depend on their order."""
-    return np.random.default_rng([SEED, *request.node.nodeid.encode()])
+    return np.random.default_rng([SEED, *_name(request.node).encode()])

@@ -114,20 +114,17 @@ def test_every_command_parses_and_reads_what_an_earlier_one_made():
     assert {"my-model-2bit", "both", "afm-3b-2bit"} <= made
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
+def test_what_is_not_there_is_noticed():
+    for command in [
         "afm-mlx generate --model nowhere",
         "afm-mlx generate --adapter-path nowhere",
         "afm-mlx adapter compose nowhere=0.7 --output both",
         "afm-mlx convert --model afm-nano --mlx-path docs -d",
         "head -n 1 nowhere > there",
         "mkdir docs",
-    ],
-)
-def test_what_is_not_there_is_noticed(command):
-    with pytest.raises(AssertionError):
-        follow(command, set())
+    ]:
+        with pytest.raises(AssertionError):
+            follow(command, set())
 
 
 def test_commands_that_need_a_checkpoint_come_after_those_that_need_none():

@@ -87,38 +87,33 @@ def no_locks(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_locks")
-@pytest.mark.parametrize(
-    ("change", "lives"),
-    [
+def test_without_locks_the_record_decides(tmp_path):
+    for change, lives in [
         ({}, True),
         ({"pid": 2**22 + 1}, False),  # more than Linux gives out
         ({"begun": "another boot 1"}, False),  # the number is another process's now
         ({"begun": ""}, True),
         ({"host": "elsewhere", "pid": 2**22 + 1}, True),
-    ],
-)
-def test_without_locks_the_record_decides(tmp_path, change, lives):
-    path, owner = tmp_path / "lock", dataclasses.replace(Owner.here(), **change)
-    path.write_text(json.dumps(dataclasses.asdict(owner)))
-    assert owner.may_live() is lives
-    if lives:
-        with pytest.raises(LockHeldError) as error:
-            FileLock(path)
-        assert error.value.owner == owner
-    else:
-        FileLock(path).release()
+    ]:
+        path, owner = tmp_path / "lock", dataclasses.replace(Owner.here(), **change)
+        path.write_text(json.dumps(dataclasses.asdict(owner)))
+        assert owner.may_live() is lives
+        if lives:
+            with pytest.raises(LockHeldError) as error:
+                FileLock(path)
+            assert error.value.owner == owner
+        else:
+            FileLock(path).release()
 
 
 @pytest.mark.usefixtures("no_locks")
-@pytest.mark.parametrize(
-    "record", [b"", b"{", b"[]", b"[" * 10**5, b"\xff", b'{"pid": "1"}', b'{"pid": 1}']
-)
-def test_a_record_of_nobody_locks_nothing(tmp_path, record):
-    (tmp_path / "lock").write_bytes(record)
-    lock = FileLock(tmp_path / "lock")
-    with (tmp_path / "lock").open("rb") as file:
-        assert Owner.read(file.fileno()).pid == os.getpid()
-    lock.release()
+def test_a_record_of_nobody_locks_nothing(tmp_path):
+    for record in [b"", b"{", b"[]", b"[" * 10**5, b"\xff", b'{"pid": "1"}', b'{"pid": 1}']:
+        (tmp_path / "lock").write_bytes(record)
+        lock = FileLock(tmp_path / "lock")
+        with (tmp_path / "lock").open("rb") as file:
+            assert Owner.read(file.fileno()).pid == os.getpid()
+        lock.release()
 
 
 def test_the_owner_knows_itself_by_ps_too(monkeypatch):

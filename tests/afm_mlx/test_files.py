@@ -177,8 +177,9 @@ def test_all_places_of_a_process_can_be_removed(tmp_path):
         assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["x" * 250, "\u00e9" * 120, "no-suffix"])
-def test_names_of_any_length(tmp_path, name):
-    with atomic_write(tmp_path / name) as path:
-        path.write_text("x")
-    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+def test_names_of_any_length(tmp_path):
+    for name in ["x" * 250, "\u00e9" * 120, "no-suffix"]:
+        with atomic_write(tmp_path / name) as path:
+            path.write_text("x")
+        assert [entry.name for entry in tmp_path.iterdir()] == [name]
+        (tmp_path / name).unlink()

@@ -6,7 +6,6 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -23,8 +22,6 @@ from afm_mlx.loading.load import load
 from tests.tools.engines import SIZES, Adapters, run, some_prompt, tiny
 from tests.tools.models import WordTokenizer
 from tests.tools.zoo import zoo_model
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -17,16 +17,8 @@ T = TypeVar("T")
 DTYPES = ["F32", "F16", "BF16", "F64", "I8", "U8", "I16", "U16", "I32", "U32", "I64", "U64", "BOOL"]
 DTYPES += ["F8_E4M3", "F4", "C64", "", "x" * 3000]
 NAMES = [
-    "",
-    "model",
-    "a.b.c",
-    "lora_a",
-    "x" * 3000,
-    "é\u202e\n\x00",
-    "__metadata__",
-    "../x",
-    "0.keys",
-]
+    "", "model", "a.b.c", "lora_a", "x" * 3000, "é\u202e\n\x00", "__metadata__", "../x", "0.keys",
+]  # fmt: skip
 
 
 def pick(rng: Generator, options: Sequence[T]) -> T:

@@ -12,63 +12,12 @@ from tests.tools.arguments import actions_of, commands, draw_value
 
 # Bits of YAML that mean something somewhere.
 PIECES = [
-    ": ",
-    "- ",
-    "? ",
-    "&a ",
-    "*a",
-    "!!int ",
-    "!x ",
-    "[",
-    "]",
-    "{",
-    "}",
-    ",",
-    "#",
-    "|",
-    ">",
-    "'",
-    '"',
-]
-PIECES += [
-    "%YAML 1.1\n",
-    "---\n",
-    "...\n",
-    "<<: ",
-    "\n",
-    "  ",
-    "\t",
-    "\x00",
-    "\x85",
-    "\u2028",
-    "\ufeff",
-]
-PIECES += [
-    '"\\UFFFFFFFF"',
-    '"\\uD800"',
-    '"\\0"',
-    "2001-13-45",
-    "9" * 5000,
-    "0x_",
-    ".inf",
-    ".nan",
-    "1:30",
-]
-PIECES += [
-    "[" * 2000,
-    "{" * 2000,
-    "- " * 2000,
-    "a: " * 500,
-    "x" * 70000,
-    "\n" * 3000,
-    "é",
-    "!!binary x",
-]
-PIECES += [
-    "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n",
-    "!!python/object/apply:os.system [x]",
-    "!!timestamp x",
-]
+    ": ", "- ", "? ", "&a ", "*a", "!!int ", "!x ", "[", "]", "{", "}", ",", "#", "|", ">", "'", '"',
+    "%YAML 1.1\n", "---\n", "...\n", "<<: ", "\n", "  ", "\t", "\x00", "\x85", "\u2028", "\ufeff",
+    '"\\UFFFFFFFF"', '"\\uD800"', '"\\0"', "2001-13-45", "9" * 5000, "0x_", ".inf", ".nan", "1:30",
+    "[" * 2000, "{" * 2000, "- " * 2000, "a: " * 500, "x" * 70000, "\n" * 3000, "é", "!!binary x",
+    "a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", "!!python/object/apply:os.system [x]", "!!timestamp x",
+]  # fmt: skip
 
 
 def draw_yaml(actions, rng) -> str:

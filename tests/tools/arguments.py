@@ -24,49 +24,17 @@ TEXTS += [
 ]
 TEXTS += ["a" * 5000, "ä" * 300, "/" * 300, "../" * 50]
 JSONS = [
-    "{}",
-    "[]",
-    '{"rank": 8}',
-    '{"keys": [1]}',
-    "{",
-    '{"a": NaN}',
-    '{"a": "\\ud800"}',
-    "[" * 3000,
-]
-JSONS += [
-    '{"a": 1e999}',
-    '{"adamw": {"betas": [1]}}',
-    '{"name": "cosine_decay", "arguments": [1e-3]}',
-]
-JSONS += [
-    '{"rank": -1}',
-    '{"scale": "x", "dropout": 2}',
-    '{"a": ' + "9" * 5000 + "}",
-    '{"\\u0000": 1}',
-]
-JSONS += ['{"name": "step_decay", "arguments": [1e-3, 2, 0], "warmup": 99999999999}']
-JSONS += [
-    '{"name": "linear_schedule", "arguments": [1, 1, 0]}',
-    '{"adamw": 5}',
-    '{"adamw": {"betas": [1e999, -1]}}',
-]
-JSONS += [
-    '{"name": ["x"], "arguments": [true]}',
-    '{"adamw": {"eps": "x"}}',
-    '{"adam": {"weight_decay": "x"}}',
-]
-JSONS += [
-    '{"name": "cosine_decay", "arguments": [1e-3, 0]}',
+    "{}", "[]", '{"rank": 8}', '{"keys": [1]}', "{", '{"a": NaN}', '{"a": "\\ud800"}', "[" * 3000,
+    '{"a": 1e999}', '{"adamw": {"betas": [1]}}', '{"name": "cosine_decay", "arguments": [1e-3]}',
+    '{"rank": -1}', '{"scale": "x", "dropout": 2}', '{"a": ' + "9" * 5000 + "}", '{"\\u0000": 1}',
+    '{"name": "step_decay", "arguments": [1e-3, 2, 0], "warmup": 99999999999}',
+    '{"name": "linear_schedule", "arguments": [1, 1, 0]}', '{"adamw": 5}',
+    '{"adamw": {"betas": [1e999, -1]}}', '{"name": ["x"], "arguments": [true]}', '{"adamw": {"eps": "x"}}',
+    '{"adam": {"weight_decay": "x"}}', '{"name": "cosine_decay", "arguments": [1e-3, 0]}',
     '{"adamw": {"betas": [0.9, 0.9], "eps": -1}}',
-]
-JSONS += [
-    '{"name": "exponential_decay", "arguments": [1' + "0" * 400 + ", 2]}",
-    '{"rank": 1' + "0" * 400 + "}",
-]
-JSONS += [
-    '{"name": "cosine_decay", "arguments": [1e-3, -5, "x"], "warmup_init": -1}',
-    '{"dropout": NaN}',
-]
+    '{"name": "exponential_decay", "arguments": [1' + "0" * 400 + ", 2]}", '{"rank": 1' + "0" * 400 + "}",
+    '{"name": "cosine_decay", "arguments": [1e-3, -5, "x"], "warmup_init": -1}', '{"dropout": NaN}',
+]  # fmt: skip
 
 
 def commands():

@@ -17,10 +17,6 @@ def parameters(folder):
     return dict(tree_flatten(load(folder)[0].parameters()))
 
 
-def changed(before, after):
-    return {name for name in before if not mx.array_equal(before[name], after[name])}
-
-
 class Watcher:
     """Keeps what a run tells."""
 

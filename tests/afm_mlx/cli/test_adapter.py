@@ -347,11 +347,11 @@ def test_convert_finds_the_model_that_an_adapter_is_for(adapter, folder, run, tm
     assert wanted in json.dumps(facts)
 
 
-@pytest.mark.parametrize("name", ["no/such", "a\0b", "\ud800", "x" * 5000, 5, None, "~nobody/x"])
-def test_a_model_that_is_not_here_is_passed_over(adapter, run, tmp_path, name):
+def test_a_model_that_is_not_here_is_passed_over(adapter, run, tmp_path):
     config = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps(config | {"model": name}))
-    done(run, "convert", adapter, "--to", "peft", "--output", tmp_path / "peft")
+    for i, name in enumerate(["no/such", "a\0b", "\ud800", "x" * 5000, 5, None, "~nobody/x"]):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | {"model": name}))
+        done(run, "convert", adapter, "--to", "peft", "--output", tmp_path / str(i))
 
 
 def test_a_pt_file_without_alpha(adapter, folder, run, fails, tmp_path):
@@ -368,11 +368,3 @@ def test_a_pt_file_without_alpha(adapter, folder, run, fails, tmp_path):
     status, out, _ = run(*argv, "--alpha", 9)
     assert status == 0
     assert json.loads(out)["scale"] == 1.5
-
-
-def test_help_lists_the_actions(run):
-    for argv in (("adapter", "--help"), ("adapter", "convert", "--help")):
-        status, out, err = run(*argv)
-        assert (status, err) == (0, "")
-        assert "convert" in out
-    assert "adapter" in run("--help")[1]

@@ -3,7 +3,6 @@
 import json
 
 import mlx.core as mx
-import pytest
 
 from afm_mlx.engine.generation import stream_generate
 from afm_mlx.loading.load import load
@@ -39,11 +38,11 @@ def test_prompt_from_standard_input(folder, run, say):
     assert (status, out) == (0, answer(folder, "Wörter\nund mehr") + "\n")
 
 
-@pytest.mark.parametrize("data", [b"\xff\xfe", b"caf\xc3", b"", b"\n"])
-def test_unusable_standard_input(folder, fails, say, data):
-    say(data)
-    line = fails("generate", "--model", folder, "-p", "-")
-    assert ("empty" if not data.strip() else "not UTF-8") in line
+def test_unusable_standard_input(folder, fails, say):
+    for data in [b"\xff\xfe", b"caf\xc3", b"", b"\n"]:
+        say(data)
+        line = fails("generate", "--model", folder, "-p", "-")
+        assert ("empty" if not data.strip() else "not UTF-8") in line
 
 
 def test_prompt_options(folder, run):
@@ -111,9 +110,8 @@ def test_a_full_context_ends_with_the_text_so_far(folder, run, fails):
     assert (status, err) == (0, "")
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
+def test_what_a_model_refuses_is_one_line(folder, fails, tmp_path, monkeypatch):
+    for argv, says in [
         (["-m", "0"], "max_tokens is 0"),
         (["--kv-bits", "4"], "kv_bits is 4"),
         (["--kv-bits", "8"], "kv_bits is 8"),  # a model without scales
@@ -129,11 +127,9 @@ def test_a_full_context_ends_with_the_text_so_far(folder, run, fails):
         (["--prompt-cache-file", "x.bin"], "a .safetensors file is needed"),
         (["--prompt-cache-file", "no/folder/x.safetensors"], "there is no folder"),
         (["--prompt-cache-file", "x.safetensors", "--sliding-window"], "can't be combined"),
-    ],
-)
-def test_what_a_model_refuses_is_one_line(folder, fails, argv, says, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert says in fails("generate", "--model", folder, *argv)
+    ]:
+        monkeypatch.chdir(tmp_path)
+        assert says in fails("generate", "--model", folder, *argv)
 
 
 def test_damaged_folders_are_one_line(folder, fails):

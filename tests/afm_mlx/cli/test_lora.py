@@ -272,9 +272,8 @@ def test_full_training(folder, data, run, tmp_path):
     assert (tmp_path / "full-run" / "run.json").is_file()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_arguments(folder, data, fails, tmp_path, monkeypatch):
+    for arguments, message in [
         (("--fine-tune-type", "dora"), "allowed are lora, full and draft"),
         (("--fine-tune-type", "full"), "--save-path is missing"),
         (("--fine-tune-type", "full", "--save-path", "x", "--rank", 4), "--rank would do nothing"),
@@ -333,12 +332,10 @@ def test_full_training(folder, data, run, tmp_path):
         (("--lr-schedule", "x"), "can't be used as JSON"),
         (("--lr-schedule", "{}"), "lr_schedule: name is None"),
         (("--lr-schedule", "{}", "--warmup-iters", 2), "both say what the learning rate does"),
-    ],
-)
-def test_wrong_arguments(folder, data, fails, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in fails("lora", "--model", folder, "--data", data, *SHORT, *arguments)
-    assert not (tmp_path / "adapters").exists()
+    ]:
+        monkeypatch.chdir(tmp_path)
+        assert message in fails("lora", "--model", folder, "--data", data, *SHORT, *arguments)
+        assert not (tmp_path / "adapters").exists()
 
 
 def test_more_than_the_machine_has_memory_for(folder, data, fails, tmp_path, monkeypatch):
@@ -351,9 +348,8 @@ def test_more_than_the_machine_has_memory_for(folder, data, fails, tmp_path, mon
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
+def test_values_without_measure(folder, data, fails, tmp_path):
+    for argv in [
         ("--max-seq-length", 10**14),
         ("--batch-size", 10**6),
         ("--epochs", 1e300),
@@ -363,10 +359,8 @@ def test_more_than_the_machine_has_memory_for(folder, data, fails, tmp_path, mon
         ("--lora-parameters", '{"dropout": 2}'),
         ("--lr-schedule", '{"name": "cosine_decay", "arguments": [1e-3, 0]}'),
         ("--lr-schedule", '{"name": "cosine_decay", "arguments": [1' + "0" * 400 + "]}"),
-    ],
-)
-def test_values_without_measure(folder, data, fails, tmp_path, argv):
-    path = tmp_path / "a"
-    line = fails("lora", "--model", folder, "--data", data, "--adapter-path", path, *argv)
-    assert len(line) < 1200
-    assert not path.exists()
+    ]:
+        path = tmp_path / "a"
+        line = fails("lora", "--model", folder, "--data", data, "--adapter-path", path, *argv)
+        assert len(line) < 1200
+        assert not path.exists()

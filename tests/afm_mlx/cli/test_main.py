@@ -6,11 +6,12 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 import afm_mlx
-from afm_mlx.cli import COMMANDS, chat, generate, main, options
+from afm_mlx.cli import COMMANDS, chat, generate, info, main, options
 from afm_mlx.cli.parser import parse
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.loading import load as loading
@@ -18,17 +19,7 @@ from tests.tools.cli import ROOT, process, write_folder
 
 # -- help, version, and what they import
 
-HEAVY = (
-    "mlx",
-    "prompt_toolkit",
-    "numpy",
-    "transformers",
-    "mlx_lm",
-    "tokenizers",
-    "sentencepiece",
-    "yaml",
-    "tqdm",
-)
+HEAVY = "mlx prompt_toolkit numpy transformers mlx_lm tokenizers sentencepiece yaml tqdm".split()
 
 
 def test_help_and_usage_errors_import_nothing_heavy():
@@ -46,28 +37,14 @@ print("IMPORTED", [name for name in {HEAVY!r} if name in sys.modules])
     assert all(f"\n  {command}" in done.stdout for command in COMMANDS)
 
 
-RUNS = {
-    "greedy": ["-m", "3"],
-    "sampled": "-m 3 --temp 0.7 --top-p 0.9 --min-p 0.01 --top-k 50 --xtc-probability 0.5".split(),
-}
-
-
-@pytest.mark.parametrize("kind", RUNS)
-def test_a_run_imports_neither_mlx_lm_nor_transformers(folder, kind):
-    code = """
-import sys
-from afm_mlx.cli import main
-assert main(sys.argv[1:]) == 0
-print("IMPORTED", [name for name in ("mlx_lm", "transformers", "torch") if name in sys.modules])
-"""
-    done = process("generate", "--model", folder, *RUNS[kind], code=code)
-    assert done.stdout.splitlines()[-1] == "IMPORTED []", done.stderr
-
-
-def test_a_batch_with_samplers_and_penalties_imports_neither(folder):
+def test_generation_imports_neither_mlx_lm_nor_transformers(folder):
     code = """
 import sys
 from afm_mlx import batch_generate, load, make_logits_processors, make_sampler
+from afm_mlx.cli import main
+sampled = "--temp 0.7 --top-p 0.9 --min-p 0.01 --top-k 50 --xtc-probability 0.5".split()
+for options in ([], sampled):
+    assert main(["generate", "--model", sys.argv[1], "-m", "3", *options]) == 0
 model, tokenizer = load(sys.argv[1])
 found = batch_generate(model, tokenizer, ["a", "b"], 3, sampler=make_sampler(0.7, 0.9), logits_processors=(
     make_logits_processors({5: 1.0}, 1.1, presence_penalty=0.5, frequency_penalty=0.5)
@@ -99,10 +76,10 @@ def test_defaults_are_mlx_lms(capsys):
             assert "unrecognized" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["-", "--", "---", "-m", "--stop", "- a b"])
-def test_texts_that_start_with_a_dash(text):
-    args = parse("generate", generate, [f"--prompt={text}", f"--stop={text}", "-m", "3"])
-    assert (args.prompt, args.stop, args.max_tokens) == (text, [text], 3)
+def test_texts_that_start_with_a_dash():
+    for text in ["-", "--", "---", "-m", "--stop", "- a b"]:
+        args = parse("generate", generate, [f"--prompt={text}", f"--stop={text}", "-m", "3"])
+        assert (args.prompt, args.stop, args.max_tokens) == (text, [text], 3)
 
 
 def test_a_text_taken_for_an_option_is_explained(fails):
@@ -122,9 +99,8 @@ def test_the_embedded_model_is_the_default(tmp_path, spm_bpe, rng, monkeypatch, 
 # -- main
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
+def test_what_the_user_got_wrong_is_one_line(fails):
+    for argv, says in [
         ([], "a command is needed"),
         (["frobnicate"], "frobnicate"),
         (["generat"], "did you mean generate?"),
@@ -165,10 +141,8 @@ def test_the_embedded_model_is_the_default(tmp_path, spm_bpe, rng, monkeypatch, 
         (["perplexity", "--data-path", "no.jsonl"], "no file or folder no.jsonl"),
         (["evaluate", "--tasks", "hellaswag"], "mlx_lm.evaluate"),
         (["evaluate", "--batch-size", "0"], "allowed is 1 to 4096"),
-    ],
-)
-def test_what_the_user_got_wrong_is_one_line(fails, argv, says):
-    assert says in fails(*argv)
+    ]:
+        assert says in fails(*argv)
 
 
 def test_debug_keeps_the_traceback(run):
@@ -176,9 +150,8 @@ def test_debug_keeps_the_traceback(run):
         main(["generate", "--model", "no/such/folder", "--debug"])
 
 
-@pytest.mark.parametrize(
-    ("argv", "says"),
-    [
+def test_texts_that_nothing_takes(fails):
+    for argv, says in [
         (["generate", "--prompt", "a\udce9"], "--prompt/-p is not valid UTF-8: 'a\\udce9'"),
         (["generate", "--model", "\udcff/x"], "--model is not valid UTF-8"),
         (["info", "--model", "a\0b"], "--model has a NUL character"),
@@ -194,73 +167,50 @@ def test_debug_keeps_the_traceback(run):
         (["generate", "--" + "x" * 100_000], "unrecognized arguments"),
         (["generate", "--chat-template-config", "[" * 100_000], "can't be used as JSON"),
         (["adapter", "compose", "x" * 100_000, "--output", "y"], "no adapter with a weight"),
-    ],
-)
-def test_texts_that_nothing_takes(fails, argv, says):
-    line = fails(*argv)
-    assert says in line
-    assert len(line) < 1300
+    ]:
+        line = fails(*argv)
+        assert says in line
+        assert len(line) < 1300
 
 
-@pytest.mark.parametrize("kind", [MemoryError, RuntimeError])
-def test_too_little_memory_is_one_line(monkeypatch, fails, kind):
-    from afm_mlx.cli import info
-
-    def too_large(args):
-        raise kind("[malloc] Unable to allocate 99999999 bytes.")
-
-    monkeypatch.setattr(info, "run", too_large)
-    assert "there is not enough memory ([malloc] Unable" in fails("info")
+def test_too_little_memory_is_one_line(monkeypatch, fails):
+    for kind in (MemoryError, RuntimeError):
+        error = kind("[malloc] Unable to allocate 99999999 bytes.")
+        monkeypatch.setattr(info, "run", Mock(side_effect=error))
+        assert "there is not enough memory ([malloc] Unable" in fails("info")
 
 
 def test_our_own_defects_keep_their_traceback(monkeypatch):
-    from afm_mlx.cli import info
-
-    def broken(args):
-        raise RuntimeError("a defect")
-
-    monkeypatch.setattr(info, "run", broken)
+    monkeypatch.setattr(info, "run", Mock(side_effect=RuntimeError("a defect")))
     with pytest.raises(RuntimeError):
         main(["info"])
 
 
 def test_an_error_about_a_file_is_one_line(monkeypatch, fails):
-    from afm_mlx.cli import info
-
     monkeypatch.setattr(info, "run", lambda args: Path("/no/such\nfile").read_text())
     assert "No such file" in fails("info")
 
 
 def test_interrupt(monkeypatch, run):
-    from afm_mlx.cli import info
-
-    def interrupted(args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(info, "run", interrupted)
+    monkeypatch.setattr(info, "run", Mock(side_effect=KeyboardInterrupt))
     assert run("info") == (130, "", "afm-mlx: interrupted\n")
 
 
-@pytest.mark.parametrize(
-    "argv", [["--help"], ["generate", "--help"], ["info", "--preset", "afm-3b"]]
-)
-def test_a_reader_that_has_seen_enough_is_no_error(argv):
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "afm_mlx", *argv]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
+def test_a_reader_that_has_seen_enough_is_no_error():
+    for argv in (["--help"], ["info", "--preset", "afm-3b"]):
+        reader, writer = os.pipe()
+        os.close(reader)
+        command = [sys.executable, "-m", "afm_mlx", *argv]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (0, b"")
 
 
 # -- YAML
 
 
 def test_command_line_beats_yaml_beats_defaults(tmp_path):
-    from afm_mlx.cli import generate
-    from afm_mlx.cli.parser import parse
-
     file = tmp_path / "c.yaml"
     file.write_text(
         "max_tokens: 7\nmin_p: 1e-5\ntemp: 1\nverbose: false\nsliding_window: true\nstop: [a, b]\n"
@@ -274,9 +224,8 @@ def test_command_line_beats_yaml_beats_defaults(tmp_path):
     assert (args.model, args.top_p) == ("afm-nano", 1.0)
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_bad_yaml_is_one_line(tmp_path, fails):
+    for text, says in [
         ("max_token: 5", "line 1: unknown key max_token (did you mean max_tokens?)"),
         ("temp: 1\nmax-tokens: 5", "line 2: unknown key max-tokens (did you mean max_tokens?)"),
         ("5: 5", "unknown key 5"),
@@ -294,12 +243,10 @@ def test_command_line_beats_yaml_beats_defaults(tmp_path):
         ("- a\n- b", "'name: value' lines are needed"),
         ("a: [", "is not valid YAML"),
         ("a: !!python/object/apply:os.getcwd []", "is not valid YAML, line 1: the tag "),
-    ],
-)
-def test_bad_yaml_is_one_line(tmp_path, fails, text, says):
-    file = tmp_path / "c.yaml"
-    file.write_text(text)
-    assert says in fails("generate", "-c", file)
+    ]:
+        file = tmp_path / "c.yaml"
+        file.write_text(text)
+        assert says in fails("generate", "-c", file)
 
 
 def test_choices_hold_in_yaml(tmp_path, fails):

@@ -136,9 +136,8 @@ def test_a_plot_that_can_not_be_drawn_is_known_before_training(data, fails, monk
     assert "--plot needs matplotlib" in err
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_wrong_arguments(folder, data, fails, tmp_path, monkeypatch):
+    for arguments, message in [
         (("--data", "nowhere"), "no file or folder nowhere"),
         (("--model", "nowhere"), "There is no folder nowhere"),
         (("--iters", 3, "--epochs", 2), "choose one"),
@@ -160,15 +159,13 @@ def test_a_plot_that_can_not_be_drawn_is_known_before_training(data, fails, monk
         (("--optimizer", "sgd"), "adamw"),
         (("--resume",), "holds no run"),
         (("--save-path", "."), "exists already"),
-    ],
-)
-def test_wrong_arguments(folder, data, fails, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    base = ("qat", "--model", folder, "--data", data, "--max-seq-length", 96)
-    iters = () if "--epochs" in arguments else ("--iters", 4)
-    assert message in fails(*base, *iters, *arguments)
-    assert not (tmp_path / "qat_model").exists()
-    assert not (tmp_path / "qat_model-run").exists()
+    ]:
+        monkeypatch.chdir(tmp_path)
+        base = ("qat", "--model", folder, "--data", data, "--max-seq-length", 96)
+        iters = () if "--epochs" in arguments else ("--iters", 4)
+        assert message in fails(*base, *iters, *arguments)
+        assert not (tmp_path / "qat_model").exists()
+        assert not (tmp_path / "qat_model-run").exists()
 
 
 def test_data_is_needed(fails):

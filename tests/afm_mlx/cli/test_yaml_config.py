@@ -22,9 +22,8 @@ def read(tmp_path, text):
     return {name: setting.value for name, setting in read_yaml(file).items()}
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
+def test_values(tmp_path):
+    for text, value in [
         ("5", 5),
         ("-5", -5),
         ("007", 7),
@@ -50,15 +49,13 @@ def read(tmp_path, text):
         ("\n  - 1\n  - {b: c}", [1, {"b": "c"}]),
         ("{b: {c: 1e3}}", {"b": {"c": 1000.0}}),
         ("ü  # a comment", "ü"),
-    ],
-)
-def test_values(tmp_path, text, value):
-    assert read(tmp_path, f"a: {text}\n") == {"a": value}
+    ]:
+        assert read(tmp_path, f"a: {text}\n") == {"a": value}
 
 
-@pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "~", "{}", "\ufeff"])
-def test_files_without_a_line(tmp_path, text):
-    assert read(tmp_path, text) == {}
+def test_files_without_a_line(tmp_path):
+    for text in ["", "# nothing\n", "---\n", "~", "{}", "\ufeff"]:
+        assert read(tmp_path, text) == {}
 
 
 def test_each_value_has_its_line(tmp_path):
@@ -69,9 +66,8 @@ def test_each_value_has_its_line(tmp_path):
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 24))
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
+def test_faults_name_file_and_line(tmp_path):
+    for text, says in [
         (BOMB, "line 1: anchors (&) and aliases (*) are not taken"),
         ("a: 1\nb: *c\n", "line 2: anchors (&) and aliases"),
         ("a: 1\nb: !!int x\n", "line 2: the tag 'tag:yaml.org,2002:int' is not taken"),
@@ -91,14 +87,12 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for 
         ("a: 1\nb: [\n", "line 3: "),
         ("a: 1\n\tb: 2\n", "line 2: "),
         ("x" * (MAX_BYTES + 1), "is too large"),
-    ],
-)
-def test_faults_name_file_and_line(tmp_path, text, says):
-    with pytest.raises(UsageError) as caught:
-        read(tmp_path, text)
-    assert says in str(caught.value)
-    assert "c.yaml" in str(caught.value)
-    assert "\n" not in str(caught.value)
+    ]:
+        with pytest.raises(UsageError) as caught:
+            read(tmp_path, text)
+        assert says in str(caught.value)
+        assert "c.yaml" in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_what_begins_like_a_number_takes_no_time(tmp_path):

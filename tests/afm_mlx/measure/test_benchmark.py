@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from afm_mlx.adapters.attach import adapter_arrays, attach_random_adapters
 from afm_mlx.engine.engine import Engine
 from afm_mlx.errors import RequestError
-from afm_mlx.measure import bandwidth, benchmark
+from afm_mlx.measure import benchmark
 from afm_mlx.measure.benchmark import (
     Bench,
     BenchmarkCase,
@@ -231,34 +231,28 @@ def test_a_tokenizer_s_text_is_made_too(model, rng):
     assert len(made) == 3 + 2 * 5
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [
+def test_cases_that_say_nothing():
+    for bad in [
         {"prompt_tokens": 0},
         {"generated_tokens": 2},
         {"batch": 0},
         {"depth": -1},
         {"adapter_rank": -1},
         {"adapters": 0},
-    ],
-)
-def test_cases_that_say_nothing(bad):
-    (name,) = bad
-    with pytest.raises(RequestError, match=f"{name} of a benchmark is {bad[name]}; at least"):
-        BenchmarkCase(**bad)
+    ]:
+        (name,) = bad
+        with pytest.raises(RequestError, match=f"{name} of a benchmark is {bad[name]}; at least"):
+            BenchmarkCase(**bad)
 
 
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
+def test_more_adapters_than_rows_or_none():
+    for case, says in [
         ({"batch": 9}, "adapter_rank is 0"),
         ({"batch": 3, "adapter_rank": 4}, "at most 3"),
         ({"batch": 9, "adapter_rank": 4, "adapters": 9}, "at most 8"),
-    ],
-)
-def test_more_adapters_than_rows_or_none(case, says):
-    with pytest.raises(RequestError, match=f"adapters of a benchmark is .*{says}"):
-        BenchmarkCase(**({"adapters": 4} | case))
+    ]:
+        with pytest.raises(RequestError, match=f"adapters of a benchmark is .*{says}"):
+            BenchmarkCase(**({"adapters": 4} | case))
 
 
 def test_only_afm_models_have_a_depth(rng):
@@ -283,32 +277,3 @@ def test_only_afm_models_have_a_depth(rng):
     )
     with pytest.raises(RequestError, match="depth is 7: only the cache of an AFM model"):
         run_case(zoo, BenchmarkCase(4, 3, depth=7), repetitions=1)
-
-
-# -- bandwidth
-
-
-def test_bandwidth_is_the_buffer_over_the_fastest_pass(rng, monkeypatch):
-    clock = Clock(monkeypatch, bandwidth)
-    seconds = rng.uniform(1, 9, bandwidth._PASSES)
-    passes = iter(seconds)
-
-    class Pool(bandwidth.ThreadPoolExecutor):
-        def map(self, function, parts):
-            parts = list(parts)
-            assert sum(part.nbytes for part in parts) == 1000
-            assert len(parts) == 3
-            clock.now += next(passes)
-            return super().map(function, parts)
-
-    monkeypatch.setattr(bandwidth, "ThreadPoolExecutor", Pool)
-    assert bandwidth.read_rate(3, 1000) == pytest.approx(1000 / seconds.min())
-
-
-def test_bandwidth_is_measured_in_a_process_of_its_own(monkeypatch):
-    monkeypatch.setattr(bandwidth, "read_rate", None)
-    measured = bandwidth.measure_cpu_bandwidth(2, 1 << 22)
-    assert measured.bytes_per_second > 1e6
-    assert "2 threads" in measured.how
-    with pytest.raises(ValueError, match="threads is 0; at least 1"):
-        bandwidth.measure_cpu_bandwidth(0)

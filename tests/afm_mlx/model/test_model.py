@@ -57,7 +57,7 @@ def assert_close_but_for_ties(errors, kv_bits=8):
     assert errors.max() <= most, f"{errors.max():.2e} of the logits' scale"
 
 
-@pytest.mark.parametrize("case", range(24))
+@pytest.mark.parametrize("case", range(8))
 def test_parity_with_tamm(rng, case, assert_close):
     """Whole prompt, token by token, and in chunks, with either cache, over random architectures."""
     fixed = {"kv_bits": 8 if case % 4 else None}
@@ -84,21 +84,7 @@ def test_parity_with_tamm(rng, case, assert_close):
         assert_close(mx.concatenate(chunks, axis=1), wanted, config.kv_bits)
 
 
-@pytest.mark.parametrize("case", range(6))
-def test_prefill_leaves_the_cache_that_a_full_run_leaves(rng, case, assert_close):
-    config = random_config(rng)
-    reference = tamm_model(config, rng)
-    model = twin_of_tamm(reference, config)
-    length = int(rng.integers(4, 20))
-    tokens = tokens_without_ties(reference, config, rng, (1, length))
-    cache = model.make_cache()
-    cut = int(rng.integers(1, length))
-    model.prefill(mx.array(tokens[:, :cut]), cache)
-    assert cache[0].lengths == [cut]
-    assert_close(model(mx.array(tokens[:, cut:]), cache), tamm_logits(reference, tokens)[:, cut:])
-
-
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", range(3))
 def test_ragged_rows_match_single_rows(rng, case, assert_close):
     """mlx-lm rotates reuse queries at S - L for every row (defect f); offsets are per row here."""
     config = random_config(rng, num_layers=4, num_kv_reuse_layers=2)
@@ -109,7 +95,11 @@ def test_ragged_rows_match_single_rows(rng, case, assert_close):
     caches = []
     for prompt in prompts:
         cache = model.make_cache()
-        model.prefill(mx.array(prompt[:, :-1]), cache)
+        cut = int(rng.integers(1, prompt.shape[1]))
+        for part in (prompt[:, :cut], prompt[:, cut:-1]):
+            if part.size:
+                model.prefill(mx.array(part), cache)
+        assert cache[0].lengths == [prompt.shape[1] - 1]
         caches.append(cache)
     batch = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
     last = mx.array([[int(prompt[0, -1])] for prompt in prompts])
@@ -118,7 +108,7 @@ def test_ragged_rows_match_single_rows(rng, case, assert_close):
         assert_close(logits[row], tamm_logits(reference, prompt)[0, -1:])
 
 
-@pytest.mark.parametrize("case", range(4))
+@pytest.mark.parametrize("case", range(2))
 def test_parity_with_mlx_lm_where_it_is_right(rng, case):
     sizes = {"num_layers": 4, "num_kv_reuse_layers": 1}
     # mlx-lm cuts the feed-forward width down where tamm rounds it; a whole factor agrees.
@@ -144,21 +134,21 @@ def test_activations_on_the_cpu_are_float32(rng):
     assert model(mx.array([[1, 2, 3]])).dtype == mx.float32
 
 
-@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-def test_half_types_stay_half_and_close(rng, dtype):
+def test_half_types_stay_half_and_close(rng):
     """What a GPU runs: nothing on the way may silently turn the activations into float32."""
-    config = random_config(rng, num_layers=4, num_kv_reuse_layers=2)
-    model = random_model(config, rng)
-    tokens = mx.array(rng.integers(0, config.vocab_size, (1, 12)))
-    wanted = np.array(model(tokens))
-    model.apply(lambda x: x.astype(dtype) if x.ndim else x)
-    got = model(tokens, model.make_cache())
-    assert got.dtype == dtype
-    eps = 2**-8 if dtype == mx.bfloat16 else 2**-11
-    # Rounding to int8 turns the smallest difference into a step, so the bound is wide: what must not
-    # happen is a wrong scale or position, which moves logits by their own size.
-    error = np.sqrt(((np.array(got.astype(mx.float32)) - wanted) ** 2).mean()) / wanted.std()
-    assert error < 24 * eps + 0.05
+    for dtype in [mx.bfloat16, mx.float16]:
+        config = random_config(rng, num_layers=4, num_kv_reuse_layers=2)
+        model = random_model(config, rng)
+        tokens = mx.array(rng.integers(0, config.vocab_size, (1, 12)))
+        wanted = np.array(model(tokens))
+        model.apply(lambda x, dtype=dtype: x.astype(dtype) if x.ndim else x)
+        got = model(tokens, model.make_cache())
+        assert got.dtype == dtype
+        eps = 2**-8 if dtype == mx.bfloat16 else 2**-11
+        # Rounding to int8 turns the smallest difference into a step, so the bound is wide: what must not
+        # happen is a wrong scale or position, which moves logits by their own size.
+        error = np.sqrt(((np.array(got.astype(mx.float32)) - wanted) ** 2).mean()) / wanted.std()
+        assert error < 24 * eps + 0.05
 
 
 def test_prefill_work_at_the_3b_shape():
@@ -202,36 +192,25 @@ def random_segments(rng, rows, length):
     return segments
 
 
-@pytest.mark.parametrize("kv_bits", [8, None])
-def test_the_training_forward_equals_the_evaluating_one(rng, kv_bits):
-    config = random_config(rng, kv_bits=kv_bits)
-    model = random_model(config, rng)
-    tokens = mx.array(rng.integers(0, config.vocab_size, (2, 11)))
-    with dispatch.force("reference"):
-        wanted = np.array(model(tokens))
-    got = np.array(model.train()(tokens))
-    assert_close_but_for_ties(np.abs(got - wanted) / wanted.std(), kv_bits)
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kv_bits", [8, None])
-def test_packed_rows_equal_their_samples_alone(rng, kv_bits, training):
-    config = random_config(rng, kv_bits=kv_bits)
-    model = random_model(config, rng).train(training)
-    segments = random_segments(rng, 3, 20)
-    tokens = rng.integers(0, config.vocab_size, segments.shape)
-    everywhere = mx.arange(tokens.size)
-    h = model.hidden_at(mx.array(tokens), everywhere, mx.array(segments))
-    logits = np.array(model.head(h)).reshape(*tokens.shape, -1)
-    assert np.isfinite(logits).all()
-    errors = []
-    for row, numbers in enumerate(segments):
-        for number in np.unique(numbers[numbers > 0]):
-            own = numbers == number
-            with dispatch.force("reference"):
-                wanted = np.array(model(mx.array(tokens[row, own][None])))[0]
-            errors.append(np.abs(logits[row, own] - wanted).ravel() / logits.std())
-    assert_close_but_for_ties(np.concatenate(errors), kv_bits)
+def test_packed_rows_equal_their_samples_alone(rng):
+    for kv_bits in [8, None]:
+        for training in [True, False]:
+            config = random_config(rng, kv_bits=kv_bits)
+            model = random_model(config, rng).train(training)
+            segments = random_segments(rng, 3, 20)
+            tokens = rng.integers(0, config.vocab_size, segments.shape)
+            everywhere = mx.arange(tokens.size)
+            h = model.hidden_at(mx.array(tokens), everywhere, mx.array(segments))
+            logits = np.array(model.head(h)).reshape(*tokens.shape, -1)
+            assert np.isfinite(logits).all()
+            errors = []
+            for row, numbers in enumerate(segments):
+                for number in np.unique(numbers[numbers > 0]):
+                    own = numbers == number
+                    with dispatch.force("reference"):
+                        wanted = np.array(model(mx.array(tokens[row, own][None])))[0]
+                    errors.append(np.abs(logits[row, own] - wanted).ravel() / logits.std())
+            assert_close_but_for_ties(np.concatenate(errors), kv_bits)
 
 
 def test_hidden_states_at_chosen_tokens_give_their_logits(rng):

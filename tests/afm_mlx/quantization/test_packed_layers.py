@@ -9,6 +9,7 @@ from mlx.utils import tree_flatten
 from afm_mlx.errors import CheckpointError
 from afm_mlx.kernels import PackedWeight, dequantize, unpack_codes
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from tests.tools.cases import all_pairs
 
 ROWS, INPUTS, GROUP = 24, 64, 32
 SCALES = {"tensor": (), "row": (ROWS,), "group": (ROWS, INPUTS // GROUP)}
@@ -38,33 +39,35 @@ def _per_input(array):
     return np.repeat(array, GROUP, axis=1) if array.ndim == 2 else array.reshape(-1, 1)
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize(("mode", "per"), FORMATS)
-def test_layers_compute_what_their_codes_stand_for(rng, bits, mode, per):
-    codes, parts, values = random_parts(rng, bits, mode, per)
-    bias = rng.normal(0, 1, ROWS).astype(np.float32)
-    layer = PackedLinear.from_codes(mx.array(codes), bits, mode, bias=mx.array(bias), **parts)
-    np.testing.assert_array_equal(np.array(unpack_codes(layer.weight, bits)), codes)
-    x = rng.normal(0, 1, (2, 3, INPUTS)).astype(np.float32)
-    wanted = x @ values.T + bias
-    # Activations of 16 binary digits and more, float32 sums of INPUTS products; a kernel may take the codes
-    # as they are and subtract what they lie too high by in the end.
-    magnitudes = np.abs(values) + np.abs(values).max(axis=1, keepdims=True)
-    bound = (2**-15 + INPUTS * 2**-23) * (np.abs(x) @ magnitudes.T + np.abs(bias))
-    for training in (False, True):
-        got = layer.train(training)(mx.array(x))
-        assert (np.abs(np.array(got) - wanted) <= bound).all()
-    np.testing.assert_allclose(np.array(layer.to_linear()(mx.array(x))), wanted, atol=bound.max())
+def test_layers_compute_what_their_codes_stand_for(rng):
+    for bits, format_ in all_pairs((2, 4, 8), FORMATS):
+        mode, per = format_
+        codes, parts, values = random_parts(rng, bits, mode, per)
+        bias = rng.normal(0, 1, ROWS).astype(np.float32)
+        layer = PackedLinear.from_codes(mx.array(codes), bits, mode, bias=mx.array(bias), **parts)
+        np.testing.assert_array_equal(np.array(unpack_codes(layer.weight, bits)), codes)
+        x = rng.normal(0, 1, (2, 3, INPUTS)).astype(np.float32)
+        wanted = x @ values.T + bias
+        # Activations of 16 binary digits and more, float32 sums of INPUTS products; a kernel may take the codes
+        # as they are and subtract what they lie too high by in the end.
+        magnitudes = np.abs(values) + np.abs(values).max(axis=1, keepdims=True)
+        bound = (2**-15 + INPUTS * 2**-23) * (np.abs(x) @ magnitudes.T + np.abs(bias))
+        for training in (False, True):
+            got = layer.train(training)(mx.array(x))
+            assert (np.abs(np.array(got) - wanted) <= bound).all()
+        np.testing.assert_allclose(
+            np.array(layer.to_linear()(mx.array(x))), wanted, atol=bound.max()
+        )
 
-    embedding = PackedEmbedding.from_codes(mx.array(codes), bits, mode, **parts).eval()
-    tokens = rng.integers(0, ROWS, (2, 5))
-    np.testing.assert_allclose(
-        np.array(embedding(mx.array(tokens))), values[tokens], rtol=1e-5, atol=1e-5
-    )
-    logits = np.array(embedding.as_linear(mx.array(x)))
-    assert (np.abs(logits - x @ values.T) <= bound).all()
-    whole = np.array(embedding.to_embedding().weight)
-    np.testing.assert_array_equal(whole, np.array(dequantize(embedding.packed)))
+        embedding = PackedEmbedding.from_codes(mx.array(codes), bits, mode, **parts).eval()
+        tokens = rng.integers(0, ROWS, (2, 5))
+        np.testing.assert_allclose(
+            np.array(embedding(mx.array(tokens))), values[tokens], rtol=1e-5, atol=1e-5
+        )
+        logits = np.array(embedding.as_linear(mx.array(x)))
+        assert (np.abs(logits - x @ values.T) <= bound).all()
+        whole = np.array(embedding.to_embedding().weight)
+        np.testing.assert_array_equal(whole, np.array(dequantize(embedding.packed)))
 
 
 def test_the_lookup_has_the_activations_type(rng):
@@ -128,9 +131,8 @@ def make(**changes):
     return PackedLinear(PackedWeight(**parts))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_parts_that_do_not_fit_each_other():
+    for changes, words in [
         ({"bits": 3}, "bits is 3; it must be one of 2, 4, 8"),
         ({"mode": "mxfp4"}, "mode is 'mxfp4'"),
         ({"codes": mx.zeros((4, 2), mx.int32)}, "weight is int32 of shape"),
@@ -150,11 +152,9 @@ def make(**changes):
         ({"mode": "palette"}, "table is missing"),
         ({"mode": "palette", "table": mx.ones((3, 16))}, "T divides 4"),
         ({"mode": "palette", "table": mx.ones((1, 4))}, r"\[T, 16\]"),
-    ],
-)
-def test_parts_that_do_not_fit_each_other(changes, words):
-    with pytest.raises(CheckpointError, match=words):
-        make(**changes)
+    ]:
+        with pytest.raises(CheckpointError, match=words):
+            make(**changes)
 
 
 def test_codes_that_do_not_pack():

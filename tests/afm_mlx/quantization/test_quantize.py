@@ -1,11 +1,9 @@
-"""Rules, and models packed by them: ours and mlx-lm's."""
+"""Models packed by rules: ours and mlx-lm's."""
 
 import dataclasses
-import json
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
@@ -17,77 +15,15 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.measure.random_model import random_packed_model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize import dequantize_model, quantization_entries, quantize_model
-from afm_mlx.quantization.rounding import pack
 from afm_mlx.quantization.rule import PRESET_RULES, QuantizationRule
+from tests.tools.cases import all_pairs
+from tests.tools.compare import assert_close, assert_same_tensors
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_config, zoo_model
 
 SIZES = {"hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 2.0}
 VOCAB = 64
-
-
-def near(got, wanted, bound):
-    got, wanted = np.array(got), np.array(wanted)
-    return np.abs(got - wanted).max() <= bound * np.abs(wanted).max()
-
-
-# -- rules
-
-
-def test_defaults_by_mode():
-    assert QuantizationRule() == QuantizationRule(2, "balanced", "row", None)
-    assert QuantizationRule(4, "affine") == QuantizationRule(4, "affine", "group", 64)
-    assert QuantizationRule(4, "palette") == QuantizationRule(4, "palette", "group", 16)
-    assert QuantizationRule(2, "balanced", group_size=32).granularity == "group"
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        ({"bits": 3}, "bits is 3; allowed are 2, 4, 8"),
-        ({"bits": True}, "bits is True"),
-        ({"bits": "4"}, "bits is '4'"),
-        ({"mode": "mxfp4"}, "mode is 'mxfp4'; allowed are balanced, affine, palette"),
-        ({"granularity": "column"}, "granularity is 'column'; allowed are tensor, row, group"),
-        (
-            {"granularity": "group", "group_size": 0},
-            "group_size is 0; allowed is a positive integer",
-        ),
-        ({"granularity": "group", "group_size": 64.0}, "group_size is 64.0"),
-        ({"granularity": "row", "group_size": 64}, "group_size is 64 with granularity 'row'"),
-        ({"group": 64}, "unknown keys group; known are bits, mode, granularity, group_size"),
-    ],
-)
-def test_rules_that_cannot_be(values, words):
-    with pytest.raises(ConfigError, match=words):
-        QuantizationRule.from_dict(values)
-
-
-def test_rules_survive_json():
-    for mode in ("balanced", "affine", "palette"):
-        for per in ("tensor", "row", "group"):
-            rule = QuantizationRule(4, mode, per)
-            values = json.loads(json.dumps(rule.to_dict()))
-            assert QuantizationRule.from_dict(values) == rule
-    # MLX's own format is written as mlx-lm writes it.
-    assert QuantizationRule(4, "affine").to_dict() == {
-        "bits": 4,
-        "group_size": 64,
-        "mode": "affine",
-    }
-
-
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
-@pytest.mark.parametrize("per", ["tensor", "row", "group"])
-def test_bytes_are_those_of_the_parts(rng, mode, per, dtype):
-    shape = (16 * int(rng.integers(1, 4)), 64 * int(rng.integers(1, 4)))
-    weight = mx.array(rng.normal(0, 1, shape)).astype(dtype)
-    for bits in (2, 4):
-        rule = QuantizationRule(bits, mode, per)
-        packed = pack(weight, rule).packed
-        parts = [packed.codes, packed.scales, packed.biases, packed.table]
-        assert rule.nbytes(shape, dtype) == sum(part.nbytes for part in parts if part is not None)
+MODES = ("balanced", "affine", "palette")
 
 
 def test_the_commonest_rule_is_the_common_one():
@@ -96,27 +32,23 @@ def test_the_commonest_rule_is_the_common_one():
     assert entries == {**low.to_dict(), "a": high.to_dict()}
 
 
-# -- models
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
-def test_a_packed_model_equals_its_dequantized_twin(rng, mode, bits):
-    config = random_config(rng, **SIZES, vocab_size=VOCAB, kv_bits=None)
-    model = random_model(config, rng)
-    _, values = quantize_model(model, config.to_dict(), QuantizationRule(bits, mode))
-    assert values["quantization"] == values["quantization_config"]
-    layer = model.layers[0].mlp.up_proj
-    assert (layer.bits, layer.mode, layer.training) == (bits, mode, False)
-    assert model.model.embedding.bits == 4
-    tokens = mx.array(rng.integers(0, VOCAB, (2, 7)))
-    got = model(tokens)
-    with dispatch.force("reference"):
-        plain = model(tokens)
-    wanted = dequantize_model(model)(tokens)
-    assert not any(isinstance(m, PackedLinear) for m in model.modules())
-    assert near(plain, wanted, 1e-4)
-    assert near(got, wanted, 2e-3)  # kernels may round activations to 16 bits
+def test_a_packed_model_equals_its_dequantized_twin(rng):
+    for mode, bits in all_pairs(MODES, (2, 4)):
+        config = random_config(rng, **SIZES, vocab_size=VOCAB, kv_bits=None)
+        model = random_model(config, rng)
+        _, values = quantize_model(model, config.to_dict(), QuantizationRule(bits, mode))
+        assert values["quantization"] == values["quantization_config"]
+        layer = model.layers[0].mlp.up_proj
+        assert (layer.bits, layer.mode, layer.training) == (bits, mode, False)
+        assert model.model.embedding.bits == 4
+        tokens = mx.array(rng.integers(0, VOCAB, (2, 7)))
+        got = model(tokens)
+        with dispatch.force("reference"):
+            plain = model(tokens)
+        wanted = dequantize_model(model)(tokens)
+        assert not any(isinstance(m, PackedLinear) for m in model.modules())
+        assert_close(plain, wanted, 1e-4)
+        assert_close(got, wanted, 2e-3)  # kernels may round activations to 16 bits
 
 
 def test_the_first_generation_decodes_over_float_keys(rng):
@@ -136,11 +68,11 @@ def test_the_first_generation_decodes_over_float_keys(rng):
         steps = [model(tokens[:, :4], cache)]
         steps += [model(tokens[:, i : i + 1], cache) for i in range(4, 9)]
         got = mx.concatenate(steps, axis=1)
-        assert near(got, model(tokens), 2e-3)
+        assert_close(got, model(tokens), 2e-3)
     tables = model.layers[0].mlp.up_proj.packed.table
     assert tables.shape == (config.ffn_dim // 16, 16)
     assert model.model.embedding.granularity == "row"
-    assert near(got, dequantize_model(model)(tokens), 2e-3)
+    assert_close(got, dequantize_model(model)(tokens), 2e-3)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "qwen2"])
@@ -166,15 +98,13 @@ def test_models_of_the_zoo(rng, tmp_path, model_type):
     loaded, tokenizer = afm_mlx.load(folder)
     assert ("bias" in loaded.layers[0].self_attn.q_proj) == (model_type == "qwen2")
     ours, theirs = (dict(tree_flatten(m.parameters())) for m in (loaded, model))
-    assert set(ours) == set(theirs)
-    for name in ours:
-        assert mx.array_equal(ours[name], theirs[name]), name
+    assert_same_tensors(ours, theirs)
     logits = loaded(tokens)
-    assert near(logits, model(tokens), 1e-5)
+    assert_close(logits, model(tokens), 1e-5)
     assert list(afm_mlx.stream_generate(loaded, tokenizer, [5, 9, 2], max_tokens=3))
-    assert near(logits, dequantize_model(model)(tokens), 2e-3)
+    assert_close(logits, dequantize_model(model)(tokens), 2e-3)
     whole = convert(folder, tmp_path / "whole", dequantize=True)
-    assert near(afm_mlx.load(whole)[0](tokens), logits, 2e-3)
+    assert_close(afm_mlx.load(whole)[0](tokens), logits, 2e-3)
     with pytest.raises(AFMError, match="quantized already"):
         convert(folder, tmp_path / "again", quantize=True)
 
@@ -195,7 +125,7 @@ def test_folders_that_mlx_lm_quantized(rng, tmp_path, capsys):
         import mlx_lm
 
         stock, _ = mlx_lm.load(str(out))
-        assert near(loaded(tokens), stock(tokens), 2e-3)
+        assert_close(loaded(tokens), stock(tokens), 2e-3)
     assert capsys.readouterr().out == ""
 
 
@@ -241,24 +171,3 @@ def test_layers_that_cannot_be_packed_are_named(rng):
     model.layers[0].mlp.up_proj.weight[3, 4] = float("nan")
     with pytest.raises(CheckpointError, match=r"model\..*mlp.up_proj holds NaN"):
         quantize_model(model, {}, QuantizationRule(8))
-
-
-@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
-def test_random_models_are_packed_from_the_start(rng, mode):
-    config = PRESETS["afm-nano"]
-    rule = QuantizationRule(2, mode)
-    model = random_packed_model(config, rule, QuantizationRule(4, mode), int(rng.integers(2**31)))
-    for path, array in tree_flatten(model.parameters()):
-        if path.endswith("proj.weight") or path.endswith("embedding.weight"):
-            assert array.dtype == mx.uint32, path
-    # Weights of deviation K^-0.5 keep the variance of what they multiply.
-    weight = np.array(model.layers[0].mlp.up_proj.dequantize())
-    assert weight.std() == pytest.approx(config.hidden_dim**-0.5, rel=0.15)
-    logits = np.array(model(mx.array(rng.integers(0, config.vocab_size, (1, 8)))))
-    assert 0.3 < logits.std() < 3
-    twin = random_packed_model(config, rule, seed=7)
-    again = random_packed_model(config, rule, seed=7)
-    for one, other in zip(
-        tree_flatten(twin.parameters()), tree_flatten(again.parameters()), strict=True
-    ):
-        assert mx.array_equal(one[1], other[1])

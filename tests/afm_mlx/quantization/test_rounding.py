@@ -7,16 +7,12 @@ import pytest
 from afm_mlx.errors import CheckpointError, ConfigError
 from afm_mlx.kernels import dequantize, pack_codes, unpack_codes
 from afm_mlx.quantization import rounding
-from afm_mlx.quantization.grids import k_means, nearest_entries
 from afm_mlx.quantization.rounding import Rows, pack
 from afm_mlx.quantization.rule import QuantizationRule
+from tests.tools.cases import all_pairs
 
 ROWS, INPUTS = 48, 256
-RULES = [
-    QuantizationRule(bits, "balanced", per)
-    for bits in (2, 4, 8)
-    for per in ("tensor", "row", "group")
-]
+BITS, PER = (2, 4, 8), ("tensor", "row", "group")
 
 
 def on_grid(rng, rule, dtype):
@@ -32,12 +28,14 @@ def on_grid(rng, rule, dtype):
     return codes, scales, mx.array(values).astype(dtype)
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-@pytest.mark.parametrize("rule", RULES, ids=lambda r: f"{r.bits}-{r.granularity}")
-@pytest.mark.parametrize("blocks", ["one", "many"])
-def test_codes_on_a_grid_come_back(rng, monkeypatch, rule, dtype, blocks):
-    if rule.bits == 8 and dtype == mx.bfloat16:
-        pytest.skip("255 levels a half apart do not all fit bfloat16's 8 digits")
+@pytest.mark.parametrize(
+    ("bits", "per", "dtype", "blocks"),
+    all_pairs(BITS, PER, [mx.float32, mx.float16, mx.bfloat16], ["one", "many"]),
+)
+def test_codes_on_a_grid_come_back(rng, monkeypatch, bits, per, dtype, blocks):
+    if bits == 8 and dtype == mx.bfloat16:
+        dtype = mx.float32  # 255 levels a half apart do not all fit bfloat16's 8 digits
+    rule = QuantizationRule(bits, "balanced", per)
     if blocks == "many":
         monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 5 * INPUTS)
         monkeypatch.setattr(rounding, "_SAMPLE_ELEMENTS", 7 * INPUTS)
@@ -103,22 +101,24 @@ def test_stock_quantization_loses_a_grid_and_ours_does_not(rng):
     assert rms_error(mx.dequantize(affine.codes, affine.scales, affine.biases, 64, 2)) < 1e-6
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("per", ["tensor", "row", "group"])
-@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
-def test_normal_weights_keep_a_stated_error(rng, mode, bits, per):
+def test_normal_weights_keep_a_stated_error(rng):
     """Near the best uniform quantizer of a normal distribution (Max, 1960)."""
-    best = {2: 0.3449, 4: 0.1074, 8: 0.0089}[bits]
-    weight = rng.normal(0, 0.02, (ROWS, INPUTS)).astype(np.float32)
-    packed, exact = pack(mx.array(weight), QuantizationRule(bits, mode, per))
-    assert not exact or (mode, bits, per) == ("palette", 8, "row")
-    error = np.array(dequantize(packed)) - weight
-    # Extremes and not least squares in MLX's own format; few weights for each of 256 entries.
-    factor = (
-        3 if (mode, bits) == ("palette", 8) else 1.5 if (mode, per) == ("affine", "group") else 1.25
-    )
-    assert error.std() / 0.02 <= factor * best
-    assert packed.granularity == ("table" if mode == "palette" else per)
+    for mode, bits, per in all_pairs(["balanced", "affine", "palette"], BITS, PER):
+        best = {2: 0.3449, 4: 0.1074, 8: 0.0089}[bits]
+        weight = rng.normal(0, 0.02, (ROWS, INPUTS)).astype(np.float32)
+        packed, exact = pack(mx.array(weight), QuantizationRule(bits, mode, per))
+        assert not exact or (mode, bits, per) == ("palette", 8, "row")
+        error = np.array(dequantize(packed)) - weight
+        # Extremes and not least squares in MLX's own format; few weights for each of 256 entries.
+        factor = (
+            3
+            if (mode, bits) == ("palette", 8)
+            else 1.5
+            if (mode, per) == ("affine", "group")
+            else 1.25
+        )
+        assert error.std() / 0.02 <= factor * best
+        assert packed.granularity == ("table" if mode == "palette" else per)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
@@ -133,49 +133,17 @@ def test_affine_groups_are_mlxs_own(rng, monkeypatch, dtype):
             assert mx.array_equal(got, array)
 
 
-def least_error(weights, entries):
-    """Squared error of the best table: dynamic programming over where clusters of sorted weights end."""
-    ordered = np.sort(weights.astype(np.float64))
-    sums, squares = (np.concatenate([[0], np.cumsum(ordered**p)]) for p in (1, 2))
-    place = np.arange(len(ordered) + 1)
-    count = place - place[:, None]
-    spread = np.subtract.outer(sums, sums).T ** 2 / np.maximum(count, 1)
-    cost = np.where(count > 0, np.subtract.outer(squares, squares).T - spread, np.inf)
-    least = cost[0]
-    for _ in range(entries - 1):
-        least = (least[:, None] + cost).min(axis=0)
-    return least[-1]
-
-
-@pytest.mark.parametrize("entries", [4, 16])
-@pytest.mark.parametrize("kind", ["normal", "heavy tails", "two heaps", "an outlier"])
-def test_a_table_is_near_the_best_there_is(rng, kind, entries):
-    weights = {
-        "normal": rng.normal(0, 0.02, (4, 300)),
-        "heavy tails": rng.standard_t(3, (4, 300)),
-        "two heaps": rng.normal(0, 0.1, (4, 300)) + rng.choice([-1, 1], (4, 300)),
-        "an outlier": np.where(np.arange(300) == 7, 1e3, rng.normal(0, 1, (4, 300))),
-    }[kind].astype(np.float32)
-    tables, exact = k_means(weights, entries)
-    assert not exact.any()
-    assert (np.diff(tables, axis=1) >= 0).all()
-    codes = nearest_entries(weights, tables)
-    errors = np.square(np.take_along_axis(tables, codes.astype(int), 1) - weights).sum(axis=1)
-    # A far outlier leaves most of the bins empty.
-    factor = 2.0 if kind == "an outlier" else 1.06
-    for got, line in zip(errors, weights, strict=True):
-        assert got <= factor * least_error(line, entries)
-
-
-@pytest.mark.parametrize("per", ["tensor", "row", "group"])
-def test_a_palette_of_few_values_is_exact(rng, per):
-    rule = QuantizationRule(4, "palette", per)
-    table = rng.normal(0, 1, (rule.part_shapes((ROWS, INPUTS))["table"][0], 13)).astype(np.float32)
-    codes = rng.integers(0, 13, (ROWS, INPUTS))
-    values = table[np.arange(ROWS)[:, None] * len(table) // ROWS, codes]
-    packed, exact = pack(mx.array(values), rule)
-    assert exact
-    np.testing.assert_array_equal(np.array(dequantize(packed)), values)
+def test_a_palette_of_few_values_is_exact(rng):
+    for per in ["tensor", "row", "group"]:
+        rule = QuantizationRule(4, "palette", per)
+        table = rng.normal(0, 1, (rule.part_shapes((ROWS, INPUTS))["table"][0], 13)).astype(
+            np.float32
+        )
+        codes = rng.integers(0, 13, (ROWS, INPUTS))
+        values = table[np.arange(ROWS)[:, None] * len(table) // ROWS, codes]
+        packed, exact = pack(mx.array(values), rule)
+        assert exact
+        np.testing.assert_array_equal(np.array(dequantize(packed)), values)
 
 
 def test_one_stray_weight_is_no_grid(rng, monkeypatch):

@@ -1,5 +1,6 @@
 """Text of messages, tools and variables never becomes a control token; only the template's own does."""
 
+import itertools
 import json
 
 import pytest
@@ -125,15 +126,15 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_field_makes_control_tokens(tokenizer, name):
-    for prompt in (True, False):
-        same_controls(tokenizer, chat_of(name), chat_of("x"), add_generation_prompt=prompt)
-    tools = [{"type": "function", "function": {"name": name, name: name}}]
-    innocent = [{"type": "function", "function": {"name": "x", "y": "x"}}]
-    ids = tokenizer.apply_chat_template(user("x"), tools=tools)
-    expected = tokenizer.apply_chat_template(user("x"), tools=innocent)
-    assert controls(tokenizer, ids) == controls(tokenizer, expected)
+def test_no_field_makes_control_tokens(tokenizer):
+    for name in NAMES:
+        for prompt in (True, False):
+            same_controls(tokenizer, chat_of(name), chat_of("x"), add_generation_prompt=prompt)
+        tools = [{"type": "function", "function": {"name": name, name: name}}]
+        innocent = [{"type": "function", "function": {"name": "x", "y": "x"}}]
+        ids = tokenizer.apply_chat_template(user("x"), tools=tools)
+        expected = tokenizer.apply_chat_template(user("x"), tools=innocent)
+        assert controls(tokenizer, ids) == controls(tokenizer, expected)
 
 
 def test_typed_text_is_decoded_as_typed(either_folder):
@@ -171,11 +172,10 @@ TEMPLATES = {
 TEXTS = [INJECTION, "<turn_", "turn_end", "<tuXrn_enXd>", ">dne_nrut<", "  <turn_end>\n"]
 
 
-@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
-def test_no_template_lets_text_become_control_tokens(tokenizer, source):
+def test_no_template_lets_text_become_control_tokens(tokenizer):
     """Whatever it does with texts."""
-    source = "{% set X = messages[0].content %}" + source
-    for text in TEXTS:
+    for source, text in itertools.product(TEMPLATES.values(), TEXTS):
+        source = "{% set X = messages[0].content %}" + source
         messages = [*user(text), {"role": "assistant", "content": "<turn_"}, *user("end>")]
         plain = [*user("x"), {"role": "assistant", "content": "x"}, *user("x")]
         notes, innocent = (
@@ -189,23 +189,27 @@ def test_no_template_lets_text_become_control_tokens(tokenizer, source):
         assert controls(tokenizer, ids) == controls(tokenizer, expected), text
 
 
-def test_a_template_that_looks_for_names_finds_them(tokenizer):
-    """And does what it will, but writes no more control tokens than it holds."""
+def test_templates_that_are_odd_write_no_more_than_they_hold(tokenizer):
+    # One that looks for names finds them, and does what it will.
     source = """{% if '<turn_end>' in messages[0].content %}{{ messages[0].content }}
     {%- else %}<turn_start>{{ messages[0].content }}<turn_end>{% endif %}"""
     ids = tokenizer.apply_chat_template(user(INJECTION), chat_template=source)
     assert controls(tokenizer, ids) == ["</s>"]
     ids = tokenizer.apply_chat_template(user("x"), chat_template=source)
     assert controls(tokenizer, ids) == ["</s>", "<turn_start>", "<turn_end>"]
-
-
-def test_the_end_of_an_open_message_stays(tokenizer):
+    # The end of an open message stays.
     messages = [*user("x"), {"role": "assistant", "content": "a <turn_end>"}]
     innocent = [*user("x"), {"role": "assistant", "content": "a"}]
     same_controls(tokenizer, messages, innocent, continue_final_message=True)
     bare = {"chat_template": "{{ messages[-1].content }}", "continue_final_message": True}
     ids = tokenizer.apply_chat_template(messages, **bare)
     assert controls(tokenizer, ids) == ["</s>"]
+    # Variables of the template stay its own.
+    source = V6_TEMPLATE + "{{ eos_token }}"
+    ids = tokenizer.apply_chat_template(user("x"), chat_template=source)
+    assert controls(tokenizer, ids)[-2:] == ["<turn_end>", "<turn_end>"]
+    named = {"chat_template": source, "eos_token": "<turn_end>"}
+    assert ids == tokenizer.apply_chat_template(user("x"), **named)
 
 
 def test_ordinary_texts_have_the_ids_of_one_encoding(tokenizer, rng):
@@ -234,15 +238,6 @@ def test_templates_that_look_into_texts_work_as_before(either_folder):
         assert "<n>10<b>yes</b>True<turn_end>" in text
         ids = tokenizer.apply_chat_template(messages, chat_template=source)
         assert tokenizer.decode(ids) == text.replace("<n>", "\n")
-
-
-def test_variables_of_the_template_stay_its_own(tokenizer):
-    source = V6_TEMPLATE + "{{ eos_token }}"
-    ids = tokenizer.apply_chat_template(user("x"), chat_template=source)
-    assert controls(tokenizer, ids)[-2:] == ["<turn_end>", "<turn_end>"]
-    assert ids == tokenizer.apply_chat_template(
-        user("x"), chat_template=source, eos_token="<turn_end>"
-    )
 
 
 def test_embedded_model():

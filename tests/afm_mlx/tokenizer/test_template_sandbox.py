@@ -59,22 +59,21 @@ BOMBS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BOMBS)
-def test_what_takes_too_much_is_refused(name):
-    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
-    with pytest.raises(
-        TokenizerError, match=r"The chat template (failed|is not valid Jinja): "
-    ) as failure:
-        ChatTemplate(BOMBS[name]).render([USER])
-    assert len(str(failure.value)) < 1000
-    assert time.thread_time() - start < 8
-    # Kilobytes; a Mac counts in bytes, which makes the bound loose there.
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
+def test_what_takes_too_much_is_refused():
+    for name in BOMBS:
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
+        with pytest.raises(
+            TokenizerError, match=r"The chat template (failed|is not valid Jinja): "
+        ) as failure:
+            ChatTemplate(BOMBS[name]).render([USER])
+        assert len(str(failure.value)) < 1000
+        assert time.thread_time() - start < 8
+        # Kilobytes; a Mac counts in bytes, which makes the bound loose there.
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_sources_that_cant_be_used():
+    for source in [
         "{% break %}",
         "{% continue %}",
         "{{ " + "9" * 5000 + " }}",
@@ -87,11 +86,9 @@ def test_what_takes_too_much_is_refused(name):
         "{% extends 'x' %}",
         "{% include messages %}",
         "{{ 1 | no_such_filter }}",
-    ],
-)
-def test_sources_that_cant_be_used(source):
-    with pytest.raises(TokenizerError, match=r"The chat template (is not valid Jinja|failed)"):
-        ChatTemplate(source).render([USER])
+    ]:
+        with pytest.raises(TokenizerError, match=r"The chat template (is not valid Jinja|failed)"):
+            ChatTemplate(source).render([USER])
 
 
 SAME = [
@@ -118,21 +115,21 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize("source", SAME)
-def test_renders_what_jinja_renders(source):
+def test_renders_what_jinja_renders():
     """Against Jinja's own sandbox."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    for source in SAME:
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    from afm_mlx.tokenizer.chat_template import _to_json
+        from afm_mlx.tokenizer.chat_template import _to_json
 
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    messages = [USER, {"role": "assistant", "content": "x\n", "inner": [{"role": "tool"}]}]
-    assert ChatTemplate(source).render(messages) == environment.from_string(source).render(
-        messages=messages
-    )
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        messages = [USER, {"role": "assistant", "content": "x\n", "inner": [{"role": "tool"}]}]
+        assert ChatTemplate(source).render(messages) == environment.from_string(source).render(
+            messages=messages
+        )
 
 
 def test_a_long_chat_is_no_bomb(monkeypatch):

@@ -12,7 +12,7 @@ from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.detokenizer import StreamingDetokenizer
 from afm_mlx.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from tests.tools.tokenizers import MARKERS, is_tie, random_ids, random_text, train_tiny_spm
+from tests.tools.tokenizers import MARKERS, is_tie, random_text, train_tiny_spm
 
 TEXTS = ["", "\n", " ", "\n x", *MARKERS, "<turn_start> system<n>a<turn_end>", "\0a", "\u2581a"]
 
@@ -37,10 +37,7 @@ def test_encode_equals_tamm(tokenizer, reference, spm_path, either_folder, rng):
         assert ids == expected or (may_tie and is_tie(spm_path, ids, expected)), text
 
 
-def test_decode_equals_tamm(tokenizer, reference, rng):
-    for _ in range(1000):
-        ids = random_ids(rng, tokenizer)
-        assert tokenizer.decode(ids) == reference.decode(ids), ids
+def test_decode_takes_arrays_and_single_ids(tokenizer, reference):
     assert tokenizer.decode(mx.array([5, 300])) == reference.decode([5, 300])
     assert tokenizer.decode(300) == reference.decode([300])
 
@@ -107,14 +104,13 @@ def test_missing_files(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x0a\xff"]
-)
-@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
-def test_damaged_files(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(TokenizerError, match=f"{tmp_path / name}"):
-        load_tokenizer(tmp_path)
+def test_damaged_files(tmp_path):
+    for name in ["tokenizer.model", "tokenizer.json"]:
+        for content in [b"", b"version https://git-lfs.github.com/spec/v1\n", b"\x0a\xff"]:
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(TokenizerError, match=f"{tmp_path / name}"):
+                load_tokenizer(tmp_path)
+        (tmp_path / name).unlink()
 
 
 def test_truncated_model(tmp_path, spm_path, rng):
@@ -186,28 +182,27 @@ JUNK = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value"), JUNK)
-def test_configuration_of_wrong_types(tmp_path, spm_bpe, key, value):
-    shutil.copy(spm_bpe, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value}))
-    with pytest.raises(
-        TokenizerError, match=f"{key}.* of tokenizer_config.json|'{key}' in"
-    ) as error:
-        load_tokenizer(tmp_path)
-    assert len(str(error.value)) < 700
+def test_configuration_of_wrong_types(tmp_path, spm_bpe):
+    for key, value in JUNK:
+        shutil.copy(spm_bpe, tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: value}))
+        with pytest.raises(
+            TokenizerError, match=f"{key}.* of tokenizer_config.json|'{key}' in"
+        ) as error:
+            load_tokenizer(tmp_path)
+        assert len(str(error.value)) < 700
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"])
-def test_configuration_that_is_no_json(tmp_path, spm_bpe, text):
-    shutil.copy(spm_bpe, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(text)
-    with pytest.raises(TokenizerError, match="is not valid JSON"):
-        load_tokenizer(tmp_path)
+def test_configuration_that_is_no_json(tmp_path, spm_bpe):
+    for text in ["[" * 100_000, '{"a": ' + "9" * 5000 + "}"]:
+        shutil.copy(spm_bpe, tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        with pytest.raises(TokenizerError, match="is not valid JSON"):
+            load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
+def test_hub_file_of_wrong_types(tmp_path, tokenizer_folder):
+    for path, value in [
         (["model", "vocab"], 5),
         (["model", "vocab"], {}),
         (["model", "vocab"], [5]),
@@ -218,17 +213,15 @@ def test_configuration_that_is_no_json(tmp_path, spm_bpe, text):
         (["normalizer"], {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
         (["normalizer"], {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
         (["decoder"], 3),
-    ],
-)
-def test_hub_file_of_wrong_types(tmp_path, tokenizer_folder, path, value):
-    content = json.loads((tokenizer_folder / "tokenizer.json").read_text())
-    inner = content
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(TokenizerError, match=f"{tmp_path}"):
-        load_tokenizer(tmp_path).encode("abc <turn_end>")
+    ]:
+        content = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+        inner = content
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = value
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        with pytest.raises(TokenizerError, match=f"{tmp_path}"):
+            load_tokenizer(tmp_path).encode("abc <turn_end>")
 
 
 def test_import_is_light():

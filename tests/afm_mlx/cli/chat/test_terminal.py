@@ -73,20 +73,17 @@ def test_ctrl_c_drops_the_line_and_ctrl_d_ends_only_without_one(typed):
     assert typed("the fox\x04\r") == "the fox"
 
 
-@pytest.mark.parametrize(
-    ("keys", "entry"),
-    [
+def test_tab_completes_commands_adapters_and_files(typed, tmp_path):
+    for keys, entry in [
         ("/sy\t\r", "/system"),
         ("/adapter re\t\r", "/adapter redact"),
         ("/load {}/my\t\r", "/load {}/my chat.json"),
         ("/save {}/my\t\r", "/save {}/my chat.json"),
         ("a /sy\t\r", "a /sy"),
         ("/reset re\t\r", "/reset re"),
-    ],
-)
-def test_tab_completes_commands_adapters_and_files(typed, tmp_path, keys, entry):
-    (tmp_path / "my chat.json").touch()
-    assert typed(keys.format(tmp_path)) == entry.format(tmp_path)
+    ]:
+        (tmp_path / "my chat.json").touch()
+        assert typed(keys.format(tmp_path)) == entry.format(tmp_path)
 
 
 # -- history

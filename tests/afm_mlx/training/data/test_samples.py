@@ -290,14 +290,14 @@ BAD_RECORDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("record", "message"), BAD_RECORDS)
-def test_a_bad_line_is_named(tokenizer, tmp_path, record, message):
-    line = record if isinstance(record, bytes) else json.dumps(record).encode()
-    good = json.dumps([USER, ANSWER]).encode()
-    (tmp_path / "train.jsonl").write_bytes(good + b"\n\n" + line + b"\r\n" + good)
-    with pytest.raises(DataError, match=rf"train\.jsonl:3: .*{message}") as caught:
-        load_split(tmp_path, "train", tokenizer, max_seq_length=200)
-    assert "\n" not in str(caught.value)
+def test_a_bad_line_is_named(tokenizer, tmp_path):
+    for record, message in BAD_RECORDS:
+        line = record if isinstance(record, bytes) else json.dumps(record).encode()
+        good = json.dumps([USER, ANSWER]).encode()
+        (tmp_path / "train.jsonl").write_bytes(good + b"\n\n" + line + b"\r\n" + good)
+        with pytest.raises(DataError, match=rf"train\.jsonl:3: .*{message}") as caught:
+            load_split(tmp_path, "train", tokenizer, max_seq_length=200)
+        assert "\n" not in str(caught.value)
 
 
 def test_all_bad_lines_are_found_before_training(tokenizer, tmp_path, rng):
@@ -321,26 +321,23 @@ def test_all_bad_lines_are_found_before_training(tokenizer, tmp_path, rng):
         assert len(faults) == len(bad)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_bad_options(tokenizer, tmp_path):
+    for options in [
         {"split": "dev"},
         {"max_seq_length": 1},
         {"prompt_weight": -1},
         {"prompt_weight": float("nan")},
-    ],
-)
-def test_bad_options(tokenizer, tmp_path, options):
-    write(tmp_path / "train.jsonl", {"text": "a b"})
-    arguments = {"split": "train", "max_seq_length": 20, **options}
-    with pytest.raises(DataError, match=f"{next(iter(options))}|There is no split"):
-        load_split(tmp_path, tokenizer=tokenizer, **arguments)
+    ]:
+        write(tmp_path / "train.jsonl", {"text": "a b"})
+        arguments = {"split": "train", "max_seq_length": 20, **options}
+        with pytest.raises(DataError, match=f"{next(iter(options))}|There is no split"):
+            load_split(tmp_path, tokenizer=tokenizer, **arguments)
 
 
-@pytest.mark.parametrize("weights", [[0, 1], [0.5, 1, 1], [0, -1, 1], [0, np.inf, 1]])
-def test_samples_have_fitting_weights(weights):
-    with pytest.raises(DataError, match="a:3: "):
-        Sample([1, 2, 3], weights, "a:3")
+def test_samples_have_fitting_weights():
+    for weights in [[0, 1], [0.5, 1, 1], [0, -1, 1], [0, np.inf, 1]]:
+        with pytest.raises(DataError, match="a:3: "):
+            Sample([1, 2, 3], weights, "a:3")
 
 
 def test_turns_that_a_message_spells_out_are_text(tmp_path, tokenizer):

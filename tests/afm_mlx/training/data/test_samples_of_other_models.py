@@ -99,21 +99,22 @@ def test_thoughts_that_a_template_takes_out_of_past_answers(zoo_tokenizer, tmp_p
     assert said == "The fox.<|im_end|>\n</think>\n\nA dog,\n\n  a <n> cat.<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("template", "record", "message"),
-    [
+def test_templates_that_hide_turns_are_named(zoo_tokenizer, tmp_path):
+    for template, record, message in [
         (MOVING, CONVERSATION[1:], r"messages\[1\]: .*renders the messages before it differently"),
         (ENDLESS, CONVERSATION, r"messages\[2\]: .*ends it with no stop token"),
         ("{{ raise_exception('no roles') }}", [USER, ANSWER], "can't take this chat .*no roles"),
         ("x", [USER, ANSWER], "renders nothing for this turn"),
         ("{{ messages }}", {"messages": [USER, ANSWER], "tools": [TOOL]}, "has tools, which"),
-        ("x", [{**USER, "response_format": SCHEMA}, ANSWER], "has response_format, which the model's"),
+        (
+            "x",
+            [{**USER, "response_format": SCHEMA}, ANSWER],
+            "has response_format, which the model's",
+        ),
         (None, [USER, ANSWER], "no chat template"),
-    ],
-)  # fmt: skip
-def test_templates_that_hide_turns_are_named(zoo_tokenizer, tmp_path, template, record, message):
-    with pytest.raises(DataError, match=rf"one\.jsonl:1: .*{message}"):
-        load_one(tmp_path, zoo_tokenizer(template), record)
+    ]:
+        with pytest.raises(DataError, match=rf"one\.jsonl:1: .*{message}"):
+            load_one(tmp_path, zoo_tokenizer(template), record)
 
 
 def test_texts_of_the_zoo_end_with_the_stop_token(zoo_tokenizer, tmp_path):

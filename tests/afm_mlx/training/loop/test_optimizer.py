@@ -16,51 +16,47 @@ from afm_mlx.training.loop.optimizer import (
 from afm_mlx.training.loop.training_options import TrainingOptions
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 5])
-def test_cosine_after_a_linear_warm_up(rng, warmup):
-    peak, final = rng.uniform(1e-4, 1e-2), rng.uniform(0, 1e-4)
-    schedule = learning_rate_schedule(peak, 20, warmup, "cosine", final)
-    for t in range(25):
-        if t < warmup:
-            expected = peak * (t + 1) / (warmup + 1)
-        else:
-            done = min(1, (t - warmup) / (20 - warmup))
-            expected = final + (peak - final) * (1 + math.cos(math.pi * done)) / 2
-        assert schedule(mx.array(t, mx.uint64)).item() == pytest.approx(
-            expected, rel=1e-4, abs=1e-9
-        )
+def test_cosine_after_a_linear_warm_up(rng):
+    for warmup in [0, 1, 5]:
+        peak, final = rng.uniform(1e-4, 1e-2), rng.uniform(0, 1e-4)
+        schedule = learning_rate_schedule(peak, 20, warmup, "cosine", final)
+        for t in range(25):
+            if t < warmup:
+                expected = peak * (t + 1) / (warmup + 1)
+            else:
+                done = min(1, (t - warmup) / (20 - warmup))
+                expected = final + (peak - final) * (1 + math.cos(math.pi * done)) / 2
+            assert schedule(mx.array(t, mx.uint64)).item() == pytest.approx(
+                expected, rel=1e-4, abs=1e-9
+            )
 
 
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_a_constant_after_a_linear_warm_up(warmup):
-    schedule = learning_rate_schedule(0.5, 20, warmup, "constant")
-    rates = [schedule(mx.array(t, mx.uint64)).item() for t in range(20)]
-    expected = [0.5 * min(1, (t + 1) / (warmup + 1)) for t in range(20)]
-    assert rates == pytest.approx(expected)
+def test_a_constant_after_a_linear_warm_up():
+    for warmup in [0, 3]:
+        schedule = learning_rate_schedule(0.5, 20, warmup, "constant")
+        rates = [schedule(mx.array(t, mx.uint64)).item() for t in range(20)]
+        expected = [0.5 * min(1, (t + 1) / (warmup + 1)) for t in range(20)]
+        assert rates == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
+def test_schedules_in_mlx_lms_words():
+    for values in [
         {"name": "cosine_decay", "arguments": [3e-3, 12, 1e-4], "warmup": 5, "warmup_init": 1e-5},
         {"name": "exponential_decay", "arguments": [0.1, 0.9]},
         {"name": "step_decay", "arguments": [0.1, 0.5, 3], "warmup": 1},
         {"name": "linear_schedule", "arguments": [0.1, 0.01, 7]},
-    ],
-)
-def test_schedules_in_mlx_lms_words(values):
-    build_schedule = pytest.importorskip("mlx_lm.tuner.utils").build_schedule
-    theirs = build_schedule(values)
-    options = TrainingOptions(iters=20, learning_rate=1.0, lr_schedule=values)
-    for schedule in (mlx_lm_schedule(values), options.rates):
-        for t in range(20):
-            step = mx.array(t, mx.uint64)
-            assert float(schedule(step)) == pytest.approx(float(theirs(step)), rel=1e-5)
+    ]:
+        build_schedule = pytest.importorskip("mlx_lm.tuner.utils").build_schedule
+        theirs = build_schedule(values)
+        options = TrainingOptions(iters=20, learning_rate=1.0, lr_schedule=values)
+        for schedule in (mlx_lm_schedule(values), options.rates):
+            for t in range(20):
+                step = mx.array(t, mx.uint64)
+                assert float(schedule(step)) == pytest.approx(float(theirs(step)), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
+def test_schedules_that_there_are_not():
+    for values, message in [
         ({}, "name is None; allowed are cosine_decay"),
         ({"name": "cosine", "arguments": [1.0]}, "name is 'cosine'"),
         ({"name": "cosine_decay"}, "arguments is None"),
@@ -70,11 +66,9 @@ def test_schedules_in_mlx_lms_words(values):
         ({"name": "step_decay", "arguments": [1, 2, 3], "warmup": 1.5}, "warmup is 1.5"),
         ({"name": "step_decay", "arguments": [1, 2, 3], "warmup": 2, "warmup_init": -1}, "is -1"),
         ({"name": "step_decay", "arguments": [1, 2, 3], "cycles": 2}, "keys is .*cycles"),
-    ],
-)
-def test_schedules_that_there_are_not(values, message):
-    with pytest.raises(ConfigError, match=f"lr_schedule: .*{message}"):
-        TrainingOptions(iters=20, learning_rate=1.0, lr_schedule=values)
+    ]:
+        with pytest.raises(ConfigError, match=f"lr_schedule: .*{message}"):
+            TrainingOptions(iters=20, learning_rate=1.0, lr_schedule=values)
 
 
 def float64_adamw(weight, gradients, rate, decay, betas=(0.9, 0.999), eps=1e-8):
@@ -123,13 +117,15 @@ def test_adamw_takes_other_settings(rng):
     np.testing.assert_allclose(parameters["w"], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("decay", [0.5, 0.9, 0.9999])
-def test_the_average_has_no_bias(rng, decay):
-    weights = rng.normal(size=(30, 4))
-    average = {"w": mx.array(rng.normal(size=4), dtype=mx.float32)}  # the start has no part in it
-    for t, weight in enumerate(weights, start=1):
-        now = {"w": mx.array(weight, dtype=mx.float32)}
-        average = averaged(average, now, decay, mx.array(t, mx.uint64))
-        shares = decay ** np.arange(t - 1, -1, -1.0)
-        expected = (shares[:, None] * weights[:t]).sum(0) / shares.sum()
-        np.testing.assert_allclose(average["w"], expected, atol=1e-5, rtol=0)
+def test_the_average_has_no_bias(rng):
+    for decay in [0.5, 0.9, 0.9999]:
+        weights = rng.normal(size=(30, 4))
+        average = {
+            "w": mx.array(rng.normal(size=4), dtype=mx.float32)
+        }  # the start has no part in it
+        for t, weight in enumerate(weights, start=1):
+            now = {"w": mx.array(weight, dtype=mx.float32)}
+            average = averaged(average, now, decay, mx.array(t, mx.uint64))
+            shares = decay ** np.arange(t - 1, -1, -1.0)
+            expected = (shares[:, None] * weights[:t]).sum(0) / shares.sum()
+            np.testing.assert_allclose(average["w"], expected, atol=1e-5, rtol=0)

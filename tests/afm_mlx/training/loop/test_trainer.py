@@ -19,6 +19,7 @@ from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
 from afm_mlx.training.loop.events import CheckpointSaved, Report, Resumed, Stepped, Validation
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.loop.trainer import TrainingOptions, train
+from tests.tools.compare import assert_same_tensors
 from tests.tools.training import ToyBatches, ToyModel, joined, toy_loss, toy_run
 
 ROOT = Path(__file__).parents[4]
@@ -57,9 +58,7 @@ def assert_same_run(folder, other):
     a["best"], b["best"] = best[0][0], best[1][0]
     assert a.keys() == b.keys() == {"trainable", "optimizer", "ema", "best"}
     for name, group in a.items():
-        assert group.keys() == b[name].keys()
-        for key, array in group.items():
-            assert mx.array_equal(array, b[name][key]), (name, key)
+        assert_same_tensors(group, b[name])
 
 
 def test_a_resumed_run_is_an_unbroken_one(tmp_path, rng):
@@ -74,8 +73,8 @@ def test_a_resumed_run_is_an_unbroken_one(tmp_path, rng):
     saved = max(0, (steps[-1] - 1) // 4 * 4)
     assert [e.step for e in seen if isinstance(e, Resumed)] == ([saved] if saved else [])
     assert_same_run(tmp_path / "whole", broken)
-    for name, array in tree_flatten(model.parameters()):
-        assert mx.array_equal(array, dict(tree_flatten(other_model.parameters()))[name])
+    ours, theirs = (dict(tree_flatten(m.parameters())) for m in (model, other_model))
+    assert_same_tensors(ours, theirs)
     for key in ("steps", "best_step", "best_loss", "stopped_early", "tokens"):
         assert getattr(outcome, key) == getattr(other_outcome, key)
 
@@ -193,8 +192,7 @@ def test_patience_keeps_the_best_weights(tmp_path):
     outcome = train(model, loss, ToyBatches(1), options, run, ToyBatches(1), seen.append)
     assert outcome.stopped_early
     assert (outcome.best_step, outcome.steps) == (0, 6)
-    for name, array in tree_flatten(model.parameters()):
-        np.testing.assert_array_equal(array, start[name])
+    assert_same_tensors(dict(tree_flatten(model.parameters())), start)
     assert run.steps() == [6]
     again = train(model, loss, ToyBatches(1), options, run, ToyBatches(1))
     assert (again.stopped_early, again.steps) == (True, 6)
@@ -264,8 +262,7 @@ def test_nan_ends_the_run_and_names_step_and_layer(tmp_path):
         train(model, toy_loss, ToyBatches(1), options, run, on_event=on_event)
     for part in ("Step 6", r"layers.1.down", "step-0000004", "learning rate (now 0.01)"):
         assert part in str(error.value)
-    for name, array in tree_flatten(model.parameters()):
-        np.testing.assert_array_equal(array, weights[name])
+    assert_same_tensors(dict(tree_flatten(model.parameters())), weights)
     assert not model.training
     assert run.steps() == [4]
 
@@ -300,9 +297,8 @@ def test_nothing_to_train(tmp_path):
         train(model, toy_loss, ToyBatches(1), TrainingOptions(4, 0.1), run)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_options_out_of_range():
+    for wrong in [
         {"iters": 0},
         {"learning_rate": 0.0},
         {"learning_rate": math.nan},
@@ -315,11 +311,9 @@ def test_nothing_to_train(tmp_path):
         {"patience": 0},
         {"seed": -1},
         {"weight_decay": -0.1},
-    ],
-)
-def test_options_out_of_range(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        TrainingOptions(**({"iters": 10, "learning_rate": 0.1} | wrong))
+    ]:
+        with pytest.raises(ConfigError, match=next(iter(wrong))):
+            TrainingOptions(**({"iters": 10, "learning_rate": 0.1} | wrong))
 
 
 # -- with the package's own parts

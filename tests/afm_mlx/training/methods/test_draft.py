@@ -20,8 +20,9 @@ from afm_mlx.training.methods.model_source import FreshSource, ModelSource
 from afm_mlx.training.methods.scores import measure_split
 from afm_mlx.training.methods.train import train_draft, train_lora
 from tests.tools.cli import write_folder
+from tests.tools.compare import changed
 from tests.tools.training_data import TRAINABLE
-from tests.tools.training_runs import Watcher, changed, parameters, random_adapter
+from tests.tools.training_runs import Watcher, parameters, random_adapter
 
 DRAFT = dataclasses.replace(TRAINABLE, num_layers=1, num_kv_reuse_layers=0, kv_bits=None)
 

@@ -10,6 +10,7 @@ import pytest
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.training.methods.initial_adapter import read_initial
+from tests.tools.compare import assert_same_tensors
 
 
 @pytest.fixture
@@ -27,16 +28,11 @@ def folder(tensors, tmp_path):
     return tmp_path / "adapter"
 
 
-def assert_equal(found, tensors):
-    assert found.keys() == tensors.keys()
-    assert all(mx.array_equal(found[name], tensor) for name, tensor in tensors.items())
-
-
 def test_a_folder_and_a_file_in_it(folder, tensors):
     shutil.copy(folder / "adapters.safetensors", folder / "0000100_adapters.safetensors")
     for path in (folder, folder / "adapters.safetensors", folder / "0000100_adapters.safetensors"):
         found, config = read_initial(path)
-        assert_equal(found, tensors)
+        assert_same_tensors(found, tensors)
         assert (config.rank, config.scale) == (tensors["a.lora_a"].shape[1], 2.5)
 
 
@@ -46,7 +42,7 @@ def test_a_file_alone_needs_a_scale(folder, tensors, tmp_path):
     with pytest.raises(ConfigError, match=r"no adapter_config\.json beside .*--scale"):
         read_initial(file)
     found, config = read_initial(file, 0.25)
-    assert_equal(found, tensors)
+    assert_same_tensors(found, tensors)
     assert (config.rank, config.scale) == (tensors["a.lora_a"].shape[1], 0.25)
 
 

@@ -29,8 +29,9 @@ from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.scores import measure_adapter
 from afm_mlx.training.methods.train import train_full, train_lora, train_qat
 from tests.tools.cli import write_folder
+from tests.tools.compare import changed
 from tests.tools.training_data import TRAINABLE
-from tests.tools.training_runs import OPTIONS, Watcher, changed, parameters, random_adapter
+from tests.tools.training_runs import OPTIONS, Watcher, parameters, random_adapter
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 
@@ -168,16 +169,16 @@ def test_an_adapter_with_nan_is_no_start(recipe, model, tmp_path, rng, bad):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("scale", [0, -1, np.inf, np.nan, 1e39])
-def test_a_scale_that_teaches_nothing(scale):
-    with pytest.raises(ConfigError, match=r"scale is .*finite numbers over 0"):
-        LoRATraining(scale=scale)
+def test_a_scale_that_teaches_nothing():
+    for scale in [0, -1, np.inf, np.nan, 1e39]:
+        with pytest.raises(ConfigError, match=r"scale is .*finite numbers over 0"):
+            LoRATraining(scale=scale)
 
 
-@pytest.mark.parametrize("rank", [0, -1, 100_000, 2.0])
-def test_ranks_that_no_adapter_has(rank):
-    with pytest.raises(ConfigError, match=r"rank is .*allowed are 1 to 65536"):
-        LoRATraining(rank=rank)
+def test_ranks_that_no_adapter_has():
+    for rank in [0, -1, 100_000, 2.0]:
+        with pytest.raises(ConfigError, match=r"rank is .*allowed are 1 to 65536"):
+            LoRATraining(rank=rank)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -392,57 +393,3 @@ def test_bad_data_is_named_before_a_model_is_loaded(recipe, model, tmp_path):
         file.write('{"messages": [{"role": "king", "content": "x"}]}\n')
     with pytest.raises(DataError, match=r"valid\.jsonl:10: "):
         train_qat(recipe, tmp_path / "qat")
-
-
-def test_rows_are_no_longer_than_the_data(recipe):
-    data = read_data(recipe, ModelSource.open(recipe.model))
-    assert data.train.length == 96
-    roomy = dataclasses.replace(recipe, max_seq_length=4096)
-    batches = read_data(roomy, ModelSource.open(recipe.model)).train
-    assert batches.length % 64 == 0
-    assert batches.per_epoch <= 2
-    assert batches.fill > 0.5
-
-
-def test_epochs_and_shares_become_steps(recipe):
-    options = dataclasses.replace(OPTIONS, iters=4, grad_accumulation_steps=2)
-    recipe = dataclasses.replace(recipe, options=options, epochs=1.5, warmup_share=0.1)
-    settled = recipe.loop_options(100)
-    assert (settled.iters, settled.warmup_iters) == (75, 7)
-    assert recipe.loop_options(10000).warmup_iters == 100
-    whole = dataclasses.replace(recipe, epochs=2, warmup_share=None, warmup_epochs=1)
-    settled = whole.loop_options(7)
-    assert (settled.iters, settled.warmup_iters) == (7, 4)
-    with pytest.raises(ConfigError, match="warm-up of 1 epochs is 50 steps, and the run has 50"):
-        dataclasses.replace(whole, epochs=1).loop_options(100)
-    with pytest.raises(ConfigError, match="leave one out"):
-        dataclasses.replace(recipe, warmup_epochs=1)
-    late = dataclasses.replace(options, iters=51, warmup_iters=50)
-    recipe = dataclasses.replace(recipe, options=late, warmup_share=None)
-    assert recipe.loop_options(100).warmup_iters == 50
-    with pytest.raises(
-        ConfigError, match=r"warmup_iters is 50, and the run has 8 steps \(1\.6 epochs"
-    ):
-        recipe.loop_options(10)
-    bounded = dataclasses.replace(recipe, epochs=3, steps_between=(60, 80))
-    assert [bounded.loop_options(n).iters for n in (4, 50, 400)] == [60, 75, 80]
-
-
-def test_sizes_that_nobody_gives_fit_model_and_data(model, recipe, tmp_path):
-    source = ModelSource.open(model)
-    recipe = dataclasses.replace(recipe, max_seq_length=None, batch_size=1)
-    context = source.values["context_length"]
-    short, long = ({"text": "word " * n} for n in (10, 5000))
-    for records, most in (([short] * 30, context // 2), ([long], context)):
-        path = tmp_path / "train.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        split = read_data(dataclasses.replace(recipe, data=path), source).train
-        assert split.length <= most
-        assert split.fill > 0.7
-    assert split.n_tokens / len(split) <= context
-    of_zoo = dataclasses.replace(
-        source, values={"model_type": "llama", "max_position_embeddings": 48}
-    )
-    path.write_text(json.dumps(long))
-    vars(of_zoo)["tokenizer"] = source.tokenizer
-    assert read_data(dataclasses.replace(recipe, data=path), of_zoo).train.length == 48

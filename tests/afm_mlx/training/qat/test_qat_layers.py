@@ -1,6 +1,5 @@
 """Models that train on grids, and what they are packed to."""
 
-import itertools
 import json
 
 import mlx.core as mx
@@ -17,6 +16,8 @@ from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.qat.qat_layers import QATEmbedding, QATLinear, pack_qat, prepare_qat
+from tests.tools.cases import all_pairs
+from tests.tools.compare import assert_close, error
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_config, zoo_model
 
@@ -24,9 +25,7 @@ SIZES = {"hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_
 VOCAB = 64
 RULES = [
     QuantizationRule(bits, mode, per, 32 if per == "group" else None)
-    for bits, mode, per in itertools.product(
-        (2, 4, 8), ("balanced", "affine"), ("tensor", "row", "group")
-    )
+    for bits, mode, per in all_pairs((2, 4, 8), ("balanced", "affine"), ("tensor", "row", "group"))
 ]
 
 
@@ -39,11 +38,6 @@ def tiny_model(rng, **fixed):
 
 def random_tokens(rng, shape=(2, 7)):
     return mx.array(rng.integers(0, VOCAB, shape))
-
-
-def near(got, wanted, bound):
-    got, wanted = np.array(got), np.array(wanted)
-    return np.abs(got - wanted).max() <= bound * np.abs(wanted).max()
 
 
 def train_a_little(rng, model, steps=3):
@@ -74,8 +68,8 @@ def test_the_packed_model_gives_the_trained_ones_logits(rng, rule):
     packed, config = pack_qat(model, model.args.to_dict())
     assert not packed.training
     with dispatch.force("reference"):
-        assert near(packed(tokens), trained, 1e-4)
-    assert near(packed(tokens), trained, 2e-3)  # kernels may round activations to 16 bits
+        assert_close(packed(tokens), trained, 1e-4)
+    assert_close(packed(tokens), trained, 2e-3)  # kernels may round activations to 16 bits
     wanted = quantize_model(tiny_model(rng, kv_bits=None), model.args.to_dict(), rule)[1]
     assert config["quantization"] == wanted["quantization"] == config["quantization_config"]
     assert all(
@@ -112,16 +106,16 @@ def test_models_of_the_zoo_train_and_load_in_stock_mlx_lm(rng, tmp_path, model_t
     tokens = random_tokens(rng)
     trained = model.eval()(tokens)
     packed, config = pack_qat(model, config)
-    assert near(packed(tokens), trained, 2e-3)
+    assert_close(packed(tokens), trained, 2e-3)
     folder = tmp_path / "float"
     (folder / "config.json").write_text(json.dumps(config))
     arrays = dict(tree_flatten(packed.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), arrays, {"format": "mlx"})
     stock, _ = utils.load_model(folder)
     assert type(stock.layers[0].mlp.up_proj) is nn.QuantizedLinear
-    assert near(stock(tokens), trained, 1e-3)
+    assert_close(stock(tokens), trained, 1e-3)
     ours, _ = afm_mlx.load(folder)
-    assert near(ours(tokens), trained, 2e-3)
+    assert_close(ours(tokens), trained, 2e-3)
 
 
 @pytest.mark.parametrize("model_type", ["llama", None])
@@ -150,7 +144,7 @@ def test_each_layer_its_own_rule(rng, model_type):
     tokens = random_tokens(rng)
     trained = model.eval()(tokens)
     packed, values = pack_qat(model, config)
-    assert near(packed(tokens), trained, 2e-3)
+    assert_close(packed(tokens), trained, 2e-3)
     downs = [m for path, m in packed.named_modules() if path.endswith("down_proj")]
     assert all((m.bits, m.mode, m.granularity) == (8, "affine", "row") for m in downs)
     rules = {k: v for k, v in values["quantization"].items() if isinstance(v, dict)}
@@ -165,8 +159,8 @@ def test_eight_bits_are_near_the_float_model(rng):
     tokens = random_tokens(rng)
     wanted = model(tokens)
     prepare_qat(model, QuantizationRule(8))
-    assert near(model(tokens), wanted, 0.1)
-    assert not near(model(tokens), wanted, 1e-6)  # it is on the grid
+    assert_close(model(tokens), wanted, 0.1)
+    assert error(model(tokens), wanted) > 1e-6  # it is on the grid
 
 
 @pytest.mark.parametrize("kv_bits", [8, None])
@@ -195,8 +189,8 @@ def test_layers_repeat_a_bias(rng):
     linear = nn.Linear(32, 8)
     layer = QATLinear(linear, QuantizationRule(8, "affine", "row"))
     x = mx.array(rng.normal(0, 1, (3, 32)).astype(np.float32))
-    assert near(layer(x), linear(x), 0.05)
-    assert near(layer.to_packed()(x), layer(x), 1e-4)
+    assert_close(layer(x), linear(x), 0.05)
+    assert_close(layer.to_packed()(x), layer(x), 1e-4)
 
 
 @pytest.mark.parametrize("learned", [True, False])
@@ -255,7 +249,7 @@ def test_a_packed_model_decodes_after_the_trained_one_did(rng):
     pack_qat(model, model.args.to_dict())
     assert isinstance(model.model.embedding, PackedEmbedding)
     with dispatch.force("reference"):
-        assert near(decoded(), trained, 0.1)
+        assert_close(decoded(), trained, 0.1)
 
 
 def test_what_cannot_be_prepared_or_packed(rng):

@@ -43,18 +43,18 @@ def spoiled(model, token, value):
     return model
 
 
-@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("kind", ["float", "2-bit", "zoo"])
-def test_logits_that_are_no_numbers_are_an_error(rng, tokenizer, kind, options):
-    model = zoo_model("llama", VOCAB, 3) if kind == "zoo" else tiny(rng, kind, kv_bits=8)
-    engine = Engine(spoiled(model, 7, math.nan), tokenizer)
-    row = engine.submit(Request([1, 2, 3], 5, **options))
-    (response,) = run(engine)[row]
-    assert isinstance(response.error, LogitsError)
-    assert (response.token, response.text, response.finish_reason) == (-1, "", "error")
-    assert not engine.busy
-    with pytest.raises(LogitsError, match="no token can be chosen"):
-        generate(model, tokenizer, [1, 2, 3], max_tokens=5)
+def test_logits_that_are_no_numbers_are_an_error(rng, tokenizer, kind):
+    for options in KINDS.values():
+        model = zoo_model("llama", VOCAB, 3) if kind == "zoo" else tiny(rng, kind, kv_bits=8)
+        engine = Engine(spoiled(model, 7, math.nan), tokenizer)
+        row = engine.submit(Request([1, 2, 3], 5, **options))
+        (response,) = run(engine)[row]
+        assert isinstance(response.error, LogitsError)
+        assert (response.token, response.text, response.finish_reason) == (-1, "", "error")
+        assert not engine.busy
+        with pytest.raises(LogitsError, match="no token can be chosen"):
+            generate(model, tokenizer, [1, 2, 3], max_tokens=5)
 
 
 @pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)

@@ -64,39 +64,42 @@ def in_one_go(model, tokenizer, prompts, answers, **options):
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["int8", "float", "zoo"])
-def test_turns_on_a_cache_of_make_prompt_cache(rng, tokenizer, way, kind):
-    if kind == "zoo":
-        model = zoo_model("llama", VOCAB, 3)
-    else:
-        model = tiny(rng, kv_bits=8 if kind == "int8" else None)
-    for make in (make_prompt_cache, getattr(type(model), "make_cache", make_prompt_cache)):
-        cache = make(model)
-        answers = [way(model, tokenizer, prompt, cache) for prompt in TURNS]
-        assert answers == in_one_go(model, tokenizer, TURNS, answers)
+def test_turns_on_a_cache_of_make_prompt_cache(rng, tokenizer, kind):
+    for way in WAYS:
+        if kind == "zoo":
+            model = zoo_model("llama", VOCAB, 3)
+        else:
+            model = tiny(rng, kv_bits=8 if kind == "int8" else None)
+        for make in (make_prompt_cache, getattr(type(model), "make_cache", make_prompt_cache)):
+            cache = make(model)
+            answers = [way(model, tokenizer, prompt, cache) for prompt in TURNS]
+            assert answers == in_one_go(model, tokenizer, TURNS, answers)
 
 
-@pytest.mark.parametrize("way", [streamed, generated, batched])
-def test_kv_bits_and_windows_are_for_the_engine_to_choose(model, tokenizer, way):
-    for options in (
-        {"kv_bits": 16},
-        {"kv_bits": 8},
-        {"sliding_window": True, "max_kv_size": 8},
-        {"sliding_window": True, "max_kv_size": 200, "kv_bits": 16},
-        {"max_kv_size": 30},
-    ):
-        cache = make_prompt_cache(model)
-        answers = [way(model, tokenizer, prompt, cache, **options) for prompt in TURNS]
-        # The first of these options is not needed again.
-        again = make_prompt_cache(model)
-        first = way(model, tokenizer, TURNS[0], again, **options)
-        assert [first, *(way(model, tokenizer, prompt, again) for prompt in TURNS[1:])] == answers
-        assert cache[0].int8 == (options.get("kv_bits") != 16)
-        assert cache[0].sliding_window == ("sliding_window" in options)
-        if options.get("max_kv_size") != 8:  # a window forgets at other times in other turns
-            whole = in_one_go(model, tokenizer, TURNS, answers, **options)
-            assert answers == whole
+def test_kv_bits_and_windows_are_for_the_engine_to_choose(model, tokenizer):
+    for way in [streamed, generated, batched]:
+        for options in (
+            {"kv_bits": 16},
+            {"kv_bits": 8},
+            {"sliding_window": True, "max_kv_size": 8},
+            {"sliding_window": True, "max_kv_size": 200, "kv_bits": 16},
+            {"max_kv_size": 30},
+        ):
+            cache = make_prompt_cache(model)
+            answers = [way(model, tokenizer, prompt, cache, **options) for prompt in TURNS]
+            # The first of these options is not needed again.
+            again = make_prompt_cache(model)
+            first = way(model, tokenizer, TURNS[0], again, **options)
+            assert [
+                first,
+                *(way(model, tokenizer, prompt, again) for prompt in TURNS[1:]),
+            ] == answers
+            assert cache[0].int8 == (options.get("kv_bits") != 16)
+            assert cache[0].sliding_window == ("sliding_window" in options)
+            if options.get("max_kv_size") != 8:  # a window forgets at other times in other turns
+                whole = in_one_go(model, tokenizer, TURNS, answers, **options)
+                assert answers == whole
 
 
 @pytest.mark.parametrize("kind", ["int8", "zoo", "zoo, bounded"])

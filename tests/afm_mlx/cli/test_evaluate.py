@@ -1,0 +1,47 @@
+"""`afm-mlx evaluate`."""
+
+import json
+
+from tests.tools.cli import example, lines
+
+
+def test_evaluate(folder, run, fails):
+    argv = ("evaluate", "--model", folder)
+    assert "evaluation.jsonl" in fails(*argv)
+    lines(
+        folder / "evaluation.jsonl",
+        *(example(task, f"What is {i}?", "Nothing.") for i in range(3) for task in ("b", "a")),
+    )
+    status, out, err = run(*argv, "--show-errors", 2, "--limit", 2)
+    assert (status, err) == (0, "")
+    assert out.count("expected: 'Nothing.'") == out.count("got:  ") == 2
+    table = out[out.index("task") :].splitlines()
+    assert [row.split() for row in table] == [
+        ["task", "correct", "of", "accuracy"],
+        ["b", "0", "2", "0.0%"],
+        ["a", "0", "2", "0.0%"],
+        ["all", "0", "4", "0.0%"],
+    ]
+    lines(folder / "heldout.jsonl", {"text": "The fox."})
+    facts = json.loads(run(*argv, "--json", "--show-errors", 1, "--batch-size", 2)[1])
+    assert facts["overall"] == {"correct": 0, "total": 6, "accuracy": 0.0}
+    assert facts["errors"][0]["where"].endswith("evaluation.jsonl:1")
+    assert facts["perplexity"]["tokens"] > 2
+
+
+def test_bad_examples_are_one_line(folder, fails, tmp_path):
+    for record, says in [
+        ({"task": "a", "messages": []}, "e.jsonl:1: 'answer' is missing"),
+        ({"task": 5, "messages": [], "answer": ""}, "e.jsonl:1: 'task' is int"),
+        ([], "e.jsonl:1: this is a JSON list"),
+        (example("a", "the fox " * 300, ""), "e.jsonl:1: The prompt needs"),
+        ({"task": "a", "messages": [], "answer": ""}, "e.jsonl:1: messages is empty"),
+    ]:
+        file = lines(tmp_path / "e.jsonl", record)
+        assert says in fails("evaluate", "--model", folder, "--data", file)
+
+
+def test_an_empty_or_missing_test_set_is_one_line(folder, fails, tmp_path):
+    file = lines(tmp_path / "e.jsonl")
+    assert "holds no examples" in fails("evaluate", "--model", folder, "--data", file)
+    assert "can't be read" in fails("evaluate", "--model", folder, "--data", tmp_path / "no.jsonl")

@@ -1,0 +1,60 @@
+"""`afm-mlx info`."""
+
+import json
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+import afm_mlx
+from afm_mlx.config import PRESETS
+from afm_mlx.loading.load import load
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
+
+
+def test_info_json(folder, run):
+    status, out, err = run("info", "--model", folder, "--json")
+    facts = json.loads(out)
+    assert (status, err) == (0, "")
+    stored = mx.load(str(folder / "model.safetensors"))
+    assert facts["weights"]["bytes"] == sum(array.nbytes for array in stored.values())
+    assert facts["weights"]["parameters"] == sum(array.size for array in stored.values())
+    assert facts["weights"]["bits_per_weight"] == 32
+    assert facts["architecture"]["layers_that_write_kv"] == 2
+    assert facts["architecture"]["head_dim"] == 8
+    assert facts["tokenizer"]["vocab_size"] == load_tokenizer(folder).vocab_size
+    model, _ = load(folder)
+    cache = model.make_cache()
+    model.prefill(mx.zeros((1, 256), mx.int32), cache)
+    assert facts["kv_cache"]["bytes_at_full_context"]["float32"] == sum(c.nbytes for c in cache)
+    assert len(facts["fingerprint"]) == 64
+    assert facts["runtime"]["cpu_gflops_float32"] > 0
+    assert facts["runtime"]["versions"]["afm-mlx"] == afm_mlx.__version__
+
+
+def test_info_says_the_same_in_words(folder, run):
+    _, out, _ = run("info", "--model", folder)
+    for words in ("layers that write kv", "fingerprint", "bits per weight", "blas", "metal"):
+        assert words in out
+
+
+def test_info_of_presets(run):
+    for preset in list(PRESETS):
+        facts = json.loads(run("info", "--preset", preset, "--json")[1])
+        assert facts["architecture"]["parameters"] == PRESETS[preset].num_parameters
+        if preset == "afm-3b":
+            assert facts["architecture"]["parameters"] == 3_111_368_064
+            assert facts["kv_cache"]["bytes_per_token"]["int8"] == 17_920
+        assert ("int8" in facts["kv_cache"]["bytes_per_token"]) == (PRESETS[preset].kv_bits == 8)
+        assert "weights" not in facts
+
+
+def test_info_of_other_architectures(tmp_path, run, fails):
+    from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
+
+    model = zoo_model("llama", 50, seed=1)
+    write_zoo_folder(tmp_path / "llama", "llama", model, word_tokenizer_json(50))
+    facts = json.loads(run("info", "--model", tmp_path / "llama", "--json")[1])
+    assert facts["model_type"] == "llama"
+    count = sum(array.size for _, array in tree_flatten(model.parameters()))
+    assert facts["weights"]["parameters"] == count
+    assert "config.json is missing" in fails("info", "--model", tmp_path)

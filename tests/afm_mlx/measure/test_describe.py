@@ -1,0 +1,20 @@
+"""What is said of a model folder."""
+
+from pathlib import Path
+
+from mlx.utils import tree_flatten
+
+
+def test_packed_weights_are_counted_unpacked(rng):
+    import mlx.nn as nn
+
+    from afm_mlx.checkpoint.tensors import StoredTensor
+    from afm_mlx.measure.describe import _count_parameters
+
+    layers = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(64, 96, bias=False))
+    layers.layers[0] = layers.layers[0].to_quantized(32, 4)
+    layers.layers[1] = layers.layers[1].to_quantized(64, 2)
+    arrays = dict(tree_flatten(layers.parameters()))
+    tensors = {n: StoredTensor(n, a.shape, a.dtype, Path("x"), 0) for n, a in arrays.items()}
+    values = {"quantization": {"group_size": 32, "bits": 4, "layers.1": {"bits": 2}}}
+    assert _count_parameters(tensors, values) == 64 * (32 + 96)
