@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.adapters.places import Place, places, replace_layers, unwrap_layers
+from afm_mlx.adapters.layer_places import Place, places, replace_layers, unwrap_layers
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS, LowRank, Part

@@ -21,7 +21,7 @@ from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, save_f
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_write
-from afm_mlx.values import MAX_RANK, is_number, is_rank, is_text
+from afm_mlx.json_values import MAX_RANK, is_number, is_rank, is_text
 
 TENSORS_NAME = "adapters.safetensors"
 CONFIG_NAME = "adapter_config.json"

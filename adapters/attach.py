@@ -9,9 +9,9 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.adapters.active import BatchAdapters, active_adapters, bind, unbind
+from afm_mlx.adapters.layer_places import place_shapes, places, unwrap_layers
 from afm_mlx.adapters.lora import LoRALinear, lora_tensors
 from afm_mlx.adapters.opening import Base, open_adapter
-from afm_mlx.adapters.places import place_shapes, places, unwrap_layers
 from afm_mlx.adapters.resident import build_resident
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig, check_pairs
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
-from afm_mlx.values import is_number
+from afm_mlx.json_values import is_number
 
 LoadedAdapter = tuple[Mapping[str, mx.array], AdapterConfig]
 """Tensors by their names in an adapter folder, and the config; see `load_adapter`."""

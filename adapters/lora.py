@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter, save_adapter
-from afm_mlx.adapters.places import linear_shape, places, replace_layers
+from afm_mlx.adapters.layer_places import linear_shape, places, replace_layers
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.errors import CheckpointError, RequestError, named, shown

@@ -18,7 +18,7 @@ import numpy as np
 
 from afm_mlx.adapters.adapter_folder import CONFIG_NAME, TENSORS_NAME, AdapterConfig, check_pairs
 from afm_mlx.adapters.compose import Term, is_a, weighted_sum
-from afm_mlx.adapters.places import Shapes, place_shapes
+from afm_mlx.adapters.layer_places import Shapes, place_shapes
 from afm_mlx.adapters.resident import (
     ResidentAdapter,
     TensorReader,

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.places import Shapes
+from afm_mlx.adapters.layer_places import Shapes
 from afm_mlx.checkpoint.safetensors_file import reading
-from afm_mlx.checkpoint.tensors import StoredTensor, float_values
+from afm_mlx.checkpoint.stored_tensor import StoredTensor, float_values
 from afm_mlx.errors import CheckpointError, named, shown
+from afm_mlx.json_values import FLOAT16_MAX
 from afm_mlx.kernels import BLOCK, Part
 from afm_mlx.kernels.cpu.memory import unfilled
-from afm_mlx.values import FLOAT16_MAX
 
 _SAMPLES = 256
 _THREADS = 2  # that read and rearrange: 119 ms for 133 MB on two cores, where one took 188; more were not tried

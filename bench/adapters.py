@@ -24,7 +24,7 @@ import numpy as np
 from afm_mlx.adapters.active import ActiveAdapters, BatchAdapters, bind, unbind
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
 from afm_mlx.adapters.attach import attach_random_adapters, detach_adapter, random_adapter
-from afm_mlx.adapters.places import place_shapes
+from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import ResidentAdapter, build_resident
 from afm_mlx.config import PRESETS

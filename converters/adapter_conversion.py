@@ -31,8 +31,8 @@ from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import not_finite
 from afm_mlx.config import ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, named
+from afm_mlx.json_values import FLOAT16_MAX, is_text
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
-from afm_mlx.values import FLOAT16_MAX, is_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.model.model import Model
-from afm_mlx.quantization.quantize import Predicate, layer_rules
+from afm_mlx.quantization.quantize_model import Predicate, layer_rules
 from afm_mlx.quantization.rule import QuantizationRule
 
 DTYPES: dict[str, mx.Dtype] = {

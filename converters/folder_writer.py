@@ -17,15 +17,15 @@ import mlx.core as mx
 from afm_mlx.architecture import KV_SCALES, parameter_shapes
 from afm_mlx.checkpoint.folder_texts import write_card, write_config
 from afm_mlx.checkpoint.stored_layers import quantization_of
-from afm_mlx.checkpoint.tensors import TensorSpec
+from afm_mlx.checkpoint.stored_tensor import TensorSpec
 from afm_mlx.checkpoint.weights import write_weights
 from afm_mlx.config import ModelConfig
 from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.layer_packing import PackedLayer, float_layer
 from afm_mlx.converters.stored_parameters import StoredLayer
 from afm_mlx.progress import Progress
-from afm_mlx.quantization.quantize import quantized_config, with_quantization
-from afm_mlx.quantization.rounding import Rows
+from afm_mlx.quantization.float_to_codes import Rows
+from afm_mlx.quantization.quantize_model import quantized_config, with_quantization
 
 _OUR_KEYS = ("kv_bits", "context_length")
 

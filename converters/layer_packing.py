@@ -8,11 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.checkpoint.tensors import TensorSpec, array_bytes
+from afm_mlx.checkpoint.stored_tensor import TensorSpec, array_bytes
 from afm_mlx.errors import AFMError
 from afm_mlx.kernels import PackedWeight
+from afm_mlx.quantization.float_to_codes import Packing, Rows, pack
 from afm_mlx.quantization.packed_layers import PARTS
-from afm_mlx.quantization.rounding import Packing, Rows, pack
 from afm_mlx.quantization.rule import QuantizationRule
 
 _MLX_GROUPS = (128, 64, 32)

@@ -25,7 +25,7 @@ from afm_mlx.errors import AFMError, DataError
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.perplexity import cut, load_documents
 from afm_mlx.progress import Progress
-from afm_mlx.quantization.quantize import Predicate
+from afm_mlx.quantization.quantize_model import Predicate
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.quantization.sensitivity import (
     LayerSensitivity,

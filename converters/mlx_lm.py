@@ -27,7 +27,7 @@ from afm_mlx.checkpoint.stored_layers import (
     quantization_of,
     stored_settings,
 )
-from afm_mlx.checkpoint.tensors import StoredTensor
+from afm_mlx.checkpoint.stored_tensor import StoredTensor
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.converters.conversion_options import ConversionOptions

@@ -24,7 +24,7 @@ from afm_mlx.errors import AFMError, named, shown
 from afm_mlx.loading.mlx_lm_models import has_packed_layers, load_mlx_lm_model
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, packed_layer_for
-from afm_mlx.quantization.quantize import (
+from afm_mlx.quantization.quantize_model import (
     dequantize_model,
     quantization_entries,
     quantize_model,

@@ -10,12 +10,12 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.checkpoint.finite import check_finite, not_finite
-from afm_mlx.checkpoint.tensors import StoredTensor, array_bytes, float_values
+from afm_mlx.checkpoint.stored_tensor import StoredTensor, array_bytes, float_values
 from afm_mlx.converters.layer_packing import PackedLayer, mlx_rule, to_mlx_format
 from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.kernels import PackedWeight
 from afm_mlx.kernels.packing import dequantize_rows
-from afm_mlx.quantization.rounding import Packing, Rows
+from afm_mlx.quantization.float_to_codes import Packing, Rows
 from afm_mlx.quantization.rule import QuantizationRule
 
 _CHUNK_BYTES = 32 << 20

@@ -52,7 +52,7 @@ from afm_mlx.converters.folder_writer import FolderWriter
 from afm_mlx.converters.mlx_lm import check_mlx_lm_computes
 from afm_mlx.errors import AFMError, CheckpointError, named, shown
 from afm_mlx.progress import Progress
-from afm_mlx.quantization.rounding import Rows
+from afm_mlx.quantization.float_to_codes import Rows
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from afm_mlx.tokenizer.tokenizer_export import save_tokenizer
 from afm_mlx.tokenizer.vocabulary import SentencePieceVocabulary

@@ -45,7 +45,7 @@ from afm_mlx.adapters.formats.pair_order import (
 from afm_mlx.config import PRESETS, ModelConfig, read_config_json
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder
-from afm_mlx.values import FLOAT16_MAX, MAX_RANK, is_number, is_rank, is_text
+from afm_mlx.json_values import FLOAT16_MAX, MAX_RANK, is_number, is_rank, is_text
 
 SUFFIX = ".fmadapter"
 METADATA_NAME = "metadata.json"

@@ -33,11 +33,11 @@ from afm_mlx.adapters.formats.pair_order import (
 )
 from afm_mlx.adapters.formats.peft_config import config_json, read_settings
 from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, reading, save_file
-from afm_mlx.checkpoint.tensors import StoredTensor
+from afm_mlx.checkpoint.stored_tensor import StoredTensor
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, named, shown
 from afm_mlx.files import atomic_folder
-from afm_mlx.values import is_text
+from afm_mlx.json_values import is_text
 
 TENSORS_NAME = "adapter_model.safetensors"
 Matrices = tuple[mx.array, mx.array]

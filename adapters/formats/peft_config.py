@@ -19,7 +19,7 @@ from afm_mlx.adapters.adapter_folder import AdapterConfig
 from afm_mlx.adapters.formats.pair_order import exact_alpha
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import ConfigError, shown
-from afm_mlx.values import MAX_RANK, is_number, is_rank
+from afm_mlx.json_values import MAX_RANK, is_number, is_rank
 
 # Options that change what an adapter computes, and what each is called.
 _MUST_BE_OFF = {

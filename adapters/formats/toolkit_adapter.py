@@ -28,14 +28,14 @@ from afm_mlx.adapters.formats.pair_order import (
     pair_places,
     without_empty,
 )
-from afm_mlx.checkpoint.tensors import array_bytes
+from afm_mlx.checkpoint.stored_tensor import array_bytes
 from afm_mlx.checkpoint.toolkit_config import LoRASpec, find_toolkit_config, read_toolkit_config
 from afm_mlx.checkpoint.toolkit_keys import adapter_key, map_keys
 from afm_mlx.checkpoint.torch_file import import_torch, mlx_dtype, open_state_dict, tensor_chunks
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_write, refuse_existing
-from afm_mlx.values import is_number, is_text
+from afm_mlx.json_values import is_number, is_text
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,7 @@
 
 | file | what it holds |
 | --- | --- |
-| `tensors.py` | tensors in files: what they are, their bytes, bytes as numbers |
+| `stored_tensor.py` | tensors in files: what they are, their bytes, bytes as numbers |
 | `safetensors_file.py` | one file: its header checked, its data read lazily or written as a stream |
 | `weights.py` | the weight files of a model folder |
 | `stored_layers.py` | layers that a folder stores packed, held against `config.json` |

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
 
-from afm_mlx.checkpoint.tensors import StoredTensor, TensorSpec, array_bytes, array_specs
+from afm_mlx.checkpoint.stored_tensor import StoredTensor, TensorSpec, array_bytes, array_specs
 from afm_mlx.errors import CheckpointError, named
 
 # The types that MLX loads; safetensors has more.

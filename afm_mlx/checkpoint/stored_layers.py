@@ -25,7 +25,7 @@ from afm_mlx.quantization.packed_layers import (
     PackedLinear,
     packed_layer_for,
 )
-from afm_mlx.quantization.quantize import replace_modules
+from afm_mlx.quantization.quantize_model import replace_modules
 from afm_mlx.quantization.rule import RULE_KEYS, QuantizationRule
 
 _MLX_MODES = ("mxfp4", "mxfp8", "nvfp4")

@@ -17,7 +17,7 @@ from typing import Any
 
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
-from afm_mlx.values import MAX_RANK, is_number, is_rank
+from afm_mlx.json_values import MAX_RANK, is_number, is_rank
 
 _ARCHITECTURE_DEFAULTS: dict[str, Any] = {
     "vocab_size": 153600,

@@ -15,7 +15,7 @@ from afm_mlx.cli.training_output import run_training
 from afm_mlx.cli.training_recipe import fields_given, recipe_of
 
 if TYPE_CHECKING:
-    from afm_mlx.quantization.quantize import Predicate
+    from afm_mlx.quantization.quantize_model import Predicate
     from afm_mlx.quantization.rule import QuantizationRule
     from afm_mlx.training.methods.model_source import ModelSource
     from afm_mlx.training.methods.qat_training import QATTraining

@@ -12,7 +12,7 @@ from afm_mlx.kernels import PackedWeight
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, activation_dtype
-from afm_mlx.quantization.quantize import replace_modules
+from afm_mlx.quantization.quantize_model import replace_modules
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, QuantizationRule
 
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 from afm_mlx.kernels import dispatch, write_tokens
 from afm_mlx.model.adapted_layers import adapters_layout
 from afm_mlx.model.kv_cache import KVCache
-from afm_mlx.model.positions import Positions
+from afm_mlx.model.positions_and_masks import Positions
 from afm_mlx.quantization.packed_layers import PackedLinear
 
 if TYPE_CHECKING:

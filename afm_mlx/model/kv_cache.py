@@ -20,7 +20,7 @@ import numpy as np
 
 from afm_mlx.errors import ContextLengthError
 from afm_mlx.model.kv_cache_state import check_state
-from afm_mlx.model.positions import causal_mask
+from afm_mlx.model.positions_and_masks import causal_mask
 
 STEP = 256  # columns that are added at a time
 KEEP = 4  # first tokens that a sliding window never forgets, as in mlx-lm's rotating cache

@@ -41,8 +41,8 @@ from afm_mlx.kernels import (
 from afm_mlx.model.decode_step import DecodeStep
 from afm_mlx.model.fused_layers import head_argmax, project, project_head, swiglu
 from afm_mlx.model.kv_cache import KVCache
-from afm_mlx.model.no_kv_cache import NoKVCache
-from afm_mlx.model.positions import Positions, causal_mask, packed_positions
+from afm_mlx.model.kv_cache_placeholder import NoKVCache
+from afm_mlx.model.positions_and_masks import Positions, causal_mask, packed_positions
 
 
 def _heads(x: mx.array, head_dim: int) -> mx.array:

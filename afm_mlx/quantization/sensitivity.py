@@ -26,7 +26,7 @@ from mlx.utils import tree_flatten
 from afm_mlx.architecture import KV_SCALES
 from afm_mlx.errors import CheckpointError, ConfigError, DataError
 from afm_mlx.progress import Progress
-from afm_mlx.quantization.quantize import (
+from afm_mlx.quantization.quantize_model import (
     Predicate,
     is_outer,
     layer_rules,

@@ -7,11 +7,11 @@ import functools
 import numpy as np
 import pytest
 
+from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.lora import add_lora, save_lora
-from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import build_resident
-from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import SIZES, draw_tensors, gated_reads, randomize_lora, write_folder
 from tests.tools.models import random_config, random_model

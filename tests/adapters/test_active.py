@@ -7,8 +7,8 @@ import mlx.nn as nn
 import pytest
 
 from afm_mlx.adapters.active import BatchAdapters, active_adapters, bind, unbind
+from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.lora import add_lora
-from afm_mlx.adapters.places import place_shapes
 from afm_mlx.adapters.resident import build_resident
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS

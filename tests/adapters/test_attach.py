@@ -23,7 +23,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.loading.load import load
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedLinear
-from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import KINDS, ragged_cache, randomize_lora, some_tokens, steps
 from tests.tools.compare import assert_close, assert_same, error

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.adapters.layer_places import places
 from afm_mlx.adapters.lora import (
     LoRALinear,
     add_lora,
@@ -19,12 +20,11 @@ from afm_mlx.adapters.lora import (
     lora_layers,
     lora_tensors,
 )
-from afm_mlx.adapters.places import places
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, model_fingerprint
 from afm_mlx.config import PRESETS
 from afm_mlx.errors import CheckpointError, RequestError
 from afm_mlx.model.model import Model
-from afm_mlx.quantization.quantize import pack_layer
+from afm_mlx.quantization.quantize_model import pack_layer
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import KINDS, drawn_like, some_tokens
 from tests.tools.compare import assert_close, assert_same, assert_within, exact, same

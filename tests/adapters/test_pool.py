@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.adapter_folder import load_adapter
-from afm_mlx.adapters.places import place_shapes
+from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.resident import TensorReader, build_resident
 from afm_mlx.adapters.scheduler import PATIENCE
 from afm_mlx.errors import CheckpointError, RequestError

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.attach import random_adapter
-from afm_mlx.adapters.places import place_shapes
+from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.resident import build_resident, plan_layout
 from afm_mlx.checkpoint.safetensors_file import read_header, save_file
 from afm_mlx.errors import CheckpointError

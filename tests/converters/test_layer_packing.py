@@ -19,7 +19,7 @@ from afm_mlx.loading.load import load_model
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize import layer_rules
+from afm_mlx.quantization.quantize_model import layer_rules
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.converters.conftest import SMALL, assert_same_weights
 from tests.tools.compare import assert_close, assert_parity, assert_same, exact

@@ -13,7 +13,7 @@ from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import ModelConfig
 from afm_mlx.loading.load import load_model
 from afm_mlx.model.model import Model
-from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.models import random_model
 

@@ -6,14 +6,14 @@ import pytest
 
 from afm_mlx import kernels
 from afm_mlx.adapters.active import BatchAdapters, bind
-from afm_mlx.adapters.places import places
+from afm_mlx.adapters.layer_places import places
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.kernels import HeadOptions, KeyValues, PackedWeight, Part, QueryRope
 from afm_mlx.kernels.metal import attention
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize import replace_modules
+from afm_mlx.quantization.quantize_model import replace_modules
 from tests.tools.graph import count_dispatches, decode_cost
 
 ARRAY = mx.zeros((4, 6))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import BatchAdapters, bind
-from afm_mlx.adapters.places import place_shapes, places
+from afm_mlx.adapters.layer_places import place_shapes, places
 from afm_mlx.adapters.resident import build_resident
 from afm_mlx.config import ModelConfig
 from afm_mlx.kernels import dispatch

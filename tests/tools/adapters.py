@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
+from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.lora import lora_tensors
 from afm_mlx.adapters.opening import OpenAdapter
-from afm_mlx.adapters.places import place_shapes
 
 SIZES = {
     "vocab_size": 64,

@@ -5,8 +5,8 @@ import copy
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.places import places
-from afm_mlx.quantization.quantize import dequantize_model, quantize_model
+from afm_mlx.adapters.layer_places import places
+from afm_mlx.quantization.quantize_model import dequantize_model, quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import SIZES, draw_tensors, write_folder
 from tests.tools.models import random_config, random_model

@@ -35,11 +35,11 @@ from afm_mlx.training.loop.events import (
     Stepped,
     Validation,
 )
+from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
 from afm_mlx.training.loop.optimizer import AdamW, Tree
 from afm_mlx.training.loop.random_state import random_key
-from afm_mlx.training.loop.recompute import recomputed_blocks
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
 from afm_mlx.training.loop.step import StepResult, TrainingStep
 from afm_mlx.training.loop.training_options import TrainingOptions as TrainingOptions

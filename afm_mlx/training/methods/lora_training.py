@@ -12,12 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.adapter_folder import CONFIG_NAME, TENSORS_NAME, save_adapter
+from afm_mlx.adapters.layer_places import places
 from afm_mlx.adapters.lora import add_lora, lora_config, lora_layers, lora_tensors, start_lora
 from afm_mlx.adapters.opening import Base, check_fingerprint
-from afm_mlx.adapters.places import places
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.errors import ConfigError, TrainingError
+from afm_mlx.json_values import FLOAT16_MAX, FLOAT32_MAX, MAX_RANK, is_rank
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.run_folder import RunFolder
 from afm_mlx.training.methods.initial_adapter import read_initial
@@ -25,7 +26,6 @@ from afm_mlx.training.methods.method import Method
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.scores import WITHOUT_ADAPTER
-from afm_mlx.values import FLOAT16_MAX, FLOAT32_MAX, MAX_RANK, is_rank
 
 RANK, SCALE = 16, 0.5
 """Of a new LoRA adapter."""

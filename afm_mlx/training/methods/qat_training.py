@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize import Predicate
+from afm_mlx.quantization.quantize_model import Predicate
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.training_options import TrainingOptions

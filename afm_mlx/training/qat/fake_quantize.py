@@ -26,7 +26,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.quantization.rounding import pack
+from afm_mlx.quantization.float_to_codes import pack
 from afm_mlx.quantization.rule import QuantizationRule
 
 _TINY = 2.0**-126  # smallest normal float32: the scale of a unit of zeros

@@ -10,7 +10,7 @@ import numpy as np
 from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.model.fused_layers import project
 from afm_mlx.model.model import Model, WritingBlock, is_afm
-from afm_mlx.model.positions import Positions
+from afm_mlx.model.positions_and_masks import Positions
 from afm_mlx.training.data.batches import Batch
 
 _TINY = 2.0**-126

@@ -16,7 +16,12 @@ import mlx.nn as nn
 from afm_mlx.architecture import KV_SCALES
 from afm_mlx.errors import ConfigError
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize import Predicate, quantized_config, replace_modules, rule_chooser
+from afm_mlx.quantization.quantize_model import (
+    Predicate,
+    quantized_config,
+    replace_modules,
+    rule_chooser,
+)
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 from afm_mlx.training.qat.fake_quantize import (
     Codes,

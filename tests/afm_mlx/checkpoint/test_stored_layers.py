@@ -15,7 +15,7 @@ from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.describe import describe_packed_layers, describe_weights
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 from tests.tools.compare import assert_same_tensors
 from tests.tools.models import random_config, random_model

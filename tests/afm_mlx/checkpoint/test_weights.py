@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from afm_mlx.checkpoint.safetensors_file import save_file
-from afm_mlx.checkpoint.tensors import TensorSpec
+from afm_mlx.checkpoint.stored_tensor import TensorSpec
 from afm_mlx.checkpoint.weights import (
     INDEX_NAME,
     check_weights,
@@ -229,7 +229,7 @@ STREAM = """
 import resource, sys
 import numpy as np
 import mlx.core as mx
-from afm_mlx.checkpoint.tensors import TensorSpec
+from afm_mlx.checkpoint.stored_tensor import TensorSpec
 from afm_mlx.checkpoint.weights import (write_weights)
 specs = [TensorSpec(f"t{i}", (25_000_000,), mx.float32) for i in range(6)]
 chunk = np.zeros(1_000_000, np.float32)

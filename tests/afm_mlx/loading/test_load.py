@@ -21,7 +21,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.measure.evaluation import evaluate, load_examples
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize import dequantize_model
+from afm_mlx.quantization.quantize_model import dequantize_model
 
 FOLDER = resolve_model("afm-nano")
 GOLDEN = json.loads((FOLDER / "golden.json").read_text())

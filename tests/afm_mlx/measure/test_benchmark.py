@@ -20,7 +20,7 @@ from afm_mlx.measure.benchmark import (
     run_case,
     step_cost,
 )
-from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.models import WordTokenizer, random_config, random_model
 

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 def test_packed_weights_are_counted_unpacked(rng):
     import mlx.nn as nn
 
-    from afm_mlx.checkpoint.tensors import StoredTensor
+    from afm_mlx.checkpoint.stored_tensor import StoredTensor
     from afm_mlx.measure.describe import _count_parameters
 
     layers = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(64, 96, bias=False))

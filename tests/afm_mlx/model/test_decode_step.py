@@ -11,7 +11,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.model.kv_cache import STEP
 from afm_mlx.quantization.packed_layers import set_activation_bits
-from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.models import random_config, random_model
 

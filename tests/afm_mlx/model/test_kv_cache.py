@@ -10,7 +10,7 @@ from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.errors import ContextLengthError
 from afm_mlx.model.kv_cache import KEEP, STEP, KVCache
 from afm_mlx.model.model import Model
-from afm_mlx.model.positions import Positions
+from afm_mlx.model.positions_and_masks import Positions
 from tests.tools.models import random_config, random_model
 
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from afm_mlx.kernels import PackedWeight, dequantize, pack_codes, unpack_codes
-from afm_mlx.quantization import rounding
+from afm_mlx.quantization import float_to_codes
 from afm_mlx.quantization.affine_grids import any_grids, mlx_grids
-from afm_mlx.quantization.rounding import pack, round_to
+from afm_mlx.quantization.float_to_codes import pack, round_to
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.qat.fake_quantize import initial_clip, quantize
 from tests.tools.cases import all_pairs
@@ -57,7 +57,7 @@ def test_codes_of_any_bias_come_back(rng, monkeypatch, bits, unit, dtype):
     if (bits, dtype) == (8, mx.bfloat16):
         dtype = mx.float16  # 255 levels do not all fit bfloat16's 8 digits
     per, group = unit
-    monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 5 * INPUTS)
+    monkeypatch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 5 * INPUTS)
     rule = QuantizationRule(bits, "affine", per, group)
     first, exact = pack(normal(rng, dtype), rule)
     assert not exact

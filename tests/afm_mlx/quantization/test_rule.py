@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.quantization.rounding import pack
+from afm_mlx.quantization.float_to_codes import pack
 from afm_mlx.quantization.rule import QuantizationRule
 
 MODES = ("balanced", "affine", "palette")

@@ -14,7 +14,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.measure.perplexity import cut, load_documents
-from afm_mlx.quantization.quantize import dequantize_model, quantize_model
+from afm_mlx.quantization.quantize_model import dequantize_model, quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.quantization.sensitivity import (
     LayerSensitivity,

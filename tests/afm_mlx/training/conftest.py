@@ -6,7 +6,7 @@ On a CPU, `mx.compile` runs a C++ compiler for every new expression: tests ask f
 import mlx.core as mx
 import pytest
 
-from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.training.methods.model_folder import save_model_folder
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Recipe

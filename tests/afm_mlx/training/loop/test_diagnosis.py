@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from afm_mlx.training.loop.diagnosis import find_non_finite
+from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.losses import CrossEntropy
 from afm_mlx.training.loop.optimizer import AdamW
-from afm_mlx.training.loop.recompute import recomputed_blocks
 from afm_mlx.training.loop.step import TrainingStep
 from tests.tools.models import random_config, random_model
 from tests.tools.training import ToyBatches, ToyModel, toy_loss

@@ -10,7 +10,7 @@ from afm_mlx.adapters.lora import add_lora
 from afm_mlx.config import PRESETS
 from afm_mlx.errors import ConfigError
 from afm_mlx.model.model import Model
-from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.loop.optimizer import AdamW
 from afm_mlx.training.methods.training_memory import estimate_memory, lora_parameters

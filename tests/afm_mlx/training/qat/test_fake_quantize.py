@@ -6,7 +6,7 @@ import pytest
 
 from afm_mlx.errors import CheckpointError, ConfigError
 from afm_mlx.kernels import PackedWeight, dequantize, pack_codes
-from afm_mlx.quantization.rounding import pack
+from afm_mlx.quantization.float_to_codes import pack
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.qat.fake_quantize import (
     fake_quantize,

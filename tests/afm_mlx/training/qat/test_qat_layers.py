@@ -13,7 +13,7 @@ import afm_mlx
 from afm_mlx.errors import ConfigError
 from afm_mlx.kernels import dispatch
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize import quantize_model
+from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.qat.qat_layers import QATEmbedding, QATLinear, pack_qat, prepare_qat
 from tests.tools.cases import all_pairs

@@ -13,7 +13,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.model.adapted_layers import LinearWrapper
 from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import PackedLinear
-from afm_mlx.quantization.quantize import replace_modules
+from afm_mlx.quantization.quantize_model import replace_modules
 
 Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
 """`Place.shapes` of every place, by its path."""

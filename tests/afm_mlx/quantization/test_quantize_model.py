@@ -14,7 +14,11 @@ from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.kernels import dispatch
 from afm_mlx.measure.random_model import random_packed_model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize import dequantize_model, quantization_entries, quantize_model
+from afm_mlx.quantization.quantize_model import (
+    dequantize_model,
+    quantization_entries,
+    quantize_model,
+)
 from afm_mlx.quantization.rule import PRESET_RULES, QuantizationRule
 from tests.tools.cases import all_pairs
 from tests.tools.compare import assert_close, assert_same_tensors

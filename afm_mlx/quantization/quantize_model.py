@@ -16,8 +16,8 @@ import mlx.nn as nn
 
 from afm_mlx.config import is_afm_config
 from afm_mlx.errors import ConfigError
+from afm_mlx.quantization.float_to_codes import pack
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, packed_layer_for
-from afm_mlx.quantization.rounding import pack
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 
 Predicate: TypeAlias = Callable[[str, nn.Module], "QuantizationRule | bool | Mapping[str, Any]"]

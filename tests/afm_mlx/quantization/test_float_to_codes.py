@@ -6,8 +6,8 @@ import pytest
 
 from afm_mlx.errors import CheckpointError, ConfigError
 from afm_mlx.kernels import dequantize, pack_codes, unpack_codes
-from afm_mlx.quantization import rounding
-from afm_mlx.quantization.rounding import Rows, pack
+from afm_mlx.quantization import float_to_codes
+from afm_mlx.quantization.float_to_codes import Rows, pack
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.cases import all_pairs
 
@@ -37,8 +37,8 @@ def test_codes_on_a_grid_come_back(rng, monkeypatch, bits, per, dtype, blocks):
         dtype = mx.float32  # 255 levels a half apart do not all fit bfloat16's 8 digits
     rule = QuantizationRule(bits, "balanced", per)
     if blocks == "many":
-        monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 5 * INPUTS)
-        monkeypatch.setattr(rounding, "_SAMPLE_ELEMENTS", 7 * INPUTS)
+        monkeypatch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 5 * INPUTS)
+        monkeypatch.setattr(float_to_codes, "_SAMPLE_ELEMENTS", 7 * INPUTS)
     codes, _, weight = on_grid(rng, rule, dtype)
     packed, exact = pack(weight, rule)
     assert exact
@@ -123,7 +123,7 @@ def test_normal_weights_keep_a_stated_error(rng):
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_affine_groups_are_mlxs_own(rng, monkeypatch, dtype):
-    monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 5 * INPUTS)
+    monkeypatch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 5 * INPUTS)
     weight = mx.array(rng.normal(0, 0.1, (ROWS, INPUTS))).astype(dtype)
     for bits, group in ((2, 32), (4, 64), (8, 128)):
         packed, _ = pack(weight, QuantizationRule(bits, "affine", group_size=group))
@@ -148,8 +148,8 @@ def test_a_palette_of_few_values_is_exact(rng):
 
 def test_one_stray_weight_is_no_grid(rng, monkeypatch):
     """A sample may lie on a grid, or in a table, that the matrix does not."""
-    monkeypatch.setattr(rounding, "_SAMPLE_ELEMENTS", INPUTS)
-    monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 5 * INPUTS)
+    monkeypatch.setattr(float_to_codes, "_SAMPLE_ELEMENTS", INPUTS)
+    monkeypatch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 5 * INPUTS)
     balanced, palette = (
         QuantizationRule(2, "balanced", "tensor"),
         QuantizationRule(2, "palette", "tensor"),
@@ -183,8 +183,8 @@ def test_what_cannot_be_packed(rng):
 
 def test_rows_are_read_in_blocks(rng, monkeypatch):
     """What makes a matrix larger than memory possible: no block is larger than it says."""
-    monkeypatch.setattr(rounding, "_BLOCK_ELEMENTS", 4 * INPUTS)
-    monkeypatch.setattr(rounding, "_SAMPLE_ELEMENTS", 4 * INPUTS)
+    monkeypatch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 4 * INPUTS)
+    monkeypatch.setattr(float_to_codes, "_SAMPLE_ELEMENTS", 4 * INPUTS)
     weight = rng.normal(0, 1, (ROWS, INPUTS)).astype(np.float32)
     heights = []
 
