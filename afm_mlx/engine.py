@@ -32,7 +32,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.kernels import dispatch
-from afm_mlx.kernels.cpu.heap import give_freed_memory_back
+from afm_mlx.kernels.cpu.heap import hold_heaps_down
 from afm_mlx.request import Request, Response, Row
 from afm_mlx.row_adapters import RowAdapters, batch_adapters, can_start, must_not_overtake
 from afm_mlx.row_caches import RowCaches, hand_back
@@ -162,6 +162,8 @@ class Engine:
         self._adapters = self._home.call(RowAdapters, model, adapters)
         self.max_batch = max_batch
         on_cpu = dispatch.device() == "cpu"
+        if on_cpu:
+            hold_heaps_down()
         self.prefill_step_size = min(prefill_step_size, CPU_STEP) if on_cpu else prefill_step_size
         self._is_afm = isinstance(getattr(model, "args", None), ModelConfig)
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
@@ -324,7 +326,6 @@ class Engine:
         if self._flight:
             self._flight = self._flight.keep(keep) if keep else None
         self._batch.keep(keep)
-        give_freed_memory_back()
 
     # -- prompts
 
