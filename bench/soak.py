@@ -50,6 +50,7 @@ NOISE = 4.0
 
 _RANKS = (4, 8, 16)
 _CONVERSATIONS = 8
+_LONGEST_PROMPT = 300
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,8 @@ class Load:
         self.requests += 1
 
     def _prompt(self) -> list[int]:
-        length = int(np.exp(self.rng.uniform(0, np.log(300))))  # short ones are the most
+        # Short ones are the most.
+        length = int(np.exp(self.rng.uniform(0, np.log(_LONGEST_PROMPT))))
         return self.rng.integers(0, self.model.args.vocab_size, length + 1).tolist()
 
     def _request(self) -> Request:
@@ -173,8 +175,9 @@ class Load:
         return self._lent[-1]
 
     def _take_caches_back(self) -> None:
-        """Keep the latest conversations that are not too long to go on."""
-        self._idle = [c for c in self._idle + self._lent if c[0].size() < 1000][-_CONVERSATIONS:]
+        """Keep the latest conversations that have room for any prompt and a token of its answer."""
+        most = self.model.args.context_length - _LONGEST_PROMPT - 2
+        self._idle = [c for c in self._idle + self._lent if c[0].size() < most][-_CONVERSATIONS:]
         self._lent = []
 
     def sample(self, minutes: float) -> Sample:

@@ -19,7 +19,8 @@ import pytest
 SEED = int(os.environ.get("AFM_TEST_SEED") or 0)
 # Tests of the self-test switch it on for themselves; elsewhere it would write to the user's cache folder.
 os.environ.setdefault("AFM_MLX_SELFTEST", "0")
-# Shells start what runs in the background deaf to Ctrl-C, which many tests send.
+# `nohup` and scripts' background jobs are started with these ignored, which the command line would honour.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # pytest-xdist's workers are processes of their own and must draw from the same seed.
 os.environ["AFM_TEST_SEED"] = str(SEED)

@@ -34,7 +34,7 @@ from afm_mlx.engine.row_caches import RowCaches, hand_back
 from afm_mlx.engine.sampling import no_token, sample
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.kernels import dispatch
-from afm_mlx.kernels.cpu.heap import give_freed_memory_back
+from afm_mlx.kernels.cpu.heap import hold_heaps_down
 from afm_mlx.model.model import is_afm
 from afm_mlx.threads import Home
 
@@ -91,6 +91,8 @@ class Engine:
         self._adapters = self._home.call(RowAdapters, model, adapters)
         self.max_batch = max_batch
         on_cpu = dispatch.device() == "cpu"
+        if on_cpu:
+            hold_heaps_down()
         self.prefill_step_size = min(prefill_step_size, CPU_STEP) if on_cpu else prefill_step_size
         self._is_afm = is_afm(model)
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
@@ -260,7 +262,6 @@ class Engine:
         if self._flight:
             self._flight = self._flight.keep(keep) if keep else None
         self._batch.keep(keep)
-        give_freed_memory_back()
 
     # -- prompts
 

@@ -1,46 +1,39 @@
 """Freed memory goes back to the system instead of staying in the C library's heaps.
 
-glibc keeps what is freed in its heaps, where one small piece that lives keeps all that lies below it; and
-MLX's thread frees what other threads have made. So a process that runs requests holds more than anybody uses.
-Asked for, that comes back: processes of 123 to 161 MB went to 86 to 94, until the next requests ("Memory over
-time" in docs/benchmarks.md). Taking every large piece from the system by itself keeps memory level
-(`M_MMAP_THRESHOLD`), but then a prompt of the embedded model takes a fifth longer.
+glibc takes a large piece of memory from the system by itself, and gives it back when it is freed. But with each
+one freed it takes larger pieces, up to 32 MB, from its heaps, and keeps twice that size of free memory at their
+ends. So the memory of a process that runs requests grows for a long time. Holding the size where a piece is the
+system's own stops both: what is free at the end of a heap is given back from 128 KB on ("Memory over time" in
+docs/benchmarks.md).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import threading
-import time
-from collections.abc import Callable
+import os
 
-SECONDS = 10.0
-"""Seconds between two requests to glibc, each of which takes milliseconds."""
+BYTES = 4 << 20
+"""Size from which a piece of memory is the system's own: at glibc's own 128 KB, prompts of a small model take a
+fifth longer, because the pages of each piece are new."""
 
-_lock = threading.Lock()
-_last = 0.0
-
-
-def give_freed_memory_back() -> bool:
-    """Have glibc give the system what was freed, unless that was less than `SECONDS` ago.
-
-    Returns:
-        Whether it was asked to: never where there is no glibc.
-    """
-    global _last
-    with _lock:
-        now = time.monotonic()
-        if now < _last + SECONDS or (trim := _malloc_trim()) is None:
-            return False
-        _last = now
-    trim(0)
-    return True
+_M_MMAP_THRESHOLD = -3  # of malloc.h
 
 
 @functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
+def hold_heaps_down() -> bool:
+    """Have this process take pieces of `BYTES` and more from the system, now and later.
+
+    Returns:
+        Whether it does: not where there is no glibc, and not where the environment has a size of its own
+        (`MALLOC_MMAP_THRESHOLD_`, or `glibc.malloc.mmap_threshold` in `GLIBC_TUNABLES`).
+    """
+    if os.environ.get("MALLOC_MMAP_THRESHOLD_"):
+        return False
+    if "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", ""):
+        return False
     try:
-        return ctypes.CDLL(None).malloc_trim
+        mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
-        return None
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, BYTES))
