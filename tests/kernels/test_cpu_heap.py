@@ -7,7 +7,7 @@ import pytest
 
 from tests.tools.cli import process
 
-# Pieces of 5 MB with a small one behind each: in a heap, the small ones would keep the large ones' memory.
+# Pieces of 5 MB with a smaller one behind each: in a heap, the smaller ones would keep the large ones' memory.
 CODE = """
 import ctypes, os
 from afm_mlx.kernels.cpu.heap import hold_heaps_down
@@ -21,7 +21,7 @@ libc.free.argtypes = [ctypes.c_void_p]
 held = hold_heaps_down()
 libc.free(libc.malloc(30 << 20))  # from now on glibc would take 30 MB from a heap
 before = resident()
-pieces = [(libc.malloc(5 << 20), libc.malloc(100_000)) for _ in range(20)]
+pieces = [(libc.malloc(5 << 20), libc.malloc(1 << 20)) for _ in range(20)]
 for large, _ in pieces:
     ctypes.memset(large, 1, 5 << 20)
 for large, _ in pieces:
