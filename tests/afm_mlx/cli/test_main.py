@@ -11,10 +11,10 @@ from unittest.mock import Mock
 import pytest
 
 import afm_mlx
-from afm_mlx.cli import COMMANDS, chat, generate, info, main, options
+from afm_mlx.cli import COMMANDS, chat, generate, info, main
 from afm_mlx.cli.parser import parse
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.loading import load as loading
+from afm_mlx.loading import resolve
 from tests.tools.cli import ROOT, process, write_folder
 
 # -- help, version, and what they import
@@ -89,9 +89,8 @@ def test_a_text_taken_for_an_option_is_explained(fails):
 
 
 def test_the_embedded_model_is_the_default(tmp_path, spm_bpe, rng, monkeypatch, run):
-    assert options.EMBEDDED_MODEL == loading.EMBEDDED_MODEL
     write_folder(tmp_path / "afm-nano", spm_bpe, rng)
-    monkeypatch.setattr(loading, "_EMBEDDED_FOLDER", tmp_path)
+    monkeypatch.setattr(resolve, "_EMBEDDED_FOLDER", tmp_path)
     status, out, _ = run("generate", "--json", "-m", 2)
     assert (status, json.loads(out)["generation_tokens"]) == (0, 2)
 
