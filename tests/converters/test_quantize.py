@@ -229,9 +229,7 @@ def test_dtypes(float_folder, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", MODES, ids=lambda o: "-".join(map(str, o.values())))
-def test_floats_of_a_packed_folder_are_packed_to_the_same_codes(
-    float_folder, tmp_path, options, dtype
-):
+def test_floats_of_a_packed_folder_are_packed_without_loss(float_folder, tmp_path, options, dtype):
     if dtype == "bfloat16" and 8 in options.values():
         pytest.skip("255 levels do not all fit bfloat16's 8 digits")
     source, _ = float_folder()
@@ -240,6 +238,9 @@ def test_floats_of_a_packed_folder_are_packed_to_the_same_codes(
     again = convert(whole, tmp_path / "again", quantize=True, **options)
     before, after = load_weights(packed), load_weights(again)
     codes = [name for name, array in before.items() if array.dtype == mx.uint32]
+    if dtype == "bfloat16":  # where two affine grids may hold the same numbers
+        before = load_weights(whole)
+        after = load_weights(convert(again, tmp_path / "numbers", dequantize=True))
     for name in codes:
         assert mx.array_equal(before[name], after[name]), name
     card = (again / "README.md").read_text()
