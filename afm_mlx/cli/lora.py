@@ -204,7 +204,7 @@ def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
         start = partial(train_draft, recipe, args.save_path, DraftTraining(args.num_layers))
     else:
         start = partial(train_full, recipe, args.save_path, FullTraining(args.num_layers))
-    run_training(args, start, Path(f"{args.save_path}-run"))
+    run_training(args, start, Path(f"{Path(args.save_path)}-run"))
 
 
 def _test_adapter(args: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ from afm_mlx.errors import RequestError
 
 
 @dataclass
-class Batch:
+class RowBatch:
     """Rows that decode together.
 
     Args:
@@ -30,7 +30,7 @@ class Batch:
     inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
     adapters: BatchAdapters | None = None
 
-    def join(self, other: Batch) -> None:
+    def join(self, other: RowBatch) -> None:
         """Append the rows of another batch."""
         if not other.rows:
             return
@@ -74,7 +74,7 @@ class Prefill:
         cancelled: ids of rows that nobody waits for any more.
     """
 
-    batch: Batch
+    batch: RowBatch
     tokens: mx.array
     done: int = 0
     cancelled: set[int] = field(default_factory=set)
@@ -106,7 +106,7 @@ class Prefill:
         for row, length in zip(rows, lengths, strict=True):
             row.position += length
         last = mx.array([row.request.prompt[-1] for row in rows], dtype=mx.int32)
-        return cls(Batch(rows, cache, last, batch_adapters(rows)), tokens)
+        return cls(RowBatch(rows, cache, last, batch_adapters(rows)), tokens)
 
 
 @dataclass

@@ -27,7 +27,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.batch import Batch, Flight, Prefill
+from afm_mlx.engine.batch import Flight, Prefill, RowBatch
 from afm_mlx.engine.request import Request, Response, Row
 from afm_mlx.engine.row_adapters import RowAdapters, can_start, must_not_overtake
 from afm_mlx.engine.row_caches import RowCaches, hand_back
@@ -100,7 +100,7 @@ class Engine:
         self._waiting: deque[tuple[Row, list[Any]]] = deque()
         self._refused: list[Response] = []  # of rows that could not start
         self._prefill: Prefill | None = None
-        self._batch = Batch()
+        self._batch = RowBatch()
         self._flight: Flight | None = None
 
     # -- requests

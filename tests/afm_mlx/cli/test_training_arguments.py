@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from afm_mlx.cli import main
 from afm_mlx.cli.parser import Unavailable
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
@@ -9,6 +10,7 @@ from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.qat_training import QATTraining
 from afm_mlx.training.methods.recipe import Recipe
 from tests.tools.arguments import actions_of, commands
+from tests.tools.cli import lines
 
 KINDS = (Recipe, TrainingOptions, LoRATraining, FullTraining, DraftTraining, QATTraining)
 # Code of the commands asks for these by name.
@@ -29,3 +31,16 @@ def test_each_fills_the_field_of_its_name_or_is_known_to_fill_none():
         actions = actions_of(commands()[command])
         found = {action.dest for action in actions if not isinstance(action, Unavailable)}
         assert found - fields == {*names.split(), *SHARED.split()}
+
+
+def test_a_run_lies_beside_its_model_with_and_without_a_slash_behind(monkeypatch, tmp_path):
+    data = lines(tmp_path / "data.jsonl", {"prompt": "a", "completion": "b"})
+    folders = []
+    for name, more in {"lora": ["--train", "--fine-tune-type", "full"], "qat": []}.items():
+        monkeypatch.setattr(
+            f"afm_mlx.cli.{name}.run_training", lambda args, start, path: folders.append(path)
+        )
+        for slash in ("", "/"):
+            argv = [name, *more, "--data", str(data), "--save-path", f"{tmp_path}/out{slash}"]
+            assert main(argv) == 0
+    assert set(folders) == {tmp_path / "out-run"}
