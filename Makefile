@@ -36,14 +36,11 @@ fuzz: $(VENV)/.test
 faults: $(VENV)/.test
 	$(BIN)/python tests/faults.py --seed $(SEED) --count $(COUNT)
 
-# Imports are read in a copy of links that is laid out as the wheel is.
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	@rm -rf build/rooms && mkdir -p build/rooms/afm_mlx
-	@ln -s $(CURDIR)/afm_mlx/* $(addprefix $(CURDIR)/,kernels converters adapters) build/rooms/afm_mlx
-	cd build/rooms && $(CURDIR)/$(BIN)/lint-imports --config $(CURDIR)/pyproject.toml --no-cache --no-logo
+	$(BIN)/python .ci/lint_rooms.py
 
 format: $(VENV)/.lint
 	$(BIN)/ruff format .
