@@ -39,8 +39,7 @@ faults: $(VENV)/.test
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/python .ci/lint_rooms.py
+	$(BIN)/python .ci/lint_package.py
 
 format: $(VENV)/.lint
 	$(BIN)/ruff format .

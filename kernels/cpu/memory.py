@@ -68,7 +68,7 @@ _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 def _end() -> None:
     """Stop the threads: one that came back to Python after its end would end the process with an error."""
     running = [thread for thread in _threads if thread.is_alive()]
-    if running:
-        extension.module().stop_huge_pages()
+    if running and (native := extension.module()) is not None:
+        native.stop_huge_pages()
     for thread in running:
         thread.join()

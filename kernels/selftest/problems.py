@@ -233,9 +233,14 @@ def _head_norm(spec: Spec, rng: np.random.Generator) -> mx.array:
 def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple:
     qkv = _activations(spec, rng, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
     offset = mx.array(rng.integers(0, 2048, spec.batch).astype(np.int32))
-    scales = (_draw(s) for s in rng.uniform(0.015, 0.03, 2))  # the largest numbers are clamped
-    norms = _head_norm(spec, rng), _head_norm(spec, rng)
-    return qkv, offset, HeadOptions(*norms, *scales, spec.kv_heads, _THETA, _EPS)
+    # The largest numbers are clamped.
+    key_scale, value_scale = (_draw(s) for s in rng.uniform(0.015, 0.03, 2))
+    q_weight, k_weight = _head_norm(spec, rng), _head_norm(spec, rng)
+    return (
+        qkv,
+        offset,
+        HeadOptions(q_weight, k_weight, key_scale, value_scale, spec.kv_heads, _THETA, _EPS),
+    )
 
 
 def _draw_key_values(spec: Spec, rng: np.random.Generator) -> KeyValues:
