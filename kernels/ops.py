@@ -100,8 +100,7 @@ def _attention_case(queries: mx.array, *_: Any) -> Case:
 
 
 def _write_case(buffer: mx.array, tokens: mx.array, *_: Any) -> Case:
-    rows, head_dim = tokens.shape[0] * tokens.shape[2], buffer.shape[3]
-    return Case(device(), buffer.dtype, rows, head_dim=head_dim)
+    return Case(device(), buffer.dtype, tokens.shape[0] * tokens.shape[2])
 
 
 _CASES: dict[str, Callable[..., Case]] = {
