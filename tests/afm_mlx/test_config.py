@@ -22,6 +22,7 @@ GOOD = {
 def test_presets_have_the_published_sizes():
     base = PRESETS["afm-3b"]
     assert base.num_parameters == 3_111_368_064
+    assert base.kv_values_per_token == 17_920
     assert PRESETS["afm-3b-draft"].num_parameters == 48_765_952
     assert (base.num_kv_layers, base.num_kv_reuse_layers) == (35, 21)
     assert (base.head_dim, base.ffn_dim) == (128, 6656)

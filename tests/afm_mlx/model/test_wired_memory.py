@@ -4,7 +4,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from afm_mlx.model.wired_memory import maybe_set_recommended_wired_limit, wired_limit
+from afm_mlx.model.wired_memory import (
+    maybe_set_recommended_wired_limit,
+    wired_limit,
+    wired_memory,
+)
 
 
 @pytest.fixture
@@ -39,3 +43,10 @@ def test_a_device_without_one(limits, monkeypatch):
     with wired_limit(nn.Linear(2, 2)):
         pass
     assert limits == [7]
+
+
+def test_only_metal_has_one(limits, monkeypatch):
+    for available, seen in ((False, [7]), (True, [7, 1000])):
+        monkeypatch.setattr(mx.metal, "is_available", lambda answer=available: answer)
+        with wired_memory(nn.Linear(2, 2)):
+            assert limits == seen
