@@ -28,7 +28,7 @@ def packed_swiglu(
     x: mx.array, gate: PackedWeight, up: PackedWeight, options: ProductOptions = PLAIN
 ) -> mx.array:
     """See `reference.packed_swiglu`."""
-    assert options.residual is None
+    _refuse("packed_swiglu", residual=options.residual)
     return select("packed_swiglu", _product_case(x, gate)).run(x, gate, up, options)
 
 
@@ -36,8 +36,7 @@ def packed_argmax(
     x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN
 ) -> tuple[mx.array, mx.array]:
     """See `reference.packed_argmax`."""
-    assert options.residual is None
-    assert not options.adapters
+    _refuse("packed_argmax", residual=options.residual, adapters=options.adapters or None)
     return select("packed_argmax", _product_case(x, weight)).run(x, weight, options)
 
 
@@ -75,6 +74,12 @@ def rope_norm_quantize(
 def case_of(op: str, *args: Any) -> Case:
     """What the choice of a variant depends on, for a call with these arguments."""
     return _CASES[op](*args)
+
+
+def _refuse(op: str, **given: object) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(f"{op} takes no {name}; packed_matmul does.")
 
 
 def _product_case(x: mx.array, weight: PackedWeight, *_: Any) -> Case:

@@ -201,10 +201,12 @@ def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
             fresh = FreshSource.for_target(args.teacher, args.draft_preset, args.seed)
             recipe = dataclasses.replace(recipe, model=fresh)
             args.model = args.draft_preset  # what is shown
-        start = partial(train_draft, recipe, args.save_path, DraftTraining(args.num_layers))
+        method: FullTraining = DraftTraining(args.num_layers)
+        start = partial(train_draft, recipe, args.save_path, method)
     else:
-        start = partial(train_full, recipe, args.save_path, FullTraining(args.num_layers))
-    run_training(args, start, Path(f"{Path(args.save_path)}-run"))
+        method = FullTraining(args.num_layers)
+        start = partial(train_full, recipe, args.save_path, method)
+    run_training(args, start, method.default_run_path(Path(args.save_path)))
 
 
 def _test_adapter(args: argparse.Namespace) -> None:

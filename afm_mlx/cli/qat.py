@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.training.methods.train import train_qat
 
     recipe = recipe_of(args, LEARNING_RATE)
-    run_path = Path(args.run_path or f"{Path(args.save_path)}-run")
     method = _method(args)
+    run_path = Path(args.run_path or method.default_run_path(Path(args.save_path)))
     start = partial(train_qat, recipe, args.save_path, method, run_path=run_path)
     run_training(args, start, run_path)
 

@@ -163,7 +163,7 @@ def test_affine_folders_are_mlx_lms_and_load_there(float_folder, rng, tmp_path, 
 def check_parity(ours, theirs, rng):
     prompts = [mx.array(rng.integers(1, SHAPE["vocab_size"], (1, 7))) for _ in range(8)]
     with dispatch.force("reference"):
-        assert_parity(ours, theirs, prompts, 1e-3, ties=True)
+        assert_parity(ours, theirs, prompts, 1e-3, ties=0.05)
 
 
 @pytest.mark.parametrize("options", MODES[:3], ids=lambda o: "-".join(map(str, o.values())))

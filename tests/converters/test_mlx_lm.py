@@ -55,7 +55,7 @@ def test_in(stock_folder, rng, tmp_path):
     config = ModelConfig.from_file(out / "config.json")
     assert (config.kv_bits, config.context_length) == (8, 4096)
     prompts = [mx.array(tokens) for tokens in rng.integers(1, SMALL["vocab_size"], (8, 1, 7))]
-    assert_parity(load_model(out), stock, prompts, ties=True)
+    assert_parity(load_model(out), stock, prompts, ties=0.05)
 
 
 def test_there_and_back(make_checkpoint, tmp_path):

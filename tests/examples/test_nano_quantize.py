@@ -364,7 +364,7 @@ def test_golden_weights_are_those_that_ship(packed, rng):
             lambda tokens, model=reference: tamm_logits(model, tokens),
             prompts,
             1e-3,
-            ties=True,
+            ties=0.02,
         )
 
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import dispatch
+from afm_mlx.kernels import PackedWeight, ProductOptions, dispatch
 from afm_mlx.kernels.dispatch import Case, Variant
 from afm_mlx.kernels.selftest import specs
 from afm_mlx.kernels.selftest.problems import make
@@ -109,3 +109,15 @@ def test_every_operation_has_a_reference_last():
         assert listed[-1].name == "reference"
         assert all(v.backend in dispatch.BACKENDS for v in listed)
         assert len({v.name for v in listed}) == len(listed)
+
+
+def test_options_that_an_operation_lacks_are_refused():
+    x, weight = (
+        mx.zeros((1, 64)),
+        PackedWeight(mx.zeros((8, 4), mx.uint32), 2, "balanced", mx.ones(())),
+    )
+    for name, given in (("residual", x), ("adapters", (x,))):
+        with pytest.raises(ValueError, match=f"packed_argmax takes no {name}; packed_matmul does"):
+            kernels.packed_argmax(x, weight, ProductOptions(**{name: given}))
+    with pytest.raises(ValueError, match="packed_swiglu takes no residual"):
+        kernels.packed_swiglu(x, weight, weight, ProductOptions(residual=x))
