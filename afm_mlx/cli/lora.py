@@ -201,12 +201,10 @@ def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
             fresh = FreshSource.for_target(args.teacher, args.draft_preset, args.seed)
             recipe = dataclasses.replace(recipe, model=fresh)
             args.model = args.draft_preset  # what is shown
-        method: FullTraining = DraftTraining(args.num_layers)
-        start = partial(train_draft, recipe, args.save_path, method)
+        start = partial(train_draft, recipe, args.save_path, DraftTraining(args.num_layers))
     else:
-        method = FullTraining(args.num_layers)
-        start = partial(train_full, recipe, args.save_path, method)
-    run_training(args, start, method.default_run_path(Path(args.save_path)))
+        start = partial(train_full, recipe, args.save_path, FullTraining(args.num_layers))
+    run_training(args, start, FullTraining().default_run_path(Path(args.save_path)))
 
 
 def _test_adapter(args: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ class Method:
 
     def default_run_path(self, path: Path) -> Path:
         """The folder of the run that saves to `path`."""
-        return path.with_name(f"{path.name}-run")
+        return Path(f"{path}-run")
 
     def check_path(self, path: Path, run_path: Path, resume: bool) -> None:
         """Raise `AFMError` if something at `path` would be overwritten."""
