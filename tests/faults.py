@@ -95,13 +95,17 @@ def draw(path: Path, rng: random.Random) -> Fault | None:
     return None
 
 
-def draw_faults(count: int, seed: int) -> list[Fault]:
-    """As many from each room, the rooms in an order from the seed."""
+def draw_faults(count: int, seed: int, under: list[str]) -> list[Fault]:
+    """As many from each room below some folders, the rooms in an order from the seed."""
     rng = random.Random(seed)
     rooms: dict[Path, list[Path]] = {}
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
+    for folder in under:
+        for path in sorted((ROOT / folder).rglob("*.py")):
             rooms.setdefault(path.parent, []).append(path)
+    if not rooms:
+        sys.exit(
+            f"No Python file lies below {', '.join(under)}: name folders such as afm_mlx/engine."
+        )
     faults: dict[Fault, None] = {}
     while len(faults) < count:
         for files in rng.sample(list(rooms.values()), len(rooms)):
@@ -176,12 +180,15 @@ def found_by(fault: Fault, trees: Queue[Path]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", type=Path, help="a folder of tests (default: this one)")
+    parser.add_argument(
+        "--under", nargs="+", default=PACKAGES, metavar="FOLDER", help="source to put them into"
+    )
     parser.add_argument("--seed", type=int, default=0, help="draws the faults (default: 0)")
     parser.add_argument("--count", type=int, default=30, help="of faults (default: 30)")
     parser.add_argument("--jobs", type=int, default=2, help="faults at a time (default: 2)")
     chosen = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests send it; shells may ignore it
-    faults = draw_faults(chosen.count, chosen.seed)
+    faults = draw_faults(chosen.count, chosen.seed, chosen.under)
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(chosen.jobs) as pool:
         trees: Queue[Path] = Queue()
         for tree in (Path(temporary, str(number)) for number in range(chosen.jobs)):
