@@ -12,7 +12,7 @@ from afm_mlx.quantization import float_to_codes
 from afm_mlx.quantization.float_to_codes import Rows, pack
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.cases import all_pairs
-from tests.tools.compare import assert_close
+from tests.tools.compare import assert_close, assert_same
 
 ROWS, INPUTS = 48, 256
 BITS, PER = (2, 4, 8), ("tensor", "row", "group")
@@ -171,7 +171,6 @@ def test_numbers_that_cannot_be_packed(rng):
 
 def test_rows_are_read_in_blocks(rng, monkeypatch):
     """What makes a matrix larger than memory possible: no block is larger than it says."""
-    monkeypatch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 4 * INPUTS)
     monkeypatch.setattr(float_to_codes, "_SAMPLE_ELEMENTS", 4 * INPUTS)
     weight = rng.normal(0, 1, (ROWS, INPUTS)).astype(np.float32)
     heights = []
@@ -180,10 +179,17 @@ def test_rows_are_read_in_blocks(rng, monkeypatch):
         heights.append(stop - start)
         return weight[start:stop]
 
-    for mode, per in (("balanced", "tensor"), ("balanced", "row"), ("affine", "group")):
-        whole, _ = pack(mx.array(weight), QuantizationRule(2, mode, per))
-        parts, _ = pack(Rows((ROWS, INPUTS), mx.float32, read), QuantizationRule(2, mode, per))
-        assert mx.array_equal(whole.codes, parts.codes)
+    for rule in (
+        QuantizationRule(2, "balanced", "tensor"),
+        QuantizationRule(2, "balanced", "row"),
+        QuantizationRule(2, "affine"),
+        QuantizationRule(2, "palette", group_size=2),
+    ):
+        whole, _ = pack(mx.array(weight), rule)
+        with monkeypatch.context() as patch:
+            patch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 4 * INPUTS)
+            parts, _ = pack(Rows((ROWS, INPUTS), mx.float32, read), rule)
+        assert_same(dequantize(parts), dequantize(whole))
     assert max(heights) <= 4
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.quantization.float_to_codes import pack
-from afm_mlx.quantization.rule import GRANULARITIES, QuantizationRule
+from afm_mlx.quantization.rule import GRANULARITIES, QuantizationRule, rule_of
 
 MODES = ("balanced", "affine", "palette")
 
@@ -54,5 +54,6 @@ def test_bytes_are_those_of_the_parts(rng):
         weight = mx.array(rng.normal(0, 1, shape)).astype(dtype)
         rule = QuantizationRule(bits, mode, per)
         packed = pack(weight, rule).packed
+        assert rule_of(packed) == rule
         parts = [packed.codes, packed.scales, packed.biases, packed.table]
         assert rule.nbytes(shape, dtype) == sum(part.nbytes for part in parts if part is not None)

@@ -105,6 +105,7 @@ SAME = [
     {{ none }}{{ 1.5 }}{{ [1, 'a'] }}""",
     """{{ ('a', 'b') | join }}{% set a, b = 1, 2 %}{{ a }}{{ b }}{{ 'x' in ['x'] }}
     {{ cycler('a', 'b').next() }}{{ missing }}""",
+    "{{ {'é': '日本<'} | tojson(ensure_ascii=true) }}{{ 'é<' | tojson }}",
 ]
 
 
