@@ -21,7 +21,14 @@ NEWLINE = "<n>"  # how an AFM vocabulary writes a newline
 _BEGINNINGS_OF_NEWLINE = (NEWLINE[:2], NEWLINE[:1])
 
 _EACH_BYTE = "afm_mlx.each_byte"
-codecs.register_error(_EACH_BYTE, lambda e: ("\ufffd" * (e.end - e.start), e.end))
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class PieceKind(enum.Enum):
