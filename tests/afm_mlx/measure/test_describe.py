@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from afm_mlx.checkpoint.stored_tensor import StoredTensor
+from afm_mlx.measure.describe import _count_parameters
 
-def test_packed_weights_are_counted_unpacked(rng):
-    import mlx.nn as nn
 
-    from afm_mlx.checkpoint.stored_tensor import StoredTensor
-    from afm_mlx.measure.describe import _count_parameters
-
+def test_packed_weights_are_counted_unpacked():
     layers = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(64, 96, bias=False))
     layers.layers[0] = layers.layers[0].to_quantized(32, 4)
     layers.layers[1] = layers.layers[1].to_quantized(64, 2)
