@@ -110,8 +110,7 @@ def _forget_threads() -> None:
     _wanting.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def runs_mlx() -> bool:

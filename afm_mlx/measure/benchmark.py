@@ -17,6 +17,7 @@ possible.
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import statistics
@@ -42,23 +43,13 @@ from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import activation_dtype
 
 WARM_UP_TOKENS = 3
+_LEAST = {"generated_tokens": 3, "depth": 0, "adapter_rank": 0}  # 1 of all else
 
 # Primitives of MLX that compute nothing: another look at the same memory.
-_VIEWS = {
-    "Broadcast",
-    "BroadcastAxes",
-    "Depends",
-    "ExpandDims",
-    "Flatten",
-    "Reshape",
-    "Slice",
-    "Split",
-    "Squeeze",
-    "StopGradient",
-    "Transpose",
-    "Unflatten",
-    "View",
-}
+_VIEWS = set(
+    "Broadcast BroadcastAxes Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient "
+    "Transpose Unflatten View".split()
+)
 
 
 @dataclass(frozen=True)
@@ -82,19 +73,9 @@ class BenchmarkCase:
     adapters: int = 1
 
     def __post_init__(self) -> None:
-        allowed = {
-            "prompt_tokens": 1,
-            "generated_tokens": 3,
-            "batch": 1,
-            "depth": 0,
-            "adapter_rank": 0,
-            "adapters": 1,
-        }
-        for name, least in allowed.items():
-            if getattr(self, name) < least:
-                raise RequestError(
-                    f"{name} of a benchmark is {getattr(self, name)}; at least {least} is needed."
-                )
+        for name, value in dataclasses.asdict(self).items():
+            if value < (least := _LEAST.get(name, 1)):
+                raise RequestError(f"{name} of a benchmark is {value}; at least {least} is needed.")
         if self.adapters > 1 and not self.adapter_rank:
             raise RequestError(
                 f"adapters of a benchmark is {self.adapters}, and adapter_rank is 0, which means none; give "
@@ -339,12 +320,10 @@ class Bench:
         cache = engine.make_cache()
         shape = (1, config.num_kv_heads, self.case.depth, config.head_dim)
         if cache[0].int8:
-            numbers: Any = self._rng.integers(-127, 128, (2, *shape), dtype=np.int8)
+            keys, values = mx.array(self._rng.integers(-127, 128, (2, *shape), dtype=np.int8))
         else:
             numbers = self._rng.standard_normal((2, *shape), dtype=np.float32)
-        keys, values = mx.array(numbers)
-        if not cache[0].int8:
-            keys, values = keys.astype(activation_dtype()), values.astype(activation_dtype())
+            keys, values = mx.array(numbers).astype(activation_dtype())
         for layer in cache[: config.num_kv_layers]:
             layer.update_and_fetch(keys, values)
         mx.eval([layer.state for layer in cache])

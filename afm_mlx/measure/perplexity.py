@@ -72,12 +72,12 @@ def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
     path = Path(path)
     if path.is_dir():
         path = _split_of(path)
-    if path.suffix != ".jsonl" and path.suffix != ".txt":
+    if path.suffix == ".txt":
+        return [encode_text(read_text(path), tokenizer)]
+    if path.suffix != ".jsonl":
         raise DataError(
             f"{path} is neither a .jsonl nor a .txt file, nor a folder with .jsonl files."
         )
-    if path.suffix == ".txt":
-        return [encode_text(read_text(path), tokenizer)]
     documents = []
     for where, record in read_jsonl(path):
         try:
