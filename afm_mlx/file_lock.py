@@ -27,14 +27,14 @@ from pathlib import Path
 from afm_mlx.errors import AFMError, shown
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-_RECORD_BYTES = 1 << 16  # of a lock file; a longer one is none of ours
+_RECORD_BYTES = 1 << 16  # that are read of a lock file; a longer one is none of ours
 
 
 class LockHeldError(AFMError):
-    """Another holds the lock.
+    """Another process, or another `FileLock` of this one, holds the lock.
 
     Attributes:
-        owner: who; None where the file does not say.
+        owner: the process that holds it; None where the file does not say.
     """
 
     def __init__(self, path: Path, owner: Owner | None):
@@ -44,11 +44,11 @@ class LockHeldError(AFMError):
 
 @dataclass(frozen=True)
 class Owner:
-    """A process.
+    """A process that holds a lock.
 
     Args:
-        pid: its number.
-        host: name of its machine.
+        pid: its process id.
+        host: name of the machine that it runs on.
         begun: when the process began, in its system's words: tells it from a later process with its number.
         since: when it took the lock, in ISO 8601.
         command: the command line that started it.
@@ -69,7 +69,7 @@ class Owner:
 
     @classmethod
     def read(cls, descriptor: int) -> Owner | None:
-        """What an open file says; None when that is nothing, or can't be read."""
+        """The owner that an open lock file names; None when it names none, or can't be read."""
         try:
             owner = cls(**json.loads(os.pread(descriptor, _RECORD_BYTES, 0)))
         except (OSError, ValueError, TypeError, RecursionError):
@@ -78,7 +78,7 @@ class Owner:
         return owner if types == [int, str, str, str, str] else None
 
     def may_live(self) -> bool:
-        """Whether the process may still be there: it is, or it is another machine's."""
+        """Whether the process runs, as far as this machine can tell: another machine's may always run."""
         if self.host != socket.gethostname():
             return True
         return _is_alive(self.pid) and self.begun in ("", _begun(self.pid))
@@ -95,14 +95,14 @@ class Owner:
 
 
 class FileLock:
-    """Held from its making to `release`, or to the end of the process.
+    """A lock that is held from the making of this object to `release`, or to the end of the process.
 
     Args:
-        path: of the lock's file, in an existing folder.
+        path: path of the lock's file, in an existing folder.
         create: make the file when it is missing.
 
     Raises:
-        LockHeldError: names who has it; another object in this process, too.
+        LockHeldError: names the process that has it, which may be this one.
         OSError: when the file can't be opened; `FileNotFoundError` also when it is missing and not made.
     """
 
@@ -123,7 +123,7 @@ class FileLock:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        # Of one that nobody released: the file stays, and locks nothing.
+        # A lock that nobody released: its file stays, and locks nothing.
         if getattr(self, "_descriptor", None) is not None:
             os.close(self._descriptor)  # type: ignore[arg-type]
 

@@ -6,13 +6,13 @@ through the engine, as a user's request does, with random tokens and no end toke
     prefill tokens/s = rows * prompt / time to first token
     decode tokens/s = rows * (answer - 2) / time from the first token to the last but one
 
-(The engine submits a step before it reads the step before it; nothing is submitted beside the last one, so
-its time is not that of a step.)
+(The engine submits a step before it reads the result of the one before. No step is submitted beside the last,
+so the last token's time is not that of a step.)
 
 A decode step must read every weight once (the tied embedding as the head), the adapter, and, in each block,
-the keys and values that it attends to: `StepCost` counts those bytes. Times the steps per second that is the
-rate at which memory was read, and over the machine's measured bandwidth (`bandwidth.py`) the share of what is
-possible.
+the keys and values that it attends to: `StepCost` counts those bytes. Multiplied by the steps per second they
+are the rate at which memory was read; that rate over the machine's measured bandwidth (`bandwidth.py`) is the
+share of what is possible.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _VIEWS = set(
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """What is run.
+    """The sizes of a benchmark.
 
     Args:
-        prompt_tokens: of each row's prompt.
-        generated_tokens: of each row's answer, the first one included, which comes with the prompt.
+        prompt_tokens: tokens of each row's prompt.
+        generated_tokens: tokens of each row's answer, the first one included, which the prompt's step gives.
         batch: rows side by side.
         depth: tokens in each row's cache before the prompt.
-        adapter_rank: of a random adapter on every linear layer of every block; 0 for none.
-        adapters: number of different adapters that the rows use.
+        adapter_rank: rank of a random adapter on every linear layer of every block; 0 for no adapter.
+        adapters: number of different adapters, which the rows use in turn.
     """
 
     prompt_tokens: int = 512
@@ -90,7 +90,7 @@ class BenchmarkCase:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a row's cache holds at the end, the last one excepted, which is never fed."""
+        """Tokens in a row's cache at the end: all but the last of its answer, which is never fed."""
         return self.depth + self.prompt_tokens + self.generated_tokens - 1
 
     @property
@@ -115,13 +115,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one decode step of all rows needs.
+    """Bytes that one decode step of all rows reads, and operations that it runs.
 
     Args:
-        weight_bytes: every parameter once, scales and norms included.
-        adapter_bytes: of the adapters' arrays.
-        kv_bytes: keys and values that the blocks read, those of reuse blocks counted again.
-        cache_bytes: keys and values in the cache at the end of the case.
+        weight_bytes: bytes of every parameter, scales and norms included.
+        adapter_bytes: bytes of the adapters' arrays.
+        kv_bytes: bytes of keys and values that all blocks read, those of reuse blocks counted again.
+        cache_bytes: bytes of keys and values in the cache at the end of the case.
         operations: primitives in the graph of the step that compute something. On a GPU each is a dispatch, or
             more where MLX makes several kernels of one.
     """
@@ -147,9 +147,9 @@ class BenchmarkResult:
         prefill: prompt tokens per second, of all rows.
         decode: new tokens per second, of all rows.
         first_token: seconds from the request to the first token.
-        cost: of a decode step; None for a model of mlx-lm's zoo, whose reads can't be counted here.
-        peak_memory: bytes that MLX held at most.
-        peak_resident: bytes of the process at most, code and Python included; None where the system has
+        cost: what a decode step reads; None for a model of mlx-lm's zoo, whose reads can't be counted here.
+        peak_memory: most bytes that MLX held.
+        peak_resident: most bytes that the process held, code and Python included; None where the system has
             no such figure for a stretch of time.
     """
 
@@ -163,7 +163,7 @@ class BenchmarkResult:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes that a token takes: those of a step, shared by its rows."""
+        """Bytes read per token: those of a step over its rows."""
         if self.cost is None:
             return None
         return (self.cost.model_bytes + self.cost.kv_bytes) / self.case.batch
@@ -175,7 +175,7 @@ class BenchmarkResult:
 
     @property
     def memory_ratio(self) -> float | None:
-        """MLX's peak over weights, adapter and cache, which is the least that a run needs."""
+        """MLX's peak over the bytes of weights, adapters and cache, the least that a run needs."""
         if self.cost is None:
             return None
         return self.peak_memory / (self.cost.model_bytes + self.cost.cache_bytes)
@@ -198,8 +198,8 @@ def run_case(
         case: what to run.
         repetitions: measured runs.
         kv: "int8" or "float" storage of keys and values.
-        tokenizer: whose detokenizer turns tokens into text meanwhile; None leaves that out.
-        seed: of the random tokens.
+        tokenizer: gives the detokenizer that turns tokens into text meanwhile; None leaves that out.
+        seed: seed of the random tokens and adapters.
         on_run: called after every run, the warm-up too.
 
     Raises:
@@ -247,7 +247,7 @@ class Bench:
 
     Args:
         model, case, kv, tokenizer: as in `run_case`.
-        rng: of the random tokens.
+        rng: draws the random tokens.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ class Bench:
         return step_cost(self._model, self.case, self._kv) if self.is_afm else None
 
     def run(self, generated: int) -> tuple[float, float]:
-        """Returns the seconds to the first token, and from there to the last but one."""
+        """Generate so many tokens per row; return the seconds to the first, and from it to the last but one."""
         case = self.case
         engine = Engine(
             self._model,
@@ -292,7 +292,7 @@ class Bench:
             cache = [layer.copy() for layer in filled] if filled else None
             request = Request(prompt, max_tokens=generated, cache=cache, logprobs=False)
             engine.submit(request)
-            # The engine has it; otherwise it would hand back a copy of everything at the end.
+            # A request that keeps its cache gets a copy of all keys and values at the end.
             request.cache = None
         filled = cache = None
         read = []  # when tokens came back

@@ -129,7 +129,7 @@ def describe_packed_layers(
 
 
 def _format(settings: Facts) -> str:
-    """Such as "2-bit balanced per row" or "4-bit affine per 64"."""
+    """The name of a format, such as "2-bit balanced per row" or "4-bit affine per 64"."""
     mode = settings.get("mode", "affine")
     per = settings.get("granularity") or "group"
     if per == "group":
@@ -153,7 +153,7 @@ def describe_tokenizer(folder: Path) -> Facts:
 
 
 def describe_runtime() -> Facts:
-    """What would run where on this machine, with a product timed on the CPU."""
+    """Device, libraries and versions that would run a model here, with a product timed on the CPU."""
     metal = mx.metal.is_available()
     return {
         "device": str(mx.default_device()).removeprefix("Device(").rstrip(")").replace(", ", ":"),

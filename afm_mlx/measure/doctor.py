@@ -69,7 +69,7 @@ def examine(
     Args:
         quick: a second instead of a minute: a few problems, and nothing is timed.
         retry: also run variants that ended the process the last time.
-        seed: of the random inputs; a fresh one by default.
+        seed: seed of the random inputs; a fresh one by default.
         progress: called with (problems done, problems in all).
 
     Returns:
@@ -108,7 +108,7 @@ def _test(
     rng: np.random.Generator,
     progress: Progress | None,
 ) -> tuple[list[CheckResult], list[CheckResult], dict[str, str]]:
-    """Results of both lists, and the failures, which are remembered for the next start."""
+    """Test both lists; return the results of each, and the failures, which the next start will know."""
 
     def report(done: int) -> None:
         if progress is not None:
@@ -116,9 +116,8 @@ def _test(
 
     for name in dispatch.disabled():
         dispatch.enable(name)
-    verdict = (
-        None if dispatch.forced() else Verdict()
-    )  # a user's choice says nothing of the machine
+    # What the user asked for by name is no verdict on the machine.
+    verdict = None if dispatch.forced() else Verdict()
     check = checks.check
     if verdict is not None:
         verdict.forget(keep_ended=not retry)
@@ -241,6 +240,6 @@ def _private_words() -> dict[str, str]:
         user = getpass.getuser()
     except (OSError, KeyError):  # no name for the user's number
         user = ""
-    # Every machine has a root, and the word has other meanings.
+    # "root" names nobody, and the word has other meanings.
     words.update({} if user == "root" else {user: "<user>"})
     return {word: stand_in for word, stand_in in words.items() if len(word) > 1}

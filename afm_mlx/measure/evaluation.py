@@ -88,8 +88,8 @@ def load_examples(path: str | Path, limit: int | None = None) -> list[Example]:
     """Read a test set.
 
     Args:
-        path: of the JSONL file.
-        limit: examples per task, the first ones; None for all.
+        path: path of the JSONL file.
+        limit: most examples per task, the first ones of the file; None for all.
 
     Raises:
         DataError: names the file and the line.

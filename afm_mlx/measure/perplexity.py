@@ -36,11 +36,11 @@ class Perplexity:
     """A measurement.
 
     Args:
-        perplexity: see above; 1 is a perfect prediction.
-        standard_error: of the perplexity, as if tokens were independent.
-        tokens: how many were scored.
-        samples: number of pieces of documents that were read.
-        seconds: how long that took.
+        perplexity: as the module defines it; 1 is a perfect prediction.
+        standard_error: standard error of the perplexity, as if tokens were independent.
+        tokens: number of scored tokens.
+        samples: number of pieces of documents.
+        seconds: time that scoring took.
     """
 
     perplexity: float
@@ -120,7 +120,7 @@ def cut(
         documents: token ids.
         sequence_length: at least 2.
         num_samples: pieces to keep, drawn at random; -1 keeps all.
-        seed: of the draw.
+        seed: seed of the draw.
     """
     step = sequence_length - 1
     pieces = [
