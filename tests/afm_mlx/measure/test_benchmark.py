@@ -70,6 +70,7 @@ def test_the_engine_is_asked_for_what_the_case_says(model, rng, monkeypatch):
     class Watched(Engine):
         def submit(self, request):
             asked.append((len(request.prompt), request.max_tokens, request.cache[0].lengths))
+            assert not request.logprobs, "they would be computed in every step"
             return super().submit(request)
 
         def _forward(self):
