@@ -45,7 +45,7 @@ LOADING_STEP = 0.01
 
 
 class Engine:
-    """Continues prompts, many at a time.
+    """The decode loop: it continues prompts, many at a time.
 
     Args:
         model: an AFM `Model`, or one of mlx-lm's zoo.
@@ -55,9 +55,9 @@ class Engine:
             CPU takes no more than 128, because more would not be faster there.
         max_kv_size: tokens that a row may hold; None takes its prompt cache's bound, or else the model's
             context length.
-        sliding_window: past that, forget the oldest tokens instead of ending the row with an error.
+        sliding_window: past `max_kv_size`, forget the oldest tokens instead of ending the row with an error.
         kv: "int8" or "float" storage of keys and values (`Model.make_cache`).
-        adapters: that requests may name; None for no adapter but the one that is attached to the model.
+        adapters: pool of the adapters that requests may name; None for no adapter but the attached one.
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main

@@ -30,7 +30,7 @@ def make_logits_processors(
     frequency_penalty: float | None = None,
     frequency_context_size: int | None = CONTEXT_SIZE,
 ) -> list[LogitsProcessor]:
-    """The processors that the arguments ask for; none for None, and for penalties of 0.
+    """Return the processors that the arguments ask for; no processor for None, and for a penalty of 0.
 
     Args:
         logit_bias: what is added to the logits of tokens, by their ids; -inf forbids one.
