@@ -42,7 +42,7 @@ class LoRALinear(LinearWrapper):
         scale: alpha / rank.
         dropout: share of the adapter's inputs that are zeroed while training.
         sections: last output + 1 of each projection; None for one.
-        key: that A is drawn with; None takes MLX's global stream of random numbers.
+        key: random key that A is drawn with; None takes MLX's global stream of random numbers.
 
     Source: `tamm` 0.2.0, `LoRA` and `LoRAFusedMultiOutputLinear`.
     """
@@ -108,8 +108,8 @@ def add_lora(
         scale: alpha / rank.
         keys: layers by their names within a block, such as `mlp.up_proj`; None for all linear ones.
         dropout: see `LoRALinear`.
-        seed: of the random numbers in A.
-        num_layers: how many blocks, counted from the last; -1 for all.
+        seed: seed of the random numbers in A.
+        num_layers: number of blocks to adapt, counted from the last; -1 for all.
 
     Returns:
         The model; only LoRA parameters are trainable.
@@ -222,12 +222,12 @@ def start_lora(
 
 
 def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> AdapterConfig:
-    """What an adapter folder of the model's LoRA layers says of itself.
+    """The config of an adapter folder that holds the model's LoRA layers.
 
     Args:
         model: with LoRA layers.
-        base_folder: that the base was loaded from; its fingerprint does not depend on the device. Without
-            it, that of the arrays in memory is taken. Models of mlx-lm's zoo have none.
+        base_folder: folder that the base was loaded from, whose fingerprint does not depend on the device.
+            Without it, that of the arrays in memory is taken. Models of mlx-lm's zoo have none.
     """
     layers = lora_layers(model)
     if not layers:

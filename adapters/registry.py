@@ -149,7 +149,7 @@ class Registry(dict[Key, Entry]):
         return self.get(key) or Entry(key, dict(key))
 
     def files(self, entry: Entry) -> Files:
-        """What an entry is read from."""
+        """The files that an entry is read from."""
         if isinstance(entry.source, Path):
             return entry.source
         return [(Path(self.named(name).origin), weight) for name, weight in entry.source.items()]

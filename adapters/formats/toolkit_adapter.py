@@ -46,7 +46,7 @@ ADAPTER_ID = "base_adapter"
 FINGERPRINT = "base_model_fingerprint"
 
 _CONFIGS = ("{}-config.json", "{}.json", "config.json", "base-model-config.json")
-_MAX_SHARED = 4  # times the size of the file
+_MAX_SHARED = 4  # times the size of the file: what tensors that share numbers may claim
 
 
 def read_pairs(
