@@ -98,7 +98,7 @@ class ConversionOptions:
 
     @property
     def mlx_dtype(self) -> mx.Dtype | None:
-        """`dtype` as MLX has it."""
+        """The MLX type of the name `dtype`; None when none is given."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
     def check_source(self, source: Path, quantized: bool) -> None:
@@ -120,7 +120,7 @@ class ConversionOptions:
 
     @property
     def for_mlx_lm(self) -> bool:
-        """Whether the folder is for mlx-lm itself, without what only this package reads."""
+        """Whether the folder is for mlx-lm itself, and holds nothing that only this package reads."""
         return self.to == "mlx-lm"
 
     @property
