@@ -52,7 +52,7 @@ def mlx_codes(units: Array, bits: int, dtype: mx.Dtype, look: bool) -> AffineCod
         units: (U, L) float32; L is a group size that MLX has.
         bits: 2, 4 or 8.
         dtype: type of the weights, and of scales and biases.
-        look: for grids; False leaves all to `mx.quantize`.
+        look: whether to look for grids; False leaves all to `mx.quantize`.
     """
     words, *parts = mx.quantize(mx.array(units).astype(dtype), units.shape[1], bits)
     codes = np.array(unpack_codes(words, bits))
