@@ -32,7 +32,7 @@ def find_non_finite(
 
     Args:
         model: in the mode and with the weights that the number came up with.
-        loss: that was computed.
+        loss: the loss that was computed.
         batches: the micro-batches of the step.
         gradients: of one batch and the sum of weights (`TrainingStep.gradients`); None where there were none.
 

@@ -27,7 +27,7 @@ class Plan:
             that its codes stand for.
         trainable: number of trainable parameters.
         data: the splits of the data set.
-        options: of the loop, with all defaults filled in.
+        options: options of the loop, with all defaults filled in.
         memory: estimated bytes; None where there is no estimate.
     """
 
