@@ -42,7 +42,7 @@ class Conversation:
         adapters: pool of the adapters that may answer.
 
     Attributes:
-        adapter: name of the one that answers, or None.
+        adapter: name of the adapter that answers, or None.
         last_response: the last answer's last response, with its figures; None before there is one.
         prompt_tokens: tokens of the last question and the conversation before it.
     """
