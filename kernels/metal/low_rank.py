@@ -42,12 +42,12 @@ def is_pair(adapters: tuple[LowRank, ...]) -> bool:
 
 
 def width(adapters: tuple[LowRank, ...], sections: int | None = None) -> int:
-    """Products with A that a vector has at most, in so many sections of the first matrix, by default all."""
+    """Most products with A that a vector has in the first `sections` of the first matrix, by default all."""
     return max(_widths(adapters, len(adapters[0].sections) if sections is None else sections))
 
 
 def most_rows(adapters: tuple[LowRank, ...]) -> int:
-    """Rows of all A that a batch uses at most, in one section: those of as many adapters as it has rows."""
+    """Most rows of all A that a batch uses in one section: those of as many adapters as it has rows."""
     return sum(sorted(_widths(adapters, 1))[-adapters[0].slots.size :])
 
 
