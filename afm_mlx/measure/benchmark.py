@@ -51,6 +51,9 @@ _VIEWS = set(
     "Transpose Unflatten View".split()
 )
 
+# A detokenizer that makes no text.
+_NO_TEXT = SimpleNamespace(last_segment="", add_token=lambda token: None, finalize=lambda: None)
+
 
 @dataclass(frozen=True)
 class BenchmarkCase:
@@ -209,25 +212,21 @@ def run_case(
         attach_random_adapters(model, case.adapter_rank, seed, case.adapters, case.batch)
     try:
         bench = Bench(model, case, kv, tokenizer, np.random.default_rng(seed))
-        return _measure(bench, repetitions, on_run)
+        return _measure(bench, repetitions, on_run or (lambda: None))
     finally:
         if case.adapter_rank:
             detach_adapter(model)
 
 
-def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None] | None) -> BenchmarkResult:
+def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None]) -> BenchmarkResult:
     case = bench.case
     bench.run(min(case.generated_tokens, WARM_UP_TOKENS))
+    on_run()
     mx.reset_peak_memory()
     can_reset = reset_peak_resident()
     times = []
     for _ in range(repetitions):
-        if on_run:
-            on_run()
         times.append(bench.run(case.generated_tokens))
-    peak = mx.get_peak_memory()
-    resident = peak_resident() if can_reset else None
-    if on_run:
         on_run()
     new = case.batch * (case.generated_tokens - 2)
     prompt = case.batch * case.prompt_tokens
@@ -236,9 +235,9 @@ def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None] | None) 
         prefill=Spread.of([prompt / first for first, _ in times]),
         decode=Spread.of([new / decoding for _, decoding in times]),
         first_token=Spread.of([first for first, _ in times]),
-        cost=bench.cost(),
-        peak_memory=peak,
-        peak_resident=resident,
+        peak_memory=mx.get_peak_memory(),
+        peak_resident=peak_resident() if can_reset else None,
+        cost=bench.cost(),  # last, for it runs a step
     )
 
 
@@ -268,7 +267,7 @@ class Bench:
         else:
             # A zoo model's config may keep it anywhere; the logits can't lie.
             self._vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
-        detokenizer = tokenizer.detokenizer if tokenizer is not None else _NoText()
+        detokenizer = tokenizer.detokenizer if tokenizer is not None else _NO_TEXT
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
 
     def cost(self) -> StepCost | None:
@@ -328,16 +327,6 @@ class Bench:
             layer.update_and_fetch(keys, values)
         mx.eval([layer.state for layer in cache])
         return cache
-
-
-class _NoText:
-    """A detokenizer that makes no text."""
-
-    last_segment = ""
-
-    def add_token(self, token: int) -> None: ...
-
-    def finalize(self) -> None: ...
 
 
 def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:
