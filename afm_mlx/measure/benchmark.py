@@ -43,7 +43,7 @@ from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import activation_dtype
 
 WARM_UP_TOKENS = 3
-_LEAST = {"generated_tokens": 3, "depth": 0, "adapter_rank": 0}  # 1 of all else
+_LEAST = {"generated_tokens": 3, "depth": 0, "adapter_rank": 0}  # other sizes are at least 1
 
 # Primitives of MLX that compute nothing: another look at the same memory.
 _VIEWS = set(
@@ -271,7 +271,7 @@ class Bench:
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
 
     def cost(self) -> StepCost | None:
-        """What a decode step needs; None for a model of mlx-lm's zoo."""
+        """The cost of a decode step; None for a model of mlx-lm's zoo."""
         return step_cost(self._model, self.case, self._kv) if self.is_afm else None
 
     def run(self, generated: int) -> tuple[float, float]:

@@ -132,8 +132,8 @@ def evaluate(
     An answer may be about twice as long as the expected one; what is longer is wrong anyway.
 
     Args:
-        model, tokenizer: of `load`.
-        examples: of `load_examples`.
+        model, tokenizer: what `load` returns.
+        examples: examples of `load_examples`.
         batch_size: examples that are answered side by side.
         progress: called with answers done and answers in all.
 

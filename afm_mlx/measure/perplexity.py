@@ -64,7 +64,7 @@ def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
         path: a `.txt` file, which is one document; a JSONL file with a document per line, of the form
             `{"text"}`, `{"messages", "tools"?}`, `{"prompt", "completion"}` or a list of messages; or a
             folder with such files (`test.jsonl`, else `valid.jsonl`, else `train.jsonl`).
-        tokenizer: of `load`.
+        tokenizer: a tokenizer of `load`.
 
     Raises:
         DataError: names the file and the line.
@@ -118,7 +118,7 @@ def cut(
 
     Args:
         documents: token ids.
-        sequence_length: at least 2.
+        sequence_length: most tokens of a piece, at least 2.
         num_samples: pieces to keep, drawn at random; -1 keeps all.
         seed: seed of the draw.
     """
