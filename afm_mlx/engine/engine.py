@@ -49,7 +49,7 @@ class Engine:
 
     Args:
         model: an AFM `Model`, or one of mlx-lm's zoo.
-        tokenizer: with `eos_token_ids` and `detokenizer`, as ours and mlx-lm's are.
+        tokenizer: has `eos_token_ids` and `detokenizer`, as ours and mlx-lm's do.
         max_batch: rows that decode together; more wait.
         prefill_step_size: prompt tokens per row and step at most; bounds memory, and how long others wait. A
             CPU takes no more than 128, because more would not be faster there.
@@ -98,7 +98,7 @@ class Engine:
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
         self._ids = itertools.count()
         self._waiting: deque[tuple[Row, list[Any]]] = deque()
-        self._refused: list[Response] = []  # of rows that could not start
+        self._refused: list[Response] = []  # errors of rows that could not start
         self._prefill: Prefill | None = None
         self._batch = RowBatch()
         self._flight: Flight | None = None

@@ -102,8 +102,8 @@ def stream_generate(
     """Continue one prompt and yield the answer as it grows.
 
     Args:
-        model: of `load`.
-        tokenizer: of `load`.
+        model: a model of `load`.
+        tokenizer: the model's tokenizer, of `load`.
         prompt: text, or token ids.
         max_tokens: new tokens at most; -1 for no limit but the context's.
         draft_model: not available yet.
@@ -286,7 +286,7 @@ def batch_generate(
     """Continue many prompts at once.
 
     Args:
-        model, tokenizer: of `load`.
+        model, tokenizer: what `load` returns.
         prompts: texts or token ids.
         max_tokens: new tokens at most, for all or for each.
         max_batch: prompts that run side by side; the others follow as rows fall free.

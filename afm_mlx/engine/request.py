@@ -175,7 +175,7 @@ class Row:
         """Take a token that was read back.
 
         Args:
-            token: its id.
+            token: id of the token.
             end_tokens: ids that end an answer.
             full: whether the context has no room to go on after it.
 

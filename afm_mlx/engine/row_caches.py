@@ -81,7 +81,7 @@ class RowCaches:
 
 
 def _kind(entry: Any) -> str:
-    """What a cache's entry stores, in words; rows of one batch must have the same."""
+    """The kind of a cache's entry, in words; rows of one batch must have the same."""
     if isinstance(entry, KVCache):
         stored = "int8 codes" if entry.int8 else "floats"
         window = f" in a sliding window of {entry.max_size}" if entry.sliding_window else ""
