@@ -25,7 +25,7 @@ from afm_mlx.quantization.grids import Array, affine_codes, digits, round_to
 _SMALLEST = {mx.float16: 2.0**-24}  # number; below 2**-14 all of float16's are that far apart
 _FIT_STEPS = 12
 _NEARLY_WHOLE = 0.1
-_SHARE_LEFT = 0.75  # of the units that are searched: below it, those that were found are dropped
+_SHARE_LEFT = 0.75  # of the searched units: with fewer left, the search goes on with these alone
 
 
 class AffineGrids(NamedTuple):

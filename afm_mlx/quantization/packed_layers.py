@@ -213,7 +213,7 @@ def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -
 
     Args:
         module: a linear layer, whose bias stays, or an embedding.
-        packed: its matrix.
+        packed: the matrix that the new layer has.
         dtype: type of the rows that an embedding returns.
     """
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding):
