@@ -27,7 +27,7 @@ Tree: TypeAlias = Any
 """Nested dictionaries and lists of arrays, as `nn.Module.parameters` gives them."""
 
 Schedule: TypeAlias = Callable[[mx.array], mx.array]
-"""From the number of steps done, () integer, to the learning rate of the next step."""
+"""Maps the number of steps done, () integer, to the learning rate of the next step."""
 
 SCHEDULES = ("cosine", "constant")
 MLX_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
@@ -165,7 +165,7 @@ def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tre
 
     Args:
         average: float32; has no effect where t is 1.
-        weights: after step t, float32.
+        weights: the weights after step t, float32.
         decay: d in (0, 1).
         steps: t, () integer, 1 after the first step.
     """

@@ -155,7 +155,7 @@ class _Trainer:
             model, loss, self.optimizer, options.clip_grad_norm, options.ema_decay
         )
         self.progress = _Progress()
-        self._grad_norm = 0.0  # of the last step
+        self._grad_norm = 0.0  # norm of the last step's gradient
         self._started = 0.0
 
     def run_to_the_end(self, stop: Flag) -> RunOutcome:

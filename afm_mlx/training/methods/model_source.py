@@ -1,4 +1,4 @@
-"""Where a model comes from that is trained or imitated: a folder, whose weights are loaded last, or chance."""
+"""Sources of models to train or to imitate: a folder, whose weights are loaded last, or random numbers."""
 
 from __future__ import annotations
 
