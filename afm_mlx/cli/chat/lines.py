@@ -14,7 +14,7 @@ FENCE = '"""'
 
 
 class Entries(Protocol):
-    """Where entries come from."""
+    """A source of entries."""
 
     terminal: bool
     """Whether a person types them, so that Ctrl-C in one is no reason to leave."""
