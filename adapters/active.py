@@ -116,7 +116,7 @@ class ActiveAdapters(dict[str, Any]):
             self.set(before)
 
     def of_layer(self, place: Place) -> LayerAdapters:
-        """What the layer at a place asks for its adapters."""
+        """Return the function that the layer at a place calls for its adapters."""
         outputs = sum(width for _, width in place.shapes.values())
         return partial(self._low_rank, place.path, place.sections or (outputs,))
 

@@ -26,7 +26,7 @@ def attach_adapter(
     """Have a model run with an adapter for all rows, in the place of the one that it has.
 
     Args:
-        model: in eval mode.
+        model: a model in eval mode.
         path: path of an adapter of any format; see `open_adapter`.
         base_folder: folder that the model was loaded from. Its fingerprint counts too, since that of the arrays
             in memory depends on the type that the device computes in.
@@ -40,7 +40,7 @@ def attach_adapter(
     """
     resident = open_adapter(Path(path), Base.of(model, base_folder, force)).read()
     if active_adapters(model) is None:
-        unwrap_layers(model)  # of LoRA
+        unwrap_layers(model)  # takes LoRA layers off
     bind(model).set(BatchAdapters.everywhere(resident))
     return model
 
@@ -58,7 +58,7 @@ def attach_random_adapters(
     """Put random adapters on every linear layer of every block, for benchmarks, and return the model.
 
     Args:
-        model: in eval mode.
+        model: a model in eval mode.
         rank: columns of A and rows of B.
         seed: seed of the random numbers.
         count: number of adapters; a single one serves all rows of any batch.

@@ -49,7 +49,7 @@ def weighted_sum(
 
     Args:
         adapters: tensors of each adapter, by their names in an adapter folder, and its scale.
-        weights: one for each adapter.
+        weights: factor of each adapter.
 
     Raises:
         RequestError: for a weight that is not finite, or too large for the adapter's scale.

@@ -103,7 +103,7 @@ def add_lora(
     """Freeze a model and wrap linear layers of its blocks in LoRA layers, in place.
 
     Args:
-        model: of this package or of mlx-lm's zoo; float, packed, or quantized by MLX.
+        model: a model of this package or of mlx-lm's zoo; float, packed, or quantized by MLX.
         rank: columns of A and rows of B.
         scale: alpha / rank.
         keys: layers by their names within a block, such as `mlp.up_proj`; None for all linear ones.
@@ -184,7 +184,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
     """Start LoRA layers from an adapter folder, such as a recovery adapter's.
 
     Args:
-        model: with LoRA layers, on the very places that the folder has tensors for, of its rank and scale.
+        model: a model with LoRA layers in just the places of the folder's tensors, of its rank and scale.
         folder: see `load_adapter`.
 
     Raises:
@@ -225,7 +225,7 @@ def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> Adap
     """The config of an adapter folder that holds the model's LoRA layers.
 
     Args:
-        model: with LoRA layers.
+        model: a model with LoRA layers.
         base_folder: folder that the base was loaded from, whose fingerprint does not depend on the device.
             Without it, that of the arrays in memory is taken. Models of mlx-lm's zoo have none.
     """

@@ -53,8 +53,8 @@ class Base(NamedTuple):
         """Return what adapters of a model in memory have to fit.
 
         Args:
-            model: with LoRA layers or without.
-            base_folder: that it was loaded from. Its fingerprint counts too, since that of the arrays in memory
+            model: a model with LoRA layers or without.
+            base_folder: folder of the model. Its fingerprint counts too, since that of the arrays in memory
                 depends on the type that the device computes in.
             force: take adapters that were made for another model.
         """
@@ -73,7 +73,7 @@ class OpenAdapter:
     """An adapter whose headers were read and found to fit.
 
     Args:
-        tensors: by their names in an adapter folder.
+        tensors: stored tensors, by their names in an adapter folder.
         scale: alpha / rank.
         base: the model that they fit.
         source: where they come from, for errors.

@@ -82,7 +82,7 @@ def plan_layout(tensors: Mapping[str, Any], shapes: Shapes, source: str | Path) 
     """Give every matrix that has an adapter its place.
 
     Args:
-        tensors: by their names in an adapter folder; only their `shape` counts.
+        tensors: tensors by their names in an adapter folder; only their `shape` counts.
         shapes: shapes of the model's linear layers, see `place_shapes`.
         source: where the adapter comes from, for errors.
 
@@ -288,7 +288,7 @@ def pairs_by_layer(
     """Pairs A, B of every section, by the layer's path; None for a section without an adapter.
 
     Args:
-        tensors: by their names in an adapter folder; only their `shape` counts.
+        tensors: tensors by their names in an adapter folder; only their `shape` counts.
         shapes: shapes of the model's linear layers, see `place_shapes`.
         source: where the adapter comes from, for errors.
 

@@ -67,8 +67,8 @@ class PackageMetadata:
     Args:
         name: letters, digits and '_'; the framework accepts no others.
         author: the adapter's author.
-        description: for people.
-        license: for people.
+        description: what the adapter does, in words.
+        license: license of the adapter, in words.
         base_signature: 40 hex digits that name the base model; None takes that of the toolkit 26.0 for the 3B's
             shape, and the start of the base's fingerprint for any other.
         draft_token_count: tokens that a draft model proposes at a time.

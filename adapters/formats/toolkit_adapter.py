@@ -61,7 +61,7 @@ def read_pairs(
         state: what `open_state_dict` returned.
         keys: names to give -> keys of the state.
         dtype: type of the arrays; as stored when None.
-        source: for messages.
+        source: where the tensors come from, for errors.
 
     Raises:
         CheckpointError: on NaN, infinity, integers, and numbers that the dtype can't hold.
