@@ -128,9 +128,9 @@ def choose_mix(
     """Measure a model's layers and choose the bits of each.
 
     Args:
-        model: with float weights.
+        model: a model with float weights.
         tokenizer: the model's.
-        options: with a target.
+        options: options with a target (`target_bpw`).
         data: the file that `calibration_file` returns.
         mode: the default of `q_mode`.
         dtype: type of the folder's floats; as in the model when None.
