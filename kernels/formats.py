@@ -153,7 +153,7 @@ class KeyValues(NamedTuple):
     Args:
         buffer: (B, 2 * n_kv_heads, S, head_dim), heads of keys and then of values, float, or int8 codes.
         key_scale: 0-d float32 that a code is multiplied by, or None for float keys.
-        value_scale: likewise for the values.
+        value_scale: 0-d float32 that a value's code is multiplied by, or None.
     """
 
     buffer: mx.array

@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are 
 SINGLE_PASS = 1024  # most columns that are read by one dispatch; more take a second one that merges
 SPLIT = 512  # columns that are worth a threadgroup of their own
 MAX_SPLITS = 64
-THREADGROUPS = 256  # that fill the largest chip; more splits only cost their merging
+THREADGROUPS = 256  # number that fills the largest chip; more splits only cost their merging
 
 _EMBEDDING = Kernel(
     "embedding",

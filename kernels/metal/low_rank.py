@@ -29,7 +29,7 @@ _TABLES = 4096
 
 
 def is_pair(adapters: tuple[LowRank, ...]) -> bool:
-    """Whether one kernel can add gate's and up's: it gets one set of adapters, and only plain matrices."""
+    """Whether one kernel can add the adapters of gate and up: it takes one set, on plain matrices only."""
     if not adapters:
         return True
     gate, up = adapters
