@@ -212,4 +212,4 @@ def _begun(pid: int) -> str:
         return ""
 
 
-_own_begun = cache(_begun)  # by the number of this process, or of one that forked from it
+_own_begun = cache(_begun)  # for this process's number alone, which a forked process does not have
