@@ -23,6 +23,7 @@ from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
+from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 _PRODUCT = 512  # rows and columns of the product that is timed
@@ -140,7 +141,11 @@ def _format(settings: Facts) -> str:
 def describe_tokenizer(folder: Path) -> Facts:
     """The facts about an AFM folder's tokenizer."""
     tokenizer = load_tokenizer(folder)
-    from_file = (folder / "chat_template.jinja").exists()
+    if (folder / "chat_template.jinja").exists():
+        template = "chat_template.jinja"
+    else:
+        is_own = tokenizer.chat_template == V6_TEMPLATE
+        template = "AFM's (V6)" if is_own else "tokenizer_config.json"
     return {
         "file": "tokenizer.model" if (folder / "tokenizer.model").exists() else "tokenizer.json",
         "vocab_size": tokenizer.vocab_size,
@@ -148,7 +153,7 @@ def describe_tokenizer(folder: Path) -> Facts:
         "eos_token": tokenizer.eos_token,
         "eos_token_ids": sorted(tokenizer.eos_token_ids),
         "tool_calls": tokenizer.has_tool_calling,
-        "chat_template": "chat_template.jinja" if from_file else "AFM's (V6)",
+        "chat_template": template,
     }
 
 
