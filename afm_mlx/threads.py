@@ -99,9 +99,7 @@ class MLXThread:
 
 
 _mlx_thread = MLXThread()
-_turn = (
-    threading.RLock()
-)  # held by whichever of the main and the MLX thread runs a model: they share models
+_turn = threading.RLock()  # held by the thread that runs a model: the two may share models
 _wanting: set[int] = set()  # threads that wait for a turn
 
 
