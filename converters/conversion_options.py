@@ -39,7 +39,7 @@ class ConversionOptions:
         q_group_size: inputs that share a scale, or rows that share a palette's table.
         q_granularity: "tensor", "row" or "group"; see `QuantizationRule`.
         q_embedding_bits: bits of embeddings and heads; by default `q_bits`, and 4 at least.
-        q_embedding_mode, q_embedding_granularity: the same for embeddings and heads; by default as above.
+        q_embedding_mode, q_embedding_granularity: those of embeddings and heads; other layers' by default.
         quant_predicate: a recipe's name (`RECIPES`; mlx-lm's for other architectures), or a function of path
             and module, see `quantize_model`.
         target_bpw: bits that a weight of the folder takes on average, at most, scales and tables included.

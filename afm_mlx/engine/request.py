@@ -114,7 +114,7 @@ class Row:
         error: raised by the row's own sampler or logits processor.
         lease: lease of the row's adapter; None without an adapter.
         overtaken: number of later rows with adapters that started while this one could not.
-        bound: tokens that the cache may hold; None where the cache ends the row, or forgets, by itself.
+        bound: tokens that the cache may hold; None where nothing but the request ends the row.
     """
 
     id: int

@@ -66,7 +66,7 @@ class RowCaches:
         return list(cache)
 
     def bound(self, cache: Cache) -> int | None:
-        """Tokens after which a row has to end; None where its cache sees to that itself.
+        """Tokens after which a row has to end; None with a sliding window, and for models of mlx-lm's zoo.
 
         An engine that was given no limit of its own takes the cache's, however large.
         """

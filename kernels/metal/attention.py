@@ -20,7 +20,7 @@ from afm_mlx.kernels.metal.runtime import Kernel
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are merged
-SINGLE_PASS = 1024  # most columns that are read by one dispatch; more take a second one that merges
+SINGLE_PASS = 1024  # columns that one dispatch reads; beyond, small batches take a second one
 SPLIT = 512  # columns that are worth a threadgroup of their own
 MAX_SPLITS = 64
 THREADGROUPS = 256  # number that fills the largest chip; more splits only cost their merging

@@ -42,7 +42,7 @@ def is_pair(adapters: tuple[LowRank, ...]) -> bool:
 
 
 def width(adapters: tuple[LowRank, ...], sections: int | None = None) -> int:
-    """Most products with A that a vector has in the first `sections` of the first matrix, by default all."""
+    """Most products with A of one vector, in `sections` of the first matrix (default all) and in the second."""
     return max(_widths(adapters, len(adapters[0].sections) if sections is None else sections))
 
 
