@@ -47,7 +47,7 @@ def measure_bandwidth(threads: int) -> Bandwidth:
     if mx.default_device() == mx.Device(mx.cpu):
         return measure_cpu_bandwidth(threads)
     measured = _measure_gpu()
-    mx.clear_cache()  # MLX would keep the buffer for whoever needs one next
+    mx.clear_cache()  # MLX would keep the memory of the buffer for later arrays
     return measured
 
 
