@@ -74,7 +74,7 @@ class Owner:
             owner = cls(**json.loads(os.pread(descriptor, _RECORD_BYTES, 0)))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-        types = [type(value) for value in dataclasses.astuple(owner)]
+        types = [type(value) for value in vars(owner).values()]
         return owner if types == [int, str, str, str, str] else None
 
     def may_live(self) -> bool:
