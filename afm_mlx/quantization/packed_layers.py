@@ -74,7 +74,7 @@ class _Packed(nn.Module):
             codes: (N, K) integers of [0, 2**bits).
             bits, mode, scales, biases, table: see `kernels.PackedWeight`.
             name: the layer's name, for errors.
-            options: further ones of the layer.
+            options: further arguments of the layer.
 
         Raises:
             CheckpointError: when a code does not fit, K does not fill whole words, or the parts do not fit.
@@ -184,7 +184,7 @@ class PackedEmbedding(_Packed):
     Args:
         packed: the matrix, (vocab_size, K).
         dtype: type of the rows that a lookup returns.
-        activation_bits: for `as_linear`, see `PackedLinear`.
+        activation_bits: bits of activations in `as_linear`, see `PackedLinear`.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -
 
     Args:
         module: a linear layer, whose bias stays, or an embedding.
-        packed: its matrix.
+        packed: the matrix that the new layer has.
         dtype: type of the rows that an embedding returns.
     """
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding):
