@@ -8,7 +8,7 @@ narrower than that of codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -78,10 +78,8 @@ class FolderWriter:
                 self._keep(parameter)
             elif path in rules:
                 assert not isinstance(parameter, StoredLayer)
-                rows = parameter.rows()
-                self._pack(
-                    float_layer(path, rows, rules[path], options.mlx_dtype, options.for_mlx_lm)
-                )
+                rows, dtype = parameter.rows(), options.mlx_dtype
+                self._pack(float_layer(path, rows, rules[path], dtype, options.for_mlx_lm))
             else:
                 self._cast(name, shape, parameter)
 
@@ -120,13 +118,7 @@ class FolderWriter:
         )
 
     def write_texts(
-        self,
-        folder: Path,
-        *,
-        name: str,
-        source: str,
-        values: Mapping[str, Any],
-        adapters: Sequence[str],
+        self, folder: Path, name: str, source: str, values: Mapping[str, Any], adapters: list[str]
     ) -> None:
         """Write `config.json` and the card, after the weights.
 
@@ -145,6 +137,11 @@ class FolderWriter:
         if options.for_mlx_lm:
             content = {key: value for key, value in content.items() if key not in _OUR_KEYS}
         write_config(folder, content)
+        exact = sum(layer.exact for layer in self._packed)
+        note = (
+            f"Of {len(self._packed)} packed layers, {exact} lay on a grid already and stay on it; the others "
+            "were rounded to the nearest."
+        )
         norm = next(spec for spec in self._specs if spec.name == "model.output_norm.weight")
         write_card(
             folder,
@@ -153,13 +150,6 @@ class FolderWriter:
             config=self._config,
             dtype=norm.dtype,
             quantization=content.get("quantization"),
-            note=self._note() if options.quantize else "",
+            note=note if options.quantize else "",
             adapters=adapters,
-        )
-
-    def _note(self) -> str:
-        exact = sum(layer.exact for layer in self._packed)
-        return (
-            f"Of {len(self._packed)} packed layers, {exact} lay on a grid already and stay on it; the others "
-            "were rounded to the nearest."
         )

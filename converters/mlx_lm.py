@@ -102,13 +102,12 @@ def write_mlx_lm(
         check_mlx_lm_computes(config, source)
     options.check_source(source, bool(quantization))
     rules = check_folder_tensors(config, quantization, tensors, path)
-    copied = _copy_tokenizer(source, folder)
-    _check_vocabulary(folder, copied, config.vocab_size, source)
+    _copy_tokenizer(source, folder, config.vocab_size)
     writer = FolderWriter(config, _parameters(config, tensors, rules, quantization), options)
     writer.write_weights(folder, progress)
-    adapters = (
-        [] if options.for_mlx_lm else _copy_adapters(source, folder, config, options.mlx_dtype)
-    )
+    adapters: list[str] = []
+    if not options.for_mlx_lm:
+        adapters = _copy_adapters(source, folder, config, options.mlx_dtype)
     writer.write_texts(
         folder, name=name, source=source.resolve().name, values=values, adapters=adapters
     )
@@ -154,14 +153,10 @@ def _copy_adapters(
     return [path.name for path in paths]
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> list[str]:
+def _copy_tokenizer(source: Path, folder: Path, vocab_size: int) -> None:
     names = copy_tokenizer_files(source, folder)
     if not {"tokenizer.json", "tokenizer.model"} & set(names):
         raise CheckpointError(f"{source} has no tokenizer.json and no tokenizer.model.")
-    return names
-
-
-def _check_vocabulary(folder: Path, names: list[str], vocab_size: int, source: Path) -> None:
     if "tokenizer.json" not in names:
         return
     from tokenizers import Tokenizer

@@ -124,15 +124,18 @@ def write_toolkit(
         raise AFMError(f"{files.weights} holds float weights: there is nothing to dequantize.")
     notes = save_tokenizer(files.tokenizer, folder)
     _check_vocabulary(folder, files.tokenizer, config.model.vocab_size)
-    state = open_state_dict(files.weights)
-    where = str(files.weights)
+    state, where = open_state_dict(files.weights), str(files.weights)
     keys = map_keys(state, where)
     _check_state(config.model, keys, state, where)
-    parameters = _parameters(keys, state, where)
     adapters = {} if options.for_mlx_lm else _plan_adapters(config, keys, state, where)
-    writer = FolderWriter(config.model, parameters, options)
+    writer = FolderWriter(config.model, _parameters(keys, state, where), options)
     writer.write_weights(folder, progress)
-    _write_adapters(folder, config.model, adapters, keys, state, options.mlx_dtype, where)
+    fingerprint = folder_fingerprint(config.model, folder) if adapters else None
+    for adapter, plan in adapters.items():
+        tensors = read_pairs(state, keys.adapters[adapter], options.mlx_dtype, where)
+        tensors = complete_fused(tensors, config.model, plan.rank)
+        plan = dataclasses.replace(plan, base_model_fingerprint=fingerprint)
+        save_adapter(folder / "adapters" / adapter, tensors, plan)
     tokenizer = load_tokenizer(folder)
     writer.write_texts(
         folder,
@@ -284,22 +287,3 @@ def _plan_adapters(
             dropout=spec.dropout,
         )
     return plans
-
-
-def _write_adapters(
-    folder: Path,
-    config: ModelConfig,
-    plans: dict[str, AdapterConfig],
-    keys: KeyMap,
-    state: State,
-    dtype: mx.Dtype | None,
-    source: str,
-) -> None:
-    if not plans:
-        return
-    fingerprint = folder_fingerprint(config, folder)
-    for adapter, plan in plans.items():
-        tensors = read_pairs(state, keys.adapters[adapter], dtype, source)
-        tensors = complete_fused(tensors, config, plan.rank)
-        plan = dataclasses.replace(plan, base_model_fingerprint=fingerprint)
-        save_adapter(folder / "adapters" / adapter, tensors, plan)

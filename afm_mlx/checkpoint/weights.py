@@ -77,20 +77,16 @@ def check_weights(
     Raises:
         CheckpointError: one that lists what is missing, unexpected and of the wrong shape.
     """
-    wrong = [
-        f"{named(name)} is {shown(list(weights[name].shape))} and must be {list(shape)}"
-        for name, shape in expected.items()
-        if name in weights and tuple(weights[name].shape) != tuple(shape)
-    ]
-    problems = [
-        f"{len(names)} tensors {what}: {_first(names)}"
-        for what, names in (
-            ("missing", [name for name in expected if name not in weights]),
-            ("unexpected", [name for name in weights if name not in expected]),
-            ("of the wrong shape", wrong),
-        )
-        if names
-    ]
+    found = {
+        "missing": [name for name in expected if name not in weights],
+        "unexpected": [name for name in weights if name not in expected],
+        "of the wrong shape": [
+            f"{named(name)} is {shown(list(weights[name].shape))} and must be {list(shape)}"
+            for name, shape in expected.items()
+            if name in weights and tuple(weights[name].shape) != tuple(shape)
+        ],
+    }
+    problems = [f"{len(n)} tensors {what}: {_first(n)}" for what, n in found.items() if n]
     if problems:
         raise CheckpointError(
             f"{source} does not fit its config: {'; '.join(problems)}. "
