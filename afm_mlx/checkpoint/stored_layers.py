@@ -179,9 +179,7 @@ def check_folder_tensors(
 
     Args:
         config: the architecture.
-        quantization: of `quantization_of`.
-        tensors: of `stored_tensors`.
-        source: the folder's config.json.
+        quantization, tensors, source: see `stored_rules`.
 
     Returns:
         What `stored_rules` returns.

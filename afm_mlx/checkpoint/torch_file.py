@@ -71,7 +71,7 @@ def open_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
             f"{path} can't be read as a PyTorch checkpoint: {reason}. "
             "It is damaged: copy or download it again."
         ) from None
-    state = _check_state(state, path, torch)
+    _check_state(state, path, torch)
     _check_records(state, path)
     return state
 
@@ -173,7 +173,7 @@ def check_archive(path: Path) -> None:
         )
 
 
-def _check_state(state: Any, path: Path, torch: Any) -> dict[str, torch.Tensor]:
+def _check_state(state: Any, path: Path, torch: Any) -> None:
     if not isinstance(state, dict) or not state:
         raise CheckpointError(
             f"{path} holds a {type(state).__name__}; a state dict (names to tensors) is needed."
@@ -191,7 +191,6 @@ def _check_state(state: Any, path: Path, torch: Any) -> dict[str, torch.Tensor]:
             )
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
             raise CheckpointError(f"{path}: {key} is no dense tensor, and only those are read.")
-    return state
 
 
 def _check_records(state: Mapping[str, torch.Tensor], path: Path) -> None:

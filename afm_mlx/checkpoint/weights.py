@@ -41,13 +41,13 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     files = sorted(set(weight_map.values())) if weight_map is not None else _find_files(folder)
     tensors: dict[str, StoredTensor] = {}
     for name in files:
-        for tensor in read_header(folder / name).values():
-            if tensor.name in tensors:
-                raise CheckpointError(
-                    f"{folder}: both {tensors[tensor.name].path.name} and {name} hold the tensor "
-                    f"{named(tensor.name)}. Remove the file that does not belong to the model."
-                )
-            tensors[tensor.name] = tensor
+        header = read_header(folder / name)
+        if twice := sorted(header.keys() & tensors.keys())[:1]:
+            raise CheckpointError(
+                f"{folder}: both {tensors[twice[0]].path.name} and {name} hold the tensor {named(twice[0])}. "
+                "Remove the file that does not belong to the model."
+            )
+        tensors |= header
     if weight_map is not None:
         placed = {name: tensor.path.name for name, tensor in tensors.items()}
         wrong = sorted(n for n, f in weight_map.items() if placed.get(n) != f)
@@ -130,17 +130,15 @@ def write_weights(
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         paths.append(folder / (name if len(shards) > 1 else "model.safetensors"))
         weight_map |= {spec.name: paths[-1].name for spec in shard}
-        start = done
 
-        def report(written: int, start: int = start) -> None:
+        def report(written: int, start: int = done) -> None:
             if progress is not None:
                 progress(start + written, total)
 
         write_file(paths[-1], shard, read, report)
         done += sum(spec.nbytes for spec in shard)
-    if total_parameters is None:
-        total_parameters = sum(spec.size for spec in specs)
-    metadata = {"total_size": total, "total_parameters": total_parameters}
+    parameters = sum(spec.size for spec in specs) if total_parameters is None else total_parameters
+    metadata = {"total_size": total, "total_parameters": parameters}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=4), encoding="utf-8")
     return paths

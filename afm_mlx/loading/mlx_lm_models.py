@@ -46,8 +46,11 @@ def load_mlx_lm_folder(
     from mlx_lm import utils
 
     try:
-        if adapter_path is not None:
-            _check_adapter(Path(adapter_path) / TENSORS_NAME)
+        if adapter_path is not None and (path := Path(adapter_path) / TENSORS_NAME).is_file():
+            # mlx-lm takes any types and numbers.
+            stored = read_header(path)
+            check_floating(stored, path)
+            check_finite(load_stored(stored), path)
         model, config = load_mlx_lm_model(folder, model_config, trust_remote_code)
         ours = any(isinstance(module, PackedLinear) for module in model.modules())
         if adapter_path is not None and not ours:
@@ -74,14 +77,6 @@ def load_mlx_lm_folder(
     return (model, tokenizer, config) if return_config else (model, tokenizer)
 
 
-def _check_adapter(path: Path) -> None:
-    """Look at the types and numbers of an adapter for mlx-lm, which takes any."""
-    if path.is_file():
-        stored = read_header(path)
-        check_floating(stored, path)
-        check_finite(load_stored(stored), path)
-
-
 def load_mlx_lm_model(
     folder: Path, model_config: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
@@ -89,8 +84,7 @@ def load_mlx_lm_model(
     from mlx_lm import utils
 
     options: dict[str, Any] = {"lazy": True, "trust_remote_code": trust_remote_code}
-    changes = dict(model_config or {})
-    source = folder / "config.json"
+    changes, source = dict(model_config or {}), folder / "config.json"
     values = read_config_json(source) | changes
     quantization = quantization_of(values, source)
     if not has_packed_layers(quantization):
@@ -102,7 +96,10 @@ def load_mlx_lm_model(
 
         def build(args: Any) -> nn.Module:
             model = architecture(args)
-            place_stored_layers(model, quantization, weights, source, _float_dtype(weights))
+            # Norms are of the type of a model's activations; scales have their own.
+            norms = [a.dtype for name, a in weights.items() if name.endswith("norm.weight")]
+            dtype = norms[0] if norms else mx.float32
+            place_stored_layers(model, quantization, weights, source, dtype)
             return model
 
         return build, arguments
@@ -117,9 +114,3 @@ def has_packed_layers(quantization: Mapping[str, Any]) -> bool:
     """Whether a folder holds formats that mlx-lm does not load."""
     entries = [quantization, *(e for e in quantization.values() if isinstance(e, Mapping))]
     return any(e.get("mode") in ("balanced", "palette") or "granularity" in e for e in entries)
-
-
-def _float_dtype(weights: Mapping[str, mx.array]) -> mx.Dtype:
-    """The type of the norms, which is that of a model's activations; scales have their own."""
-    kinds = [array.dtype for name, array in weights.items() if name.endswith("norm.weight")]
-    return kinds[0] if kinds else mx.float32

@@ -8,7 +8,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint, model_fingerprint
-from afm_mlx.checkpoint.stored_layers import quantization_of, stored_rule, stored_settings
+from afm_mlx.checkpoint.stored_layers import (
+    quantization_of,
+    settle_scales,
+    stored_rule,
+    stored_settings,
+)
 from afm_mlx.checkpoint.weights import save_weights, stored_tensors
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
@@ -169,6 +174,20 @@ def test_a_config_and_tensors_that_disagree_are_refused(folder, change, words):
 def test_a_quantization_that_is_no_object_is_refused():
     with pytest.raises(AFMError, match="here: quantization is '2-bit'; an object is needed"):
         quantization_of({"quantization": "2-bit"}, "here")
+
+
+@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
+@pytest.mark.parametrize("device", [mx.cpu, mx.gpu])
+def test_scales_are_float32_but_for_affine_ones_on_a_gpu(rng, monkeypatch, mode, device):
+    model = random_model(random_config(rng, **SIZES), rng)
+    quantize_model(model, {}, QuantizationRule(2, mode))
+    model.set_dtype(mx.float16)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    settle_scales(model)
+    layer = model.model.layers[0].mlp.up_proj
+    parts = {layer[part].dtype for part in ("scales", "biases", "table") if part in layer}
+    kept = mode == "affine" and device == mx.gpu
+    assert parts == {mx.float16 if kept else mx.float32}
 
 
 def test_a_layers_own_settings():
