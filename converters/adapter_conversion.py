@@ -296,9 +296,9 @@ def _check_numbers(report: AdapterReport, tensors: Tensors) -> None:
                 f"{named(name)} has numbers up to {high:g}; adapters run in float16, which ends at "
                 f"{FLOAT16_MAX:g}"
             )
-    second = sorted(name for name in tensors if ".lora_b" in name)
-    zero = [name for name in second if name not in bad and not mx.any(tensors[name]).item()]
-    if zero and len(zero) == len(second):
+    second = [name for name in tensors if ".lora_b" in name]
+    zero = sum(name not in bad and not mx.any(tensors[name]).item() for name in second)
+    if zero and zero == len(second):
         report.problems.append("every B is zero: the adapter changes nothing")
     elif zero:
-        report.notes.append(f"{len(zero)} of {len(second)} pairs change nothing: their B is zero")
+        report.notes.append(f"{zero} of {len(second)} pairs change nothing: their B is zero")

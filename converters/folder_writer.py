@@ -68,8 +68,7 @@ class FolderWriter:
         options: ConversionOptions,
     ) -> None:
         self._config, self._options = config, options
-        self._specs: list[TensorSpec] = []
-        self._readers: dict[str, Callable[[TensorSpec], Iterable[Any]]] = {}
+        self._readers: dict[TensorSpec, Callable[[TensorSpec], Iterable[Any]]] = {}
         self._packed: list[PackedLayer] = []
         rules = options.afm_rules(config) if options.quantize else {}
         for name, shape in parameter_shapes(config).items():
@@ -92,8 +91,7 @@ class FolderWriter:
 
     def _pack(self, layer: PackedLayer) -> None:
         self._packed.append(layer)
-        for spec in layer.specs():
-            self._add(spec, layer.read)
+        self._readers |= dict.fromkeys(layer.specs(), layer.read)
 
     def _cast(self, name: str, shape: tuple[int, ...], parameter: Parameter | StoredLayer) -> None:
         dtype = self._options.mlx_dtype
@@ -101,18 +99,15 @@ class FolderWriter:
             dtype = parameter.dtype
         elif name.endswith(KV_SCALES):
             dtype = mx.float32
-        self._add(TensorSpec(name, shape, dtype), lambda spec: parameter.chunks(spec.dtype))
-
-    def _add(self, spec: TensorSpec, read: Callable[[TensorSpec], Iterable[Any]]) -> None:
-        self._specs.append(spec)
-        self._readers[spec.name] = read
+        spec = TensorSpec(name, shape, dtype)
+        self._readers[spec] = lambda spec: parameter.chunks(spec.dtype)
 
     def write_weights(self, folder: Path, progress: Progress | None = None) -> None:
         """Write the weight files."""
         write_weights(
             folder,
-            self._specs,
-            lambda spec: self._readers[spec.name](spec),
+            list(self._readers),
+            lambda spec: self._readers[spec](spec),
             total_parameters=self._config.num_parameters,
             progress=progress,
         )
@@ -142,7 +137,7 @@ class FolderWriter:
             f"Of {len(self._packed)} packed layers, {exact} lay on a grid already and stay on it; the others "
             "were rounded to the nearest."
         )
-        norm = next(spec for spec in self._specs if spec.name == "model.output_norm.weight")
+        norm = next(spec for spec in self._readers if spec.name == "model.output_norm.weight")
         write_card(
             folder,
             name=name,

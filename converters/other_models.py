@@ -47,10 +47,8 @@ def write_other_model(
     """Convert a model of architecture `kind` into an empty folder.
 
     Args:
-        source: the model's folder.
-        folder: where to write.
+        source, folder, options: see `write_toolkit`.
         kind: `model_type` of config.json.
-        options: what the folder is to be.
         measuring: see `convert`.
 
     Raises:

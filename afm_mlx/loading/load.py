@@ -77,26 +77,19 @@ def load(
     if not is_afm_config(values):
         from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
 
-        loaded = load_mlx_lm_folder(
-            folder,
-            tokenizer_config=tokenizer_config,
-            model_config=model_config,
-            adapter_path=None if adapter is None else str(adapter),
-            lazy=lazy,
-            return_config=return_config,
-            trust_remote_code=trust_remote_code,
+        model, tokenizer, values = load_mlx_lm_folder(
+            folder, tokenizer_config, model_config, adapter, lazy, trust_remote_code
         )
-        set_activation_bits(loaded[0], activation_bits)
-        return loaded
-    if tokenizer_config:
+    elif tokenizer_config:
         raise AFMError(
             f"tokenizer_config is {shown(dict(tokenizer_config))}: an AFM folder's tokenizer has no options."
         )
-    model = load_model(folder, values, lazy=lazy)
+    else:
+        model = load_model(folder, values, lazy=lazy)
+        if adapter is not None:
+            attach_adapter(model, adapter, base_folder=folder, force=force_adapter)
+        tokenizer = load_tokenizer(folder)
     set_activation_bits(model, activation_bits)
-    if adapter is not None:
-        attach_adapter(model, adapter, base_folder=folder, force=force_adapter)
-    tokenizer = load_tokenizer(folder)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
 
 

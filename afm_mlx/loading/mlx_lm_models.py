@@ -27,18 +27,19 @@ from afm_mlx.quantization.packed_layers import PackedLinear
 
 def load_mlx_lm_folder(
     folder: Path,
-    *,
     tokenizer_config: Mapping[str, Any] | None = None,
     model_config: Mapping[str, Any] | None = None,
-    adapter_path: str | None = None,
+    adapter: Path | None = None,
     lazy: bool = False,
-    return_config: bool = False,
     trust_remote_code: bool = False,
-) -> Any:
+) -> tuple[nn.Module, Any, dict[str, Any]]:
     """`mlx_lm.load` for a folder, with packed layers where this package has kernels for their format.
 
-    Adapters of mlx-lm look for MLX's own layers, so with `adapter_path` these stay as they are. A model that
+    Adapters of mlx-lm look for MLX's own layers, so with an adapter these stay as they are. A model that
     is stored in this package's formats gets its adapter from this package.
+
+    Returns:
+        The model, its tokenizer, and the content of config.json.
 
     Raises:
         CheckpointError: why mlx-lm can't load it, or what is wrong with its packed layers or its numbers.
@@ -46,15 +47,15 @@ def load_mlx_lm_folder(
     from mlx_lm import utils
 
     try:
-        if adapter_path is not None and (path := Path(adapter_path) / TENSORS_NAME).is_file():
+        if adapter is not None and (path := adapter / TENSORS_NAME).is_file():
             # mlx-lm takes any types and numbers.
             stored = read_header(path)
             check_floating(stored, path)
             check_finite(load_stored(stored), path)
         model, config = load_mlx_lm_model(folder, model_config, trust_remote_code)
         ours = any(isinstance(module, PackedLinear) for module in model.modules())
-        if adapter_path is not None and not ours:
-            model = utils.load_adapters(model, adapter_path)
+        if adapter is not None and not ours:
+            model = utils.load_adapters(model, str(adapter))
         else:
             repack_mlx_layers(model)
         tokenizer = utils.load_tokenizer(
@@ -70,11 +71,11 @@ def load_mlx_lm_folder(
         ) from error
     settle_scales(model)
     model.eval()
-    if adapter_path is not None and ours:
-        attach_adapter(model, adapter_path)
+    if adapter is not None and ours:
+        attach_adapter(model, adapter)
     if not lazy:
         read_parameters(model, folder)
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
+    return model, tokenizer, config
 
 
 def load_mlx_lm_model(

@@ -34,8 +34,8 @@ def test_the_folder(make_checkpoint, tmp_path, capfd):
     assert folder == tmp_path / "deep" / "出力 folder"
     assert {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in before} == before
     assert capfd.readouterr() == ("", "")
-    tokenizer_files = {"tokenizer.model", "tokenizer.json", "README.md", "adapters"}
-    assert {path.name for path in folder.iterdir()} >= tokenizer_files
+    others = {"tokenizer.model", "tokenizer.json", "README.md", "adapters"}
+    assert {path.name for path in folder.iterdir()} >= others
     text = (folder / "config.json").read_text()
     assert text == json.dumps(json.loads(text), indent=4, sort_keys=True)
     config = ModelConfig.from_file(folder / "config.json")

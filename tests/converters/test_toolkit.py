@@ -50,7 +50,7 @@ def test_mlx_lm_and_this_package_compute_what_tamm_computes(
     folder = convert(checkpoint.weights, tmp_path / "out")
     model = load_model(folder)
     assert model.args.kv_bits == (8 if kv_quant else None)
-    assert model.args.num_kv_heads == shape["num_kv_heads"] or model.args.num_heads
+    assert model.args.num_kv_heads == (shape["num_kv_heads"] or shape["num_heads"])
     check_parity(model, checkpoint, rng)
     if kv_quant:  # mlx-lm always rounds keys and values
         check_parity(stock_load_model(folder)[0], checkpoint, rng)
