@@ -126,10 +126,10 @@ def _check_stored(
     problems += [
         f"{part} does not belong to mode {rule.mode}" for part in found if part not in wanted
     ]
-    for part in (part for part in wanted if part in found):
-        tensor, kind = found[part], "uint32" if part == "weight" else "float"
+    for part, tensor in found.items():
+        kind = "uint32" if part == "weight" else "float"
         right = tensor.dtype == mx.uint32 if part == "weight" else _is_float(tensor)
-        if not right or tuple(tensor.shape) != wanted[part]:
+        if part in wanted and (not right or tuple(tensor.shape) != wanted[part]):
             got = f"{part} is {_name(tensor.dtype)} {shown(list(tensor.shape))}"
             problems.append(f"{got} and must be {kind} {list(wanted[part])}")
     if problems:
@@ -322,8 +322,11 @@ def settle_scales(model: nn.Module) -> None:
     """
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
     for module in model.modules():
-        packed = isinstance(module, PackedLinear | PackedEmbedding)
-        for part in PARTS[1:] if packed and (on_cpu or module.mode != "affine") else ():
+        if not isinstance(module, PackedLinear | PackedEmbedding):
+            continue
+        if module.mode == "affine" and not on_cpu:
+            continue
+        for part in PARTS[1:]:
             if part in module:
                 module[part] = module[part].astype(mx.float32)
 

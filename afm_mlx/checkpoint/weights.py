@@ -41,13 +41,13 @@ def stored_tensors(folder: str | Path) -> dict[str, StoredTensor]:
     files = sorted(set(weight_map.values())) if weight_map is not None else _find_files(folder)
     tensors: dict[str, StoredTensor] = {}
     for name in files:
-        header = read_header(folder / name)
-        if twice := sorted(header.keys() & tensors.keys())[:1]:
-            raise CheckpointError(
-                f"{folder}: both {tensors[twice[0]].path.name} and {name} hold the tensor {named(twice[0])}. "
-                "Remove the file that does not belong to the model."
-            )
-        tensors |= header
+        for tensor in read_header(folder / name).values():
+            if tensor.name in tensors:
+                raise CheckpointError(
+                    f"{folder}: both {tensors[tensor.name].path.name} and {name} hold the tensor "
+                    f"{named(tensor.name)}. Remove the file that does not belong to the model."
+                )
+            tensors[tensor.name] = tensor
     if weight_map is not None:
         placed = {name: tensor.path.name for name, tensor in tensors.items()}
         wrong = sorted(n for n, f in weight_map.items() if placed.get(n) != f)

@@ -72,7 +72,7 @@ def load(
     """
     lazy = lazy and in_main_thread()
     folder = resolve_model(path_or_hf_repo, revision)
-    values = _values(folder / "config.json", model_config)
+    values = _read_values(folder / "config.json", model_config)
     adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)
     if not is_afm_config(values):
         from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
@@ -93,7 +93,7 @@ def load(
     return (model, tokenizer, values) if return_config else (model, tokenizer)
 
 
-def _values(path: Path, changes: Any) -> dict[str, Any]:
+def _read_values(path: Path, changes: Any) -> dict[str, Any]:
     """The content of config.json with some keys replaced; it names an architecture."""
     changes = {} if changes is None else changes
     if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):

@@ -120,17 +120,6 @@ def test_dtype(make_checkpoint, tmp_path, dtype):
     assert {array.dtype for array in tensors.values()} == {getattr(mx, dtype)}
 
 
-def test_scales_are_those_of_the_observers(make_checkpoint, tmp_path):
-    checkpoint = make_checkpoint()
-    weights = load_weights(convert(checkpoint.folder, tmp_path / "out", dtype="float16"))
-    for i, layer in enumerate(checkpoint.model.layers.segment_0):
-        for kind in ("key", "value"):
-            quantizer = getattr(layer.attention.kv_quantizer, f"{kind}_quantizer")
-            wanted = quantizer.activation_post_process.calculate_qparams()[0].item()
-            found = weights[f"model.layers.{i}.self_attn.quant_{kind}_scale"]
-            assert (found.shape, found.item()) == ((), wanted)
-
-
 def test_other_ways_to_save_a_model_are_read_right(make_checkpoint, edit_state, rng, tmp_path):
     """Keys with the prefix that the toolkit's export code takes, transposed storage, other types, no head."""
     checkpoint = make_checkpoint(kv_quant=False)

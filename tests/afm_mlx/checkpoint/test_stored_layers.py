@@ -103,17 +103,6 @@ def test_mlxs_own_layers_become_packed_ones(rng, tmp_path):
     assert packed["6-bit affine per 32"]["weights"] == 64 * 64
 
 
-def test_figures_of_a_packed_folder(folder):
-    path, model = folder()
-    quantization = json.loads((path / "config.json").read_text())["quantization"]
-    packed = describe_packed_layers(stored_tensors(path), quantization, path)
-    body = packed["2-bit balanced per row"]
-    rows = [m.packed.out_dims for m in model.modules() if isinstance(m, PackedLinear)]
-    assert body["layers"] == len(rows)
-    assert body["bits_per_weight"] == pytest.approx(2 + 32 * sum(rows) / body["weights"], rel=1e-6)
-    assert packed["4-bit balanced per row"]["weights"] == 96 * 64
-
-
 def drop(part):
     return lambda weights, quantization: weights.pop(f"{LAYER}.{part}")
 
