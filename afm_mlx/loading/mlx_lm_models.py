@@ -48,7 +48,7 @@ def load_mlx_lm_folder(
 
     try:
         if adapter is not None and (path := adapter / TENSORS_NAME).is_file():
-            # mlx-lm takes any types and numbers.
+            # mlx-lm would take tensors of integers, NaN and infinity.
             stored = read_header(path)
             check_floating(stored, path)
             check_finite(load_stored(stored), path)
