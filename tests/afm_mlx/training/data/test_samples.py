@@ -12,7 +12,7 @@ from afm_mlx.errors import DataError
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from afm_mlx.training.data.samples import Sample, encode_chat, has_split, load_split
 from tests.tools.chats import ANSWER, SYSTEM, TOOL, USER, load_one, random_chat, targets, write
-from tests.tools.tokenizers import docstrings, plain_text
+from tests.tools.tokenizers import docstrings
 
 
 @pytest.fixture(scope="module")
@@ -61,62 +61,6 @@ def test_tokens_and_targets_of_chats_equal_tamm(tokenizer_folder, tamm_labels, r
         assert (tokens.dtype, weights.dtype) == (np.int32, np.float32)
 
 
-def called(arguments):
-    return {"id": "c", "type": "function", "function": {"name": "look", "arguments": arguments}}
-
-
-def toolkit_lines(rng):
-    """Records in the shapes of the toolkit and of mlx-lm, with the messages and tools that tamm is given."""
-    parameters = {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}
-    function = {"name": "look", "description": plain_text(rng), "parameters": parameters}
-    tools = [
-        {"type": "function", "function": function},
-        {"type": "function", "function": {"name": "b"}},
-    ]
-    system, user, text_result = (
-        {"role": role, "content": plain_text(rng)} for role in ("system", "user", "tool")
-    )
-    answer = {"role": "assistant", "content": "a" + plain_text(rng)}
-    result = {"role": "tool", "content": {"at": plain_text(rng), "sum": 1.50, "ok": None}}
-    arguments = [plain_text(rng), '{"at": "é", "n": [1, 2.50, null]}', "{not json"]
-    calls = [called(text) for text in arguments[: int(rng.integers(1, 4))]]
-    turns = [user, {"role": "assistant", "content": "", "tool_calls": calls}, result, answer]
-    # mlx-lm and the OpenAI API: no content beside calls, arguments as an object.
-    modern = {"role": "assistant", "content": None, "tool_calls": [called({"at": "é"})]}
-    classic = {"role": "assistant", "content": "", "tool_calls": [called('{"at": "é"}')]}
-    schema = {**parameters, "title": "Ä", "x-order": ["at"], "$defs": {}}
-    named = {"name": "Response", "description": plain_text(rng), "strict": "true", "schema": schema}
-    asked, bare = (
-        {**user, "response_format": {"type": "json_schema", "json_schema": json_schema}}
-        for json_schema in (named, {"schema": parameters})
-    )
-    completion = {"prompt": user["content"], "completion": answer["content"], "tools": tools}
-    return [
-        ([{**system, "tools": tools}, *turns], [system, *turns], tools),
-        ({"messages": [system, *turns], "tools": tools}, [system, *turns], tools),
-        (
-            {"messages": [user, modern, text_result, answer], "tools": tools},
-            [user, classic, text_result, answer],
-            tools,
-        ),
-        ([system, asked, answer], [system, asked, answer], None),
-        ({"conversation": [bare, answer, asked, answer]}, [bare, answer, asked, answer], None),
-        (completion, [user, answer], tools),
-    ]
-
-
-def test_lines_of_the_toolkit_and_of_mlx_lm_equal_tamm(
-    tokenizer_folder, tamm_labels, tmp_path, rng
-):
-    tokenizer = load_tokenizer(tokenizer_folder)
-    for _ in range(2):
-        for record, messages, tools in toolkit_lines(rng):
-            sample = load_one(tmp_path, tokenizer, record, max_seq_length=10**5)
-            ids, is_label = tamm_labels(messages, tools)
-            assert sample.tokens.tolist() == ids
-            np.testing.assert_array_equal(sample.weights[1:], np.array(is_label, float)[1:])
-
-
 def test_keys_of_other_names(tokenizer, tmp_path):
     expected = load_one(tmp_path, tokenizer, [USER, ANSWER])
     for record, features in (
@@ -152,6 +96,9 @@ def test_chats_in_all_spellings(tokenizer, tmp_path):
         {"messages": [SYSTEM, USER, ANSWER], "tools": [TOOL]},
     ):
         assert load_one(tmp_path, tokenizer, record).tokens.tolist() == ids
+    completion = {"prompt": "Who?", "completion": "The fox.", "tools": [TOOL]}
+    ids = tokenizer.apply_chat_template([USER, ANSWER], [TOOL])
+    assert load_one(tmp_path, tokenizer, completion).tokens.tolist() == ids
 
 
 def test_turns_that_a_message_spells_out_are_text(tmp_path, tokenizer):
