@@ -63,12 +63,13 @@ def test_tokens_and_targets_of_chats_equal_tamm(tokenizer_folder, tamm_labels, r
 
 def test_keys_of_other_names(tokenizer, tmp_path):
     expected = load_one(tmp_path, tokenizer, [USER, ANSWER])
+    swapped = {"prompt": "completion", "completion": "prompt"}
     for record, features in (
         ({"q": "Who?", "a": "The fox.", "prompt": 3}, {"prompt": "q", "completion": "a"}),
-        ({"completion": "Who?", "prompt": "The fox."}, {"prompt": "completion", "completion": "prompt"}),
+        ({"completion": "Who?", "prompt": "The fox."}, swapped),
         ({"turns": [USER, ANSWER], "messages": 3}, {"messages": "turns"}),
         ([USER, ANSWER], {"messages": "turns"}),
-    ):  # fmt: skip
+    ):
         sample = load_one(tmp_path, tokenizer, record, features=features)
         assert sample.tokens.tolist() == expected.tokens.tolist()
     text = load_one(tmp_path, tokenizer, {"body": "a b", "text": 3}, features={"text": "body"})

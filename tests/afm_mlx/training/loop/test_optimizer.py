@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.training.loop.optimizer import AdamW, averaged, learning_rate_schedule
+from afm_mlx.training.loop.optimizer import AdamW, averaged
 from afm_mlx.training.loop.training_options import TrainingOptions
 
 
@@ -16,22 +16,16 @@ def rates(schedule, steps):
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 5])
-def test_a_cosine_after_a_linear_warm_up(rng, warmup):
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_a_rate_after_a_linear_warm_up(rng, warmup, schedule):
     peak, final = rng.uniform(1e-4, 1e-2), rng.uniform(0, 1e-4)
     expected = []
     for t in range(25):
-        done = min(1, (t - warmup) / (20 - warmup))
-        cosine = final + (peak - final) * (1 + math.cos(math.pi * done)) / 2
-        expected.append(peak * (t + 1) / (warmup + 1) if t < warmup else cosine)
-    schedule = learning_rate_schedule(peak, 20, warmup, "cosine", final)
-    assert rates(schedule, 25) == pytest.approx(expected, rel=1e-4, abs=1e-9)
-
-
-@pytest.mark.parametrize("warmup", [0, 3])
-def test_a_constant_after_a_linear_warm_up(warmup):
-    options = TrainingOptions(20, 0.5, warmup, "constant")
-    expected = [0.5 * min(1, (t + 1) / (warmup + 1)) for t in range(20)]
-    assert rates(options.rates, 20) == pytest.approx(expected)
+        done = min(1, (t - warmup) / (20 - warmup)) if schedule == "cosine" else 0
+        after = final + (peak - final) * (1 + math.cos(math.pi * done)) / 2
+        expected.append(peak * (t + 1) / (warmup + 1) if t < warmup else after)
+    options = TrainingOptions(20, peak, warmup, schedule, final)
+    assert rates(options.rates, 25) == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
 @pytest.mark.parametrize(
