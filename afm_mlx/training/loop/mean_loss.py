@@ -24,8 +24,6 @@ def mean_loss(
 
     Args:
         model: is in eval mode afterwards.
-        loss: of a batch.
-        batches: what the loss is computed of.
         count: number of batches, -1 for all of an epoch.
         progress: called with batches done and batches in all.
 

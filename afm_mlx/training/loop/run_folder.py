@@ -209,8 +209,7 @@ class RunFolder:
 
         Args:
             step: that was done last.
-            tensors: by file name without suffix; empty groups get no file.
-            state: JSON values.
+            tensors, state: see `Checkpoint`; empty groups of tensors get no file.
 
         Raises:
             TrainingError: when the disk is full, say; the checkpoints before are as they were.
@@ -241,13 +240,9 @@ class RunFolder:
             raise self.damaged(step, str(error)) from None
 
     def damaged(self, step: int, fault: str) -> CheckpointError:
-        """The error for a checkpoint that can't be used, with what to do.
+        """The error for the checkpoint of a step that can't be used: `fault`, a sentence, and what to do.
 
         It never says to remove one: what can't be read today may be whole, on a disk that comes back.
-
-        Args:
-            step: of the checkpoint.
-            fault: a sentence.
         """
         path, before = self.checkpoint_path(step), [s for s in self.steps() if s < step]
         advice = "There is no checkpoint before it: start a new run in another folder."

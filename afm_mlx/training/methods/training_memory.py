@@ -106,7 +106,7 @@ def estimate_memory(
         length: L, tokens of a row.
         rank: of LoRA pairs.
         base_bits: of LoRA's frozen base: 2, 4 or 8 for a packed body with an embedding of 4 bits at least; None
-            for float.
+            for float, as for the other kinds.
         dtype: of float weights and activations.
         grad_checkpoint: blocks are recomputed, see `recompute`.
         ema: an average of weights is kept.
@@ -116,17 +116,12 @@ def estimate_memory(
     size = dtype.size
     lora = lora_parameters(config, rank) if kind == "lora" else 0
     trained = lora or config.num_parameters
-    # LoRA pairs are float32; other weights of 16 bits have a master copy.
-    trained_size = _FLOAT32 if kind == "lora" else size
-    master = 0 if trained_size == _FLOAT32 else _FLOAT32
-    if kind == "lora":
-        weights = _base_bytes(config, base_bits, size) + lora * _FLOAT32
-    else:
-        weights = config.num_parameters * size
+    # LoRA pairs are float32; other weights of 16 bits have a master copy beside both moments.
+    copies = 2 if lora or size == _FLOAT32 else 3
     targets = batch_size * length if targets is None else targets
     return MemoryEstimate(
-        weights=weights,
-        optimizer=trained * (2 * _FLOAT32 + master),
+        weights=_base_bytes(config, base_bits, size) + lora * _FLOAT32,
+        optimizer=trained * copies * _FLOAT32,
         average=trained * _FLOAT32 if ema else 0,
         gradients=trained * _FLOAT32,
         accumulated=trained * _FLOAT32 if accumulates else 0,

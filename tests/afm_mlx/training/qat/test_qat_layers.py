@@ -15,7 +15,8 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.qat.qat_layers import QATEmbedding, pack_qat, prepare_qat
+from afm_mlx.training.qat.fake_quantize import lsq_gradient_scale
+from afm_mlx.training.qat.qat_layers import QATEmbedding, QATLinear, pack_qat, prepare_qat
 from tests.tools.cases import draw
 from tests.tools.compare import assert_close, changed
 from tests.tools.models import random_config, random_model
@@ -151,6 +152,12 @@ def test_the_head_and_the_lookup_see_one_matrix(rng):
     assert mx.array_equal(layer(mx.arange(VOCAB)), matrix)
     assert_close(layer.as_linear(x), x @ matrix.T, 1e-5)
     assert not mx.array_equal(matrix, embedding.weight)
+
+
+def test_gradients_of_the_factors_are_scaled_unless_told_otherwise():
+    layer, rule = nn.Linear(32, 8), QuantizationRule(4)
+    assert QATLinear(layer, rule).gradient_scale == lsq_gradient_scale((8, 32), rule)
+    assert QATLinear(layer, rule, gradient_scaling=False).gradient_scale == 1
 
 
 @pytest.mark.parametrize("learned", [True, False])
