@@ -102,8 +102,7 @@ class Batches:
         self._refuse(samples, self._targets < 1, "none of them has a weight. Remove it")
         self.n_tokens, self.n_targets = len(self._tokens), int(self._targets.sum())
         # Row r holds the samples `order[bounds[r] : bounds[r + 1]]`.
-        n = len(samples)
-        self._order, self._bounds = self._pack() if packed else (np.arange(n), np.arange(n + 1))
+        self._order, self._bounds = self._pack()
         self._epoch, self._plan = 0, self._plan_epoch(0)
         self.per_epoch = len(self._plan.batches)
         self.fill = int(self._inputs.sum()) / (batch_size * sum(self._plan.widths))
@@ -136,8 +135,13 @@ class Batches:
     # -- planning
 
     def _pack(self) -> tuple[np.ndarray, np.ndarray]:
-        """Best fit in a random order: a sample goes into the open row that it leaves the least room in."""
+        """Best fit in a random order: a sample goes into the open row that it leaves the least room in.
+
+        Unpacked, each has a row of its own.
+        """
         order = np.arange(len(self))
+        if not self.packed:
+            return order, np.arange(len(self) + 1)
         if self.shuffle:
             order = np.random.default_rng([self.seed, 0, 0]).permutation(len(self))
         lengths = self._inputs[order]

@@ -67,8 +67,8 @@ class _QAT(nn.Module):
         """The matrix that the layer computes with, (N, K), with gradients to `weight` and `clip`."""
         return fake_quantize(self["weight"], self["clip"], self.rule, self.gradient_scale)
 
-    def _packed_as(self, kind: type, **others: Any) -> Any:
-        """A layer of a packed kind with the codes of the weights."""
+    def _packed_as(self, kind: Any, **others: Any) -> Any:
+        """A layer of a kind, `PackedLinear` or `PackedEmbedding`, with the codes of the weights."""
         rule, weight = self.rule, self["weight"]
         found = quantize(weight, self["clip"], rule)
         # MLX's own layers compute in the type of their scales.
