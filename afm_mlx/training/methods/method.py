@@ -53,9 +53,8 @@ class Method:
 
         Args:
             model: what `source.load` returned.
-            source: where the model comes from.
-            batches: the training data.
-            seed: seed of new weights.
+            batches: the training data, for what is calibrated on them.
+            seed: of new weights.
         """
         raise NotImplementedError
 
@@ -73,12 +72,9 @@ class Method:
     def save(
         self, path: Path, model: nn.Module, source: ModelSource, facts: Mapping[str, str]
     ) -> None:
-        """Write the folder of the trained model, whose weights are the best of the run.
+        """Write the folder of the trained model, which has its best weights, after `round_as_saved`.
 
         Args:
-            path: of the folder.
-            model: after `round_as_saved`.
-            source: where the model came from.
             facts: rows for the model card.
         """
         raise NotImplementedError

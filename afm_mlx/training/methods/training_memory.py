@@ -108,7 +108,7 @@ def estimate_memory(
         base_bits: of LoRA's frozen base: 2, 4 or 8 for a packed body with an embedding of 4 bits at least; None
             for float, as for the other kinds.
         dtype: of float weights and activations.
-        grad_checkpoint: blocks are recomputed, see `recompute`.
+        grad_checkpoint: blocks are recomputed, see `gradient_checkpointing`.
         ema: an average of weights is kept.
         accumulates: a step has several micro-batches.
         targets: that are scored in a micro-batch; all B * L tokens by default.
