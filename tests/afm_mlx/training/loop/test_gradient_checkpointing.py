@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from afm_mlx.errors import TrainingError
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.optimizer import AdamW
 from afm_mlx.training.loop.step import TrainingStep
@@ -93,9 +92,3 @@ def test_a_compiled_step_recomputes(compiled):
         weights.append(dict(tree_flatten(step.model.parameters())))
     for name, weight in weights[0].items():
         np.testing.assert_allclose(weight, weights[1][name], atol=1e-4, err_msg=name)
-
-
-def test_a_model_without_blocks():
-    context = recomputed_blocks(nn.Linear(2, 2))
-    with pytest.raises(TrainingError, match="Linear has no list `layers`"), context:
-        pass
