@@ -75,6 +75,9 @@ class Method:
         """Write the folder of the trained model, which has its best weights, after `round_as_saved`.
 
         Args:
+            path: path of the folder.
+            model: the model after `round_as_saved`.
+            source: where the model came from.
             facts: rows for the model card.
         """
         raise NotImplementedError
