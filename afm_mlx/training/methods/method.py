@@ -53,8 +53,9 @@ class Method:
 
         Args:
             model: what `source.load` returned.
+            source: where the model comes from.
             batches: the training data, for what is calibrated on them.
-            seed: of new weights.
+            seed: seed of new weights.
         """
         raise NotImplementedError
 
