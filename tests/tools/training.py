@@ -15,7 +15,8 @@ import mlx.nn as nn
 
 from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.loop.run_folder import RunFolder
-from afm_mlx.training.loop.trainer import TrainingOptions, train
+from afm_mlx.training.loop.trainer import train
+from afm_mlx.training.loop.training_options import TrainingOptions
 
 VOCABULARY = 13
 

@@ -30,9 +30,9 @@ class Watcher:
         return [getattr(event, field) for event in self.events if isinstance(event, kind)]
 
 
-def random_adapter(folder, path, rng, rank=4, size=0.1):
+def random_adapter(folder, path, rng, rank=4, size=0.1, keys=None):
     """An adapter of a model's folder that changes what it says."""
-    base = add_lora(load(folder)[0], rank, 2.0)
+    base = add_lora(load(folder)[0], rank, 2.0, keys)
     drawn = [
         (name, mx.array(rng.normal(0, size, array.shape).astype(np.float32)))
         for name, array in lora_tensors(base).items()

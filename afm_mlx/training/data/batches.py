@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
 from afm_mlx.errors import DataError
 from afm_mlx.training.data.samples import Sample
@@ -103,12 +101,11 @@ class Batches:
         self._targets = np.add.reduceat(self._weights > 0, self._starts, dtype=np.int32)
         self._refuse(samples, self._targets < 1, "none of them has a weight. Remove it")
         self.n_tokens, self.n_targets = len(self._tokens), int(self._targets.sum())
-        self._layout = self._pack() if packed else None
-        rows = len(samples) if self._layout is None else self._layout.n_rows
-        self.per_epoch = -(-rows // batch_size)
+        # Row r holds the samples `order[bounds[r] : bounds[r + 1]]`.
+        self._order, self._bounds = self._pack()
         self._epoch, self._plan = 0, self._plan_epoch(0)
-        cells = sum(batch_size * width for width in self._plan.widths)
-        self.fill = int(self._inputs.sum()) / cells
+        self.per_epoch = len(self._plan.batches)
+        self.fill = int(self._inputs.sum()) / (batch_size * sum(self._plan.widths))
 
     def __len__(self) -> int:
         """Number of samples."""
@@ -137,9 +134,14 @@ class Batches:
 
     # -- planning
 
-    def _pack(self) -> _Layout:
-        """Best fit in a random order: a sample goes into the open row that it leaves the least room in."""
+    def _pack(self) -> tuple[np.ndarray, np.ndarray]:
+        """Best fit in a random order: a sample goes into the open row that it leaves the least room in.
+
+        Unpacked, each has a row of its own.
+        """
         order = np.arange(len(self))
+        if not self.packed:
+            return order, np.arange(len(self) + 1)
         if self.shuffle:
             order = np.random.default_rng([self.seed, 0, 0]).permutation(len(self))
         lengths = self._inputs[order]
@@ -160,96 +162,75 @@ class Batches:
                 if len(open_rows) > _OPEN_ROWS:
                     del open_rows[0]
         by_row = np.argsort(row_of, kind="stable")
-        bounds = np.searchsorted(row_of[by_row], np.arange(n_rows + 1))
-        return _Layout(order[by_row], bounds)
+        return order[by_row], np.searchsorted(row_of[by_row], np.arange(n_rows + 1))
 
     def _plan_epoch(self, epoch: int) -> _Plan:
         random = np.random.default_rng([self.seed, 1, epoch]) if self.shuffle else None
-        if self._layout is None:
-            samples, bounds, batches = self._plan_unpacked(random)
+        order, batches = self._exchanged(random) if self.packed else self._sorted(random)
+        targets = np.add.reduceat(self._targets[order], self._bounds[:-1])
+        widths, sizes = [self.length] * len(batches), [targets[rows].sum() for rows in batches]
+        if self.packed:
+            sizes = [max(sizes)] * len(batches)  # one shape for all steps
         else:
-            samples, bounds, batches = self._plan_packed(self._layout, random)
-        row_targets = np.add.reduceat(self._targets[samples], bounds[:-1])
-        targets = np.array([int(row_targets[rows].sum()) for rows in batches])
-        if self._layout is None:
-            longest = [int(self._inputs[samples[bounds[rows]]].max()) for rows in batches]
+            longest = [int(self._inputs[order[rows]].max()) for rows in batches]
             widths = [min(_round_up(n, ROW_MULTIPLE), self.length) for n in longest]
-        else:
-            widths = [self.length] * len(batches)
-            targets[:] = targets.max()  # one shape for all steps
-        return _Plan(
-            samples, bounds, batches, widths, [_round_up(n, TARGET_MULTIPLE) for n in targets]
-        )
+        return _Plan(order, batches, widths, [_round_up(int(n), TARGET_MULTIPLE) for n in sizes])
 
-    def _plan_packed(
-        self, layout: _Layout, random: np.random.Generator | None
-    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        samples, rows = layout.samples, np.arange(layout.n_rows)
+    def _exchanged(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Samples in the places of others of their length, and the rows of each batch."""
+        order, rows = self._order, np.arange(len(self._bounds) - 1)
         if random is not None:
-            places = np.argsort(self._inputs[samples], kind="stable")
+            places = np.argsort(self._inputs[order], kind="stable")
             shuffled = random.permutation(len(self))
-            exchanged = np.empty_like(samples)
-            exchanged[places] = shuffled[np.argsort(self._inputs[shuffled], kind="stable")]
-            samples, rows = exchanged, random.permutation(layout.n_rows)
-        return samples, layout.bounds, _split(rows, self.batch_size)
+            order = np.empty_like(order)
+            order[places] = shuffled[np.argsort(self._inputs[shuffled], kind="stable")]
+            rows = random.permutation(len(rows))
+        return order, _split(rows, self.batch_size)
 
-    def _plan_unpacked(
-        self, random: np.random.Generator | None
-    ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-        order = np.arange(len(self)) if random is None else random.permutation(len(self))
+    def _sorted(self, random: np.random.Generator | None) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Samples, those of some batches together sorted by length, and the rows of each batch."""
+        order = self._order if random is None else random.permutation(len(self))
         windows = _split(order, self.batch_size * _BATCHES_SORTED)
         order = np.concatenate([w[np.argsort(self._inputs[w], kind="stable")] for w in windows])
         batches = _split(np.arange(len(self)), self.batch_size)
         if random is not None:
             batches = [batches[i] for i in random.permutation(len(batches))]
-        return order, np.arange(len(self) + 1), batches
+        return order, batches
 
     # -- building
 
     def _build(self, plan: _Plan, index: int) -> Batch:
-        width, n_targets = plan.widths[index], plan.targets[index]
-        inputs = np.zeros((self.batch_size, width), np.int32)
-        segments = np.zeros((self.batch_size, width), np.int32)
-        positions: list[np.ndarray] = []
-        labels: list[np.ndarray] = []
-        weights: list[np.ndarray] = []
+        width = plan.widths[index]
+        inputs, segments = np.zeros((2, self.batch_size, width), np.int32)
+        positions, labels = np.zeros((2, plan.targets[index]), np.int32)
+        weights = np.zeros(plan.targets[index], np.float32)
+        done = 0
         for line, row in enumerate(plan.batches[index]):
             offset = 0
-            row_samples = plan.samples[plan.bounds[row] : plan.bounds[row + 1]]
+            row_samples = plan.order[self._bounds[row] : self._bounds[row + 1]]
             for segment, sample in enumerate(row_samples, start=1):
                 start, n = self._starts[sample], self._inputs[sample]
                 inputs[line, offset : offset + n] = self._tokens[start : start + n]
                 segments[line, offset : offset + n] = segment
                 scored = np.flatnonzero(self._weights[start + 1 : start + 1 + n] > 0)
-                positions.append(line * width + offset + scored)
-                labels.append(self._tokens[start + 1 + scored])
-                weights.append(self._weights[start + 1 + scored])
-                offset += n
+                target = slice(done, done + len(scored))
+                positions[target] = line * width + offset + scored
+                labels[target] = self._tokens[start + 1 + scored]
+                weights[target] = self._weights[start + 1 + scored]
+                offset, done = offset + n, target.stop
         return Batch(
             inputs=mx.array(inputs),
             segments=mx.array(segments) if self.packed else None,
-            positions=_filled(positions, n_targets, np.int32),
-            labels=_filled(labels, n_targets, np.int32),
-            weights=_filled(weights, n_targets, np.float32),
+            positions=mx.array(positions),
+            labels=mx.array(labels),
+            weights=mx.array(weights),
         )
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Rows: row r holds the samples `samples[bounds[r] : bounds[r + 1]]`."""
+class _Plan(NamedTuple):
+    """An epoch: the samples in the order of their rows; of each batch the rows, L and T."""
 
-    samples: np.ndarray
-    bounds: np.ndarray
-
-    @property
-    def n_rows(self) -> int:
-        return len(self.bounds) - 1
-
-
-@dataclass(frozen=True)
-class _Plan(_Layout):
-    """An epoch: the rows of each batch, and its L and T."""
-
+    order: np.ndarray
     batches: list[np.ndarray]
     widths: list[int]
     targets: list[int]
@@ -261,10 +242,3 @@ def _split(values: np.ndarray, size: int) -> list[np.ndarray]:
 
 def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def _filled(parts: list[np.ndarray], size: int, dtype: npt.DTypeLike) -> mx.array:
-    values: np.ndarray = np.zeros(size, dtype)
-    joined = np.concatenate(parts)
-    values[: len(joined)] = joined
-    return mx.array(values)

@@ -218,8 +218,7 @@ def _check_turns(messages: Sequence[Message]) -> None:
     before = None
     for index, message in enumerate(messages):
         role = message["role"]
-        is_tool = role in ("tool", "function")
-        if role == before and not is_tool:
+        if role == before and role not in ("tool", "function"):
             raise DataError(
                 f"messages[{index - 1}] and messages[{index}] both have the role {role!r}; only tool "
                 "results may follow each other. Join them."
@@ -267,9 +266,7 @@ class _Chat:
         start = max(earliest, self._start(index))
         end = self._end(index, start)
         # What a template writes behind the end of a turn is not the assistant's.
-        stops = np.flatnonzero(np.isin(self.tokens[start:end], list(self._stop_ids)))
-        if len(stops):
-            end = start + int(stops[-1]) + 1
+        end = max(self._ends(start, end), default=end)
         if start >= end:
             raise DataError(f"messages[{index}]: the chat template renders nothing for this turn.")
         return start, end
@@ -295,17 +292,18 @@ class _Chat:
         upto = self._render(index + 1)
         if self._text.startswith(upto):
             return _shared_length(self._encode(upto, index + 1), self.tokens)
-        stops = np.flatnonzero(np.isin(self.tokens[start:], list(self._stop_ids)))
-        if not len(stops):
+        ends = self._ends(start, None)
+        if not ends:
             raise DataError(
                 f"messages[{index}]: the model's chat template renders this turn differently when more "
                 "follow, and ends it with no stop token, so its end can't be found."
             )
-        return start + int(stops[0]) + 1
+        return ends[0]
 
-    @property
-    def _stop_ids(self) -> set[int]:
-        return set(self._tokenizer.eos_token_ids)
+    def _ends(self, start: int, end: int | None) -> list[int]:
+        """Behind every stop token from `start` to `end`."""
+        stops = np.isin(self.tokens[start:end], list(self._tokenizer.eos_token_ids))
+        return (start + 1 + np.flatnonzero(stops)).tolist()
 
     def _render(self, count: int, tokenize: bool = False, **variables: Any) -> Any:
         return _guarded(

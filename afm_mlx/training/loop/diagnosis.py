@@ -42,12 +42,9 @@ def find_non_finite(
     for name, parameter in tree_flatten(model.parameters()):
         if text := _not_finite(parameter):
             return f"the parameter {name} is not finite ({text})"
-    weight = mx.array(0.0)
-    for batch in batches:
-        weight = weight + batch.weights.sum()
+    weight = sum((batch.weights.sum() for batch in batches), mx.array(0.0))
     if weight.item() == 0:
         return "no target of the batch has a weight"
-    order: list[str] = []
     for batch in batches:
         key = random_key()
         with _watched(model) as calls:
@@ -94,16 +91,15 @@ def _watched(model: nn.Module) -> Iterator[list[tuple[str, str, str]]]:
     """Every call of a layer, in the order in which they end: name, what is not finite, and a hint."""
     calls: list[tuple[str, str, str]] = []
     names = {id(module): name or "the model" for name, module in model.named_modules()}
-    modules = {id(module): module for _, module in model.named_modules()}
-    kinds = {key: type(module) for key, module in modules.items()}
-    watching = {kind: _watching(kind, names, calls) for kind in set(kinds.values())}
+    kinds = [(module, type(module)) for module in {id(m): m for m in model.modules()}.values()]
+    watching = {kind: _watching(kind, names, calls) for _, kind in kinds}
     try:
-        for key, module in modules.items():
-            module.__class__ = watching[kinds[key]]
+        for module, kind in kinds:
+            module.__class__ = watching[kind]
         yield calls
     finally:
-        for key, module in modules.items():
-            module.__class__ = kinds[key]
+        for module, kind in kinds:
+            module.__class__ = kind
 
 
 def _watching(kind: type, names: dict[int, str], calls: list[tuple[str, str, str]]) -> type:
@@ -122,13 +118,8 @@ def _watching(kind: type, names: dict[int, str], calls: list[tuple[str, str, str
 
 def _arrays(tree: Any) -> list[mx.array]:
     """The floating-point arrays in what a layer takes or returns."""
-    if isinstance(tree, mx.array):
-        return [tree] if mx.issubdtype(tree.dtype, mx.floating) and tree.size else []
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, (list, tuple)):
-        return [array for item in tree for array in _arrays(item)]
-    return []
+    leaves = (leaf for _, leaf in tree_flatten(tree) if isinstance(leaf, mx.array))
+    return [leaf for leaf in leaves if mx.issubdtype(leaf.dtype, mx.floating) and leaf.size]
 
 
 def _not_finite(*arrays: mx.array) -> str:

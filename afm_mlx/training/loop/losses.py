@@ -36,7 +36,7 @@ WHOLE = 1 << 24
 
 DIVERGENCES = ("forward", "reverse")
 
-TargetLoss: TypeAlias = Callable[[mx.array, "mx.array | None", mx.array], mx.array]
+TargetLoss: TypeAlias = Callable[[mx.array, Any, mx.array], mx.array]
 """Logits (n, V), the teacher's (n, V) or None, and labels (n,) to losses (n,), all float32."""
 
 
@@ -89,8 +89,7 @@ class Distillation:
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
         return _weighted_sum(model, self.teacher, batch, self._of_targets)
 
-    def _of_targets(self, logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
-        taught = _check_vocabulary(taught, logits)
+    def _of_targets(self, logits: mx.array, taught: mx.array, labels: mx.array) -> mx.array:
         first, second = (taught, logits) if self.divergence == "forward" else (logits, taught)
         loss = self.weight * _divergence(first, second, self.temperature)
         if self.weight < 1:
@@ -112,12 +111,7 @@ class Acceptance:
         self.teacher = teacher
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
-        return _weighted_sum(model, self.teacher, batch, self._of_targets)
-
-    def _of_targets(self, logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
-        taught = _check_vocabulary(taught, logits)
-        shared = mx.minimum(mx.softmax(logits, axis=-1), mx.softmax(taught, axis=-1))
-        return shared.sum(axis=-1)
+        return _weighted_sum(model, self.teacher, batch, _shared)
 
 
 def check_divergence(divergence: str) -> None:
@@ -128,17 +122,7 @@ def check_divergence(divergence: str) -> None:
         )
 
 
-def _check_vocabulary(taught: mx.array | None, logits: mx.array) -> mx.array:
-    assert taught is not None
-    if taught.shape != logits.shape:
-        raise ConfigError(
-            f"The teacher has {taught.shape[-1]} tokens and the model {logits.shape[-1]}; a teacher must "
-            "have the model's vocabulary. Choose the model that this one was made of."
-        )
-    return taught
-
-
-def _cross_entropy(logits: mx.array, taught: mx.array | None, labels: mx.array) -> mx.array:
+def _cross_entropy(logits: mx.array, taught: None, labels: mx.array) -> mx.array:
     return nn.losses.cross_entropy(logits, labels, reduction="none")
 
 
@@ -152,6 +136,19 @@ def _log_softmax(x: mx.array) -> mx.array:
     return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 
+def _shared(logits: mx.array, taught: mx.array, labels: mx.array) -> mx.array:
+    """The probability that both models give to the same tokens, (n,)."""
+    return mx.minimum(mx.softmax(logits, axis=-1), mx.softmax(taught, axis=-1)).sum(axis=-1)
+
+
+def _check_vocabulary(taught: mx.array, logits: mx.array) -> None:
+    if taught.shape != logits.shape:
+        raise ConfigError(
+            f"The teacher has {taught.shape[-1]} tokens and the model {logits.shape[-1]}; a teacher must "
+            "have the model's vocabulary. Choose the model that this one was made of."
+        )
+
+
 # -- targets, a chunk at a time
 
 
@@ -163,17 +160,16 @@ def _weighted_sum(
     taught = None if teacher is None else mx.stop_gradient(_states(teacher, batch))
 
     def loss(rows: slice, h: mx.array) -> mx.array:
-        logits = _logits(model, h)
-        others = None
-        if teacher is not None:
-            assert taught is not None
+        logits, others = _logits(model, h), None
+        if taught is not None:
             # Waits for `h`: where the forward pass and what is computed again are equal expressions,
             # `mx.compile` keeps the first one's logits.
             others = mx.stop_gradient(_logits(teacher, mx.depends([taught[rows]], [h])[0]))
+            _check_vocabulary(others, logits)
         return mx.sum(batch.weights[rows] * of_targets(logits, others, batch.labels[rows]))
 
-    targets, vocabulary = batch.labels.size, _vocabulary(model, h)
-    if targets * vocabulary <= WHOLE:
+    targets = batch.labels.size
+    if targets * (model.args.vocab_size if is_afm(model) else h.shape[-1]) <= WHOLE:
         return loss(slice(targets), h)
     total = mx.array(0.0)
     for start in range(0, targets, CHUNK):
@@ -192,24 +188,23 @@ def _recomputed_head(
     """`total + loss(rows, h)`; logits are computed again in the backward pass, and not kept until then."""
     head = _head_modules(model)
 
+    def update(parameters: list[Any]) -> None:
+        for module, values in zip(head, parameters, strict=True):
+            module.update(values)
+
     def run(parameters: list[Any], h: mx.array, total: mx.array) -> mx.array:
         before = [module.trainable_parameters() for module in head]
-        _update(head, parameters)
+        update(parameters)
         try:
             # MLX would run chunks side by side; one that waits for the sum so far comes after the others. So it
             # is in the backward pass, where the sum's gradient comes from the chunk behind.
             return total + loss(rows, mx.depends([h], [total])[0])
         finally:
             # The traced arrays are this call's own; the model must not keep them.
-            _update(head, before)
+            update(before)
 
     # Gradients reach the arguments of such a function only, so the parameters are among them.
     return recomputed(run)([module.trainable_parameters() for module in head], h, total)
-
-
-def _update(modules: list[nn.Module], parameters: list[Any]) -> None:
-    for module, values in zip(modules, parameters, strict=True):
-        module.update(values)
 
 
 # -- both kinds of model
@@ -232,11 +227,5 @@ def _logits(model: nn.Module, h: mx.array) -> mx.array:
     return (model.head(h) if is_afm(model) else h).astype(mx.float32)
 
 
-def _vocabulary(model: nn.Module, h: mx.array) -> int:
-    return model.args.vocab_size if is_afm(model) else h.shape[-1]
-
-
 def _head_modules(model: nn.Module) -> list[nn.Module]:
-    if not is_afm(model):
-        return []
-    return [model.model.embedding, model.model.output_norm]
+    return [model.model.embedding, model.model.output_norm] if is_afm(model) else []

@@ -82,16 +82,12 @@ def mlx_lm_schedule(values: Mapping[str, Any]) -> Schedule:
     name: Any = values.get("name")
     arguments: Any = values.get("arguments")
     warmup, start = values.get("warmup", 0), values.get("warmup_init", 0.0)
+    is_count = type(warmup) is int and 0 <= warmup < 2**31
     checks = (
         ("keys", sorted(values), not unknown, "name, arguments, warmup and warmup_init"),
         ("name", name, name in MLX_SCHEDULES, ", ".join(MLX_SCHEDULES)),
         ("arguments", arguments, _are_numbers(arguments), "a list of numbers, the rate first"),
-        (
-            "warmup",
-            warmup,
-            type(warmup) is int and 0 <= warmup < 2**31,
-            "whole numbers, 0 to 2**31 - 1",
-        ),
+        ("warmup", warmup, is_count, "whole numbers, 0 to 2**31 - 1"),
         ("warmup_init", start, _are_numbers([start]) and start >= 0, "numbers, 0 and more"),
     )
     for key, value, holds, allowed in checks:

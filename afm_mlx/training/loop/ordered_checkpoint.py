@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,9 +64,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _leaves(tree: Any) -> list[mx.array]:
-    leaves: list[mx.array] = []
-    tree_map(lambda leaf: leaves.append(leaf) if _is_float(leaf) else None, tree)
-    return leaves
+    return [leaf for _, leaf in tree_flatten(tree) if _is_float(leaf)]
 
 
 def _shape(tree: Any) -> Any:

@@ -29,7 +29,9 @@ def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
             "Plots need matplotlib, which is not installed. Install it: pip install 'afm-mlx[train]'"
         ) from None
 
-    records = _read(Path(metrics_path))
+    records = [record for _, record in read_jsonl(Path(metrics_path))]
+    if not any("loss" in record or "valid_loss" in record for record in records):
+        raise DataError(f"{metrics_path} has no line with a loss yet. Train for some steps first.")
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     losses, rates = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
@@ -43,13 +45,6 @@ def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
         axes.grid(alpha=0.3)
     with atomic_write(png_path) as path:
         figure.savefig(path, dpi=150, format="png")
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    records = [record for _, record in read_jsonl(path)]
-    if not any("loss" in record or "valid_loss" in record for record in records):
-        raise DataError(f"{path} has no line with a loss yet. Train for some steps first.")
-    return records
 
 
 def _series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,6 +75,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self._lock: FileLock | None = None
+        self._manifest_path = path / "run.json"
         self.metrics_path = path / "metrics.jsonl"
         self._checkpoints = path / "checkpoints"
         self._best = path / "best"
@@ -98,13 +100,9 @@ class RunFolder:
             raise TrainingError(
                 f"The run's folder {path} can't be made: {error.strerror}. Choose another path."
             ) from None
-        run._begin_work()
-        try:
+        with run._begun():
             run.check(resume=False)  # again: another may have come and gone
-            run._write_json(run._manifest_path, dict(manifest))
-        except BaseException:
-            run.close()
-            raise
+            _write_json(run._manifest_path, manifest)
         return run
 
     @classmethod
@@ -117,14 +115,10 @@ class RunFolder:
         """
         run = cls(Path(path))
         run.check(resume=True)
-        run._begin_work()
-        try:
+        with run._begun():
             run._check_manifest(manifest)
             for folder in (run.path, run._checkpoints, run._best):
                 remove_leftovers(folder)
-        except BaseException:
-            run.close()
-            raise
         return run
 
     def check(self, *, resume: bool) -> None:
@@ -135,7 +129,7 @@ class RunFolder:
             TrainingError: when there is none to resume, or when a process works in it.
         """
         if self.path.is_dir() and self._lock is None:
-            self._begin_work(create=False)
+            self._take_lock(create=False)
             self.close()
         if not resume and (self._manifest_path.exists() or self.steps()):
             raise RunExistsError(self.path)
@@ -148,8 +142,8 @@ class RunFolder:
     def close(self) -> None:
         """Let others work in the folder; a second call does nothing."""
         if self._lock is not None:
-            lock, self._lock = self._lock, None
-            lock.release()
+            self._lock.release()
+            self._lock = None
 
     def __enter__(self) -> RunFolder:
         return self
@@ -157,7 +151,17 @@ class RunFolder:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _begin_work(self, *, create: bool = True) -> None:
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        """Lock the folder, for good unless something goes wrong."""
+        self._take_lock()
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_lock(self, *, create: bool = True) -> None:
         try:
             self._lock = FileLock(self.path / LOCK_NAME, create=create)
         except LockHeldError as error:
@@ -177,7 +181,7 @@ class RunFolder:
         now = json.loads(json.dumps(dict(manifest)))
         differing = [
             f"{key} was {json.dumps(before.get(key))} and is now {json.dumps(now.get(key))}"
-            for key in [*before, *(key for key in now if key not in before)]
+            for key in before | now
             if (key in before, before.get(key)) != (key in now, now.get(key))
         ]
         if differing:
@@ -185,10 +189,6 @@ class RunFolder:
                 f"{path} was started with other settings: {'; '.join(differing)}. Resume with the old ones, "
                 "or start a new run in another folder."
             )
-
-    @property
-    def _manifest_path(self) -> Path:
-        return self.path / "run.json"
 
     # -- checkpoints
 
@@ -216,16 +216,11 @@ class RunFolder:
             TrainingError: when the disk is full, say; the checkpoints before are as they were.
         """
         path = self.checkpoint_path(step)
-        try:
-            with atomic_folder(path) as folder:
-                for name, group in tensors.items():
-                    if group:
-                        save_file(folder / f"{name}.safetensors", group)
-                self._write_json(folder / STATE_NAME, dict(state))
-        except (OSError, CheckpointError) as error:
-            raise TrainingError(
-                f"The checkpoint of step {step} could not be written: {error} {self.what_remains()}"
-            ) from None
+        with self._written(f"The checkpoint of step {step}"), atomic_folder(path) as folder:
+            for name, group in tensors.items():
+                if group:
+                    save_file(folder / f"{name}.safetensors", group)
+            _write_json(folder / STATE_NAME, state)
         for old in self.steps()[:-KEEP]:
             remove_folder(self.checkpoint_path(old))
         return path
@@ -270,9 +265,8 @@ class RunFolder:
         steps = self.steps()
         if not steps:
             return "No checkpoint was written yet."
-        return (
-            f"The last checkpoint is that of step {steps[-1]}, {self.checkpoint_path(steps[-1])}."
-        )
+        step = steps[-1]
+        return f"The last checkpoint is that of step {step}, {self.checkpoint_path(step)}."
 
     # -- best weights
 
@@ -282,15 +276,11 @@ class RunFolder:
         Raises:
             TrainingError: when they can't be written; the best so far are as they were.
         """
-        try:
+        with self._written("The best weights"):
             self._best.mkdir(parents=True, exist_ok=True)
             with atomic_write(self._best / f"{TRAINABLE}.safetensors") as path:
                 save_file(path, tensors, {"format": "mlx", "state": json.dumps(dict(state))})
-            self._write_json(self._best / STATE_NAME, dict(state))
-        except (OSError, CheckpointError) as error:
-            raise TrainingError(
-                f"The best weights could not be written: {error} {self.what_remains()}"
-            ) from None
+            _write_json(self._best / STATE_NAME, state)
 
     def load_best(self) -> tuple[dict[str, mx.array], dict[str, Any]] | None:
         """The best weights and their state; None before any were saved."""
@@ -302,10 +292,9 @@ class RunFolder:
             state = json.loads(metadata["state"])
             return tensors, {"step": state["step"], "valid_loss": state["valid_loss"]}
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            fault = f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"{path} does not say which step its weights are of ({fault}). Start a new run in another "
-                "folder."
+                f"{path} does not say which step its weights are of ({type(error).__name__}: {error}). Start a "
+                "new run in another folder."
             ) from None
 
     # -- metrics
@@ -320,27 +309,29 @@ class RunFolder:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        try:
-            with self.metrics_path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
-        except OSError as error:
-            raise TrainingError(
-                f"{self.metrics_path} could not be written: {error}. {self.what_remains()}"
-            ) from None
+        path = self.metrics_path
+        with self._written(str(path)), path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
 
     def truncate_metrics(self, step: int) -> None:
         """Forget the lines of later steps, and a half one at the end."""
         if not self.metrics_path.exists():
             return
-        kept = [
-            line for line in self.metrics_path.read_text("utf-8").splitlines() if _upto(line, step)
-        ]
+        lines = self.metrics_path.read_text("utf-8").splitlines()
+        kept = [line for line in lines if _upto(line, step)]
         with atomic_write(self.metrics_path) as path:
             path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
-    def _write_json(self, path: Path, values: dict[str, Any]) -> None:
-        with atomic_write(path) as temporary:
-            temporary.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    @contextmanager
+    def _written(self, what: str) -> Iterator[None]:
+        """Raise `TrainingError` for what can't be written, with what remains."""
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            reason = str(error).rstrip(".")
+            raise TrainingError(
+                f"{what} could not be written: {reason}. {self.what_remains()}"
+            ) from None
 
 
 def _upto(line: str, step: int) -> bool:
@@ -359,6 +350,11 @@ def _whom_to_ask(owner: Owner | None) -> str:
         f"{owner}. Let that run go on, or stop it (kill {owner.pid} lets it save a checkpoint) and resume it "
         "then (--resume); or choose another folder for a new run."
     )
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    with atomic_write(path) as temporary:
+        temporary.write_text(json.dumps(dict(values), indent=2) + "\n", encoding="utf-8")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -158,4 +158,4 @@ class TrainingStep:
 
 def _batch(arrays: dict[str, mx.array]) -> Batch:
     """Make the batch of `arrays`, which lacks what is None: a compiled function takes no None."""
-    return Batch(*(arrays.get(name) for name in Batch._fields))  # type: ignore[arg-type]
+    return Batch(**({"segments": None} | arrays))

@@ -42,7 +42,7 @@ from afm_mlx.training.loop.optimizer import AdamW, Tree
 from afm_mlx.training.loop.random_state import random_key
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
 from afm_mlx.training.loop.step import StepResult, TrainingStep
-from afm_mlx.training.loop.training_options import TrainingOptions as TrainingOptions
+from afm_mlx.training.loop.training_options import TrainingOptions
 
 OnEvent = Callable[[Event], None]
 Stopping = Callable[[], AbstractContextManager[Flag]]
@@ -137,22 +137,21 @@ def train(
         return trainer.run_to_the_end(flag)
 
 
+@dataclass
 class _Trainer:
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        batches: Batches,
-        options: TrainingOptions,
-        run: RunFolder,
-        valid: Batches | None,
-        on_event: OnEvent,
-    ):
-        self.model, self.loss, self.batches, self.valid = model, loss, batches, valid
-        self.options, self.run, self.on_event = options, run, on_event
+    model: nn.Module
+    loss: Loss
+    batches: Batches
+    options: TrainingOptions
+    run: RunFolder
+    valid: Batches | None
+    on_event: OnEvent
+
+    def __post_init__(self) -> None:
+        options = self.options
         self.optimizer = AdamW(options.rates, options.weight_decay, options.betas, options.eps)
         self.step = TrainingStep(
-            model, loss, self.optimizer, options.clip_grad_norm, options.ema_decay
+            self.model, self.loss, self.optimizer, options.clip_grad_norm, options.ema_decay
         )
         self.progress = _Progress()
         self._grad_norm = 0.0  # norm of the last step's gradient
@@ -163,14 +162,14 @@ class _Trainer:
         options, progress = self.options, self.progress
         self._started = time.perf_counter() - progress.seconds
         if progress.step == 0 and self.valid is not None:
-            self._evaluate()
+            self._evaluate(self.valid)
         while progress.step < options.iters and not progress.stopped_early:
             self._take_step()
             step, is_last = progress.step, progress.step == options.iters
             if step % options.steps_per_report == 0 or is_last:
                 self._report()
             if self.valid is not None and (step % options.steps_per_eval == 0 or is_last):
-                self._evaluate()
+                self._evaluate(self.valid)
             stops = is_last or progress.stopped_early or stop.is_set()
             if step % options.save_every == 0 or stops:
                 self._save()
@@ -180,14 +179,10 @@ class _Trainer:
 
     # -- parts of a step
 
-    def _micro_batches(self, step: int) -> list[Batch]:
-        n = self.options.grad_accumulation_steps
-        return [self.batches(i) for i in range((step - 1) * n, step * n)]
-
     def _take_step(self) -> None:
         progress, key = self.progress, random_key()
-        start = time.perf_counter()
-        batches = self._micro_batches(progress.step + 1)
+        start, n = time.perf_counter(), self.options.grad_accumulation_steps
+        batches = [self.batches(progress.step * n + i) for i in range(n)]
         self.model.train()
         result = self.step(batches)
         self.step.evaluate(result)
@@ -233,16 +228,16 @@ class _Trainer:
         progress.new_tokens = 0
         self._tell(report)
 
-    def _tell(self, record: Report | Validation) -> None:
-        self.run.log(dataclasses.asdict(record))
-        self.on_event(record)
+    def _tell(self, line: Report | Validation) -> None:
+        self.run.log(dataclasses.asdict(line))
+        self.on_event(line)
 
     # -- evaluation
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, valid: Batches) -> None:
         progress = self.progress
         with self._averaged_weights():
-            loss = self._valid_loss()
+            loss = self._mean_loss(valid)
             is_best = progress.best_loss is None or loss < progress.best_loss
             if is_best:
                 progress.best_step, progress.best_loss = progress.step, loss
@@ -251,16 +246,14 @@ class _Trainer:
         progress.stopped_early = progress.evaluations_since_best == self.options.patience
         self._tell(Validation(progress.step, loss, perplexity(loss)))
 
-    def _valid_loss(self) -> float:
+    def _mean_loss(self, valid: Batches) -> float:
         """The mean loss over the validation batches, which are the same every time."""
-        assert self.valid is not None
-        options = self.options
         try:
-            return mean_loss(self.model, self.loss, self.valid, options.val_batches)
+            return mean_loss(self.model, self.loss, valid, self.options.val_batches)
         except TrainingError as error:
             raise TrainingError(
                 f"Validation after step {self.progress.step}: {error} {self.run.what_remains()} Try a lower "
-                f"learning rate (now {options.learning_rate:g})."
+                f"learning rate (now {self.options.learning_rate:g})."
             ) from None
 
     @contextmanager
@@ -283,8 +276,9 @@ class _Trainer:
 
     def _finish(self) -> RunOutcome:
         """Give the model its best weights."""
+        progress = self.progress
         if self.valid is None:
-            self.progress.best_step = self.progress.step
+            progress.best_step = progress.step
             with self._averaged_weights():
                 self._save_best()
         best = self.run.load_best()
@@ -294,7 +288,6 @@ class _Trainer:
             )
         weights, state = best
         self.model.update(_filled(self.model.trainable_parameters(), weights, "best"))
-        progress = self.progress
         return RunOutcome(
             steps=progress.step,
             best_step=state["step"],
@@ -352,12 +345,9 @@ def _filled(tree: Tree, tensors: dict[str, mx.array], what: str) -> Tree:
     Raises:
         CheckpointError: when names or shapes differ.
     """
-    missing = [
-        name
-        for name, a in tree_flatten(tree)
-        if name not in tensors or tensors[name].shape != a.shape
-    ]
-    extra = tensors.keys() - dict(tree_flatten(tree)).keys()
+    wanted = dict(tree_flatten(tree))
+    missing = [n for n, a in wanted.items() if n not in tensors or tensors[n].shape != a.shape]
+    extra = tensors.keys() - wanted.keys()
     if missing or extra:
         raise CheckpointError(
             f"The run's {what} tensors are not those of this model: {len(missing)} are missing or of another "

@@ -94,10 +94,8 @@ class LoRATraining(Method):
         if self.initial_adapter is None:
             return
         config = read_initial(self.initial_adapter, self.scale)[1]
-        for name, wanted, found in (
-            ("rank", self.rank, config.rank),
-            ("scale", self.scale, config.scale),
-        ):
+        for name in ("rank", "scale"):
+            wanted, found = getattr(self, name), getattr(config, name)
             if wanted is not None and wanted != found:
                 raise ConfigError(
                     f"{name} is {wanted}, and that of the initial adapter {self.initial_adapter} is {found}. "
@@ -134,6 +132,7 @@ class LoRATraining(Method):
     def round_as_saved(self, model: nn.Module) -> None:
         if self.save_dtype == "float32":
             return
+        rounded = []
         for name, tensor in lora_tensors(model).items():
             largest = mx.abs(tensor).max().item()
             if largest > FLOAT16_MAX:
@@ -141,10 +140,7 @@ class LoRATraining(Method):
                     f"{name} has a number of {largest:g}, and float16 ends at {FLOAT16_MAX:g}. Save the "
                     "adapter as float32 (--save-dtype float32); the run is kept, and --resume goes on with it."
                 )
-        rounded = [
-            (name, tensor.astype(mx.float16).astype(tensor.dtype))
-            for name, tensor in lora_tensors(model).items()
-        ]
+            rounded.append((name, tensor.astype(mx.float16).astype(tensor.dtype)))
         model.load_weights(rounded, strict=False)
 
     def manifest(self, model: nn.Module) -> dict[str, Any]:

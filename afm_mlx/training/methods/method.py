@@ -54,7 +54,7 @@ class Method:
         Args:
             model: what `source.load` returned.
             source: where the model comes from.
-            batches: the training data.
+            batches: the training data, for what is calibrated on them.
             seed: seed of new weights.
         """
         raise NotImplementedError
@@ -73,7 +73,7 @@ class Method:
     def save(
         self, path: Path, model: nn.Module, source: ModelSource, facts: Mapping[str, str]
     ) -> None:
-        """Write the folder of the trained model, whose weights are the best of the run.
+        """Write the folder of the trained model, which has its best weights, after `round_as_saved`.
 
         Args:
             path: path of the folder.

@@ -56,7 +56,8 @@ def make_plan(
     if source.is_afm:
         memory = _memory(model, source, kind, data, options)
         # A frozen model keeps nothing for a backward pass.
-        memory += 0 if teacher is None else _nbytes(teacher)
+        frozen = {} if teacher is None else teacher.parameters()
+        memory += sum(array.nbytes for _, array in tree_flatten(frozen))
     return Plan(_count(model), trainable, data, options, memory)
 
 
@@ -82,16 +83,9 @@ def _memory(
     ).total
 
 
-def _nbytes(model: nn.Module) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
-
-
 def _count(model: nn.Module) -> int:
     """Parameters of a model; of a packed matrix the numbers that it stands for, and not its scales."""
-    packed = [m for m in model.modules() if m.get("weight", _FLOAT).dtype == mx.uint32]
+    packed = [m for m in model.modules() if "weight" in m and m["weight"].dtype == mx.uint32]
     more = sum(m["weight"].size * 32 // m.bits for m in packed)
     less = sum(m[part].size for m in packed for part in PARTS if part in m)
     return more - less + sum(array.size for _, array in tree_flatten(model.parameters()))
-
-
-_FLOAT = mx.array(0.0)

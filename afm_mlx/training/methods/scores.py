@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,9 @@ def measure_adapter(
     if on_data is not None:
         on_data(batches)
     model = source.load()
-    untrained = measure_split(model, batches, recipe.test_batches, progress=progress)
-    if adapter_path is None:
-        return Scores(untrained, None, WITHOUT_ADAPTER)
-    attach_adapter(model, adapter_path, base_folder=source.folder, force=recipe.force)
-    trained = measure_split(model, batches, recipe.test_batches, progress=progress)
+    measure = partial(measure_split, model, batches, recipe.test_batches, progress=progress)
+    untrained, trained = measure(), None
+    if adapter_path is not None:
+        attach_adapter(model, adapter_path, base_folder=source.folder, force=recipe.force)
+        trained = measure()
     return Scores(untrained, trained, WITHOUT_ADAPTER)

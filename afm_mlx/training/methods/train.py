@@ -121,7 +121,7 @@ def train_by(
     Raises:
         AFMError: what is wrong with an argument, the data, the model or the run.
     """
-    path = Path(path)
+    path, on_event = Path(path), on_event or (lambda event: None)
     run_path = Path(run_path or method.default_run_path(path))
     # What can be refused is refused before a model is loaded; `run_path` is checked again when it is opened.
     method.check_path(path, run_path, resume)
@@ -133,21 +133,23 @@ def train_by(
     options = method.with_defaults(recipe.loop_options(data.train.per_epoch))
 
     model = source.load()
-    weights = source.fingerprint(model)
+    manifest = {
+        "kind": method.kind,
+        "model": source.name,
+        "model_weights": source.fingerprint(model),
+    }
     teacher = None if teacher_source is None else load_teacher(recipe, teacher_source, source)
     loss = _loss(recipe, teacher)
     method.prepare(model, source, data.train, options.seed)
     plan = make_plan(model, source, method.kind, teacher and teacher.model, data, options)
     check_fits(plan.memory)
-    manifest = {"kind": method.kind, "model": source.name, "model_weights": weights}
     manifest |= {} if teacher is None else teacher.manifest
     manifest |= method.manifest(model) | _manifest(recipe, data, options)
 
     def test(label: str | None) -> SplitScore | None:
         if data.test is None:
             return None
-        if on_event is not None:
-            on_event(Testing(label))
+        on_event(Testing(label))
         target = teacher.model if teacher and method.measures_acceptance else None
         return measure_split(model, data.test, recipe.test_batches, target)
 
@@ -180,14 +182,10 @@ _NOT_IN_MANIFEST = ("steps_per_report", "save_every", "clear_cache_threshold")  
 
 def _manifest(recipe: Recipe, data: DataSplits, options: TrainingOptions) -> dict[str, Any]:
     """What a run must keep when it resumes, by the names of the arguments."""
-    values = dataclasses.asdict(options)
-    values |= {
-        name: getattr(recipe, name) for name in ("batch_size", "max_seq_length", "prompt_weight")
-    }
+    names = ["batch_size", "max_seq_length", "prompt_weight"]
     if recipe.teacher is not None:
-        values["distillation_weight"] = recipe.distillation_weight
-        values["distillation_temperature"] = recipe.distillation_temperature
-        values["divergence"] = recipe.divergence
+        names += ["distillation_weight", "distillation_temperature", "divergence"]
+    values = dataclasses.asdict(options) | {name: getattr(recipe, name) for name in names}
     values["packing"] = data.train.packed
     values["data"] = data.train.fingerprint
     values["valid_data"] = data.valid.fingerprint if data.valid else None

@@ -30,11 +30,9 @@ import mlx.core as mx
 from afm_mlx.adapters.formats.pair_order import pair_places
 from afm_mlx.architecture import block_kinds
 from afm_mlx.config import ModelConfig
-from afm_mlx.errors import ConfigError, TrainingError
+from afm_mlx.errors import TrainingError
 from afm_mlx.measure.process import machine_memory
 from afm_mlx.training.loop.losses import CHUNK, WHOLE
-
-KINDS = ("full", "lora", "qat")
 
 _WIDTHS_KEPT = 9.5  # D, see above; half of the queries' copies are freed early
 _FEED_FORWARD_KEPT = 5
@@ -108,38 +106,29 @@ def estimate_memory(
         length: L, tokens of a row.
         rank: rank of LoRA pairs.
         base_bits: bits of LoRA's frozen base: 2, 4 or 8 for a packed body with an embedding of 4 bits at least;
-            None for float.
+            None for float, as for the other kinds.
         dtype: type of float weights and activations.
         grad_checkpoint: blocks are recomputed, see `gradient_checkpointing`.
         ema: an average of weights is kept.
         accumulates: a step has several micro-batches.
         targets: number of scored tokens in a micro-batch; all B * L by default.
-
-    Raises:
-        ConfigError: names the argument that can't be, and what is allowed.
     """
-    _check(kind, batch_size, length, rank, base_bits)
-    size, tokens = dtype.size, batch_size * length
+    size = dtype.size
     lora = lora_parameters(config, rank) if kind == "lora" else 0
     trained = lora or config.num_parameters
-    # LoRA pairs are float32; other weights of 16 bits have a master copy.
-    trained_size = _FLOAT32 if kind == "lora" else size
-    master = 0 if trained_size == _FLOAT32 else _FLOAT32
-    if kind == "lora":
-        weights = _base_bytes(config, base_bits, size) + lora * _FLOAT32
-    else:
-        weights = config.num_parameters * size
-    head = _head_bytes(config, tokens if targets is None else targets, size, kind, base_bits)
+    # LoRA pairs are float32; other weights of 16 bits have a master copy beside both moments.
+    copies = 2 if lora or size == _FLOAT32 else 3
+    targets = batch_size * length if targets is None else targets
     return MemoryEstimate(
-        weights=weights,
-        optimizer=trained * (2 * _FLOAT32 + master),
+        weights=_base_bytes(config, base_bits, size) + lora * _FLOAT32,
+        optimizer=trained * copies * _FLOAT32,
         average=trained * _FLOAT32 if ema else 0,
         gradients=trained * _FLOAT32,
         accumulated=trained * _FLOAT32 if accumulates else 0,
         update=_update_bytes(config, trained, ema, kind),
         activations=_activation_bytes(config, kind, batch_size, length, size, grad_checkpoint),
         expanded=_expanded_bytes(config, kind, base_bits, size, grad_checkpoint),
-        head=head,
+        head=_head_bytes(config, targets, size, kind, base_bits),
     )
 
 
@@ -158,23 +147,6 @@ def check_fits(nbytes: int | None) -> None:
             f"The training needs about {nbytes / 1e9:,.1f} GB, and this machine has {there / 1e9:,.1f}. "
             "--grad-checkpoint, a smaller --batch-size, --max-seq-length or --rank, and a packed model "
             "need less."
-        )
-
-
-def _check(kind: str, batch_size: int, length: int, rank: int, base_bits: int | None) -> None:
-    checks = (
-        ("kind", kind, kind in KINDS, ", ".join(map(repr, KINDS))),
-        ("batch_size", batch_size, batch_size >= 1, "1 and more"),
-        ("length", length, length >= 1, "1 and more"),
-        ("rank", rank, rank >= 1, "1 and more"),
-        ("base_bits", base_bits, base_bits in (2, 4, 8, None), "2, 4, 8 and None"),
-    )
-    for name, value, is_right, allowed in checks:
-        if not is_right:
-            raise ConfigError(f"{name} is {value!r}; allowed are {allowed}.")
-    if base_bits is not None and kind != "lora":
-        raise ConfigError(
-            f"base_bits is {base_bits} with kind {kind!r}; only LoRA trains on a packed base. Leave it out."
         )
 
 

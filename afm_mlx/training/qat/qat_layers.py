@@ -24,7 +24,6 @@ from afm_mlx.quantization.quantize_model import (
 )
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
 from afm_mlx.training.qat.fake_quantize import (
-    Codes,
     fake_quantize,
     initial_clip,
     lsq_gradient_scale,
@@ -68,15 +67,17 @@ class _QAT(nn.Module):
         """The matrix that the layer computes with, (N, K), with gradients to `weight` and `clip`."""
         return fake_quantize(self["weight"], self["clip"], self.rule, self.gradient_scale)
 
-    def _packed_parts(self) -> tuple[Codes, dict[str, mx.array]]:
-        """Codes, and the other parts of the packed matrix by their names."""
-        found = quantize(self["weight"], self["clip"], self.rule)
+    def _packed_as(self, kind: Any, **others: Any) -> Any:
+        """A layer of a kind, `PackedLinear` or `PackedEmbedding`, with the codes of the weights."""
+        rule, weight = self.rule, self["weight"]
+        found = quantize(weight, self["clip"], rule)
         # MLX's own layers compute in the type of their scales.
-        dtype = self["weight"].dtype if self.rule.is_mlx_format else mx.float32
+        dtype = weight.dtype if rule.is_mlx_format else mx.float32
         parts = {"scales": found.scales.astype(dtype)}
         if found.biases is not None:
             parts["biases"] = found.biases.astype(dtype)
-        return found, parts
+        packed = kind.from_codes(found.codes, rule.bits, rule.mode, **parts, **others)
+        return packed.train(self.training)
 
     def _extra_repr(self) -> str:
         rows, inputs = self["weight"].shape
@@ -93,11 +94,7 @@ class QATLinear(_QAT):
 
     def to_packed(self) -> PackedLinear:
         """The layer with the codes of its weights."""
-        found, parts = self._packed_parts()
-        rule = self.rule
-        return PackedLinear.from_codes(
-            found.codes, rule.bits, rule.mode, bias=self.get("bias"), **parts
-        ).train(self.training)
+        return self._packed_as(PackedLinear, bias=self.get("bias"))
 
 
 class QATEmbedding(_QAT):
@@ -113,11 +110,7 @@ class QATEmbedding(_QAT):
 
     def to_packed(self) -> PackedEmbedding:
         """The layer with the codes of its weights."""
-        found, parts = self._packed_parts()
-        rule = self.rule
-        return PackedEmbedding.from_codes(
-            found.codes, rule.bits, rule.mode, dtype=self["weight"].dtype, **parts
-        ).train(self.training)
+        return self._packed_as(PackedEmbedding, dtype=self["weight"].dtype)
 
 
 def prepare_qat(
@@ -151,13 +144,12 @@ def prepare_qat(
         ConfigError, CheckpointError: name the layer that can't be packed so, and why.
     """
     choose = rule_chooser(rule, embedding_rule, predicate)
+    kinds = {nn.Linear: QATLinear, nn.Embedding: QATEmbedding}
     layers: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
-        own = choose(path, module) if type(module) in (nn.Linear, nn.Embedding) else None
-        if own is None:
-            continue
-        kind = QATLinear if isinstance(module, nn.Linear) else QATEmbedding
-        layers.append((path, kind(module, own, path, gradient_scaling).train(module.training)))
+        kind = kinds.get(type(module))
+        if kind is not None and (own := choose(path, module)) is not None:
+            layers.append((path, kind(module, own, path, gradient_scaling).train(module.training)))
     if not layers:
         raise ConfigError(
             "No layer was chosen to be trained on a grid: the rule says no to all float layers, or the model "

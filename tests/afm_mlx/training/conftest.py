@@ -3,9 +3,12 @@
 On a CPU, `mx.compile` runs a C++ compiler for every new expression: tests ask for it where it matters.
 """
 
+import dataclasses
+
 import mlx.core as mx
 import pytest
 
+from afm_mlx.config import PRESETS
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.training.methods.model_folder import save_model_folder
 from afm_mlx.training.methods.model_source import ModelSource
@@ -50,3 +53,18 @@ def packed(model, tmp_path):
     return save_model_folder(
         tmp_path / "packed", quantized, values, source, what="Rounded.", facts={}
     )
+
+
+DRAFT = dataclasses.replace(TRAINABLE, num_layers=1, num_kv_reuse_layers=0, kv_bits=None)
+
+
+@pytest.fixture
+def draft(tmp_path, spm_bpe, rng):
+    """A smaller model of the same vocabulary."""
+    return write_folder(tmp_path / "draft", spm_bpe, rng, DRAFT)
+
+
+@pytest.fixture
+def draft_preset(monkeypatch):
+    """The sizes "tiny-draft", of a vocabulary and with scales that no draft model takes over."""
+    monkeypatch.setitem(PRESETS, "tiny-draft", dataclasses.replace(DRAFT, vocab_size=8, kv_bits=8))

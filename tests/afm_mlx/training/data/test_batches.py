@@ -1,13 +1,13 @@
 """Batches: every sample once in an epoch, at its place in a row, the same for a seed and a step."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
 from afm_mlx.errors import DataError
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.data.samples import Sample
+
+both_ways = pytest.mark.parametrize("packed", [True, False])
 
 
 def random_samples(rng, n, longest):
@@ -17,40 +17,9 @@ def random_samples(rng, n, longest):
         size = int(rng.integers(2, longest + 2))
         weights = rng.integers(0, 2, size) * rng.uniform(0.1, 2, size)
         weights[0], weights[-1] = 0, 1
-        samples.append(Sample(list(range(token, token + size)), weights.tolist(), f"file:{index}"))
+        samples.append(Sample(list(range(token, token + size)), weights, f"file:{index}"))
         token += size
     return samples
-
-
-def unpack(batch):
-    """The samples of a batch, without their last token's position: [(inputs, {input: (label, weight)})]."""
-    inputs = np.array(batch.inputs)
-    segments = np.array(batch.segments) if batch.segments is not None else (inputs > 0).astype(int)
-    targets = [[] for _ in range(inputs.size)]
-    for position, label, weight in zip(
-        *map(np.array, (batch.positions, batch.labels, batch.weights)), strict=True
-    ):
-        if weight > 0:
-            targets[position].append((int(label), float(weight)))
-    found = []
-    width = inputs.shape[1]
-    for row in range(len(inputs)):
-        for segment in range(1, segments[row].max(initial=0) + 1):
-            columns = np.flatnonzero(segments[row] == segment)
-            assert np.array_equal(columns, np.arange(columns[0], columns[-1] + 1))
-            here = {int(inputs[row, c]): targets[row * width + c] for c in columns}
-            found.append((inputs[row, columns].tolist(), {k: v for k, v in here.items() if v}))
-    assert sum(map(len, targets)) == sum(len(t) for _, t in found)
-    return found
-
-
-def expected(sample):
-    scored = {
-        sample.tokens[i]: [(sample.tokens[i + 1], pytest.approx(sample.weights[i + 1]))]
-        for i in range(len(sample.tokens) - 1)
-        if sample.weights[i + 1] > 0
-    }
-    return sample.tokens[:-1], scored
 
 
 def epoch(batches, number=0):
@@ -58,7 +27,27 @@ def epoch(batches, number=0):
     return [batches(step) for step in steps]
 
 
-@pytest.mark.parametrize("packed", [True, False])
+def read(batches):
+    """The runs of tokens that see each other; and of all targets, the token, the next one and the weight."""
+    runs, targets = [], []
+    for batch in batches:
+        inputs, positions, labels, weights = (
+            np.array(array) for array in (batch.inputs, *batch[2:])
+        )
+        segments = np.array(inputs > 0 if batch.segments is None else batch.segments)
+        for row, numbers in zip(inputs, segments, strict=True):
+            runs += [row[numbers == number].tolist() for number in range(1, numbers.max() + 1)]
+        scored = weights > 0
+        tokens = inputs.reshape(-1)[positions[scored]]
+        targets += zip(tokens, labels[scored], weights[scored], strict=True)
+    return sorted(runs), sorted(targets)
+
+
+def as_lists(batch):
+    return [None if array is None else array.tolist() for array in batch]
+
+
+@both_ways
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_sample_is_read_once_in_an_epoch(rng, packed, shuffle):
     for _ in range(8):
@@ -72,12 +61,16 @@ def test_every_sample_is_read_once_in_an_epoch(rng, packed, shuffle):
             shuffle=shuffle,
             seed=int(rng.integers(1000)),
         )
+        expected = [
+            (token, token + 1, np.float32(weight))
+            for sample in samples
+            for token, weight in zip(sample.tokens[:-1], sample.weights[1:], strict=True)
+            if weight > 0
+        ]
         for number in (0, 1, 3):
-            found = [entry for batch in epoch(batches, number) for entry in unpack(batch)]
-            by_first = {inputs[0]: (inputs, targets) for inputs, targets in found}
-            assert len(found) == len(by_first) == len(samples)
-            for sample in samples:
-                assert by_first[sample.tokens[0]] == expected(sample)
+            runs, targets = read(epoch(batches, number))
+            assert runs == [sample.tokens[:-1] for sample in samples]
+            assert targets == expected
 
 
 def test_shapes_of_packed_batches_are_the_same_in_an_epoch(rng):
@@ -85,9 +78,8 @@ def test_shapes_of_packed_batches_are_the_same_in_an_epoch(rng):
     # About 512 targets in a batch, so that they would fill up to 512 or to 768.
     batches = Batches(samples, batch_size=4, length=256, seed=1)
     for number in range(3):
-        shapes = {tuple(array.shape for array in batch) for batch in epoch(batches, number)}
-        assert len(shapes) == 1
-        inputs, segments, positions, labels, weights = shapes.pop()
+        (shapes,) = {tuple(array.shape for array in batch) for batch in epoch(batches, number)}
+        inputs, segments, positions, labels, weights = shapes
         assert inputs == segments == (4, 256)
         assert positions == labels == weights
         assert positions[0] % 256 == 0
@@ -100,71 +92,60 @@ def test_unpacked_rows_lie_beside_rows_of_like_length(rng):
     samples = random_samples(rng, 200, 300)
     batches = Batches(samples, batch_size=4, length=300, packed=False)
     assert batches.per_epoch == 50
-    padded = 0
+    padded = total = 0
     for batch in epoch(batches):
         assert batch.segments is None
         inputs = np.array(batch.inputs)
         lengths = (inputs > 0).sum(1)
-        width = inputs.shape[1]
-        assert width == min(-(-lengths.max() // 64) * 64, 300)
+        assert inputs.shape[1] == min(-(-lengths.max() // 64) * 64, 300)
         # Padding is on the right, where no token sees it.
         assert all(row[:n].all() for row, n in zip(inputs, lengths, strict=True))
-        padded += inputs.size - lengths.sum()
-    assert batches.fill == pytest.approx(1 - padded / sum(b.inputs.size for b in epoch(batches)))
+        padded, total = padded + inputs.size - lengths.sum(), total + inputs.size
+    assert batches.fill == pytest.approx(1 - padded / total)
     assert batches.fill > 0.75  # about 0.55 if lengths were mixed
 
 
-def as_lists(batch):
-    return [None if array is None else array.tolist() for array in batch]
-
-
-@pytest.mark.parametrize("packed", [True, False])
+@both_ways
 def test_a_batch_is_a_function_of_seed_and_step(rng, packed):
     samples = random_samples(rng, 50, 30)
     options = {"batch_size": 2, "length": 32, "packed": packed}
-    first, second = (Batches(samples, **options, seed=5) for _ in range(2))
-    steps = rng.permutation(3 * first.per_epoch).tolist()
-    in_order = {step: as_lists(first(step)) for step in sorted(steps)}
-    assert {step: as_lists(second(step)) for step in steps} == in_order
-    other = Batches(samples, **options, seed=6)
-    assert any(as_lists(other(step)) != in_order[step] for step in range(other.per_epoch))
-    epochs = [
-        Counter(str(in_order[n * first.per_epoch + i]) for i in range(first.per_epoch))
-        for n in range(3)
-    ]
-    assert epochs[0] != epochs[1] != epochs[2]
+    first, second, other = (Batches(samples, **options, seed=seed) for seed in (5, 5, 6))
+    epochs = [[as_lists(batch) for batch in epoch(first, number)] for number in range(3)]
+    in_order = [*epochs[0], *epochs[1], *epochs[2]]
+    for step in rng.permutation(len(in_order)).tolist():
+        assert as_lists(second(step)) == in_order[step]
+    assert [as_lists(batch) for batch in epoch(other)] != epochs[0]
+    one, two, three = (sorted(map(str, batches)) for batches in epochs)
+    assert one != two != three
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_without_shuffle_epochs_are_alike(rng, packed):
+@both_ways
+def test_without_shuffle_all_epochs_and_seeds_are_alike(rng, packed):
     samples = random_samples(rng, 30, 30)
-    options = {"batch_size": 2, "length": 32, "packed": packed, "shuffle": False}
-    batches, other_seed = Batches(samples, **options), Batches(samples, **options, seed=9)
-    for step in range(batches.per_epoch):
-        assert as_lists(batches(step)) == as_lists(batches(step + batches.per_epoch))
-        assert as_lists(batches(step)) == as_lists(other_seed(step))
+    first, *others = (
+        [as_lists(batch) for batch in epoch(Batches(samples, **options, seed=seed), number)]
+        for options in [{"batch_size": 2, "length": 32, "packed": packed, "shuffle": False}]
+        for seed, number in ((0, 0), (0, 1), (9, 0))
+    )
+    assert others == [first, first]
 
 
-def test_a_row_meets_other_samples_in_the_next_epoch(rng):
+def test_a_row_meets_other_samples_in_the_next_epoch():
     samples = [Sample([10 * i + 1, 10 * i + 2, 10 * i + 3], [0, 1, 1], "f") for i in range(60)]
     batches = Batches(samples, batch_size=1, length=6)
-    rows = [{frozenset(np.array(b.inputs)[0].tolist()) for b in epoch(batches, n)} for n in (0, 1)]
+    rows = [{str(sorted(b.inputs[0].tolist())) for b in epoch(batches, n)} for n in (0, 1)]
     assert len(rows[0]) == len(rows[1]) == 20
     assert len(rows[0] & rows[1]) < 10
 
 
-def test_the_rows_that_the_last_batch_lacks_are_padding():
+@both_ways
+def test_the_rows_that_the_last_batch_lacks_are_padding(packed):
     samples = [Sample([5, 6, 7], [0, 0, 1], "f")] * 3
-    for packed in (True, False):
-        first, second = epoch(
-            Batches(samples, batch_size=2, length=2, packed=packed, shuffle=False)
-        )
-        assert first.inputs.tolist() == [[5, 6], [5, 6]]
-        assert second.inputs.tolist() == [[5, 6], [0, 0]]
-        assert second.positions.tolist()[:3] == [1, 0, 0]
-        assert second.labels.tolist()[:3] == [7, 0, 0]
-        assert second.weights.tolist() == [1] + [0] * 255
-    assert second.segments is None
+    first, second = epoch(Batches(samples, batch_size=2, length=2, packed=packed, shuffle=False))
+    assert first.inputs.tolist() == [[5, 6], [5, 6]]
+    assert second.inputs.tolist() == [[5, 6], [0, 0]]
+    for array, value in ((second.positions, 1), (second.labels, 7), (second.weights, 1)):
+        assert array.tolist() == [value] + [0] * 255
 
 
 def test_fingerprints_tell_data_apart(rng):
@@ -179,15 +160,13 @@ def test_fingerprints_tell_data_apart(rng):
 
 
 def test_what_can_not_be_batched_is_named():
-    good = Sample([1, 2], [0, 1], "a:1")
-    cases = [
-        ([], "no samples"),
-        ([good, Sample([1, 2, 3, 4], [0, 1, 1, 1], "a:7")], "a:7: a sample of 4 tokens; rows take at most 3"),
-        ([Sample([1], [0], "a:8"), good], "a:8: .*nothing is left to predict"),
-        ([good, Sample([1, 2], [0, 0], "a:9")], "a:9: .*none of them has a weight"),
-    ]  # fmt: skip
-    for samples, message in cases:
+    good, too_long = Sample([1, 2], [0, 1], "a:1"), Sample([1, 2, 3, 4], [0, 1, 1, 1], "a:7")
+    for samples, batch_size, message in (
+        ([], 1, "no samples"),
+        ([good, too_long], 1, "a:7: a sample of 4 tokens; rows take at most 3"),
+        ([Sample([1], [0], "a:8"), good], 1, "a:8: .*nothing is left to predict"),
+        ([good, Sample([1, 2], [0, 0], "a:9")], 1, "a:9: .*none of them has a weight"),
+        ([good], 0, "0 rows"),
+    ):
         with pytest.raises(DataError, match=message):
-            Batches(samples, batch_size=1, length=2)
-    with pytest.raises(DataError, match="0 rows"):
-        Batches([good], batch_size=0, length=2)
+            Batches(samples, batch_size=batch_size, length=2)

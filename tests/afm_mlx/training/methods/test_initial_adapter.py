@@ -23,22 +23,21 @@ def tensors(rng):
 
 @pytest.fixture
 def folder(tensors, tmp_path):
-    config = AdapterConfig(tensors["a.lora_a"].shape[1], 2.5, 4)
-    save_adapter(tmp_path / "adapter", tensors, config)
+    rank = tensors["a.lora_a"].shape[1]
+    save_adapter(tmp_path / "adapter", tensors, AdapterConfig(rank, 2.5, 4))
     return tmp_path / "adapter"
 
 
-def test_a_folder_and_a_file_in_it(folder, tensors):
+@pytest.mark.parametrize("name", ["", "adapters.safetensors", "0000100_adapters.safetensors"])
+def test_a_folder_and_a_file_in_it(folder, tensors, name):
     shutil.copy(folder / "adapters.safetensors", folder / "0000100_adapters.safetensors")
-    for path in (folder, folder / "adapters.safetensors", folder / "0000100_adapters.safetensors"):
-        found, config = read_initial(path)
-        assert_same_tensors(found, tensors)
-        assert (config.rank, config.scale) == (tensors["a.lora_a"].shape[1], 2.5)
+    found, config = read_initial(folder / name)
+    assert_same_tensors(found, tensors)
+    assert (config.rank, config.scale) == (tensors["a.lora_a"].shape[1], 2.5)
 
 
 def test_a_file_alone_needs_a_scale(folder, tensors, tmp_path):
-    file = tmp_path / "weights.safetensors"
-    shutil.copy(folder / "adapters.safetensors", file)
+    file = shutil.copy(folder / "adapters.safetensors", tmp_path / "weights.safetensors")
     with pytest.raises(ConfigError, match=r"no adapter_config\.json beside .*--scale"):
         read_initial(file)
     found, config = read_initial(file, 0.25)

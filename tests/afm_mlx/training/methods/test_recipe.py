@@ -1,24 +1,11 @@
-"""Recipes: sizes and steps that nobody gave."""
+"""Recipes: epochs and shares as steps."""
 
 import dataclasses
-import json
 
 import pytest
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.training.methods.data_splits import read_data
-from afm_mlx.training.methods.model_source import ModelSource
 from tests.tools.training_runs import OPTIONS
-
-
-def test_rows_are_no_longer_than_the_data(recipe):
-    data = read_data(recipe, ModelSource.open(recipe.model))
-    assert data.train.length == 96
-    roomy = dataclasses.replace(recipe, max_seq_length=4096)
-    batches = read_data(roomy, ModelSource.open(recipe.model)).train
-    assert batches.length % 64 == 0
-    assert batches.per_epoch <= 2
-    assert batches.fill > 0.5
 
 
 def test_epochs_and_shares_become_steps(recipe):
@@ -43,23 +30,3 @@ def test_epochs_and_shares_become_steps(recipe):
         recipe.loop_options(10)
     bounded = dataclasses.replace(recipe, epochs=3, steps_between=(60, 80))
     assert [bounded.loop_options(n).iters for n in (4, 50, 400)] == [60, 75, 80]
-
-
-def test_sizes_that_nobody_gives_fit_model_and_data(model, recipe, tmp_path):
-    source = ModelSource.open(model)
-    recipe = dataclasses.replace(recipe, max_seq_length=None, batch_size=1)
-    context = source.values["context_length"]
-    short, long = ({"text": "word " * n} for n in (10, 5000))
-    for records, most in (([short] * 30, context // 2), ([long], context)):
-        path = tmp_path / "train.jsonl"
-        path.write_text("".join(json.dumps(record) + "\n" for record in records))
-        split = read_data(dataclasses.replace(recipe, data=path), source).train
-        assert split.length <= most
-        assert split.fill > 0.7
-    assert split.n_tokens / len(split) <= context
-    of_zoo = dataclasses.replace(
-        source, values={"model_type": "llama", "max_position_embeddings": 48}
-    )
-    path.write_text(json.dumps(long))
-    vars(of_zoo)["tokenizer"] = source.tokenizer
-    assert read_data(dataclasses.replace(recipe, data=path), of_zoo).train.length == 48

@@ -13,28 +13,22 @@ from afm_mlx.training.qat.fake_quantize import (
     initial_clip,
     lsq_gradient_scale,
     quantize,
-    scale_gradient,
 )
-from tests.tools.cases import all_pairs
+from tests.tools.cases import draw
 
-ROWS, INPUTS, GROUP = 6, 64, 32
-RULES = [
-    QuantizationRule(bits, mode, per, GROUP if per == "group" else None)
-    for bits, mode, per in all_pairs((2, 4, 8), ("balanced", "affine"), ("tensor", "row", "group"))
-]
-
-
-@pytest.fixture(params=RULES, ids=lambda r: f"{r.bits}-{r.mode}-{r.granularity}")
-def rule(request):
-    return request.param
+INPUTS, GROUP = 64, 32
 
 
 def random_case(rng, rule):
     """Weights off center, factors that cut some of them off, and weights of a loss."""
-    weight = (rng.normal(0, 1, (ROWS, INPUTS)) + 0.2).astype(np.float32)
-    shape = rule.part_shapes(weight.shape)["scales"]
-    clip = rng.uniform(0.4, 0.7, shape).astype(np.float32)
-    return weight, clip, rng.normal(0, 1, weight.shape).astype(np.float32)
+    weight = draw(rng, (6, INPUTS)) + 0.2
+    clip = mx.array(rng.uniform(0.4, 0.7, rule.part_shapes(weight.shape)["scales"]))
+    return weight, clip.astype(mx.float32), draw(rng, weight.shape)
+
+
+def gradients(loss, rule, **options):
+    """A function (weights, factors) -> gradients of both."""
+    return mx.grad(lambda w, f: (fake_quantize(w, f, rule, **options) * loss).sum(), (0, 1))
 
 
 def in_torch(weight, clip, rule):
@@ -57,99 +51,77 @@ def test_values_and_gradients_equal_torchs(rng, rule):
     import torch
 
     weight, clip, loss = random_case(rng, rule)
-    theirs = torch.tensor(weight, requires_grad=True), torch.tensor(clip, requires_grad=True)
+    theirs = [torch.tensor(np.array(array), requires_grad=True) for array in (weight, clip)]
     values = in_torch(*theirs, rule)
-    (values * torch.tensor(loss)).sum().backward()
-
-    def ours(weight, clip):
-        return (fake_quantize(weight, clip, rule) * mx.array(loss)).sum()
-
-    gradients = mx.grad(ours, (0, 1))(mx.array(weight), mx.array(clip))
-    of_weight, of_clip = (np.array(g) for g in gradients)
+    (values * torch.tensor(np.array(loss))).sum().backward()
+    of_weight, of_clip = gradients(loss, rule)(weight, clip)
     assert np.allclose(of_weight, theirs[0].grad.numpy(), atol=1e-5)
     assert of_clip.shape == clip.shape
-    slack = 1e-5 * np.abs(loss * weight).sum()
-    assert np.abs(of_clip - theirs[1].grad.numpy()).max() <= slack
-    got = np.array(fake_quantize(mx.array(weight), mx.array(clip), rule))
-    assert np.allclose(got, values.detach().numpy(), atol=1e-5)
-    cut = (np.array(of_weight) == 0).mean()
-    assert 0 < cut < 0.9  # both sides of the clamp were seen
+    slack = 1e-5 * mx.abs(loss * weight).sum().item()
+    assert np.abs(np.array(of_clip) - theirs[1].grad.numpy()).max() <= slack
+    assert np.allclose(fake_quantize(weight, clip, rule), values.detach().numpy(), atol=1e-5)
+    assert 0 < (np.array(of_weight) == 0).mean() < 0.9  # both sides of the clamp were seen
 
 
 @pytest.mark.parametrize("mode", ["balanced", "affine"])
 def test_compiled_and_recomputed_gradients_are_the_same(rng, mode):
     rule = QuantizationRule(2, mode, "row")
     weight, clip, loss = random_case(rng, rule)
-
-    def ours(weight, clip):
-        return (fake_quantize(weight, clip, rule) * mx.array(loss)).sum()
-
-    wanted = mx.grad(ours, (0, 1))(mx.array(weight), mx.array(clip))
-    for run in (mx.compile(mx.grad(ours, (0, 1))), mx.grad(mx.checkpoint(ours), (0, 1))):
-        got = run(mx.array(weight), mx.array(clip))
-        for a, b in zip(got, wanted, strict=True):
-            assert mx.allclose(a, b, rtol=1e-4, atol=1e-4)
+    of = gradients(loss, rule)
+    for wanted, got in zip(of(weight, clip), mx.compile(of)(weight, clip), strict=True):
+        assert mx.allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_codes_are_those_of_the_forward_pass(rng, rule):
     weight, clip, _ = random_case(rng, rule)
-    found = quantize(mx.array(weight), mx.array(clip), rule)
-    middle = (2**rule.bits - 1) / 2
+    found = quantize(weight, clip, rule)
     words = pack_codes(found.codes, rule.bits)
     packed = PackedWeight(words, rule.bits, rule.mode, found.scales, found.biases)
-    wanted = fake_quantize(mx.array(weight), mx.array(clip), rule)
-    if rule.mode == "balanced":
-        assert mx.array_equal(dequantize(packed), wanted)
-    else:  # scale * code + bias rounds otherwise than center + scale * (code - middle)
-        assert mx.allclose(dequantize(packed), wanted, atol=1e-5 * middle)
+    # In an affine grid scale * code + bias rounds otherwise than center + scale * (code - middle).
+    slack = 0 if rule.mode == "balanced" else 1e-5 * 2**rule.bits
+    wanted = fake_quantize(weight, clip, rule)
+    assert mx.abs(dequantize(packed) - wanted).max() <= slack
     for name, shape in rule.part_shapes(weight.shape).items():
         assert name == "weight" or getattr(packed, name).shape == shape
 
 
 def test_two_bits_have_the_four_balanced_levels(rng):
-    weight, clip = rng.normal(0, 1, (1, 64)).astype(np.float32), np.float32(0.6)
-    rule = QuantizationRule(2, "balanced", "tensor")
-    values = np.array(fake_quantize(mx.array(weight), mx.array(clip), rule))
-    scale = clip * np.abs(weight).max() / 1.5
+    weight, clip = draw(rng, (1, 64)), mx.array(0.6)
+    values = fake_quantize(weight, clip, QuantizationRule(2, "balanced", "tensor"))
+    scale = (clip * mx.abs(weight).max() / 1.5).item()
     assert np.allclose(np.unique(values), np.array([-1.5, -0.5, 0.5, 1.5]) * scale)
 
 
 def test_the_first_factors_are_near_the_best(rng, rule):
     """No factor of a fine search has an error much below that of the first one."""
     weight, _, _ = random_case(rng, rule)
-    first = initial_clip(mx.array(weight), rule)
+    first = initial_clip(weight, rule)
 
     def errors(clip):
-        error = (fake_quantize(mx.array(weight), clip, rule) - mx.array(weight)).square()
+        error = (fake_quantize(weight, clip, rule) - weight).square()
         return np.array(error.reshape(max(first.size, 1), -1).sum(axis=-1))
 
-    found = errors(first)
     assert ((np.array(first) > 0.1) & (np.array(first) < 1.2)).all()
     best = np.min([errors(mx.full(first.shape, f)) for f in np.linspace(0.2, 1.1, 181)], axis=0)
     # Of 181 tries at 8 bits, where errors are noise, the luckiest is far below the others.
-    assert found.sum() <= (2.0 if rule.bits == 8 else 1.1) * best.sum()
+    assert errors(first).sum() <= (2.0 if rule.bits == 8 else 1.1) * best.sum()
 
 
-def test_weights_on_a_grid_keep_their_codes(rng):
-    for per in ["tensor", "row", "group"]:
-        for dtype in [mx.float32, mx.bfloat16]:
-            rule = QuantizationRule(2, "balanced", per, GROUP if per == "group" else None)
-            weight = mx.array(rng.normal(0, 1, (ROWS, INPUTS)).astype(np.float32))
-            packed = pack(weight, rule).packed
-            on_grid = dequantize(packed).astype(dtype)
-            found = quantize(on_grid, initial_clip(on_grid, rule), rule)
-            assert mx.array_equal(pack_codes(found.codes, 2), packed.codes)
-            assert mx.allclose(
-                found.scales, packed.scales, rtol=1e-6 if dtype == mx.float32 else 1e-2
-            )
+@pytest.mark.parametrize("per", ["tensor", "row", "group"])
+@pytest.mark.parametrize(("dtype", "slack"), [(mx.float32, 1e-6), (mx.bfloat16, 1e-2)])
+def test_weights_on_a_grid_keep_their_codes(rng, per, dtype, slack):
+    rule = QuantizationRule(2, "balanced", per, GROUP if per == "group" else None)
+    packed = pack(draw(rng, (6, INPUTS)), rule).packed
+    on_grid = dequantize(packed).astype(dtype)
+    found = quantize(on_grid, initial_clip(on_grid, rule), rule)
+    assert mx.array_equal(pack_codes(found.codes, 2), packed.codes)
+    assert mx.allclose(found.scales, packed.scales, rtol=slack)
 
 
 def test_zeros_have_values_gradients_and_codes():
-    weight, clip = mx.zeros((2, 32)), mx.ones(2)
-    rule = QuantizationRule(2)
+    weight, clip, rule = mx.zeros((2, 32)), mx.ones(2), QuantizationRule(2)
     assert mx.array_equal(initial_clip(weight, rule), clip)
-    gradients = mx.grad(lambda w, f: fake_quantize(w, f, rule).sum(), (0, 1))(weight, clip)
-    assert all(mx.isfinite(g).all().item() for g in gradients)
+    assert all(mx.isfinite(g).all() for g in gradients(1.0, rule)(weight, clip))
     assert mx.abs(fake_quantize(weight, clip, rule)).max() < 1e-30
 
 
@@ -158,34 +130,27 @@ def test_gradient_scaling_scales_the_factors_gradient_only(rng, rule):
     share = lsq_gradient_scale(weight.shape, rule)
     assert share == pytest.approx((weight.size / clip.size * (2**rule.bits - 1) / 2) ** -0.5)
     plain, scaled = (
-        mx.grad(
-            lambda w, f, factor=factor: (fake_quantize(w, f, rule, factor) * mx.array(loss)).sum(),
-            (0, 1),
-        )(mx.array(weight), mx.array(clip))
-        for factor in (1.0, share)
+        gradients(loss, rule, gradient_scale=factor)(weight, clip) for factor in (1.0, share)
     )
     assert mx.array_equal(plain[0], scaled[0])
     assert mx.allclose(plain[1] * share, scaled[1], rtol=1e-4)
-    x = mx.array(weight)
-    assert mx.array_equal(scale_gradient(x, share), x)
 
 
 def test_half_types_stay_half(rng):
-    weight = mx.array(rng.normal(0, 1, (4, 32)).astype(np.float32)).astype(mx.bfloat16)
-    clip = mx.ones(4)
-    value, gradients = mx.value_and_grad(
-        lambda w, f: fake_quantize(w, f, QuantizationRule(4)).sum(), (0, 1)
-    )(weight, clip)
-    assert [value.dtype, *(g.dtype for g in gradients)] == [mx.bfloat16, mx.bfloat16, mx.float32]
+    weight, clip, rule = draw(rng, (4, 32), mx.bfloat16), mx.ones(4), QuantizationRule(4)
+    found = [fake_quantize(weight, clip, rule), *gradients(1.0, rule)(weight, clip)]
+    assert [array.dtype for array in found] == [mx.bfloat16, mx.bfloat16, mx.float32]
 
 
-def test_rules_that_cannot_train(rng):
-    weight = mx.array(rng.normal(0, 1, (8, 40)).astype(np.float32))
-    with pytest.raises(ConfigError, match=r"mlp\.up_proj: mode is 'palette'.*balanced and affine"):
-        initial_clip(weight, QuantizationRule(4, "palette"), "mlp.up_proj")
-    with pytest.raises(CheckpointError, match=r"mlp\.up_proj has 40 inputs"):
-        initial_clip(weight, QuantizationRule(2), "mlp.up_proj")
-    with pytest.raises(ConfigError, match="groups of 32 do not divide"):
-        initial_clip(weight, QuantizationRule(8, group_size=32), "mlp.up_proj")
-    with pytest.raises(CheckpointError, match="NaN"):
-        initial_clip(weight * mx.nan, QuantizationRule(8), "mlp.up_proj")
+@pytest.mark.parametrize(
+    ("rule", "factor", "message"),
+    [
+        (QuantizationRule(4, "palette"), 1, r"up_proj: mode is 'palette'.*balanced and affine"),
+        (QuantizationRule(2), 1, r"up_proj has 40 inputs"),
+        (QuantizationRule(8, group_size=32), 1, "groups of 32 do not divide"),
+        (QuantizationRule(8), np.nan, "NaN"),
+    ],
+)
+def test_a_rule_that_cannot_train(rng, rule, factor, message):
+    with pytest.raises((ConfigError, CheckpointError), match=message):
+        initial_clip(factor * draw(rng, (8, 40)), rule, "mlp.up_proj")

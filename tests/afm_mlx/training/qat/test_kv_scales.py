@@ -25,15 +25,15 @@ def batch_of(tokens, segments=None):
     return Batch(mx.array(tokens), segments, positions, positions, mx.ones(tokens.size))
 
 
+def calibrated(model, *batches):
+    """The scales of a model's blocks, (blocks, 2), after calibration."""
+    calibrate_kv_scales(model, batches)
+    return scales_of(model)
+
+
 def scales_of(model):
     blocks = model.model.layers
     return np.array([[b.self_attn.quant_key_scale, b.self_attn.quant_value_scale] for b in blocks])
-
-
-def forget_ranges(reference):
-    for module in reference.modules():
-        if type(module).__name__ == "SimpleEMAMinMaxObserver":
-            module.reset_parameters()
 
 
 @pytest.mark.parametrize("per_row", [True, False])
@@ -44,7 +44,9 @@ def test_scales_equal_those_of_tamms_observer(rng, per_row):
     config = random_config(rng, num_layers=4, num_kv_reuse_layers=1)
     reference = tamm_model(config, rng)
     model = twin_of_tamm(reference, config)
-    forget_ranges(reference)
+    for module in reference.modules():
+        if type(module).__name__ == "SimpleEMAMinMaxObserver":
+            module.reset_parameters()
     reference.train()
     batches = rng.integers(1, config.vocab_size, (4, 2, 12))
     with torch.no_grad():
@@ -53,10 +55,10 @@ def test_scales_equal_those_of_tamms_observer(rng, per_row):
     wanted = scales_of(twin_of_tamm(reference, config))
     segments = None if per_row else np.ones((2, 12), np.int32)
     with dispatch.force("reference"):
-        calibrate_kv_scales(model, (batch_of(tokens, segments) for tokens in batches))
+        got = calibrated(model, *(batch_of(tokens, segments) for tokens in batches))
     # A key on a rounding boundary may fall to either side and move what later blocks see.
-    assert np.allclose(scales_of(model)[0], wanted[0], rtol=1e-5)
-    assert np.allclose(scales_of(model), wanted, rtol=3e-2)
+    assert np.allclose(got[0], wanted[0], rtol=1e-5)
+    assert np.allclose(got, wanted, rtol=3e-2)
     assert not np.allclose(wanted, 1, rtol=0.1)
 
 
@@ -66,32 +68,23 @@ def test_packed_rows_have_their_samples_ranges_without_padding(rng):
     model = random_model(config, rng)
     row = rng.integers(0, config.vocab_size, 14)
     segments = np.repeat([1, 2, 0], [6, 5, 3]).astype(np.int32)
-    alone = []
-    for number in (1, 2):
-        tokens = row[segments == number][None]
-        calibrate_kv_scales(model, [batch_of(tokens)])
-        alone.append(scales_of(model)[0])
-    calibrate_kv_scales(model, [batch_of(row[None], segments[None])])
-    assert np.allclose(scales_of(model)[0], np.max(alone, axis=0), rtol=1e-4)
+    alone = [calibrated(model, batch_of(row[segments == number][None]))[0] for number in (1, 2)]
+    together = calibrated(model, batch_of(row[None], segments[None]))[0]
+    assert np.allclose(together, np.max(alone, axis=0), rtol=1e-4)
 
 
 def test_padding_of_rows_of_one_sample_counts_for_nothing(rng):
     config = random_config(rng, num_layers=2, num_kv_reuse_layers=0)
     model = random_model(config, rng)
     # Its keys and values are those of a large outlier.
-    scale = np.ones((config.vocab_size, 1))
-    scale[0] = 1e3
-    embedding = model.model.embedding
-    embedding.weight = embedding.weight * mx.array(scale, dtype=mx.float32)
+    model.model.embedding.weight[0] *= 1e3
     for block in model.model.layers:
         block.input_layernorm.eps = 1e6  # so that the norm does not take the outlier away
     tokens = rng.integers(1, config.vocab_size, 9).tolist()
+    wanted = calibrated(model, batch_of(np.array([tokens[:-1]])))[0]
     samples = [Sample(tokens, [0, 0, 0, 1, 1, 1, 1, 1, 1], "memory:1")]
-    calibrate_kv_scales(model, [batch_of(np.array([tokens[:-1]]))])
-    wanted = scales_of(model)[0]
     padded = Batches(samples, batch_size=2, length=24, packed=False)(0)
-    calibrate_kv_scales(model, [padded])
-    np.testing.assert_allclose(scales_of(model)[0], wanted, rtol=1e-4)
+    np.testing.assert_allclose(calibrated(model, padded)[0], wanted, rtol=1e-4)
 
 
 def test_a_model_without_scales_gets_them(rng):
@@ -103,10 +96,9 @@ def test_a_model_without_scales_gets_them(rng):
     tokens = rng.integers(0, config.vocab_size, (2, 12))
     with dispatch.force("reference"):
         as_float = np.array(model(mx.array(tokens)))
-        for each in (model, with_scales):
-            calibrate_kv_scales(each, [batch_of(tokens)])
+        scales = [calibrated(each, batch_of(tokens)) for each in (model, with_scales)]
         got, wanted = (np.array(each(mx.array(tokens))) for each in (model, with_scales))
-    np.testing.assert_array_equal(scales_of(model), scales_of(with_scales))
+    np.testing.assert_array_equal(*scales)
     np.testing.assert_array_equal(got, wanted)
     assert (got != as_float).any()
     assert model.args.kv_bits == 8
@@ -115,17 +107,16 @@ def test_a_model_without_scales_gets_them(rng):
 
 def test_models_on_grids_are_calibrated_too(rng):
     """Training on grids, and packed; the mode they are in stays."""
-    config = random_config(
-        rng, hidden_dim=64, num_heads=4, num_kv_heads=2, hidden_dim_scale_factor=2.0
-    )
+    sizes = {"hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 2.0}
+    config = random_config(rng, **sizes)
     model = random_model(config, rng).train()
-    tokens = rng.integers(0, config.vocab_size, (2, 12))
+    batch = batch_of(rng.integers(0, config.vocab_size, (2, 12)))
     prepare_qat(model, QuantizationRule(4))
-    assert calibrate_kv_scales(model, [batch_of(tokens)]).training
-    trained = scales_of(model)
+    trained = calibrated(model, batch)
+    assert model.training
     pack_qat(model, config.to_dict())
-    assert not calibrate_kv_scales(model, [batch_of(tokens)]).training
-    assert np.allclose(scales_of(model), trained, rtol=0.05)
+    assert np.allclose(calibrated(model, batch), trained, rtol=0.05)
+    assert not model.training
 
 
 def test_what_cannot_be_calibrated(rng):
