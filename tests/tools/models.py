@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -141,13 +142,13 @@ def mlx_lm_twin(model: Model) -> Any:
 
 
 class WordTokenizer:
-    """A tokenizer without files: token i is the word `wi`; the last id ends a text."""
+    """A tokenizer without files: token i is the word `wi`; the last id ends a text, or those of `ends`."""
 
     bos_token = None
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, ends: Iterable[int] | None = None):
         self.vocab_size = vocab_size
-        self.eos_token_ids = {vocab_size - 1}
+        self.eos_token_ids = {vocab_size - 1} if ends is None else set(ends)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return [int(word[1:]) for word in text.split()]
