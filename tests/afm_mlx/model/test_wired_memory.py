@@ -4,11 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from afm_mlx.model.wired_memory import (
-    maybe_set_recommended_wired_limit,
-    wired_limit,
-    wired_memory,
-)
+from afm_mlx.model.wired_memory import wired_limit, wired_memory
 
 
 @pytest.fixture
@@ -39,7 +35,6 @@ def test_a_model_of_that_size_is_warned_of(limits):
 
 def test_a_device_without_one(limits, monkeypatch):
     monkeypatch.setattr(mx, "device_info", dict)
-    assert maybe_set_recommended_wired_limit() is None
     with wired_limit(nn.Linear(2, 2)):
         pass
     assert limits == [7]
