@@ -13,8 +13,9 @@ from tests.tools.compare import error
 from tests.tools.models import random_config, random_model
 
 
-def columns(rng, rows, length, heads=2, dim=4):
-    return mx.array(rng.integers(-128, 128, (rows, heads, length, dim)).astype(np.int8))
+def columns(rng, rows, length):
+    """Codes of keys and values, two heads each."""
+    return mx.array(rng.integers(-128, 128, (rows, 4, length, 4)).astype(np.int8))
 
 
 def test_one_entry_per_block_and_none_for_those_that_store_nothing(rng):
@@ -31,17 +32,12 @@ def test_one_entry_per_block_and_none_for_those_that_store_nothing(rng):
 def test_growth_in_steps_keeps_what_was_there(rng):
     cache, seen = KVCache(), []
     for length in (3, STEP - 3, 1, 2 * STEP, 7):
-        part = columns(rng, 1, length), columns(rng, 1, length)
-        seen.append(part)
-        found = cache.update_and_fetch(*part)
-        assert cache.keys.shape[2] % STEP == 0
-        wanted = [mx.concatenate(parts, axis=2) for parts in zip(*seen, strict=True)]
-        for got in (
-            found,
-            cache.in_use().split(2, axis=1),
-            [x[:, :, : cache.size()] for x in (cache.keys, cache.values)],
-        ):
-            assert all(mx.array_equal(g, w) for g, w in zip(got, wanted, strict=True))
+        seen.append(columns(rng, 1, length))
+        cache.update(seen[-1])
+        assert cache.buffer.shape[2] % STEP == 0
+        wanted = mx.concatenate(seen, axis=2)
+        assert mx.array_equal(cache.in_use(), wanted)
+        assert mx.array_equal(mx.concatenate(cache.keys_and_values(), axis=1), wanted)
 
 
 @pytest.mark.usefixtures("exact_memory")
@@ -49,13 +45,13 @@ def test_decode_step_does_not_copy_the_cache(rng):
     """A column is written in place: memory at its peak stays far under a second copy of the arrays."""
     size = 64 * STEP
     cache = KVCache()
-    cache.update_and_fetch(*(mx.zeros((1, 2, size, 64), mx.int8),) * 2)
-    cache.update_and_fetch(*(mx.ones((1, 2, 1, 64), mx.int8),) * 2)  # grows once
+    cache.update(mx.zeros((1, 4, size, 64), mx.int8))
+    cache.update(mx.ones((1, 4, 1, 64), mx.int8))  # grows once
     mx.eval(cache.buffer)
     held = mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(4):
-        cache.update_and_fetch(*(mx.ones((1, 2, 1, 64), mx.int8),) * 2)
+        cache.update(mx.ones((1, 4, 1, 64), mx.int8))
         mx.eval(cache.state)
     assert mx.get_peak_memory() - held < cache.nbytes / 8
 
@@ -63,7 +59,7 @@ def test_decode_step_does_not_copy_the_cache(rng):
 def filled(rng, length, **options):
     """A cache of random columns, and these."""
     cache, part = KVCache(**options), columns(rng, 1, length)
-    cache.update_and_fetch(part, part)
+    cache.update(part)
     return cache, part
 
 
@@ -73,7 +69,8 @@ def test_rows_of_different_lengths_lie_side_by_side_join_and_leave(rng):
     batch.extend(caches[2])
     assert batch.lengths == batch.offset.tolist() == [5, 1, 9]
     new = columns(rng, 3, 2)
-    found = batch.update_and_fetch(new, new)[0]
+    batch.update(new)
+    found = batch.in_use()
     batch.filter([2, 0])
     assert batch.lengths == [11, 7]
     for row, place in ((2, 0), (0, 1)):
@@ -81,7 +78,7 @@ def test_rows_of_different_lengths_lie_side_by_side_join_and_leave(rng):
         assert mx.array_equal(found[row : row + 1, :, : wanted.shape[2]], wanted)
         alone = batch.extract(place)
         assert alone.lengths == [wanted.shape[2]]
-        assert all(mx.array_equal(got, wanted) for got in alone.keys_and_values())
+        assert mx.array_equal(alone.in_use(), wanted)
 
 
 def test_caches_of_different_kinds_do_not_share_a_batch():
@@ -93,12 +90,14 @@ def test_padding_is_disowned(rng):
     batch = KVCache(rows=2)
     batch.prepare(lengths=[3, 5], right_padding=[2, 0])
     part = columns(rng, 2, 5)
-    batch.update_and_fetch(part, part)
+    batch.update(part)
     batch.finalize()
     assert batch.lengths == [3, 5]
     new = columns(rng, 2, 1)
-    keys, _ = batch.update_and_fetch(new, new)
-    assert mx.array_equal(keys[0, :, :4], mx.concatenate([part[0, :, :3], new[0]], axis=1))
+    batch.update(new)
+    assert mx.array_equal(
+        batch.in_use()[0, :, :4], mx.concatenate([part[0, :, :3], new[0]], axis=1)
+    )
 
 
 def test_trim_and_copies_of_a_prefix_are_independent(rng):
@@ -106,12 +105,11 @@ def test_trim_and_copies_of_a_prefix_are_independent(rng):
     prefix = cache.copy(6)
     assert cache.trim(3) == 3
     one = columns(rng, 1, 1)
-    cache.update_and_fetch(one, one)
+    cache.update(one)
     other = columns(rng, 1, 2)
-    keys, _ = prefix.update_and_fetch(other, other)
-    assert mx.array_equal(keys, mx.concatenate([part[:, :, :6], other], axis=2))
-    keys, _ = cache.keys_and_values()
-    assert mx.array_equal(keys, mx.concatenate([part[:, :, :7], one], axis=2))
+    prefix.update(other)
+    assert mx.array_equal(prefix.in_use(), mx.concatenate([part[:, :, :6], other], axis=2))
+    assert mx.array_equal(cache.in_use(), mx.concatenate([part[:, :, :7], one], axis=2))
     with pytest.raises(ValueError, match="prefix of 99"):
         cache.copy(99)
     assert cache.trim(100) == 8
@@ -121,7 +119,7 @@ def test_trim_and_copies_of_a_prefix_are_independent(rng):
 def test_bounded_cache_ends_with_an_error_that_says_what_to_do(rng):
     cache, part = filled(rng, 4, max_size=4)
     with pytest.raises(ContextLengthError, match=r"bounded to 4 tokens and 5 .* sliding window"):
-        cache.update_and_fetch(part[:, :, :1], part[:, :, :1])
+        cache.update(part[:, :, :1])
     assert cache.lengths == [4]
     with pytest.raises(ContextLengthError, match="over 4"):
         KVCache(max_size=KEEP, sliding_window=True)
@@ -148,7 +146,7 @@ def test_sliding_window_equals_a_masked_full_run(rng, chunk, monkeypatch):
     cache = model.make_cache(max_size=window, sliding_window=True)
     parts = [model(tokens[:, i : i + chunk], cache) for i in range(0, 150, chunk)]
     assert error(mx.concatenate(parts, axis=1), windowed_twin(model, tokens, window)) < 1e-4
-    assert cache[0].keys.shape[2] <= window + 16 + 50 + 16, "old tokens are really forgotten"
+    assert cache[0].buffer.shape[2] <= window + 16 + 50 + 16, "old tokens are really forgotten"
     assert not cache[0].is_trimmable()
 
 
@@ -171,6 +169,6 @@ def test_a_deep_copy_is_independent(rng):
     """mlx-lm's evaluation code deep-copies caches."""
     cache, part = filled(rng, 3)
     twin = copy.deepcopy(cache)
-    cache.update_and_fetch(columns(rng, 1, 1), columns(rng, 1, 1))
+    cache.update(columns(rng, 1, 1))
     assert (cache.lengths, twin.lengths) == ([4], [3])
-    assert mx.array_equal(twin.in_use().split(2, axis=1)[0], part)
+    assert mx.array_equal(twin.in_use(), part)
