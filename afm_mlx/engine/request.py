@@ -193,7 +193,7 @@ class Row:
         return text, "stop" if stopped else reason
 
     def show(self, ended: bool) -> tuple[str, bool]:
-        """Returns text that was not shown yet, all of it once the answer has ended, and whether that stops it."""
+        """Returns the text to show next, all of it once the answer has ended; and whether it stops there."""
         if ended:
             self.detokenizer.finalize()
         text, stopped = self._stop.feed(self.detokenizer.last_segment)

@@ -8,18 +8,14 @@ from dataclasses import fields
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 import pytest
 from mlx_lm.generate import GenerationResponse, generate_step, speculative_generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.perplexity import eval_ppl
-from mlx_lm.utils import quantize_model
 
 import afm_mlx
 from afm_mlx.engine import generation
 from afm_mlx.engine.generation import batch_generate, generate, stream_generate
 from afm_mlx.errors import RequestError
-from tests.tools.compare import error
 from tests.tools.engines import SIZES, naive_greedy, some_prompt, tiny
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import zoo_model
@@ -118,25 +114,6 @@ def test_mlx_lm_speculative_decoding_with_a_supplied_cache(rng, model):
     options = {"max_tokens": 6, "prompt_cache": cache}
     steps = speculative_generate_step(mx.array(prompt), model, draft, **options)
     assert [int(token) for token, _, _ in steps] == naive_greedy(model, prompt, 6)
-
-
-def test_mlx_lm_perplexity_accepts_the_model(rng, model):
-    data = mx.array(rng.integers(0, SIZES["vocab_size"], (4, 16)))
-    perplexity, _ = eval_ppl(model, data, batch_size=2)
-    logits = np.array(model(data[:, :-1]), dtype=np.float64)
-    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
-    nll = -np.take_along_axis(logits, np.array(data[:, 1:])[..., None], -1).mean()
-    assert perplexity == pytest.approx(np.exp(nll), rel=1e-4)
-
-
-def test_quantized_by_mlx_lm_and_run(rng, tokenizer):
-    """(a) mlx-lm can't quantize its own afm7: FusedLinear.to_quantized() takes no mode."""
-    model, tokens = tiny(rng, kv_bits=8), mx.array([[1, 2, 3, 4]])
-    whole = model(tokens)
-    quantized, values = quantize_model(model, {}, 32, 8, mode="affine")
-    assert values["quantization"]["bits"] == 8
-    assert error(quantized(tokens), whole) < 0.1
-    assert generate(quantized, tokenizer, [1, 2], max_tokens=3)
 
 
 # -- mlx-lm's zoo through our engine
