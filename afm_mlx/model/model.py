@@ -2,8 +2,8 @@
 
 Notable choices:
 
-- Two kinds of attention. `WritingAttention` projects queries, keys and values and writes keys and values to
-  its cache; `ReuseAttention` projects queries only and attends to those of the last writing block.
+- Two kinds of block. A `WritingBlock` projects queries, keys and values and writes keys and values to its
+  cache; a `ReuseBlock` projects queries only and attends to those of the last writing block.
 - A prompt needs only the writing blocks: `Model.prefill` runs them and stops. The reuse blocks and the
   head run where logits are wanted, in `Model.__call__`.
 - RoPE rotates adjacent pairs and comes before the norm of queries and keys.
@@ -155,7 +155,7 @@ class WritingAttention(nn.Module):
 
 
 class ReuseAttention(nn.Module):
-    """Grouped-query attention over keys and values that another block wrote."""
+    """Attention over keys and values that another block wrote."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -166,8 +166,8 @@ class ReuseAttention(nn.Module):
 
     def __call__(
         self, x: mx.array, norm: nn.RMSNorm, positions: Positions, kv: KeyValues
-    ) -> tuple[mx.array, KeyValues]:
-        """Returns `x` (B, L, D) plus the output, and `kv`."""
+    ) -> mx.array:
+        """Returns `x` (B, L, D) plus the output."""
         config = self._config
         q = _heads(project(self.q_proj, x, norm=norm), config.head_dim)
         turn = (self.q_norm.weight, config.rope_theta, config.rms_norm_eps)
@@ -176,7 +176,7 @@ class ReuseAttention(nn.Module):
         else:
             q = rope_norm(q, turn[0], positions.offset, *turn[1:])
             y = _attention(q, kv, positions.mask)
-        return project(self.out_proj, _merge_heads(y), residual=x), kv
+        return project(self.out_proj, _merge_heads(y), residual=x)
 
 
 class MLP(nn.Module):
@@ -195,15 +195,11 @@ class MLP(nn.Module):
         )
 
 
-class Block(nn.Module):
-    """A block of the stack. Norms and additions are fused into the linear layers; it computes
+class _Block(nn.Module):
+    """What both kinds of block share. Norms and additions are fused into the linear layers; a block computes
 
-        x = x + self_attn(input_layernorm(x))
-        x = x + mlp(post_attention_layernorm(x))
-
-    Args:
-        config: of the model.
-        self_attn: `WritingAttention` or `ReuseAttention`.
+    x = x + self_attn(input_layernorm(x))
+    x = x + mlp(post_attention_layernorm(x))
     """
 
     def __init__(self, config: ModelConfig, self_attn: nn.Module):
@@ -213,22 +209,29 @@ class Block(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
 
+
+class WritingBlock(_Block):
+    """A block that writes keys and values."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, WritingAttention(config))
+
     def __call__(
-        self, x: mx.array, positions: Positions, source: KVCache | KeyValues | None
+        self, x: mx.array, positions: Positions, cache: KVCache | None
     ) -> tuple[mx.array, KeyValues]:
-        """Run the block.
-
-        Args:
-            x: hidden states, (B, L, D).
-            positions: where the tokens stand.
-            source: the cache that a writing block writes to, or None; the keys and values that a reuse block
-                attends to.
-
-        Returns:
-            hidden states (B, L, D), and the keys and values that were attended to.
-        """
-        x, kv = self.self_attn(x, self.input_layernorm, positions, source)
+        x, kv = self.self_attn(x, self.input_layernorm, positions, cache)
         return self.mlp(x, self.post_attention_layernorm), kv
+
+
+class ReuseBlock(_Block):
+    """A block that reads the keys and values of the last writing block."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__(config, ReuseAttention(config))
+
+    def __call__(self, x: mx.array, positions: Positions, kv: KeyValues) -> mx.array:
+        x = self.self_attn(x, self.input_layernorm, positions, kv)
+        return self.mlp(x, self.post_attention_layernorm)
 
 
 class Transformer(nn.Module):
@@ -237,10 +240,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_dim)
-        self.layers = [Block(config, WritingAttention(config)) for _ in range(config.num_kv_layers)]
-        self.kv_reuse_layers = [
-            Block(config, ReuseAttention(config)) for _ in range(config.num_kv_reuse_layers)
-        ]
+        self.layers = [WritingBlock(config) for _ in range(config.num_kv_layers)]
+        self.kv_reuse_layers = [ReuseBlock(config) for _ in range(config.num_kv_reuse_layers)]
         self.output_norm = nn.RMSNorm(config.hidden_dim, eps=config.rms_norm_eps)
 
     def write(
@@ -255,7 +256,7 @@ class Transformer(nn.Module):
     def read(self, h: mx.array, positions: Positions, kv: KeyValues) -> mx.array:
         """Run the reuse blocks on hidden states of the writing blocks; the final norm is the head's."""
         for layer in self.kv_reuse_layers:
-            h, _ = layer(h, positions, kv)
+            h = layer(h, positions, kv)
         return h
 
 

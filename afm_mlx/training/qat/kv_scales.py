@@ -9,7 +9,7 @@ import numpy as np
 
 from afm_mlx.errors import ConfigError, DataError
 from afm_mlx.model.fused_layers import project
-from afm_mlx.model.model import Block, Model, is_afm
+from afm_mlx.model.model import Model, WritingBlock, is_afm
 from afm_mlx.model.positions_and_masks import Positions
 from afm_mlx.training.data.batches import Batch
 
@@ -76,7 +76,9 @@ def _observe(
     return averages
 
 
-def _keys_and_values(block: Block, h: mx.array, positions: Positions) -> tuple[mx.array, mx.array]:
+def _keys_and_values(
+    block: WritingBlock, h: mx.array, positions: Positions
+) -> tuple[mx.array, mx.array]:
     """Keys and values of a block for its input (B, L, D), (B, num_kv_heads, L, head_dim) each, unquantized."""
     attention = block.self_attn
     qkv = project(attention.qkv_proj, h, norm=block.input_layernorm)
