@@ -18,33 +18,29 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parent.parent
 PROBE = """
-import json, sys, time
-start = time.perf_counter()
+import json, sys
 import afm_mlx
-seconds = time.perf_counter() - start
 heavy = sorted({"mlx", "numpy", "transformers", "mlx_lm", "torch"} & set(sys.modules))
 import afm_mlx.kernels, afm_mlx.converters.convert, afm_mlx.adapters
 from afm_mlx import load, generate
-print(json.dumps({"heavy": heavy, "seconds": seconds, "kernels": afm_mlx.kernels.__name__,
-                  "blas": afm_mlx.blas.status()}))
-"""
-NATIVE_PROBE = """
-import json
 from afm_mlx.kernels.cpu import extension
 status = extension.status()
-print(json.dumps({"reason": status.reason, "path": str(status.path)}))
+print(json.dumps({"heavy": heavy, "kernels": afm_mlx.kernels.__name__, "blas": afm_mlx.blas.status(),
+                  "reason": status.reason, "path": str(status.path)}))
 """
+
+
+def said(command, **options):
+    """The standard output of a process that must succeed."""
+    result = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
 def test_import_is_light():
     """Nothing heavy is imported with the package; each name is loaded when it is first used."""
-    answer = json.loads(
-        subprocess.run(
-            [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True
-        ).stdout
-    )
-    assert answer["heavy"] == []
-    assert answer["kernels"] == "afm_mlx.kernels"
+    answer = json.loads(said([sys.executable, "-c", PROBE]))
+    assert (answer["heavy"], answer["kernels"]) == ([], "afm_mlx.kernels")
 
 
 def test_every_python_that_is_promised_runs_the_dependencies():
@@ -71,14 +67,8 @@ def wheel(tmp_path_factory):
 def test_the_wheel_installs_one_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"afm_mlx"}
-    for name in (
-        "kernels/__init__.py",
-        "converters/__init__.py",
-        "adapters/__init__.py",
-        "py.typed",
-    ):
-        assert f"afm_mlx/{name}" in names
-    assert "afm_mlx/embedded/afm-nano/config.json" in names
+    rooms = {f"afm_mlx/{room}/__init__.py" for room in ("kernels", "converters", "adapters")}
+    assert rooms | {"afm_mlx/py.typed", "afm_mlx/embedded/afm-nano/config.json"} <= set(names)
     sources = (".c", ".cpp", ".h", ".cmake", "CMakeLists.txt", "check_build.py", ".pyc")
     assert not [name for name in names if name.endswith(sources)]
     assert wheel.stat().st_size < 12e6
@@ -88,63 +78,29 @@ def test_the_wheel_installs_one_package(wheel):
 def test_an_ordinary_install_works_from_anywhere(wheel, tmp_path):
     venv.create(tmp_path / "env", with_pip=True)
     python = str(tmp_path / "env" / "bin" / "python")
-    command = [python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)]
-    subprocess.run(command, check=True)
+    said([python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel)])
     # Its dependencies are those of this very interpreter; the editable finder of ours must not come along.
-    site = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment["PYTHONPATH"] = os.pathsep.join([site, sysconfig.get_path("platlib")])
+    site = said([python, "-c", "print(__import__('sysconfig').get_path('platlib'))"]).strip()
+    paths = os.pathsep.join([site, sysconfig.get_path("platlib")])
     for folder in (ROOT, tmp_path):
-        for arguments in (
-            ["-c", PROBE],
-            ["-m", "afm_mlx", "info", "--json"],
-            ["-c", NATIVE_PROBE],
-        ):
-            result = subprocess.run(
-                [python, *arguments],
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            assert result.returncode == 0, result.stderr
-            answer = json.loads(result.stdout)
-            if NATIVE_PROBE in arguments:
-                assert answer["reason"] == ""
-                assert Path(answer["path"]).is_relative_to(site)
-            elif sys.platform == "linux":
-                assert "NumPy's OpenBLAS" in result.stdout
+        options = {"cwd": folder, "env": os.environ | {"PYTHONPATH": paths}}
+        answer = json.loads(said([python, "-c", PROBE], **options))
+        assert answer["reason"] == ""
+        assert Path(answer["path"]).is_relative_to(site)
+        info = said([python, "-m", "afm_mlx", "info", "--json"], **options)
+        if sys.platform == "linux":
+            assert "NumPy's OpenBLAS" in answer["blas"]
+            assert "NumPy's OpenBLAS" in info
 
 
 def configure(folder, source=ROOT, **environment):
     """What an install's build notes about the CPU kernels, and how its first step ends."""
-    command = [
-        "cmake",
-        "-S",
-        str(source),
-        "-B",
-        str(folder),
-        f"-DPython_EXECUTABLE={sys.executable}",
-    ]
-    result = subprocess.run(
-        command, capture_output=True, text=True, check=False, env=os.environ | environment
-    )
+    python = f"-DPython_EXECUTABLE={sys.executable}"
+    command = ["cmake", "-S", str(source), "-B", str(folder), python]
+    options = {"capture_output": True, "text": True, "env": os.environ | environment}
+    result = subprocess.run(command, check=False, **options)
     note = folder / "native_reason.txt"
     return note.read_text() if note.is_file() else None, result
-
-
-def shadow(folder, package, code):
-    """A package that hides the installed one from the build's Python."""
-    (folder / package).mkdir(parents=True)
-    (folder / package / "__init__.py").touch()
-    (folder / package / "__main__.py").write_text(code)
-    return str(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -167,8 +123,12 @@ def test_an_install_goes_on_without_the_cpu_kernels(tmp_path, wanted):
     if "compiler" in wanted:
         environment = {"CXX": str(tmp_path / "no-such-compiler")}
     else:
-        code = "raise SystemExit('no nanobind here')"
-        environment = {"PYTHONPATH": shadow(tmp_path / "hidden", "nanobind", code)}
+        # A package that hides the one that is installed.
+        package = tmp_path / "hidden" / "nanobind"
+        package.mkdir(parents=True)
+        (package / "__init__.py").touch()
+        (package / "__main__.py").write_text("raise SystemExit('no nanobind here')")
+        environment = {"PYTHONPATH": str(package.parent)}
     reason, result = configure(tmp_path / "build", **environment)
     assert result.returncode == 0, result.stderr
     assert wanted in reason
@@ -183,10 +143,8 @@ def test_an_install_goes_on_without_the_cpu_kernels(tmp_path, wanted):
 @needs_nanobind
 def test_an_install_goes_on_when_the_cpu_kernels_do_not_compile(tmp_path):
     source = tmp_path / "source"
-    for name in ("CMakeLists.txt", "kernels/cpu"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        copy(ROOT / name, source / name)
+    shutil.copytree(ROOT / "kernels/cpu", source / "kernels/cpu")
+    shutil.copy(ROOT / "CMakeLists.txt", source)
     with (source / "kernels/cpu/pool.h").open("a") as header:
         header.write('\n#error "a header that this compiler does not know"\n')
     reason, result = configure(tmp_path / "build", source)

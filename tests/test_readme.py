@@ -3,6 +3,7 @@
 The fast tests parse every command and follow its paths; the slow one runs them all.
 """
 
+import itertools
 import os
 import re
 import shlex
@@ -48,83 +49,58 @@ def commands(text):
     return [line[2:].split("  #")[0].rstrip() for line in lines if line.startswith("$ ")]
 
 
-def stages(command):
-    """Words of the programs in a pipe, and of what the last one is redirected to."""
-    lexer = shlex.shlex(command, posix=True, punctuation_chars="|>")
+def words_of(command):
+    """Words of the programs in a pipe."""
+    lexer = shlex.shlex(command.partition(">")[0], posix=True, punctuation_chars="|")
     lexer.whitespace_split = True
-    found = [[]]
-    for word in lexer:
-        if word in ("|", ">"):
-            found.append([])
-        else:
-            found[-1].append(word)
-    written = found.pop()[0] if ">" in command else None
-    return found, written
+    return [list(words) for bar, words in itertools.groupby(lexer, "|".__eq__) if not bar]
 
 
-def is_ignored(path):
-    """Whether git ignores it in this folder: a reader's files, made by the README, change nothing here."""
-    name = Path(path).parts[0]
-    return any(fnmatch(name, line.strip("/")) for line in IGNORED if line.startswith("/"))
-
-
-def follow(command, made):
-    """Note in `made` what a command writes.
+def follow(commands):
+    """What the commands write, one after the other.
 
     Raises:
-        AssertionError: when it reads what nothing made, or writes what there is or what git would see.
+        AssertionError: when one reads what none before it made, or writes what is there or what git would see.
         UsageError: for a flag or a value that the command does not take.
     """
-    programs, written = stages(command)
-    writes = {written} - {None}
-    for program, *words in programs:
-        reads = []
-        if program == "afm-mlx":
+    made = set()
+    for command in commands:
+        reads, writes = [], re.findall(r"> (\S+)$|^mkdir (\S+)$", command)
+        writes = list(filter(None, itertools.chain(*writes)))
+        for program, *words in words_of(command):
+            if program != "afm-mlx":
+                assert program in ("echo", "head", "make", "mkdir", "python")
+                reads += [word for word in words if Path(word).suffix in (".py", ".jsonl")]
+                continue
             name, module, rest = _command(words)
             given = vars(parse(name, module, rest))
-            reads = [given.get(key) for key in READS]
+            written = WRITES.get(name)
+            writes += [given[written]] if written else []
+            reads += [given.get(key) for key in (*READS, "adapter_path") if key != written]
             if name == "adapter compose":
                 reads += [each.rpartition("=")[0] for each in given["adapters"]]
-            if name in WRITES:
-                writes.add(given[WRITES[name]])
-            else:
-                reads.append(given.get("adapter_path"))
-        elif program == "mkdir":
-            writes.add(words[0])
-        elif program == "head":
-            reads = words[-1:]
-        elif program == "python":
-            reads = words[:1]
-        else:
-            assert program in ("echo", "make")
         for path in filter(None, reads):
             there = path in made or path == EMBEDDED_MODEL or (ROOT / path).exists()
             assert there or path.startswith(YOURS), f"{command}: nothing made {path}"
-    for path in writes:
-        assert path not in made, f"{command}: {path} is there already"
-        assert is_ignored(path), f"{command}: .gitignore does not know {path}"
-        assert str(Path(path).parent) in (".", *made)
-    made |= writes
+        for path in writes:
+            assert path not in made, f"{command}: {path} is there already"
+            top = Path(path).parts[0]
+            assert any(fnmatch(f"/{top}", line.rstrip("/")) for line in IGNORED), path
+            assert str(Path(path).parent) in (".", *made)
+        made.update(writes)
+    return made
 
 
 def test_every_command_parses_and_reads_what_an_earlier_one_made():
-    made = set()
-    for command in [*commands(section(RUN)), *commands(section(OWN))]:
-        follow(command, made)
+    made = follow([*commands(section(RUN)), *commands(section(OWN))])
     assert {"my-model-2bit", "both", "afm-3b-2bit"} <= made
-
-
-def test_what_is_not_there_is_noticed():
-    for command in [
+    for broken in (
         "afm-mlx generate --model nowhere",
-        "afm-mlx generate --adapter-path nowhere",
-        "afm-mlx adapter compose nowhere=0.7 --output both",
-        "afm-mlx convert --model afm-nano --mlx-path docs -d",
-        "head -n 1 nowhere > there",
+        "head -n 1 nowhere.jsonl > my-x",
         "mkdir docs",
-    ]:
+    ):
         with pytest.raises(AssertionError):
-            follow(command, set())
+            follow([broken])
 
 
 def test_commands_that_need_a_checkpoint_come_after_those_that_need_none():
@@ -133,7 +109,7 @@ def test_commands_that_need_a_checkpoint_come_after_those_that_need_none():
 
 
 def test_every_command_of_the_program_is_shown():
-    shown = {words[1] for c in commands(README) for words in stages(c)[0] if words[0] == "afm-mlx"}
+    shown = {words[1] for c in commands(README) for words in words_of(c) if words[0] == "afm-mlx"}
     assert shown == set(COMMANDS)
 
 
@@ -141,12 +117,9 @@ def test_the_python_compiles_and_names_what_the_commands_made():
     first, second = blocks(README, "python")
     compile(first, "README.md", "exec")
     compile(second, "README.md", "exec")
-    made = set()
-    for command in commands(section(RUN)):
-        follow(command, made)
     named = re.findall(r"(?:load|register)\(.*?\"([^\"]+)\"\)", second)
     assert len(named) == 3
-    assert set(named) <= made
+    assert set(named) <= follow(commands(section(RUN)))
 
 
 def run(command, folder, given=""):

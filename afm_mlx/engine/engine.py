@@ -180,7 +180,7 @@ class Engine:
         responses, self._refused = self._refused, []
         # 2) The tokens of the step before are read back first where they end a row: it must not be fed again.
         previous, self._flight = self._flight, None
-        if previous and any(self._is_last(row) for row in previous.rows):
+        if previous and any(row.ends for row in previous.rows):
             responses += self._read(previous)
             previous = None
         # 3) Every row is fed its last token; nothing waits for the result.
@@ -194,10 +194,6 @@ class Engine:
             self._adapters.wait((row for row, _ in self._waiting), LOADING_STEP)
         self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
         return responses
-
-    def _is_last(self, row: Row) -> bool:
-        """Whether the row can't be fed the token that is in flight."""
-        return row.out_of_tokens or row.error is not None or row.is_full
 
     def _forward(self) -> Flight:
         """Submit the next token of every row."""
@@ -226,8 +222,9 @@ class Engine:
             if row.id not in alive:  # cancelled
                 continue
             if not math.isfinite(peak) and row.error is None:
+                text, _ = row.show(ended=True)
                 cause = no_token(peak, row.request)
-                responses.append(Response(row.id, -1, row.give_up(), None, "error", cause))
+                responses.append(Response(row.id, -1, text, None, "error", cause))
                 finished.add(row.id)
                 continue
             is_newest = row.sampled == len(row.tokens) + 1  # nothing was submitted after it
@@ -235,7 +232,10 @@ class Engine:
             text, reason = row.accept(token, self.tokenizer.eos_token_ids, full)
             error = row.error
             if reason == "error" and error is None:
-                error = self._context_error(row)
+                error = ContextLengthError(
+                    f"The context of {row.bound} tokens is full after {len(row.tokens)} new ones. Ask for "
+                    "fewer, raise max_kv_size, or ask for a sliding window."
+                )
             logprobs = flight.logprobs_of(i)
             responses.append(Response(row.id, token, text, logprobs, reason, error))
             if reason is not None:
@@ -243,12 +243,6 @@ class Engine:
         if finished:
             self._leave(finished)
         return responses
-
-    def _context_error(self, row: Row) -> ContextLengthError:
-        return ContextLengthError(
-            f"The context of {row.bound} tokens is full after {len(row.tokens)} new ones. Ask for "
-            "fewer, raise max_kv_size, or ask for a sliding window."
-        )
 
     def _leave(self, finished: set[int]) -> None:
         """Take finished rows out of the batch, and hand their caches back to the callers."""

@@ -14,7 +14,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request, Response
-from afm_mlx.engine.row_caches import fit_empty, kv_storage, limits
+from afm_mlx.engine.row_caches import fit_empty, kind_of
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
@@ -130,13 +130,12 @@ def stream_generate(
             "draft_model: speculative decoding is not available in this version; "
             "mlx_lm.stream_generate accepts both models."
         )
-    caches = [] if prompt_cache is None else _given(_caches([prompt_cache], 1))
     engine = Engine(
         model,
         tokenizer,
         prefill_step_size=prefill_step_size,
         adapters=adapters,
-        **_cache_options(model, caches, kv_bits, max_kv_size, sliding_window),
+        **_cache_options(model, _caches([prompt_cache], 1), kv_bits, max_kv_size, sliding_window),
     )
     request = Request(
         prompt=encode_prompt(tokenizer, prompt),
@@ -157,7 +156,7 @@ def stream_generate(
 
 def _cache_options(
     model: nn.Module,
-    caches: Sequence[list[Any]],
+    caches: Sequence[list[Any] | None],
     kv_bits: int | None,
     max_kv_size: int | None,
     sliding_window: bool,
@@ -168,15 +167,15 @@ def _cache_options(
     """
     kv = None if kv_bits is None else _kv_storage(model, kv_bits)
     context = model.args.context_length if is_afm(model) else None
-    for cache in caches:
-        bound = max_kv_size or limits(cache)[0] or context
+    given = [cache for cache in caches if cache is not None]
+    for cache in given:
+        bound = max_kv_size or kind_of(cache)[1] or context
         fit_empty(cache, kv, bound if sliding_window else None)
-    first = next(iter(caches), [])
-    bound, slides = limits(first)
-    if max_kv_size is None and (slides or kv_storage(first) is None):
+    storage, bound, slides = kind_of(given[0] if given else [])
+    if max_kv_size is None and (slides or storage is None):
         max_kv_size = bound  # bounds without a window are their rows' own
     return {
-        "kv": kv or kv_storage(first) or "int8",
+        "kv": kv or storage or "int8",
         "max_kv_size": max_kv_size,
         "sliding_window": sliding_window or slides,
     }
@@ -187,14 +186,8 @@ def _kv_storage(model: nn.Module, kv_bits: int) -> str:
     if kv_bits == 16:
         return "float"
     if kv_bits != 8 or config_bits != 8:
-        raise RequestError(
-            f"kv_bits is {kv_bits}; this model's cache can be "
-            + (
-                "8 (int8 with the checkpoint's scales) or 16 (float)."
-                if config_bits
-                else "16 (float)."
-            )
-        )
+        int8 = "8 (int8 with the checkpoint's scales) or " if config_bits else ""
+        raise RequestError(f"kv_bits is {kv_bits}; this model's cache can be {int8}16 (float).")
     return "int8"
 
 
@@ -308,7 +301,7 @@ def batch_generate(
         max_batch=max_batch,
         prefill_step_size=prefill_step_size,
         adapters=adapters,
-        **_cache_options(model, _given(caches), kv_bits, max_kv_size, sliding_window),
+        **_cache_options(model, caches, kv_bits, max_kv_size, sliding_window),
     )
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     options = {"logprobs": False, **request}  # nothing here returns them
@@ -353,10 +346,6 @@ def _caches(cache: Sequence[Any] | None, count: int) -> list[list[Any] | None]:
             f"There are {len(each)} prompt caches for {count} prompts; give each prompt its own, or None."
         )
     return list(each)
-
-
-def _given(caches: Sequence[list[Any] | None]) -> list[list[Any]]:
-    return [cache for cache in caches if cache is not None]
 
 
 def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> BatchResponse:

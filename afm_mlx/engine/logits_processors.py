@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -47,14 +48,14 @@ def make_logits_processors(
     processors: list[LogitsProcessor] = []
     if logit_bias:
         processors.append(_bias(logit_bias))
-    for name, make, penalty, size in (
+    for name, weaken, penalty, size in (
         ("repetition", _repetition, repetition_penalty, repetition_context_size),
         ("presence", _presence, presence_penalty, presence_context_size),
         ("frequency", _frequency, frequency_penalty, frequency_context_size),
     ):
         _check(name, penalty, size)
         if penalty:
-            processors.append(make(float(penalty), int(size or 0)))
+            processors.append(partial(weaken, float(penalty), int(size or 0)))
     return processors
 
 
@@ -95,28 +96,19 @@ def _bias(logit_bias: Mapping[int, float]) -> LogitsProcessor:
     return add
 
 
-def _repetition(penalty: float, size: int) -> LogitsProcessor:
-    def weaken(tokens: mx.array, logits: mx.array) -> mx.array:
-        recent = tokens[-size:]
-        found = logits[:, recent]
-        return _with(logits, recent, mx.where(found < 0, found * penalty, found / penalty))
-
-    return weaken
+def _repetition(penalty: float, size: int, tokens: mx.array, logits: mx.array) -> mx.array:
+    recent = tokens[-size:]
+    found = logits[:, recent]
+    return _with(logits, recent, mx.where(found < 0, found * penalty, found / penalty))
 
 
-def _presence(penalty: float, size: int) -> LogitsProcessor:
-    def weaken(tokens: mx.array, logits: mx.array) -> mx.array:
-        recent = tokens[-size:]
-        return _with(logits, recent, logits[:, recent] - penalty)
-
-    return weaken
+def _presence(penalty: float, size: int, tokens: mx.array, logits: mx.array) -> mx.array:
+    recent = tokens[-size:]
+    return _with(logits, recent, logits[:, recent] - penalty)
 
 
-def _frequency(penalty: float, size: int) -> LogitsProcessor:
-    def weaken(tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits.at[:, tokens[-size:]].subtract(penalty)
-
-    return weaken
+def _frequency(penalty: float, size: int, tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits.at[:, tokens[-size:]].subtract(penalty)
 
 
 def _with(logits: mx.array, tokens: mx.array, values: mx.array) -> mx.array:

@@ -128,7 +128,7 @@ def load_prompt_cache(
             layer.state = state
         except CacheFileError as error:
             raise CacheFileError(f"{path}: block {index}: {error} It is damaged.") from None
-    cache[0].adapter = header["adapter"]
+    layers[0].adapter = header["adapter"]
     mx.eval([layer.state for layer in cache])
     return cache, metadata
 

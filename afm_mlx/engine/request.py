@@ -150,14 +150,14 @@ class Row:
         return bool(request.sampler or request.logits_processors or request.logprobs)
 
     @property
-    def out_of_tokens(self) -> bool:
-        """Whether the last token drawn is the last one that was asked for."""
-        return self.sampled == self.request.max_tokens
-
-    @property
     def is_full(self) -> bool:
         """Whether the cache has no room for another token."""
         return self.bound is not None and self.position >= self.bound
+
+    @property
+    def ends(self) -> bool:
+        """Whether the row can't be fed the token that was drawn last."""
+        return self.sampled == self.request.max_tokens or self.error is not None or self.is_full
 
     @property
     def step_seed(self) -> int:
@@ -189,18 +189,15 @@ class Row:
             reason = "length" if len(self.tokens) == self.request.max_tokens else None
         if self.error is not None or (full and reason is None):
             reason = "error"
-        if reason is not None:
+        text, stopped = self.show(ended=reason is not None)
+        return text, "stop" if stopped else reason
+
+    def show(self, ended: bool) -> tuple[str, bool]:
+        """Returns the text to show next, all of it once the answer has ended; and whether it stops there."""
+        if ended:
             self.detokenizer.finalize()
         text, stopped = self._stop.feed(self.detokenizer.last_segment)
-        if stopped:
-            return text, "stop"
-        return (text + self._stop.flush() if reason is not None else text), reason
-
-    def give_up(self) -> str:
-        """End the answer before its next token; returns the text that was not shown yet."""
-        self.detokenizer.finalize()
-        text, stopped = self._stop.feed(self.detokenizer.last_segment)
-        return text if stopped else text + self._stop.flush()
+        return text + self._stop.flush() if ended and not stopped else text, stopped
 
 
 class StopStrings:

@@ -90,16 +90,12 @@ def _kind(entry: Any) -> str:
     return f"a {type(entry).__name__}" + (f" of {size}" if size is not None else "")
 
 
-def kv_storage(cache: Cache) -> str | None:
-    """The storage of a cache, a value of `Engine`'s `kv`; None when the cache does not say."""
-    ours = [entry for entry in cache if isinstance(entry, KVCache)]
-    return None if not ours else "int8" if ours[0].int8 else "float"
-
-
-def limits(cache: Cache) -> tuple[int | None, bool]:
-    """The bound of a cache, and whether it is a sliding window."""
-    first = next(iter(cache), None)
-    return getattr(first, "max_size", None), getattr(first, "sliding_window", False)
+def kind_of(cache: Cache) -> tuple[str | None, int | None, bool]:
+    """`KVCache.kind` of a prompt cache; its storage is None where it is none of ours, or empty."""
+    first = cache[0] if cache else None
+    if isinstance(first, KVCache):
+        return first.kind
+    return None, getattr(first, "max_size", None), False
 
 
 def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:

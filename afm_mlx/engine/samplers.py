@@ -139,7 +139,7 @@ def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
     return mx.take_along_axis(logprobs, tokens, axis=-1), tokens
 
 
-def keep_top_p(logprobs: mx.array, top_p: float, total: mx.array | None = None) -> mx.array:
+def keep_top_p(logprobs: mx.array, top_p: float, total: mx.array | None) -> mx.array:
     """Drop each token (as -inf) whose more likely ones have `top_p` of all probability between them.
 
     Args:
@@ -158,7 +158,7 @@ def keep_top_p(logprobs: mx.array, top_p: float, total: mx.array | None = None) 
     return mx.where(logprobs < mx.take_along_axis(rising, first, axis=-1), -mx.inf, logprobs)
 
 
-def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) -> mx.array:
+def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int) -> mx.array:
     """Drop tokens (as -inf) below `min_p` times the highest probability, but for the most likely ones."""
     lowest = logprobs.max(axis=-1, keepdims=True) + math.log(min_p)
     if min_tokens_to_keep > 1:
@@ -171,7 +171,7 @@ def keep_min_p(logprobs: mx.array, min_p: float, min_tokens_to_keep: int = 1) ->
 
 
 def drop_top_choices(
-    logprobs: mx.array, threshold: float, special_tokens: Sequence[int] = ()
+    logprobs: mx.array, threshold: float, special_tokens: Sequence[int]
 ) -> mx.array:
     """XTC: drop all tokens (as -inf) above the threshold but the least likely of them.
 

@@ -317,14 +317,14 @@ class Bench:
             )
         config = self._model.args
         cache = engine.make_cache()
-        shape = (1, config.num_kv_heads, self.case.depth, config.head_dim)
+        shape = (1, 2 * config.num_kv_heads, self.case.depth, config.head_dim)
         if cache[0].int8:
-            keys, values = mx.array(self._rng.integers(-127, 128, (2, *shape), dtype=np.int8))
+            kv = mx.array(self._rng.integers(-127, 128, shape, dtype=np.int8))
         else:
-            numbers = self._rng.standard_normal((2, *shape), dtype=np.float32)
-            keys, values = mx.array(numbers).astype(activation_dtype())
+            numbers = self._rng.standard_normal(shape, dtype=np.float32)
+            kv = mx.array(numbers).astype(activation_dtype())
         for layer in cache[: config.num_kv_layers]:
-            layer.update_and_fetch(keys, values)
+            layer.update(kv)
         mx.eval([layer.state for layer in cache])
         return cache
 

@@ -5,8 +5,8 @@ different lengths lie side by side, each with its own offset; a row joins, leave
 moving the others. One buffer holds keys and values, so that a new token is one write. It grows by `STEP`
 columns and is written in place between growths.
 
-The methods are those of mlx-lm's caches (`mlx_lm/models/cache.py`), batch ones included, so that both this
-engine and mlx-lm's own loops can drive either kind of model.
+The methods that loops call are those of mlx-lm's caches (`mlx_lm/models/cache.py`), batch ones included, so
+that both this engine and mlx-lm's own loops can drive either kind of model.
 """
 
 from __future__ import annotations
@@ -65,16 +65,6 @@ class KVCache:
         self.adapter: str | None = None
 
     @property
-    def keys(self) -> mx.array | None:
-        """(B, n_kv_heads, capacity, head_dim): a view. While it lives, the next write copies the buffer."""
-        return None if self.buffer is None else _heads(self.buffer)[0]
-
-    @property
-    def values(self) -> mx.array | None:
-        """(B, n_kv_heads, capacity, head_dim): a view, as `keys`."""
-        return None if self.buffer is None else _heads(self.buffer)[1]
-
-    @property
     def kind(self) -> tuple[str, int | None, bool]:
         """Storage, bound on tokens, and whether a window slides there: the arguments of `Model.make_cache`."""
         return ("int8" if self.int8 else "float", self.max_size, self.sliding_window)
@@ -110,9 +100,7 @@ class KVCache:
         """Bytes of the buffer, spare capacity included."""
         return 0 if self.buffer is None else self.buffer.nbytes
 
-    def make_mask(
-        self, length: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
+    def make_mask(self, length: int) -> mx.array | str | None:
         """The mask for the next `length` tokens, to be asked for before they are written.
 
         Returns:
@@ -122,7 +110,7 @@ class KVCache:
         columns = [c - d for c, d in zip(self._columns, drops, strict=True)]
         window = self._window
         reaches_past = bool(window) and max(self._lengths) + length > window
-        if len(set(columns)) == 1 and not (reaches_past or return_array or window_size):
+        if len(set(columns)) == 1 and not reaches_past:
             return causal_mask(length)
 
         forgotten = [f + d for f, d in zip(self._forgotten, drops, strict=True)]
@@ -133,8 +121,6 @@ class KVCache:
         visible = position <= query  # (B, 1, length, columns)
         if reaches_past:
             visible &= (position < KEEP) | (query - position < window - KEEP)
-        if window_size is not None:
-            visible &= query - position < window_size
         return visible
 
     def decode_lengths(self) -> mx.array | None:
@@ -149,24 +135,12 @@ class KVCache:
 
     # -- writing
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append the next tokens of every row.
-
-        Args:
-            keys: (B, n_kv_heads, L, head_dim).
-            values: the same.
-
-        Returns:
-            Keys and values of all columns in use, in the dtype that they are stored in.
+    def update(self, kv: mx.array) -> None:
+        """Append the next tokens of every row: `kv` is (B, 2 * n_kv_heads, L, head_dim), keys and then values.
 
         Raises:
             ContextLengthError: past `max_size` without a sliding window.
         """
-        self.update(mx.concatenate([keys, values], axis=1))
-        return self.keys_and_values()
-
-    def update(self, kv: mx.array) -> None:
-        """Append as `update_and_fetch` does: `kv` is (B, 2 * n_kv_heads, L, head_dim), keys and then values."""
         length = kv.shape[2]
         if self.buffer is None:
             self.buffer = kv[:, :, :0]
@@ -188,8 +162,12 @@ class KVCache:
         return self.buffer[:, :, : self.size()]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Keys and values of all columns in use; the buffer must be there."""
-        return _heads(self.in_use())
+        """Keys and values of all columns in use; the buffer must be there.
+
+        While one of these views lives, the next write copies the buffer.
+        """
+        keys, values = self.in_use().split(2, axis=1)
+        return keys, values
 
     def make_room(self, length: int) -> None:
         """Let the buffer, which must be there, hold `length` more tokens of every row.
@@ -279,9 +257,7 @@ class KVCache:
 
     def extend(self, other: KVCache) -> None:
         """Append the rows of another cache of the same block."""
-        merged = KVCache.merge([self, other])
-        self.buffer, self.adapter, self.max_size = merged.buffer, merged.adapter, merged.max_size
-        self._lengths, self._forgotten = merged._lengths, merged._forgotten
+        vars(self).update(vars(KVCache.merge([self, other])))
 
     @staticmethod
     def merge(caches: Sequence[KVCache]) -> KVCache:
@@ -396,12 +372,6 @@ def _ragged_index(
 def _handle(x: mx.array | None) -> mx.array | None:
     """The same array under a second handle, since assigning to columns changes what a handle holds."""
     return None if x is None else x[...]
-
-
-def _heads(buffer: mx.array) -> tuple[mx.array, mx.array]:
-    """Views of the keys' heads and of the values'."""
-    keys, values = buffer.split(2, axis=1)
-    return keys, values
 
 
 def _padded(buffer: mx.array, columns: int) -> mx.array:

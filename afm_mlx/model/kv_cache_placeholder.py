@@ -13,11 +13,9 @@ class NoKVCache:
     one entry per block keeps that count right.
     """
 
-    kind = ("none", None, False)
     offset = 0
     nbytes = 0
     state: Any = ()
-    adapter: str | None = None
 
     def size(self) -> int:
         return 0

@@ -5,13 +5,12 @@ import errno
 import json
 import os
 import subprocess
-import sys
 
 import pytest
 
 from afm_mlx import file_lock
 from afm_mlx.file_lock import FileLock, LockHeldError, Owner
-from tests.tools.cli import ROOT
+from tests.tools.cli import started
 
 HOLD = """
 import sys
@@ -62,10 +61,7 @@ def test_a_file_that_its_owner_removed_meanwhile_locks_nothing(tmp_path, monkeyp
 
 def test_a_killed_process_holds_no_lock(tmp_path):
     path = tmp_path / "lock"
-    command = [sys.executable, "-c", HOLD, str(path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, cwd=ROOT, **pipes) as process:
-        assert process.stdout.readline() == "locked\n"
+    with started(HOLD, path, says="locked") as process:
         with pytest.raises(LockHeldError, match=f"process {process.pid} since 20.*python") as error:
             FileLock(path)
         assert error.value.owner.may_live()

@@ -1,23 +1,14 @@
 """Files are whole or not there."""
 
 import os
-import subprocess
-import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from afm_mlx import files
 from afm_mlx.errors import AFMError
-from afm_mlx.files import (
-    atomic_folder,
-    atomic_write,
-    place_beside,
-    remove_folder,
-    remove_leftovers,
-    remove_places,
-)
-from tests.tools.cli import ROOT
+from afm_mlx.files import atomic_folder, atomic_write, remove_leftovers
+from tests.tools.cli import started
 
 # A process that is killed, or lives, in the middle of a write.
 WRITE = """
@@ -33,11 +24,7 @@ with atomic_folder(sys.argv[1]) as folder:
 
 
 def writer(path):
-    command = [sys.executable, "-c", WRITE, str(path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    process = subprocess.Popen(command, text=True, cwd=ROOT, **pipes)
-    assert process.stdout.readline() == "writing\n"
-    return process
+    return started(WRITE, path, says="writing")
 
 
 def test_a_written_file_takes_its_place(tmp_path):
@@ -117,7 +104,7 @@ def test_a_place_that_is_not_locked_yet_is_made_anew(tmp_path, monkeypatch):
         return lock(path, **options)
 
     monkeypatch.setattr(files, "FileLock", interrupted)
-    with place_beside(tmp_path / "x") as place:
+    with files.place_beside(tmp_path / "x") as place:
         assert place == made[-1] != made[0]
     assert list(tmp_path.iterdir()) == []
 
@@ -147,7 +134,7 @@ def test_a_folder_is_removed_at_once_whatever_ends_the_removal(tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(files.shutil, "rmtree", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            remove_folder(path)
+            files.remove_folder(path)
     assert not path.exists()
     files._places.clear()  # the process is gone
     remove_leftovers(tmp_path)
@@ -160,20 +147,16 @@ def test_threads_write_beside_each_other(tmp_path):
             with atomic_write(tmp_path / f"{number}.txt") as path:
                 path.write_text(f"{round}")
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
-        f"{number}.txt": "19" for number in range(4)
-    }
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert written == {f"{number}.txt": "19" for number in range(4)}
 
 
 def test_all_places_of_a_process_can_be_removed(tmp_path):
     with pytest.raises(FileNotFoundError), atomic_write(tmp_path / "a.json") as path:
         path.write_text("half")
-        remove_places()
+        files.remove_places()
         assert list(tmp_path.iterdir()) == []
 
 

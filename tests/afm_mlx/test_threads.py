@@ -1,6 +1,5 @@
-"""Generation in threads: the same answers as in the main one, and processes that end as they should."""
+"""Generation in threads: the same answers as in the main one, and no state that stays behind."""
 
-import asyncio
 import gc
 import threading
 import time
@@ -11,9 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.async_generation import stream_generate_async
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate, stream_generate
 from afm_mlx.engine.request import Request
@@ -57,24 +54,14 @@ def answer(engine, prompt, count=12):
     return [response.token for response in engine.run()]
 
 
-@pytest.mark.parametrize("kind", ["packed", "float", "zoo"])
+@pytest.mark.parametrize("kind", ["2-bit", "float", "zoo"])
 def test_an_engine_in_each_of_four_threads_gives_the_answers_of_one_thread(rng, tokenizer, kind):
-    if kind == "zoo":
-        model = zoo_model("llama", SIZES["vocab_size"], 5)
-    else:
-        model = tiny(rng, "2-bit" if kind == "packed" else "float", kv_bits=8)
+    zoo = kind == "zoo"
+    model = zoo_model("llama", SIZES["vocab_size"], 5) if zoo else tiny(rng, kind, kv_bits=8)
     prompts = [some_prompt(rng, length) for length in (3, 9, 5, 14)]
     # In the threads first: what they leave behind must not disturb the main one.
     got = at_once([lambda p=p: answer(Engine(model, tokenizer), p) for p in prompts])
     assert got == [answer(Engine(model, tokenizer), prompt) for prompt in prompts]
-
-
-def test_threads_that_have_ended_leave_the_model_to_others(rng, model, tokenizer):
-    prompt = some_prompt(rng, 6)
-    wanted = generate(model, tokenizer, prompt, max_tokens=8)
-    for _ in range(3):
-        assert in_thread(generate, model, tokenizer, prompt, max_tokens=8) == wanted
-    assert generate(model, tokenizer, prompt, max_tokens=8) == wanted
 
 
 def test_every_way_to_generate_is_that_of_the_main_thread(rng, model, tokenizer):
@@ -82,13 +69,10 @@ def test_every_way_to_generate_is_that_of_the_main_thread(rng, model, tokenizer)
     options = {"max_tokens": 9, "seed": 11, "sampler": mx.random.categorical}
 
     def ways():
-        streams = [
-            [r.token for r in stream_generate(model, tokenizer, p, **options)] for p in prompts
-        ]
-        batch = batch_generate(model, tokenizer, prompts, **options).token_ids
-        return streams, batch
+        texts = [generate(model, tokenizer, prompt, **options) for prompt in prompts]
+        return texts, batch_generate(model, tokenizer, prompts, **options).token_ids
 
-    assert in_thread(ways) == ways()
+    assert in_thread(ways) == ways() == in_thread(ways)
 
 
 def test_the_main_thread_and_others_take_turns(rng, model, tokenizer):
@@ -115,24 +99,6 @@ def test_the_main_thread_and_others_take_turns(rng, model, tokenizer):
     assert last > first
 
 
-def test_adapters_are_asked_for_from_any_thread(rng, model, tokenizer, tmp_path):
-    prompt = some_prompt(rng, 5)
-    with AdapterPool(model) as pool:
-        adapters = Adapters(model, rng, tmp_path)
-        adapters.add(pool, "a", 2)
-        adapters.add(pool, "b", 3)
-        names = ["a", "b", None, {"a": 0.5, "b": 2.0}]
-        calls = [
-            lambda n=n: generate(model, tokenizer, prompt, max_tokens=8, adapter=n, adapters=pool)
-            for n in names
-        ]
-        got = at_once(calls)
-        assert got == [call() for call in calls]
-        assert [entry["rows"] for entry in pool.describe()["adapters"]] == [0] * 2 + [0] * (
-            len(pool.describe()["adapters"]) - 2
-        )
-
-
 def test_log_probabilities_and_caches_go_from_thread_to_thread(rng, model, tokenizer):
     prompt = some_prompt(rng, 5)
 
@@ -141,17 +107,15 @@ def test_log_probabilities_and_caches_go_from_thread_to_thread(rng, model, token
 
     one, two = model.make_cache(), model.make_cache()
     wanted = turns(one, prompt, 4) + turns(one, [3, 1], 4)
-    got = in_thread(turns, two, prompt, 4)
-    got += turns(two, [3, 1], 2)
-    rest = in_thread(turns, two, [got[-1].token], 2)
-    got += rest
+    got = in_thread(turns, two, prompt, 4) + turns(two, [3, 1], 2)
+    got += in_thread(turns, two, [got[-1].token], 2)
     assert [r.token for r in got] == [r.token for r in wanted]
+    for mine, theirs in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(np.array(mine.logprobs), np.array(theirs.logprobs), atol=1e-4)
     begun = model.make_cache()
     model.prefill(mx.array([[1, 2]]), begun)
     with pytest.raises(RequestError, match="prompt cache has arrays that another thread"):
         in_thread(turns, begun, prompt, 1)
-    for mine, theirs in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(np.array(mine.logprobs), np.array(theirs.logprobs), atol=1e-4)
 
 
 def test_an_engine_of_the_main_thread_is_refused_elsewhere(rng, model, tokenizer):
@@ -206,82 +170,24 @@ def test_a_stream_that_is_closed_half_way_frees_its_row(rng, model, tokenizer, t
             assert pool.describe()["adapters"][0]["rows"] == 0
 
 
-def test_a_model_is_freed_though_threads_have_run_it(rng, tokenizer):
-    model = tiny(rng, "2-bit", kv_bits=8)
-    in_thread(generate, model, tokenizer, some_prompt(rng, 4), max_tokens=3)
-    generate(model, tokenizer, some_prompt(rng, 4), max_tokens=3)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None
-
-
-def test_another_models_traces_are_never_taken(rng, tokenizer):
-    """MLX knows a traced function by its address, and each thread has its own traces."""
+def test_a_model_leaves_nothing_behind_in_threads(rng, tokenizer):
+    """It is freed, and no other model gets its traces: MLX knows a traced function by its address."""
     prompt = some_prompt(rng, 4)
     for _ in range(6):
         model = tiny(rng, "2-bit", kv_bits=8)
         got = in_thread(generate, model, tokenizer, prompt, max_tokens=6)
         assert got == generate(model, tokenizer, prompt, max_tokens=6)
+        gone = weakref.ref(model)
+        del model
+        gc.collect()
+        assert gone() is None
 
 
-def test_a_model_loaded_in_a_thread_runs_in_all(tokenizer):
-    model, tokenizer = in_thread(load, lazy=True)
-    texts = [
-        generate(model, tokenizer, "hello", max_tokens=5),
-        in_thread(generate, model, tokenizer, "hello", max_tokens=5),
-    ]
-    assert texts[0] == texts[1]
-
-
-def test_weights_that_the_main_thread_has_not_read_are_refused_elsewhere():
+def test_a_lazy_model_runs_in_all_threads_once_one_has_read_it():
     model, tokenizer = load(lazy=True)
     with pytest.raises(RequestError, match="lazy"):
         in_thread(generate, model, tokenizer, "hello", max_tokens=5)
-    wanted = generate(*load(), "hello", max_tokens=5)
-    assert generate(model, tokenizer, "hello", max_tokens=5) == wanted
-    assert in_thread(generate, model, tokenizer, "hello", max_tokens=5) == wanted
-
-
-def test_asyncio_streams_side_by_side(rng, model, tokenizer):
-    prompts = [some_prompt(rng, length) for length in (3, 8, 5)]
-    wanted = [answer(Engine(model, tokenizer), prompt) for prompt in prompts]
-    order = []
-
-    async def one(prompt):
-        stream = stream_generate_async(model, tokenizer, prompt, max_tokens=12)
-        tokens = []
-        async for response in stream:
-            order.append(len(prompt))
-            tokens.append(response.token)
-        return tokens
-
-    async def everything():
-        whole = asyncio.to_thread(generate, model, tokenizer, prompts[0], max_tokens=12)
-        return await asyncio.gather(whole, *map(one, prompts))
-
-    text, *got = asyncio.run(everything())
-    assert got == wanted
-    assert text == tokenizer.decode([t for t in wanted[0] if t not in tokenizer.eos_token_ids])
-    assert order != sorted(order, key=order.index)  # they take turns
-
-
-def test_asyncio_tasks_can_be_cancelled_and_fail(rng, model, tokenizer):
-    async def some():
-        stream = stream_generate_async(model, tokenizer, some_prompt(rng, 3), max_tokens=-1)
-        async for _ in stream:
-            pass
-
-    async def main():
-        task = asyncio.create_task(some())
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        with pytest.raises(RequestError, match="empty"):
-            async for _ in stream_generate_async(model, tokenizer, []):
-                pass
-        # MLX's thread is free again.
-        return await asyncio.wait_for(asyncio.wrap_future(threads.submit(int)), 60)
-
-    assert asyncio.run(main()) == 0
+    wanted = generate(model, tokenizer, "hello", max_tokens=5)
+    for each in (model, in_thread(load, lazy=True)[0]):
+        assert in_thread(generate, each, tokenizer, "hello", max_tokens=5) == wanted
+        assert generate(each, tokenizer, "hello", max_tokens=5) == wanted

@@ -53,6 +53,14 @@ def process(*argv, code=None, **options):
     return subprocess.run(command, capture_output=True, text=True, env=environment, **options)
 
 
+def started(code, *argv, says) -> subprocess.Popen:
+    """A process whose first line says that it has come to the place in question."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
+    running = subprocess.Popen([sys.executable, "-c", code, *map(str, argv)], **pipes)
+    assert running.stdout.readline() == f"{says}\n"
+    return running
+
+
 @lru_cache
 def _tokenizer_files(spm: Path) -> dict[str, bytes]:
     """What `save_tokenizer` writes; the conversion takes longer than all the rest of a folder."""

@@ -69,6 +69,14 @@ def run(engine):
     return found
 
 
+def naive_greedy(model, prompt, count):
+    """The likeliest next tokens, without any cache."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1]).item()))
+    return tokens[len(prompt) :]
+
+
 def logprobs_of(responses):
     assert all(r.error is None for r in responses), responses[-1].error
     return np.stack([np.array(r.logprobs, np.float64) for r in responses])

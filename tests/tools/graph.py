@@ -1,75 +1,32 @@
-"""Counting work in the traced graph, without doing it."""
+"""Counting dispatches and bytes on Metal in the traced graph, without Metal.
+
+What MLX's Metal backend does with a primitive is read in its sources (`mlx/backend/gpu/primitives.cpp`,
+`mlx/backend/common/common.cpp`, `mlx/backend/metal/*.cpp`).
+"""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
-from afm_mlx.config import ModelConfig
 from afm_mlx.kernels import dispatch
-from afm_mlx.model.model import Model
-
-
-def matmul_flops(config: ModelConfig, run: Callable, length: int) -> int:
-    """Floating-point operations of the matrix products that `run(model, tokens)` needs.
-
-    The model's weights are never computed: the graph is traced, and only what leads to the output is
-    in it.
-    """
-    model = Model(config)
-    flops = 0
-
-    def count(event: dict) -> None:
-        nonlocal flops
-        if event.get("type") != "primitive":
-            return
-        shapes = [shape for _, shape, _ in event["inputs"]]
-        if event["name"] in ("Matmul", "AddMM"):
-            outputs = [shape for _, shape, _ in event["outputs"]]
-            flops += 2 * math.prod(outputs[0]) * shapes[0][-1]
-        elif event["name"] == "ScaledDotProductAttention":
-            flops += 4 * math.prod(shapes[0]) * shapes[1][-2]
-
-    def traced(tokens: mx.array, **weights: mx.array) -> mx.array:
-        model.update(tree_unflatten(weights))
-        return run(model, tokens)
-
-    weights = dict(tree_flatten(model.parameters()))
-    with dispatch.force("reference"):  # products show as such
-        mx.export_function(count, traced, mx.zeros((1, length), mx.int32), **weights)
-    return flops
-
-
-# -- dispatches and bytes on Metal
-#
-# What MLX's Metal backend does with a primitive is read in its sources (`mlx/backend/gpu/primitives.cpp`,
-# `mlx/backend/common/common.cpp`, `mlx/backend/metal/*.cpp`).
 
 # New strides over the same buffer. A reshape is one where the strides allow, and a copy otherwise.
-VIEWS = {
-    "Broadcast",
-    "BroadcastAxes",
-    "Copy",
-    "Depends",
-    "ExpandDims",
-    "Flatten",
-    "Reshape",
-    "Slice",
-    "Split",
-    "Squeeze",
-    "StopGradient",
-    "Transpose",
-    "Unflatten",
-}
+VIEWS = set(
+    """
+    Broadcast BroadcastAxes Copy Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient Transpose
+    Unflatten
+    """.split()
+)
 # One kernel each, whatever the strides of their inputs are.
 SINGLE = set(
     """
@@ -112,7 +69,9 @@ def count_dispatches(function: Callable, *args: Any, **options: Any) -> Cost:
         NotImplementedError: when the graph has a primitive that no rule above describes.
     """
     events: list[dict] = []
-    with dispatch.force("metal"), _fused_as_on_metal():
+    # On another device, MLX's fused operations are traced as the many of their fallback.
+    fused = mock.patch.multiple(mx.fast, **{name: _stand_in(name) for name in FUSED})
+    with dispatch.force("metal"), fused:
         mx.export_function(events.append, function, *args, **options)
     return _Count(events).cost
 
@@ -261,22 +220,6 @@ def _views(
 def _kernel_name(event: dict) -> str:
     """The name that a custom kernel was given, without what MLX adds."""
     return event["arguments"][0].removeprefix("custom_kernel_").split("__")[0]
-
-
-@contextlib.contextmanager
-def _fused_as_on_metal() -> Iterator[None]:
-    """Let MLX's fused operations count as the one kernel that they are on Metal.
-
-    On another device they are traced as the many operations of their fallback.
-    """
-    kept = {name: getattr(mx.fast, name) for name in FUSED}
-    try:
-        for name in FUSED:
-            setattr(mx.fast, name, _stand_in(name))
-        yield
-    finally:
-        for name, function in kept.items():
-            setattr(mx.fast, name, function)
 
 
 def _stand_in(name: str) -> Callable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
@@ -141,13 +142,13 @@ def mlx_lm_twin(model: Model) -> Any:
 
 
 class WordTokenizer:
-    """A tokenizer without files: token i is the word `wi`; the last id ends a text."""
+    """A tokenizer without files: token i is the word `wi`; the last id ends a text, or those of `ends`."""
 
     bos_token = None
 
-    def __init__(self, vocab_size: int):
+    def __init__(self, vocab_size: int, ends: Iterable[int] | None = None):
         self.vocab_size = vocab_size
-        self.eos_token_ids = {vocab_size - 1}
+        self.eos_token_ids = {vocab_size - 1} if ends is None else set(ends)
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return [int(word[1:]) for word in text.split()]
@@ -174,38 +175,3 @@ class _WordDetokenizer:
     def last_segment(self) -> str:
         segment, self._segment = self._segment, ""
         return segment
-
-
-def tokens_without_ties(
-    model: Any, config: ModelConfig, rng: np.random.Generator, shape: tuple[int, int]
-) -> np.ndarray:
-    """Random tokens whose keys and values, in a tamm model, all lie clear of a rounding boundary.
-
-    Two right implementations add in different orders, and on a boundary they may round to neighbouring
-    int8 codes. Whether codes agree there says nothing, so parity is measured elsewhere.
-    """
-    import torch
-
-    distances: list[float] = []
-
-    def watch(module: Any, inputs: tuple) -> None:
-        scale, _ = module.activation_post_process.calculate_qparams()
-        steps = (inputs[0] / scale).clamp(-129, 128)
-        distances.append(float((steps - steps.floor() - 0.5).abs().min()))
-
-    quantizers = [
-        m for n, m in model.named_modules() if n.endswith(("key_quantizer", "value_quantizer"))
-    ]
-    hooks = [q.register_forward_pre_hook(watch) for q in quantizers]
-    try:
-        for _ in range(1000):
-            distances.clear()
-            tokens = rng.integers(0, config.vocab_size, shape)
-            with torch.no_grad():
-                model(torch.from_numpy(tokens))
-            if not distances or min(distances) > 2e-4:
-                return tokens
-    finally:
-        for hook in hooks:
-            hook.remove()
-    raise AssertionError("no random tokens without rounding ties in 1000 draws")

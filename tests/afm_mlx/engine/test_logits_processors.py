@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from mlx_lm import sample_utils as theirs
 
+import afm_mlx
 from afm_mlx import make_logits_processors
 from afm_mlx.errors import RequestError
 
@@ -15,21 +16,13 @@ def test_logits_are_mlx_lms(rng):
         logits = child.normal(0, 3, (1, vocab_size)).astype(np.float32)
         tokens = mx.array(child.integers(0, min(vocab_size, 30), int(child.integers(1, 60))))
         biased = child.choice(vocab_size, 3, replace=False).tolist()
-        arguments = {
-            "logit_bias": dict(zip(biased, [2.5, -100, -float("inf")], strict=True)),
-            "repetition_penalty": float(child.uniform(0.5, 2)),
-            "presence_penalty": float(child.uniform(-2, 2)),
-            "frequency_penalty": float(child.uniform(-2, 2)),
-            "repetition_context_size": int(child.integers(0, 70)),
-            "presence_context_size": int(child.integers(0, 70)),
-            "frequency_context_size": int(child.integers(0, 70)),
-        }
+        arguments = {"logit_bias": dict(zip(biased, [2.5, -100, -float("inf")], strict=True))}
+        for name, lowest in (("repetition", 0.5), ("presence", -2), ("frequency", -2)):
+            arguments[f"{name}_penalty"] = float(child.uniform(lowest, 2))
+            arguments[f"{name}_context_size"] = int(child.integers(0, 70))
         found, wanted = mx.array(logits), mx.array(logits)
-        ours, others = (
-            make_logits_processors(**arguments),
-            theirs.make_logits_processors(**arguments),
-        )
-        for one, other in zip(ours, others, strict=True):
+        chains = (library.make_logits_processors(**arguments) for library in (afm_mlx, theirs))
+        for one, other in zip(*chains, strict=True):
             before = np.array(found)
             changed = one(tokens, found)
             assert np.array_equal(np.array(found), before)  # what was given stays
@@ -44,18 +37,17 @@ def test_what_asks_for_nothing():
     assert processor(mx.array([], dtype=mx.int32), mx.ones((1, 3))).tolist() == [[1, 1, 1]]
 
 
-def test_a_context_size_of_none_is_all_tokens():
-    for name in ("repetition", "presence", "frequency"):
-        (processor,) = make_logits_processors(
-            **{f"{name}_penalty": 2.0, f"{name}_context_size": None}
-        )
-        weakened = processor(mx.array([0, *[1] * 50]), mx.ones((1, 3))).tolist()[0]
-        assert weakened[0] < 1
-        assert weakened[2] == 1
+@pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
+def test_a_context_size_of_none_is_all_tokens(name):
+    arguments = {f"{name}_penalty": 2.0, f"{name}_context_size": None}
+    (processor,) = make_logits_processors(**arguments)
+    weakened = processor(mx.array([0, *[1] * 50]), mx.ones((1, 3))).tolist()[0]
+    assert weakened[0] < 1 == weakened[2]
 
 
-def test_arguments_that_are_refused():
-    for arguments in [
+@pytest.mark.parametrize(
+    "arguments",
+    [
         {"logit_bias": {-1: 1.0}},
         {"logit_bias": {"5": 1.0}},
         {"logit_bias": {5: float("inf")}},
@@ -68,10 +60,12 @@ def test_arguments_that_are_refused():
         {"presence_penalty": "1"},
         {"frequency_penalty": 1.0, "frequency_context_size": -1},
         {"repetition_penalty": 1.0, "repetition_context_size": 2.5},
-    ]:
-        with pytest.raises(RequestError, match=list(arguments)[-1]) as caught:
-            make_logits_processors(**arguments)
-        assert len(str(caught.value)) < 600
+    ],
+)
+def test_arguments_that_are_refused(arguments):
+    with pytest.raises(RequestError, match=list(arguments)[-1]) as caught:
+        make_logits_processors(**arguments)
+    assert len(str(caught.value)) < 600
 
 
 def test_a_biased_token_beyond_the_vocabulary():

@@ -7,24 +7,11 @@ from mlx_lm.models.cache import ArraysCache, KVCache
 from afm_mlx.engine.generation import stream_generate
 from afm_mlx.engine.prompt_reuse import PromptCaches, tokens_in
 from afm_mlx.errors import ContextLengthError
-from tests.tools.engines import SIZES, some_prompt, tiny
-from tests.tools.models import WordTokenizer
+from tests.tools.engines import SIZES, some_prompt
 from tests.tools.zoo import zoo_model
 
 VOCAB = SIZES["vocab_size"]
 COUNT = 5
-
-
-@pytest.fixture
-def tokenizer():
-    tokenizer = WordTokenizer(VOCAB)
-    tokenizer.eos_token_ids = set()
-    return tokenizer
-
-
-@pytest.fixture
-def model(rng):
-    return tiny(rng)
 
 
 @pytest.fixture
@@ -40,10 +27,6 @@ def fed(model, tokenizer):
         return run.answer, len(run.rest)
 
     return fed
-
-
-def row(tokens):
-    return mx.array([tokens])
 
 
 def from_scratch(model, tokenizer, prompt):
@@ -100,7 +83,7 @@ def test_after_ctrl_c_a_cache_is_kept_only_if_nothing_was_written(model, tokeniz
         raise KeyboardInterrupt
     assert fed(caches, prompt)[1] == 1
     with pytest.raises(KeyboardInterrupt), caches.continuing(prompt) as run:
-        model.prefill(row(run.rest), run.cache)
+        model.prefill(mx.array([run.rest]), run.cache)
         raise KeyboardInterrupt
     answer, count = fed(caches, prompt)
     assert (answer, count) == (from_scratch(model, tokenizer, prompt), 8)
@@ -117,7 +100,7 @@ def test_a_cache_that_is_in_use_is_lent_to_nobody_else(model, rng):
 def test_a_cache_is_kept_only_if_it_says_that_it_holds_the_tokens(model, rng):
     caches = PromptCaches(model.make_cache)
     cache = model.make_cache()
-    model.prefill(row([1, 2, 3]), cache)
+    model.prefill(mx.array([[1, 2, 3]]), cache)
     assert tokens_in(cache) == 3
     caches.keep(cache, [1, 2])
     with caches.continuing([1, 2, 3, 4]) as run:
@@ -129,7 +112,7 @@ def test_a_cache_is_kept_only_if_it_says_that_it_holds_the_tokens(model, rng):
 def test_caches_of_the_zoo(rng):
     model = zoo_model("llama", VOCAB, 3)
     cache = [KVCache() for _ in model.layers]
-    model(row(some_prompt(rng, 6)), cache=cache)
+    model(mx.array([some_prompt(rng, 6)]), cache=cache)
     assert tokens_in(cache) == 6
     # A recurrent layer neither counts tokens nor takes them back.
     assert tokens_in([ArraysCache(2), KVCache()]) is None

@@ -7,11 +7,13 @@ import mlx_lm
 import pytest
 
 from afm_mlx.converters.convert import convert
+from afm_mlx.engine.generation import generate
 from afm_mlx.errors import AFMError, CheckpointError
 from afm_mlx.kernels import dispatch
 from afm_mlx.loading.load import load
 from afm_mlx.quantization.packed_layers import PackedLinear
 from tests.tools.compare import assert_close, error
+from tests.tools.engines import naive_greedy
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 VOCAB = 64
@@ -58,8 +60,21 @@ def test_adapters_do_what_mlx_lm_does_with_them(folder, adapter, tmp_path, packe
         assert error(adapted(TOKENS), plain(TOKENS)) > 0.01
 
 
+def test_a_folder_of_the_zoo_runs_in_our_loop(folder):
+    model, tokenizer = load(folder)
+    text = generate(model, tokenizer, "w5 w9 w2", max_tokens=5)
+    tokens = naive_greedy(model, [5, 9, 2], 5)
+    (end,) = tokenizer.eos_token_ids
+    shown = tokens[: tokens.index(end)] if end in tokens else tokens
+    assert text.split() == [f"w{token}" for token in shown]
+
+
 def test_what_mlx_lm_cannot_load_is_named(folder):
-    for change in ({"num_attention_heads": "four"}, {"model_type": "a.b"}):
+    for change in (
+        {"num_attention_heads": "four"},
+        {"hidden_size": None},
+        {"model_type": "a.b"},
+    ):
         with pytest.raises(CheckpointError, match=f"mlx-lm can't load {folder}: "):
             load(folder, model_config=change)
     with pytest.raises(AFMError, match="quantization is 5; an object is needed"):

@@ -11,27 +11,13 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.model.kv_cache import STEP
 from afm_mlx.quantization.packed_layers import set_activation_bits
-from afm_mlx.quantization.quantize_model import quantize_model
-from afm_mlx.quantization.rule import QuantizationRule
-from tests.tools.models import random_config, random_model
+from tests.tools.adapters import ragged_cache
+from tests.tools.engines import tiny
 
 
 @pytest.fixture
 def model(rng):
-    config = random_config(
-        rng,
-        vocab_size=64,
-        hidden_dim=64,
-        num_heads=4,
-        num_kv_heads=2,
-        num_layers=4,
-        num_kv_reuse_layers=2,
-        hidden_dim_scale_factor=2.0,
-        context_length=2048,
-    )
-    model = random_model(config, rng)
-    quantize_model(model, {}, QuantizationRule(2), QuantizationRule(4))
-    return model.eval()
+    return tiny(rng, "2-bit", kv_bits=8)
 
 
 @pytest.fixture
@@ -50,11 +36,8 @@ def untraced():
     return run
 
 
-def prefilled(model, rng, rows, length):
-    tokens = mx.array(rng.integers(0, 64, (1, length)))
-    cache = model.make_cache()
-    model.prefill(tokens, cache)
-    return [layer.merge([layer] * rows) for layer in cache]
+def prefilled(model, rng, *lengths):
+    return ragged_cache(model, [rng.integers(0, 64, length) for length in lengths], "int8")
 
 
 def steps(model, cache, count, token=5):
@@ -62,31 +45,22 @@ def steps(model, cache, count, token=5):
     return [model(mx.full((rows, 1), token + i, dtype=mx.int32), cache) for i in range(count)]
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_steps_equal_those_without_a_trace(rng, model, untraced, rows):
-    """Over a boundary where the cache grows."""
-    cache = prefilled(model, rng, rows, STEP - 2)
+@pytest.mark.parametrize("lengths", [[STEP - 2], [STEP - 2] * 3, [3, STEP - 2, 1]])
+def test_steps_equal_those_without_a_trace(rng, model, untraced, lengths):
+    """Over a boundary where the cache grows, of rows of one length and of several."""
+    cache = prefilled(model, rng, *lengths)
     twin = [layer.copy() for layer in cache]
     wanted = untraced(lambda: steps(model, twin, 5))
     got = steps(model, cache, 5)
     assert model._step._traces.replay is not None, "the step was traced"
     for a, b in zip(got, wanted, strict=True):
         assert mx.array_equal(a, b)
-    assert cache[0].lengths == twin[0].lengths == [STEP + 3] * rows
+    assert cache[0].lengths == twin[0].lengths == [length + 5 for length in lengths]
     assert mx.array_equal(cache[0].in_use(), twin[0].in_use())
 
 
-def test_ragged_rows(rng, model, untraced):
-    single = [prefilled(model, rng, 1, n) for n in (3, 9, 1)]
-    cache = [layers[0].merge(list(layers)) for layers in zip(*single, strict=True)]
-    twin = [layer.copy() for layer in cache]
-    wanted = untraced(lambda: steps(model, twin, 3))
-    for a, b in zip(steps(model, cache, 3), wanted, strict=True):
-        assert mx.array_equal(a, b)
-
-
 def test_greedy_takes_the_largest_logit(rng, model):
-    cache = prefilled(model, rng, 2, 6)
+    cache = prefilled(model, rng, 6, 6)
     twin = [layer.copy() for layer in cache]
     token = mx.array([[3], [3]])
     logits = model(token, twin)[:, -1]
@@ -94,7 +68,7 @@ def test_greedy_takes_the_largest_logit(rng, model):
 
 
 def test_a_copy_of_a_cache_is_not_written_to(rng, model):
-    cache = prefilled(model, rng, 1, 6)
+    cache = prefilled(model, rng, 6)
     kept = [layer.copy() for layer in cache]
     before = np.array(kept[0].in_use())
     mx.eval(steps(model, cache, 3))
@@ -102,7 +76,7 @@ def test_a_copy_of_a_cache_is_not_written_to(rng, model):
 
 
 def test_new_weights_are_seen(rng, model):
-    cache = prefilled(model, rng, 1, 4)
+    cache = prefilled(model, rng, 4)
     twin = [layer.copy() for layer in cache]
     (before,) = steps(model, cache, 1)
     model.model.output_norm.weight = 2 * model.model.output_norm.weight
@@ -112,7 +86,7 @@ def test_new_weights_are_seen(rng, model):
 
 @pytest.mark.skipif(extension.module() is None, reason="only native kernels have two precisions")
 def test_other_kernels_and_other_precisions_are_seen(rng, model):
-    cache = prefilled(model, rng, 1, 4)
+    cache = prefilled(model, rng, 4)
     twins = [[layer.copy() for layer in cache] for _ in range(2)]
     (native,) = steps(model, cache, 1)
     with dispatch.force("reference"):
@@ -124,21 +98,16 @@ def test_other_kernels_and_other_precisions_are_seen(rng, model):
 
 
 def test_copied_and_pickled_models_run(rng, model):
-    cache = prefilled(model, rng, 1, 4)
+    cache = prefilled(model, rng, 4)
     twins = [[layer.copy() for layer in cache] for _ in range(2)]
     (wanted,) = steps(model, cache, 1)
-    for again, twin in zip((copy.deepcopy(model), pickle_round_trip(model)), twins, strict=True):
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for again, twin in zip(copies, twins, strict=True):
         assert mx.array_equal(steps(again, twin, 1)[0], wanted)
-
-
-def pickle_round_trip(model):
-    return pickle.loads(pickle.dumps(model))
 
 
 def test_float_models_are_not_traced_on_a_cpu(rng):
     """MLX would look for a compiler at run time to fuse their elementwise operations."""
-    model = random_model(random_config(rng, num_layers=2, num_kv_reuse_layers=1), rng)
-    cache = model.make_cache()
-    model.prefill(mx.array([[1, 2, 3]]), cache)
-    model(mx.array([[4]]), cache)
+    model = tiny(rng, kv_bits=8)
+    steps(model, prefilled(model, rng, 3), 1)
     assert (model._step._traces.replay is None) == (dispatch.device() == "cpu")

@@ -6,25 +6,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.errors import ContextLengthError
 from afm_mlx.model.kv_cache import KEEP, STEP, KVCache
-from afm_mlx.model.model import Model
 from afm_mlx.model.positions_and_masks import Positions
+from tests.tools.compare import error
 from tests.tools.models import random_config, random_model
 
 
-def columns(rng, rows, length, heads=2, dim=4):
-    return mx.array(rng.integers(-128, 128, (rows, heads, length, dim)).astype(np.int8))
-
-
-def test_the_3b_takes_17920_bytes_per_token():
-    config = PRESETS["afm-3b"]
-    assert config.kv_values_per_token == 17920
-    cache = Model(config).make_cache()
-    for layer in cache[: config.num_kv_layers]:
-        layer.update_and_fetch(*(mx.zeros((1, 2, STEP, 128), mx.int8),) * 2)
-    assert sum(layer.nbytes for layer in cache) == STEP * 17920
+def columns(rng, rows, length):
+    """Codes of keys and values, two heads each."""
+    return mx.array(rng.integers(-128, 128, (rows, 4, length, 4)).astype(np.int8))
 
 
 def test_one_entry_per_block_and_none_for_those_that_store_nothing(rng):
@@ -34,22 +25,19 @@ def test_one_entry_per_block_and_none_for_those_that_store_nothing(rng):
     assert len(cache) == len(model.layers) == 5
     model.prefill(mx.array([[1, 2, 3]]), cache)
     assert [layer.empty() for layer in cache] == [False] * 3 + [True] * 2
+    wanted = STEP * config.kv_values_per_token  # a byte each, whatever is used of the capacity
+    assert sum(layer.nbytes for layer in cache) == wanted
 
 
 def test_growth_in_steps_keeps_what_was_there(rng):
     cache, seen = KVCache(), []
     for length in (3, STEP - 3, 1, 2 * STEP, 7):
-        part = columns(rng, 1, length), columns(rng, 1, length)
-        seen.append(part)
-        found = cache.update_and_fetch(*part)
-        assert cache.keys.shape[2] % STEP == 0
-        wanted = [mx.concatenate(parts, axis=2) for parts in zip(*seen, strict=True)]
-        for got in (
-            found,
-            cache.in_use().split(2, axis=1),
-            [x[:, :, : cache.size()] for x in (cache.keys, cache.values)],
-        ):
-            assert all(mx.array_equal(g, w) for g, w in zip(got, wanted, strict=True))
+        seen.append(columns(rng, 1, length))
+        cache.update(seen[-1])
+        assert cache.buffer.shape[2] % STEP == 0
+        wanted = mx.concatenate(seen, axis=2)
+        assert mx.array_equal(cache.in_use(), wanted)
+        assert mx.array_equal(mx.concatenate(cache.keys_and_values(), axis=1), wanted)
 
 
 @pytest.mark.usefixtures("exact_memory")
@@ -57,50 +45,40 @@ def test_decode_step_does_not_copy_the_cache(rng):
     """A column is written in place: memory at its peak stays far under a second copy of the arrays."""
     size = 64 * STEP
     cache = KVCache()
-    cache.update_and_fetch(*(mx.zeros((1, 2, size, 64), mx.int8),) * 2)
-    cache.update_and_fetch(*(mx.ones((1, 2, 1, 64), mx.int8),) * 2)  # grows once
+    cache.update(mx.zeros((1, 4, size, 64), mx.int8))
+    cache.update(mx.ones((1, 4, 1, 64), mx.int8))  # grows once
     mx.eval(cache.buffer)
     held = mx.get_active_memory()
     mx.reset_peak_memory()
     for _ in range(4):
-        cache.update_and_fetch(*(mx.ones((1, 2, 1, 64), mx.int8),) * 2)
+        cache.update(mx.ones((1, 4, 1, 64), mx.int8))
         mx.eval(cache.state)
     assert mx.get_peak_memory() - held < cache.nbytes / 8
 
 
-def test_rows_of_different_lengths_are_written_side_by_side(rng):
-    lengths = [5, 1, 9]
-    parts = [(columns(rng, 1, n), columns(rng, 1, n)) for n in lengths]
-    caches = []
-    for part in parts:
-        cache = KVCache()
-        cache.update_and_fetch(*part)
-        caches.append(cache)
-    batch = KVCache.merge(caches)
-    assert batch.lengths == lengths
-    assert batch.offset.tolist() == lengths
-    new = columns(rng, 3, 2), columns(rng, 3, 2)
-    found = batch.update_and_fetch(*new)
-    for row, part in enumerate(parts):
-        for got, old, added in zip(found, part, new, strict=True):
-            wanted = mx.concatenate([old[0], added[row]], axis=1)
-            assert mx.array_equal(got[row, :, : lengths[row] + 2], wanted)
+def filled(rng, length, **options):
+    """A cache of random columns, and these."""
+    cache, part = KVCache(**options), columns(rng, 1, length)
+    cache.update(part)
+    return cache, part
 
 
-def test_rows_leave_join_and_are_extracted(rng):
-    caches = []
-    for length in (4, 7, 2):
-        cache = KVCache()
-        cache.update_and_fetch(columns(rng, 1, length), columns(rng, 1, length))
-        caches.append(cache)
+def test_rows_of_different_lengths_lie_side_by_side_join_and_leave(rng):
+    caches, parts = zip(*(filled(rng, length) for length in (5, 1, 9)), strict=True)
     batch = KVCache.merge(caches[:2])
     batch.extend(caches[2])
+    assert batch.lengths == batch.offset.tolist() == [5, 1, 9]
+    new = columns(rng, 3, 2)
+    batch.update(new)
+    found = batch.in_use()
     batch.filter([2, 0])
-    assert batch.lengths == [2, 4]
-    for row, original in enumerate([caches[2], caches[0]]):
-        mine, theirs = batch.extract(row), original
-        assert mine.lengths == theirs.lengths
-        assert mx.array_equal(mine.in_use(), theirs.in_use())
+    assert batch.lengths == [11, 7]
+    for row, place in ((2, 0), (0, 1)):
+        wanted = mx.concatenate([parts[row], new[row : row + 1]], axis=2)
+        assert mx.array_equal(found[row : row + 1, :, : wanted.shape[2]], wanted)
+        alone = batch.extract(place)
+        assert alone.lengths == [wanted.shape[2]]
+        assert mx.array_equal(alone.in_use(), wanted)
 
 
 def test_caches_of_different_kinds_do_not_share_a_batch():
@@ -112,27 +90,26 @@ def test_padding_is_disowned(rng):
     batch = KVCache(rows=2)
     batch.prepare(lengths=[3, 5], right_padding=[2, 0])
     part = columns(rng, 2, 5)
-    batch.update_and_fetch(part, part)
+    batch.update(part)
     batch.finalize()
     assert batch.lengths == [3, 5]
     new = columns(rng, 2, 1)
-    keys, _ = batch.update_and_fetch(new, new)
-    assert mx.array_equal(keys[0, :, :4], mx.concatenate([part[0, :, :3], new[0]], axis=1))
+    batch.update(new)
+    assert mx.array_equal(
+        batch.in_use()[0, :, :4], mx.concatenate([part[0, :, :3], new[0]], axis=1)
+    )
 
 
 def test_trim_and_copies_of_a_prefix_are_independent(rng):
-    cache = KVCache()
-    part = columns(rng, 1, 10)
-    cache.update_and_fetch(part, part)
+    cache, part = filled(rng, 10)
     prefix = cache.copy(6)
     assert cache.trim(3) == 3
     one = columns(rng, 1, 1)
-    cache.update_and_fetch(one, one)
+    cache.update(one)
     other = columns(rng, 1, 2)
-    keys, _ = prefix.update_and_fetch(other, other)
-    assert mx.array_equal(keys, mx.concatenate([part[:, :, :6], other], axis=2))
-    keys, _ = cache.keys_and_values()
-    assert mx.array_equal(keys, mx.concatenate([part[:, :, :7], one], axis=2))
+    prefix.update(other)
+    assert mx.array_equal(prefix.in_use(), mx.concatenate([part[:, :, :6], other], axis=2))
+    assert mx.array_equal(cache.in_use(), mx.concatenate([part[:, :, :7], one], axis=2))
     with pytest.raises(ValueError, match="prefix of 99"):
         cache.copy(99)
     assert cache.trim(100) == 8
@@ -140,11 +117,9 @@ def test_trim_and_copies_of_a_prefix_are_independent(rng):
 
 
 def test_bounded_cache_ends_with_an_error_that_says_what_to_do(rng):
-    cache = KVCache(max_size=4)
-    part = columns(rng, 1, 4)
-    cache.update_and_fetch(part, part)
+    cache, part = filled(rng, 4, max_size=4)
     with pytest.raises(ContextLengthError, match=r"bounded to 4 tokens and 5 .* sliding window"):
-        cache.update_and_fetch(part[:, :, :1], part[:, :, :1])
+        cache.update(part[:, :, :1])
     assert cache.lengths == [4]
     with pytest.raises(ContextLengthError, match="over 4"):
         KVCache(max_size=KEEP, sliding_window=True)
@@ -170,10 +145,8 @@ def test_sliding_window_equals_a_masked_full_run(rng, chunk, monkeypatch):
     window = 24
     cache = model.make_cache(max_size=window, sliding_window=True)
     parts = [model(tokens[:, i : i + chunk], cache) for i in range(0, 150, chunk)]
-    wanted = np.array(windowed_twin(model, tokens, window))
-    error = np.abs(np.array(mx.concatenate(parts, axis=1)) - wanted).max() / wanted.std()
-    assert error < 1e-4
-    assert cache[0].keys.shape[2] <= window + 16 + 50 + 16, "old tokens are really forgotten"
+    assert error(mx.concatenate(parts, axis=1), windowed_twin(model, tokens, window)) < 1e-4
+    assert cache[0].buffer.shape[2] <= window + 16 + 50 + 16, "old tokens are really forgotten"
     assert not cache[0].is_trimmable()
 
 
@@ -182,26 +155,20 @@ def test_sliding_rows_of_different_ages_share_a_batch(rng, monkeypatch):
     config = random_config(rng, num_layers=3, num_kv_reuse_layers=1, kv_bits=None)
     model = random_model(config, rng)
     rows = [mx.array(rng.integers(0, config.vocab_size, (1, n + 30))) for n in (50, 5, 21)]
-    caches = []
-    for tokens in rows:
-        cache = model.make_cache(max_size=16, sliding_window=True)
+    caches = [model.make_cache(max_size=16, sliding_window=True) for _ in rows]
+    for tokens, cache in zip(rows, caches, strict=True):
         model.prefill(tokens[:, :-30], cache)
-        caches.append(cache)
     batch = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
-    for step in range(30):
-        tokens = mx.concatenate([row[:, row.shape[1] - 30 + step][:, None] for row in rows])
-        logits = model(tokens, batch)
-    for i, row in enumerate(rows):
-        wanted = np.array(windowed_twin(model, row, 16))[0, -1]
-        assert np.abs(np.array(logits[i, 0]) - wanted).max() / wanted.std() < 1e-4
+    for left in range(30, 0, -1):
+        logits = model(mx.concatenate([row[:, -left][:, None] for row in rows]), batch)
+    for row, got in zip(rows, logits, strict=True):
+        assert error(got[0], windowed_twin(model, row, 16)[0, -1]) < 1e-4
 
 
 def test_a_deep_copy_is_independent(rng):
     """mlx-lm's evaluation code deep-copies caches."""
-    config = ModelConfig(50, 16, 2, 1, 2, 1, 1e4)
-    model = random_model(config, rng)
-    cache = model.make_cache()
-    model.prefill(mx.array([[1, 2, 3]]), cache)
+    cache, part = filled(rng, 3)
     twin = copy.deepcopy(cache)
-    model.prefill(mx.array([[4]]), cache)
-    assert (cache[0].lengths, twin[0].lengths) == ([4], [3])
+    cache.update(columns(rng, 1, 1))
+    assert (cache.lengths, twin.lengths) == ([4], [3])
+    assert mx.array_equal(twin.in_use(), part)

@@ -1,14 +1,12 @@
 """The limit of resident memory, on a device that is made up: only Metal has one."""
 
+import threading
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from afm_mlx.model.wired_memory import (
-    maybe_set_recommended_wired_limit,
-    wired_limit,
-    wired_memory,
-)
+from afm_mlx.model.wired_memory import wired_memory
 
 
 @pytest.fixture
@@ -20,33 +18,33 @@ def limits(monkeypatch):
         found.append(limit)
         return found[-2]
 
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
     monkeypatch.setattr(mx, "set_wired_limit", set_limit)
     monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 1000})
     return found
 
 
 def test_the_limit_is_raised_and_put_back(limits):
-    with pytest.raises(KeyError), wired_limit(nn.Linear(2, 2)):
+    with pytest.raises(KeyError), wired_memory(nn.Linear(2, 2)):
         assert limits == [7, 1000]
         raise KeyError
     assert limits == [7, 1000, 7]
 
 
 def test_a_model_of_that_size_is_warned_of(limits):
-    with pytest.warns(UserWarning, match="iogpu"), wired_limit(nn.Linear(20, 20)):
-        assert limits[-1] == 1000
+    with pytest.warns(UserWarning, match="iogpu"), wired_memory(nn.Linear(20, 20)):
+        assert limits == [7, 1000]
 
 
-def test_a_device_without_one(limits, monkeypatch):
-    monkeypatch.setattr(mx, "device_info", dict)
-    assert maybe_set_recommended_wired_limit() is None
-    with wired_limit(nn.Linear(2, 2)):
-        pass
-    assert limits == [7]
+def test_in_another_thread_it_stays(limits):
+    thread = threading.Thread(target=lambda: wired_memory(nn.Linear(2, 2)).__enter__())
+    thread.start()
+    thread.join()
+    assert limits == [7, 1000]
 
 
-def test_only_metal_has_one(limits, monkeypatch):
-    for available, seen in ((False, [7]), (True, [7, 1000])):
-        monkeypatch.setattr(mx.metal, "is_available", lambda answer=available: answer)
-        with wired_memory(nn.Linear(2, 2)):
-            assert limits == seen
+@pytest.mark.parametrize("place", [(mx, "device_info", dict), (mx.metal, "is_available", bool)])
+def test_a_device_without_one(limits, monkeypatch, place):
+    monkeypatch.setattr(*place)
+    with wired_memory(nn.Linear(2, 2)):
+        assert limits == [7]
