@@ -262,7 +262,7 @@ def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple:
 
 def _draw_attention(spec: Spec, rng: np.random.Generator) -> tuple:
     lengths = rng.integers(1, spec.capacity + 1, spec.batch)
-    lengths[0] = max(1, spec.capacity - 3)
+    lengths[:3] = [max(1, spec.capacity - 3), 1, spec.capacity][: spec.batch]
     rope = QueryRope(_head_norm(spec, rng), _THETA, _EPS) if spec.rope else None
     queries, kv = _draw_queries(spec, rng), _draw_key_values(spec, rng)
     return queries, kv, mx.array(lengths.astype(np.int32)), rope
@@ -304,11 +304,9 @@ def _bound(spec: Spec, args: tuple) -> float:
         # Two operations round in turn; a float32 angle at position p is off by some p units.
         return 3 * u + 4 * (int(args[1].max().item()) + spec.tokens) * 2.0**-24
     if spec.op == "decode_attention":
-        queries, kv, lengths, rope = args
-        return _attention_bound(queries, kv, int(lengths.max().item()), rope, u)
+        return _attention_bound(spec, *args[:2], int(args[2].max().item()), args[3])
     if spec.op == "causal_attention":
-        queries, kv = args
-        return _attention_bound(queries, kv, spec.capacity, None, u)
+        return _attention_bound(spec, *args, spec.capacity, None)
     bound = _product_bound(spec, args[0], args[-1])
     # Both factors are off, and the slope of silu is up to 1.1.
     return 3 * bound if spec.op == "packed_swiglu" else bound
@@ -336,19 +334,21 @@ def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
 
 
 def _attention_bound(
-    queries: mx.array, kv: KeyValues, length: int, rope: QueryRope | None, u: float
+    spec: Spec, queries: mx.array, kv: KeyValues, length: int, rope: QueryRope | None
 ) -> float:
     """Softmax turns an error of a score into a relative one, and scores may be rounded to the dtype.
 
-    Queries and weights may be rounded to 16-bit integers, as activations are. S weights that are off by half a
-    step, `1 / 65534` of the largest one, make an error of up to `sqrt(S / 12) / 32767` of the output's size.
+    Queries and weights may be rounded to integers, as activations are. S weights that are off by half a step,
+    `1 / 65534` of the largest one for 16 bits, make an error of up to `sqrt(S / 12) / 32767` of the output's size.
     """
     # Queries that went through a norm are as large as its weight, all others as they were drawn.
     size = oracle.float64(rope.weight if rope else queries)
     norm = float(np.abs(size).max() if rope else np.sqrt((size**2).mean(-1)).max())
     score = norm * float(oracle.float64(kv.key_scale)) * 74 * (2 * np.log(length + 1)) ** 0.5
     angle = 4 * length * 2.0**-24 if rope else 0.0
-    integers = 2 * (score + length**0.5) / (12**0.5 * 32767)
+    levels = 2 ** (spec.activation_bits - 1) - 1
+    integers = 2 * (score + length**0.5) / (12**0.5 * levels)
+    u = UNIT_ROUNDOFF[spec.dtype]
     return float((2 + score) * (u + 2.0**-22 + angle) + length**0.5 * 2.0**-24 + integers)
 
 
