@@ -9,7 +9,7 @@ import pytest
 from afm_mlx.kernels.metal.runtime import FOLDER, Kernel
 from tests.metal import mlx_wheel, toolchain
 from tests.metal.emulator import raw_bytes
-from tests.metal.machine import EmulatorError, Output, run
+from tests.metal.machine import EmulatorError, run
 from tests.metal.toolchain import CompileError
 from tests.metal.translation import translate
 from tests.tools import compare
@@ -92,7 +92,7 @@ def test_quantized_vector(rng):
         program = mlx_wheel.program("quantized.h", function, template, before=QUANTIZED)
         weight, x = Weight(rng, n, k, bits, group, kind), draw(rng, (k,), kind)
         sizes = [("in_vec_size", scalar(k)), ("out_vec_size", scalar(n))]
-        output = Output("y", n * DTYPES[kind].size)
+        output = ("y", n * DTYPES[kind].size)
         buffers = [*weight.buffers(x), output, *sizes, *zeros("abcdefgh")]
         got = values(run(program, buffers, (32, 2 * ((n + 7) // 8), 1), (32, 2, 1))[0], kind)
         # MLX sums activations in their own dtype for the bias, 16 values at a time.
@@ -101,7 +101,7 @@ def test_quantized_vector(rng):
 
 def matrix_buffers(weight, x, m, n, k, kind):
     sizes = [("K", scalar(k)), ("N", scalar(n)), ("M", scalar(m))]
-    return [*weight.buffers(x), Output("y", m * n * DTYPES[kind].size), *sizes, *zeros("abcdefgh")]
+    return [*weight.buffers(x), ("y", m * n * DTYPES[kind].size), *sizes, *zeros("abcdefgh")]
 
 
 def test_quantized_matrix(rng):
@@ -125,7 +125,7 @@ def test_softmax(rng):
     for kind, size in all_pairs(list(DTYPES), (7, 128, 500)):
         program = mlx_wheel.program("softmax.h", "softmax_single_row", f"{kind}, float")
         x, threads = draw(rng, (3, size), kind), 32 * -(-size // 128)
-        output = Output("out", 3 * size * DTYPES[kind].size)
+        output = ("out", 3 * size * DTYPES[kind].size)
         buffers = [("in", raw_bytes(x)), output, ("axis_size", scalar(size))]
         (got,) = run(program, buffers, (3 * threads, 1, 1), (threads, 1, 1))
         wanted = np.exp(exact(x)) / np.exp(exact(x)).sum(-1, keepdims=True)
@@ -151,7 +151,7 @@ def test_attention_of_one_query(rng):
         named = zip(("queries", "keys", "values"), (q, k, v), strict=True)
         buffers = [
             *((name, raw_bytes(array)) for name, array in named),
-            Output("out", q.nbytes),
+            ("out", q.nbytes),
             *(("gqa_factor", scalar(group)), ("N", scalar(length))),
             *zip("k_head k_seq v_head v_seq".split(), strides, strict=True),
             ("scale", scalar(dim**-0.5, np.float32)),
@@ -167,7 +167,7 @@ def test_quantization_is_bit_exact(rng):
         program = mlx_wheel.program("quantized.h", "affine_quantize", template, before=QUANTIZED)
         w = draw(rng, (6, 128))
         wanted = mx.quantize(w, 64, bits)
-        outputs = [Output(name, a.nbytes) for name, a in zip("qsb", wanted, strict=True)]
+        outputs = [(name, a.nbytes) for name, a in zip("qsb", wanted, strict=True)]
         got = run(program, [("w", raw_bytes(w)), *outputs], (w.size // 2, 1, 1), (32, 1, 1))
         assert [data.tobytes() for data in got] == [raw_bytes(array) for array in wanted], bits
 
