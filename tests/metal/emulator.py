@@ -109,7 +109,7 @@ class Kernel:
         template: Sequence[tuple[str, Any]] = (),
         seed: int | None = None,
     ) -> list[mx.array]:
-        # What MLX's text depends on: inputs with few elements lie in other memory, those without axes are values.
+        # What MLX's text depends on: few elements lie in other memory, and those without axes are values.
         kinds = tuple((x.dtype, x.ndim > 0, x.size < 8) for x in inputs)
         key = (kinds, tuple(output_dtypes), tuple(template))
         if key not in self._programs:
