@@ -20,11 +20,10 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.kernels import dispatch
-from afm_mlx.kernels.dispatch import Case, Variant
+from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.formats import PackedWeight, ProductOptions
 from afm_mlx.kernels.reference import low_rank_product
 
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 GROUPS = (128, 64, 32)  # that MLX knows, the cheapest first
 # On a CPU, MLX multiplies with codes on one thread and without vectors, 0.7 to 1.3 ns per weight and row;
 # dequantizing takes 3 to 10 ns, once. That pays from 4 (256 inputs) to 9 rows (2,048) on where dense products
@@ -39,13 +38,7 @@ def multiply_quantized(x: mx.array, weight: PackedWeight) -> mx.array:
     """`x W^T` from the codes."""
     scales, biases, group_size = _affine(weight, x.dtype)
     return mx.quantized_matmul(
-        x,
-        weight.codes,
-        scales,
-        biases,
-        transpose=True,
-        group_size=group_size,
-        bits=weight.bits,
+        x, weight.codes, scales, biases, transpose=True, group_size=group_size, bits=weight.bits
     )
 
 
@@ -169,8 +162,8 @@ def _product(
 
 
 def _obstacle(case: Case) -> str | None:
-    if case.dtype not in DTYPES:
-        return f"takes float32, float16 or bfloat16, not {case.dtype}"
+    if reason := other_than_floats(case):
+        return reason
     if case.mode not in ("affine", "balanced"):
         return f"MLX knows no {case.mode}"
     if _mlx_group(case.group_size) is None:

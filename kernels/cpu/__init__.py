@@ -11,10 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.kernels.dispatch import Case, Variant
+from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.formats import KeyValues, PackedWeight, QueryRope
-
-_FLOATS = (mx.float32, mx.bfloat16, mx.float16)
 
 _extension: Any = extension.module()  # None where the rules below let nobody call it
 
@@ -44,11 +42,7 @@ def _missing(case: Case) -> str | None:
 
 
 def _obstacle(case: Case) -> str | None:
-    if reason := _missing(case):
-        return reason
-    if case.dtype not in _FLOATS:
-        return f"computes float32, bfloat16 and float16, not {str(case.dtype).removeprefix('mlx.core.')}"
-    return None
+    return _missing(case) or other_than_floats(case)
 
 
 def _attention_obstacle(case: Case) -> str | None:

@@ -171,13 +171,8 @@ def _attentions() -> Iterator[Spec]:
 
 _HEADS: _Fields = {"heads": 16, "kv_heads": 2, "head_dim": 128}
 _BODY: _Fields = {"bits": 2, "mode": "balanced", "granularity": "row"}
-_EMBEDDING: _Fields = {
-    "bits": 4,
-    "mode": "balanced",
-    "granularity": "row",
-    "in_dims": 2048,
-    "out_dims": 153600,
-}
+_EMBEDDING: _Fields = {**_BODY, "bits": 4}
+_MLX: _Fields = {"bits": 4, "mode": "affine", "granularity": "group", "group_size": 64}
 
 
 def model_specs(dtype: mx.Dtype) -> list[Spec]:
@@ -188,32 +183,21 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
     def body(op: str, **fields: Any) -> Spec:
         return Spec(op, dtype, **_BODY, **fields)
 
-    adapters: _Fields = {"rank": 32, "adapter_dtype": mx.float16}
-    products = [
-        body("packed_matmul", in_dims=2048, out_dims=2560, norm=True),
-        body("packed_matmul", in_dims=2048, out_dims=2560, norm=True, sections=3, **adapters),
-        body(
-            "packed_matmul", in_dims=2048, out_dims=2560, norm=True, sections=3, batch=8, **adapters
-        ),
+    qkv: _Fields = {"in_dims": 2048, "out_dims": 2560, "norm": True}
+    adapters: _Fields = {"rank": 32, "adapter_dtype": mx.float16, "sections": 3}
+    embedding: _Fields = {**_EMBEDDING, "in_dims": 2048, "out_dims": 153600}
+    return [
+        body("packed_matmul", **qkv),
+        body("packed_matmul", **qkv, **adapters),
+        body("packed_matmul", **qkv, **adapters, batch=8),
         body("packed_swiglu", **up, norm=True),
         body("packed_matmul", **down, residual=True),
         body("packed_matmul", **down, residual=True, activation_bits=8),
         body("packed_matmul", **down, batch=8),
         body("packed_matmul", **down, tokens=512),
-        Spec(
-            "packed_matmul",
-            dtype,
-            **down,
-            bits=4,
-            mode="affine",
-            granularity="group",
-            group_size=64,
-        ),
-    ]
-    return [
-        *products,
-        Spec("packed_argmax", dtype, **_EMBEDDING, norm=True),
-        Spec("packed_embedding", dtype, tokens=512, **_EMBEDDING),
+        Spec("packed_matmul", dtype, **down, **_MLX),
+        Spec("packed_argmax", dtype, **embedding, norm=True),
+        Spec("packed_embedding", dtype, tokens=512, **embedding),
         Spec("rope_norm_quantize", dtype, **_HEADS),
         Spec("write_tokens", mx.int8, **_HEADS, capacity=512),
         Spec("decode_attention", dtype, **_HEADS, capacity=512, rope=True),
@@ -225,8 +209,7 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
 def quick_specs(dtype: mx.Dtype) -> list[Spec]:
     """One small problem for each kind of call that a model makes: well under a second."""
     small: _Fields = {"in_dims": 512, "out_dims": 136}
-    nano: _Fields = {"bits": 4, "mode": "affine", "granularity": "group", "group_size": 64, **small}
-    embedding: _Fields = {"bits": 4, "mode": "balanced", "granularity": "row", **small}
+    nano, embedding = {**_MLX, **small}, {**_EMBEDDING, **small}
     adapters: _Fields = {"rank": 16, "adapter_dtype": mx.float16}
 
     def body(op: str, **fields: Any) -> Spec:
