@@ -145,27 +145,25 @@ def decode_attention(
     queries: mx.array, kv: KeyValues, lengths: mx.array, query_rope: QueryRope | None = None
 ) -> np.ndarray:
     """See `reference.decode_attention`."""
-    q, k, v = float64(queries), float64(kv.keys), float64(kv.values)
-    if kv.key_scale is not None and kv.value_scale is not None:
-        k, v = k * float64(kv.key_scale), v * float64(kv.value_scale)
+    q = float64(queries)
     if query_rope is not None:
-        q = rms_norm(
-            rope(q, lengths - 1, query_rope.theta), float64(query_rope.weight), query_rope.eps
-        )
-    return _attend(q, k, v, np.array(lengths)[:, None])
+        weight, theta, eps = query_rope
+        q = rms_norm(rope(q, lengths - 1, theta), float64(weight), eps)
+    return _attend(q, kv, np.array(lengths)[:, None])
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> np.ndarray:
     """See `reference.causal_attention`."""
-    k = float64(kv.keys) * float64(kv.key_scale)
-    v = float64(kv.values) * float64(kv.value_scale)
     batch, _, length, _ = queries.shape
-    seen = np.arange(k.shape[2] - length, k.shape[2]) + 1
-    return _attend(float64(queries), k, v, np.tile(seen, (batch, 1)))
+    seen = np.arange(kv.buffer.shape[2] - length, kv.buffer.shape[2]) + 1
+    return _attend(float64(queries), kv, np.tile(seen, (batch, 1)))
 
 
-def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def _attend(q: np.ndarray, kv: KeyValues, seen: np.ndarray) -> np.ndarray:
     """Attention of every query over the first `seen[row, token]` tokens of its row."""
+    k, v = float64(kv.keys), float64(kv.values)
+    if kv.key_scale is not None and kv.value_scale is not None:
+        k, v = k * float64(kv.key_scale), v * float64(kv.value_scale)
     group = q.shape[1] // k.shape[1]
     output = np.empty_like(q)
     for row, head, token in np.ndindex(q.shape[:3]):

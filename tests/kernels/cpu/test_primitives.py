@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels import HeadOptions, PackedWeight, Part, ProductOptions
+from afm_mlx.kernels import HeadOptions, PackedWeight, Part, ProductOptions, cpu, dispatch
 from afm_mlx.kernels.formats import PLAIN
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.problems import make, packed_weight
@@ -127,6 +127,23 @@ def test_a_trace_keeps_adapters_apart_that_differ_in_place_only(ops, rng):
 
 
 # -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "says"),
+    [
+        ("packed_matmul", {"dtype": mx.int8}, "takes float32, float16 or bfloat16, not int8"),
+        ("decode_attention", {"head_dim": 1024}, "head_dim is at most 512"),
+        ("decode_attention", {"head_dim": 512}, "None"),
+        ("rope_norm_quantize", {"head_dim": 13}, "head_dim must be even"),
+        ("rope_norm_quantize", {"head_dim": 12}, "None"),
+        ("write_tokens", {"dtype": mx.int8}, "None"),
+    ],
+)
+def test_obstacles(ops, op, fields, says):
+    case = dispatch.Case("cpu", mx.float32, 1)._replace(**fields)
+    (variant,) = (v for v in cpu.VARIANTS if v.op == op)
+    assert str(variant.obstacle(case)) == says
 
 
 def bad_adapters(rng):
