@@ -19,10 +19,10 @@ from afm_mlx.kernels.metal import runtime
 from afm_mlx.kernels.metal.runtime import Kernel
 
 MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are merged
-SINGLE_PASS = 1024  # columns that one pass reads; two dispatches beyond
+SINGLE_PASS = 1024  # columns that one dispatch reads; beyond, small batches take a second one
 SPLIT = 512  # columns that are worth a threadgroup of their own
 MAX_SPLITS = 64
-THREADGROUPS = 256  # that fill the largest chip; more splits only cost their merging
+THREADGROUPS = 256  # number that fills the largest chip; more splits only cost their merging
 
 _EMBEDDING = Kernel("embedding", ("tokens", "codes", "scales", "biases", "table"), ("out",))
 _HEADERS = ("common", "rope", "attention")
@@ -48,7 +48,7 @@ def _constants(theta: float, eps: float) -> mx.array:
 
 @functools.lru_cache(maxsize=8)
 def _position(offset: int) -> mx.array:
-    """The same array for all blocks of a step."""
+    """A position as an array, the same one for all blocks of a step."""
     return mx.array([offset])
 
 

@@ -91,7 +91,7 @@ class Verdict:
             os.replace(written, self._path)
 
     def _remove_leftovers(self) -> None:
-        """Of processes that were killed while they wrote, which takes a moment."""
+        """Remove files of processes that were killed while they wrote, which takes a moment."""
         for path in self._path.parent.glob(f"selftest-*{_TEMPORARY}"):
             if _age(path) > TESTING_SECONDS:
                 with contextlib.suppress(OSError):
