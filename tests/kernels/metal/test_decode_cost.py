@@ -4,13 +4,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from afm_mlx import kernels
 from afm_mlx.adapters.active import BatchAdapters, bind
 from afm_mlx.adapters.layer_places import places
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.config import PRESETS
-from afm_mlx.kernels import HeadOptions, KeyValues, PackedWeight, Part, QueryRope
-from afm_mlx.kernels.metal import attention
+from afm_mlx.kernels import PackedWeight, Part
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import replace_modules
@@ -78,34 +76,6 @@ def test_bytes_are_those_of_stored_arrays_once_per_reader():
     assert read(lambda x, w: x + w[0, 0]) == 4
 
 
-# -- attention
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_attention_of_a_block(passes):
-    """A reuse block turns its queries itself; a writing one has them from the kernel that makes the codes."""
-    scales = mx.array(0.1), mx.array(0.1)
-
-    def writing(qkv, weight, buffer, lengths):
-        options = HeadOptions(weight, weight, *scales, 2, 1e4, 1e-5)
-        q, codes = kernels.rope_norm_quantize(qkv, 4, options)
-        buffer[:, :, 4:5] = codes
-        y = kernels.decode_attention(q, KeyValues(buffer, *scales), lengths)
-        return y.swapaxes(1, 2).reshape(1, 1, -1), buffer
-
-    def reuse(qkv, weight, buffer, lengths):
-        queries = qkv[..., : 16 * 128].reshape(1, 1, 16, 128).swapaxes(1, 2)
-        rope = QueryRope(weight, 1e4, 1e-5)
-        return kernels.decode_attention(queries, KeyValues(buffer, *scales), lengths, rope)
-
-    buffer = mx.zeros((1, 4, attention.SINGLE_PASS + passes - 1, 128), mx.int8)
-    qkv, weight = mx.zeros((1, 1, 20 * 128), mx.bfloat16), mx.zeros((128,), mx.bfloat16)
-    for block, before in ((writing, 2), (reuse, 0)):  # RoPE and norm and codes; the write
-        cost = count_dispatches(block, qkv, weight, buffer, mx.array([5], mx.int32))
-        assert cost.dispatches == before + passes
-        assert buffer.nbytes <= cost.bytes_read <= buffer.nbytes + 8192
-
-
 # -- the whole model
 
 
@@ -145,17 +115,24 @@ def step_cost(model: Model, rows: int = 1, capacity: int = 512, run=Model.__call
 @pytest.mark.parametrize("run", [Model.__call__, Model.greedy], ids=["logits", "greedy"])
 def test_a_token_of_the_3b(run):
     model = packed_shapes("afm-3b")
+    blocks, writing = model.args.num_layers, model.args.num_kv_layers
     short = step_cost(model, run=run)
-    assert short.dispatches <= 430
+    # The head's logits are a product like the blocks'; a choice comes without them.
+    greedy = {"afm_packed_argmax": 1, "afm_packed_select": 1} if run is Model.greedy else {}
+    assert short.kernels == {
+        "afm_embedding": 1,
+        "afm_packed_vector": 4 * blocks + (not greedy),
+        "afm_rope_norm_quantize": writing,  # a reuse block's attention turns its queries itself
+        "Scatter": writing,  # no copy, and which column it is
+        "Subtract": 2,
+        "afm_attention_decode": blocks,
+        **greedy,
+    }
     assert short.bytes_read <= 0.90e9
-    writes = short.kernels["SliceUpdate"] + short.kernels["Scatter"]
-    assert writes == model.args.num_kv_layers, "one write, and no copy"
-    if run is Model.greedy:
-        assert short.kernels["afm_packed_argmax"] == short.kernels["afm_packed_select"] == 1
     # A long context splits the keys of every block, which takes a second pass.
     long = step_cost(model, capacity=4096, run=run)
-    assert long.dispatches == short.dispatches + model.args.num_layers
-    keys_and_values = 2 * 2 * 128 * model.args.num_layers  # bytes per column
+    assert long.kernels == {**short.kernels, "afm_attention_merge": blocks}
+    keys_and_values = 2 * 2 * 128 * blocks  # bytes per column
     longer = (4096 - 512) * keys_and_values
     assert long.bytes_read - short.bytes_read == pytest.approx(longer, rel=1e-4)
 
