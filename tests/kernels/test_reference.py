@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.kernels import KeyValues, attention, dequantize_int8, quantize_int8
+from afm_mlx.kernels import KeyValues, attention, dequantize_int8, quantize_int8, rope_norm
 from afm_mlx.kernels.selftest import oracle
 from tests.tools.cases import draw
 from tests.tools.compare import assert_close, assert_within, exact
@@ -22,6 +22,18 @@ def test_attention_over_floats_with_a_mask_per_row(rng, dtype):
     assert got.dtype == dtype
     # MLX's CPU backend rounds scores to the type; softmax turns that into a relative error.
     assert_close(got, wanted, 8 * BOUND[dtype], least=1)
+
+
+def test_a_position_for_every_token_is_that_of_the_token_alone(rng):
+    x, weight, offsets = (
+        draw(rng, (2, 3, 4, 8)),
+        draw(rng, (8,)),
+        mx.array([[5, 6, 6, 9], [0, 1, 2, 2]]),
+    )
+    together = rope_norm(x, weight, offsets, 1e4, 1e-5)
+    for t in range(4):
+        alone = rope_norm(x[:, :, t : t + 1], weight, offsets[:, t], 1e4, 1e-5)
+        assert_close(together[:, :, t : t + 1], alone, 1e-6, f"token {t}")
 
 
 @pytest.mark.parametrize("dtype", BOUND)
