@@ -91,18 +91,10 @@ def full_specs() -> list[Spec]:
     return [*_products(), *_swiglus(), *_heads(), *_lookups(), *_attentions()]
 
 
-def _matrices(shapes: Sequence[tuple[int, int, int]]) -> Iterator[_Fields]:
-    """Formats of matrices, (N, K, group size) each."""
+def _matrices(shapes: Sequence[tuple[int, int, int]]) -> Iterator[tuple]:
+    """Fields from `in_dims` to `group_size` of every format, for matrices of N, K and group size each."""
     for (n, k, group), (mode, granularity), bits in itertools.product(shapes, FORMATS, (2, 4, 8)):
-        group = group if granularity == "group" else 0
-        yield {
-            "out_dims": n,
-            "in_dims": k,
-            "bits": bits,
-            "mode": mode,
-            "granularity": granularity,
-            "group_size": group,
-        }
+        yield k, n, bits, mode, granularity, group if granularity == "group" else 0
 
 
 _ALIGNED, _RAGGED = (256, 512, 64), (37, 208, 16)
@@ -123,11 +115,11 @@ def _products() -> Iterator[Spec]:
                 _dtype(i, j),
                 batch,
                 tokens,
-                **matrix,
+                *matrix,
                 norm=draw.random() < 0.5,
                 residual=draw.random() < 0.5,
                 rank=draw.choice((0, 0, 0, 8, 16)),
-                sections=3 if matrix["out_dims"] == _ALIGNED[0] else 1,
+                sections=3 if matrix[1] == _ALIGNED[0] else 1,
                 activation_bits=draw.choice((16, 16, 16, 8)),
             )
 
@@ -137,18 +129,18 @@ def _swiglus() -> Iterator[Spec]:
     for i, matrix in enumerate(_matrices((_ALIGNED, _RAGGED))):
         for j, (batch, tokens) in enumerate(((1, 1), (2, 3))):
             fusions: _Fields = {"norm": draw.random() < 0.7, "rank": draw.choice((0, 0, 8))}
-            yield Spec("packed_swiglu", _dtype(i, j), batch, tokens, **matrix, **fusions)
+            yield Spec("packed_swiglu", _dtype(i, j), batch, tokens, *matrix, **fusions)
 
 
 def _heads() -> Iterator[Spec]:
     for i, matrix in enumerate(_matrices(((1000, 256, 64), (37, 208, 16)))):
-        yield Spec("packed_argmax", _dtype(i, 0), 1, 1, **matrix, norm=True)
-        yield Spec("packed_argmax", _dtype(i, 1), 3, 1, **matrix)
+        yield Spec("packed_argmax", _dtype(i, 0), 1, 1, *matrix, norm=True)
+        yield Spec("packed_argmax", _dtype(i, 1), 3, 1, *matrix)
 
 
 def _lookups() -> Iterator[Spec]:
     for i, matrix in enumerate(_matrices((_ALIGNED, _RAGGED))):
-        yield Spec("packed_embedding", _dtype(i, 0), 2, 5, **matrix)
+        yield Spec("packed_embedding", _dtype(i, 0), 2, 5, *matrix)
 
 
 def _attentions() -> Iterator[Spec]:

@@ -34,8 +34,8 @@ CASE = dispatch.Case("cpu", mx.float32, 1, "balanced", "row", 512)
 
 def drawn(rng: np.random.Generator, op: str, format_: tuple, bits: int, **fields) -> Problem:
     mode, granularity, in_dims, group_size = format_
-    matrix = {"mode": mode, "granularity": granularity, "group_size": group_size, "bits": bits}
-    return make(Spec(op, in_dims=in_dims, out_dims=40, **matrix, **fields), rng)
+    spec = Spec(op, mx.float32, 1, 1, in_dims, 40, bits, mode, granularity, group_size)
+    return make(spec._replace(**fields), rng)
 
 
 def of_mlx(op: str) -> list[dispatch.Variant]:

@@ -28,16 +28,9 @@ FORMATS = [
 
 
 def matrix(format_, bits, n, k):
+    """The fields of a `Spec` from `in_dims` to `group_size`."""
     mode, granularity, group = format_
-    k = 960 if group and k % group else k
-    return {
-        "in_dims": k,
-        "out_dims": n,
-        "bits": bits,
-        "mode": mode,
-        "granularity": granularity,
-        "group_size": group,
-    }
+    return 960 if group and k % group else k, n, bits, mode, granularity, group
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -46,7 +39,7 @@ def test_products(ops, rng, isa, bits):
         FORMATS, SHAPES, ROWS, DTYPES, (16, 8), (False, True), (False, True), (0, 0, 8)
     )
     for format_, shape, rows, dtype, activation_bits, norm, residual, rank in cases:
-        spec = Spec("packed_matmul", dtype, *rows, **matrix(format_, bits, *shape))
+        spec = Spec("packed_matmul", dtype, *rows, *matrix(format_, bits, *shape))
         fusions = {"norm": norm, "residual": residual, "rank": rank}
         spec = spec._replace(activation_bits=activation_bits, **fusions)
         assert_solved(make(spec, rng), ops.packed_matmul)
@@ -54,20 +47,22 @@ def test_products(ops, rng, isa, bits):
 
 def test_swiglu(ops, rng, isa):
     for rows, dtype, activation_bits, rank in all_pairs(ROWS, DTYPES, (16, 8), (0, 8)):
-        spec = Spec("packed_swiglu", dtype, *rows, **matrix(FORMATS[2], 2, 70, 128), rank=rank)
+        spec = Spec("packed_swiglu", dtype, *rows, *matrix(FORMATS[2], 2, 70, 128), rank=rank)
         spec = spec._replace(activation_bits=activation_bits, norm=bool(rng.integers(2)))
         assert_solved(make(spec, rng), ops.packed_swiglu)
 
 
 def test_largest_products(ops, rng, isa):
     for rows in (1, 3, 20):  # many pieces, so that threads share them out
-        spec = Spec("packed_argmax", tokens=rows, **matrix(FORMATS[2], 4, 3000, 64), norm=True)
+        spec = Spec(
+            "packed_argmax", mx.float32, 1, rows, *matrix(FORMATS[2], 4, 3000, 64), norm=True
+        )
         assert_solved(make(spec, rng), ops.packed_argmax)
 
 
 def test_rows_as_numbers(ops, rng, isa):
     for format_, bits, dtype in all_pairs(FORMATS, BITS, DTYPES):
-        spec = Spec("packed_embedding", dtype, 2, 5, **matrix(format_, bits, 12, 960))
+        spec = Spec("packed_embedding", dtype, 2, 5, *matrix(format_, bits, 12, 960))
         assert_solved(make(spec, rng), ops.packed_embedding)
 
 
@@ -78,13 +73,15 @@ def test_columns_that_fill_words_only(ops, rng, isa):
             rows = ROWS[int(rng.integers(len(ROWS)))]
             shape = matrix(FORMATS[2], bits, 3, words * 32 // bits)
             assert_solved(
-                make(Spec("packed_matmul", mx.float32, *rows, **shape), rng), ops.packed_matmul
+                make(Spec("packed_matmul", mx.float32, *rows, *shape), rng), ops.packed_matmul
             )
 
 
 def test_scales_of_half_types(ops, rng, isa):
     for format_, dtype, rows in all_pairs(FORMATS, DTYPES[1:], (1, 40)):
-        weight = packed_weight(Spec("packed_matmul", **matrix(format_, 4, 12, 320)), rng)
+        weight = packed_weight(
+            Spec("packed_matmul", dtype, 1, rows, *matrix(format_, 4, 12, 320)), rng
+        )
         x = draw(rng, (rows, weight.in_dims))
         given = [None if part is None else part.astype(dtype) for part in weight[3:]]
         wide = [None if part is None else part.astype(mx.float32) for part in given]
@@ -134,7 +131,7 @@ def test_the_largest_sums_fit(ops, isa):
 def test_vectors_do_not_disturb_each_other(ops, rng, isa):
     for rows in (2, 18):
         x, weight, _ = make(
-            Spec("packed_matmul", tokens=rows, **matrix(FORMATS[2], 2, 20, 96)), rng
+            Spec("packed_matmul", mx.float32, 1, rows, *matrix(FORMATS[2], 2, 20, 96)), rng
         ).args
         wanted = ops.packed_matmul(x, weight, PLAIN)
         x[0, 1, int(rng.integers(96))] = rng.choice([np.nan, np.inf, -np.inf])
@@ -156,7 +153,7 @@ def test_adapters_of_all_ranks_and_types(ops, rng, isa):
         ranks = rng.choice([0, 1, 3, 8, 16, 20], count).tolist()
         dtypes = [DTYPES[i] for i in rng.permutation(3)]
         low_rank = draw_low_rank(rng, slots, 192, (40, 41, 75), ranks, dtypes)
-        spec = Spec("packed_matmul", mx.float32, batch, tokens, **matrix(FORMATS[2], 2, 75, 192))
+        spec = Spec("packed_matmul", mx.float32, batch, tokens, *matrix(FORMATS[2], 2, 75, 192))
         problem = make(spec._replace(norm=True), rng)
         x, weight, options = problem.args
         adapted = options._replace(adapters=(low_rank,))
@@ -187,7 +184,7 @@ def test_what_an_adapter_adds_does_not_depend_on_the_batch(ops, rng, isa):
 
 def test_adapters_on_many_threads(ops, rng):
     """More pieces than threads and fewer, of both matrices; the same bits whoever computes them."""
-    spec = Spec("packed_matmul", mx.float32, 5, **matrix(FORMATS[2], 2, 700, 1024))
+    spec = Spec("packed_matmul", mx.float32, 5, 1, *matrix(FORMATS[2], 2, 700, 1024))
     x, weight, _ = make(spec, rng).args
     low_rank = draw_low_rank(rng, [0, 1, 1, -1, 2], 1024, (300, 700), [40, 4, 1])
     options = ProductOptions(adapters=(low_rank,))
