@@ -56,9 +56,7 @@ def _rope_obstacle(case: Case) -> str | None:
     return _obstacle(case) or ("head_dim must be even" if case.head_dim % 2 else None)
 
 
-def _variant(
-    op: str, obstacle: Callable[[Case], str | None], run: Callable[..., Any] | None = None
-) -> Variant:
+def _variant(op: str, obstacle: Callable[[Case], str | None], run: Any = None) -> Variant:
     """An operation by the extension's function of its name, or by `run` where the arguments differ."""
     return Variant(op, f"cpu/{op}", run or getattr(_extension, op, None), obstacle)
 

@@ -229,9 +229,11 @@ def _head_norm(spec: Spec, rng: np.random.Generator) -> mx.array:
 def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple:
     qkv = _activations(spec, rng, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
     offset = _int32(rng.integers(0, 2048, spec.batch))
-    norms = (_head_norm(spec, rng) for _ in range(2))
-    scales = (_draw(s) for s in rng.uniform(0.015, 0.03, 2))  # the largest numbers are clamped
-    return qkv, offset, HeadOptions(*norms, *scales, spec.kv_heads, _THETA, _EPS)
+    q_weight, k_weight = (_head_norm(spec, rng) for _ in range(2))
+    # The largest numbers are clamped.
+    key_scale, value_scale = rng.uniform(0.015, 0.03, 2)
+    scales = _draw(key_scale), _draw(value_scale)
+    return qkv, offset, HeadOptions(q_weight, k_weight, *scales, spec.kv_heads, _THETA, _EPS)
 
 
 def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:

@@ -91,7 +91,9 @@ def full_specs() -> list[Spec]:
     return [*_products(), *_swiglus(), *_heads(), *_lookups(), *_attentions()]
 
 
-def _matrices(shapes: Sequence[tuple[int, int, int]]) -> Iterator[tuple]:
+def _matrices(
+    shapes: Sequence[tuple[int, int, int]],
+) -> Iterator[tuple[int, int, int, str, str, int]]:
     """Fields from `in_dims` to `group_size` of every format, for matrices of N, K and group size each."""
     for (n, k, group), (mode, granularity), bits in itertools.product(shapes, FORMATS, (2, 4, 8)):
         yield k, n, bits, mode, granularity, group if granularity == "group" else 0

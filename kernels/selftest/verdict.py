@@ -81,7 +81,7 @@ class Verdict:
             self._path.unlink()
 
     def _write(self, running: str | None) -> None:
-        values = {"key": self._key, "failures": self.failures}
+        values: dict[str, object] = {"key": self._key, "failures": self.failures}
         values |= {"running": running, "pid": os.getpid()}
         written = self._path.with_name(f"{self._path.stem}-{os.getpid()}{_TEMPORARY}")
         # A folder that can't be written costs a test at every start, and nothing else.
