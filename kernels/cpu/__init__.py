@@ -58,7 +58,8 @@ def _rope_obstacle(case: Case) -> str | None:
 
 def _variant(op: str, obstacle: Callable[[Case], str | None], run: Any = None) -> Variant:
     """An operation by the extension's function of its name, or by `run` where the arguments differ."""
-    return Variant(op, f"cpu/{op}", run or getattr(_extension, op, None), obstacle)
+    own: Any = getattr(_extension, op, None)
+    return Variant(op, f"cpu/{op}", run or own, obstacle)
 
 
 VARIANTS: tuple[Variant, ...] = (
