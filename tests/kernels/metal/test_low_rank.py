@@ -102,8 +102,16 @@ def test_another_adapter_in_the_same_place_is_another_array_and_no_other_table(r
     assert table is same_table
 
 
-@pytest.mark.parametrize(("rows", "shrinks"), [(1, 0), (8, 1)])
-def test_dispatches_of_a_mixed_batch(rng, rows, shrinks):
+@pytest.mark.parametrize(
+    ("rows", "rank", "shrinks"),
+    [
+        (1, 8, 0),
+        (4, 256, 0),
+        (4, 257, 1),
+        (8, 8, 1),
+    ],  # 1,024 products fit into a threadgroup's memory
+)
+def test_dispatches_of_a_mixed_batch(rng, rows, rank, shrinks):
     spec = Spec("packed_matmul", mx.bfloat16, rows, in_dims=64, out_dims=8, **BODY)
     x, weight, _ = make(spec, rng).args
 
@@ -113,5 +121,5 @@ def test_dispatches_of_a_mixed_batch(rng, rows, shrinks):
 
     name = "afm_packed_vector" if rows <= 4 else "afm_packed_matrix"
     assert product([0, 0]) == {name: 1}  # nothing to add
-    for ranks in ([8], [8, 0, 16, 1, 32, 3, 9, 64]):
+    for ranks in ([rank], [rank, 0, 7, 1, 5, 3, 2, 6]):
         assert product(ranks) == {name: 1, **({"afm_low_rank_shrink": 1} if shrinks else {})}
