@@ -32,6 +32,7 @@ OPS = (
     "causal_attention",
 )
 BACKENDS = ("metal", "cpu", "mlx", "reference")
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
 SWITCH = "AFM_MLX_KERNELS"
 
 
@@ -73,6 +74,13 @@ class Variant(NamedTuple):
     @property
     def backend(self) -> str:
         return self.name.split("/")[0]
+
+
+def other_than_floats(case: Case) -> str | None:
+    """Why a variant that computes with floats can't run a case, or None."""
+    if case.dtype in FLOATS:
+        return None
+    return f"takes float32, float16 or bfloat16, not {str(case.dtype).removeprefix('mlx.core.')}"
 
 
 _disabled: dict[str, str] = {}

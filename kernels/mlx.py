@@ -20,11 +20,11 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.kernels import dispatch
-from afm_mlx.kernels.dispatch import Case, Variant
+from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.formats import PackedWeight, ProductOptions
+from afm_mlx.kernels.packing import take_rows
 from afm_mlx.kernels.reference import low_rank_product
 
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 GROUPS = (128, 64, 32)  # that MLX knows, the cheapest first
 # On a CPU, MLX multiplies with codes on one thread and without vectors, 0.7 to 1.3 ns per weight and row;
 # dequantizing takes 3 to 10 ns, once. That pays from 4 (256 inputs) to 9 rows (2,048) on where dense products
@@ -39,13 +39,7 @@ def multiply_quantized(x: mx.array, weight: PackedWeight) -> mx.array:
     """`x W^T` from the codes."""
     scales, biases, group_size = _affine(weight, x.dtype)
     return mx.quantized_matmul(
-        x,
-        weight.codes,
-        scales,
-        biases,
-        transpose=True,
-        group_size=group_size,
-        bits=weight.bits,
+        x, weight.codes, scales, biases, transpose=True, group_size=group_size, bits=weight.bits
     )
 
 
@@ -54,7 +48,7 @@ def multiply_dequantized(x: mx.array, weight: PackedWeight) -> mx.array:
     rows = max(1, BLOCK // weight.in_dims)
     parts: list[mx.array] = []
     for start in range(0, weight.out_dims, rows):
-        block = _rows(weight, slice(start, start + rows))
+        block = take_rows(weight, slice(start, start + rows))
         if parts:  # or MLX takes memory for many blocks ahead, which is slower, too
             (codes,) = mx.depends([block.codes], [parts[-1]])
             block = block._replace(codes=codes)
@@ -89,15 +83,6 @@ def _affine(weight: PackedWeight, dtype: mx.Dtype) -> tuple[mx.array, mx.array, 
 
 def _mlx_group(group_size: int) -> int | None:
     return next((size for size in GROUPS if group_size % size == 0), None)
-
-
-def _rows(weight: PackedWeight, index: slice | mx.array) -> PackedWeight:
-    """The same matrix with these rows only."""
-    scales, biases = (
-        array if array is None or array.ndim == 0 else array[index]
-        for array in (weight.scales, weight.biases)
-    )
-    return weight._replace(codes=weight.codes[index], scales=scales, biases=biases)
 
 
 def _inner_dtype(dtype: mx.Dtype) -> mx.Dtype:
@@ -147,7 +132,7 @@ def packed_argmax(
 
 def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
     """See `reference.packed_embedding`."""
-    values = _dequantize(_rows(weight, tokens.reshape(-1)), mx.float32)
+    values = _dequantize(take_rows(weight, tokens.reshape(-1)), mx.float32)
     return values.astype(dtype).reshape(*tokens.shape, weight.in_dims)
 
 
@@ -169,8 +154,8 @@ def _product(
 
 
 def _obstacle(case: Case) -> str | None:
-    if case.dtype not in DTYPES:
-        return f"takes float32, float16 or bfloat16, not {case.dtype}"
+    if reason := other_than_floats(case):
+        return reason
     if case.mode not in ("affine", "balanced"):
         return f"MLX knows no {case.mode}"
     if _mlx_group(case.group_size) is None:

@@ -21,7 +21,7 @@ from afm_mlx.kernels.formats import (
 
 def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> mx.array:
     """See `reference.packed_matmul`."""
-    return select("packed_matmul", _product_case(x, weight)).run(x, weight, options)
+    return _run("packed_matmul", x, weight, options)
 
 
 def packed_swiglu(
@@ -29,7 +29,7 @@ def packed_swiglu(
 ) -> mx.array:
     """See `reference.packed_swiglu`."""
     _refuse("packed_swiglu", residual=options.residual)
-    return select("packed_swiglu", _product_case(x, gate)).run(x, gate, up, options)
+    return _run("packed_swiglu", x, gate, up, options)
 
 
 def packed_argmax(
@@ -37,43 +37,45 @@ def packed_argmax(
 ) -> tuple[mx.array, mx.array]:
     """See `reference.packed_argmax`."""
     _refuse("packed_argmax", residual=options.residual, adapters=options.adapters or None)
-    return select("packed_argmax", _product_case(x, weight)).run(x, weight, options)
+    return _run("packed_argmax", x, weight, options)
 
 
 def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
     """See `reference.packed_embedding`."""
-    case = _lookup_case(tokens, weight, dtype)
-    return select("packed_embedding", case).run(tokens, weight, dtype)
+    return _run("packed_embedding", tokens, weight, dtype)
 
 
 def decode_attention(
     queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
 ) -> mx.array:
     """See `reference.decode_attention`."""
-    return select("decode_attention", _attention_case(queries)).run(queries, kv, lengths, rope)
+    return _run("decode_attention", queries, kv, lengths, rope)
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
     """See `reference.causal_attention`."""
-    return select("causal_attention", _attention_case(queries)).run(queries, kv)
+    return _run("causal_attention", queries, kv)
 
 
 def write_tokens(buffer: mx.array, tokens: mx.array, lengths: mx.array) -> mx.array:
     """See `reference.write_tokens`."""
-    return select("write_tokens", _write_case(buffer, tokens)).run(buffer, tokens, lengths)
+    return _run("write_tokens", buffer, tokens, lengths)
 
 
 def rope_norm_quantize(
     qkv: mx.array, offset: int | mx.array, options: HeadOptions
 ) -> tuple[mx.array, mx.array]:
     """See `reference.rope_norm_quantize`."""
-    case = _rope_case(qkv, offset, options)
-    return select("rope_norm_quantize", case).run(qkv, offset, options)
+    return _run("rope_norm_quantize", qkv, offset, options)
 
 
 def case_of(op: str, *args: Any) -> Case:
     """What the choice of a variant depends on, for a call with these arguments."""
     return _CASES[op](*args)
+
+
+def _run(op: str, *args: Any) -> Any:
+    return select(op, _CASES[op](*args)).run(*args)
 
 
 def _refuse(op: str, **given: object) -> None:

@@ -26,39 +26,42 @@ def _shifts(bits: int) -> mx.array:
 
 def dequantize(weight: PackedWeight, dtype: mx.Dtype = mx.float32) -> mx.array:
     """The numbers that a packed matrix stands for: (N, K), computed in float32."""
-    return dequantize_rows(weight, None, dtype)
-
-
-def dequantize_rows(weight: PackedWeight, rows: mx.array | None, dtype: mx.Dtype) -> mx.array:
-    """Rows of `dequantize(weight)`: (..., K) for integer indices (...); None for all."""
-
-    def of_rows(array: mx.array) -> mx.array:
-        return array if rows is None else array[rows]
-
-    codes = unpack_codes(of_rows(weight.codes), weight.bits)
+    codes = unpack_codes(weight.codes, weight.bits)
     if weight.mode == "palette":
         assert weight.table is not None
-        index = mx.arange(weight.out_dims) if rows is None else rows
-        tables = weight.table[index * weight.table.shape[0] // weight.out_dims]
-        values = mx.take_along_axis(tables, codes.astype(mx.uint32), axis=-1)
+        tables = weight.table[mx.arange(weight.out_dims) * weight.table.shape[0] // weight.out_dims]
+        return mx.take_along_axis(tables, codes.astype(mx.uint32), axis=-1).astype(dtype)
+    assert weight.scales is not None
+    scales, numbers = _per_input(weight, weight.scales), codes.astype(mx.float32)
+    if weight.mode == "balanced":
+        values = (numbers - (2**weight.bits - 1) / 2) * scales
     else:
-        assert weight.scales is not None
-        per_input = [_per_input(weight, a, of_rows) for a in (weight.scales, weight.biases)]
-        scales, biases = per_input
-        if weight.mode == "balanced":
-            values = (codes.astype(mx.float32) - (2**weight.bits - 1) / 2) * scales
-        else:
-            values = codes.astype(mx.float32) * scales + biases
+        assert weight.biases is not None
+        values = numbers * scales + _per_input(weight, weight.biases)
     return values.astype(dtype)
 
 
-def _per_input(weight: PackedWeight, array: mx.array | None, of_rows) -> mx.array | None:
-    """Scales or biases in a shape that multiplies codes (..., K)."""
-    if array is None:
-        return None
+def _per_input(weight: PackedWeight, array: mx.array) -> mx.array:
+    """Scales or biases in a shape that multiplies codes (N, K)."""
     array = array.astype(mx.float32)
-    if weight.granularity == "tensor":
-        return array
-    if weight.granularity == "row":
-        return of_rows(array)[..., None]
-    return mx.repeat(of_rows(array), weight.group_size, axis=-1)
+    if weight.granularity == "group":
+        return mx.repeat(array, weight.group_size, axis=-1)
+    return array[:, None] if weight.granularity == "row" else array
+
+
+def dequantize_rows(weight: PackedWeight, rows: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Rows of `dequantize(weight)`: (..., K) for integer indices (...)."""
+    few = take_rows(weight, rows.reshape(-1))
+    return dequantize(few, dtype).reshape(*rows.shape, weight.in_dims)
+
+
+def take_rows(weight: PackedWeight, rows: slice | mx.array) -> PackedWeight:
+    """The matrix that has only these rows; in a palette each one gets a table of its own."""
+    scales, biases = (
+        part if part is None or part.ndim == 0 else part[rows]
+        for part in (weight.scales, weight.biases)
+    )
+    table = weight.table
+    if table is not None:
+        table = table[mx.arange(weight.out_dims)[rows] * table.shape[0] // weight.out_dims]
+    return weight._replace(codes=weight.codes[rows], scales=scales, biases=biases, table=table)

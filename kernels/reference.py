@@ -131,10 +131,7 @@ def attention(queries: mx.array, kv: KeyValues, mask: mx.array | str | None) -> 
 
 
 def decode_attention(
-    queries: mx.array,
-    kv: KeyValues,
-    lengths: mx.array,
-    rope: QueryRope | None = None,
+    queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
 ) -> mx.array:
     """Attention of one new token per row over a cache's whole buffers, each row up to its own length.
 

@@ -1,8 +1,8 @@
 """The operations as C++ primitives for MLX's CPU backend.
 
-`native.py` has the functions, `extension.py` finds and loads the library. In C++, `matmul.h` and `attention.h`
-are the kernels on plain pointers, with one source file per instruction set; `pool.h` is their threads;
-`primitives.h` makes nodes of MLX's graph of them, and `bindings.cpp` the Python module.
+`extension.py` finds and loads the library. In C++, `matmul.h` and `attention.h` are the kernels on plain
+pointers, with one source file per instruction set; `pool.h` is their threads; `primitives.h` makes nodes of
+MLX's graph of them, and `bindings.cpp` the Python module.
 """
 
 from collections.abc import Callable
@@ -10,47 +10,65 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.kernels.cpu import extension, native
-from afm_mlx.kernels.dispatch import Case, Variant
+from afm_mlx.kernels.cpu import extension
+from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
+from afm_mlx.kernels.formats import KeyValues, PackedWeight, QueryRope
 
-_FLOATS = (mx.float32, mx.bfloat16, mx.float16)
+_extension: Any = extension.module()  # None where the rules below let nobody call it
+
+
+def _packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> mx.array:
+    if tokens.dtype not in (mx.int32, mx.uint32):
+        tokens = tokens.astype(mx.int32)
+    return _extension.packed_embedding(tokens, weight, dtype)
+
+
+def _decode_attention(
+    queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
+) -> mx.array:
+    return _extension.decode_attention(queries, *kv, lengths, *(rope or ()))
+
+
+def _causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
+    return _extension.causal_attention(queries, *kv)
+
+
+# -- which cases they take
+
+
+def _missing(case: Case) -> str | None:
+    reason = extension.unavailable()
+    return f"the C++ extension isn't there: {reason}" if reason else None
 
 
 def _obstacle(case: Case) -> str | None:
-    if reason := extension.unavailable():
-        return f"the C++ extension isn't there: {reason}"
-    if case.dtype not in _FLOATS:
-        return f"computes float32, bfloat16 and float16, not {str(case.dtype).removeprefix('mlx.core.')}"
-    return None
+    return _missing(case) or other_than_floats(case)
 
 
 def _attention_obstacle(case: Case) -> str | None:
     if reason := _obstacle(case):
         return reason
-    limit = extension.module().max_head_dim  # type: ignore[union-attr]
+    limit = _extension.max_head_dim
     return f"head_dim is at most {limit}" if case.head_dim > limit else None
-
-
-def _write_obstacle(case: Case) -> str | None:
-    reason = extension.unavailable()
-    return f"the C++ extension isn't there: {reason}" if reason else None
 
 
 def _rope_obstacle(case: Case) -> str | None:
     return _obstacle(case) or ("head_dim must be even" if case.head_dim % 2 else None)
 
 
-def _variant(run: Callable[..., Any], obstacle: Callable[[Case], str | None]) -> Variant:
-    return Variant(run.__name__, f"cpu/{run.__name__}", run, obstacle)
+def _variant(op: str, obstacle: Callable[[Case], str | None], run: Any = None) -> Variant:
+    """An operation by the extension's function of its name, or by `run` where the arguments differ."""
+    own: Any = getattr(_extension, op, None)
+    return Variant(op, f"cpu/{op}", run or own, obstacle)
 
 
 VARIANTS: tuple[Variant, ...] = (
-    _variant(native.packed_matmul, _obstacle),
-    _variant(native.packed_swiglu, _obstacle),
-    _variant(native.packed_embedding, _obstacle),
-    _variant(native.packed_argmax, _obstacle),
-    _variant(native.decode_attention, _attention_obstacle),
-    _variant(native.causal_attention, _attention_obstacle),
-    _variant(native.write_tokens, _write_obstacle),
-    _variant(native.rope_norm_quantize, _rope_obstacle),
+    _variant("packed_matmul", _obstacle),
+    _variant("packed_swiglu", _obstacle),
+    _variant("packed_embedding", _obstacle, _packed_embedding),
+    _variant("packed_argmax", _obstacle),
+    _variant("decode_attention", _attention_obstacle, _decode_attention),
+    _variant("causal_attention", _attention_obstacle, _causal_attention),
+    _variant("write_tokens", _missing),
+    _variant("rope_norm_quantize", _rope_obstacle),
 )

@@ -109,10 +109,8 @@ def _loaded() -> tuple[ModuleType | None, str]:
         return None, f"{path.name} can't be loaded ({error}); {REINSTALL}"
     if native.mlx_version != mx.__version__.split(".dev")[0].split("+")[0]:
         built = f"built against MLX {native.mlx_version}, and this is MLX {mx.__version__}"
-        return (
-            None,
-            f"{built}; install that version (`pip install mlx=={native.mlx_version}`), or {REINSTALL}",
-        )
+        install = f"install that version (`pip install mlx=={native.mlx_version}`)"
+        return None, f"{built}; {install}, or {REINSTALL}"
     try:
         native.probe(mx.array(0.0))
     except TypeError:

@@ -13,23 +13,19 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from afm_mlx.kernels.dispatch import Case, Variant
+from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.formats import HeadOptions, KeyValues, PackedWeight, QueryRope
 from afm_mlx.kernels.metal import runtime
 from afm_mlx.kernels.metal.runtime import Kernel
 
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are merged
 SINGLE_PASS = 1024  # columns that one dispatch reads; beyond, small batches take a second one
 SPLIT = 512  # columns that are worth a threadgroup of their own
 MAX_SPLITS = 64
 THREADGROUPS = 256  # number that fills the largest chip; more splits only cost their merging
 
-_EMBEDDING = Kernel(
-    "embedding",
-    ("tokens", "codes", "scales", "biases", "table"),
-    ("out",),
-)
+_EMBEDDING = Kernel("embedding", ("tokens", "codes", "scales", "biases", "table"), ("out",))
+_HEADERS = ("common", "rope", "attention")
 _ROPE = Kernel(
     "rope_norm_quantize",
     ("qkv", "offset", "q_weight", "k_weight", "key_scale", "value_scale", "constants"),
@@ -40,14 +36,9 @@ _DECODE = Kernel(
     "attention_decode",
     ("queries", "kv", "lengths", "key_scale", "value_scale", "norm_weight", "constants"),
     ("out",),
-    headers=("common", "rope", "attention"),
+    _HEADERS,
 )
-_MERGE = Kernel(
-    "attention_merge",
-    ("partial", "value_scale"),
-    ("out",),
-    headers=("common", "rope", "attention"),
-)
+_MERGE = Kernel("attention_merge", ("partial", "value_scale"), ("out",), _HEADERS)
 
 
 @functools.cache
@@ -63,9 +54,7 @@ def _position(offset: int) -> mx.array:
 
 def _obstacle(case: Case) -> str | None:
     """Why no kernel of this file can run a case, or None."""
-    if case.dtype not in DTYPES:
-        return f"takes float32, float16 or bfloat16, not {case.dtype}"
-    return None if case.rows else "takes one row at least"
+    return other_than_floats(case) or (None if case.rows else "takes one row at least")
 
 
 # -- embedding
@@ -78,17 +67,10 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
     # Arrays that a mode lacks are bound to one that it has, and never read.
     given = weight.scales if weight.scales is not None else weight.table
     assert given is not None
-    inputs = [
-        tokens.reshape(-1),
-        weight.codes,
-        *(
-            (given if array is None else array).reshape(-1)
-            for array in (weight.scales, weight.biases, weight.table)
-        ),
-    ]
+    parts = (given if part is None else part for part in weight[3:])
     (out,) = runtime.launch(
         _EMBEDDING,
-        inputs,
+        [tokens.reshape(-1), weight.codes, *(part.reshape(-1) for part in parts)],
         template=(
             ("O", dtype),
             ("bits", weight.bits),
@@ -183,10 +165,7 @@ def plan(batch: int, n_heads: int, n_kv_heads: int, capacity: int, head_dim: int
 
 
 def decode_attention(
-    queries: mx.array,
-    kv: KeyValues,
-    lengths: mx.array,
-    rope: QueryRope | None = None,
+    queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
 ) -> mx.array:
     """See `reference.decode_attention`.
 
@@ -199,17 +178,10 @@ def decode_attention(
     dtype = mx.float32 if split else queries.dtype
     # Without a norm its weight is bound to the queries, and never read.
     norm_weight, theta, eps = rope or (queries, 1.0, 0.0)
+    buffer, *scales = kv
     (out,) = runtime.launch(
         _DECODE,
-        [
-            queries,
-            kv.buffer,
-            lengths,
-            kv.key_scale,
-            kv.value_scale,
-            norm_weight,
-            _constants(theta, eps),
-        ],
+        [queries, buffer, lengths, *scales, norm_weight, _constants(theta, eps)],
         template=(
             ("O", dtype),
             ("head_dim", head_dim),

@@ -14,10 +14,7 @@ from afm_mlx.kernels.formats import MAX_ADAPTERS, LowRank, Part
 from afm_mlx.kernels.metal import runtime
 from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
 
-INPUTS = (
-    *(f"adapter{i}" for i in range(MAX_ADAPTERS)),
-    *("parts", "adapter_scales", "slots"),
-)
+INPUTS = (*(f"adapter{i}" for i in range(MAX_ADAPTERS)), "parts", "adapter_scales", "slots")
 _SHRINK = Kernel(
     "low_rank_shrink",
     ("x", "norm", "eps", *INPUTS),
@@ -66,7 +63,12 @@ def arrays(adapters: tuple[LowRank, ...]) -> list[mx.array]:
     if not adapters:
         return [floats(0.0)] * MAX_ADAPTERS + [ints(0), floats(0.0), ints(0)]
     first = adapters[0]
-    _check(first)
+    dtypes = {numbers.dtype for numbers in first.numbers}
+    if len(first.numbers) > MAX_ADAPTERS or len(dtypes) > 1:
+        raise ValueError(
+            f"Metal adds up to {MAX_ADAPTERS} adapters of one type at a time; got {len(first.numbers)} of "
+            f"{', '.join(sorted(map(str, dtypes)))}."
+        )
     # Adapters without a part here, which may be of any size, are never read: one that is stands for them.
     used = _widths(adapters, 1)
     stand_in = next(n for n, rows in zip(first.numbers, used, strict=True) if rows)
@@ -74,15 +76,6 @@ def arrays(adapters: tuple[LowRank, ...]) -> list[mx.array]:
     numbers += [stand_in] * (MAX_ADAPTERS - len(numbers))
     parts = tuple(low_rank.parts for low_rank in adapters)
     return [*numbers, _table(first.sections, width(adapters), parts), first.scales, first.slots]
-
-
-def _check(low_rank: LowRank) -> None:
-    dtypes = {numbers.dtype for numbers in low_rank.numbers}
-    if len(low_rank.numbers) > MAX_ADAPTERS or len(dtypes) > 1:
-        raise ValueError(
-            f"Metal adds up to {MAX_ADAPTERS} adapters of one type at a time; got {len(low_rank.numbers)} of "
-            f"{', '.join(sorted(map(str, dtypes)))}."
-        )
 
 
 @functools.lru_cache(_TABLES)

@@ -13,14 +13,12 @@ from functools import partial
 
 import mlx.core as mx
 
-from afm_mlx.kernels.dispatch import Case, Variant
+from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.formats import PackedWeight, ProductOptions
 from afm_mlx.kernels.metal import head, products, unpacked
 from afm_mlx.kernels.metal.low_rank import is_pair
 from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
 from afm_mlx.kernels.mlx import GROUPS
-
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 
 Fused = Callable[[Product, mx.Dtype], mx.array]
 
@@ -56,19 +54,13 @@ def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
 # -- which cases they take
 
 
-def _obstacle(case: Case) -> str | None:
-    if case.dtype not in DTYPES:
-        return f"takes float32, float16 or bfloat16, not {case.dtype}"
-    return None
-
-
 def _up_to(rows: int) -> Callable[[Case], str | None]:
     def obstacle(case: Case) -> str | None:
         if case.rows > rows:
             return f"takes up to {rows} rows, not {case.rows}"
         if not products.has_whole_groups(case):
             return f"takes groups of a multiple of {VALUES} inputs, not of {case.group_size}"
-        return _obstacle(case)
+        return other_than_floats(case)
 
     return obstacle
 
@@ -79,7 +71,7 @@ def _mlx_obstacle(case: Case) -> str | None:
             "takes affine weights in groups of 32, 64 or 128, not "
             f"{case.mode} ones per {case.granularity} of {case.group_size}"
         )
-    return _obstacle(case)
+    return other_than_floats(case)
 
 
 _few, _some = _up_to(VECTOR_ROWS), _up_to(MATRIX_ROWS)
@@ -88,11 +80,13 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("packed_matmul", "metal/vector", partial(packed_matmul, products.vector), _few),
     Variant("packed_matmul", "metal/matrix", partial(packed_matmul, products.matrix), _some),
     Variant("packed_matmul", "metal/mlx_quantized", unpacked.mlx_matmul, _mlx_obstacle),
-    Variant("packed_matmul", "metal/unpacked", unpacked.matmul, _obstacle),
+    Variant("packed_matmul", "metal/unpacked", unpacked.matmul, other_than_floats),
     Variant("packed_swiglu", "metal/swiglu_vector", partial(packed_swiglu, products.vector), _few),
     Variant("packed_swiglu", "metal/swiglu_matrix", partial(packed_swiglu, products.matrix), _some),
     Variant("packed_swiglu", "metal/swiglu_mlx_quantized", unpacked.mlx_swiglu, _mlx_obstacle),
-    Variant("packed_swiglu", "metal/swiglu_unpacked", unpacked.swiglu, _obstacle),
+    Variant("packed_swiglu", "metal/swiglu_unpacked", unpacked.swiglu, other_than_floats),
     Variant("packed_argmax", "metal/argmax", head.argmax, _few),
-    Variant("packed_argmax", "metal/argmax_of_products", head.argmax_of_products, _obstacle),
+    Variant(
+        "packed_argmax", "metal/argmax_of_products", head.argmax_of_products, other_than_floats
+    ),
 )

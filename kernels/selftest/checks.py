@@ -95,17 +95,14 @@ def check(
     for done, spec in enumerate(specs):
         problem = make(spec, rng)
         for variant, obstacle in dispatch.explain(spec.op, problem.case):
-            obstacle = obstacle or _too_large(variant, spec)
-            if obstacle is None and progress is not None:
-                progress(done, len(specs), variant.name)
-            result = (
-                _run(variant, problem, timed)
-                if obstacle is None
-                else CheckResult(spec, variant.name, obstacle=obstacle)
-            )
-            results.append(result)
             cases.append(problem.case)
-            if only_what_runs and obstacle is None and result.failure is None:
+            if obstacle := obstacle or _too_large(variant, spec):
+                results.append(CheckResult(spec, variant.name, obstacle=obstacle))
+                continue
+            if progress is not None:
+                progress(done, len(specs), variant.name)
+            results.append(_run(variant, problem, timed))
+            if only_what_runs and results[-1].failure is None:
                 break
     for result in results:
         if result.failure is not None and result.variant != "reference":
@@ -159,9 +156,8 @@ def record(
     specs: Sequence[Spec],
     rng: np.random.Generator,
     *,
-    timed: bool = False,
-    only_what_runs: bool = False,
     progress: Callable[[int, int, str], None] | None = None,
+    **options: bool,
 ) -> list[CheckResult]:
     """`check`, with what is found added to the verdict, also when a variant ends the process."""
 
@@ -172,7 +168,7 @@ def record(
             progress(done, total, variant)
 
     try:
-        results = check(specs, rng, timed=timed, only_what_runs=only_what_runs, progress=begin)
+        results = check(specs, rng, progress=begin, **options)
     except BaseException:  # Ctrl-C, or a defect of ours: no variant's fault
         verdict.forget(keep_ended=True)
         raise
@@ -242,9 +238,7 @@ def launch_seconds() -> float:
         x = mx.zeros((2048,))
         for _ in range(length):
             x = x + 1.0
-        start = time.perf_counter()
-        mx.eval(x)
-        times.append(time.perf_counter() - start)
+        times.append(_seconds_of(x))
     return float(np.median(times)) / length
 
 
@@ -257,16 +251,14 @@ def _chain_seconds(
         y = x
         if run is not None:
             y = run(x, *arguments[1:])
-            y = (
-                next(o for o in y if o.dtype in UNIT_ROUNDOFF)
-                if isinstance(y, (tuple, list))
-                else y
-            )
-        x = _link(x, y)
+            if isinstance(y, tuple):
+                y = next(o for o in y if o.dtype in UNIT_ROUNDOFF)
+        x = x + (y[(0,) * y.ndim] * 0).astype(x.dtype)
+    return _seconds_of(x)
+
+
+def _seconds_of(x: mx.array) -> float:
+    """Seconds that an array takes to be computed."""
     start = time.perf_counter()
     mx.eval(x)
     return time.perf_counter() - start
-
-
-def _link(x: mx.array, y: mx.array) -> mx.array:
-    return x + (y[(0,) * y.ndim] * 0).astype(x.dtype)

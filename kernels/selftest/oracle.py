@@ -39,25 +39,25 @@ def matrix(weight: PackedWeight) -> np.ndarray:
 
 def _blocks(weight: PackedWeight) -> Iterator[np.ndarray]:
     """Consecutive rows of the matrix."""
-    words = np.array(weight.codes)
+    for start in range(0, weight.out_dims, _ROWS_AT_A_TIME):
+        yield _rows(weight, np.arange(start, min(start + _ROWS_AT_A_TIME, weight.out_dims)))
+
+
+def _rows(weight: PackedWeight, rows: np.ndarray) -> np.ndarray:
+    """These rows of the matrix, (rows, K)."""
+    words = np.array(weight.codes, copy=False)[rows]
     scales, biases, table = (None if part is None else float64(part) for part in weight[3:])
-    for start in range(0, len(words), _ROWS_AT_A_TIME):
-        rows = np.arange(start, min(start + _ROWS_AT_A_TIME, len(words)))
-        shifts = np.arange(0, 32, weight.bits, dtype=np.uint32)
-        codes = (words[rows][:, :, None] >> shifts & np.uint32(2**weight.bits - 1)).reshape(
-            len(rows), -1
-        )
-        if table is not None:
-            values = table[rows[:, None] * len(table) // len(words), codes]
-        else:
-            assert scales is not None
-            scale = _per_code(scales, rows, codes.shape[1])
-            if weight.mode == "balanced":
-                values = scale * (codes - (2**weight.bits - 1) / 2)
-            else:
-                assert biases is not None
-                values = scale * codes + _per_code(biases, rows, codes.shape[1])
-        yield values
+    shifts = np.arange(0, 32, weight.bits, dtype=np.uint32)
+    codes = words[:, :, None] >> shifts & np.uint32(2**weight.bits - 1)
+    codes = codes.reshape(len(rows), -1)
+    if table is not None:
+        return table[rows[:, None] * len(table) // weight.out_dims, codes]
+    assert scales is not None
+    scale = _per_code(scales, rows, codes.shape[1])
+    if weight.mode == "balanced":
+        return scale * (codes - (2**weight.bits - 1) / 2)
+    assert biases is not None
+    return scale * codes + _per_code(biases, rows, codes.shape[1])
 
 
 def _per_code(array: np.ndarray, rows: np.ndarray, in_dims: int) -> np.ndarray:
@@ -112,19 +112,8 @@ def packed_swiglu(
 
 def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -> np.ndarray:
     """See `reference.packed_embedding`."""
-    index = np.array(tokens)
-    # Only the rows that are asked for; tables are shared by rows, so they are spelled out first.
-    used, position = np.unique(index, return_inverse=True)
-    rows = mx.array(used)
-    scales, biases = (
-        part if part is None or part.ndim == 0 else part[rows]
-        for part in (weight.scales, weight.biases)
-    )
-    table = weight.table
-    if table is not None:
-        table = table[mx.array(used.astype(np.int64) * table.shape[0] // weight.out_dims)]
-    few = weight._replace(codes=weight.codes[rows], scales=scales, biases=biases, table=table)
-    return matrix(few)[position.reshape(index.shape)]
+    index = np.array(tokens).astype(np.int64)
+    return _rows(weight, index.reshape(-1)).reshape(*index.shape, -1)
 
 
 def rope(x: np.ndarray, offset: int | mx.array, theta: float) -> np.ndarray:
@@ -156,27 +145,25 @@ def decode_attention(
     queries: mx.array, kv: KeyValues, lengths: mx.array, query_rope: QueryRope | None = None
 ) -> np.ndarray:
     """See `reference.decode_attention`."""
-    q, k, v = float64(queries), float64(kv.keys), float64(kv.values)
-    if kv.key_scale is not None and kv.value_scale is not None:
-        k, v = k * float64(kv.key_scale), v * float64(kv.value_scale)
+    q = float64(queries)
     if query_rope is not None:
-        q = rms_norm(
-            rope(q, lengths - 1, query_rope.theta), float64(query_rope.weight), query_rope.eps
-        )
-    return _attend(q, k, v, np.array(lengths)[:, None])
+        weight, theta, eps = query_rope
+        q = rms_norm(rope(q, lengths - 1, theta), float64(weight), eps)
+    return _attend(q, kv, np.array(lengths)[:, None])
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> np.ndarray:
     """See `reference.causal_attention`."""
-    k = float64(kv.keys) * float64(kv.key_scale)
-    v = float64(kv.values) * float64(kv.value_scale)
     batch, _, length, _ = queries.shape
-    seen = np.arange(k.shape[2] - length, k.shape[2]) + 1
-    return _attend(float64(queries), k, v, np.tile(seen, (batch, 1)))
+    seen = np.arange(kv.buffer.shape[2] - length, kv.buffer.shape[2]) + 1
+    return _attend(float64(queries), kv, np.tile(seen, (batch, 1)))
 
 
-def _attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, seen: np.ndarray) -> np.ndarray:
+def _attend(q: np.ndarray, kv: KeyValues, seen: np.ndarray) -> np.ndarray:
     """Attention of every query over the first `seen[row, token]` tokens of its row."""
+    k, v = float64(kv.keys), float64(kv.values)
+    if kv.key_scale is not None and kv.value_scale is not None:
+        k, v = k * float64(kv.key_scale), v * float64(kv.value_scale)
     group = q.shape[1] // k.shape[1]
     output = np.empty_like(q)
     for row, head, token in np.ndindex(q.shape[:3]):

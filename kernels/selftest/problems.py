@@ -59,21 +59,20 @@ class Problem:
     @property
     def nbytes(self) -> int:
         """Bytes that one call has to read and write: each array once, of a cache the columns in use."""
-        if self.spec.op == "decode_attention":
-            queries, kv, lengths = self.args[:3]
-            column = kv.buffer.nbytes // (kv.buffer.shape[0] * kv.buffer.shape[2])
-            return 2 * queries.nbytes + int(lengths.sum().item()) * column
-        if self.spec.op == "write_tokens":
-            return 2 * self.args[1].nbytes
-        if self.spec.op == "causal_attention":
-            queries, kv = self.args
-            return 2 * queries.nbytes + kv.buffer.nbytes
-        if self.spec.op == "packed_embedding":
-            tokens, weight, dtype = self.args
-            return tokens.size * (weight.nbytes // weight.out_dims + weight.in_dims * dtype.size)
-        written = self.wanted[0].size * self.spec.dtype.size
-        if self.spec.op == "packed_argmax":
-            written = 0  # next to nothing; `wanted` has all products
+        match self.spec.op, *self.args:
+            case "decode_attention", queries, kv, lengths, _:
+                column = kv.buffer.nbytes // (kv.buffer.shape[0] * kv.buffer.shape[2])
+                return 2 * queries.nbytes + int(lengths.sum().item()) * column
+            case "causal_attention", queries, kv:
+                return 2 * queries.nbytes + kv.buffer.nbytes
+            case "write_tokens", _, tokens, _:
+                return 2 * tokens.nbytes
+            case "packed_embedding", tokens, weight, dtype:
+                return tokens.size * (
+                    weight.nbytes // weight.out_dims + weight.in_dims * dtype.size
+                )
+        # Of the products of `packed_argmax`, next to nothing is written.
+        written = self.wanted[0].size * self.spec.dtype.size * (self.spec.op != "packed_argmax")
         return sum(array.nbytes for array in _arrays(self.args)) + written
 
     def error(self, results: Any) -> float:
@@ -156,6 +155,10 @@ def _draw(values: Any, dtype: mx.Dtype = mx.float32) -> mx.array:
     return mx.array(np.asarray(values, np.float32)).astype(dtype)
 
 
+def _int32(values: np.ndarray) -> mx.array:
+    return mx.array(values.astype(np.int32))
+
+
 def _activations(spec: Spec, rng: np.random.Generator, *last: int) -> mx.array:
     return _draw(rng.standard_normal((spec.batch, spec.tokens, *last)), spec.dtype)
 
@@ -174,24 +177,17 @@ def _low_rank(spec: Spec, rng: np.random.Generator, shared: LowRank | None = Non
         b[spec.out_dims :] = 0
         b = b.reshape(blocks, BLOCK, rank).swapaxes(1, 2)
         before = [np.array(shared.numbers[slot].astype(mx.float32))] if shared else []
-        pieces = [
-            *before,
-            rng.normal(size=BLOCK),
-            a,
-            rng.normal(size=-a.size % BLOCK),
-            b.reshape(-1),
-        ]
+        gap, rest = rng.normal(size=BLOCK), rng.normal(size=-a.size % BLOCK)
+        pieces = [*before, gap, a, rest, b.reshape(-1)]
         starts = np.cumsum([0, *(piece.size for piece in pieces)]).tolist()
         parts.append(Part(starts[-4], starts[-2], rank))
         numbers.append(_draw(np.concatenate(pieces), spec.adapter_dtype or spec.dtype))
-    slots = rng.integers(-1, _ADAPTERS, spec.batch)
-    slots[0] = _ADAPTERS - 1  # one row at least has an adapter
-    scales, slots = (
-        mx.array(rng.uniform(0.5, 2, _ADAPTERS).astype(np.float32)),
-        mx.array(slots.astype(np.int32)),
-    )
     if shared:
         scales, slots = shared.scales, shared.slots
+    else:
+        of_rows = rng.integers(-1, _ADAPTERS, spec.batch)
+        of_rows[0] = _ADAPTERS - 1  # one row at least has an adapter
+        scales, slots = _draw(rng.uniform(0.5, 2, _ADAPTERS)), _int32(of_rows)
     return LowRank(tuple(numbers), tuple(parts), scales, slots, tuple(ends))
 
 
@@ -221,9 +217,9 @@ def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> tuple:
 
 
 def _draw_embedding(spec: Spec, rng: np.random.Generator) -> tuple:
-    tokens = rng.integers(0, spec.out_dims, (spec.batch, spec.tokens)).astype(np.int32)
+    tokens = rng.integers(0, spec.out_dims, (spec.batch, spec.tokens))
     tokens[0, 0] = spec.out_dims - 1
-    return mx.array(tokens), packed_weight(spec, rng), spec.dtype
+    return _int32(tokens), packed_weight(spec, rng), spec.dtype
 
 
 def _head_norm(spec: Spec, rng: np.random.Generator) -> mx.array:
@@ -232,50 +228,37 @@ def _head_norm(spec: Spec, rng: np.random.Generator) -> mx.array:
 
 def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple:
     qkv = _activations(spec, rng, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
-    offset = mx.array(rng.integers(0, 2048, spec.batch).astype(np.int32))
+    offset = _int32(rng.integers(0, 2048, spec.batch))
+    q_weight, k_weight = (_head_norm(spec, rng) for _ in range(2))
     # The largest numbers are clamped.
-    key_scale, value_scale = (_draw(s) for s in rng.uniform(0.015, 0.03, 2))
-    q_weight, k_weight = _head_norm(spec, rng), _head_norm(spec, rng)
-    return (
-        qkv,
-        offset,
-        HeadOptions(q_weight, k_weight, key_scale, value_scale, spec.kv_heads, _THETA, _EPS),
-    )
+    key_scale, value_scale = rng.uniform(0.015, 0.03, 2)
+    scales = _draw(key_scale), _draw(value_scale)
+    return qkv, offset, HeadOptions(q_weight, k_weight, *scales, spec.kv_heads, _THETA, _EPS)
 
 
-def _draw_key_values(spec: Spec, rng: np.random.Generator) -> KeyValues:
-    shape = (spec.batch, 2 * spec.kv_heads, spec.capacity, spec.head_dim)
-    codes = rng.integers(-128, 128, shape, dtype=np.int8)
-    # Uniform codes have a root mean square of 74: keys and values of about 1.
-    scales = (_draw(s) for s in rng.uniform(0.8, 1.2, 2) / 74)
-    return KeyValues(mx.array(codes), *scales)
-
-
-def _draw_queries(spec: Spec, rng: np.random.Generator) -> mx.array:
-    shape = (spec.batch, spec.heads, spec.tokens, spec.head_dim)
-    return _draw(rng.standard_normal(shape), spec.dtype)
+def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
+    shape = (spec.batch, 2 * spec.kv_heads, columns, spec.head_dim)
+    return mx.array(rng.integers(-128, 128, shape, dtype=np.int8))
 
 
 def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple:
-    return _draw_queries(spec, rng), _draw_key_values(spec, rng)
+    shape = (spec.batch, spec.heads, spec.tokens, spec.head_dim)
+    queries = _draw(rng.standard_normal(shape), spec.dtype)
+    # Uniform codes have a root mean square of 74: keys and values of about 1.
+    scales = (_draw(s) for s in rng.uniform(0.8, 1.2, 2) / 74)
+    return queries, KeyValues(_codes(spec, rng, spec.capacity), *scales)
 
 
-def _draw_attention(spec: Spec, rng: np.random.Generator) -> tuple:
+def _draw_decode(spec: Spec, rng: np.random.Generator) -> tuple:
     lengths = rng.integers(1, spec.capacity + 1, spec.batch)
-    lengths[0] = max(1, spec.capacity - 3)
+    lengths[:3] = [max(1, spec.capacity - 3), 1, spec.capacity][: spec.batch]
     rope = QueryRope(_head_norm(spec, rng), _THETA, _EPS) if spec.rope else None
-    queries, kv = _draw_queries(spec, rng), _draw_key_values(spec, rng)
-    return queries, kv, mx.array(lengths.astype(np.int32)), rope
+    return *_draw_causal(spec, rng), _int32(lengths), rope
 
 
 def _draw_write(spec: Spec, rng: np.random.Generator) -> tuple:
-    heads = (spec.batch, 2 * spec.kv_heads)
-    buffer, tokens = (
-        mx.array(rng.integers(-128, 128, (*heads, n, spec.head_dim), dtype=np.int8))
-        for n in (spec.capacity, spec.tokens)
-    )
-    lengths = rng.integers(spec.tokens, spec.capacity + 1, spec.batch)
-    return buffer, tokens, mx.array(lengths.astype(np.int32))
+    buffer, tokens = (_codes(spec, rng, columns) for columns in (spec.capacity, spec.tokens))
+    return buffer, tokens, _int32(rng.integers(spec.tokens, spec.capacity + 1, spec.batch))
 
 
 _DRAWS = {
@@ -284,7 +267,7 @@ _DRAWS = {
     "packed_argmax": _draw_product,
     "packed_embedding": _draw_embedding,
     "rope_norm_quantize": _draw_rope,
-    "decode_attention": _draw_attention,
+    "decode_attention": _draw_decode,
     "causal_attention": _draw_causal,
     "write_tokens": _draw_write,
 }
@@ -295,20 +278,19 @@ _DRAWS = {
 
 def _bound(spec: Spec, args: tuple) -> float:
     """The largest error that rounding explains, in the units of `Problem.error`."""
-    if spec.op == "write_tokens":
-        return 2.0**-24  # codes are moved, not rounded
-    u = UNIT_ROUNDOFF[spec.dtype]
-    if spec.op == "packed_embedding":
-        return 2 * u + 2.0**-23
-    if spec.op == "rope_norm_quantize":
-        # Two operations round in turn; a float32 angle at position p is off by some p units.
-        return 3 * u + 4 * (int(args[1].max().item()) + spec.tokens) * 2.0**-24
-    if spec.op == "decode_attention":
-        queries, kv, lengths, rope = args
-        return _attention_bound(queries, kv, int(lengths.max().item()), rope, u)
-    if spec.op == "causal_attention":
-        queries, kv = args
-        return _attention_bound(queries, kv, spec.capacity, None, u)
+    u = UNIT_ROUNDOFF.get(spec.dtype, 0.0)
+    match spec.op, *args:
+        case "write_tokens", *_:
+            return 2.0**-24  # codes are moved, not rounded
+        case "packed_embedding", *_:
+            return 2 * u + 2.0**-23
+        case "rope_norm_quantize", _, offset, _:
+            # Two operations round in turn; a float32 angle at position p is off by some p units.
+            return 3 * u + 4 * (int(offset.max().item()) + spec.tokens) * 2.0**-24
+        case "decode_attention", queries, kv, lengths, rope:
+            return _attention_bound(spec, queries, kv, int(lengths.max().item()), rope)
+        case "causal_attention", queries, kv:
+            return _attention_bound(spec, queries, kv, spec.capacity, None)
     bound = _product_bound(spec, args[0], args[-1])
     # Both factors are off, and the slope of silu is up to 1.1.
     return 3 * bound if spec.op == "packed_swiglu" else bound
@@ -336,19 +318,21 @@ def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
 
 
 def _attention_bound(
-    queries: mx.array, kv: KeyValues, length: int, rope: QueryRope | None, u: float
+    spec: Spec, queries: mx.array, kv: KeyValues, length: int, rope: QueryRope | None
 ) -> float:
     """Softmax turns an error of a score into a relative one, and scores may be rounded to the dtype.
 
-    Queries and weights may be rounded to 16-bit integers, as activations are. S weights that are off by half a
-    step, `1 / 65534` of the largest one, make an error of up to `sqrt(S / 12) / 32767` of the output's size.
+    Queries and weights may be rounded to integers, as activations are. S weights that are off by half a step,
+    `1 / 65534` of the largest one for 16 bits, make an error of up to `sqrt(S / 12) / 32767` of an output.
     """
     # Queries that went through a norm are as large as its weight, all others as they were drawn.
     size = oracle.float64(rope.weight if rope else queries)
     norm = float(np.abs(size).max() if rope else np.sqrt((size**2).mean(-1)).max())
     score = norm * float(oracle.float64(kv.key_scale)) * 74 * (2 * np.log(length + 1)) ** 0.5
     angle = 4 * length * 2.0**-24 if rope else 0.0
-    integers = 2 * (score + length**0.5) / (12**0.5 * 32767)
+    levels = 2 ** (spec.activation_bits - 1) - 1
+    integers = 2 * (score + length**0.5) / (12**0.5 * levels)
+    u = UNIT_ROUNDOFF[spec.dtype]
     return float((2 + score) * (u + 2.0**-22 + angle) + length**0.5 * 2.0**-24 + integers)
 
 
@@ -367,12 +351,9 @@ def _rms(values: np.ndarray) -> float:
     return float(np.sqrt((values**2).mean()))
 
 
-def _float64(result: mx.array, shape: tuple[int, ...], *dtypes: mx.Dtype) -> np.ndarray:
-    if tuple(result.shape) != shape or result.dtype not in dtypes:
-        allowed = " or ".join(str(dtype) for dtype in dtypes)
-        raise ValueError(
-            f"returned {result.dtype} {tuple(result.shape)}; {allowed} {shape} is needed"
-        )
+def _float64(result: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) -> np.ndarray:
+    if tuple(result.shape) != shape or result.dtype != dtype:
+        raise ValueError(f"returned {result.dtype} {result.shape}; {dtype} {shape} is needed")
     return oracle.float64(result)
 
 
@@ -390,10 +371,7 @@ def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
     if (off := np.abs(v - wanted_v).max()) > 0.5 + 2.0**-14:
         raise ValueError(f"a value's code is off by {off:.3f}; rounding explains 0.5")
     excess = np.maximum(np.abs(k - wanted_k) - 0.5, 0)
-    return max(
-        _check_floats(problem, results[:1]),
-        _relative(excess, np.zeros_like(excess), _rms(wanted_k)),
-    )
+    return max(_check_floats(problem, results), _relative(excess, 0 * excess, _rms(wanted_k)))
 
 
 def _check_argmax(problem: Problem, results: Sequence[mx.array]) -> float:
@@ -409,7 +387,4 @@ def _check_argmax(problem: Problem, results: Sequence[mx.array]) -> float:
     return max(_relative(values, best, scale), _relative(named, best, scale))
 
 
-_CHECKS = {
-    "rope_norm_quantize": _check_rope,
-    "packed_argmax": _check_argmax,
-}
+_CHECKS = {"rope_norm_quantize": _check_rope, "packed_argmax": _check_argmax}

@@ -91,18 +91,12 @@ def full_specs() -> list[Spec]:
     return [*_products(), *_swiglus(), *_heads(), *_lookups(), *_attentions()]
 
 
-def _matrices(shapes: Sequence[tuple[int, int, int]]) -> Iterator[_Fields]:
-    """Formats of matrices, (N, K, group size) each."""
+def _matrices(
+    shapes: Sequence[tuple[int, int, int]],
+) -> Iterator[tuple[int, int, int, str, str, int]]:
+    """Fields from `in_dims` to `group_size` of every format, for matrices of N, K and group size each."""
     for (n, k, group), (mode, granularity), bits in itertools.product(shapes, FORMATS, (2, 4, 8)):
-        group = group if granularity == "group" else 0
-        yield {
-            "out_dims": n,
-            "in_dims": k,
-            "bits": bits,
-            "mode": mode,
-            "granularity": granularity,
-            "group_size": group,
-        }
+        yield k, n, bits, mode, granularity, group if granularity == "group" else 0
 
 
 _ALIGNED, _RAGGED = (256, 512, 64), (37, 208, 16)
@@ -123,11 +117,11 @@ def _products() -> Iterator[Spec]:
                 _dtype(i, j),
                 batch,
                 tokens,
-                **matrix,
+                *matrix,
                 norm=draw.random() < 0.5,
                 residual=draw.random() < 0.5,
                 rank=draw.choice((0, 0, 0, 8, 16)),
-                sections=3 if matrix["out_dims"] == _ALIGNED[0] else 1,
+                sections=3 if matrix[1] == _ALIGNED[0] else 1,
                 activation_bits=draw.choice((16, 16, 16, 8)),
             )
 
@@ -137,18 +131,18 @@ def _swiglus() -> Iterator[Spec]:
     for i, matrix in enumerate(_matrices((_ALIGNED, _RAGGED))):
         for j, (batch, tokens) in enumerate(((1, 1), (2, 3))):
             fusions: _Fields = {"norm": draw.random() < 0.7, "rank": draw.choice((0, 0, 8))}
-            yield Spec("packed_swiglu", _dtype(i, j), batch, tokens, **matrix, **fusions)
+            yield Spec("packed_swiglu", _dtype(i, j), batch, tokens, *matrix, **fusions)
 
 
 def _heads() -> Iterator[Spec]:
     for i, matrix in enumerate(_matrices(((1000, 256, 64), (37, 208, 16)))):
-        yield Spec("packed_argmax", _dtype(i, 0), 1, 1, **matrix, norm=True)
-        yield Spec("packed_argmax", _dtype(i, 1), 3, 1, **matrix)
+        yield Spec("packed_argmax", _dtype(i, 0), 1, 1, *matrix, norm=True)
+        yield Spec("packed_argmax", _dtype(i, 1), 3, 1, *matrix)
 
 
 def _lookups() -> Iterator[Spec]:
     for i, matrix in enumerate(_matrices((_ALIGNED, _RAGGED))):
-        yield Spec("packed_embedding", _dtype(i, 0), 2, 5, **matrix)
+        yield Spec("packed_embedding", _dtype(i, 0), 2, 5, *matrix)
 
 
 def _attentions() -> Iterator[Spec]:
@@ -171,13 +165,8 @@ def _attentions() -> Iterator[Spec]:
 
 _HEADS: _Fields = {"heads": 16, "kv_heads": 2, "head_dim": 128}
 _BODY: _Fields = {"bits": 2, "mode": "balanced", "granularity": "row"}
-_EMBEDDING: _Fields = {
-    "bits": 4,
-    "mode": "balanced",
-    "granularity": "row",
-    "in_dims": 2048,
-    "out_dims": 153600,
-}
+_EMBEDDING: _Fields = {**_BODY, "bits": 4}
+_MLX: _Fields = {"bits": 4, "mode": "affine", "granularity": "group", "group_size": 64}
 
 
 def model_specs(dtype: mx.Dtype) -> list[Spec]:
@@ -188,32 +177,21 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
     def body(op: str, **fields: Any) -> Spec:
         return Spec(op, dtype, **_BODY, **fields)
 
-    adapters: _Fields = {"rank": 32, "adapter_dtype": mx.float16}
-    products = [
-        body("packed_matmul", in_dims=2048, out_dims=2560, norm=True),
-        body("packed_matmul", in_dims=2048, out_dims=2560, norm=True, sections=3, **adapters),
-        body(
-            "packed_matmul", in_dims=2048, out_dims=2560, norm=True, sections=3, batch=8, **adapters
-        ),
+    qkv: _Fields = {"in_dims": 2048, "out_dims": 2560, "norm": True}
+    adapters: _Fields = {"rank": 32, "adapter_dtype": mx.float16, "sections": 3}
+    embedding: _Fields = {**_EMBEDDING, "in_dims": 2048, "out_dims": 153600}
+    return [
+        body("packed_matmul", **qkv),
+        body("packed_matmul", **qkv, **adapters),
+        body("packed_matmul", **qkv, **adapters, batch=8),
         body("packed_swiglu", **up, norm=True),
         body("packed_matmul", **down, residual=True),
         body("packed_matmul", **down, residual=True, activation_bits=8),
         body("packed_matmul", **down, batch=8),
         body("packed_matmul", **down, tokens=512),
-        Spec(
-            "packed_matmul",
-            dtype,
-            **down,
-            bits=4,
-            mode="affine",
-            granularity="group",
-            group_size=64,
-        ),
-    ]
-    return [
-        *products,
-        Spec("packed_argmax", dtype, **_EMBEDDING, norm=True),
-        Spec("packed_embedding", dtype, tokens=512, **_EMBEDDING),
+        Spec("packed_matmul", dtype, **down, **_MLX),
+        Spec("packed_argmax", dtype, **embedding, norm=True),
+        Spec("packed_embedding", dtype, tokens=512, **embedding),
         Spec("rope_norm_quantize", dtype, **_HEADS),
         Spec("write_tokens", mx.int8, **_HEADS, capacity=512),
         Spec("decode_attention", dtype, **_HEADS, capacity=512, rope=True),
@@ -225,8 +203,7 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
 def quick_specs(dtype: mx.Dtype) -> list[Spec]:
     """One small problem for each kind of call that a model makes: well under a second."""
     small: _Fields = {"in_dims": 512, "out_dims": 136}
-    nano: _Fields = {"bits": 4, "mode": "affine", "granularity": "group", "group_size": 64, **small}
-    embedding: _Fields = {"bits": 4, "mode": "balanced", "granularity": "row", **small}
+    nano, embedding = {**_MLX, **small}, {**_EMBEDDING, **small}
     adapters: _Fields = {"rank": 16, "adapter_dtype": mx.float16}
 
     def body(op: str, **fields: Any) -> Spec:

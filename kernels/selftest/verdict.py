@@ -14,11 +14,9 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 
@@ -83,23 +81,14 @@ class Verdict:
             self._path.unlink()
 
     def _write(self, running: str | None) -> None:
-        values: dict[str, Any] = {"key": self._key, "failures": self.failures}
-        values.update(running=running, pid=os.getpid())
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(
-                prefix=f"{self._path.stem}-", suffix=_TEMPORARY, dir=self._path.parent
-            )
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    json.dump(values, file, indent=1)
-                os.replace(name, self._path)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-                raise
-        except OSError:
-            pass  # a folder that can't be written costs a test at every start, and nothing else
+        values: dict[str, object] = {"key": self._key, "failures": self.failures}
+        values |= {"running": running, "pid": os.getpid()}
+        written = self._path.with_name(f"{self._path.stem}-{os.getpid()}{_TEMPORARY}")
+        # A folder that can't be written costs a test at every start, and nothing else.
+        with contextlib.suppress(OSError):
+            written.parent.mkdir(parents=True, exist_ok=True)
+            written.write_text(json.dumps(values, indent=1), encoding="utf-8")
+            os.replace(written, self._path)
 
     def _remove_leftovers(self) -> None:
         """Remove files of processes that were killed while they wrote, which takes a moment."""
@@ -165,12 +154,10 @@ def _age(path: Path) -> float:
 
 
 def _is_alive(pid: int) -> bool:
-    if pid == os.getpid():
-        return True
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        return True
+        pass  # somebody else's, or a number that no process has here
     return True

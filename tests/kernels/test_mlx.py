@@ -13,6 +13,7 @@ from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Problem, make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools.cases import all_pairs
 from tests.tools.compare import assert_same, assert_within
+from tests.tools.problems import assert_solved
 
 # (mode, granularity, K, group size): MLX's own groups, one that it repeats, and one of three times 32.
 FORMATS = (
@@ -26,56 +27,36 @@ FORMATS = (
     ("balanced", "row", 512, 0),
     ("balanced", "tensor", 160, 0),
 )
+ROWS = FORMATS[7]
 OPS = ("packed_matmul", "packed_swiglu", "packed_argmax", "packed_embedding")
 CASE = dispatch.Case("cpu", mx.float32, 1, "balanced", "row", 512)
 
 
-@pytest.fixture(autouse=True)
-def nothing_disabled(monkeypatch):
-    monkeypatch.setattr(dispatch, "_disabled", {})
-    monkeypatch.delenv(dispatch.SWITCH, raising=False)
-    dispatch.select.cache_clear()
-    yield
-    monkeypatch.undo()
-    dispatch.select.cache_clear()
-
-
 def drawn(rng: np.random.Generator, op: str, format_: tuple, bits: int, **fields) -> Problem:
     mode, granularity, in_dims, group_size = format_
-    matrix = {"mode": mode, "granularity": granularity, "group_size": group_size, "bits": bits}
-    return make(Spec(op, in_dims=in_dims, out_dims=40, **matrix, **fields), rng)
+    spec = Spec(op, mx.float32, 1, 1, in_dims, 40, bits, mode, granularity, group_size)
+    return make(spec._replace(**fields), rng)
 
 
-def errors(problem: Problem) -> dict[str, float]:
-    """Of each variant of this backend, in units of what rounding explains."""
-    variants = [v for v in dispatch.variants(problem.spec.op) if v.backend == "mlx"]
-    return {v.name: problem.error(v.run(*problem.args)) / problem.bound for v in variants}
-
-
-def assert_exact(problem: Problem, variants: int) -> None:
-    found = errors(problem)
-    assert len(found) == variants
-    wrong = {name: error for name, error in found.items() if not error <= 1}
-    assert not wrong, f"{problem.spec.op}, {problem.spec.label}: {wrong}"
+def of_mlx(op: str) -> list[dispatch.Variant]:
+    return [variant for variant in dispatch.variants(op) if variant.backend == "mlx"]
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_every_format_is_exact_to_rounding(rng, op):
-    """Each variant, for one row and more than it is chosen for."""
-    for format_, bits, tokens in all_pairs(FORMATS, kernels.BITS, (1, mlx_kernels.CPU_ROWS + 3)):
-        assert_exact(drawn(rng, op, format_, bits, tokens=tokens), 2 - (op == "packed_embedding"))
-
-
-def test_everything_that_goes_along_with_a_product(rng):
-    fusions = {"norm": True, "rank": 8, "batch": 3}
-    for format_, dtype, tokens in all_pairs((FORMATS[0], FORMATS[7]), DTYPES, (1, 5, 20)):
-        given = {"dtype": dtype, "tokens": tokens, **fusions}
-        assert_exact(drawn(rng, "packed_matmul", format_, 4, **given, residual=True), 2)
-        assert_exact(drawn(rng, "packed_swiglu", format_, 4, **given), 2)
-        given = {"dtype": dtype, "batch": 2, "rank": 8, "sections": 3}
-        assert_exact(drawn(rng, "packed_matmul", format_, 2, **given), 2)
-        assert_exact(drawn(rng, "packed_argmax", format_, 4, dtype=dtype, norm=True), 2)
-        assert_exact(drawn(rng, "packed_embedding", format_, 8, dtype=dtype), 1)
+    """Each variant, for one row and more than it is chosen for, with all that goes along with a product."""
+    tokens = (1, 2, mlx_kernels.CPU_ROWS + 3)
+    cases = all_pairs(FORMATS, kernels.BITS, tokens, DTYPES, (1, 3), (False, True), (0, 8), (1, 3))
+    for format_, bits, length, dtype, batch, norm, rank, sections in cases:
+        options = {"norm": norm, "residual": norm, "rank": rank, "sections": sections}
+        if op != "packed_matmul":
+            options.update(residual=False, sections=1)
+        if op in ("packed_argmax", "packed_embedding"):
+            options.update(rank=0)
+        options.update(dtype=dtype, batch=batch, tokens=length)
+        problem = drawn(rng, op, format_, bits, **options)
+        for variant in of_mlx(op):
+            assert_solved(problem, variant.run)
 
 
 def test_half_types_are_rounded_once(rng):
@@ -83,14 +64,13 @@ def test_half_types_are_rounded_once(rng):
     if dispatch.device() != "cpu":
         pytest.skip("MLX adds up in float32 on a GPU")
     for dtype in DTYPES[1:]:
-        x, weight, _ = drawn(rng, "packed_matmul", FORMATS[7], 2, dtype=dtype, tokens=4).args
+        x, weight, _ = drawn(rng, "packed_matmul", ROWS, 2, dtype=dtype, tokens=4).args
         wanted = oracle.packed_matmul(x, weight)
         float32_sums = 2 * UNIT_ROUNDOFF[mx.float32] * weight.in_dims**0.5 + 2.0**-22
         rms = np.sqrt((wanted**2).mean())
         allowed = UNIT_ROUNDOFF[dtype] * np.abs(wanted) + 8 * float32_sums * rms
-        for variant in dispatch.variants("packed_matmul"):
-            if variant.backend == "mlx":
-                assert_within(variant.run(x, weight, PLAIN), wanted, allowed, (variant.name, dtype))
+        for variant in of_mlx("packed_matmul"):
+            assert_within(variant.run(x, weight, PLAIN), wanted, allowed, (variant.name, dtype))
 
 
 def test_blocks_make_up_the_whole_product(rng, monkeypatch):
@@ -98,11 +78,12 @@ def test_blocks_make_up_the_whole_product(rng, monkeypatch):
     for format_ in (FORMATS[0], FORMATS[3], FORMATS[4]):
         problem = drawn(rng, "packed_matmul", format_, 4, tokens=12)
         monkeypatch.setattr(mlx_kernels, "BLOCK", 7 * problem.spec.in_dims)
-        assert errors(problem)["mlx/dequantized"] <= 1
+        for variant in of_mlx("packed_matmul"):
+            assert_solved(problem, variant.run)
 
 
 def test_a_vector_without_leading_axes(rng):
-    x, weight, _ = drawn(rng, "packed_matmul", FORMATS[7], 2).args
+    x, weight, _ = drawn(rng, "packed_matmul", ROWS, 2).args
     with dispatch.force("mlx"):
         assert_same(kernels.packed_matmul(x[0, 0], weight), kernels.packed_matmul(x, weight)[0, 0])
         assert kernels.packed_embedding(mx.array(3), weight, mx.float32).shape == (512,)
@@ -110,41 +91,27 @@ def test_a_vector_without_leading_axes(rng):
 
 def test_the_lower_row_wins_a_tie(rng):
     """Twelve rows that are all alike."""
-    x, weight, _ = drawn(rng, "packed_matmul", FORMATS[7], 4).args
-    alike = weight._replace(
-        codes=mx.repeat(weight.codes[:1], 12, axis=0), scales=mx.repeat(weight.scales[:1], 12)
-    )
-    with dispatch.force("mlx"):
-        for rows in (x, mx.repeat(x, mlx_kernels.CPU_ROWS + 1, axis=1)):
-            indices, _ = kernels.packed_argmax(rows, alike)
-            assert set(np.array(indices).ravel().tolist()) == {0}
+    x, weight, _ = drawn(rng, "packed_argmax", ROWS, 4, tokens=mlx_kernels.CPU_ROWS + 1).args
+    codes, scales = mx.repeat(weight.codes[:1], 12, axis=0), mx.repeat(weight.scales[:1], 12)
+    for variant in of_mlx("packed_argmax"):
+        indices, _ = variant.run(x, weight._replace(codes=codes, scales=scales), PLAIN)
+        assert not indices.any(), variant.name
 
 
 # -- what it is chosen for
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_it_comes_after_our_kernels_and_before_the_reference(monkeypatch, device):
+def test_it_comes_after_our_kernels_and_before_the_reference(device):
     case = CASE._replace(device=device)
-    for variant in dispatch.variants("packed_matmul"):
-        if variant.backend in ("metal", "cpu"):
-            dispatch.disable(variant.name, "is not there")
+    names = [v.name for v in dispatch.variants("packed_matmul")]
+    assert names[-3:] == ["mlx/quantized", "mlx/dequantized", "reference"]
+    for name in names[:-3]:
+        dispatch.disable(name, "is not there")
     assert dispatch.select("packed_matmul", case).name == "mlx/quantized"
     many = "mlx/dequantized" if device == "cpu" else "mlx/quantized"
-    assert dispatch.select("packed_matmul", case._replace(rows=100)).name == many
-    names = [v.name for v in dispatch.variants("packed_matmul")]
-    assert [name for name in names if name.split("/")[0] in ("mlx", "reference")] == names[-3:]
-
-
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_a_kernel_of_ours_runs_where_there_is_one(monkeypatch, device):
-    own = {"cpu": "cpu", "gpu": "metal"}[device]
-    here = dispatch.Variant("packed_matmul", f"{own}/here", lambda: None, lambda case: None)
-    listed = [here, *(v for v in dispatch.variants("packed_matmul") if v.backend == "mlx")]
-    monkeypatch.setattr(dispatch, "variants", lambda op: listed)
-    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    dispatch.select.cache_clear()
-    assert dispatch.select("packed_matmul", CASE._replace(device=device)) is here
+    rows = mlx_kernels.CPU_ROWS + 1
+    assert dispatch.select("packed_matmul", case._replace(rows=rows)).name == many
 
 
 @pytest.mark.parametrize(
@@ -153,7 +120,7 @@ def test_a_kernel_of_ours_runs_where_there_is_one(monkeypatch, device):
         ({"mode": "palette", "granularity": "table"}, "MLX knows no palette"),
         ({"group_size": 208}, "multiple of 32 inputs, not of 208"),
         ({"granularity": "group", "group_size": 16}, "multiple of 32 inputs, not of 16"),
-        ({"dtype": mx.int32}, "takes float32, float16 or bfloat16, not mlx.core.int32"),
+        ({"dtype": mx.int32}, "takes float32, float16 or bfloat16, not int32"),
     ],
 )
 def test_the_reference_runs_what_mlx_cannot_express(fields, reason):

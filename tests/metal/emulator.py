@@ -1,9 +1,10 @@
 """Metal kernels on a CPU: the very text that MLX would compile, run with every access checked.
 
-A launch takes the arguments of an `mx.fast.metal_kernel` call, builds the function that MLX builds around it,
-compiles it with clang (`toolchain.py`) and runs it in a process of its own (`machine.py`, `runtime.cpp`): one
-fiber per thread, simdgroups one at a time in random order. It is run twice, with other schedules, other
-poison in memory that nobody wrote, and buffers placed against the other guard page; both must agree.
+A launch takes the arguments of an `mx.fast.metal_kernel` call, has MLX build the function around the kernel's
+source, compiles it with clang (`toolchain.py`) and runs it in a process of its own (`machine.py`,
+`runtime.cpp`): one fiber per thread, simdgroups one at a time in random order. It is run twice, with other
+schedules, other poison in memory that nobody wrote, and buffers placed against the other guard page; both must
+agree.
 
 Found, and raised as `EmulatorError` with the place: accesses out of bounds, misaligned, or racing; writes to
 inputs; simdgroup functions and barriers that not all threads reach together; more than 32 KB of threadgroup
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,12 +25,8 @@ import numpy as np
 
 from afm_mlx.kernels.metal import runtime as metal_runtime
 
-from .machine import EmulatorError, Output, Program, run
-from .signature import generate
-from .toolchain import CompileError
+from .machine import EmulatorError, Program, run
 from .translation import translate
-
-__all__ = ["CompileError", "EmulatorError", "Kernel", "emulated", "launch", "raw_bytes"]
 
 # Registers may allow no more threads in a threadgroup on older GPUs.
 PROJECT_THREADS = 256
@@ -39,20 +38,14 @@ def raw_bytes(array: mx.array) -> bytes:
     return np.array(flat.view(mx.uint16) if array.dtype == mx.bfloat16 else flat).tobytes()
 
 
-def _array(data: np.ndarray, shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    if dtype == mx.bool_:
-        return mx.array(data.astype(bool)).reshape(shape)
-    if data.size == 0:
-        return mx.zeros(shape, dtype)
-    return mx.array(data).view(dtype).reshape(shape)
-
-
-def _row_contiguous_strides(shape: Sequence[int]) -> list[int]:
-    return [int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape))]
-
-
 class Kernel:
-    """`mx.fast.metal_kernel`, run by the emulator: a function of one call's inputs, shapes and grid."""
+    """`mx.fast.metal_kernel`, run by the emulator: a function of one call's inputs, shapes and grid.
+
+    Args:
+        name, input_names, output_names, source, header: as for `mx.fast.metal_kernel`.
+        of_project: whether it keeps to the project's own stricter rules; its header then names the files that
+            lines are counted in.
+    """
 
     def __init__(
         self,
@@ -61,48 +54,49 @@ class Kernel:
         output_names: Sequence[str],
         source: str,
         header: str = "",
-        atomic_outputs: bool = False,
         *,
         of_project: bool = False,
     ):
-        self.name, self.source, self.header = name, source, header
+        self.name, self.of_project = name, of_project
+        self.header = header if of_project else f'#line 1 "{name}.header"\n{header}\n'
         self.input_names, self.output_names = tuple(input_names), tuple(output_names)
-        self.atomic_outputs = atomic_outputs
-        # The project's kernels bring the lines of their files, and keep to its own stricter rules.
-        self.of_project = of_project
-        self.source_file = f"{name.removeprefix('afm_')}.metal" if of_project else f"{name}.source"
-        self._programs: dict[str, Program] = {}
+        names = list(self.input_names), list(self.output_names)
+        self._of_mlx = mx.fast.metal_kernel(name, *names, source, self.header)
+        self._programs: dict[Any, tuple[Program, list[str]]] = {}
 
-    def text(
-        self,
-        inputs: Sequence[mx.array],
-        output_dtypes: Sequence[mx.Dtype],
-        template: Sequence[tuple[str, Any]],
-    ) -> tuple[str, str]:
-        """Signature and instance of the function for these arguments."""
-        _, signature, instance = generate(
-            self.name,
-            self.source,
-            list(zip(self.input_names, inputs, strict=True)),
-            list(zip(self.output_names, output_dtypes, strict=True)),
-            template,
-            self.atomic_outputs,
+    def _generated(
+        self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence
+    ) -> str:
+        """The text that MLX would compile for these arguments; it shows while a function is exported."""
+
+        def call(*arrays: mx.array) -> Any:
+            return self._of_mlx(
+                inputs=list(arrays),
+                template=list(template),
+                grid=(1, 1, 1),
+                threadgroup=(1, 1, 1),
+                output_shapes=[(1,)] * len(output_dtypes),
+                output_dtypes=list(output_dtypes),
+            )
+
+        events: list[dict] = []
+        mx.export_function(events.append, call, *inputs)
+        return next(e["arguments"][1] for e in events if e.get("name") == "CustomKernel")
+
+    def _program(self, text: str) -> tuple[Program, list[str]]:
+        """A text of MLX as a program, and the names of its buffers in order."""
+        signature, end, body = text.removeprefix(self.header).partition(") {\n")
+        body, _, instantiated = body.partition("\ntemplate [[host_name(")
+        found = re.search(r"decltype\((.*)\) ", instantiated) or re.search(r"void (\w+)", signature)
+        assert found is not None
+        file = f"{self.name.removeprefix('afm_')}.{'metal' if self.of_project else 'source'}"
+        unit = f"#include <mlx_prelude.h>\n{translate(self.header)}{signature}{end}"
+        unit += f'#line 1 "{file}"\n{translate(body)}'
+        parameters = signature.partition("(\n")[2]
+        program = Program(
+            self.name, unit, found[1], parameters, bfloat_arithmetic=not self.of_project
         )
-        return signature, instance
-
-    def program(self, signature: str, instance: str) -> Program:
-        key = signature + instance
-        if key not in self._programs:
-            marker = "" if self.of_project else f'#line 1 "{self.name}.header"\n'
-            text = (
-                f"#include <mlx_prelude.h>\n{marker}{translate(self.header)}{signature}"
-                f'#line 1 "{self.source_file}"\n{translate(self.source)}\n}}\n'
-            )
-            parameters = signature[signature.index("(\n") + 2 : signature.rindex(") {")]
-            self._programs[key] = Program(
-                self.name, text, instance, parameters, bfloat_arithmetic=not self.of_project
-            )
-        return self._programs[key]
+        return program, re.findall(r"(\w+) \[\[buffer\(", parameters)
 
     def __call__(
         self,
@@ -112,87 +106,61 @@ class Kernel:
         output_dtypes: Sequence[mx.Dtype],
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
-        template: Sequence[tuple[str, Any]] | None = None,
-        init_value: float | None = None,
+        template: Sequence[tuple[str, Any]] = (),
         seed: int | None = None,
     ) -> list[mx.array]:
-        arrays = [x if isinstance(x, mx.array) else mx.array(x) for x in inputs]
-        signature, instance = self.text(arrays, output_dtypes, template or ())
-        buffers: list[tuple[str, bytes] | Output] = []
-        for name, x in zip(self.input_names, arrays, strict=True):
-            buffers.append((name, raw_bytes(x)))
-            if x.ndim > 0:
-                if f"{name}_shape" in self.source:
-                    buffers.append((f"{name}_shape", np.array(x.shape, np.int32).tobytes()))
-                if f"{name}_strides" in self.source:
-                    strides = np.array(_row_contiguous_strides(x.shape), np.int64)
-                    buffers.append((f"{name}_strides", strides.tobytes()))
-                if f"{name}_ndim" in self.source:
-                    buffers.append((f"{name}_ndim", np.array(x.ndim, np.int32).tobytes()))
+        # What MLX's text depends on: few elements lie in other memory, and those without axes are values.
+        kinds = tuple((x.dtype, x.ndim > 0, x.size < 8) for x in inputs)
+        key = (kinds, tuple(output_dtypes), tuple(template))
+        if key not in self._programs:
+            self._programs[key] = self._program(self._generated(inputs, output_dtypes, template))
+        program, names = self._programs[key]
+        values: dict[str, bytes | int] = {}
+        for name, x in zip(self.input_names, inputs, strict=True):
+            strides = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
+            values[name] = raw_bytes(x)
+            values[f"{name}_shape"] = np.array(x.shape, np.int32).tobytes()
+            values[f"{name}_strides"] = np.array(strides, np.int64).tobytes()
+            values[f"{name}_ndim"] = np.array(x.ndim, np.int32).tobytes()
         for name, shape, dtype in zip(self.output_names, output_shapes, output_dtypes, strict=True):
-            n = int(np.prod(shape, dtype=np.int64))
-            initial = None if init_value is None else raw_bytes(mx.full((n,), init_value, dtype))
-            buffers.append(Output(name, n * dtype.size, initial))
+            values[name] = math.prod(shape) * dtype.size
         # A threadgroup that is larger than the grid is cut, as MLX does.
-        threadgroup = tuple(min(t, g) for t, g in zip(threadgroup, grid, strict=True))
-        results = run(
-            self.program(signature, instance), buffers, tuple(grid), threadgroup, seed=seed
-        )
+        threadgroup = tuple(map(min, threadgroup, grid))
+        results = run(program, [(n, values[n]) for n in names], grid, threadgroup, seed=seed)
         return [
-            _array(data, tuple(shape), dtype)
+            mx.array(data).view(dtype).reshape(shape) if data.size else mx.zeros(shape, dtype)
             for data, shape, dtype in zip(results, output_shapes, output_dtypes, strict=True)
         ]
 
 
 @functools.cache
 def _project_kernel(kernel: metal_runtime.Kernel) -> Kernel:
-    header = "\n".join(
-        f'#line 1 "{name}.metal"\n{(metal_runtime.FOLDER / f"{name}.metal").read_text(encoding="utf-8")}'
-        for name in kernel.headers
+    header = "".join(
+        f'#line 1 "{name}.metal"\n{metal_runtime._read(name)}\n' for name in kernel.headers
     )
-    return Kernel(
-        f"afm_{kernel.name}",
-        kernel.inputs,
-        kernel.outputs,
-        kernel.source,
-        header,
-        of_project=True,
-    )
+    names = kernel.inputs, kernel.outputs
+    return Kernel(f"afm_{kernel.name}", *names, kernel.source, header, of_project=True)
 
 
 def launch(
-    kernel: metal_runtime.Kernel,
-    inputs: Sequence[mx.array],
-    *,
-    template: metal_runtime.Template = (),
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
-    output_shapes: Sequence[tuple[int, ...]],
-    output_dtypes: Sequence[mx.Dtype],
+    kernel: metal_runtime.Kernel, inputs: Sequence[mx.array], **options: Any
 ) -> list[mx.array]:
     """`kernels.metal.runtime.launch`, run by the emulator under the project's own limits.
 
     Raises:
         EmulatorError: for a threadgroup that older GPUs may not run, or one that the grid cuts, as well.
     """
-    threads = int(np.prod(threadgroup))
-    if threads > PROJECT_THREADS:
+    grid, threadgroup = options["grid"], options["threadgroup"]
+    if math.prod(threadgroup) > PROJECT_THREADS:
         raise EmulatorError(
-            f"kernel `{kernel.name}`: {threads} threads in a threadgroup; registers may allow no more than "
-            f"{PROJECT_THREADS}"
+            f"kernel `{kernel.name}`: {math.prod(threadgroup)} threads in a threadgroup; registers may allow "
+            f"no more than {PROJECT_THREADS}"
         )
     if any(g % t for g, t in zip(grid, threadgroup, strict=True)):
         raise EmulatorError(
             f"kernel `{kernel.name}`: grid {grid} isn't a multiple of the threadgroup {threadgroup}"
         )
-    return _project_kernel(kernel)(
-        inputs=inputs,
-        template=template,
-        grid=grid,
-        threadgroup=threadgroup,
-        output_shapes=output_shapes,
-        output_dtypes=output_dtypes,
-    )
+    return _project_kernel(kernel)(inputs=inputs, **options)
 
 
 @contextlib.contextmanager

@@ -13,9 +13,6 @@ from typing import NamedTuple
 from .toolchain import CompileError
 from .translation import declaration_end, split
 
-MAX_BUFFERS = 31
-MAX_THREADS = 256
-
 
 class Problem(NamedTuple):
     rule: str
@@ -27,16 +24,12 @@ _TOKENS = {
     "double": r"\bdouble\b",
     "long double or long long": r"\blong\s+(?:double|long)\b",
     "virtual functions": r"\bvirtual\b",
-    "run-time types": r"\b(?:dynamic_cast|typeid)\b",
-    "exceptions": r"\b(?:try|catch|throw|noexcept)\b",
     "new and delete": r"\b(?:new|delete)\b",
     "goto": r"\bgoto\b",
     "thread_local": r"\bthread_local\b",
     "inline assembly": r"\b(?:asm|__asm__)\b",
-    "the C++ library": r"\bstd::",
     "volatile": r"\bvolatile\b",
     "atomics": r"\batomic\w*",
-    "printing": r"\b(?:printf|os_log\w*)\b",
     # bfloat's arithmetic needs newer GPUs, and conversions to it must be spelled out: kernels compute in float.
     "bfloat by name": r"\bbfloat\w*",
     "a lambda": (
@@ -57,25 +50,15 @@ _TOKENS = {
 }
 
 _SPACE = re.compile(r"\b(?:device|constant|threadgroup|thread)\b")
-_INCLUDES = re.compile(r"^\s*#\s*include\s*(\S+)", re.MULTILINE)
 _FUNCTION = re.compile(r"\b(\w+)\s*\(")
 # A variable that is a pointer or reference, from the start of its statement.
 _DECLARED = re.compile(
     r"(?:^|[;{}(])\s*((?:const\s+)?(?:auto|[A-Za-z_]\w*(?:<[^;<>]*>)?)(?:\s+const)?\s*[*&]\s*\w+\s*"
     r"(?:=[^=]|;|\{))"
 )
-_NOT_FUNCTIONS = {
-    "if",
-    "for",
-    "while",
-    "switch",
-    "return",
-    "sizeof",
-    "alignas",
-    "static_assert",
-    "decltype",
-    "_Pragma",
-}
+_NOT_FUNCTIONS = set(
+    "if for while switch return sizeof alignas static_assert decltype _Pragma".split()
+)
 
 
 def without_comments(text: str) -> str:
@@ -95,7 +78,7 @@ def problems(text: str, *, is_header: bool) -> list[Problem]:
         is_header: functions and constants; else the body of a kernel.
     """
     code = without_comments(text)
-    found = [*_tokens(code), *_includes(code), *_pointers(code), *_recursion(code)]
+    found = [*_tokens(code), *_pointers(code), *_recursion(code)]
     if is_header:
         found += [*_program_scope(code), *_threadgroup_in_functions(code)]
         if text and not text.endswith("\n"):
@@ -119,12 +102,6 @@ def _tokens(code: str) -> Iterator[Problem]:
     for rule, pattern in _TOKENS.items():
         for match in re.finditer(pattern, code):
             yield _problem(rule, code, match.start())
-
-
-def _includes(code: str) -> Iterator[Problem]:
-    for match in _INCLUDES.finditer(code):
-        if not re.fullmatch(r"<metal_\w+>", match[1]):
-            yield _problem("a header that isn't Metal's", code, match.start(1))
 
 
 def _matching(code: str, at: int) -> int:
@@ -181,40 +158,27 @@ def _pointers(code: str) -> Iterator[Problem]:
 
 def _recursion(code: str) -> Iterator[Problem]:
     defined = functions(code)
-    calls: dict[str, set[str]] = {}
-    names = {f.name for f in defined}
-    for function in defined:
-        begin, end = function.body
-        inside = {
-            m[1] for m in re.finditer(r"(?<![.\w:])(\w+)\s*(?:<[^;(){}]*>)?\s*\(", code[begin:end])
-        }
-        calls.setdefault(function.name, set()).update(inside & names)
-    for function in defined:
-        reached, todo = set(), [function.name]
+    names, calls = {function.name for function in defined}, {}
+    for name, _, (begin, end) in defined:
+        inside = re.findall(r"(?<![.\w:])(\w+)\s*(?:<[^;(){}]*>)?\s*\(", code[begin:end])
+        calls.setdefault(name, set()).update(names.intersection(inside))
+    for name, _, (begin, _) in defined:
+        reached, todo = set(), [name]
         while todo:
-            for name in calls[todo.pop()] - reached:
-                reached.add(name)
-                todo.append(name)
-        if function.name in reached:
-            yield _problem("recursion", code, function.body[0])
+            new = calls[todo.pop()] - reached
+            reached |= new
+            todo += new
+        if name in reached:
+            yield _problem("recursion", code, begin)
 
 
 def _outside_functions(code: str) -> str:
     """The code with the bodies of functions and of structs blanked."""
-    result = code
-    depth, begin = 0, 0
-    for i, c in enumerate(code):
-        if c == "{":
-            if depth == 0:
-                begin = i
-            depth += 1
-        elif c == "}":
-            depth -= 1
-            if depth == 0:
-                result = (
-                    result[: begin + 1] + re.sub(r"[^\n]", " ", code[begin + 1 : i]) + result[i:]
-                )
-    return result
+    result, end = "", 0
+    while (begin := code.find("{", end)) >= 0:
+        result, close = result + code[end : begin + 1], _matching(code, begin)
+        result, end = result + re.sub(r"[^\n]", " ", code[begin + 1 : close]), close
+    return result + code[end:]
 
 
 def _program_scope(code: str) -> Iterator[Problem]:
@@ -222,12 +186,10 @@ def _program_scope(code: str) -> Iterator[Problem]:
     for match in re.finditer(r"[^;{}]+;", _outside_functions(code)):
         statement = re.sub(r"^\s*#.*$", "", match.group(), flags=re.MULTILINE).strip()
         statement = re.sub(r"^template\s*<.*?>\s*(?=\w)", "", statement, flags=re.DOTALL)
-        if not statement.strip(";").strip():
-            continue
-        if re.match(
-            r"(?:using|typedef|struct|class|enum|union|static_assert|friend|namespace|extern)\b",
-            statement,
-        ):
+        declared = (
+            r"(?:using|typedef|struct|class|enum|union|static_assert|friend|namespace|extern)\b"
+        )
+        if not statement.strip("; \n") or re.match(declared, statement):
             continue
         is_function = re.match(r"[^=]*\w\s*\([^=]*\)\s*(?:const\s*)?;$", statement)
         if not is_function and not re.search(r"\bconstant\b", statement):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import ctypes
 import functools
+import math
 import mmap
 import os
 import random
@@ -14,7 +15,6 @@ import subprocess
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ THREADGROUP_BYTES = 32 * 1024
 MAX_THREADS = 1024
 MAX_BUFFERS = 31
 SECONDS = 120
+
+Buffers = Sequence[tuple[str, bytes | int]]
+"""Names of a launch's buffers, in order, each with an input's bytes or an output's size."""
 
 
 class EmulatorError(RuntimeError):
@@ -40,36 +43,22 @@ class Program:
         text: the translation unit, with a kernel function in it.
         instance: the kernel to run, with its template arguments.
         parameters: the text between the parentheses of its declaration.
-        include: folders of further headers.
-        strict, bfloat_arithmetic: see `toolchain.compile_library`.
+        options: see `toolchain.compile_library`.
     """
 
-    def __init__(
-        self,
-        name: str,
-        text: str,
-        instance: str,
-        parameters: str,
-        include: tuple[Path, ...] = (),
-        strict: bool = True,
-        bfloat_arithmetic: bool = True,
-    ):
+    def __init__(self, name: str, text: str, instance: str, parameters: str, **options):
         self.name = name
         unit = f'{text}\n#line 1 "emulator"\n{entry(instance, parameters)}'
         try:
-            self.library = toolchain.compile_library(
-                unit, include=include, strict=strict, bfloat_arithmetic=bfloat_arithmetic
-            )
+            self.library = toolchain.compile_library(unit, **options)
         except CompileError as error:
             raise CompileError(f"kernel `{name}` doesn't compile:\n{error}") from None
         toolchain.runtime()
-        loaded = ctypes.CDLL(str(self.library))
-        self._loaded = loaded
+        self._loaded = loaded = ctypes.CDLL(str(self.library))
         span = (ctypes.c_ulong * 2)()
         loaded.emulator_range(span)
-        self.code = (span[0], span[1])
+        self.code = tuple(span)
         self.entry = ctypes.cast(loaded.emulator_entry, ctypes.c_void_p).value
-        self.has_atomics = "atomic" in text.split("mlx_prelude.h", 1)[-1]
 
 
 class _Buffer(ctypes.Structure):
@@ -78,7 +67,6 @@ class _Buffer(ctypes.Structure):
         ("data", ctypes.c_void_p),
         ("size", ctypes.c_ulong),
         ("is_output", ctypes.c_int),
-        ("is_initialised", ctypes.c_int),
         ("written", ctypes.c_void_p),
     )
 
@@ -114,96 +102,73 @@ def _seed() -> int:
     return random.Random(f"{run} {test} {_launches[test]}").getrandbits(48)
 
 
-class Output:
-    """An output buffer: its bytes before a launch (None: nothing was written), and its size."""
-
-    def __init__(self, name: str, size: int, initial: bytes | None = None):
-        self.name, self.size, self.initial = name, size, initial
-
-
 def run(
     program: Program,
-    buffers: Sequence[tuple[str, bytes] | Output],
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
+    buffers: Buffers,
+    grid: Sequence[int],
+    threadgroup: Sequence[int],
     *,
     seed: int | None = None,
-    schedules: int = 2,
 ) -> list[np.ndarray]:
     """Bytes of the outputs of a launch, in the order of `buffers`, as uint8 arrays.
 
     Raises:
         EmulatorError: at the first thing that a kernel must not do, or when two schedules disagree.
     """
-    _check_launch(program.name, buffers, grid, threadgroup)
     seed = _seed() if seed is None else seed
-    with ThreadPoolExecutor(schedules) as pool:
-        runs = list(
-            pool.map(
-                lambda s: _run_once(program, buffers, grid, threadgroup, seed, s), range(schedules)
-            )
-        )
+
+    def fail(what: str) -> None:
+        raise EmulatorError(f"kernel `{program.name}`: {what} [seed {seed}]")
+
+    if (threads := math.prod(threadgroup)) > MAX_THREADS:
+        fail(f"{threads} threads in a threadgroup, at most {MAX_THREADS} run")
+    if len(buffers) > MAX_BUFFERS:
+        fail(f"{len(buffers)} buffers, Metal binds at most {MAX_BUFFERS}")
+    with ThreadPoolExecutor(2) as pool:
+        once = functools.partial(_run_once, program, buffers, grid, threadgroup, seed)
+        runs = list(pool.map(once, range(2)))
     for error, _ in runs:
         if error:
-            raise EmulatorError(
-                f"kernel `{program.name}`: {_with_line(program, error)} [seed {seed}]"
+            fail(_with_line(program, error))
+    outputs = [name for name, data in buffers if isinstance(data, int)]
+    # Two schedules must write the same bytes with the same values.
+    for name, (a, in_a), (b, in_b) in zip(outputs, *(found for _, found in runs), strict=True):
+        differs = (in_a != in_b) | (in_a & (a != b))
+        if differs.any():
+            fail(
+                f"two schedules give different results: {int(differs.sum())} bytes of output `{name}`, the "
+                f"first at byte {int(differs.argmax())} of {a.size}. It uses memory that nothing wrote, or "
+                "depends on the order of threads"
             )
-    results = [outputs for _, outputs in runs]
-    if not program.has_atomics:
-        for other in results[1:]:
-            _compare(
-                program.name, [b for b in buffers if isinstance(b, Output)], results[0], other, seed
-            )
-    return [data for data, _ in results[0]]
-
-
-def _check_launch(
-    name: str, buffers: Sequence[Any], grid: Sequence[int], threadgroup: Sequence[int]
-) -> None:
-    if len(grid) != 3 or len(threadgroup) != 3 or min(*grid, *threadgroup) < 1:
-        raise EmulatorError(
-            f"kernel `{name}`: grid {grid} and threadgroup {threadgroup} must be three positive integers each"
-        )
-    if int(np.prod(threadgroup)) > MAX_THREADS:
-        raise EmulatorError(
-            f"kernel `{name}`: {int(np.prod(threadgroup))} threads in a threadgroup, at most {MAX_THREADS} run"
-        )
-    if len(buffers) > MAX_BUFFERS:
-        raise EmulatorError(
-            f"kernel `{name}`: {len(buffers)} buffers, Metal binds at most {MAX_BUFFERS}"
-        )
+    return [data for data, _ in runs[0][1]]
 
 
 def _run_once(
     program: Program,
-    buffers: Sequence[tuple[str, bytes] | Output],
+    buffers: Buffers,
     grid: Sequence[int],
     threadgroup: Sequence[int],
     seed: int,
     schedule: int,
 ) -> tuple[str, list[tuple[np.ndarray, np.ndarray]]]:
     """One run in a forked process: its error, or the outputs' bytes and which of them were written."""
-    outputs = [b for b in buffers if isinstance(b, Output)]
+    sizes = [data for _, data in buffers if isinstance(data, int)]
     # Shared with the forked process, which writes its report and the outputs there.
-    shared = mmap.mmap(-1, _ERROR_BYTES + sum(2 * b.size for b in outputs))
+    shared = mmap.mmap(-1, _ERROR_BYTES + 2 * sum(sizes))
     memory = np.frombuffer(shared, np.uint8)
     base, offset = memory.ctypes.data, _ERROR_BYTES
     table, results, keep = (_Buffer * len(buffers))(), [], []
-    for slot, b in zip(table, buffers, strict=True):
-        if isinstance(b, Output):
-            slot.name, slot.size, slot.is_output = b.name.encode(), b.size, 1
-            slot.data, slot.written = base + offset, base + offset + b.size
-            if b.initial is not None:
-                memory[offset : offset + b.size] = np.frombuffer(b.initial, np.uint8)
-                slot.is_initialised = 1
-            results.append((offset, b.size))
-            offset += 2 * b.size
+    for slot, (name, data) in zip(table, buffers, strict=True):
+        slot.name = name.encode()
+        if isinstance(data, int):
+            slot.size, slot.is_output = data, 1
+            slot.data, slot.written = base + offset, base + offset + data
+            results.append((offset, data))
+            offset += 2 * data
         else:
-            name, data = b
             held = ctypes.c_char_p(data)
             keep.append(held)
-            slot.name, slot.size = name.encode(), len(data)
-            slot.data = ctypes.cast(held, ctypes.c_void_p)
+            slot.size, slot.data = len(data), ctypes.cast(held, ctypes.c_void_p)
     launch = _Launch(
         name=program.name.encode(),
         entry=program.entry,
@@ -228,25 +193,6 @@ def _run_once(
     ]
 
 
-def _compare(
-    name: str,
-    outputs: Sequence[Output],
-    first: Sequence[tuple[np.ndarray, np.ndarray]],
-    second: Sequence[tuple[np.ndarray, np.ndarray]],
-    seed: int,
-) -> None:
-    """Two schedules must write the same bytes with the same values."""
-    for output, (a, in_a), (b, in_b) in zip(outputs, first, second, strict=True):
-        differs = (in_a != in_b) | (in_a & (a != b))
-        if differs.any():
-            at = int(differs.argmax())
-            raise EmulatorError(
-                f"kernel `{name}`: two schedules give different results: {int(differs.sum())} bytes of output "
-                f"`{output.name}`, the first at byte {at} of {output.size}. It uses memory that nothing wrote, "
-                f"or depends on the order of threads [seed {seed}]"
-            )
-
-
 @functools.lru_cache(256)
 def _line_of(library: Path, offset: int) -> str:
     tool = shutil.which("addr2line") or shutil.which("llvm-addr2line")
@@ -262,7 +208,6 @@ def _with_line(program: Program, message: str) -> str:
     found = re.search(r" ?@(0x[0-9a-f]+)", message)
     if not found:
         return message
-    address = int(found[1], 16)
-    begin, end = program.code
+    address, (begin, end) = int(found[1], 16), program.code
     place = _line_of(program.library, address - begin - 1) if begin <= address < end else ""
     return message.replace(found.group(), f" {place}" if place else "")

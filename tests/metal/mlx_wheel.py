@@ -58,18 +58,9 @@ def _wheel(version: str) -> Path:
     if present:
         return present[0]
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "pip",
-                "download",
-                "--quiet",
-                "--no-deps",
-                "--only-binary=:all:",
-            ),
-            *("--platform", "macosx_15_0_arm64", f"mlx-metal=={version}", "--dest", name),
-        ]
+        download = ("download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", name)
+        wanted = ("--platform", "macosx_15_0_arm64", f"mlx-metal=={version}")
+        command = [sys.executable, "-m", "pip", *download, *wanted]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         wheels = list(Path(name).glob("*.whl"))
         if not wheels:
@@ -130,11 +121,7 @@ def program(
     while depth:
         depth += {"(": 1, ")": -1}.get(source[end], 0)
         end += 1
+    parameters = source[found.end() : end - 1]
     return Program(
-        function,
-        text,
-        f"{function}<{template}>",
-        source[found.end() : end - 1],
-        (include,),
-        strict=False,
+        function, text, f"{function}<{template}>", parameters, include=(include,), strict=False
     )

@@ -161,7 +161,7 @@ void place_buffers() {
   for (unsigned i = 0; i < launch->n_buffers; ++i) {
     Buffer& b = launch->buffers[i];
     char* p = guarded(b.size ? b.size : 1, at_end);
-    if (b.is_output && !b.is_initialised)
+    if (b.is_output)
       memset(p, poison(), b.size);
     else
       memcpy(p, b.data, b.size);
@@ -271,7 +271,7 @@ void record(Region& r, uptr offset, uptr size, bool is_write, void* pc) {
   }
 }
 
-void access(uptr address, uptr size, bool is_write, bool is_atomic, void* pc) {
+void access(uptr address, uptr size, bool is_write, void* pc) {
   if (address >= uptr(stacks) && address < stacks_end) return;
   if (current == NOBODY) return;
   if (address % size)
@@ -280,9 +280,7 @@ void access(uptr address, uptr size, bool is_write, bool is_atomic, void* pc) {
   if (!r && !is_write && address >= launch->code_begin && address < launch->code_end) return;
   if (!r || address + size > r->end) fail_access(address, size, is_write, pc);
   if (is_write && r->kind == INPUT) fail("write to input `%s` @%p", r->name, pc);
-  if (r->shadow && !is_atomic) record(*r, address - r->begin, size, is_write, pc);
-  if (r->shadow && is_atomic && is_write)
-    for (uptr i = 0; i < size; ++i) r->shadow[address - r->begin + i].written_at = 1;
+  if (r->shadow) record(*r, address - r->begin, size, is_write, pc);
 }
 
 // ---- fibers -------------------------------------------------------------------------------------------------
@@ -593,10 +591,6 @@ void* emulator_threadgroup_variable(int id, const char* name, uptr size) {
   return p;
 }
 
-void emulator_access(const volatile void* address, uptr size, int is_write, int is_atomic) {
-  access(uptr(address), size, is_write, is_atomic, __builtin_return_address(0));
-}
-
 unsigned emulator_lane() { return current % LANES; }
 
 void emulator_fail(const char* message, Site site) {
@@ -610,8 +604,8 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 
 #define ACCESS(size) \
-  void __tsan_read##size(void* p) { access(uptr(p), size, false, false, __builtin_return_address(0)); } \
-  void __tsan_write##size(void* p) { access(uptr(p), size, true, false, __builtin_return_address(0)); }
+  void __tsan_read##size(void* p) { access(uptr(p), size, false, __builtin_return_address(0)); } \
+  void __tsan_write##size(void* p) { access(uptr(p), size, true, __builtin_return_address(0)); }
 ACCESS(1)
 ACCESS(2)
 ACCESS(4)
@@ -622,10 +616,10 @@ ACCESS(16)
 // Accesses whose type promises less alignment than their size (packed vectors) go byte by byte.
 #define UNALIGNED(size) \
   void __tsan_unaligned_read##size(void* p) { \
-    for (int i = 0; i < size; ++i) access(uptr(p) + i, 1, false, false, __builtin_return_address(0)); \
+    for (int i = 0; i < size; ++i) access(uptr(p) + i, 1, false, __builtin_return_address(0)); \
   } \
   void __tsan_unaligned_write##size(void* p) { \
-    for (int i = 0; i < size; ++i) access(uptr(p) + i, 1, true, false, __builtin_return_address(0)); \
+    for (int i = 0; i < size; ++i) access(uptr(p) + i, 1, true, __builtin_return_address(0)); \
   }
 UNALIGNED(2)
 UNALIGNED(4)
@@ -635,22 +629,22 @@ UNALIGNED(16)
 
 void* __tsan_memcpy(void* to, const void* from, uptr n) {
   for (uptr i = 0; i < n; ++i) {
-    access(uptr(from) + i, 1, false, false, __builtin_return_address(0));
-    access(uptr(to) + i, 1, true, false, __builtin_return_address(0));
+    access(uptr(from) + i, 1, false, __builtin_return_address(0));
+    access(uptr(to) + i, 1, true, __builtin_return_address(0));
   }
   return memcpy(to, from, n);
 }
 
 void* __tsan_memmove(void* to, const void* from, uptr n) {
   for (uptr i = 0; i < n; ++i) {
-    access(uptr(from) + i, 1, false, false, __builtin_return_address(0));
-    access(uptr(to) + i, 1, true, false, __builtin_return_address(0));
+    access(uptr(from) + i, 1, false, __builtin_return_address(0));
+    access(uptr(to) + i, 1, true, __builtin_return_address(0));
   }
   return memmove(to, from, n);
 }
 
 void* __tsan_memset(void* to, int value, uptr n) {
-  for (uptr i = 0; i < n; ++i) access(uptr(to) + i, 1, true, false, __builtin_return_address(0));
+  for (uptr i = 0; i < n; ++i) access(uptr(to) + i, 1, true, __builtin_return_address(0));
   return memset(to, value, n);
 }
 

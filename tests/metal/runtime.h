@@ -52,7 +52,6 @@ struct Buffer {
   void* data;  // the caller's memory: read for an input, written for an output
   uptr size;
   int is_output;
-  int is_initialised;  // an output with a first value
   unsigned char* written;  // for outputs: 1 where the kernel wrote, one entry per byte
 };
 
@@ -75,7 +74,6 @@ int emulator_run(Launch* launch, char* error, uptr error_size);
 void emulator_collective(const char* name, Site site, void* argument, Resolve resolve);
 void emulator_barrier(const char* name, Site site, unsigned memory);
 void* emulator_threadgroup_variable(int id, const char* name, uptr size);
-void emulator_access(const volatile void* address, uptr size, int is_write, int is_atomic);
 /// Index of the running thread in its simdgroup.
 unsigned emulator_lane();
 [[noreturn]] void emulator_fail(const char* message, Site site);

@@ -6,14 +6,15 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.kernels import KeyValues, PackedWeight
 from afm_mlx.kernels.metal.runtime import FOLDER, Kernel
+from afm_mlx.kernels.selftest import oracle
 from tests.metal import mlx_wheel, toolchain
 from tests.metal.emulator import raw_bytes
-from tests.metal.machine import EmulatorError, Output, run
+from tests.metal.machine import EmulatorError, run
 from tests.metal.toolchain import CompileError
 from tests.metal.translation import translate
 from tests.tools import compare
-from tests.tools.cases import all_pairs
 from tests.tools.cases import draw as draw_array
 from tests.tools.compare import UNIT_ROUNDOFF, exact
 
@@ -44,28 +45,14 @@ def draw(rng, shape, kind="float") -> mx.array:
     return draw_array(rng, shape, DTYPES[kind])
 
 
-def unpack(codes: mx.array, bits: int) -> np.ndarray:
-    words = np.array(codes)
-    shifts = np.arange(0, 32, bits, dtype=np.uint32)
-    return (words[..., None] >> shifts & ((1 << bits) - 1)).reshape(*words.shape[:-1], -1)
+def draw_weight(rng, n, k, bits, group, kind) -> PackedWeight:
+    codes, *per_group = mx.quantize(draw(rng, (n, k)), group, bits)
+    return PackedWeight(codes, bits, "affine", *(a.astype(DTYPES[kind]) for a in per_group))
 
 
-class Weight:
-    """A quantized matrix (N, K) with its exact values in float64."""
-
-    def __init__(self, rng, n, k, bits, group, kind):
-        dense = draw(rng, (n, k))
-        self.codes, scales, biases = mx.quantize(dense, group, bits)
-        self.scales, self.biases = scales.astype(DTYPES[kind]), biases.astype(DTYPES[kind])
-        parts = unpack(self.codes, bits).reshape(n, k // group, group).astype(np.float64)
-        numbers = parts * exact(self.scales)[..., None] + exact(self.biases)[..., None]
-        self.exact = numbers.reshape(n, k)
-
-    def buffers(self, x):
-        named = zip(
-            "w scales biases x".split(), (self.codes, self.scales, self.biases, x), strict=True
-        )
-        return [(name, raw_bytes(a)) for name, a in named]
+def inputs(weight, x):
+    arrays = {"w": weight.codes, "scales": weight.scales, "biases": weight.biases, "x": x}
+    return [(name, raw_bytes(array)) for name, array in arrays.items()]
 
 
 def assert_close(got, wanted, kind, terms, what="outputs"):
@@ -90,18 +77,20 @@ def test_quantized_vector(rng):
         function, kind, bits, group, n, k = case
         template = f"{kind}, {group}, {bits}, false"
         program = mlx_wheel.program("quantized.h", function, template, before=QUANTIZED)
-        weight, x = Weight(rng, n, k, bits, group, kind), draw(rng, (k,), kind)
+        weight, x = draw_weight(rng, n, k, bits, group, kind), draw(rng, (k,), kind)
         sizes = [("in_vec_size", scalar(k)), ("out_vec_size", scalar(n))]
-        output = Output("y", n * DTYPES[kind].size)
-        buffers = [*weight.buffers(x), output, *sizes, *zeros("abcdefgh")]
+        output = ("y", n * DTYPES[kind].size)
+        buffers = [*inputs(weight, x), output, *sizes, *zeros("abcdefgh")]
         got = values(run(program, buffers, (32, 2 * ((n + 7) // 8), 1), (32, 2, 1))[0], kind)
         # MLX sums activations in their own dtype for the bias, 16 values at a time.
-        assert_close(got, weight.exact @ exact(x), kind, 16 if kind == "float" else 32, case)
+        assert_close(
+            got, oracle.matrix(weight) @ exact(x), kind, 16 if kind == "float" else 32, case
+        )
 
 
 def matrix_buffers(weight, x, m, n, k, kind):
     sizes = [("K", scalar(k)), ("N", scalar(n)), ("M", scalar(m))]
-    return [*weight.buffers(x), Output("y", m * n * DTYPES[kind].size), *sizes, *zeros("abcdefgh")]
+    return [*inputs(weight, x), ("y", m * n * DTYPES[kind].size), *sizes, *zeros("abcdefgh")]
 
 
 def test_quantized_matrix(rng):
@@ -113,31 +102,12 @@ def test_quantized_matrix(rng):
         kind, bits, group, m, n, k = case
         template = f"{kind}, {group}, {bits}, {'true' if n % 32 == 0 else 'false'}, false"
         program = mlx_wheel.program("quantized.h", "affine_qmm_t", template, before=QUANTIZED)
-        weight, x = Weight(rng, n, k, bits, group, kind), draw(rng, (m, k), kind)
+        weight, x = draw_weight(rng, n, k, bits, group, kind), draw(rng, (m, k), kind)
         grid = (32 * ((n + 31) // 32), 2 * ((m + 31) // 32), 2)
         (got,) = run(program, matrix_buffers(weight, x, m, n, k, kind), grid, (32, 2, 2))
         # The dequantized weights are rounded to the dtype.
-        wanted = exact(x) @ weight.exact.T
+        wanted = exact(x) @ oracle.matrix(weight).T
         assert_close(values(got, kind).reshape(m, n), wanted, kind, 16, case)
-
-
-def test_softmax(rng):
-    for kind, size in all_pairs(list(DTYPES), (7, 128, 500)):
-        program = mlx_wheel.program("softmax.h", "softmax_single_row", f"{kind}, float")
-        x, threads = draw(rng, (3, size), kind), 32 * -(-size // 128)
-        output = Output("out", 3 * size * DTYPES[kind].size)
-        buffers = [("in", raw_bytes(x)), output, ("axis_size", scalar(size))]
-        (got,) = run(program, buffers, (3 * threads, 1, 1), (threads, 1, 1))
-        wanted = np.exp(exact(x)) / np.exp(exact(x)).sum(-1, keepdims=True)
-        assert_close(values(got, kind).reshape(3, size), wanted, kind, 8, (kind, size))
-
-
-def attention(q, k, v, group):
-    q, k, v = (exact(a) for a in (q, k, v))
-    k, v = (np.repeat(a, group, axis=0) for a in (k, v))
-    scores = q[:, None] @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return (weights / weights.sum(-1, keepdims=True) @ v)[:, 0]
 
 
 def test_attention_of_one_query(rng):
@@ -148,17 +118,16 @@ def test_attention_of_one_query(rng):
         q = draw(rng, (n_kv * group, dim), kind)
         k, v = (draw(rng, (n_kv, length, dim), kind) for _ in range(2))
         strides = [scalar(s, np.int64) for s in (length * dim, dim) * 2]
-        named = zip(("queries", "keys", "values"), (q, k, v), strict=True)
         buffers = [
-            *((name, raw_bytes(array)) for name, array in named),
-            Output("out", q.nbytes),
-            *(("gqa_factor", scalar(group)), ("N", scalar(length))),
+            *((name, raw_bytes(array)) for name, array in zip("qkv", (q, k, v), strict=True)),
+            *(("out", q.nbytes), ("gqa_factor", scalar(group)), ("N", scalar(length))),
             *zip("k_head k_seq v_head v_seq".split(), strides, strict=True),
-            ("scale", scalar(dim**-0.5, np.float32)),
-            *zeros("b f kv q h s n".split()),
+            *(("scale", scalar(dim**-0.5, np.float32)), *zeros("b f kv q h s n".split())),
         ]
         got = values(run(program, buffers, (1024 * n_kv * group, 1, 1), (1024, 1, 1))[0], kind)
-        assert_close(got.reshape(q.shape), attention(q, k, v, group), kind, 16, case)
+        queries, kv = q[None, :, None], KeyValues(mx.concatenate([k, v])[None])
+        wanted = oracle.decode_attention(queries, kv, mx.array([length]))
+        assert_close(got.reshape(wanted.shape), wanted, kind, 16, case)
 
 
 def test_quantization_is_bit_exact(rng):
@@ -167,7 +136,7 @@ def test_quantization_is_bit_exact(rng):
         program = mlx_wheel.program("quantized.h", "affine_quantize", template, before=QUANTIZED)
         w = draw(rng, (6, 128))
         wanted = mx.quantize(w, 64, bits)
-        outputs = [Output(name, a.nbytes) for name, a in zip("qsb", wanted, strict=True)]
+        outputs = [(name, a.nbytes) for name, a in zip("qsb", wanted, strict=True)]
         got = run(program, [("w", raw_bytes(w)), *outputs], (w.size // 2, 1, 1), (32, 1, 1))
         assert [data.tobytes() for data in got] == [raw_bytes(array) for array in wanted], bits
 
@@ -177,7 +146,7 @@ def test_a_kernel_of_mlx_without_its_barriers_is_caught(rng):
     options = {"before": QUANTIZED, "without_barriers": True}
     template = "float, 64, 2, true, false"
     program = mlx_wheel.program("quantized.h", "affine_qmm_t", template, **options)
-    weight, x = Weight(rng, 32, 128, 2, 64, "float"), draw(rng, (32, 128))
+    weight, x = draw_weight(rng, 32, 128, 2, 64, "float"), draw(rng, (32, 128))
     with pytest.raises(EmulatorError, match="race on byte"):
         run(program, matrix_buffers(weight, x, 32, 32, 128, "float"), (32, 2, 2), (32, 2, 2))
 

@@ -1,6 +1,5 @@
-"""The emulator itself: the signature that MLX generates, the language's functions, and seeded faults."""
+"""The emulator itself: the language's functions, and seeded faults."""
 
-import itertools
 import os
 import re
 
@@ -9,11 +8,10 @@ import numpy as np
 import pytest
 
 from afm_mlx.kernels.metal import runtime as metal_runtime
-from afm_mlx.kernels.metal.runtime import Kernel
 from tests.metal import emulator, machine, toolchain
-from tests.metal.emulator import CompileError, EmulatorError, emulated
-from tests.metal.emulator import Kernel as EmulatedKernel
-from tests.metal.signature import ATTRIBUTES, TYPES, generate
+from tests.metal.emulator import Kernel, emulated
+from tests.metal.machine import EmulatorError
+from tests.metal.toolchain import CompileError
 from tests.tools.cases import draw
 from tests.tools.compare import assert_same, assert_within, exact
 
@@ -30,122 +28,23 @@ def launch(
     outputs=1,
     dtype=mx.float32,
     size=None,
-    template=(),
-    header="",
+    grid=None,
     threads=None,
-    **options,
+    seed=None,
 ):
     """Outputs of a kernel over `n` threads with inputs `a`, `b`, ... and outputs `x`, `y`, ... of `size`."""
-    kernel = EmulatedKernel(
-        "probe",
-        "abcdefg"[: len(inputs)],
-        "xyz"[:outputs],
-        PRELUDE + source,
-        header=header,
-        **options,
-    )
-    return kernel(
-        inputs=list(inputs),
-        template=list(template),
-        grid=(n, 1, 1),
-        threadgroup=(threads or n, 1, 1),
+    names = "abcdefg"[: len(inputs)]
+    return Kernel("probe", names, "xyz"[:outputs], PRELUDE + source)(
+        inputs=inputs,
+        grid=grid or (n, 1, 1),
+        threadgroup=threads or grid or (n, 1, 1),
         output_shapes=[(n if size is None else size,)] * outputs,
         output_dtypes=[dtype] * outputs,
+        seed=seed,
     )
-
-
-# ---- signature ----------------------------------------------------------------------------------------------
-
-
-def generated_by_mlx(capfd, kernel, inputs, template, dtypes) -> str:
-    """What MLX prints of the text that it would compile, which it does while a function is exported."""
-
-    def call(*arrays):
-        return kernel(
-            inputs=list(arrays),
-            template=list(template),
-            grid=(32, 1, 1),
-            threadgroup=(32, 1, 1),
-            output_shapes=[(4,)] * len(dtypes),
-            output_dtypes=list(dtypes),
-            verbose=True,
-        )
-
-    capfd.readouterr()
-    mx.export_function(lambda event: None, call, *inputs)
-    return re.search(r"```\n(.*?)```", capfd.readouterr().out, re.DOTALL)[1]
-
-
-SOURCES = {
-    "nothing": "x[0] = 0;",
-    "attributes": "\n".join(ATTRIBUTES),
-    "shapes": "a_shape b_strides c_ndim a_ndim b_shape",
-    "prefix": "a_shapes my_thread_position_in_grid_too",
-}
-
-
-SHAPES = [((), (8,), (2, 3)), ((0,), (1,), (7,)), ((2, 4), (), (1, 1, 1))]
-TEMPLATES = [(), (("T", mx.float16), ("N", 3), ("F", True), ("M", -1))]
-
-
-def test_signature_is_that_of_mlx(capfd):
-    for case in itertools.product(SOURCES, (False, True), TEMPLATES, SHAPES):
-        source, atomic, template, shapes = case
-        dtypes, outputs = (mx.bfloat16, mx.uint32, mx.float16), (mx.float32, mx.int8)
-        inputs = [mx.zeros(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-        text = SOURCES[source]
-        options = {"header": "// header\n", "atomic_outputs": atomic}
-        theirs = mx.fast.metal_kernel("probe", ["a", "b", "c"], ["x", "y"], text, **options)
-        printed = generated_by_mlx(capfd, theirs, inputs, template, outputs)
-        named = list(zip("abc", inputs, strict=True)), list(zip("xy", outputs, strict=True))
-        full, signature, instance = generate("probe", text, *named, template, atomic)
-        ours = f"// header\n{signature}{text}\n}}\n"
-        if template:
-            kind = f"decltype({instance}) {instance}"
-            ours += f'\ntemplate [[host_name("{full}")]] [[kernel]] {kind};\n'
-        assert ours.strip() == printed.strip(), case
-
-
-def test_name_of_every_dtype(capfd):
-    for dtype in TYPES:
-        kernel = mx.fast.metal_kernel("probe", ["a"], ["x"], ";")
-        printed = generated_by_mlx(capfd, kernel, [mx.zeros((9,), dtype)], (), [dtype])
-        signature = generate("probe", ";", [("a", mx.zeros((9,), dtype))], [("x", dtype)])[1]
-        assert signature + ";\n}" == printed.strip(), dtype
-
-
-def test_where_mlx_ends_its_parameters_too_early_the_text_is_refused():
-    """Shapes, two outputs and no attribute: MLX's own text is broken there, on every machine."""
-    kernel = EmulatedKernel("probe", ["a"], ["x", "y"], "x[0] = a_ndim; y[0] = a_shape[0];")
-    with pytest.raises(CompileError):
-        kernel(
-            inputs=[mx.zeros(8)],
-            grid=(1, 1, 1),
-            threadgroup=(1, 1, 1),
-            output_shapes=[(1,), (1,)],
-            output_dtypes=[mx.int32, mx.int32],
-        )
 
 
 # ---- the language -------------------------------------------------------------------------------------------
-
-
-def test_sum_over_a_threadgroup(rng):
-    source = """
-      uint row = threadgroup_position_in_grid.x, t = thread_position_in_threadgroup.x;
-      threadgroup float partial[4];
-      float sum = 0.0f;
-      for (uint k = t; k < K; k += 128) sum += float(a[row * K + k]);
-      sum = simd_sum(sum);
-      if (lane == 0) partial[simdgroup_index_in_threadgroup] = sum;
-      threadgroup_barrier(mem_flags::mem_threadgroup);
-      if (t == 0) x[row] = T(partial[0] + partial[1] + partial[2] + partial[3]);
-    """
-    for dtype, bound in ((mx.float32, 2.0**-20), (mx.float16, 2.0**-10), (mx.bfloat16, 2.0**-7)):
-        a = draw(rng, (5, 100), dtype)
-        sizes = {"n": 640, "threads": 128, "size": 5, "dtype": dtype}
-        got = launch(source, a, template=(("T", dtype), ("K", 100)), **sizes)[0]
-        assert_within(got, exact(a).sum(-1), bound * np.abs(exact(a)).sum(-1).max(), dtype)
 
 
 SIMD = {
@@ -189,7 +88,7 @@ def test_simdgroup_functions(rng):
 def test_a_partial_simdgroup_has_the_lanes_that_exist(rng):
     v = rng.integers(0, 1000, 40).astype(np.int32)
     source = "x[i] = simd_sum(a[i]); y[i] = int(threads_per_threadgroup.x);"
-    got = launch(source, mx.array(v), n=40, threads=32, outputs=2, dtype=mx.int32)
+    got = launch(source, mx.array(v), n=40, threads=(32, 1, 1), outputs=2, dtype=mx.int32)
     assert_same(exact(got[0]), np.repeat([v[:32].sum(), v[32:].sum()], [32, 8]))
     assert_same(exact(got[1]), np.repeat([32, 8], [32, 8]))
 
@@ -206,15 +105,8 @@ def test_attributes_over_three_axes():
       right = right && all(threadgroups_per_grid == uint3(2, 2, 1));
       x[at] = right ? 1 : 0;
     """
-    kernel = EmulatedKernel("probe", [], ["x"], source)
-    got = kernel(
-        inputs=[],
-        grid=(9, 7, 2),
-        threadgroup=(8, 4, 2),
-        output_shapes=[(126,)],
-        output_dtypes=[mx.int32],
-    )[0]
-    assert mx.all(got == 1).item()
+    sizes = {"grid": (9, 7, 2), "threads": (8, 4, 2), "size": 126}
+    assert mx.all(launch(source, **sizes, dtype=mx.int32)[0] == 1).item()
 
 
 @pytest.mark.parametrize("kind", ["float", "half", "bfloat16_t"])
@@ -297,21 +189,6 @@ def test_half_and_bfloat_round_after_every_operation(rng):
         assert_same(x, (v * v + v).astype(mx.float32))
 
 
-def test_atomics(rng):
-    a = mx.array(rng.integers(0, 10, 64).astype(np.int32))
-    source = "atomic_fetch_add_explicit(&x[a[i]], 1, memory_order_relaxed);"
-    kernel = EmulatedKernel("probe", ["a"], ["x"], PRELUDE + source, atomic_outputs=True)
-    got = kernel(
-        inputs=[a],
-        grid=(64, 1, 1),
-        threadgroup=(32, 1, 1),
-        output_shapes=[(10,)],
-        output_dtypes=[mx.int32],
-        init_value=0,
-    )[0]
-    assert_same(exact(got), np.bincount(np.array(a), minlength=10))
-
-
 def test_shapes_strides_and_scalars():
     source = "x[i] = a_shape[0] * 1000 + int(a_strides[0]) * 100 + a_ndim * 10 + int(b) + c[1];"
     got = launch(source, mx.zeros((2, 3)), mx.array(4.0), mx.array([0, 5]), n=1, dtype=mx.int32)[0]
@@ -321,101 +198,64 @@ def test_shapes_strides_and_scalars():
 # ---- seeded faults ------------------------------------------------------------------------------------------
 
 SWAP = "threadgroup float s[64]; s[i] = a[i]; {} x[i] = s[63 - i];"
+# What is found, and sources that do it.
 FAULTS = {
-    "dropped barrier": (SWAP.format(""), "race on byte"),
-    "barrier without memory": (
+    "race on byte": [
+        SWAP.format(""),
         SWAP.format("threadgroup_barrier(mem_flags::mem_none);"),
-        "race on byte",
-    ),
-    "barrier of the wrong memory": (
         SWAP.format("threadgroup_barrier(mem_flags::mem_device);"),
-        "race on byte",
-    ),
-    "barrier of the simdgroup only": (
         SWAP.format("simdgroup_barrier(mem_flags::mem_threadgroup);"),
-        "race on byte",
-    ),
-    "divergent reduction": (
-        "if (lane < 16) x[i] = simd_sum(a[i]);",
-        r"divergent simd_sum \(probe.source:2:",
-    ),
-    "two reductions": ("x[i] = lane % 2 ? simd_sum(a[i]) : simd_max(a[i]);", "divergent simd_"),
-    "reduction after return": ("if (lane > 3) return; x[i] = simd_sum(a[i]);", "28 have returned"),
-    "barrier after return": (
-        "if (i > 31) return; threadgroup_barrier(mem_flags::mem_none);",
-        "divergent threadgroup_barrier",
-    ),
-    "barrier in a branch": (
-        "if (i % 2) threadgroup_barrier(mem_flags::mem_none);",
-        "divergent threadgroup_barrier",
-    ),
-    "read behind the end": (
-        "x[i] = a[i + 1];",
-        r"read of 4 bytes out of bounds: at byte 256 of buffer `a`",
-    ),
-    "read before the start": ("x[i] = a[int(i) - 1];", "4 bytes before buffer `a`"),
-    "read far away": ("x[i] = a[i + 100000000];", "read of 4 bytes"),
-    "write behind the end": (
-        "x[i + 1] = a[i];",
-        "write of 4 bytes out of bounds: at byte 256 of buffer `x`",
-    ),
-    "write to an input": ("((device float*)a)[i] = 0.0f; x[i] = 0.0f;", "write to input `a`"),
-    "misaligned vector": (
-        "x[i] = i < 63 ? ((const device float2*)(a + i))->x : 0.0f;",
-        "misaligned read of 8 bytes",
-    ),
-    "end of threadgroup memory": (
-        "threadgroup float s[64]; threadgroup float* p = s; p[i + 1] = 0.0f; x[i] = 0.0f;",
-        "threadgroup variable `s`, which has 256",
-    ),
-    "index of a private array": (
-        "float p[4] = {}; x[i] = p[i];",
-        "index out of bounds of an array",
-    ),
-    "threadgroup memory nobody wrote": (
-        "threadgroup float s[64]; x[i] = s[i];",
-        "memory that nothing wrote",
-    ),
-    "output nobody wrote": ("x[i] = x[i] + 1.0f;", "memory that nothing wrote"),
-    "too much threadgroup memory": (
-        "threadgroup float s[8193]; s[i] = 0.0f; x[i] = s[i];",
-        "brings threadgroup memory to 32784 bytes, the limit is 32768",
-    ),
-    "a matrix at several places": (
-        "simdgroup_float8x8 m; threadgroup float s[64]; s[i] = a[i]; "
-        "simdgroup_barrier(mem_flags::mem_threadgroup); simdgroup_load(m, s + lane % 2); x[i] = 0.0f;",
-        r"the lanes disagree on where the simdgroup matrix lies \(probe.source:2:",
-    ),
-    "two writers": ("x[0] = a[i]; if (i > 0) x[i] = 0.0f;", "two schedules"),
-    "device memory without barrier": (
         "x[i] = a[i]; if (a[i] > 9.0f) return; x[i] += x[63 - i];",
-        "race on byte",
-    ),
-    "integer overflow": (
-        "int big = 2147483600; x[i] = float(big + int(i));",
-        "signed integer overflow",
-    ),
-    "shift too far": ("x[i] = float(1u << i);", "shift by more"),
-    "division by zero": ("x[i] = float(int(i + 1) / int(i / 32));", "division by zero"),
-    "no end": ("while (a[i] < 1e30f) { x[i] = 0.0f; }", "still running"),
+    ],
+    r"divergent simd_sum \(probe.source:2:": ["if (lane < 16) x[i] = simd_sum(a[i]);"],
+    "divergent simd_": ["x[i] = lane % 2 ? simd_sum(a[i]) : simd_max(a[i]);"],
+    "28 have returned": ["if (lane > 3) return; x[i] = simd_sum(a[i]);"],
+    "divergent threadgroup_barrier": [
+        "if (i > 31) return; threadgroup_barrier(mem_flags::mem_none);",
+        "if (i % 2) threadgroup_barrier(mem_flags::mem_none);",
+    ],
+    "read of 4 bytes out of bounds: at byte 256 of buffer `a`": ["x[i] = a[i + 1];"],
+    "4 bytes before buffer `a`": ["x[i] = a[int(i) - 1];"],
+    "read of 4 bytes": ["x[i] = a[i + 100000000];"],
+    "write of 4 bytes out of bounds: at byte 256 of buffer `x`": ["x[i + 1] = a[i];"],
+    "write to input `a`": ["((device float*)a)[i] = 0.0f; x[i] = 0.0f;"],
+    "misaligned read of 8 bytes": ["x[i] = i < 63 ? ((const device float2*)(a + i))->x : 0.0f;"],
+    "threadgroup variable `s`, which has 256": [
+        "threadgroup float s[64]; threadgroup float* p = s; p[i + 1] = 0.0f; x[i] = 0.0f;"
+    ],
+    "index out of bounds of an array": ["float p[4] = {}; x[i] = p[i];"],
+    "memory that nothing wrote": ["threadgroup float s[64]; x[i] = s[i];", "x[i] = x[i] + 1.0f;"],
+    "brings threadgroup memory to 32784 bytes, the limit is 32768": [
+        "threadgroup float s[8193]; s[i] = 0.0f; x[i] = s[i];"
+    ],
+    r"the lanes disagree on where the simdgroup matrix lies \(probe.source:2:": [
+        "simdgroup_float8x8 m; threadgroup float s[64]; s[i] = a[i]; "
+        "simdgroup_barrier(mem_flags::mem_threadgroup); simdgroup_load(m, s + lane % 2); x[i] = 0.0f;"
+    ],
+    "two schedules": ["x[0] = a[i]; if (i > 0) x[i] = 0.0f;"],
+    "signed integer overflow": ["int big = 2147483600; x[i] = float(big + int(i));"],
+    "shift by more": ["x[i] = float(1u << i);"],
+    "division by zero": ["x[i] = float(int(i + 1) / int(i / 32));"],
+    "still running": ["while (a[i] < 1e30f) { x[i] = 0.0f; }"],
 }
 
 
-def failure(source, *inputs, error=EmulatorError):
+def failure(source, *inputs, error=EmulatorError, **options):
     """What a launch says that must not run."""
     try:
-        launch(source, *inputs)
+        launch(source, *inputs, **options)
     except error as caught:
         return str(caught)
     return "nothing was found"
 
 
 def test_faults_are_caught(rng, monkeypatch):
-    for fault, (source, message) in FAULTS.items():
-        monkeypatch.setattr(machine, "SECONDS", 1 if fault == "no end" else 60)
-        said = failure(source, draw(rng, (64,)))
-        assert re.search(message, said), f"{fault}: {said}"
-        assert "kernel `probe`" in said
+    for message, sources in FAULTS.items():
+        monkeypatch.setattr(machine, "SECONDS", 1 if message == "still running" else 60)
+        for source in sources:
+            said = failure(source, draw(rng, (64,)))
+            assert re.search(message, said), f"{source}: {said}"
+            assert "kernel `probe`" in said
 
 
 def test_what_was_broken_is_right_otherwise(rng):
@@ -454,20 +294,24 @@ def test_text_that_metal_refuses_does_not_compile(rng):
         assert "kernel `probe` doesn't compile" in said, f"{fault}: {said}"
 
 
-def test_a_small_input_changes_its_address_space(rng):
-    source = "const device float* p = a; x[i] = p[i];"
-    assert_same(launch(source, mx.ones((8,)), n=8)[0], mx.ones((8,)))
+def test_a_small_input_lies_in_another_address_space():
+    source = PRELUDE + "const device float* p = a; x[i] = p[i];"
+    kernel, sizes = (
+        Kernel("probe", ["a"], ["x"], source),
+        {"grid": (7, 1, 1), "threadgroup": (7, 1, 1)},
+    )
+    outputs = {"output_shapes": [(7,)], "output_dtypes": [mx.float32]}
+    assert_same(kernel(inputs=[mx.ones((8,))], **sizes, **outputs)[0], mx.ones((7,)))
     with pytest.raises(CompileError):
-        launch(source, mx.ones((7,)), n=7)
+        kernel(inputs=[mx.ones((7,))], **sizes, **outputs)
 
 
 def test_too_many_threads_or_buffers():
     with pytest.raises(EmulatorError, match="2048 threads in a threadgroup"):
         launch("x[i] = 0;", n=2048)
-    names = [f"n{k}" for k in range(31)]
-    kernel = EmulatedKernel("probe", names, ["x"], "x[0] = 0;")
     with pytest.raises(EmulatorError, match="32 buffers"):
-        kernel(
+        names = [f"n{k}" for k in range(31)]
+        Kernel("probe", names, ["x"], "x[0] = 0;")(
             inputs=[mx.zeros(8)] * 31,
             grid=(1, 1, 1),
             threadgroup=(1, 1, 1),
@@ -476,57 +320,57 @@ def test_too_many_threads_or_buffers():
         )
 
 
-PROBE = Kernel("probe", ("a",), ("x",), headers=())
+# ---- the project's launches ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def probe(tmp_path, monkeypatch):
     """A kernel file of the project, with the launch that its wrappers use."""
 
-    def launch_file(source, a, grid, threadgroup, dtype=mx.float32):
+    def launch_file(source, a, threads=32):
         (tmp_path / "probe.metal").write_text(source, encoding="utf-8")
         monkeypatch.setattr(metal_runtime, "FOLDER", tmp_path)
-        for cached in (metal_runtime._read, emulator._project_kernel):
-            cached.cache_clear()
+        forget()
         with emulated():
             return metal_runtime.launch(
-                PROBE,
+                metal_runtime.Kernel("probe", ("a",), ("x",), headers=()),
                 [a],
                 template=(("T", a.dtype),),
-                grid=grid,
-                threadgroup=threadgroup,
+                grid=(a.size, 1, 1),
+                threadgroup=(threads, 1, 1),
                 output_shapes=[a.shape],
-                output_dtypes=[dtype],
+                output_dtypes=[mx.float32],
             )[0]
 
+    def forget():
+        metal_runtime._read.cache_clear()
+        emulator._project_kernel.cache_clear()
+
     yield launch_file
-    for cached in (metal_runtime._read, emulator._project_kernel):
-        cached.cache_clear()
+    forget()
 
 
 def test_launches_of_the_project_are_emulated(probe, rng):
     a = draw(rng, (64,))
-    got = probe(
-        "x[thread_position_in_grid.x] = T(2.0f * float(a[thread_position_in_grid.x]));",
-        a,
-        (64, 1, 1),
-        (32, 1, 1),
-    )
-    assert_same(got, 2 * a)
+    twice = "x[thread_position_in_grid.x] = T(2.0f * float(a[thread_position_in_grid.x]));"
+    assert_same(probe(twice, a), 2 * a)
     with pytest.raises(EmulatorError, match=r"\(probe.metal:2"):
-        probe("\nx[thread_position_in_grid.x] = a[64];", a, (64, 1, 1), (32, 1, 1))
+        probe("\nx[thread_position_in_grid.x] = a[64];", a)
 
 
 def test_limits_of_the_project(probe):
     source = "x[thread_position_in_grid.x] = 0.0f;"
     with pytest.raises(EmulatorError, match="512 threads in a threadgroup"):
-        probe(source, mx.zeros(512), (512, 1, 1), (512, 1, 1))
+        probe(source, mx.zeros(512), threads=512)
     with pytest.raises(EmulatorError, match="isn't a multiple"):
-        probe(source, mx.zeros(40), (40, 1, 1), (32, 1, 1))
+        probe(source, mx.zeros(40))
     sum_in_bfloat = "uint i = thread_position_in_grid.x;\nT y = a[i] + a[0];\nx[i] = float(y);"
-    probe(sum_in_bfloat, mx.zeros(32, mx.float16), (32, 1, 1), (32, 1, 1))
+    probe(sum_in_bfloat, mx.zeros(32, mx.float16))
     with pytest.raises(CompileError, match=r"arithmetic on bfloat, .* in lines 2"):
-        probe(sum_in_bfloat, mx.zeros(32, mx.bfloat16), (32, 1, 1), (32, 1, 1))
+        probe(sum_in_bfloat, mx.zeros(32, mx.bfloat16))
+
+
+# ---- a run --------------------------------------------------------------------------------------------------
 
 
 def test_what_nobody_wrote_stays_poisoned():
@@ -536,21 +380,8 @@ def test_what_nobody_wrote_stays_poisoned():
 
 
 def test_a_seed_repeats_a_failure(rng):
-    source, _ = FAULTS["dropped barrier"]
-    kernel = EmulatedKernel("probe", ["a"], ["x"], PRELUDE + source)
-    messages = set()
-    for _ in range(3):
-        with pytest.raises(EmulatorError) as caught:
-            kernel(
-                inputs=[draw(rng, (64,))],
-                grid=(64, 1, 1),
-                threadgroup=(64, 1, 1),
-                output_shapes=[(64,)],
-                output_dtypes=[mx.float32],
-                seed=7,
-            )
-        messages.add(str(caught.value))
-    assert len(messages) == 1
+    source = SWAP.format("")  # without a barrier
+    assert len({failure(source, draw(rng, (64,)), seed=7) for _ in range(3)}) == 1
 
 
 def test_the_tests_go_on_after_a_crash(rng):

@@ -1,13 +1,11 @@
 """The lint over the project's Metal sources; and that each of its rules fires."""
 
-import ast
 import importlib
-import inspect
 import itertools
-import math
 
 from afm_mlx.kernels.metal.runtime import FOLDER, Kernel
-from tests.metal.lint import MAX_BUFFERS, MAX_THREADS, problems
+from tests.metal.lint import problems
+from tests.metal.machine import MAX_BUFFERS
 
 MODULES = [
     importlib.import_module(f"afm_mlx.kernels.metal.{path.stem}")
@@ -47,35 +45,15 @@ def test_parameters_end_where_they_should():
         assert len(kernel.outputs) == 1 or "thread" in kernel.source, name
 
 
-def literal_threads(module) -> list[tuple[int, int]]:
-    """Line and threads of the launches whose `threadgroup` is written in numbers."""
-    found = []
-    for node in ast.walk(ast.parse(inspect.getsource(module))):
-        named = isinstance(node, ast.keyword) and node.arg == "threadgroup"
-        if named and isinstance(node.value, ast.Tuple):
-            sizes = [e.value for e in node.value.elts if isinstance(e, ast.Constant)]
-            found.append((node.value.lineno, math.prod(sizes)))
-    return found
-
-
-def test_threads_of_launches():
-    for module in MODULES:
-        for line, threads in literal_threads(module):
-            assert threads <= MAX_THREADS, f"{module.__name__}:{line}"
-
-
 BODIES = {
     "double": "double x = 1;",
     "long double or long long": "long long x = 1;",
-    "exceptions": "try { } catch (int) { }",
     "new and delete": "thread int* p = new int;",
     "goto": "goto end; end: ;",
     "thread_local": "thread_local int x;",
     "inline assembly": 'asm("nop");',
-    "the C++ library": "int x = std::max(1, 2);",
     "volatile": "volatile int x = 1;",
     "atomics": "atomic_fetch_add_explicit(out, 1, memory_order_relaxed);",
-    "printing": 'printf("x");',
     "bfloat by name": "bfloat x = bfloat(1.0f);",
     "a lambda": "auto f = [&](int x) { return x; };",
     "a cast to a vector": "float4 y = (float4)x;",
@@ -84,7 +62,6 @@ BODIES = {
     "a literal of type double": "float x = 1.0;",
     "a pointer or reference without address space": "float* p = q;",
     "a static variable of a function": "static int calls = 0;",
-    "a header that isn't Metal's": "#include <cmath>",
 }
 HEADERS = {
     "a pointer or reference without address space": "inline float f(const float* x) { return *x; }\n",
@@ -94,7 +71,6 @@ HEADERS = {
     "a static variable of a function": "inline int f() { static int n = 0; return ++n; }\n",
     "a header that doesn't end its last line": "// the signature would join this comment",
     "virtual functions": "struct A { virtual int f() { return 1; } };\n",
-    "run-time types": "inline bool f(thread A& a) { return typeid(a) == typeid(B); }\n",
 }
 MORE = [
     ("a lambda", "auto f = [=] { return 1; };"),
@@ -114,7 +90,7 @@ def test_every_rule_fires():
         assert rule in {p.rule for p in problems(text, is_header=is_header)}, text
 
 
-FINE = """// double, std::max and [&](int x) { } in a comment
+FINE = """// double, volatile and [&](int x) { } in a comment
 #include <metal_stdlib>
 using namespace metal;
 #define UNROLL _Pragma("clang loop unroll(full)")

@@ -6,6 +6,7 @@ the instrumentation of memory accesses, which skips them, sees every access.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import functools
@@ -15,6 +16,7 @@ import platform
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -26,17 +28,10 @@ TARGETS = {
 }
 
 WARNINGS = (
-    "-Wno-unknown-attributes",
-    "-Wno-duplicate-decl-specifier",
-    "-Wno-user-defined-literals",
-    "-Wno-reserved-user-defined-literal",
-    "-Wno-c++17-extensions",
-    "-Wno-unused-value",
-    "-Wdouble-promotion",
-    "-Wimplicit-float-conversion",
-    "-Wreturn-type",
-    "-Werror=uninitialized",
-    "-Werror=return-type",
+    *("-Wno-unknown-attributes", "-Wno-duplicate-decl-specifier", "-Wno-user-defined-literals"),
+    *("-Wno-reserved-user-defined-literal", "-Wno-c++17-extensions", "-Wno-unused-value"),
+    *("-Wdouble-promotion", "-Wimplicit-float-conversion", "-Wreturn-type"),
+    *("-Werror=uninitialized", "-Werror=return-type"),
 )
 LANGUAGE = (
     *("-nostdsysteminc", "-nobuiltininc", "-fno-rtti", "-fdeprecated-macro"),
@@ -87,6 +82,19 @@ def cache_folder() -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def _cached(name: str) -> Iterator[tuple[Path, Path | None]]:
+    """A file of the cache, and where to write what it is to become: None if it is there already."""
+    file = cache_folder() / name
+    if file.exists():
+        yield file, None
+        return
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        out = Path(folder) / name
+        yield file, out
+        os.replace(out, file)
+
+
 @functools.cache
 def _salt() -> str:
     """What a library depends on besides its text: this file, the shim, the compiler."""
@@ -97,27 +105,19 @@ def _salt() -> str:
     return digest.hexdigest()
 
 
-def _clang(*arguments: str) -> str:
-    triple, cpu = TARGETS[platform.machine()]
-    done = subprocess.run(
-        [
-            *(zig(), "clang", "-cc1", "-triple", triple, "-target-cpu", cpu, "-disable-free"),
-            *(
-                "-mrelocation-model",
-                "pic",
-                "-pic-level",
-                "2",
-                "-fgnuc-version=4.2.1",
-                "-ffp-contract=on",
-            ),
-            *arguments,
-        ],
-        capture_output=True,
-        text=True,
-    )
+def _run(*command: str) -> str:
+    """What a command says on its error stream; one that fails is a text's fault."""
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise CompileError(done.stderr)
     return done.stderr
+
+
+def _clang(*arguments: str) -> str:
+    triple, cpu = TARGETS[platform.machine()]
+    target = ("-triple", triple, "-target-cpu", cpu, "-mrelocation-model", "pic", "-pic-level", "2")
+    options = ("-disable-free", "-fgnuc-version=4.2.1", "-ffp-contract=on")
+    return _run(zig(), "clang", "-cc1", *target, *options, *arguments)
 
 
 def _search(include: tuple[Path, ...]) -> list[str]:
@@ -127,42 +127,22 @@ def _search(include: tuple[Path, ...]) -> list[str]:
 @functools.cache
 def _parser(*options: str) -> tuple[str, ...]:
     """Flags that read Metal text, with the shim's headers parsed once for all texts."""
-    flags = ("-x", "c++", *LANGUAGE, *WARNINGS, *options)
+    flags = (*LANGUAGE, *WARNINGS, *options)
     key = hashlib.sha256(f"{_salt()}{INCLUDE}{flags}".encode()).hexdigest()[:32]
-    parsed = cache_folder() / f"{key}.pch"
-    if not parsed.exists():
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
-            out = Path(name) / "shim.pch"
-            options = (
-                "-x",
-                "c++-header",
-                *flags[2:],
-                "-emit-pch",
-                "-fno-pch-timestamp",
-                "-o",
-                str(out),
-            )
-            _clang(*options, *_search(()), str(INCLUDE / "metal_stdlib"))
-            os.replace(out, parsed)
-    return (*flags, "-include-pch", str(parsed))
+    with _cached(f"{key}.pch") as (parsed, out):
+        if out:
+            header = ("-x", "c++-header", *flags, "-emit-pch", "-fno-pch-timestamp", "-o", str(out))
+            _clang(*header, *_search(()), str(INCLUDE / "metal_stdlib"))
+    return ("-x", "c++", *flags, "-include-pch", str(parsed))
 
 
 def _without_address_spaces(ir: str) -> str:
-    ir = re.sub(r" addrspace\(\d+\)", "", ir)
-    ir = ir.replace("addrspacecast", "bitcast")
-    ir = re.sub(
-        r"@llvm\.mem(cpy|move|set)[.\w]*",
-        lambda m: re.sub(r"\.p\d+", ".p0", m.group()),
-        ir,
-    )
-    lines, declared = [], set()
-    for line in ir.splitlines():
-        if line.startswith("declare "):
-            if line in declared:
-                continue
-            declared.add(line)
-        lines.append(line)
-    return "\n".join(lines)
+    ir = re.sub(r" addrspace\(\d+\)", "", ir).replace("addrspacecast", "bitcast")
+    named = r"@llvm\.mem(cpy|move|set)[.\w]*"
+    ir = re.sub(named, lambda m: re.sub(r"\.p\d+", ".p0", m.group()), ir)
+    # What differed in its address spaces only is declared several times now.
+    declared = list(dict.fromkeys(re.findall(r"^declare .*\n", ir, re.MULTILINE)))
+    return re.sub(r"^declare .*\n", "", ir, flags=re.MULTILINE) + "".join(declared)
 
 
 def _refuse(messages: str) -> None:
@@ -205,15 +185,11 @@ def compile_library(
     Raises:
         CompileError: with clang's messages.
     """
-    key = hashlib.sha256(
-        f"{_salt()}{include}{strict}{bfloat_arithmetic}{text}".encode()
-    ).hexdigest()[:32]
-    library = cache_folder() / f"{key}.so"
-    if library.exists():
-        return library
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
-        folder = Path(name)
-        source, ir, obj, out = (folder / f"kernel.{suffix}" for suffix in ("cpp", "ll", "o", "so"))
+    what = f"{_salt()}{include}{strict}{bfloat_arithmetic}{text}"
+    with _cached(f"{hashlib.sha256(what.encode()).hexdigest()[:32]}.so") as (library, out):
+        if out is None:
+            return library
+        source, ir, obj = (out.with_name(f"kernel.{suffix}") for suffix in ("cpp", "ll", "o"))
         source.write_text(text, encoding="utf-8")
         paths = _search(include)
         if strict:
@@ -231,7 +207,6 @@ def compile_library(
         ir.write_text(_without_address_spaces(intermediate), encoding="utf-8")
         _clang("-O1", "-fsanitize=thread", "-x", "ir", "-emit-obj", "-o", str(obj), str(ir))
         _link(obj, out)
-        os.replace(out, library)
     return library
 
 
@@ -248,37 +223,20 @@ def check(text: str, *, include: tuple[Path, ...] = ()) -> None:
 
 
 def _link(obj: Path, out: Path) -> None:
-    done = subprocess.run(
-        [zig(), "ld.lld", "-shared", "-o", str(out), str(obj)], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise CompileError(done.stderr)
+    _run(zig(), "ld.lld", "-shared", "-o", str(out), str(obj))
 
 
 @functools.cache
 def runtime() -> ctypes.CDLL:
     """The machine that kernels run on, loaded so that their libraries find it."""
-    library = cache_folder() / f"runtime-{_salt()[:32]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=cache_folder()) as name:
-            obj, out = Path(name) / "runtime.o", Path(name) / "runtime.so"
-            command = [
-                *(
-                    zig(),
-                    "c++",
-                    "-std=c++17",
-                    "-O2",
-                    "-fPIC",
-                    "-fno-exceptions",
-                    "-fno-rtti",
-                    "-g0",
-                ),
-                *("-fno-sanitize=all", "-c", str(FOLDER / "runtime.cpp"), "-o", str(obj)),
-            ]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                raise CompileError(done.stderr)
+    with _cached(f"runtime-{_salt()[:32]}.so") as (library, out):
+        if out:
+            obj, flags = (
+                out.with_name("runtime.o"),
+                ("-fPIC", "-fno-exceptions", "-fno-rtti", "-g0"),
+            )
+            source = ("-fno-sanitize=all", "-c", str(FOLDER / "runtime.cpp"), "-o", str(obj))
+            _run(zig(), "c++", "-std=c++17", "-O2", *flags, *source)
             _link(obj, out)
-            os.replace(out, library)
     ctypes.CDLL(ctypes.util.find_library("m"), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from .signature import ATTRIBUTES
 from .toolchain import CompileError
 
 _THREADGROUP = re.compile(r"(?:^|[;{}])[ \t]*(threadgroup\s)", re.MULTILINE)
@@ -93,23 +92,16 @@ def entry(instance: str, parameters: str) -> str:
     """A C function that calls a kernel with buffers and attributes, read from its parameter list."""
     arguments = []
     for position, parameter in enumerate(split(parameters)):
-        declaration, _, attributes = parameter.partition("[[")
-        attribute = re.match(r"\s*(\w+)", attributes)
-        if attribute and attribute[1] in ATTRIBUTES:
-            arguments.append(_attribute(" ".join(declaration.split()[:-1]), attribute[1]))
+        declaration, _, attribute = parameter.partition("[[")
+        buffer = re.match(r"\s*buffer\((\d+)\)", attribute)
+        if attribute and not buffer:
+            kind, name = declaration.split()[-2], re.match(r"\s*(\w+)", attribute)[1]
+            values = (f"t->{name}[{i}]" for i in range(int(kind[-1]) if kind[-1] in "23" else 1))
+            arguments.append(f"{kind}({', '.join(values)})")
             continue
-        buffer = re.search(r"buffer\((\d+)\)", attributes)
-        index = int(buffer[1]) if buffer else position
-        arguments.append(
-            f"emulator::{'Reference' if '&' in declaration else 'Pointer'}{{b[{index}]}}"
-        )
+        kind = "Reference" if "&" in declaration else "Pointer"
+        arguments.append(f"emulator::{kind}{{b[{buffer[1] if buffer else position}]}}")
     return _ENTRY % (instance, ", ".join(arguments))
-
-
-def _attribute(kind: str, name: str) -> str:
-    width = int(kind[-1]) if kind[-1] in "23" else 1
-    values = ", ".join(f"t->{name}[{i}]" for i in range(width))
-    return f"{kind}({values})"
 
 
 # Arguments take whatever pointer or reference a parameter is; the library tells where it lies.

@@ -1,7 +1,10 @@
-"""The instruction sets of this machine, one after the other."""
+"""The instruction sets of this machine, one after the other, and the operations that run on them."""
+
+from types import SimpleNamespace
 
 import pytest
 
+from afm_mlx.kernels import cpu
 from afm_mlx.kernels.cpu import extension
 
 native = extension.module()
@@ -13,3 +16,11 @@ def isa(request):
     assert native.use_instruction_set(request.param)
     yield request.param
     assert native.use_instruction_set(before)
+
+
+@pytest.fixture
+def ops():
+    """The operations by their names, as `dispatch` calls them."""
+    if native is None:
+        pytest.skip(extension.unavailable())
+    return SimpleNamespace(**{variant.op: variant.run for variant in cpu.VARIANTS})

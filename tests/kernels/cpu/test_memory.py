@@ -1,13 +1,11 @@
 """Huge pages under weights: contents stay, and where there is nothing to gain nothing happens."""
 
-import subprocess
-import sys
-
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from afm_mlx.kernels.cpu import extension, memory
+from tests.tools.cli import process
 from tests.tools.compare import assert_same
 
 needs_native = pytest.mark.skipif(extension.module() is None, reason="needs the C++ extension")
@@ -15,7 +13,7 @@ needs_native = pytest.mark.skipif(extension.module() is None, reason="needs the 
 
 @needs_native
 def test_contents_stay_while_they_are_read(rng):
-    numbers = [rng.integers(0, 2**32, size, dtype=np.uint32) for size in (9 << 20, 9 << 20, 1000)]
+    numbers = [rng.integers(0, 2**32, size, dtype=np.uint32) for size in (9 << 20, 1000)]
     arrays = [mx.array(n) for n in numbers]
     mx.eval(arrays)
     thread = memory.prefer_huge_pages(arrays)
@@ -48,13 +46,12 @@ def test_an_array_to_fill(rng):
 @needs_native
 def test_a_process_ends_in_the_middle_of_it():
     """Without waiting for the gigabyte, and without an error."""
-    program = (
-        "import afm_mlx, mlx.core as mx\n"
-        "from afm_mlx.kernels.cpu import memory\n"
-        "arrays = [mx.zeros((1 << 26,), mx.uint8) for _ in range(4)]\n"
-        "mx.eval(arrays)\n"
-        "thread = memory.prefer_huge_pages(arrays)\n"
-        "print(thread.is_alive())\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    code = """
+import afm_mlx, mlx.core as mx
+from afm_mlx.kernels.cpu import memory
+arrays = [mx.zeros((1 << 26,), mx.uint8) for _ in range(4)]
+mx.eval(arrays)
+print(memory.prefer_huge_pages(arrays).is_alive())
+"""
+    done = process(code=code)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "True\n")

@@ -1,6 +1,5 @@
 """The NEON kernels, cross-compiled by Zig's clang and run by qemu's user-mode emulator."""
 
-import importlib.util
 import platform
 import shutil
 import subprocess
@@ -23,8 +22,7 @@ def zig(tool, *arguments):
 
 @pytest.fixture(scope="module")
 def core_test(tmp_path_factory):
-    if importlib.util.find_spec("ziglang") is None:
-        pytest.skip("needs Zig's clang: pip install ziglang")
+    pytest.importorskip("ziglang", reason="needs Zig's clang: pip install ziglang")
     if EMULATOR is None and not NATIVE:
         pytest.skip("needs qemu-aarch64: apt install qemu-user")
     folder = tmp_path_factory.mktemp("neon")

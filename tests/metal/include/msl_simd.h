@@ -1,4 +1,4 @@
-// What threads do together: barriers, simdgroup and quadgroup functions, simdgroup matrices, atomics.
+// What threads do together: barriers, simdgroup and quadgroup functions, simdgroup matrices.
 //
 // Every lane hands its argument to the emulator at the place of the call, and the result is computed once all
 // lanes that exist have arrived there; anything else is reported as divergence.
@@ -385,59 +385,6 @@ inline void simdgroup_store(const thread simdgroup_matrix<T, 8, 8>& m, P target,
   ulong at = collective::matrix_offset("simdgroup_store", site, target, elements_per_row, origin, transpose);
   target[at] = m.elements[0];
   target[at + (transpose ? elements_per_row : 1)] = m.elements[1];
-}
-
-// ---- atomics ------------------------------------------------------------------------------------------------
-
-enum memory_order { memory_order_relaxed };
-
-template <typename T>
-struct atomic {
-  T value;
-};
-typedef atomic<int> atomic_int;
-typedef atomic<uint> atomic_uint;
-typedef atomic<bool> atomic_bool;
-typedef atomic<float> atomic_float;
-
-// One fiber runs at a time and none is interrupted, so a plain read and write is atomic.
-#define MSL_ATOMIC(name, expression) \
-  template <typename P, typename T> \
-  MSL_UNCHECKED T atomic_##name##_explicit(P object, T operand, memory_order) { \
-    emulator::emulator_access((const volatile void*)&object->value, sizeof object->value, 1, 1); \
-    auto old = object->value; \
-    object->value = expression; \
-    return old; \
-  }
-MSL_ATOMIC(exchange, operand)
-MSL_ATOMIC(fetch_add, old + operand)
-MSL_ATOMIC(fetch_sub, old - operand)
-MSL_ATOMIC(fetch_and, old & operand)
-MSL_ATOMIC(fetch_or, old | operand)
-MSL_ATOMIC(fetch_xor, old ^ operand)
-MSL_ATOMIC(fetch_min, operand < old ? operand : old)
-MSL_ATOMIC(fetch_max, old < operand ? operand : old)
-#undef MSL_ATOMIC
-
-template <typename P, typename T>
-MSL_UNCHECKED void atomic_store_explicit(P object, T value, memory_order) {
-  emulator::emulator_access((const volatile void*)&object->value, sizeof object->value, 1, 1);
-  object->value = value;
-}
-template <typename P>
-MSL_UNCHECKED auto atomic_load_explicit(P object, memory_order) {
-  emulator::emulator_access((const volatile void*)&object->value, sizeof object->value, 0, 1);
-  return remove_cv_t<decltype(object->value)>(object->value);
-}
-template <typename P, typename T>
-MSL_UNCHECKED bool atomic_compare_exchange_weak_explicit(
-    P object, T* expected, T desired, memory_order, memory_order) {
-  emulator::emulator_access((const volatile void*)&object->value, sizeof object->value, 1, 1);
-  T old = object->value;
-  bool is_equal = old == *expected;
-  if (is_equal) object->value = desired;
-  *expected = old;
-  return is_equal;
 }
 
 #undef MSL_UNCHECKED

@@ -1,0 +1,169 @@
+"""Metal kernels around the matrix products, run by the emulator, against float64 NumPy."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx import kernels
+from afm_mlx.kernels import BITS, HeadOptions, dispatch
+from afm_mlx.kernels.metal import attention
+from afm_mlx.kernels.selftest.problems import make
+from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
+from tests.tools.cases import all_pairs
+from tests.tools.compare import assert_same
+from tests.tools.problems import assert_solved, with_args
+
+LONG = attention.SINGLE_PASS + 1  # columns that take two passes
+
+
+def drawn(rng, op, dtype, batch, tokens, heads, kv_heads, head_dim, **options):
+    sizes = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim}
+    # These kernels compute with floats: no error of activations as integers is allowed.
+    return make(Spec(op, dtype, batch, tokens, **sizes, **options, activation_bits=32), rng)
+
+
+# -- RoPE, QK-norm, int8 keys and values
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "tokens", "shape"),
+    [
+        *((dtype, 1, 1, (16, 2, 128)) for dtype in DTYPES),  # the 3B
+        (mx.float32, 2, 3, (4, 2, 64)),
+        (mx.bfloat16, 3, 2, (3, 1, 12)),
+        (mx.float16, 1, 1, (1, 1, 2)),  # fewer than 8 numbers in every weight
+        (mx.float32, 9, 1, (2, 2, 6)),  # 8 rows or more lie in another address space
+        (mx.bfloat16, 1, 2, (2, 1, 256)),
+    ],
+)
+def test_rope_norm_quantize(metal, rng, dtype, batch, tokens, shape):
+    problem = drawn(rng, "rope_norm_quantize", dtype, batch, tokens, *shape)
+    qkv, offsets, options = problem.args
+    for offset in (offsets, offsets[0].item()):
+        assert_solved(with_args(problem, qkv, offset, options), kernels.rope_norm_quantize)
+
+
+def test_codes_are_rounded_half_to_even_and_clamped(metal):
+    values = [0.125, 0.375, -0.125, -0.375, 31.75, 40.0, -32.0, -40.0]
+    qkv = mx.array([0.0] * 16 + values).astype(mx.bfloat16).reshape(1, 1, 24)
+    ones, scale = mx.ones((8,), mx.bfloat16), mx.array(0.25)
+    options = HeadOptions(ones, ones, scale, scale, 1, 1e4, 1e-5)
+    _, codes = kernels.rope_norm_quantize(qkv, 3, options)
+    assert codes.flatten().tolist() == [0] * 8 + [0, 2, 0, -2, 127, 127, -128, -128]
+
+
+# -- attention of one new token per row
+
+
+@pytest.mark.parametrize(
+    ("dtype", "batch", "shape", "capacity"),
+    [
+        *((dtype, 1, (16, 2, 128), 96) for dtype in DTYPES),  # the 3B
+        (mx.bfloat16, 3, (4, 2, 64), 40),  # the embedded model
+        (mx.float32, 3, (3, 1, 12), 33),
+        (mx.float16, 1, (5, 5, 4), 7),
+        (mx.float32, 1, (6, 1, 256), 25),
+        (mx.bfloat16, 9, (2, 1, 36), 9),  # 8 rows or more lie in another address space
+        (mx.float32, 1, (1, 1, 4), 1),  # the smallest
+        *((dtype, 1, (8, 1, 128), LONG) for dtype in DTYPES),
+        (mx.float32, 2, (3, 1, 12), LONG + 500),
+        (mx.bfloat16, 1, (2, 1, 256), LONG + 7),
+    ],
+)
+def test_decode_attention(metal, rng, dtype, batch, shape, capacity):
+    for rope in (False, True):
+        options = {"capacity": capacity, "rope": rope}
+        problem = drawn(rng, "decode_attention", dtype, batch, 1, *shape, **options)
+        assert_solved(problem, kernels.decode_attention)
+
+
+@pytest.mark.parametrize("capacity", [24, LONG])
+def test_every_size_of_a_group(metal, rng, capacity):
+    for group in range(1, 9):
+        shape = (2 * group, 2, 12)
+        problem = drawn(rng, "decode_attention", mx.float32, 1, 1, *shape, capacity=capacity)
+        assert_solved(problem, kernels.decode_attention)
+
+
+@pytest.mark.parametrize("capacity", [64, LONG])
+def test_columns_past_the_length_and_large_scores(metal, rng, capacity):
+    """What lies past a row's length is never looked at, and scores of some 10,000 overflow nothing."""
+    problem = drawn(rng, "decode_attention", mx.float32, 3, 1, 3, 1, 12, capacity=capacity)
+    queries, kv, _, _ = problem.args
+    lengths = mx.array([1, 17, 50])
+    got = kernels.decode_attention(queries, kv, lengths)
+    outside = mx.arange(capacity)[:, None] >= lengths[:, None, None, None]
+    others = kv._replace(buffer=mx.where(outside, mx.array(127, mx.int8), kv.buffer))
+    assert_same(kernels.decode_attention(queries, others, lengths), got)
+    large = with_args(problem, queries * 1000, kv, lengths, None)
+    assert_solved(large, kernels.decode_attention, 1000 * problem.bound)
+
+
+def test_the_best_key_in_the_last_of_many_ranges(metal, rng):
+    capacity = 40 * attention.SPLIT  # more ranges than a simdgroup has lanes
+    assert attention.plan(1, 1, 1, capacity, 4).splits == 40
+    problem = drawn(rng, "decode_attention", mx.float32, 1, 1, 1, 1, 4, capacity=capacity)
+    queries, kv, *_ = problem.args
+    codes = np.array(kv.buffer)
+    codes[:, :1] //= 2
+    codes[0, 0, -1] = np.where(np.array(queries[0, 0, 0]) > 0, 127, -128)
+    kv, lengths = kv._replace(buffer=mx.array(codes)), mx.array([capacity])
+    for size in (0.1, 1000):  # all keys share the weight, or one has it
+        best = with_args(problem, queries * size, kv, lengths, None)
+        assert_solved(best, kernels.decode_attention, max(1, size) * problem.bound)
+
+
+def test_the_plan_covers_every_head_size():
+    batches, groups, capacities = (1, 8, 64), (1, 3, 8), (256, 1280, 65536)
+    cases = itertools.product(range(4, 257, 4), batches, groups, capacities)
+    for head_dim, batch, group, capacity in cases:
+        work = attention.plan(batch, 2 * group, 2, capacity, head_dim)
+        assert group % work.heads == 0
+        assert work.heads <= 4
+        assert 32 % work.lanes == 0
+        assert work.lanes * work.units * 4 >= head_dim
+        assert work.heads * work.units * 4 <= 32  # registers for queries, and as many for sums
+        assert 1 <= work.splits <= attention.MAX_SPLITS
+
+
+# -- embedding
+
+
+@pytest.mark.parametrize(
+    ("shape", "group", "rows"),
+    [
+        ((96, 12), 24, (1, 3)),
+        ((2208, 40), 32, (2, 5)),  # 8 tokens or more lie in another address space
+        ((16, 1), 16, (1, 2)),  # scales of one number
+    ],
+)
+def test_packed_embedding(metal, rng, shape, group, rows):
+    indices = (mx.int32, mx.uint32, mx.int64)
+    for (mode, per), bits, dtype, index in all_pairs(FORMATS, BITS, DTYPES, indices):
+        matrix = (*shape, bits, mode, per, group if per == "group" else 0)
+        problem = make(Spec("packed_embedding", dtype, *rows, *matrix), rng)
+        tokens, *rest = problem.args
+        assert_solved(with_args(problem, tokens.astype(index), *rest), kernels.packed_embedding)
+
+
+# -- what they can't run
+
+
+@pytest.mark.parametrize(
+    ("op", "fields", "says"),
+    [
+        ("rope_norm_quantize", {"head_dim": 13}, "even head sizes up to 256, not 13"),
+        ("rope_norm_quantize", {"head_dim": 258}, "not 258"),
+        ("decode_attention", {"head_dim": 30}, "4 divides up to 256, not 30"),
+        ("decode_attention", {"head_dim": 260}, "not 260"),
+        ("decode_attention", {"head_dim": 64, "dtype": mx.int8}, "int8"),
+        ("packed_embedding", {"dtype": mx.int32}, "int32"),
+        ("packed_embedding", {"rows": 0}, "one row at least"),
+    ],
+)
+def test_obstacles(op, fields, says):
+    case = dispatch.Case("gpu", mx.float32, 1)._replace(**fields)
+    (variant,) = (v for v in attention.VARIANTS if v.op == op)
+    assert says in (variant.obstacle(case) or "")

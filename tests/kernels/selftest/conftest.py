@@ -1,0 +1,35 @@
+"""A machine without a verdict."""
+
+import pytest
+
+from afm_mlx.kernels import dispatch, reference
+from afm_mlx.kernels.dispatch import Variant
+from afm_mlx.kernels.selftest import checks, verdict
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """The folder of verdicts, which isn't there yet."""
+    monkeypatch.setenv(verdict.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.delenv(checks.SWITCH, raising=False)
+    checks.ensure_checked.cache_clear()
+    yield tmp_path / "cache"
+    checks.ensure_checked.cache_clear()
+
+
+@pytest.fixture
+def offer(monkeypatch):
+    """Put one variant before the reference of one operation; nothing else can run."""
+
+    def put(op="", run=None, name="cpu/fake"):
+        def listed(asked):
+            first = [Variant(op, name, run, lambda case: None)] if asked == op else []
+            own = Variant(asked, "reference", getattr(reference, asked), lambda case: None)
+            return (*first, own)
+
+        monkeypatch.setattr(dispatch, "variants", listed)
+        dispatch.enable(name)
+        checks.ensure_checked.cache_clear()
+
+    put()
+    return put
