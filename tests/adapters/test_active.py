@@ -56,7 +56,7 @@ def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_model, kind, kv):
 
 @pytest.fixture
 def decode(rng, make_model):
-    """A function that decodes with the adapters of rows; it has the `model`, and a list of what was `traced`."""
+    """A function that decodes with the adapters of rows; it has the `model`, and a list of all `traced`."""
     model, traced = make_model(kv_bits=8), []
     active, tokens = bind(model), some_tokens(rng, rows=2, length=3)
     cache = ragged_cache(model, [rng.integers(0, 64, n) for n in (3, 5)], "int8")
