@@ -16,7 +16,6 @@ from afm_mlx.model import decode_step
 from afm_mlx.model.model import Model
 from tests.tools.adapters import KINDS, draw_tensors, ragged_cache, some_tokens, steps
 from tests.tools.compare import assert_close, assert_same, error, same
-from tests.tools.zoo import zoo_model
 
 
 def draw_adapter(model, rng, rank, keys=""):
@@ -151,24 +150,6 @@ def test_a_model_without_linear_layers():
 
     with pytest.raises(RequestError, match="No block of this model"):
         bind(Bare())
-
-
-def test_models_of_the_zoo_mix_adapters_too(rng):
-    model = zoo_model("llama", 64, int(rng.integers(2**31)))
-    parameters = {name for name, _ in model.named_modules()}
-    tokens = some_tokens(rng, rows=3)
-    plain = model(tokens)
-    active = bind(model)
-    rows, alone = [draw_adapter(model, rng, 4), None, draw_adapter(model, rng, 2)], []
-    for i, resident in enumerate(rows):
-        with active.using(BatchAdapters.of([resident])):
-            alone.append(model(tokens[i : i + 1]))
-    with active.using(BatchAdapters.of(rows)):
-        mixed = model(tokens)
-    assert_close(mixed, mx.concatenate(alone), least=1)
-    assert [error(mixed[i], plain[i]) > 0.01 for i in range(3)] == [True, False, True]
-    unbind(model)
-    assert {name for name, _ in model.named_modules()} == parameters
 
 
 def test_lora_layers_and_linked_layers_exclude_each_other(make_model):

@@ -8,8 +8,7 @@ import pytest
 from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter, save_adapter
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from tests.tools.cases import draw
-from tests.tools.compare import assert_same, assert_same_tensors
-from tests.tools.zoo import zoo_model
+from tests.tools.compare import assert_same_tensors
 
 UP, QKV = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.qkv_proj"
 
@@ -36,19 +35,6 @@ def test_round_trip(adapter, folder):
     assert_same_tensors(found, adapter[0])
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["adapter_config.json", "adapters.safetensors"]
-
-
-def test_mlx_lm_accepts_the_folder(tmp_path, rng):
-    """Of a model without fused layers, since mlx-lm's loader rejects those."""
-    from mlx_lm.tuner.utils import load_adapters
-
-    model, name = zoo_model("llama", 8, 0), "model.layers.1.mlp.up_proj"
-    tensors = {f"{name}.lora_a": draw(rng, (32, 3)), f"{name}.lora_b": draw(rng, (3, 64))}
-    save_adapter(tmp_path, tensors, AdapterConfig(3, 0.5, num_layers=1, keys=("mlp.up_proj",)))
-    load_adapters(model, str(tmp_path))
-    layer = model.layers[1].mlp.up_proj
-    assert layer.scale == 0.5
-    assert_same(layer.lora_b, tensors[f"{name}.lora_b"])
 
 
 def test_folders_of_mlx_lm_are_read(folder):

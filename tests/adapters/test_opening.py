@@ -1,5 +1,6 @@
 """What is opened to run: any format, files that change, and what can't be used."""
 
+import contextlib
 import dataclasses
 import itertools
 import shutil
@@ -12,7 +13,7 @@ import pytest
 
 from afm_mlx.adapters import scheduler
 from afm_mlx.adapters.adapter_folder import CONFIG_NAME, TENSORS_NAME
-from afm_mlx.adapters.attach import adapter_arrays, attach_adapter
+from afm_mlx.adapters.attach import attach_adapter, detach_adapter
 from afm_mlx.adapters.formats import read_adapter, write_adapter
 from afm_mlx.adapters.opening import Base, OpenAdapter
 from afm_mlx.adapters.pool import AdapterPool
@@ -154,19 +155,16 @@ def test_an_adapter_that_grows_while_it_waits_for_room(make_pool, size, model, r
 
 
 def test_adapters_of_another_base(model, tmp_path, rng):
-    own = base_model_fingerprint(model)
-    for wanted, force in itertools.product(("ab" * 32, None, own), (False, True)):
-        path = write_folder(tmp_path / "x", draw_tensors(model, rng, 4), fingerprint=wanted)
-        with AdapterPool(model, force=force) as pool:
+    own, other, path = base_model_fingerprint(model), "ab" * 32, tmp_path / "x"
+    for wanted, force in itertools.product((other, None, own), (False, True)):
+        write_folder(path, draw_tensors(model, rng, 4), fingerprint=wanted)
+        refused = pytest.raises(CheckpointError, match=f"{other}, and this one has {own}")
+        with AdapterPool(detach_adapter(model), force=force) as pool:
             pool.register("x", path)
-            if wanted in (None, own) or force:
-                assert pool.load("x").rank == 4
-                continue
-            for load in (lambda: pool.load("x"), lambda: attach_adapter(model, path)):  # noqa: B023
-                with pytest.raises(CheckpointError, match=f"{wanted}, and this one has {own}"):
-                    load()
-    path = write_folder(tmp_path / "x", draw_tensors(model, rng, 4), fingerprint="ab" * 32)
-    assert adapter_arrays(attach_adapter(model, path, force=True))
+            with refused if wanted == other and not force else contextlib.nullcontext():
+                pool.load("x")
+            with refused if wanted == other and not force else contextlib.nullcontext():
+                attach_adapter(model, path, force=force)
 
 
 UP, NEW = "model.layers.0.mlp.up_proj", "model.layers.77.mlp.up_proj"

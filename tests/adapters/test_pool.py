@@ -13,7 +13,8 @@ from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.adapters.resident import TensorReader, build_resident
+from afm_mlx.adapters.resident import build_resident
+from afm_mlx.checkpoint.stored_tensor import StoredTensor
 from afm_mlx.errors import CheckpointError, RequestError
 from tests.tools.adapters import WAIT, deltas, memory_falls_to, state
 from tests.tools.compare import assert_close
@@ -137,14 +138,14 @@ def test_memory_is_given_back(make_pool, size):
 def test_a_load_that_fails_keeps_no_memory(make_pool, folder, monkeypatch):
     pool, path = make_pool("a"), folder("deleted", 64)
     pool.register("deleted", path)
-    read, count = TensorReader._read, itertools.count()
+    read, count = StoredTensor.read_into, itertools.count()
 
-    def deletes(self, tensor):
+    def deletes(*arguments):
         if next(count) == 5:
             shutil.rmtree(path)
-        return read(self, tensor)
+        read(*arguments)
 
-    monkeypatch.setattr(TensorReader, "_read", deletes)
+    monkeypatch.setattr(StoredTensor, "read_into", deletes)
     gc.collect()
     before = mx.get_active_memory()
     lease = pool.request("deleted")

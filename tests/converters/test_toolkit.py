@@ -13,7 +13,7 @@ from tamm.models.afm_text import AFMTextV7
 
 from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.attach import attach_adapter, detach_adapter
-from afm_mlx.adapters.lora import add_lora, load_lora
+from afm_mlx.adapters.lora import add_lora, start_lora
 from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.toolkit_config import read_toolkit_config
@@ -102,7 +102,7 @@ def test_adapter_computes_what_tamm_computes(make_checkpoint, rng, tmp_path, ran
     attached = attach_adapter(load_model(folder), adapter, base_folder=folder)
     check_parity(attached, checkpoint, rng)
     layers = add_lora(load_model(folder), rank, config["lora_parameters"]["scale"])
-    load_lora(layers, adapter)
+    start_lora(layers, *load_adapter(adapter), adapter)
     check_parity(layers, checkpoint, rng)
     unset_active_adapter(checkpoint.model, ADAPTER)
     check_parity(detach_adapter(attached), checkpoint, rng)

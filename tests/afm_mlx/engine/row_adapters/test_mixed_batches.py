@@ -27,10 +27,11 @@ def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_engine, model, pool, ada
     int8 = model.args.kv_bits == 8
     adapters.add(pool, "r32", 32)
     adapters.add(pool, "few", 5, keys="up_proj")
-    a_sum = {"c": 0.5, "d": -0.3}
-    pool.register("sum", a_sum)
+    named, unnamed = {"c": 0.5, "d": -0.3}, {"r32": 0.4, "few": 1}
+    pool.register("sum", named)
+    # What each row asks for, and the weights that it means.
     rows = [(name, {name: 1}) for name in ("a", "c", "r32", "few", "a")]
-    rows += [(None, {}), (None, {}), ("sum", a_sum), *[({"r32": 0.4, "few": 1},) * 2]]
+    rows += [(None, {}), (None, {}), ("sum", named), (unnamed, unnamed)]
     rng.shuffle(rows)
     prompts = [some_prompt(rng, n) for n in rng.integers(1, 14, len(rows))]
     answers = [some_prompt(rng, n) for n in rng.integers(2, 8, len(rows))]
