@@ -107,8 +107,8 @@ class Registry(dict[Key, Entry]):
                 f"The adapter name {shown(name)} is taken, by {self[name].origin}. Choose another, or "
                 "unregister that one first."
             )
-        is_sum = isinstance(source, Mapping)
-        self[name] = Entry(name, self.flattened(source) if is_sum else _path_of(name, source))
+        known = self.flattened(source) if isinstance(source, Mapping) else _path_of(name, source)
+        self[name] = Entry(name, known)
 
     @property
     def names(self) -> list[str]:

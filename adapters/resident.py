@@ -276,7 +276,7 @@ def pairs_by_layer(
         pairs: list[tuple[Any, Any] | None] = []
         for end, (inputs, outputs) in of_sections.items():
             a, b = rest.pop(f"{path}.lora_a{end}", None), rest.pop(f"{path}.lora_b{end}", None)
-            if a is None or b is None:
+            if a is None and b is None:
                 pairs.append(None)
                 continue
             if (a.shape[0], b.shape[1]) != (inputs, outputs) or a.shape[1] != b.shape[0]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import warnings
+from collections import Counter
 
 import mlx.core as mx
 import numpy as np
@@ -23,20 +24,6 @@ def peft():
     return pytest.importorskip("peft")
 
 
-class Layers(torch.nn.Module):
-    """A module with a linear layer of each name, and nothing that runs."""
-
-    def __init__(self, shapes):
-        super().__init__()
-        for name, (inputs, outputs) in shapes.items():
-            owner, (*parents, leaf) = self, name.split(".")
-            for parent in parents:
-                if not hasattr(owner, parent):
-                    setattr(owner, parent, torch.nn.Module())
-                owner = getattr(owner, parent)
-            setattr(owner, leaf, torch.nn.Linear(inputs, outputs, bias=False))
-
-
 def layer_name(place, qkv):
     """The layer of a place, with queries, keys and values fused or split."""
     if place.part and qkv == "split":
@@ -45,12 +32,18 @@ def layer_name(place, qkv):
 
 
 def torch_model(config, qkv):
-    """AFM's linear layers in PyTorch."""
-    shapes = {}
+    """A module with AFM's linear layers, and nothing that runs."""
+    model, outputs = torch.nn.Module(), Counter()
     for place in pair_places(config):
         name = layer_name(place, qkv)
-        shapes[name] = (place.inputs, shapes.get(name, (0, 0))[1] + place.outputs)
-    return Layers(shapes)
+        outputs[name] += place.outputs
+        owner, (*parents, leaf) = model, name.split(".")
+        for parent in parents:
+            if not hasattr(owner, parent):
+                setattr(owner, parent, torch.nn.Module())
+            owner = getattr(owner, parent)
+        setattr(owner, leaf, torch.nn.Linear(place.inputs, outputs[name], bias=False))
+    return model
 
 
 def peft_deltas(model, places, qkv):
