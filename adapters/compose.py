@@ -33,11 +33,11 @@ class Term(NamedTuple):
 def weighted_sum(
     adapters: Sequence[tuple[Mapping[str, Any], float]], weights: Sequence[float]
 ) -> tuple[float, dict[str, list[Term]]]:
-    """Returns the scale of a sum, and what each of its tensors is made of; no number of them is read.
+    """Return the scale of a sum, and what each of its tensors is made of; no number of them is read.
 
     Args:
-        adapters: of each, the tensors by their names in an adapter folder, and the scale.
-        weights: one for each adapter.
+        adapters: tensors of each adapter, by their names in an adapter folder, and its scale.
+        weights: factor of each adapter.
 
     Returns:
         scale, and by a tensor's name the terms of the adapters that have it, in their order.
@@ -71,8 +71,8 @@ def compose(
     """Add adapters up, each with a weight.
 
     Args:
-        adapters: of the same base model, and not necessarily of the same rank or on the same layers.
-        weights: any finite numbers, not all 0; what has 0 is left out.
+        adapters: adapters of one base model, of any ranks and on any layers.
+        weights: any finite numbers, not all 0; an adapter with 0 is left out.
         force: add up adapters of different bases too, if their shapes fit.
 
     Returns:
@@ -128,7 +128,7 @@ def _completed(adapters: Sequence[LoadedAdapter]) -> list[dict[str, mx.array]]:
     """The tensors of each adapter, with zeros for those that only others have.
 
     Raises:
-        CheckpointError: when two map other numbers of inputs or outputs in one layer.
+        CheckpointError: when two adapters differ in the inputs or outputs of a layer.
     """
     known: dict[str, mx.array] = {}
     for tensors, _ in adapters:

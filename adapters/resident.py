@@ -65,12 +65,12 @@ class ResidentAdapter:
 def plan_layout(
     tensors: Mapping[str, Any], shapes: Shapes, source: str | Path
 ) -> tuple[dict[str, Part], int]:
-    """Returns `ResidentAdapter.parts` of an adapter, and its bytes in memory, before any tensor is read.
+    """Return `ResidentAdapter.parts` of an adapter, and its bytes in memory, before any tensor is read.
 
     Args:
-        tensors: by their names in an adapter folder; only their `shape` counts.
-        shapes: of the model, see `place_shapes`.
-        source: of the adapter, for errors.
+        tensors: tensors by their names in an adapter folder; only their `shape` counts.
+        shapes: shapes of the model's linear layers, see `place_shapes`.
+        source: where the adapter comes from, for errors.
 
     Raises:
         CheckpointError: names a tensor that is not of this model, or its shape.
@@ -96,8 +96,8 @@ def build_resident(
         tensors: arrays, `StoredTensor`, or what NumPy takes for an array, by their names in an adapter
             folder: A (K, rank) and B (rank, N_i) of a floating type. They are read one by one.
         scale: alpha / rank.
-        shapes: of the model, see `place_shapes`.
-        source: of the adapter, for errors.
+        shapes: shapes of the model's linear layers, see `place_shapes`.
+        source: where the adapter comes from, for errors.
 
     Raises:
         CheckpointError: when a tensor does not fit the model, or holds a number that float16 does not.
@@ -265,8 +265,8 @@ def pairs_by_layer(
 
     Args:
         tensors: whole pairs by their names in an adapter folder; only their `shape` counts.
-        shapes: of the model, see `place_shapes`.
-        source: of the adapter, for errors.
+        shapes: shapes of the model's linear layers, see `place_shapes`.
+        source: where the adapter comes from, for errors.
 
     Raises:
         CheckpointError: names a tensor that is not of this model, or its shape.

@@ -131,7 +131,7 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     """Parse the arguments of one command.
 
     Args:
-        name: the command's.
+        name: name of the command.
         command: its module. It may have `ALTERNATIVES`, pairs of arguments that say the same thing (and what):
             where the command line has one, the file's other is left out.
         argv: what follows the command's name.

@@ -142,7 +142,7 @@ def add_training(parser: argparse.ArgumentParser, learning_rate: str) -> None:
     """Add all of these arguments to a command's.
 
     Args:
-        parser: the command's.
+        parser: parser of the command.
         learning_rate: what `--learning-rate` is by default, in words.
     """
     add_table(parser, MODEL)

@@ -44,8 +44,8 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
     """The recipe that `add_training`'s arguments ask for.
 
     Args:
-        args: as they were parsed.
-        learning_rate: the highest, where `--learning-rate` is not given.
+        args: the parsed arguments.
+        learning_rate: the highest learning rate, where `--learning-rate` is not given.
 
     Raises:
         UsageError: when they contradict each other.
@@ -66,7 +66,7 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
 
 
 def _options(args: argparse.Namespace, learning_rate: float) -> TrainingOptions:
-    """The options of the loop; how long it runs may depend on the data, see `Recipe.settled`."""
+    """The options of the loop; how long it runs may depend on the data, see `Recipe.loop_options`."""
     values = {"learning_rate": learning_rate, "warmup_iters": 0} | optimizer_settings(args)
     from afm_mlx.training.loop.training_options import TrainingOptions
 

@@ -90,7 +90,7 @@ def package_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def require(args: argparse.Namespace, action: str, **missing: str) -> None:
-    """Raise `UsageError` for the first argument that was not given; `missing` says what each is for."""
+    """Raise `UsageError` for the first argument that was not given; `missing` says what each one is for."""
     _take_positional(args)
     for name, purpose in missing.items():
         if getattr(args, name) in (None, []):

@@ -33,9 +33,9 @@ class Command:
     """What an entry that begins with a name and a slash does.
 
     Args:
-        argument: its name in the help; in brackets if it may be left out, and "" if there is none.
-        help: what the command does.
-        run: does it; it is given the argument, or "".
+        argument: name of its argument in the help; in brackets if it may be left out, and "" if there is none.
+        help: what the command does, for the help.
+        run: does it, for a session and the argument, or "".
     """
 
     argument: str
@@ -47,7 +47,7 @@ def run_command(session: Session, entry: str) -> None:
     """Run a command, or say why that is not possible.
 
     Args:
-        session: to act on.
+        session: the chat to act on.
         entry: what was typed; it begins with a slash.
 
     Raises:
