@@ -112,7 +112,10 @@ def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
             raise ConfigError(f"{path}: {name} is {shown(value)}, and must be {allowed}.")
     assert match is not None
     draft = folder if check_draft(folder) else None
-    return PackageMetadata(match[1], *texts, signature, tokens, notes, draft), rank
+    author, description, license = texts
+    return PackageMetadata(
+        match[1], author, description, license, signature, tokens, notes, draft
+    ), rank
 
 
 def check_draft(folder: Path) -> bool:
