@@ -139,7 +139,7 @@ def mlx_grids(units: Array, bits: int, dtype: mx.Dtype) -> AffineGrids:
 
 
 def _scale_kinds(bits: int, dtype: mx.Dtype) -> Iterator[tuple[int, int, mx.Dtype]]:
-    """What may have made a scale: steps between the ends, the whole number's error, and the scale's type.
+    """Steps between a group's ends, what a rounded end makes the whole number be off by, and a scale's type.
 
     The other end is rounded, so that in bfloat16 the whole number may be off by one.
     """

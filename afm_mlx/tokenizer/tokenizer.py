@@ -290,6 +290,14 @@ class Tokenizer(MLXLMTokenizer):
         return ControlTokens(self._vocabulary, self.all_special_ids)
 
     @property
+    def pad_token(self) -> str | None:
+        return None if self.pad_token_id is None else self.convert_ids_to_tokens(self.pad_token_id)
+
+    @property
+    def unk_token(self) -> str | None:
+        return None if self.unk_token_id is None else self.convert_ids_to_tokens(self.unk_token_id)
+
+    @property
     def all_special_ids(self) -> list[int]:
         """Padding, unknown, separator, the end of a turn and its start, as far as they exist."""
         ids = [

@@ -49,6 +49,7 @@ def test_control_pieces_in_text_are_text(tokenizer):
 def test_attributes(tokenizer):
     assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<turn_end>", 4)
     assert tokenizer.eos_token_ids == {4, 2}
+    assert (tokenizer.pad_token, tokenizer.unk_token) == ("<pad>", "<unk>")
     assert (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.separator_id) == (0, 1, 2)
     assert len(tokenizer) == tokenizer.vocab_size == 1000
     vocabulary = tokenizer.get_vocab()
