@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -92,7 +92,7 @@ class ActiveAdapters(dict[str, Any]):
 
     @property
     def layout(self) -> str:
-        """What a trace depends on besides the arrays' shapes."""
+        """Text that a trace depends on besides the arrays' shapes."""
         return "" if self.batch is None else self.batch.layout
 
     def set(self, batch: BatchAdapters | None) -> None:
@@ -182,11 +182,7 @@ def active_adapters(model: nn.Module) -> ActiveAdapters | None:
     return model.get(ACTIVE)
 
 
-_SLOTS: dict[int, mx.array] = {}
-
-
+@cache
 def _first_slots(batch: int) -> mx.array:
-    """Every row uses the first adapter. Made on the host: no operation in the graph."""
-    if batch not in _SLOTS:
-        _SLOTS[batch] = mx.array(np.zeros(batch, np.int32))
-    return _SLOTS[batch]
+    """Slots of rows that all use the first adapter. Made on the host: no operation in the graph."""
+    return mx.array(np.zeros(batch, np.int32))

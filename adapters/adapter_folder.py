@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, save_file
+from afm_mlx.checkpoint.stored_tensor import StoredTensor
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_write
@@ -89,20 +90,15 @@ class AdapterConfig:
         scale: Any = parameters.get("scale")
         dropout, num_layers = parameters.get("dropout", 0.0), values.get("num_layers", -1)
         keys, fingerprint = parameters.get("keys") or (), values.get("base_model_fingerprint")
-        checks = (
+        is_fingerprint = fingerprint is None or is_text(fingerprint)
+        for name, value, holds, allowed in (
             ("rank", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
             ("scale", scale, is_number(scale), "a finite number of float32, alpha / rank"),
             ("dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
             ("num_layers", num_layers, type(num_layers) is int, "a whole number, -1 for all"),
             ("keys", keys, _are_names(keys), "a list of layer names"),
-            (
-                "base_model_fingerprint",
-                fingerprint,
-                fingerprint is None or is_text(fingerprint),
-                "a string of Unicode",
-            ),
-        )
-        for name, value, holds, allowed in checks:
+            ("base_model_fingerprint", fingerprint, is_fingerprint, "a string of Unicode"),
+        ):
             if not holds:
                 raise ConfigError(f"{source}: {name} is {shown(value)}, and must be {allowed}.")
         return cls(rank, float(scale), num_layers, tuple(keys), float(dropout), fingerprint)
@@ -134,6 +130,16 @@ def load_adapter(folder: str | Path) -> tuple[dict[str, mx.array], AdapterConfig
     """Read an adapter folder; the tensors are lazy, and their numbers are not looked at (`check_finite`).
 
     Raises:
+        CheckpointError, ConfigError: see `open_folder`.
+    """
+    stored, config = open_folder(folder)
+    return load_stored(stored), config
+
+
+def open_folder(folder: str | Path) -> tuple[dict[str, StoredTensor], AdapterConfig]:
+    """Read the header of an adapter folder's tensors, and its config.
+
+    Raises:
         CheckpointError: when files are missing, damaged, or hold no LoRA pairs of the config's rank.
         ConfigError: when the config can't be used.
     """
@@ -152,7 +158,7 @@ def load_adapter(folder: str | Path) -> tuple[dict[str, mx.array], AdapterConfig
     config = AdapterConfig.from_dict(read_config_json(path), path)
     stored = read_header(folder / TENSORS_NAME)
     check_pairs(stored, config, folder)
-    return load_stored(stored), config
+    return stored, config
 
 
 def check_pairs(tensors: Mapping[str, Any], config: AdapterConfig, source: str | Path) -> None:
@@ -190,6 +196,11 @@ def check_floating(tensors: Mapping[str, Any], source: str | Path) -> None:
                 f"{source}: {named(name)} is {kind}; an adapter's tensors are float16, bfloat16 or float32. "
                 "The file is damaged, or of a format that is not read here."
             )
+
+
+def is_a(name: str) -> bool:
+    """Whether the name of a tensor in an adapter folder is an A's (inputs, rank), not a B's (rank, outputs)."""
+    return ".lora_a" in name
 
 
 def _are_names(value: Any) -> bool:

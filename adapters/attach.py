@@ -28,8 +28,7 @@ def attach_adapter(
     Args:
         model: a model in eval mode.
         path: path of an adapter of any format; see `open_adapter`.
-        base_folder: folder that the model was loaded from. Its fingerprint counts too, since that of the arrays
-            in memory depends on the type that the device computes in.
+        base_folder: folder that the model was loaded from; see `Base.of`.
         force: take an adapter that was made for another model, if its shapes fit.
 
     Returns:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from afm_mlx.adapters.adapter_folder import AdapterConfig, check_pairs
+from afm_mlx.adapters.adapter_folder import AdapterConfig, check_pairs, is_a
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
 from afm_mlx.json_values import is_number
 
@@ -30,26 +30,17 @@ class Term(NamedTuple):
     factor: float
 
 
-class WeightedSum(NamedTuple):
-    """The scale and the tensors of a sum of adapters.
-
-    Args:
-        scale: alpha / rank of the sum.
-        terms: the adapters' parts of each tensor of the sum, in their order, by its name in an adapter folder.
-    """
-
-    scale: float
-    terms: dict[str, list[Term]]
-
-
 def weighted_sum(
     adapters: Sequence[tuple[Mapping[str, Any], float]], weights: Sequence[float]
-) -> WeightedSum:
-    """Return which tensors stand side by side, and what each is multiplied by; no number of them is read.
+) -> tuple[float, dict[str, list[Term]]]:
+    """Return the scale of a sum, and what each of its tensors is made of; no number of them is read.
 
     Args:
         adapters: tensors of each adapter, by their names in an adapter folder, and its scale.
         weights: factor of each adapter.
+
+    Returns:
+        scale, and by a tensor's name the terms of the adapters that have it, in their order.
 
     Raises:
         RequestError: for a weight that is not finite, or too large for the adapter's scale.
@@ -71,12 +62,7 @@ def weighted_sum(
         for name, tensor in tensors.items():
             own = 1.0 if is_a(name) else factor / largest
             terms.setdefault(name, []).append(Term(tensor, own))
-    return WeightedSum(largest, terms)
-
-
-def is_a(name: str) -> bool:
-    """Whether a tensor is an A (inputs, rank), of which a sum joins columns; of a B it joins rows."""
-    return ".lora_a" in name
+    return largest, terms
 
 
 def compose(

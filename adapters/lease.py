@@ -15,13 +15,14 @@ if TYPE_CHECKING:
 class Lease:
     """One row's hold on an adapter: from the request, through loading, until `release`.
 
-    A lease that is forgotten without `release` ends when it is garbage-collected.
+    A lease that is forgotten without `release` ends when it is garbage-collected. `error` is why the adapter
+    could not be loaded; None while that is not known.
     """
 
     def __init__(self, scheduler: LoadScheduler, entry: Entry, patient: bool):
         self._scheduler, self._entry, self.patient = scheduler, entry, patient
         self._resident: ResidentAdapter | None = None
-        self._error: Exception | None = None
+        self.error: Exception | None = None
 
     @property
     def name(self) -> str:
@@ -34,19 +35,14 @@ class Lease:
         return self._resident is not None
 
     @property
-    def error(self) -> Exception | None:
-        """Why the adapter could not be loaded; None while that is not known."""
-        return self._error
-
-    @property
     def resident(self) -> ResidentAdapter:
         """The adapter.
 
         Raises:
             AFMError: what loading it has raised, or that it is not loaded yet.
         """
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         if self._resident is None:
             raise RequestError(f"The adapter {self.name} is not loaded yet; wait() for it.")
         return self._resident

@@ -20,10 +20,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.active import active_adapters
-from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter, save_adapter
+from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
 from afm_mlx.adapters.layer_places import linear_shape, places, replace_layers
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
-from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
 from afm_mlx.model.adapted_layers import LinearWrapper
 from afm_mlx.model.model import is_afm
@@ -152,15 +151,11 @@ def add_lora(
 
 
 def _check_settings(rank: int, dropout: float, num_layers: int, blocks: int) -> None:
+    are_there = num_layers == -1 or 0 < num_layers <= blocks
     for name, value, holds, allowed in (
         ("rank", rank, rank >= 1, "1 or more"),
         ("dropout", dropout, 0 <= dropout < 1, "in [0, 1)"),
-        (
-            "num_layers",
-            num_layers,
-            num_layers == -1 or 0 < num_layers <= blocks,
-            f"1 to {blocks}, or -1",
-        ),
+        ("num_layers", num_layers, are_there, f"1 to {blocks}, or -1"),
     ):
         if not holds:
             raise RequestError(f"{name} of LoRA is {shown(value)}; it must be {allowed}.")
@@ -180,25 +175,20 @@ def lora_tensors(model: nn.Module) -> dict[str, mx.array]:
     return tensors
 
 
-def load_lora(model: nn.Module, folder: str | Path) -> None:
-    """Start LoRA layers from an adapter folder, such as a recovery adapter's.
-
-    Args:
-        model: a model with LoRA layers in just the places of the folder's tensors, of its rank and scale.
-        folder: see `load_adapter`.
-
-    Raises:
-        CheckpointError: names what differs, or a tensor that holds NaN or infinity.
-    """
-    tensors, config = load_adapter(folder)
-    check_finite(tensors, folder)
-    start_lora(model, tensors, config, folder)
-
-
 def start_lora(
     model: nn.Module, tensors: Mapping[str, mx.array], config: AdapterConfig, folder: str | Path
 ) -> None:
-    """Start LoRA layers from tensors and config that were read from `folder`; see `load_lora`."""
+    """Start LoRA layers from an adapter, such as a recovery adapter.
+
+    Args:
+        model: a model with LoRA layers in just the places of the adapter's tensors, of its rank and scale.
+        tensors: finite tensors by their names in an adapter folder; see `load_adapter`.
+        config: rank and scale of the adapter.
+        folder: where the adapter comes from, for errors.
+
+    Raises:
+        CheckpointError: names what differs.
+    """
     mine = lora_tensors(model)
     scales = {layer.scale for layer in lora_layers(model).values()}
     if scales != {config.scale}:

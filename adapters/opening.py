@@ -6,7 +6,6 @@ reading fills the array that the kernels take. Both may happen in a thread of th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.adapters.adapter_folder import CONFIG_NAME, TENSORS_NAME, AdapterConfig, check_pairs
-from afm_mlx.adapters.compose import Term, is_a, weighted_sum
+from afm_mlx.adapters.adapter_folder import (
+    CONFIG_NAME,
+    TENSORS_NAME,
+    AdapterConfig,
+    is_a,
+    open_folder,
+)
+from afm_mlx.adapters.compose import Term, weighted_sum
 from afm_mlx.adapters.layer_places import Shapes, place_shapes
 from afm_mlx.adapters.resident import (
     ResidentAdapter,
@@ -27,8 +32,8 @@ from afm_mlx.adapters.resident import (
     plan_layout,
 )
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
-from afm_mlx.checkpoint.safetensors_file import read_header, reading
-from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.checkpoint.safetensors_file import reading
+from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, named
 from afm_mlx.model.model import is_afm
 
@@ -96,7 +101,7 @@ class OpenAdapter:
         """
         resident = build_resident(self.tensors, self.scale, self.base.shapes, self.source)
         for path, stamp in self.stamps.items():
-            if _stamp(path) != stamp:
+            if _stamps(path) != {path: stamp}:
                 raise CheckpointError(
                     f"{path} was changed while it was read. Load the adapter again once it is whole."
                 )
@@ -112,12 +117,10 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
         CheckpointError: when files are missing or damaged, hold no LoRA pairs, or are for another model.
         ConfigError: when the config can't be used.
     """
-    stamps = {file: _stamp(file) for file in _files(path)}
+    stamps = _stamps(path)
     tensors: Mapping[str, Any]
     if (path / TENSORS_NAME).is_file() and (path / CONFIG_NAME).is_file():
-        config = AdapterConfig.from_dict(read_config_json(path / CONFIG_NAME), path / CONFIG_NAME)
-        tensors = read_header(path / TENSORS_NAME)
-        check_pairs(tensors, config, path)
+        tensors, config = open_folder(path)
     else:
         # Formats build upon this package, and are not needed by most who run it.
         from afm_mlx.adapters.formats import read_adapter
@@ -126,17 +129,20 @@ def open_adapter(path: Path, base: Base) -> OpenAdapter:
         with reading(path):
             mx.eval(tensors)
     check_fingerprint(config, base.fingerprints, path)
-    nbytes = plan_layout(tensors, base.shapes, path).nbytes
+    _, nbytes = plan_layout(tensors, base.shapes, path)
     return OpenAdapter(tensors, config.scale, base, str(path), stamps, nbytes)
 
 
-def _files(path: Path) -> list[Path]:
+def _stamps(path: Path) -> dict[Path, tuple[int, ...]]:
+    """What tells whether a file was changed since, for the files of an adapter by their paths."""
     try:
         if not path.exists():
             raise CheckpointError(f"There is no adapter {path}. Was it moved or deleted?")
-        return [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
+        files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
+        found = {file: file.stat() for file in files}
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error.strerror}.") from None
+    return {file: (s.st_ino, s.st_size, s.st_mtime_ns) for file, s in found.items()}
 
 
 def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str) -> OpenAdapter:
@@ -149,7 +155,7 @@ def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str
     scale, terms = weighted_sum(adapters, [weight for _, weight in parts])
     tensors = {name: _Joined(tuple(each), int(is_a(name))) for name, each in terms.items()}
     stamps = {path: stamp for part, _ in parts for path, stamp in part.stamps.items()}
-    nbytes = plan_layout(tensors, base.shapes, source).nbytes
+    _, nbytes = plan_layout(tensors, base.shapes, source)
     return OpenAdapter(tensors, scale, base, source, stamps, nbytes)
 
 
@@ -197,11 +203,3 @@ class _Joined(NamedTuple):
             ],
             self.axis,
         )
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    try:
-        found = os.stat(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error.strerror}.") from None
-    return found.st_ino, found.st_size, found.st_mtime_ns

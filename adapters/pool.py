@@ -37,8 +37,7 @@ class AdapterPool:
         model: a model without an attached adapter. It is looked at only while the pool is made, so that other
             threads may ask for adapters while it runs.
         budget: bytes that resident adapters may take, those that are being read included; None for no limit.
-        base_folder: folder that the model was loaded from. Its fingerprint counts too, since that of the arrays
-            in memory depends on the type that the device computes in.
+        base_folder: folder that the model was loaded from; see `Base.of`.
         force: take adapters that were made for another model, if their shapes fit.
 
     Raises:

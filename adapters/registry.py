@@ -107,10 +107,8 @@ class Registry(dict[Key, Entry]):
                 f"The adapter name {shown(name)} is taken, by {self[name].origin}. Choose another, or "
                 "unregister that one first."
             )
-        if isinstance(source, Mapping):
-            self[name] = Entry(name, self.flattened(source))
-            return
-        self[name] = Entry(name, _path_of(name, source))
+        known = self.flattened(source) if isinstance(source, Mapping) else _path_of(name, source)
+        self[name] = Entry(name, known)
 
     @property
     def names(self) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -62,24 +62,10 @@ class ResidentAdapter:
         return max(part.rank for part in self.parts.values())
 
 
-class Layout(NamedTuple):
-    """Where an adapter's tensors go, known before any is read.
-
-    Args:
-        parts: see `ResidentAdapter`.
-        size: count of all numbers.
-    """
-
-    parts: dict[str, Part]
-    size: int
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * self.size
-
-
-def plan_layout(tensors: Mapping[str, Any], shapes: Shapes, source: str | Path) -> Layout:
-    """Give every matrix that has an adapter its place.
+def plan_layout(
+    tensors: Mapping[str, Any], shapes: Shapes, source: str | Path
+) -> tuple[dict[str, Part], int]:
+    """Return `ResidentAdapter.parts` of an adapter, and its bytes in memory, before any tensor is read.
 
     Args:
         tensors: tensors by their names in an adapter folder; only their `shape` counts.
@@ -98,7 +84,7 @@ def plan_layout(tensors: Mapping[str, Any], shapes: Shapes, source: str | Path) 
         a, b = size, size + _filled_up(len(of_sections) * rank * inputs)
         parts[path] = Part(a, b, rank)
         size = b + rank * _filled_up(outputs)
-    return Layout(parts, size)
+    return parts, 2 * size
 
 
 def build_resident(
@@ -116,9 +102,9 @@ def build_resident(
     Raises:
         CheckpointError: when a tensor does not fit the model, or holds a number that float16 does not.
     """
-    layout = plan_layout(tensors, shapes, source)
+    parts, nbytes = plan_layout(tensors, shapes, source)
     # NumPy fills it without Python's lock, and faster than MLX copies: decoding goes on meanwhile.
-    numbers = unfilled(layout.size)
+    numbers = unfilled(nbytes // 2)
     view = np.array(numbers, copy=False)
     places = list(pairs_by_layer(for_numpy(tensors, source), shapes, source).items())
 
@@ -126,14 +112,20 @@ def build_resident(
         """Every `_THREADS`-th place; returns the sum of each one's numbers."""
         read = TensorReader()
         return [
-            _fill_place(view, layout.parts[path], shapes[path], pairs, read, path, source)
+            _fill_place(view, parts[path], shapes[path], pairs, read, path, source)
             for path, pairs in places[first::_THREADS]
         ]
 
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = list(threads.map(fill, range(_THREADS)))
     in_order = [sums[i % _THREADS][i // _THREADS] for i in range(len(places))]
-    return _resident(numbers, layout, scale, _fingerprint(view, layout, scale, in_order))
+    fingerprint = _fingerprint(view, parts, scale, in_order)
+    layout = _LAYOUTS.setdefault(tuple(sorted(parts.items())), next(_NUMBERS))
+    return ResidentAdapter(numbers, parts, scale, fingerprint, layout)
+
+
+_LAYOUTS: dict[tuple[tuple[str, Part], ...], int] = {}
+_NUMBERS = itertools.count()  # two threads never get the same one, as they may of `len(_LAYOUTS)`
 
 
 def _fill_place(
@@ -152,21 +144,13 @@ def _fill_place(
         mine[:] = 0
     for index, ((end, (_, width)), pair) in enumerate(zip(sections.items(), pairs, strict=True)):
         if pair is not None:
-            _fill_a(view, part, index, _checked(read(pair[0]), f"{path}.lora_a{end}", source))
+            a = _checked(read(pair[0]), f"{path}.lora_a{end}", source)
+            section = view[part.a + index * part.rank * len(a) :][: a.size]
+            np.copyto(section.reshape(a.T.shape), a.T)
             b = _checked(read(pair[1]), f"{path}.lora_b{end}", source)
             _fill_b(view, part, outputs, start, b)
         start += width
     return mine.view(np.uint64).sum()  # while they lie in the processor's cache
-
-
-def _resident(numbers: mx.array, layout: Layout, scale: float, fingerprint: str) -> ResidentAdapter:
-    table = tuple(sorted(layout.parts.items()))
-    number = _LAYOUTS.setdefault(table, next(_NUMBERS))
-    return ResidentAdapter(numbers, layout.parts, scale, fingerprint, number)
-
-
-_LAYOUTS: dict[tuple[tuple[str, Part], ...], int] = {}
-_NUMBERS = itertools.count()  # two threads never get the same one, as they may of `len(_LAYOUTS)`
 
 
 def _covers(part: Part, outputs: int, of_sections: Sequence[tuple[Any, Any] | None]) -> bool:
@@ -179,12 +163,6 @@ def _covers(part: Part, outputs: int, of_sections: Sequence[tuple[Any, Any] | No
 
 def _filled_up(count: int) -> int:
     return -(-count // BLOCK) * BLOCK
-
-
-def _fill_a(view: np.ndarray, part: Part, section: int, a: np.ndarray) -> None:
-    inputs, rank = a.shape
-    start = part.a + section * part.rank * inputs
-    np.copyto(view[start : start + rank * inputs].reshape(rank, inputs), a.T)
 
 
 def _fill_b(view: np.ndarray, part: Part, outputs: int, start: int, b: np.ndarray) -> None:
@@ -211,9 +189,8 @@ def _checked(values: np.ndarray, name: str, source: str | Path) -> np.ndarray:
     if half.size and (half.view(np.uint16) & _INFINITE).max() == _INFINITE:
         if np.isfinite(values).all():
             raise CheckpointError(
-                f"{source}: {named(name)} has numbers up to {np.abs(values).max():g}, and float16, in "
-                "which adapters "
-                f"run, ends at {FLOAT16_MAX:g}. Scale A up and B down, or the other way round."
+                f"{source}: {named(name)} has numbers up to {np.abs(values).max():g}, and float16, in which "
+                f"adapters run, ends at {FLOAT16_MAX:g}. Scale A up and B down, or the other way round."
             )
         raise CheckpointError(
             f"{source}: {named(name)} holds NaN or infinity. The training that made the adapter has "
@@ -254,26 +231,25 @@ class TensorReader:
         Raises:
             CheckpointError: when a `StoredTensor`'s file can't be read, or ends early.
         """
-        if isinstance(tensor, StoredTensor):
-            return float_values(self._read(tensor), tensor.dtype).reshape(tensor.shape)
-        return np.asarray(tensor)
-
-    def _read(self, tensor: StoredTensor) -> np.ndarray:
+        if not isinstance(tensor, StoredTensor):
+            return np.asarray(tensor)
         if self._buffer.size < tensor.nbytes:
             self._buffer = np.empty(tensor.nbytes, np.uint8)
         raw = self._buffer[: tensor.nbytes]
         tensor.read_into(raw)
-        return raw
+        return float_values(raw, tensor.dtype).reshape(tensor.shape)
 
 
-def _fingerprint(view: np.ndarray, layout: Layout, scale: float, sums: Sequence[np.uint64]) -> str:
+def _fingerprint(
+    view: np.ndarray, parts: Mapping[str, Part], scale: float, sums: Sequence[np.uint64]
+) -> str:
     """Digest of scale, places, a sample of every matrix's numbers, and each layer's sum of all its numbers.
 
     A digest of all numbers would take longer than to read them.
     """
-    head = {"scale": scale, "parts": layout.parts}
+    head = {"scale": scale, "parts": parts}
     digest = hashlib.sha256(json.dumps(head, sort_keys=True).encode())
-    bounds = sorted({*(i for p in layout.parts.values() for i in (p.a, p.b)), layout.size})
+    bounds = sorted({*(i for p in parts.values() for i in (p.a, p.b)), view.size})
     for start, end in itertools.pairwise(bounds):
         # An odd stride visits every column of a matrix, whose rows are a power of two long as a rule.
         stride = max(1, (end - start) // _SAMPLES) | 1
@@ -288,7 +264,7 @@ def pairs_by_layer(
     """Pairs A, B of every section, by the layer's path; None for a section without an adapter.
 
     Args:
-        tensors: tensors by their names in an adapter folder; only their `shape` counts.
+        tensors: whole pairs by their names in an adapter folder; only their `shape` counts.
         shapes: shapes of the model's linear layers, see `place_shapes`.
         source: where the adapter comes from, for errors.
 
@@ -303,10 +279,6 @@ def pairs_by_layer(
             if a is None and b is None:
                 pairs.append(None)
                 continue
-            if a is None or b is None:
-                raise CheckpointError(
-                    f"{source}: {path} has lora_{'b' if a is None else 'a'}{end} only; LoRA has pairs."
-                )
             if (a.shape[0], b.shape[1]) != (inputs, outputs) or a.shape[1] != b.shape[0]:
                 got = f"{shown(list(a.shape))} and {shown(list(b.shape))}"
                 raise CheckpointError(

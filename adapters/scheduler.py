@@ -39,7 +39,8 @@ LOOK_AGAIN = 0.1
 class LoadScheduler:
     """Loads adapters for leases, and evicts others for them.
 
-    Methods with an underscore are called under `lock`, but for `_open` and `_read`; others take it.
+    `advance` and methods with an underscore are called under `lock`, other than `_open` and `_read`; the rest
+    take it.
 
     Args:
         entries: the adapters of the pool.
@@ -84,7 +85,7 @@ class LoadScheduler:
             else:
                 entry.waiting.add(lease)
                 self._start(entry)
-            self._advance()
+            self.advance()
         return lease
 
     def wait(self, leases: Iterable[Lease], timeout: float | None = None) -> bool:
@@ -92,14 +93,14 @@ class LoadScheduler:
         leases = list(leases)
         end = None if timeout is None else time.monotonic() + timeout
         with self.lock:
-            self._advance()
+            self.advance()
             while not any(lease.ready or lease.error is not None for lease in leases):
                 left = LOOK_AGAIN if end is None else min(end - time.monotonic(), LOOK_AGAIN)
                 if left <= 0:
                     return False
                 self.lock.wait(left)
                 if self._abandoned or (self._queue and not self._queue[0].waiting):
-                    self._advance()  # not always, for it wakes others that wait
+                    self.advance()  # not always, for it wakes others that wait
             return True
 
     def release(self, lease: Lease) -> None:
@@ -110,9 +111,9 @@ class LoadScheduler:
             if lease._resident is not None:
                 lease._resident = None
                 self._returned(entry)
-            elif lease._error is None:
-                lease._error = RequestError(f"The lease of the adapter {entry.name} was released.")
-            self._advance()
+            elif lease.error is None:
+                lease.error = RequestError(f"The lease of the adapter {entry.name} was released.")
+            self.advance()
 
     def abandon(self, entry: Entry) -> None:
         """Take note of a lease that was garbage-collected; this takes no lock, and can be called anywhere."""
@@ -130,7 +131,7 @@ class LoadScheduler:
 
     def _refuse(self, leases: Iterable[Lease], error: Exception) -> None:
         for lease in list(leases):
-            lease._error = error
+            lease.error = error
             lease._entry.waiting.discard(lease)
 
     def _returned(self, entry: Entry) -> None:
@@ -141,11 +142,6 @@ class LoadScheduler:
 
     # -- memory
 
-    def advance(self) -> None:
-        """Take note of forgotten leases, and start the loads that there is memory for."""
-        with self.lock:
-            self._advance()
-
     def unload(self, entries: Collection[Entry]) -> None:
         """Drop adapters from memory, and their pins.
 
@@ -153,7 +149,7 @@ class LoadScheduler:
             RequestError: when rows use one of them or wait for it; all stay as they are.
         """
         with self.lock:
-            self._advance()
+            self.advance()
             for entry in entries:
                 if entry.in_use:
                     raise RequestError(
@@ -164,7 +160,7 @@ class LoadScheduler:
                 entry.pinned, entry.dropped = False, True
                 if entry.state not in ("opening", "loading"):  # else it is dropped once it is read
                     self._forget(entry)
-            self._advance()
+            self.advance()
 
     def close(self) -> None:
         """End the loading thread, fail what waits, and drop what no row uses."""
@@ -179,8 +175,8 @@ class LoadScheduler:
         if executor is not None:
             executor.shutdown(cancel_futures=True)
 
-    def _advance(self) -> None:
-        """Start the loads that there is memory for."""
+    def advance(self) -> None:
+        """Take note of forgotten leases, and start the loads that there is memory for."""
         while self._abandoned:
             self._returned(self._abandoned.popleft())
         while self._queue:
@@ -219,14 +215,11 @@ class LoadScheduler:
             return False  # what is being read may turn out to be in no use
         hasty = [lease for e in self._queue for lease in e.waiting if not lease.patient]
         for lease in hasty:
-            self._refuse(
-                [lease],
-                RequestError(
-                    f"The adapter {lease.name} needs {lease._entry.nbytes:,} bytes, and adapters that are in "
-                    f"use leave too little of the budget of {self._budget:,}. Let rows end, or raise the "
-                    "budget."
-                ),
+            error = RequestError(
+                f"The adapter {lease.name} needs {lease._entry.nbytes:,} bytes, and adapters that are in use "
+                f"leave too little of the budget of {self._budget:,}. Let rows end, or raise the budget."
             )
+            self._refuse([lease], error)
         return bool(hasty)
 
     def _drain(self) -> None:
@@ -266,7 +259,7 @@ class LoadScheduler:
             except Exception as error:
                 with self.lock:
                     self._fail(entry, error)
-                    self._advance()
+                    self.advance()
 
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="afm-mlx adapters")
@@ -279,7 +272,7 @@ class LoadScheduler:
             if not self._closed:
                 entry.opened, entry.nbytes, entry.state = opened, opened.nbytes, "waiting"
                 self._queue.append(entry)
-            self._advance()
+            self.advance()
             entry.opened = None  # other formats are read whole, and what waits must take no memory
 
     def _opened(self, entry: Entry, files: Files) -> OpenAdapter:
@@ -311,7 +304,7 @@ class LoadScheduler:
             self._grant_all(entry)  # before it could be evicted
             if (self._closed or entry.dropped) and not entry.held:
                 self._forget(entry)
-            self._advance()
+            self.advance()
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         """End a load; what waits for it gets the error."""

@@ -30,7 +30,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.adapter_folder import AdapterConfig
+from afm_mlx.adapters.adapter_folder import AdapterConfig, is_a
 from afm_mlx.adapters.formats.mil_blob import read_blobs, write_blobs
 from afm_mlx.adapters.formats.pair_order import (
     PairPlace,
@@ -56,8 +56,6 @@ RUNTIME_RANK, RUNTIME_ALPHA = 32, 16
 BASE_SIGNATURE = "9799725ff8e851184037110b422d891ad3b92ec1"
 # Key of our own notes in the part of the metadata that a package's creator may define.
 OUR_NOTES = "afm-mlx"
-
-_SIGNATURE = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -95,38 +93,28 @@ def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
     """
     path = folder / METADATA_NAME
     values = read_config_json(path)
-    rank = values.get("loraRank")
+    rank: Any = values.get("loraRank")
     identifier, signature = values.get("adapterIdentifier"), values.get("baseModelSignature")
-    author, description, license = (values.get(k, "") for k in ("author", "description", "license"))
-    texts = [author, description, license]
-    draft_tokens, notes = (
-        values.get("speculativeDecodingDraftTokenCount", 5),
-        values.get("creatorDefined", {}),
-    )
-    match = (
-        re.fullmatch(r"fmadapter-(\w+)-\w+", identifier) if isinstance(identifier, str) else None
-    )
-    checks = (
+    texts = [values.get(key, "") for key in ("author", "description", "license")]
+    tokens = values.get("speculativeDecodingDraftTokenCount", 5)
+    notes = values.get("creatorDefined", {})
+    match = re.fullmatch(r"fmadapter-(\w+)-\w+", identifier if is_text(identifier) else "")
+    are_tokens = type(tokens) is int and tokens >= 0
+    for name, value, holds, allowed in (
         ("loraRank", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
-        ("adapterIdentifier", identifier, match is not None, "fmadapter-NAME-SIGNATURE"),
+        ("adapterIdentifier", identifier, match, "fmadapter-NAME-SIGNATURE"),
         ("baseModelSignature", signature, _is_signature(signature), "40 hex digits"),
         ("author, description or license", texts, all(map(is_text, texts)), "Unicode text"),
         ("creatorDefined", notes, isinstance(notes, dict), "an object"),
-        (
-            "speculativeDecodingDraftTokenCount",
-            draft_tokens,
-            type(draft_tokens) is int and draft_tokens >= 0,
-            "a whole number",
-        ),
-    )
-    for name, value, holds, allowed in checks:
+        ("speculativeDecodingDraftTokenCount", tokens, are_tokens, "a whole number"),
+    ):
         if not holds:
             raise ConfigError(f"{path}: {name} is {shown(value)}, and must be {allowed}.")
     assert match is not None
-    assert type(rank) is int
     draft = folder if check_draft(folder) else None
+    author, description, license = texts
     return PackageMetadata(
-        match[1], author, description, license, signature, draft_tokens, notes, draft
+        match[1], author, description, license, signature, tokens, notes, draft
     ), rank
 
 
@@ -180,14 +168,14 @@ def _restore(tensors: Tensors, rank: int, notes: Mapping[str, Any]) -> tuple[int
     own_rank, scale = notes.get("rank"), RUNTIME_ALPHA / rank
     own_scale: Any = notes.get("scale")
     if type(own_rank) is int and 1 <= own_rank < rank:
-        rest = [t[:, own_rank:] if ".lora_a" in n else t[own_rank:] for n, t in tensors.items()]
+        rest = [t[:, own_rank:] if is_a(n) else t[own_rank:] for n, t in tensors.items()]
         if not mx.any(mx.stack([mx.any(part) for part in rest])).item():
             rank = own_rank
             for name, tensor in tensors.items():
-                tensors[name] = tensor[:, :rank] if ".lora_a" in name else tensor[:rank]
+                tensors[name] = tensor[:, :rank] if is_a(name) else tensor[:rank]
     if is_number(own_scale) and own_scale != 0 and _is_power_of_two(scale / own_scale):
         factor = scale / own_scale
-        b = {n: t for n, t in tensors.items() if ".lora_b" in n}
+        b = {n: t for n, t in tensors.items() if not is_a(n)}
         own = {n: (factor * t.astype(mx.float32)).astype(mx.float16) for n, t in b.items()}
         # A factor beyond float32 would make zeros and infinities that look exact one way.
         exact = [mx.array_equal(own[n].astype(mx.float32) / factor, t) for n, t in b.items()]
@@ -305,7 +293,7 @@ def _signature(metadata: PackageMetadata, config: AdapterConfig, model: ModelCon
 
 
 def _is_signature(value: Any) -> bool:
-    return isinstance(value, str) and _SIGNATURE.fullmatch(value) is not None
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{40}", value) is not None
 
 
 def _check_name(name: str) -> None:

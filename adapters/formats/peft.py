@@ -22,7 +22,7 @@ from pathlib import Path
 import mlx.core as mx
 from safetensors import safe_open
 
-from afm_mlx.adapters.adapter_folder import CONFIG_NAME, AdapterConfig
+from afm_mlx.adapters.adapter_folder import CONFIG_NAME, AdapterConfig, is_a
 from afm_mlx.adapters.formats.pair_order import (
     Tensors,
     check_names,
@@ -172,7 +172,7 @@ def _is_block_diagonal(sections: list[mx.array]) -> bool:
 
 def _common(tensors: Tensors, scales: Mapping[str, float], path: Path) -> tuple[int, float]:
     """Give all pairs the highest rank and the largest scale, in place; returns the two."""
-    ranks = {name: tensors[name].shape[1 if _is_a(name) else 0] for name in tensors}
+    ranks = {name: tensors[name].shape[1 if is_a(name) else 0] for name in tensors}
     rank, scale = max(ranks.values()), max(scales.values(), key=abs)
     stored = sum(tensor.size for tensor in tensors.values())
     filled = sum(tensor.size // ranks[name] * rank for name, tensor in tensors.items())
@@ -184,17 +184,13 @@ def _common(tensors: Tensors, scales: Mapping[str, float], path: Path) -> tuple[
         )
     for name, tensor in tensors.items():
         # Quotients of two alphas and ranks may differ in the last bit and mean the same.
-        if not _is_a(name) and not math.isclose(scales[name], scale, rel_tol=1e-12):
+        if not is_a(name) and not math.isclose(scales[name], scale, rel_tol=1e-12):
             tensor = tensor.astype(mx.float32) * (scales[name] / scale)
         if missing := rank - ranks[name]:
-            widths = ((0, 0), (0, missing)) if _is_a(name) else ((0, missing), (0, 0))
+            widths = ((0, 0), (0, missing)) if is_a(name) else ((0, missing), (0, 0))
             tensor = mx.pad(tensor, widths)
         tensors[name] = tensor
     return rank, scale
-
-
-def _is_a(name: str) -> bool:
-    return ".lora_a" in name
 
 
 def write(
@@ -215,7 +211,11 @@ def write(
         if f"{layer}.lora_a" in tensors:
             pairs[layer] = tensors[f"{layer}.lora_a"].T, tensors[f"{layer}.lora_b"].T
             continue
-        parts = {i: layer_pair for i in range(3) if (layer_pair := _part(tensors, layer, i))}
+        parts = {
+            i: (tensors[f"{layer}.lora_a.{i}"].T, tensors[f"{layer}.lora_b.{i}"].T)
+            for i in range(3)
+            if f"{layer}.lora_a.{i}" in tensors
+        }
         if qkv == "fused":
             pairs[layer] = _fused(path, layer, parts)
         else:
@@ -231,12 +231,6 @@ def write(
         save_file(folder / TENSORS_NAME, matrices, metadata)
         text = json.dumps(values, indent=2, sort_keys=True)
         (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
-
-
-def _part(tensors: Mapping[str, mx.array], layer: str, part: int) -> Matrices | None:
-    """The pair of queries, keys or values; None where the adapter has none."""
-    a, b = tensors.get(f"{layer}.lora_a.{part}"), tensors.get(f"{layer}.lora_b.{part}")
-    return None if a is None or b is None else (a.T, b.T)
 
 
 def _fused(path: Path, layer: str, parts: Mapping[int, Matrices]) -> Matrices:

@@ -52,7 +52,7 @@ _READ = set(
     """.split()
 )
 _MAX_PATTERNS = 2000  # the 3B has 280 layers
-_SIMPLE = "three of * + ? { ( at most"
+_PATTERNS = "simple patterns of layers (three of * + ? { ( at most)"
 # Others, such as pissa and loftq, change the base model's weights too.
 _INITS = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -91,7 +91,8 @@ def read_settings(path: Path) -> LoRASettings:
     values = read_config_json(path)
     _check_options(values, path)
     bias, init = values.get("bias", "none"), values.get("init_lora_weights", True)
-    rank, alpha = values.get("r"), values.get("lora_alpha")
+    rank: Any = values.get("r")
+    alpha: Any = values.get("lora_alpha")
     dropout, rs = values.get("lora_dropout", 0.0), values.get("use_rslora", False)
     ranks, alphas = (values.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
     checks = (
@@ -100,30 +101,18 @@ def read_settings(path: Path) -> LoRASettings:
             "init_lora_weights",
             init,
             init in _INITS,
-            "one that leaves the base model's weights as they are",
+            "one that leaves the base's weights as they are",
         ),
         ("r", rank, is_rank(rank), f"a whole number of 1 to {MAX_RANK}"),
         ("lora_alpha", alpha, is_number(alpha), "a finite number of float32"),
         ("lora_dropout", dropout, is_number(dropout) and 0 <= dropout < 1, "in [0, 1)"),
         ("use_rslora", rs, isinstance(rs, bool), "true or false"),
-        (
-            "rank_pattern",
-            ranks,
-            _is_pattern(ranks, is_rank),
-            f"simple patterns of layers ({_SIMPLE}) to ranks",
-        ),
-        (
-            "alpha_pattern",
-            alphas,
-            _is_pattern(alphas, is_number),
-            f"simple patterns of layers ({_SIMPLE}) to numbers",
-        ),
+        ("rank_pattern", ranks, _is_pattern(ranks, is_rank), f"{_PATTERNS} to ranks"),
+        ("alpha_pattern", alphas, _is_pattern(alphas, is_number), f"{_PATTERNS} to numbers"),
     )
     for name, value, holds, allowed in checks:
         if not holds:
             raise ConfigError(f"{path}: {name} is {shown(value)}, and must be {allowed}.")
-    assert type(rank) is int
-    assert isinstance(alpha, (int, float))
     return LoRASettings(rank, float(alpha), rs, ranks, alphas, float(dropout))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.adapter_folder import AdapterConfig, check_pairs
+from afm_mlx.adapters.adapter_folder import AdapterConfig, check_pairs, is_a
 from afm_mlx.adapters.formats.pair_order import (
     Tensors,
     check_fits,
@@ -154,7 +154,7 @@ def _rank(state: Mapping[str, torch.Tensor], keys: Mapping[str, str], path: Path
             raise CheckpointError(
                 f"{path}: {named(key)} is {shown(list(shape))}; a matrix is needed."
             )
-        ranks.add(shape[1 if ".lora_a" in name else 0])
+        ranks.add(shape[1 if is_a(name) else 0])
     if len(ranks) != 1 or 0 in ranks:
         raise CheckpointError(
             f"{path} holds pairs of the ranks {shown(sorted(ranks))}; one rank is needed."

@@ -1,5 +1,6 @@
 """Tiny models, adapters for them, and pools of these."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -35,15 +36,12 @@ def make_model(rng):
             quantize_model(model, {}, QuantizationRule(2), QuantizationRule(4))
         return model.eval()
 
-    def make(kind="packed", kv_bits=None):
-        return copy.deepcopy(original(kind, kv_bits))
-
-    return make
+    return lambda kind="packed", kv_bits=None: copy.deepcopy(original(kind, kv_bits))
 
 
 @pytest.fixture
 def write_adapter(rng, tmp_path):
-    """A function that writes a folder for a model, whose every B is random."""
+    """A function that gives a model random LoRA layers and writes their folder."""
 
     def write(model, name="adapter", rank=4, scale=None, **options):
         scale = float(rng.uniform(0.2, 0.8)) if scale is None else scale
@@ -55,9 +53,6 @@ def write_adapter(rng, tmp_path):
     return write
 
 
-# -- pools
-
-
 @pytest.fixture
 def model(make_model):
     return make_model("float")
@@ -65,7 +60,7 @@ def model(make_model):
 
 @pytest.fixture
 def folder(rng, model, tmp_path):
-    """A function that writes an adapter folder."""
+    """A function that writes an adapter folder for `model`."""
 
     def write(name, rank=4, **options):
         scale = float(rng.uniform(0.2, 0.8))
@@ -84,17 +79,15 @@ def size(model, rng):
 @pytest.fixture
 def make_pool(model, folder):
     """A function that makes a pool with adapters of rank 4."""
-    made = []
+    with contextlib.ExitStack() as pools:
 
-    def make(names="abc", **options):
-        made.append(AdapterPool(model, **options))
-        for name in names:
-            made[-1].register(name, folder(f"{name}{len(made)}"))
-        return made[-1]
+        def make(names="abc", **options):
+            pool = pools.enter_context(AdapterPool(model, **options))
+            for name in names:
+                pool.register(name, folder(name))
+            return pool
 
-    yield make
-    for pool in made:
-        pool.close()
+        yield make
 
 
 @pytest.fixture

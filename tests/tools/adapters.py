@@ -83,6 +83,15 @@ def state(pool, name):
     return {entry["name"]: entry for entry in pool.describe()["adapters"]}[name]
 
 
+def hold_and_wait(pool, held, waiting):
+    """Leases of an adapter, and of another one that there is no memory for until the first is released."""
+    holding = pool.request(held)
+    assert holding.wait(WAIT)
+    asked = pool.request(waiting)
+    until(lambda: state(pool, waiting)["state"] == "waiting")
+    return holding, asked
+
+
 @contextlib.contextmanager
 def gated_reads(monkeypatch):
     """Reads of adapters wait until the event is set; its `reached` says that one has begun."""

@@ -77,6 +77,11 @@ def naive_greedy(model, prompt, count):
     return tokens[len(prompt) :]
 
 
+def tokens_of(found):
+    """Tokens by row, of responses by row."""
+    return {row: [response.token for response in responses] for row, responses in found.items()}
+
+
 def logprobs_of(responses):
     assert all(r.error is None for r in responses), responses[-1].error
     return np.stack([np.array(r.logprobs, np.float64) for r in responses])

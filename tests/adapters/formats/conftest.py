@@ -1,6 +1,7 @@
 """Random adapters of random small AFM models."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig
@@ -25,6 +26,20 @@ def delta(tensors, config, place):
     return config.scale * exact(tensors[place.a]) @ exact(tensors[place.b])
 
 
+@pytest.fixture(scope="session")
+def core_ml():
+    """coremltools' extension module, which few platforms have."""
+    return pytest.importorskip("coremltools.libmilstoragepython")
+
+
+def core_ml_bytes(core_ml, path, arrays):
+    """The file that coremltools writes of these arrays, and where the data of each starts."""
+    writer = core_ml._BlobStorageWriter(str(path))
+    offsets = [writer.write_fp16_data(a.reshape(-1).view(np.uint16)) for a in arrays]
+    del writer
+    return path.read_bytes(), offsets
+
+
 @pytest.fixture
 def model_config(rng):
     """An architecture with reuse blocks, or without."""
@@ -39,10 +54,7 @@ def draw_adapter(rng):
         tensors = {}
         for place in pair_places(model_config):
             if keep is None or keep(place):
-                for name, shape in (
-                    (place.a, (place.inputs, rank)),
-                    (place.b, (rank, place.outputs)),
-                ):
+                for name, shape in place.shapes(rank).items():
                     tensors[name] = (draw_array(rng, shape) * shape[0] ** -0.5).astype(dtype)
         return tensors, AdapterConfig(
             rank=rank,

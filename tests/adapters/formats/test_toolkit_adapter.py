@@ -67,10 +67,11 @@ def test_keys_are_tamms_in_order():
     )
     state = config.create_model().state_dict()
     wanted = {key: tuple(tensor.shape) for key, tensor in state.items() if "adapters" in key}
-    found = {}
-    for place in pair_places(PRESETS["afm-3b"]):
-        found[adapter_key(place.a, "base_adapter", True)] = (place.inputs, 32)
-        found[adapter_key(place.b, "base_adapter", True)] = (32, place.outputs)
+    found = {
+        adapter_key(name, "base_adapter", True): shape
+        for place in pair_places(PRESETS["afm-3b"])
+        for name, shape in place.shapes(32).items()
+    }
     assert len(wanted) == 700
     assert list(found.items()) == list(wanted.items())
 
@@ -105,166 +106,141 @@ def test_without_a_config(make_checkpoint, tmp_path):
     assert read_adapter(path, alpha=2)[1].scale == 0.25
 
 
-def test_files_that_are_refused(make_checkpoint, draw_adapter, model_config, tmp_path):
-    checkpoint = make_checkpoint(
-        adapters={"one": {"rank": 4}, "two": {"rank": 4}}, name="base-model"
-    )
-    path = trained(checkpoint, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"holds 2 adapters \(one, two\)"):
-        read_adapter(path)
-    state = torch.load(path, weights_only=True)
-    state = {k: v for k, v in state.items() if ".one." in k}
-    key = next(k for k in state if "linear_0" in k)
-
-    def refused(change, words):
-        torch.save(state | change, path)
-        with pytest.raises(CheckpointError, match=words):
-            read_adapter(path, alpha=1)
-
-    refused({key: state[key] / 0}, "NaN or infinity")
-    refused({key: state[key].long()}, "of type torch.int64")
-    refused({key: state[key][0].clone()}, "a matrix is needed")
-    refused({key: state[key][:, :2].clone()}, r"ranks \[2, 4\]")
-    refused({"x": torch.zeros(2)}, "unknown tensors: x")
-    torch.save({"state": state}, path)
-    with pytest.raises(CheckpointError, match="other things than tensors"):
-        read_adapter(path)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(CheckpointError, match="cut off or damaged"):
-        read_adapter(path)
-    tensors, config = draw_adapter(model_config)
-    with pytest.raises(CheckpointError, match="is no name of one"):
-        write_adapter(tmp_path / "a", tensors, config, "toolkit", model_config=model_config)
-    with pytest.raises(CheckpointError, match="is not for Apple's 3B model"):
-        write_adapter(tmp_path / "a.pt", tensors, config, "toolkit")
-    (tmp_path / "b-config.json").write_text("{}")
-    with pytest.raises(AFMError, match="exists already"):
-        write_adapter(tmp_path / "b.pt", tensors, config, "toolkit", model_config=model_config)
+@pytest.fixture
+def pt(make_checkpoint, tmp_path):
+    """A trainer's file of an adapter of rank 4, with no config beside it."""
+    return trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
 
 
-def rewritten(path, change):
-    """The archive again, with `change(name, data)` as the content of each entry."""
-    with zipfile.ZipFile(path) as archive:
-        entries = [(e.filename, archive.read(e)) for e in archive.infolist()]
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in entries:
-            archive.writestr(name, change(name, data))
+def refused(path, words, kind=CheckpointError, **options):
+    with pytest.raises(kind, match=words):
+        read_adapter(path, **options)
 
 
-def test_a_record_that_is_too_short(make_checkpoint, tmp_path):
-    """What follows it in the file is not read as numbers."""
-    path = trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
-    rewritten(path, lambda name, data: data)
-    read_adapter(path, alpha=1)
-    rewritten(path, lambda name, data: data[:-4] if name.endswith("/data/0") else data)
-    with pytest.raises(CheckpointError, match="bytes that no record in it has"):
-        read_adapter(path, alpha=1)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s, key: s | {key: s[key] / 0}, "NaN or infinity"),
+        (lambda s, key: s | {key: s[key].long()}, "of type torch.int64"),
+        (lambda s, key: s | {key: s[key].to(torch.float8_e4m3fn)}, r"of type torch\.float8"),
+        (lambda s, key: s | {key: s[key].to_sparse()}, "no dense tensor"),
+        (lambda s, key: s | {key: s[key][0].clone()}, "a matrix is needed"),
+        (lambda s, key: s | {key: s[key][:, :2].clone()}, r"ranks \[2, 4\]"),
+        (
+            lambda s, key: s | {key.replace("layer_0", "layer_7"): s[key]},
+            r"lora_a.* is there without .*lora_b",
+        ),
+        (lambda s, key: s | {"x": torch.zeros(2)}, "unknown tensors: x"),
+        (lambda s, key: s | {5: s[key]}, "the name 5 is no text"),
+        (lambda s, key: {"state": s}, "other things than tensors"),
+        (
+            lambda s, key: {
+                n: torch.zeros(1).expand(
+                    (len(t), 1 << 20) if ".a_tr" in n else (1 << 20, t.shape[1])
+                )
+                for n, t in s.items()
+            },
+            "bytes, and its tensors would take",  # one number is repeated a million times
+        ),
+    ],
+)
+def test_states_that_are_refused(pt, change, words):
+    state = torch.load(pt, weights_only=True)
+    torch.save(change(state, next(iter(state))), pt)
+    refused(pt, words, alpha=1)
+
+
+def test_several_adapters_are_refused(make_checkpoint, tmp_path):
+    checkpoint = make_checkpoint(adapters={"one": {"rank": 4}, "two": {"rank": 4}})
+    refused(trained(checkpoint, tmp_path / "x.pt"), r"holds 2 adapters \(one, two\)")
+
+
+def test_alphas_that_are_no_numbers(pt):
+    for alpha in (float("nan"), float("inf"), -1, "16", 10**400):
+        refused(pt, "a finite number of 0 or more", ConfigError, alpha=alpha)
+
+
+def shorten(name, data):
+    return data[:-4] if name.endswith("/data/0") else data
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_two_records_of_one_name(make_checkpoint, tmp_path):
-    path = trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
-    with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr(next(n for n in archive.namelist() if n.endswith("/data/0")), b"1234")
-    with pytest.raises(CheckpointError, match="two entries of one name"):
-        read_adapter(path, alpha=1)
+def test_archives_that_are_refused(pt):
+    """What follows a record that is too short is not read as numbers."""
+    with zipfile.ZipFile(pt) as archive:
+        entries = [(e.filename, archive.read(e)) for e in archive.infolist()]
+    again = next(entry for entry in entries if entry[0].endswith("/data/0"))
+    for written, words in (
+        (entries, None),
+        ([(name, shorten(name, data)) for name, data in entries], "bytes that no record in it has"),
+        ([*entries, again], "two entries of one name"),
+    ):
+        with zipfile.ZipFile(pt, "w") as archive:
+            for entry in written:
+                archive.writestr(*entry)
+        refused(pt, words, alpha=1) if words else read_adapter(pt, alpha=1)
+    pt.write_bytes(pt.read_bytes()[:-100])
+    refused(pt, "cut off or damaged", alpha=1)
 
 
-def test_verify_finds_a_flipped_bit(make_checkpoint, rng, tmp_path):
-    path = trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
-    before = verify_adapter(path, alpha=1).problems
-    with zipfile.ZipFile(path) as archive:
+def test_verify_finds_a_flipped_bit(pt, rng):
+    before = verify_adapter(pt, alpha=1).problems
+    with zipfile.ZipFile(pt) as archive:
         entry = archive.getinfo(next(n for n in archive.namelist() if n.endswith("/data/0")))
-        start = path.read_bytes().index(archive.read(entry))
-    data = bytearray(path.read_bytes())
+        start = pt.read_bytes().index(archive.read(entry))
+    data = bytearray(pt.read_bytes())
     data[start + int(rng.integers(entry.file_size)) // 4 * 4] ^= 1  # the last bit of a number
-    path.write_bytes(data)
-    problems = verify_adapter(path, alpha=1).problems
+    pt.write_bytes(data)
+    problems = verify_adapter(pt, alpha=1).problems
     assert len(problems) == len(before) + 1
     assert any("checksums do not fit" in problem for problem in problems)
 
 
-def test_state_dicts_of_odd_things(make_checkpoint, tmp_path):
-    path = trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
-    state = torch.load(path, weights_only=True)
-    key = next(iter(state))
-    for change, words in (
-        ({5: state[key]}, "the name 5 is no text"),
-        ({key.replace("layer_0", "layer_7"): state[key]}, r"lora_a.* is there without .*lora_b"),
-        ({key: state[key].to(torch.float8_e4m3fn)}, r"of type torch\.float8"),
-        ({key: state[key].to(torch.complex64)}, r"of type torch\.complex64"),
-        ({key: state[key].to_sparse()}, "no dense tensor"),
-    ):
-        torch.save(state | change, path)
-        with pytest.raises(CheckpointError, match=words):
-            read_adapter(path, alpha=1)
-
-
-def test_a_config_that_fills_memory(make_checkpoint):
-    checkpoint = make_checkpoint(adapters={"a": {"rank": 4}})
-    path = trained(checkpoint, checkpoint.folder / "x.pt")
-    values = json.loads(checkpoint.config_path.read_text())
-    checkpoint.config_path.write_text(json.dumps(values | {"num_layers": 10**9}))
-    with pytest.raises(ConfigError, match="num_layers is 1000000000"):
-        read_adapter(path)
-
-
-def test_bytes_that_claim_to_be_gigabytes(make_checkpoint, tmp_path):
-    """A tensor may repeat one number a billion times."""
-    checkpoint = make_checkpoint(adapters={"a": {"rank": 4}})
-    state = torch.load(trained(checkpoint, tmp_path / "x.pt"), weights_only=True)
-    rank = 1 << 20
-    state = {
-        key: torch.zeros(1).expand((len(t), rank) if ".a_tr" in key else (rank, t.shape[1]))
-        for key, t in state.items()
-    }
-    torch.save(state, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match="bytes, and its tensors would take"):
-        read_adapter(tmp_path / "x.pt", alpha=1)
-
-
-def test_an_alpha_that_is_no_number(make_checkpoint, tmp_path):
-    path = trained(make_checkpoint(adapters={"a": {"rank": 4}}), tmp_path / "x.pt")
-    for alpha in (float("nan"), float("inf"), -1, "16", 10**400):
-        with pytest.raises(ConfigError, match="a finite number of 0 or more"):
-            read_adapter(path, alpha=alpha)
-
-
-def test_a_config_of_other_adapters(make_checkpoint):
-    """Which of two others it is, nobody can know; and only LoRA is read."""
+def test_configs_beside_a_file(make_checkpoint):
+    """Which of two other adapters it is, nobody can know; and only LoRA is read."""
     checkpoint = make_checkpoint(adapters={"a": {"rank": 4, "alpha": 2}})
     path = trained(checkpoint, checkpoint.folder / "x.pt")
     values = json.loads(checkpoint.config_path.read_text())
-    entry = values["adapters"].pop("a")
-    for adapters, words in (
-        ({"b": entry, "c": entry | {"alpha": 9}}, "the adapters b, c, and none is 'a'"),
-        ({"b": entry | {"__tamm_type__": "adapters:Other"}}, "of type 'adapters:Other'"),
-        ({"b": entry | {"alpha": 10**400}}, "must be a number of 0 or more"),
+    entry = values["adapters"]["a"]
+    for change, kind, words in (
+        ({"num_layers": 10**9}, ConfigError, "num_layers is 1000000000"),
+        ({"adapters": {"a": entry | {"rank": 5}}}, CheckpointError, "rank 4, and .* says 5"),
+        (
+            {"adapters": {"b": entry, "c": entry | {"alpha": 9}}},
+            ConfigError,
+            "the adapters b, c, and none is 'a'",
+        ),
+        (
+            {"adapters": {"b": entry | {"__tamm_type__": "adapters:Other"}}},
+            ConfigError,
+            "of type 'adapters:Other'",
+        ),
+        (
+            {"adapters": {"b": entry | {"alpha": 10**400}}},
+            ConfigError,
+            "must be a number of 0 or more",
+        ),
     ):
-        checkpoint.config_path.write_text(json.dumps(values | {"adapters": adapters}))
-        with pytest.raises(ConfigError, match=words):
-            read_adapter(path)
+        checkpoint.config_path.write_text(json.dumps(values | change))
+        refused(path, words, kind)
     checkpoint.config_path.write_text(json.dumps(values | {"adapters": {"b": entry}}))
     assert read_adapter(path)[1].scale == 0.5
 
 
-def test_a_full_disk(draw_adapter, model_config, monkeypatch, tmp_path):
+def test_files_that_can_not_be_written(draw_adapter, model_config, monkeypatch, tmp_path):
     def full(state, path):
         path.write_bytes(b"some")
         raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
 
-    tensors, config = draw_adapter(model_config)
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(AFMError, match=r"a\.pt can't be written: .*unexpected pos"):
-        write_adapter(tmp_path / "a.pt", tensors, config, "toolkit", model_config=model_config)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_config_of_another_run(make_checkpoint):
-    checkpoint = make_checkpoint(adapters={"a": {"rank": 4}})
-    path = trained(checkpoint, checkpoint.folder / "x.pt")
-    values = json.loads(checkpoint.config_path.read_text())
-    values["adapters"]["a"]["rank"] = 5
-    checkpoint.config_path.write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match="rank 4, and the config beside it says 5"):
-        read_adapter(path)
+    (tmp_path / "b-config.json").write_text("{}")
+    tensors, config = draw_adapter(model_config)
+    for name, model, words in (
+        ("a", model_config, "is no name of one"),
+        ("a.pt", None, "is not for Apple's 3B model"),
+        ("b.pt", model_config, "exists already"),
+        ("a.pt", model_config, r"a\.pt can't be written: .*unexpected pos"),
+    ):
+        with pytest.raises(AFMError, match=words):
+            write_adapter(tmp_path / name, tensors, config, "toolkit", model_config=model)
+    assert [path.name for path in tmp_path.iterdir()] == ["b-config.json"]

@@ -3,14 +3,20 @@
 import pytest
 
 from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.engine.engine import Engine
 from tests.tools.adapters import SIZES, gated_reads
 from tests.tools.engines import Adapters, tiny
 from tests.tools.models import WordTokenizer
+from tests.tools.zoo import zoo_model
 
 
 @pytest.fixture
-def model(rng):
-    return tiny(rng)
+def model(request, rng):
+    """A model of float weights, keys and values, or of the kind and the bits that a parameter says."""
+    kind, kv_bits = getattr(request, "param", ("float", None))
+    if kind == "llama":
+        return zoo_model(kind, SIZES["vocab_size"], int(rng.integers(2**31)))
+    return tiny(rng, kind, kv_bits)
 
 
 @pytest.fixture
@@ -21,14 +27,22 @@ def tokenizer():
 
 
 @pytest.fixture
-def setup(model, rng, tmp_path):
-    """A pool with the adapters a to d, of ranks 4, 4, 8 and 3, and its folders."""
-    pool = AdapterPool(model)
-    adapters = Adapters(model, rng, tmp_path)
-    for name, rank in zip("abcd", (4, 4, 8, 3), strict=True):
-        adapters.add(pool, name, rank)
-    yield pool, adapters
-    pool.close()
+def adapters(model, rng, tmp_path):
+    return Adapters(model, rng, tmp_path)
+
+
+@pytest.fixture
+def pool(model, adapters):
+    """A pool with the adapters a to d, of ranks 4, 4, 8 and 3."""
+    with AdapterPool(model) as pool:
+        for name, rank in zip("abcd", (4, 4, 8, 3), strict=True):
+            adapters.add(pool, name, rank)
+        yield pool
+
+
+@pytest.fixture
+def make_engine(model, tokenizer, pool):
+    return lambda **options: Engine(model, tokenizer, adapters=pool, **options)
 
 
 @pytest.fixture

@@ -2,81 +2,64 @@
 
 import gc
 import os
+from pathlib import Path
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
-from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
 from afm_mlx.model.model import Model
 from tests.tools.adapters import memory_falls_to
-from tests.tools.engines import Adapters, logprobs_of, some_prompt, tiny
+from tests.tools.compare import assert_same
+from tests.tools.engines import logprobs_of, some_prompt
+
+STATISTICS = Path("/proc/self/statm")
 
 
-def swaps(count, rng, model, tokenizer, setup, monkeypatch):
-    """Rows with one adapter after the other; what is left in memory, and what was traced anew."""
-    pool, _ = setup
+def taken():
+    """Bytes of MLX's arrays, and of all the process."""
+    gc.collect()
+    pages = int(STATISTICS.read_text().split()[1])
+    return mx.get_active_memory(), pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.usefixtures("exact_memory")
+@pytest.mark.skipif(not STATISTICS.exists(), reason="reads Linux's statistics")
+@pytest.mark.parametrize(
+    ("model", "count", "allowed"),
+    [
+        (("2-bit", 8), 300, 4e6),
+        (("2-bit", None), 60, 4e6),
+        pytest.param(("2-bit", 8), 10_000, 8e6, marks=pytest.mark.slow),
+    ],
+    indirect=["model"],
+)
+def test_swapping_leaks_nothing(rng, model, make_engine, monkeypatch, count, allowed):
     traced, forward = [], Model.forward
     monkeypatch.setattr(
         Model, "forward", lambda self, *args: (traced.append(1), forward(self, *args))[1]
     )
-    engine, prompt, first = Engine(model, tokenizer, adapters=pool), some_prompt(rng, 3), {}
-    names = ["a", "b", "c", None, "d"]
+    engine, prompt, names = make_engine(), some_prompt(rng, 3), ["a", "b", "c", None, "d"]
 
     def swap(i):
         engine.submit(Request(prompt, 2, adapter=names[i % 5]))
         return logprobs_of(list(engine.run()))
 
-    def taken():
-        gc.collect()
-        with open(f"/proc/{os.getpid()}/statm") as file:
-            pages = int(file.read().split()[1])
-        return mx.get_active_memory(), pages * os.sysconf("SC_PAGE_SIZE")
-
-    for i in range(20):
-        first[i % 5] = swap(i)
+    first = [swap(i) for i in range(20)][-5:]
     before, traced[:] = taken(), []
-    for i in range(count):
-        logprobs = swap(i)
-        if i >= count - 5:
-            assert np.array_equal(logprobs, first[i % 5])
+    last = [swap(i) for i in range(count)][-5:]
     after = taken()
+    for one, other in zip(first, last, strict=True):
+        assert_same(one, other)
     assert after[0] == before[0]
-    return after[1] - before[1], len(traced)
+    assert after[1] - before[1] < allowed
+    if model.args.kv_bits:  # steps over int8 caches are traced once for each layout
+        assert not traced
 
 
 @pytest.mark.usefixtures("exact_memory")
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's statistics")
-@pytest.mark.parametrize(("kv_bits", "count"), [(8, 300), (None, 60)])
-def test_swapping_leaks_nothing(rng, tokenizer, tmp_path, monkeypatch, kv_bits, count):
-    _swapped(count, rng, tokenizer, tmp_path, monkeypatch, kv_bits, 4e6)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("exact_memory")
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads Linux's statistics")
-def test_swapping_ten_thousand_times_leaks_nothing(rng, tokenizer, tmp_path, monkeypatch):
-    _swapped(10_000, rng, tokenizer, tmp_path, monkeypatch, 8, 8e6)
-
-
-def _swapped(count, rng, tokenizer, tmp_path, monkeypatch, kv_bits, allowed):
-    model = tiny(rng, "2-bit", kv_bits)
-    pool, adapters = AdapterPool(model), Adapters(model, rng, tmp_path)
-    for name, rank in zip("abcd", (4, 4, 8, 3), strict=True):
-        adapters.add(pool, name, rank)
-    grown, traced = swaps(count, rng, model, tokenizer, (pool, adapters), monkeypatch)
-    assert grown < allowed
-    if kv_bits:  # steps over int8 caches are traced once for each layout
-        assert traced == 0
-    pool.close()
-
-
-@pytest.mark.usefixtures("exact_memory")
-def test_loading_again_and_again_leaks_nothing(rng, model, tokenizer, setup):
-    pool, _ = setup
-    engine = Engine(model, tokenizer, adapters=pool)
+def test_loading_again_and_again_leaks_nothing(make_engine, pool):
+    engine = make_engine()
 
     def answer(adapter):
         engine.submit(Request([1, 2], 2, adapter=adapter))
@@ -85,9 +68,9 @@ def test_loading_again_and_again_leaks_nothing(rng, model, tokenizer, setup):
     answer(None)
     gc.collect()
     before = mx.get_active_memory()
-    for i in range(20):
-        answer("abcd"[i % 4])
+    for name in 3 * "abcd":
+        answer(name)
         assert mx.get_active_memory() > before
-        pool.unload("abcd"[i % 4])
+        pool.unload(name)
         memory_falls_to(before)
-    assert pool.describe()["loads"] == 20
+    assert pool.describe()["loads"] == 12

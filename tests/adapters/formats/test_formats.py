@@ -1,10 +1,13 @@
-"""Every format gives back what was written, bit for bit, through every other."""
+"""Every format is told apart, and gives back what was written, bit for bit, through every other."""
+
+import shutil
 
 import mlx.core as mx
 import pytest
 
 from afm_mlx.adapters.formats import FORMATS, detect_format, read_adapter, write_adapter
 from afm_mlx.adapters.formats.pair_order import pair_places
+from afm_mlx.errors import AFMError, CheckpointError
 from tests.adapters.formats.conftest import assert_same_numbers, delta
 
 ENDS = {"toolkit": ".pt", "fmadapter": ".fmadapter"}
@@ -71,3 +74,33 @@ def test_a_type_of_choice(draw_adapter, model_config, tmp_path):
     found, _ = read_adapter(tmp_path / "a")
     assert {tensor.dtype for tensor in found.values()} == {mx.float16}
     assert_same_numbers(found, {n: t.astype(mx.float16) for n, t in tensors.items()})
+
+
+def test_what_is_no_adapter(draw_adapter, model_config, tmp_path):
+    adapter, folder = draw_adapter(model_config), tmp_path / "a"
+    write_adapter(folder, *adapter, "mlx-lm")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("hello")
+    shutil.make_archive(str(tmp_path / "b.fmadapter"), "zip", folder)
+    shutil.copy(tmp_path / "b.fmadapter.zip", tmp_path / "b.fmadapter")
+    for path, words in (
+        (tmp_path / "nothing", "There is no"),
+        (tmp_path / "empty", "it holds nothing"),
+        (tmp_path / "notes.txt", "files are the toolkit's .pt"),
+        (tmp_path / "b.fmadapter", "Unpack it first"),
+        (tmp_path / "b.fmadapter.zip", "Unpack it first"),
+        (folder / "adapters.safetensors", "one file of an adapter; give its folder"),
+    ):
+        with pytest.raises(CheckpointError, match=words):
+            read_adapter(path)
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="which are two adapters"):
+        read_adapter(folder)
+    for path, tensors, to, words in (
+        (tmp_path / "x", adapter[0], "gguf", "The format is 'gguf'; allowed are mlx-lm, peft"),
+        (folder, adapter[0], "peft", "exists already"),
+        (tmp_path / "x", {}, "peft", "no LoRA tensors"),
+    ):
+        with pytest.raises(AFMError, match=words):
+            write_adapter(path, tensors, adapter[1], to)
+    assert not (tmp_path / "x").exists()
