@@ -32,19 +32,12 @@ KILLS = list(STATUS)
 
 @dataclass
 class Job:
-    """A command that writes, to be ended.
-
-    Args:
-        argv: of the command.
-        output: that it makes.
-        folders: where it writes.
-        read: reads the output, and raises when it isn't whole.
-    """
+    """A command that writes, to be ended."""
 
     argv: list
     output: Path
-    folders: list
-    read: object
+    folders: list  # where it writes
+    read: object  # reads the output, and raises when it isn't whole
 
     def start(self, seconds):
         command = [sys.executable, "-c", SLOW, str(seconds), *map(str, self.argv)]
@@ -71,31 +64,28 @@ class Job:
 
 
 @pytest.fixture
-def job(request, tmp_path, trainable_folder, data, rng):
-    """By name."""
-
+def job(tmp_path, trainable_folder, data, rng):
     def make(name):
-        folder, work = trainable_folder, tmp_path / "work"
+        base, work = ["--model", trainable_folder], tmp_path / "work"
         work.mkdir()
         out = work / "out"
         if name == "convert":
-            argv = ["convert", "--model", folder, "--mlx-path", out, "-q"]
-            return Job(argv, out, [work], load)
+            return Job(["convert", *base, "--mlx-path", out, "-q"], out, [work], load)
         if name == "compose":
-            adapters = [random_adapter(folder, tmp_path / n, rng) for n in "ab"]
+            adapters = [random_adapter(trainable_folder, tmp_path / n, rng) for n in "ab"]
             weighted = [f"{path}=0.5" for path in adapters]
-            argv = ["adapter", "compose", *weighted, "--model", folder, "--output", out]
+            argv = ["adapter", "compose", *weighted, *base, "--output", out]
             return Job(argv, out, [work, out], load_adapter)
         if name == "prompt cache":
             out = work / "cache.safetensors"
-            argv = ["generate", "--model", folder, "--prompt", "say hello", "-m", 2]
-            argv += ["--prompt-cache-file", out]
-            return Job(argv, out, [work], lambda path: path.stat())
+            argv = ["generate", *base, "--prompt", "say hello", "-m", 2, "--prompt-cache-file", out]
+            return Job(argv, out, [work], Path.stat)
         assert name == "lora"
-        argv = ["lora", "--model", folder, "--data", data, "--adapter-path", out, "--iters", 6]
-        argv += ["--batch-size", 2, "--max-seq-length", 96, "--save-every", 1]
+        sizes = "--iters 6 --batch-size 2 --max-seq-length 96 --save-every 1".split()
         run = out / "run"
-        return Job(argv, out, [out, run, run / "checkpoints", run / "best"], load_adapter)
+        folders = [out, run, run / "checkpoints", run / "best"]
+        argv = ["lora", *base, "--data", data, "--adapter-path", out, *sizes]
+        return Job(argv, out, folders, load_adapter)
 
     return make
 
@@ -120,25 +110,28 @@ def end_once(job, number, rng):
             assert run.load(step).tensors
 
 
-COMMANDS = ("convert", "compose", "prompt cache", "lora")
-CASES = [(name, number) for name in COMMANDS for number in KILLS]
+def wait_for_a_checkpoint(job):
+    while not RunFolder(job.output / "run").steps():
+        time.sleep(0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        pytest.param(*case, marks=() if case == ("convert", signal.SIGKILL) else pytest.mark.slow)
-        for case in CASES
-    ],
-    ids=lambda value: getattr(value, "name", value),
-)
-def test_nothing_half_written_is_left(job, rng, name, number):
-    job = job(name)
+def check_nothing_half_written_is_left(job, rng, number):
     end_once(job, number, rng)
     last = job.output / "adapter_config.json" if name == "lora" else job.output
     if not last.exists():
         job.finish()
     job.read(job.output)
+
+
+def test_nothing_half_written_is_left(job, rng):
+    check_nothing_half_written_is_left(job("convert"), rng, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", KILLS, ids=lambda number: number.name)
+@pytest.mark.parametrize("name", ["convert", "compose", "prompt cache", "lora"])
+def test_nothing_half_written_is_left_by_any(job, rng, name, number):
+    check_nothing_half_written_is_left(job(name), rng, number)
 
 
 @pytest.mark.slow
@@ -178,8 +171,7 @@ def test_two_at_once_on_one_output(job, name):
 def test_two_resumes_at_once(job):
     job = job("lora")
     first = job.start(0.3)
-    while not RunFolder(job.output / "run").steps():
-        time.sleep(0.02)
+    wait_for_a_checkpoint(job)
     second = process(*job.argv, "--resume", timeout=60)
     assert second.returncode == 2
     assert f"in use by process {first.pid} since 20" in second.stderr
@@ -202,8 +194,7 @@ def test_a_job_of_a_script_in_the_background_ignores_interrupts(job):
         started = job.start(0.1)
     finally:
         signal.signal(signal.SIGINT, ignored)
-    while not RunFolder(job.output / "run").steps():
-        time.sleep(0.02)
+    wait_for_a_checkpoint(job)
     started.send_signal(signal.SIGINT)
     assert started.wait(60) == 0
     job.read(job.output)
