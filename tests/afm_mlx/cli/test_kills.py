@@ -28,6 +28,7 @@ sys.exit(main(sys.argv[2:]))
 """
 STATUS = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGKILL: -signal.SIGKILL}
 KILLS = list(STATUS)
+SLOW_ONES = [pytest.param(n, marks=pytest.mark.slow) for n in ("compose", "prompt cache", "lora")]
 
 
 @dataclass
@@ -115,23 +116,15 @@ def wait_for_a_checkpoint(job):
         time.sleep(0.02)
 
 
-def check_nothing_half_written_is_left(job, rng, number):
+@pytest.mark.parametrize("number", KILLS, ids=lambda number: number.name)
+@pytest.mark.parametrize("name", ["convert", *SLOW_ONES])
+def test_nothing_half_written_is_left(job, rng, name, number):
+    job = job(name)
     end_once(job, number, rng)
     last = job.output / "adapter_config.json" if name == "lora" else job.output
     if not last.exists():
         job.finish()
     job.read(job.output)
-
-
-def test_nothing_half_written_is_left(job, rng):
-    check_nothing_half_written_is_left(job("convert"), rng, signal.SIGKILL)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", KILLS, ids=lambda number: number.name)
-@pytest.mark.parametrize("name", ["convert", "compose", "prompt cache", "lora"])
-def test_nothing_half_written_is_left_by_any(job, rng, name, number):
-    check_nothing_half_written_is_left(job(name), rng, number)
 
 
 @pytest.mark.slow

@@ -277,12 +277,3 @@ def test_a_plot_that_can_not_be_drawn_is_known_before_training(data, fails, monk
     monkeypatch.setattr("afm_mlx.cli.training_recipe.find_spec", lambda name: None)
     err = fails("qat", "--data", data, "--plot", tmp_path / "x.png")
     assert "--plot needs matplotlib" in err
-
-
-def test_bad_data_is_named_by_its_lines(trainable_folder, data, fails, tmp_path):
-    with (data / "train.jsonl").open("a") as file:
-        file.write('{"text": 7}\nnonsense\n')
-    out = ("--save-path", tmp_path / "out")
-    err = fails("qat", "--model", trainable_folder, "--data", data, *out)
-    assert "train.jsonl:10: " in err
-    assert "train.jsonl:11: " in err

@@ -26,37 +26,27 @@ def read(tmp_path):
 
 
 def test_values(read):
-    digits = "9" * 60000 + "x"  # what begins like a number takes no time
-    for text, value in {
-        "5": 5,
-        "-5": -5,
-        "007": 7,
-        "1_000": 1000,
-        "0x1F": 31,
-        "0b11": 3,
-        "0o17": 15,
-        "1e-5": 1e-5,
-        "1.": 1.0,
-        ".5": 0.5,
-        "-.inf": float("-inf"),
-        "true": True,
-        "No": False,
-        "": None,
-        "~": None,
-        "2001-13-45": "2001-13-45",
-        "12:30": "12:30",
-        "0x_": "0x_",
-        "'5'": "5",
-        '"a\\nb"': "a\nb",
-        "|\n  a\n  b": "a\nb\n",
-        "[1, a, [~]]": [1, "a", [None]],
-        "\n  - 1\n  - {b: c}": [1, {"b": "c"}],
-        "{b: {c: 1e3}}": {"b": {"c": 1000.0}},
-        "ü  # a comment": "ü",
-        digits: digits,
-    }.items():
-        assert read(f"a: {text}\n")["a"].value == value
-        assert type(read(f"a: {text}\n")["a"].value) is type(value)
+    found = read(
+        "integers: [5, -5, 007, 1_000, 0x1F, 0b11, 0o17]\nfloats: [1e-5, 1., .5, -.inf]\n"
+        "truths: [true, No]\nnothing: [~, null]\nempty:\n"
+        "texts: [2001-13-45, 12:30, 0x_, '5', \"a\\nb\"]\nblock: |\n  a\n  b\n"
+        "list:\n  - 1\n  - {b: {c: d}}\nü: a  # a comment\n"
+        f"long: {'9' * 60000}x\n"  # what begins like a number takes no time
+    )
+    assert repr({name: setting.value for name, setting in found.items()}) == repr(
+        {
+            "integers": [5, -5, 7, 1000, 31, 3, 15],
+            "floats": [1e-5, 1.0, 0.5, float("-inf")],
+            "truths": [True, False],
+            "nothing": [None, None],
+            "empty": None,
+            "texts": ["2001-13-45", "12:30", "0x_", "5", "a\nb"],
+            "block": "a\nb\n",
+            "list": [1, {"b": {"c": "d"}}],
+            "ü": "a",
+            "long": "9" * 60000 + "x",
+        }
+    )
 
 
 def test_files_without_a_line(read):
