@@ -10,57 +10,47 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import FLAG, Argument, add_table, flag_of, unavailable
+from afm_mlx.cli.argument_table import FLAG, Argument, flag_of, unavailable
 from afm_mlx.cli.output import print_answer, print_json
 from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
 from afm_mlx.errors import CacheFileError
 
 _RULE = "=" * 10
-
-
 _SPECULATIVE = "speculative decoding is not available in this version"
 
 # fmt: off
-_PROMPT = [
-    Argument("--prompt -p", None,
-             r"what to say to the model, with \n and \t for line break and tab; "
-             "- reads standard input, but for its last line break",
-             "hello"),
-    Argument("--system-prompt", None, "instructions that come before it"),
-    Argument("--prefill-response", None, "beginning of the answer, for the model to continue"),
-    Argument("--ignore-chat-template", FLAG,
-             "continue the prompt as plain text, in which names such as <turn_end> are control tokens"),
-    Argument("--chat-template-config", json_object, "variables for the chat template", metavar="JSON"),
-]
-
-_ANSWER = [
-    Argument("--max-tokens -m", integer(-1), "new tokens at most; -1 for no limit", 100),
-    Argument("--stop", None, "texts that end the answer, left out of it", [], nargs="+", metavar="TEXT"),
-    Argument("--extra-eos-token", None, "more tokens that end the answer", [], nargs="+", metavar="TOKEN"),
-]
-
-_OUTPUT = [
-    Argument("--prompt-cache-file", None,
-             "keys and values of an earlier prompt: what both prompts begin with is not computed again. "
-             "The file is made when there is none, and never changed after",
-             metavar="FILE.safetensors"),
-    Argument("--verbose", boolean, "False prints the answer and no figures", True),
-    options.JSON,
-    unavailable("--draft-model", _SPECULATIVE),
-    unavailable("--num-draft-tokens", _SPECULATIVE),
-    unavailable("--quantize-activations -qa", "quantized activations are not available", nargs=0),
-    unavailable("--image", "these models read text only", nargs="+"),
-    unavailable("--use-default-chat-template",
-                "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
-]
+ARGUMENTS = {
+    "options": [
+        *options.LOADING,
+        Argument("--prompt -p", None,
+                 r"what to say to the model, with \n and \t for line break and tab; "
+                 "- reads standard input, but for its last line break",
+                 "hello"),
+        Argument("--system-prompt", None, "instructions that come before the prompt"),
+        Argument("--prefill-response", None, "beginning of the answer, for the model to continue"),
+        Argument("--ignore-chat-template", FLAG,
+                 "continue the prompt as plain text, in which names such as <turn_end> are control tokens"),
+        Argument("--chat-template-config", json_object, "variables for the chat template", metavar="JSON"),
+        Argument("--max-tokens -m", integer(-1), "new tokens at most; -1 for no limit", 100),
+        Argument("--stop", None, "texts that end the answer, left out of it", [], nargs="+", metavar="TEXT"),
+        Argument("--extra-eos-token", None, "more tokens that end the answer", [], nargs="+", metavar="TOKEN"),
+        Argument("--prompt-cache-file", None,
+                 "keys and values of an earlier prompt: what both prompts begin with is not computed again. "
+                 "The file is made when there is none, and never changed after",
+                 metavar="FILE.safetensors"),
+        Argument("--verbose", boolean, "False prints the answer and no figures", True),
+        options.JSON,
+        unavailable("--draft-model", _SPECULATIVE),
+        unavailable("--num-draft-tokens", _SPECULATIVE),
+        unavailable("--quantize-activations -qa", "quantized activations are not available", nargs=0),
+        unavailable("--image", "these models read text only", nargs="+"),
+        unavailable("--use-default-chat-template",
+                    "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
+    ],
+    "sampling": options.sampling(seed=None),
+    "keys and values": options.CACHE,
+}
 # fmt: on
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, [*options.LOADING, *_PROMPT, *_ANSWER])
-    options.add_sampling(parser, seed=None)
-    options.add_cache(parser)
-    add_table(parser, _OUTPUT)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -69,17 +59,18 @@ def run(args: argparse.Namespace) -> None:
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = _encode(args, text, tokenizer)
-    arguments = {
-        "max_tokens": args.max_tokens,
-        "sampler": options.sampler_of(args, model, tokenizer),
-        "seed": args.seed,
-        "stop": args.stop,
+    run = _generate if args.prompt_cache_file is None else _generate_with_file
+    run(
+        args,
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=args.max_tokens,
+        sampler=options.sampler_of(args, model, tokenizer),
+        seed=args.seed,
+        stop=args.stop,
         **options.cache_options(args, model),
-    }
-    if args.prompt_cache_file is None:
-        _generate(args, model, tokenizer, prompt, arguments)
-    else:
-        _generate_with_file(args, model, tokenizer, prompt, arguments)
+    )
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -121,11 +112,7 @@ def _encode(args: argparse.Namespace, text: str, tokenizer: Any) -> list[int]:
 
 
 def _generate(
-    args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-    prompt: list[int],
-    arguments: dict[str, Any],
+    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], **arguments: Any
 ) -> None:
     from afm_mlx.engine.generation import stream_generate, summary
 
@@ -167,11 +154,7 @@ def _as_json(text: str, tokens: list[int], response: Any) -> dict[str, Any]:
 
 
 def _generate_with_file(
-    args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-    prompt: list[int],
-    arguments: dict[str, Any],
+    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], **arguments: Any
 ) -> None:
     from afm_mlx.engine.prompt_cache import save_prompt_cache
     from afm_mlx.engine.prompt_reuse import PromptCaches
@@ -181,7 +164,7 @@ def _generate_with_file(
     if is_there := path.exists():
         caches.keep(*_read_cache(path, model))
     with caches.continuing(prompt) as run:
-        _generate(args, model, tokenizer, run.rest, {**arguments, "prompt_cache": run.cache})
+        _generate(args, model, tokenizer, run.rest, prompt_cache=run.cache, **arguments)
     if not is_there:
         of_prompt = [layer.copy(len(prompt)) for layer in run.cache]
         save_prompt_cache(path, of_prompt, model, metadata={"tokens": json.dumps(prompt)})

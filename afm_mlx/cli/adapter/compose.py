@@ -8,36 +8,32 @@ from pathlib import Path
 
 from afm_mlx.cli.adapter.arguments import (
     FORCE,
-    add_output,
-    dtype_of,
+    PACKAGE,
     located,
     model_argument,
-    package_fields,
+    output,
+    output_options,
     print_written,
     require,
 )
-from afm_mlx.cli.argument_table import Argument, add_table
+from afm_mlx.cli.argument_table import Argument
 from afm_mlx.cli.parser import UsageError
 from afm_mlx.errors import shown
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    adapters = Argument(
-        "adapters",
-        None,
-        "an adapter of any format, or the name of one that comes with the model, and its weight, such as "
-        "poet=0.7",
-        nargs="*",
-        metavar="PATH=WEIGHT",
-    )
-    add_table(parser, [adapters])
-    add_output(parser, default="mlx-lm")
-    add_table(parser, [model_argument("the adapters must fit it"), FORCE])
+_ADAPTERS = Argument(
+    "adapters",
+    None,
+    "an adapter of any format, or the name of one that comes with the model, and its weight, such as poet=0.7",
+    nargs="*",
+    metavar="PATH=WEIGHT",
+)
+_BASE = model_argument("the adapters must fit it")
+ARGUMENTS = {"options": [_ADAPTERS, *output(default="mlx-lm"), _BASE, FORCE], **PACKAGE}
 
 
 def run(args: argparse.Namespace) -> None:
     require(args, "compose", output="what to write")
-    package = package_fields(args)
+    options, package = output_options(args)
     weighted = [_weighted(text) for text in args.adapters]
     if not weighted:
         raise UsageError("no adapter was named; give one or more as PATH=WEIGHT.")
@@ -54,10 +50,8 @@ def run(args: argparse.Namespace) -> None:
         config,
         args.to,
         model_config=base.config if base else None,
-        dtype=dtype_of(args),
         package=package_for(Path(args.output), None, package) if args.to == "fmadapter" else None,
-        any_rank=args.any_rank,
-        qkv=args.qkv,
+        **options,
     )
     print_written(args.output, config)
 

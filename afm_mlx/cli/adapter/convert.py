@@ -6,26 +6,21 @@ import argparse
 
 from afm_mlx.cli.adapter.arguments import (
     FORCE,
+    PACKAGE,
     SOURCE,
-    add_output,
-    dtype_of,
     located,
     model_argument,
-    package_fields,
+    output,
+    output_options,
     print_written,
     require,
 )
-from afm_mlx.cli.argument_table import add_table
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, SOURCE)
-    add_output(parser, default=None)
-    base = model_argument(
-        "the adapter must fit it, and formats with a place for every layer need it for other models than "
-        "Apple's 3B; by default the one that the adapter's config names, if it is here"
-    )
-    add_table(parser, [base, FORCE])
+_BASE = model_argument(
+    "the adapter must fit it, and formats with a place for every layer need it for other models than Apple's "
+    "3B; by default the one that the adapter's config names, if it is here"
+)
+ARGUMENTS = {"options": [*SOURCE, *output(default=None), _BASE, FORCE], **PACKAGE}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -36,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
         to="what to convert it to",
         output="what to write",
     )
-    package = package_fields(args)
+    options, package = output_options(args)
     from afm_mlx.converters.adapter_conversion import base_of, convert_adapter
 
     (path,), base = located(args, [args.adapter_path])
@@ -46,10 +41,8 @@ def run(args: argparse.Namespace) -> None:
         args.to,
         base=base or base_of(path),
         alpha=args.alpha,
-        dtype=dtype_of(args),
         package=package,
-        any_rank=args.any_rank,
-        qkv=args.qkv,
         force=args.force,
+        **options,
     )
     print_written(args.output, config)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.generation import GenerationResponse, stream_generate
-from afm_mlx.engine.prompt_reuse import Continuation, PromptCaches
+from afm_mlx.engine.prompt_reuse import PromptCaches
 from afm_mlx.errors import AFMError, RequestError, TokenizerError
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
 
@@ -186,7 +186,18 @@ class Conversation:
         try:
             with (
                 self._caches.continuing(prompt, self.adapter) as run,
-                closing(self._responses(run, arguments)) as responses,  # type: ignore[type-var]
+                closing(
+                    stream_generate(
+                        self._model,
+                        self._tokenizer,
+                        run.rest,
+                        prompt_cache=run.cache,
+                        logprobs=False,
+                        adapter=self.adapter,
+                        adapters=self._adapters,
+                        **arguments,
+                    )  # type: ignore[type-var]
+                ) as responses,
             ):
                 for response in responses:
                     answer += response.text
@@ -198,20 +209,6 @@ class Conversation:
         if answer:
             self._turns = [*turns, {"role": "assistant", "content": answer}]
         return None if stopped else last
-
-    def _responses(
-        self, run: Continuation, arguments: Mapping[str, Any]
-    ) -> Iterator[GenerationResponse]:
-        return stream_generate(
-            self._model,
-            self._tokenizer,
-            run.rest,
-            prompt_cache=run.cache,
-            logprobs=False,
-            adapter=self.adapter,
-            adapters=self._adapters,
-            **arguments,
-        )
 
     def _encoded(self, messages: Sequence[Message], open_answer: bool) -> list[int]:
         try:
@@ -236,13 +233,8 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
     for index, message in enumerate(checked):
         try:
             json.dumps(message, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
+        except (ValueError, RecursionError) as error:  # half of a surrogate pair, a deep nesting
             raise TokenizerError(
-                f"messages[{index}] ({message['role']}) has half of a surrogate pair, which is not valid "
-                "Unicode text. Remove it."
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise TokenizerError(
-                f"messages[{index}] ({message['role']}) can't be written as JSON: {error}."
+                f"messages[{index}] ({message['role']}) can't be written as JSON in UTF-8: {error}."
             ) from None
     return checked

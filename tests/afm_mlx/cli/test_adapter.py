@@ -201,7 +201,7 @@ def test_compose_to_a_package(make_adapter, folder, done, fails, tmp_path):
 
 
 REFUSED = {
-    "": "needs to know what to do: info, convert, verify, compose",
+    "": "needs a command: info, convert, verify, compose",
     "show": "invalid choice: 'show'",
     "info": "ADAPTER is missing",
     "info {adapter} --adapter-path {out}": "two adapters were given",

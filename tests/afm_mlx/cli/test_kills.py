@@ -26,9 +26,14 @@ os.fsync = slow
 from afm_mlx.cli import main
 sys.exit(main(sys.argv[2:]))
 """
+
+
+def slow(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
 STATUS = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGKILL: -signal.SIGKILL}
-KILLS = list(STATUS)
-SLOW_ONES = [pytest.param(n, marks=pytest.mark.slow) for n in ("compose", "prompt cache", "lora")]
+KILLS = [slow(signal.SIGTERM), slow(signal.SIGHUP), signal.SIGKILL]
 
 
 @dataclass
@@ -117,7 +122,7 @@ def wait_for_a_checkpoint(job):
 
 
 @pytest.mark.parametrize("number", KILLS, ids=lambda number: number.name)
-@pytest.mark.parametrize("name", ["convert", *SLOW_ONES])
+@pytest.mark.parametrize("name", ["convert", *map(slow, ["compose", "prompt cache", "lora"])])
 def test_nothing_half_written_is_left(job, rng, name, number):
     job = job(name)
     end_once(job, number, rng)

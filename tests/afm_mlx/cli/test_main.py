@@ -80,7 +80,7 @@ def test_the_embedded_model_is_the_default(tmp_path, spm_bpe, rng, monkeypatch, 
 
 def test_what_the_user_got_wrong_is_one_line(fails):
     for argv, says in {
-        "": "a command is needed",
+        "": "afm-mlx needs a command: generate, chat, ",
         "frobnicate": "frobnicate",
         "generat": "did you mean generate?",
         "adapter conver": "did you mean convert?",

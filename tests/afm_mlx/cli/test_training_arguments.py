@@ -6,7 +6,7 @@ import json
 import pytest
 
 from afm_mlx.cli import main
-from afm_mlx.cli.parser import Unavailable
+from afm_mlx.cli.argument_table import Unavailable
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
@@ -186,8 +186,8 @@ REFUSED = {
     '--lr-schedule {"name":"cosine_decay","arguments":[1e-3,0]}': "lr_schedule",
     "--epochs 0": "--epochs",
     "--epochs 1e300": "allowed is 0 to 1000000",
-    "--learning-rate 0": "--learning-rate",
-    "--val-batches 0": "--val-batches",
+    "--learning-rate 0": "0 is out of range; allowed is more than 0",
+    "--val-batches 0": "0 is out of range; allowed are 1 and more, or -1 for all",
     "--test-batches 0": "--test-batches",
     "--warmup-iters 3": "warmup_iters is 3; allowed are 0 and more, less than iters",
     "--epochs 1 --warmup-iters 1000": "allowed are fewer",
@@ -214,7 +214,7 @@ REFUSED = {
 }
 REFUSED_BY = {
     "lora": {
-        "--fine-tune-type dora": "allowed are lora, full and draft",
+        "--fine-tune-type dora": "choose from lora, full, draft",
         "--fine-tune-type full": "--save-path is missing",
         "--fine-tune-type full --save-path x --rank 4": "--rank would do nothing",
         "--fine-tune-type full --save-path x --adapter-path y": "--adapter-path would do nothing",
