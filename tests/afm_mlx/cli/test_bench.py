@@ -74,25 +74,21 @@ def test_random_adapters_are_counted(done):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_preset_has_random_codes(done, models):
-    argv = "bench --preset afm-3b --random-weights -p 4 -g 3 -n 1 --kv float --activation-bits 8"
+@pytest.mark.parametrize(
+    ("preset", "flags", "formats"),
+    [
+        ("afm-3b", "--activation-bits 8 --kv float", {("balanced", 2, 8), ("balanced", 4, 8)}),
+        ("afm-2024", "", {("palette", 4, 16), ("balanced", 8, 16)}),  # the first generation
+    ],
+)
+def test_a_preset_has_random_codes(done, models, preset, flags, formats):
+    argv = f"bench --preset {preset} --random-weights -p 4 -g 3 -n 1 {flags}"
     text = done(*argv.split())
-    assert "afm-3b (random)" in text
-    assert "activations of 8 bits, float keys" in text
+    assert f"{preset} (random)" in text
+    assert "bits, float keys and values" in text
     packed = [m for m in models[0].modules() if hasattr(m, "activation_bits")]
     assert len(packed) == 1 + 5 * PRESETS["afm-nano"].num_layers
-    assert {(m.mode, m.bits, m.activation_bits) for m in packed} == {
-        ("balanced", 2, 8),
-        ("balanced", 4, 8),
-    }
-
-
-@pytest.mark.usefixtures("quick")
-def test_the_first_generation_has_its_own_formats(done, models):
-    text = done(*"bench --preset afm-2024 --random-weights -p 4 -g 3 -n 1".split())
-    assert "float keys and values" in text
-    packed = [m for m in models[0].modules() if hasattr(m, "activation_bits")]
-    assert {(m.mode, m.bits) for m in packed} == {("palette", 4), ("balanced", 8)}
+    assert {(m.mode, m.bits, m.activation_bits) for m in packed} == formats
 
 
 @pytest.mark.usefixtures("quick")

@@ -21,30 +21,23 @@ def continued(folder, messages, **arguments):
     return generate(model, tokenizer, prompt, max_tokens=12, **arguments)
 
 
-def test_an_unknown_command_is_told_and_not_sent(chat):
-    out, notes = chat("/sav x", "/usr/bin/env is what?", "/" + "x" * 5000)
-    assert out == ""
+def test_an_unknown_command_is_told_and_not_sent(chat, folder):
+    """A message that begins with a slash has two."""
+    out, notes = chat("/sav x", "/usr/bin/env is what?", "/" + "x" * 5000, "//etc/hosts")
+    assert out == answer(folder, "/etc/hosts") + "\n"
     assert notes[0].startswith("There is no command '/sav'; did you mean /save?")
     assert notes[1].startswith("There is no command '/usr/bin/env'. /help lists them.")
     assert len(notes) == 3
     assert max(map(len, notes)) < 500
 
 
-def test_a_message_may_begin_with_a_slash(chat, folder):
-    assert chat("//etc/hosts") == (answer(folder, "/etc/hosts") + "\n", [])
-
-
 def test_a_command_says_what_belongs_behind_it(chat):
-    _, notes = chat("/save", "/reset now", "/exit", "not reached")
-    assert notes == [
+    _, notes = chat("/save", "/reset now", "/help", "/exit", "not reached")
+    assert notes[:2] == [
         "/save needs something behind it: /save FILE",
         "/reset takes nothing behind it, and got 'now'.",
     ]
-
-
-def test_help_names_every_command(chat):
-    _, notes = chat("/help")
-    assert [note.split()[0] for note in notes[: len(commands.COMMANDS)]] == list(commands.COMMANDS)
+    assert [note.split()[0] for note in notes[2:]][: len(commands.COMMANDS)] == [*commands.COMMANDS]
 
 
 def test_instructions_are_given_shown_and_taken_back(chat, folder):
@@ -107,7 +100,7 @@ def test_a_saved_conversation_goes_on(chat, tmp_path):
     assert chat(f"/load {file}", "/retry")[0] == first
 
 
-def test_save_replaces_no_file_but_its_own(chat, tmp_path):
+def test_save_replaces_no_file_but_its_own_and_says_why_it_can_not(chat, tmp_path):
     file = tmp_path / "chat.json"
     file.write_text("precious")
     _, notes = chat(f"/save {file}", "the fox", f"/save {file}", f"/save {tmp_path}")
@@ -115,17 +108,12 @@ def test_save_replaces_no_file_but_its_own(chat, tmp_path):
     assert all("exists, and is not of this chat" in note for note in notes[1:])
     assert file.read_text() == "precious"
     file.unlink()
-    _, notes = chat("the fox", f"/save {file}", "the dog", f"/save {file}")
-    assert len(notes) == 2
+    wrong = (f"{tmp_path}/no/x.json", "x" * 5000, "a\0b")
+    saves = [f"/save {name}" for name in (file, *wrong)]
+    _, (_, *notes, _) = chat("the fox", *saves, "the dog", f"/save {file}")
+    for words, text in zip(("No such file", "too long", "no name of a file"), notes, strict=True):
+        assert words in text
     assert len(json.loads(file.read_text())["messages"]) == 4
-
-
-def test_save_says_why_it_can_not(chat, tmp_path):
-    _, notes = chat("the fox", f"/save {tmp_path}/no/x.json", "/save " + "x" * 5000, "/save a\0b")
-    assert "No such file or directory" in notes[0]
-    assert "too long" in notes[1]
-    assert "is no name of a file" in notes[2]
-    assert len(notes) == 3
 
 
 HOSTILE = {
