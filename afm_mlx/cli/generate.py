@@ -16,6 +16,7 @@ from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
 from afm_mlx.errors import CacheFileError
 
 _RULE = "=" * 10
+_FACTS = "finish_reason prompt_tokens prompt_tps generation_tokens generation_tps".split()
 _SPECULATIVE = "speculative decoding is not available in this version"
 
 # fmt: off
@@ -117,7 +118,8 @@ def _generate(
     from afm_mlx.engine.generation import stream_generate, summary
 
     framed = args.verbose and not args.json
-    text, tokens, response = "", list[int](), None
+    text, tokens = "", list[int]()
+    response: Any = None
     try:
         for response in stream_generate(model, tokenizer, prompt, logprobs=False, **arguments):
             if framed and not tokens:
@@ -131,23 +133,12 @@ def _generate(
         if text and not args.json:
             print()
     if args.json:
-        print_json(_as_json(text, tokens, response))
+        facts = {name: getattr(response, name) for name in _FACTS}
+        facts["peak_memory_gb"] = response.peak_memory
+        print_json({"text": text, "tokens": tokens, **facts})
     elif framed and response is not None:
         print(_RULE)
         print(summary(response))
-
-
-def _as_json(text: str, tokens: list[int], response: Any) -> dict[str, Any]:
-    return {
-        "text": text,
-        "tokens": tokens,
-        "finish_reason": response.finish_reason,
-        "prompt_tokens": response.prompt_tokens,
-        "prompt_tps": response.prompt_tps,
-        "generation_tokens": response.generation_tokens,
-        "generation_tps": response.generation_tps,
-        "peak_memory_gb": response.peak_memory,
-    }
 
 
 # -- prompt cache files

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +152,6 @@ def _fill_from_preset(args: argparse.Namespace) -> None:
 
 def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.methods.lora_training import RANK, LoRATraining
-    from afm_mlx.training.methods.train import train_lora
 
     if args.save_path is not None:
         raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
@@ -166,8 +164,7 @@ def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
             raise UsageError("--alpha needs --rank beside it; with --initial-adapter leave it out.")
         own["scale"] = args.alpha / (args.rank or RANK)
     method = LoRATraining(**fields_given(args, LoRATraining) | own)
-    path = Path(args.adapter_path or ADAPTER_FOLDER)
-    run_training(args, partial(train_lora, recipe, path, method), method.default_run_path(path))
+    run_training(args, method, recipe, Path(args.adapter_path or ADAPTER_FOLDER))
 
 
 def _check_model_arguments(args: argparse.Namespace) -> None:
@@ -193,17 +190,15 @@ def _check_model_arguments(args: argparse.Namespace) -> None:
 def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
     from afm_mlx.training.methods.model_source import FreshSource
-    from afm_mlx.training.methods.train import train_draft, train_full
 
-    train, method = train_full, FullTraining(args.num_layers)
+    method = FullTraining(args.num_layers)
     if args.fine_tune_type == "draft":
-        train, method = train_draft, DraftTraining(args.num_layers)
+        method = DraftTraining(args.num_layers)
         if args.draft_preset is not None:
             fresh = FreshSource.for_target(args.teacher, args.draft_preset, args.seed)
             recipe = dataclasses.replace(recipe, model=fresh)
             args.model = args.draft_preset  # what is shown
-    path = Path(args.save_path)
-    run_training(args, partial(train, recipe, path, method), method.default_run_path(path))
+    run_training(args, method, recipe, Path(args.save_path))
 
 
 def _test_adapter(args: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,13 +51,8 @@ ARGUMENTS = {**training_tables(f"{LEARNING_RATE:g}", *_PATHS), "quantization": _
 
 
 def run(args: argparse.Namespace) -> None:
-    from afm_mlx.training.methods.train import train_qat
-
     recipe = recipe_of(args, LEARNING_RATE)
-    method = _method(args)
-    run_path = Path(args.run_path or method.default_run_path(Path(args.save_path)))
-    start = partial(train_qat, recipe, args.save_path, method, run_path=run_path)
-    run_training(args, start, run_path)
+    run_training(args, _method(args), recipe, Path(args.save_path))
 
 
 def _method(args: argparse.Namespace) -> QATTraining:

@@ -40,18 +40,19 @@ def test_each_fills_the_field_of_its_name_or_is_known_to_fill_none():
 def planned(monkeypatch, tmp_path):
     """What a command line would train: the fields of recipe, options and method, and the run's path."""
     data = lines(tmp_path / "data.jsonl", {"prompt": "a", "completion": "b"})
-    starts = []
+    found = {}
+
+    def plan(args, method, recipe, path):
+        kinds = (recipe.options, method, recipe)
+        found.update({name: value for kind in kinds for name, value in vars(kind).items()})
+        found["path"] = method.default_run_path(path)
+
     for name in NO_FIELDS:
-        monkeypatch.setattr(
-            f"afm_mlx.cli.{name}.run_training", lambda args, *start: starts.append(start)
-        )
+        monkeypatch.setattr(f"afm_mlx.cli.{name}.run_training", plan)
 
     def planned(*argv):
         assert main([*map(str, argv), "--data", str(data)]) == 0
-        start, path = starts.pop()
-        recipe, _, method = start.args
-        kinds = (recipe.options, method, recipe)
-        return {k: v for kind in kinds for k, v in vars(kind).items()} | {"path": path}
+        return found.copy()
 
     return planned
 
