@@ -30,7 +30,7 @@ COMMANDS = {
     "lora": "train an adapter, or all float weights",
     "qat": "train weights that keep their quality in 2 or 4 bits",
     "adapter": "show, convert, check and add up adapters",
-    "bench": "measure tokens per second, memory, and the share of its speed",
+    "bench": "measure tokens per second, memory, and the share of the memory's speed",
     "info": "show what a model is, and what would run it here",
     "doctor": "test every kernel on this machine, and write a report",
     "perplexity": "measure how well a model predicts a text",

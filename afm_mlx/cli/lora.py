@@ -114,12 +114,12 @@ def run(args: argparse.Namespace) -> None:
     kind = args.fine_tune_type
     if args.draft_preset is not None and kind != "draft":
         raise UsageError("--draft-preset is for --fine-tune-type draft; leave it out.")
+    if kind == "lora":
+        _fill_from_lora_parameters(args)
     if args.test and not (args.train or args.resume):
         _test_adapter(args)
         return
-    if kind == "lora":
-        _fill_from_lora_parameters(args)
-    else:
+    if kind != "lora":
         _check_model_arguments(args)
     _fill_from_preset(args)
     if kind == "draft":

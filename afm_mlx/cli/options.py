@@ -134,7 +134,10 @@ _SAMPLING = [
 
 def sampling(seed: int | None) -> list[Argument]:
     """The arguments of sampling, with a seed by default."""
-    return [*_SAMPLING, Argument("--seed", integer(0, MAX_SEED), "of the random numbers", seed)]
+    return [
+        *_SAMPLING,
+        Argument("--seed", integer(0, MAX_SEED), "seed of the random numbers", seed),
+    ]
 
 
 def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
@@ -177,7 +180,7 @@ _NO_KV_GROUPS = (
 )
 
 # fmt: off
-CACHE = [
+_CACHE = [
     Argument("--max-kv-size", integer(1),
              "tokens that prompt and answer may have together; the model's context by default"),
     Argument("--sliding-window", FLAG,
@@ -186,6 +189,9 @@ CACHE = [
              "8 for the checkpoint's int8 (the default where it has scales), 16 for floats"),
     Argument("--prefill-step-size", integer(1), "prompt tokens at a time, at most; fewer need less memory",
              2048),
+]
+CACHE = [
+    *_CACHE,
     unavailable("--kv-group-size", _NO_KV_GROUPS),
     unavailable("--quantized-kv-start", _NO_KV_GROUPS),
 ]
@@ -205,12 +211,7 @@ def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
             "--sliding-window is for AFM models; mlx-lm's forget the oldest tokens past --max-kv-size "
             "by themselves."
         )
-    return {
-        "max_kv_size": args.max_kv_size,
-        "sliding_window": args.sliding_window,
-        "kv_bits": args.kv_bits,
-        "prefill_step_size": args.prefill_step_size,
-    }
+    return {row.name: getattr(args, row.name) for row in _CACHE}
 
 
 def new_cache(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:

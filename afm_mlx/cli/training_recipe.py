@@ -35,7 +35,7 @@ def fields_given(args: argparse.Namespace, kind: type) -> dict[str, Any]:
 
 
 def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
-    """The recipe that `add_training`'s arguments ask for.
+    """The recipe that the arguments of `training_tables` ask for.
 
     Args:
         args: as they were parsed.
