@@ -28,13 +28,14 @@ PASTE, PASTED = "\x1b[200~", "\x1b[201~"
         ('"""\rthe fox\r\r/exit\r"""\r', "the fox\n\n/exit"),
         ("/sy\t\r", "/system"),
         ("/adapter re\t\r", "/adapter redact"),
-        ("/load {}/my\t\r", "/load {}/my chat.json"),
+        ("/load ~/my\t\r", "/load ~/my chat.json"),
         ("/save {}/my\t\r", "/save {}/my chat.json"),
         ("a /sy\t\r", "a /sy"),
         ("/reset re\t\r", "/reset re"),
     ],
 )
-def test_keys_make_an_entry(typed, tmp_path, keys, entry):
+def test_keys_make_an_entry(typed, tmp_path, monkeypatch, keys, entry):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "my chat.json").touch()
     assert typed(keys.format(tmp_path)) == entry.format(tmp_path)
 
