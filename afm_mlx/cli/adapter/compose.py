@@ -6,16 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-from afm_mlx.cli.adapter.arguments import (
-    FORCE,
-    PACKAGE,
-    located,
-    model_argument,
-    output,
-    output_options,
-    print_written,
-    require,
-)
+from afm_mlx.cli.adapter import arguments
 from afm_mlx.cli.argument_table import Argument
 from afm_mlx.cli.parser import UsageError
 from afm_mlx.errors import shown
@@ -27,13 +18,16 @@ _ADAPTERS = Argument(
     nargs="*",
     metavar="PATH=WEIGHT",
 )
-_BASE = model_argument("the adapters must fit it")
-ARGUMENTS = {"options": [_ADAPTERS, *output(default="mlx-lm"), _BASE, FORCE], **PACKAGE}
+_BASE = arguments.model_argument("the adapters must fit it")
+ARGUMENTS = {
+    "options": [_ADAPTERS, *arguments.output(default="mlx-lm"), _BASE, arguments.FORCE],
+    **arguments.PACKAGE,
+}
 
 
 def run(args: argparse.Namespace) -> None:
-    require(args, "compose", output="what to write")
-    options, package = output_options(args)
+    arguments.require(args, "compose", output="what to write")
+    options, package = arguments.output_options(args)
     weighted = [_weighted(text) for text in args.adapters]
     if not weighted:
         raise UsageError("no adapter was named; give one or more as PATH=WEIGHT.")
@@ -41,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.adapters.formats import write_adapter
     from afm_mlx.converters.adapter_conversion import package_for, read_for
 
-    paths, base = located(args, [name for name, _ in weighted])
+    paths, base = arguments.located(args, [name for name, _ in weighted])
     adapters = [read_for(path, base, force=args.force) for path in paths]
     tensors, config = compose(adapters, [weight for _, weight in weighted], force=args.force)
     write_adapter(
@@ -53,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         package=package_for(Path(args.output), None, package) if args.to == "fmadapter" else None,
         **options,
     )
-    print_written(args.output, config)
+    arguments.print_written(args.output, config)
 
 
 def _weighted(text: str) -> tuple[str, float]:

@@ -4,37 +4,30 @@ from __future__ import annotations
 
 import argparse
 
-from afm_mlx.cli.adapter.arguments import (
-    FORCE,
-    PACKAGE,
-    SOURCE,
-    located,
-    model_argument,
-    output,
-    output_options,
-    print_written,
-    require,
-)
+from afm_mlx.cli.adapter import arguments
 
-_BASE = model_argument(
+_BASE = arguments.model_argument(
     "the adapter must fit it, and formats with a place for every layer need it for other models than Apple's "
     "3B; by default the one that the adapter's config names, if it is here"
 )
-ARGUMENTS = {"options": [*SOURCE, *output(default=None), _BASE, FORCE], **PACKAGE}
+ARGUMENTS = {
+    "options": [*arguments.SOURCE, *arguments.output(default=None), _BASE, arguments.FORCE],
+    **arguments.PACKAGE,
+}
 
 
 def run(args: argparse.Namespace) -> None:
-    require(
+    arguments.require(
         args,
         "convert",
         adapter_path="what to convert",
         to="what to convert it to",
         output="what to write",
     )
-    options, package = output_options(args)
+    options, package = arguments.output_options(args)
     from afm_mlx.converters.adapter_conversion import base_of, convert_adapter
 
-    (path,), base = located(args, [args.adapter_path])
+    (path,), base = arguments.located(args, [args.adapter_path])
     config = convert_adapter(
         path,
         args.output,
@@ -45,4 +38,4 @@ def run(args: argparse.Namespace) -> None:
         force=args.force,
         **options,
     )
-    print_written(args.output, config)
+    arguments.print_written(args.output, config)
