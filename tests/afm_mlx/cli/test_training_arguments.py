@@ -196,6 +196,7 @@ REFUSED = {
     "--max-seq-length 8": "shorten it",
     "--teacher-adapter x": "--teacher-adapter without --teacher",
     "--distillation-weight 0.5": "--distillation-weight without --teacher would do nothing",
+    "--distillation-weight -1": "allowed is 0 to 1",
     "--no-mask-prompt --prompt-weight 0.5": "contradict",
     "--optimizer sgd": "adamw",
     "--optimizer adam --weight-decay 0.1": "adam has no weight decay",
