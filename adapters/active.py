@@ -48,7 +48,7 @@ class BatchAdapters:
 
     @classmethod
     def of(cls, rows: Sequence[ResidentAdapter | None]) -> BatchAdapters:
-        """From the adapter of each row of a batch, None for none.
+        """Make a batch from the adapter of each row, None for a row without one.
 
         Raises:
             RequestError: for more than `MAX_ADAPTERS` different ones.
@@ -66,7 +66,7 @@ class BatchAdapters:
 
     @classmethod
     def everywhere(cls, resident: ResidentAdapter) -> BatchAdapters:
-        """One adapter for all rows, however many there are."""
+        """Make a batch in which all rows, however many there are, use one adapter."""
         return cls((resident,), _scales((resident,)), None)
 
     @property
@@ -107,7 +107,7 @@ class ActiveAdapters(dict[str, Any]):
 
     @contextlib.contextmanager
     def using(self, batch: BatchAdapters | None) -> Iterator[None]:
-        """Use these adapters while a step's graph is made, and then the ones before."""
+        """Use these adapters while a step's graph is made, and afterwards those from before."""
         before = self.batch
         self.set(batch)
         try:
@@ -116,7 +116,7 @@ class ActiveAdapters(dict[str, Any]):
             self.set(before)
 
     def of_layer(self, place: Place) -> LayerAdapters:
-        """What the layer at a place asks for its adapters."""
+        """Return the function that the layer at a place calls for its adapters."""
         outputs = sum(width for _, width in place.shapes.values())
         return partial(self._low_rank, place.path, place.sections or (outputs,))
 
@@ -137,7 +137,7 @@ class ActiveAdapters(dict[str, Any]):
 
 
 def bind(model: nn.Module) -> ActiveAdapters:
-    """Have a model's layers ask an `ActiveAdapters`, the same one every time.
+    """Have a model's layers ask an `ActiveAdapters` for adapters, and return it: the same one every time.
 
     Packed layers do so themselves; other linear layers are wrapped (`afm_mlx.model.adapted_layers`).
 
@@ -178,7 +178,7 @@ def unbind(model: nn.Module) -> None:
 
 
 def active_adapters(model: nn.Module) -> ActiveAdapters | None:
-    """What `bind` has made; None when it was not called."""
+    """The `ActiveAdapters` of a model; None when `bind` was not called."""
     return model.get(ACTIVE)
 
 

@@ -30,7 +30,7 @@ _TENSOR_NAME = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[ab])(?P<part>\.\d+)?")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What an adapter folder says of itself.
+    """The content of an adapter folder's `adapter_config.json`.
 
     Args:
         rank: columns of A and rows of B, the same for every pair in the folder.
@@ -38,8 +38,8 @@ class AdapterConfig:
         num_layers: how many blocks, counted from the last, may carry the adapter (mlx-lm's meaning).
         keys: adapted layers by their names within a block, such as `mlp.up_proj`.
         dropout: share of the inputs of A that training zeroed.
-        base_model_fingerprint: that of the model that the adapter belongs to; None when unknown, as in folders
-            that mlx-lm wrote.
+        base_model_fingerprint: fingerprint of the model that the adapter was made for; None when unknown, as in
+            folders that mlx-lm wrote.
     """
 
     rank: int

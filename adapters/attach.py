@@ -26,10 +26,10 @@ def attach_adapter(
     """Have a model run with an adapter for all rows, in the place of the one that it has.
 
     Args:
-        model: in eval mode.
-        path: of an adapter of any format; see `open_adapter`.
-        base_folder: that the model was loaded from. Its fingerprint counts too, since that of the arrays in
-            memory depends on the type that the device computes in.
+        model: a model in eval mode.
+        path: path of an adapter of any format; see `open_adapter`.
+        base_folder: folder that the model was loaded from. Its fingerprint counts too, since that of the arrays
+            in memory depends on the type that the device computes in.
         force: take an adapter that was made for another model, if its shapes fit.
 
     Returns:
@@ -40,13 +40,13 @@ def attach_adapter(
     """
     resident = open_adapter(Path(path), Base.of(model, base_folder, force)).read()
     if active_adapters(model) is None:
-        unwrap_layers(model)  # of LoRA
+        unwrap_layers(model)  # takes LoRA layers off
     bind(model).set(BatchAdapters.everywhere(resident))
     return model
 
 
 def detach_adapter(model: nn.Module) -> nn.Module:
-    """The model as it was before: adapters off, wrapped layers replaced by what they wrap."""
+    """Take the adapter off, put wrapped layers back in place of their wrappers, and return the model."""
     unbind(model)
     unwrap_layers(model)
     return model
@@ -55,14 +55,14 @@ def detach_adapter(model: nn.Module) -> nn.Module:
 def attach_random_adapters(
     model: nn.Module, rank: int, seed: int = 0, count: int = 1, rows: int = 1
 ) -> nn.Module:
-    """Random adapters on every linear layer of every block, for benchmarks.
+    """Put random adapters on every linear layer of every block, for benchmarks, and return the model.
 
     Args:
-        model: in eval mode.
+        model: a model in eval mode.
         rank: columns of A and rows of B.
-        seed: of the random numbers.
-        count: number of adapters; one serves all rows of any batch.
-        rows: in a batch, where there are several adapters: its rows take them in turn.
+        seed: seed of the random numbers.
+        count: number of adapters; a single one serves all rows of any batch.
+        rows: rows of a batch, which take several adapters in turn.
 
     Raises:
         RequestError: when no block has a linear layer that can carry one.
@@ -103,7 +103,7 @@ def adapter_arrays(model: nn.Module) -> dict[str, mx.array]:
 
 
 def adapter_fingerprint(model: nn.Module) -> str | None:
-    """What tells the adapter that a model runs or trains with from any other; None when it has none."""
+    """Fingerprint of the adapter that a model runs or trains with; None when it has none."""
     active = active_adapters(model)
     if active is not None and active.batch is not None:
         return " ".join(resident.fingerprint for resident in active.batch.residents)

@@ -31,11 +31,11 @@ class Term(NamedTuple):
 
 
 class WeightedSum(NamedTuple):
-    """What a sum is made of.
+    """The scale and the tensors of a sum of adapters.
 
     Args:
-        scale: of the sum.
-        terms: by a tensor's name in an adapter folder, those of the adapters that have it, in their order.
+        scale: alpha / rank of the sum.
+        terms: the adapters' parts of each tensor of the sum, in their order, by its name in an adapter folder.
     """
 
     scale: float
@@ -45,11 +45,11 @@ class WeightedSum(NamedTuple):
 def weighted_sum(
     adapters: Sequence[tuple[Mapping[str, Any], float]], weights: Sequence[float]
 ) -> WeightedSum:
-    """Returns which tensors stand side by side, and what each is multiplied by; no number of them is read.
+    """Return which tensors stand side by side, and what each is multiplied by; no number of them is read.
 
     Args:
-        adapters: of each, the tensors by their names in an adapter folder, and the scale.
-        weights: one for each adapter.
+        adapters: tensors of each adapter, by their names in an adapter folder, and its scale.
+        weights: factor of each adapter.
 
     Raises:
         RequestError: for a weight that is not finite, or too large for the adapter's scale.
@@ -85,8 +85,8 @@ def compose(
     """Add adapters up, each with a weight.
 
     Args:
-        adapters: of the same base model, and not necessarily of the same rank or on the same layers.
-        weights: any finite numbers, not all 0; what has 0 is left out.
+        adapters: adapters of one base model, of any ranks and on any layers.
+        weights: any finite numbers, not all 0; an adapter with 0 is left out.
         force: add up adapters of different bases too, if their shapes fit.
 
     Returns:
@@ -142,7 +142,7 @@ def _completed(adapters: Sequence[LoadedAdapter]) -> list[dict[str, mx.array]]:
     """The tensors of each adapter, with zeros for those that only others have.
 
     Raises:
-        CheckpointError: when two map other numbers of inputs or outputs in one layer.
+        CheckpointError: when two adapters differ in the inputs or outputs of a layer.
     """
     known: dict[str, mx.array] = {}
     for tensors, _ in adapters:

@@ -36,7 +36,7 @@ def next_load(queue: Sequence[Entry], patience: int) -> Entry:
 
     Args:
         queue: at least one load, in the order of their requests.
-        patience: leases of other adapters.
+        patience: leases of other adapters that the oldest load lets pass.
     """
     if queue[0].passed >= patience:
         return queue[0]

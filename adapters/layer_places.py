@@ -23,8 +23,8 @@ class Place(NamedTuple):
     """A linear layer of a block, which may carry an adapter.
 
     Args:
-        path: from the model, such as `model.layers.0.mlp.up_proj`.
-        key: from the block, such as `mlp.up_proj`.
+        path: path within the model, such as `model.layers.0.mlp.up_proj`.
+        key: path within the block, such as `mlp.up_proj`.
         block: index of the block.
         layer: the linear layer, or the wrapper around it.
         sections: last output + 1 of each projection in it; None for one.

@@ -42,7 +42,7 @@ class LoRALinear(LinearWrapper):
         scale: alpha / rank.
         dropout: share of the adapter's inputs that are zeroed while training.
         sections: last output + 1 of each projection; None for one.
-        key: that A is drawn with; None takes MLX's global stream of random numbers.
+        key: random key that A is drawn with; None takes MLX's global stream of random numbers.
 
     Source: `tamm` 0.2.0, `LoRA` and `LoRAFusedMultiOutputLinear`.
     """
@@ -103,13 +103,13 @@ def add_lora(
     """Freeze a model and wrap linear layers of its blocks in LoRA layers, in place.
 
     Args:
-        model: of this package or of mlx-lm's zoo; float, packed, or quantized by MLX.
+        model: a model of this package or of mlx-lm's zoo; float, packed, or quantized by MLX.
         rank: columns of A and rows of B.
         scale: alpha / rank.
         keys: layers by their names within a block, such as `mlp.up_proj`; None for all linear ones.
         dropout: see `LoRALinear`.
-        seed: of the random numbers in A.
-        num_layers: how many blocks, counted from the last; -1 for all.
+        seed: seed of the random numbers in A.
+        num_layers: number of blocks to adapt, counted from the last; -1 for all.
 
     Returns:
         The model; only LoRA parameters are trainable.
@@ -184,7 +184,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> None:
     """Start LoRA layers from an adapter folder, such as a recovery adapter's.
 
     Args:
-        model: with LoRA layers, on the very places that the folder has tensors for, of its rank and scale.
+        model: a model with LoRA layers in just the places of the folder's tensors, of its rank and scale.
         folder: see `load_adapter`.
 
     Raises:
@@ -222,12 +222,12 @@ def start_lora(
 
 
 def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> AdapterConfig:
-    """What an adapter folder of the model's LoRA layers says of itself.
+    """The config of an adapter folder that holds the model's LoRA layers.
 
     Args:
-        model: with LoRA layers.
-        base_folder: that the base was loaded from; its fingerprint does not depend on the device. Without
-            it, that of the arrays in memory is taken. Models of mlx-lm's zoo have none.
+        model: a model with LoRA layers.
+        base_folder: folder that the base was loaded from, whose fingerprint does not depend on the device.
+            Without it, that of the arrays in memory is taken. Models of mlx-lm's zoo have none.
     """
     layers = lora_layers(model)
     if not layers:

@@ -1,4 +1,4 @@
-"""What is loaded to run: adapters of any format, and weighted sums of them.
+"""From files to an adapter that can be loaded: adapters of any format, and weighted sums of them.
 
 Opening reads headers and checks all that can be known without the numbers, the size in memory above all;
 reading fills the array that the kernels take. Both may happen in a thread of their own.
@@ -37,9 +37,9 @@ class Base(NamedTuple):
     """The model that adapters have to fit.
 
     Args:
-        shapes: of its linear layers, see `place_shapes`.
-        fingerprints: that adapters for it may name; None takes any.
-        config: None for a model of mlx-lm's zoo.
+        shapes: shapes of its linear layers, see `place_shapes`.
+        fingerprints: fingerprints that an adapter for it may name; None takes any adapter.
+        config: architecture of the model; None for a model of mlx-lm's zoo.
     """
 
     shapes: Shapes
@@ -50,11 +50,11 @@ class Base(NamedTuple):
     def of(
         cls, model: nn.Module, base_folder: str | Path | None = None, force: bool = False
     ) -> Base:
-        """What adapters of a model in memory have to fit.
+        """Return what adapters of a model in memory have to fit.
 
         Args:
-            model: with LoRA layers or without.
-            base_folder: that it was loaded from. Its fingerprint counts too, since that of the arrays in memory
+            model: a model with LoRA layers or without.
+            base_folder: folder of the model. Its fingerprint counts too, since that of the arrays in memory
                 depends on the type that the device computes in.
             force: take adapters that were made for another model.
         """
@@ -73,7 +73,7 @@ class OpenAdapter:
     """An adapter whose headers were read and found to fit.
 
     Args:
-        tensors: by their names in an adapter folder.
+        tensors: stored tensors, by their names in an adapter folder.
         scale: alpha / rank.
         base: the model that they fit.
         source: where they come from, for errors.
@@ -140,7 +140,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def open_sum(parts: Sequence[tuple[OpenAdapter, float]], base: Base, source: str) -> OpenAdapter:
-    """The adapter that adds `weight` times what each of the given ones adds; see `compose`.
+    """Open the adapter that adds `weight` times what each of the given ones adds; see `compose`.
 
     Raises:
         RequestError: for a weight that can't be used.
@@ -159,9 +159,9 @@ def check_fingerprint(
     """Compare the base that an adapter names with those that the model goes by.
 
     Args:
-        config: of the adapter; one that names no base passes.
+        config: config of the adapter; one that names no base passes.
         known: the model's fingerprints, in memory and as it was stored; None takes any.
-        source: of the adapter, for errors.
+        source: where the adapter comes from, for errors.
 
     Raises:
         CheckpointError: shows both.

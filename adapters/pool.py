@@ -34,11 +34,11 @@ class AdapterPool:
     """The adapters of one model.
 
     Args:
-        model: without an attached adapter. It is looked at here only, so that other threads may ask for
-            adapters while it runs.
+        model: a model without an attached adapter. It is looked at only while the pool is made, so that other
+            threads may ask for adapters while it runs.
         budget: bytes that resident adapters may take, those that are being read included; None for no limit.
-        base_folder: that the model was loaded from. Its fingerprint counts too, since that of the arrays in
-            memory depends on the type that the device computes in.
+        base_folder: folder that the model was loaded from. Its fingerprint counts too, since that of the arrays
+            in memory depends on the type that the device computes in.
         force: take adapters that were made for another model, if their shapes fit.
 
     Raises:
@@ -129,7 +129,7 @@ class AdapterPool:
             return used(self._entries.values())
 
     def name_of(self, fingerprint: str) -> str | None:
-        """The adapter that was loaded with this fingerprint; None when there is none."""
+        """Name of the adapter that was loaded with this fingerprint; None when there is none."""
         with self._lock:
             found = (e.name for e in self._entries.values() if e.fingerprint == fingerprint)
             return next(found, None)
@@ -175,7 +175,7 @@ class AdapterPool:
             AFMError: as `load`.
         """
         with self._lock:
-            self._entries.named(name)  # a sum without a name has nothing to be unpinned by
+            self._entries.named(name)  # raises for a sum without a name: `unpin` takes names
         with self._request(name, patient=False) as lease:
             lease.wait()
             resident = lease.resident

@@ -35,13 +35,13 @@ class Entry:
         held: number of leases that have it.
         waiting: leases that wait for it.
         draining: whether rows get no new leases of it, so that it can be evicted.
-        passed: leases that others were given since it waits for memory.
+        passed: leases of other adapters that were given since this one waits for memory.
         dropped: whether it was unloaded while it was read.
         pinned: whether it is never evicted.
         nbytes: bytes in memory, as far as known.
         opened: what was read so far, between "opening" and "waiting".
         resident: the adapter, in state "resident".
-        fingerprint: that of its first load.
+        fingerprint: fingerprint of the numbers that were loaded first.
         error: what its last load has raised; None when it has succeeded.
     """
 
@@ -149,7 +149,7 @@ class Registry(dict[Key, Entry]):
         return self.get(key) or Entry(key, dict(key))
 
     def files(self, entry: Entry) -> Files:
-        """What an entry is read from."""
+        """The files that an entry is read from."""
         if isinstance(entry.source, Path):
             return entry.source
         return [(Path(self.named(name).origin), weight) for name, weight in entry.source.items()]

@@ -82,9 +82,9 @@ def plan_layout(tensors: Mapping[str, Any], shapes: Shapes, source: str | Path) 
     """Give every matrix that has an adapter its place.
 
     Args:
-        tensors: by their names in an adapter folder; only their `shape` counts.
-        shapes: of the model, see `place_shapes`.
-        source: of the adapter, for errors.
+        tensors: tensors by their names in an adapter folder; only their `shape` counts.
+        shapes: shapes of the model's linear layers, see `place_shapes`.
+        source: where the adapter comes from, for errors.
 
     Raises:
         CheckpointError: names a tensor that is not of this model, or its shape.
@@ -110,8 +110,8 @@ def build_resident(
         tensors: arrays, `StoredTensor`, or what NumPy takes for an array, by their names in an adapter
             folder: A (K, rank) and B (rank, N_i) of a floating type. They are read one by one.
         scale: alpha / rank.
-        shapes: of the model, see `place_shapes`.
-        source: of the adapter, for errors.
+        shapes: shapes of the model's linear layers, see `place_shapes`.
+        source: where the adapter comes from, for errors.
 
     Raises:
         CheckpointError: when a tensor does not fit the model, or holds a number that float16 does not.
@@ -288,9 +288,9 @@ def pairs_by_layer(
     """Pairs A, B of every section, by the layer's path; None for a section without an adapter.
 
     Args:
-        tensors: by their names in an adapter folder; only their `shape` counts.
-        shapes: of the model, see `place_shapes`.
-        source: of the adapter, for errors.
+        tensors: tensors by their names in an adapter folder; only their `shape` counts.
+        shapes: shapes of the model's linear layers, see `place_shapes`.
+        source: where the adapter comes from, for errors.
 
     Raises:
         CheckpointError: names a tensor that is not of this model, or its shape.

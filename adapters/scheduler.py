@@ -42,7 +42,7 @@ class LoadScheduler:
     Methods with an underscore are called under `lock`, but for `_open` and `_read`; others take it.
 
     Args:
-        entries: the adapters that there are.
+        entries: the adapters of the pool.
         base: the model that they have to fit.
         budget: see `AdapterPool`.
     """
@@ -52,7 +52,7 @@ class LoadScheduler:
         self.counts = {"loads": 0, "hits": 0, "evictions": 0, "failures": 0}
         self._entries, self._base, self._budget = entries, base, budget
         self._queue: deque[Entry] = deque()  # loads that wait for memory
-        self._abandoned: deque[Entry] = deque()  # of leases that were forgotten
+        self._abandoned: deque[Entry] = deque()  # entries whose leases were garbage-collected
         self._clock = itertools.count(1)
         self._executor: ThreadPoolExecutor | None = None
         self._closed = False
@@ -63,7 +63,7 @@ class LoadScheduler:
         """Ask for an adapter, and start loading it if it is not in memory; this does not wait.
 
         Args:
-            entry: of the adapter; that of a new sum is entered in the registry.
+            entry: the adapter's entry; that of a new sum is entered in the registry.
             patient: whether it may wait until rows give other adapters back; if not, it fails.
 
         Raises:

@@ -44,7 +44,7 @@ class Matrix(NamedTuple):
     """The weight of a linear layer.
 
     Args:
-        name: of the layer within its block, such as `mlp.up_proj`.
+        name: path of the layer within its block, such as `mlp.up_proj`.
         inputs: number of columns.
         projections: what its rows compute, in order: three things in a fused layer, else one.
     """
@@ -60,14 +60,14 @@ class Matrix(NamedTuple):
 
 
 class BlockKind(NamedTuple):
-    """The parameters of a block, and where blocks of the kind are.
+    """The parameters of one kind of block, and where its blocks are.
 
     Args:
-        path: of the list that holds the blocks.
-        num_blocks: how many there are.
-        matrices: in the order of tamm's state dicts.
-        norms: number of weights by the name of the norm within the block.
-        scales: names of single numbers within the block.
+        path: path of the list that holds the blocks, such as `model.layers`.
+        num_blocks: number of blocks of this kind.
+        matrices: linear layers of a block, in the order of tamm's state dicts.
+        norms: number of weights of each norm, by its path within the block.
+        scales: paths of the scalar parameters within the block.
     """
 
     path: str
@@ -79,7 +79,7 @@ class BlockKind(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def block_kinds(config: ModelConfig) -> tuple[BlockKind, BlockKind]:
-    """Blocks that write keys and values, and blocks that reuse them."""
+    """The two kinds of block: those that write keys and values, and those that reuse them."""
     width, ffn = config.hidden_dim, config.ffn_dim
     queries = Projection(width, config.num_heads)
     keys, values = Projection(config.kv_dim, config.num_kv_heads), Projection(config.kv_dim)

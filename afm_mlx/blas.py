@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def set_threads(threads: int) -> None:
-    """Let NumPy's OpenBLAS, where there is one, compute with so many threads."""
+    """Set the number of threads of NumPy's OpenBLAS, where there is one."""
     if (openblas := _numpy_openblas()) is not None:
         ctypes.CDLL(str(openblas)).scipy_openblas_set_num_threads64_(ctypes.c_int(threads))
 
@@ -73,7 +73,7 @@ def _install() -> str:
 
 
 def _built_library() -> Path | None:
-    """In this package's folder, or in the installed package's when this is a source checkout."""
+    """The forwarding library: in this folder, or in the installed package when this is a source checkout."""
     for package in (Path(__file__).parent, Path(sysconfig.get_path("platlib")) / "afm_mlx"):
         if (library := package / "kernels" / "cpu" / "afm_blas.so").is_file():
             return library

@@ -100,10 +100,10 @@ class ModelConfig:
             self._require_within(name, 1, largest)
         self._require_within("rope_theta", *_ROPE_THETA)
         self._require_within("rms_norm_eps", *_RMS_NORM_EPS)
-        most = _MAX_FFN_DIM / self.hidden_dim
+        factor, most = self.hidden_dim_scale_factor, _MAX_FFN_DIM / self.hidden_dim
         self._require(
-            0 < self.hidden_dim_scale_factor <= most and self.ffn_dim >= 1,
-            f"hidden_dim_scale_factor is {self.hidden_dim_scale_factor} with hidden_dim {self.hidden_dim}",
+            0 < factor <= most and self.ffn_dim >= 1,
+            f"hidden_dim_scale_factor is {shown(factor)} with hidden_dim {self.hidden_dim}",
             f"above 0 and up to {most:g}: the feed-forward width, their product, is 1 to {_MAX_FFN_DIM:,}",
         )
         self._require(
@@ -122,20 +122,14 @@ class ModelConfig:
             f"a divisor of num_heads, which is {self.num_heads}",
         )
         self._require(self.kv_bits in (8, None), f"kv_bits is {shown(self.kv_bits)}", "8 or null")
+        for name in ("rope_theta", "hidden_dim_scale_factor", "rms_norm_eps"):
+            object.__setattr__(self, name, float(getattr(self, name)))
 
     def _check_type(self, name: str, annotation: Any) -> None:
         value = getattr(self, name)
-        if "float" in annotation and type(value) is int:
-            try:
-                object.__setattr__(self, name, float(value))
-            except OverflowError:
-                raise ConfigError(
-                    f"config: {name} is {shown(value)}, which is no number of float64."
-                ) from None
-            return
-        allowed = {"int": (int,), "float": (float,), "int | None": (int, type(None))}[annotation]
+        kinds = {"int": (int,), "float": (int, float), "int | None": (int, type(None))}
         # bool is an int to Python, and never a size.
-        if not isinstance(value, allowed) or isinstance(value, bool):
+        if not isinstance(value, kinds[annotation]) or isinstance(value, bool):
             raise ConfigError(
                 f"config: {name} is {shown(value)}, and must be of type {annotation.replace('None', 'null')}"
             )

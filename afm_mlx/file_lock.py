@@ -1,9 +1,9 @@
 """A lock on a file that ends with the process that holds it, however that ends.
 
 The operating system keeps it (`flock`), so a killed process leaves none behind, and neither a process id that
-is given out again nor a container with ids of its own can be mistaken for the owner. What the file holds says
-whom to ask. NFS keeps such locks between machines. File systems that keep none (some of clusters) are left with
-what the file says: an owner on this machine that no longer runs has lost its lock, and one on another machine
+is given out again nor a container with ids of its own can be mistaken for the owner. The file names the owner,
+for messages. NFS keeps such locks between machines. On file systems that keep none (some of clusters) the name
+in the file decides: an owner on this machine that no longer runs has lost its lock, and one on another machine
 keeps it.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import shlex
@@ -25,20 +26,15 @@ from pathlib import Path
 
 from afm_mlx.errors import AFMError, shown
 
-try:
-    import fcntl
-except ImportError:  # no POSIX system: what the file says has to do
-    fcntl = None  # type: ignore[assignment]
-
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-_RECORD_BYTES = 1 << 16  # of a lock file; a longer one is none of ours
+_RECORD_BYTES = 1 << 16  # that are read of a lock file; a longer one is none of ours
 
 
 class LockHeldError(AFMError):
-    """Another holds the lock.
+    """Another process, or another `FileLock` of this one, holds the lock.
 
     Attributes:
-        owner: who; None where the file does not say.
+        owner: the process that holds it; None where the file does not say.
     """
 
     def __init__(self, path: Path, owner: Owner | None):
@@ -48,14 +44,14 @@ class LockHeldError(AFMError):
 
 @dataclass(frozen=True)
 class Owner:
-    """A process.
+    """A process that holds a lock.
 
     Args:
-        pid: its number.
-        host: name of its machine.
-        begun: when the process began, in its system's words, which tells it from a later one of its number.
+        pid: its process id.
+        host: name of the machine that it runs on.
+        begun: when the process began, in its system's words: tells it from a later process with its number.
         since: when it took the lock, in ISO 8601.
-        command: that it was started with.
+        command: the command line that started it.
     """
 
     pid: int
@@ -69,22 +65,20 @@ class Owner:
         """This process, now."""
         pid = os.getpid()
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        return cls(pid, socket.gethostname(), _begun(pid), now, _command())
+        return cls(pid, socket.gethostname(), _own_begun(pid), now, _command())
 
     @classmethod
     def read(cls, descriptor: int) -> Owner | None:
-        """What an open file says; None when that is nothing, or can't be read."""
+        """The owner that an open lock file names; None when it names none, or can't be read."""
         try:
-            values = json.loads(os.pread(descriptor, _RECORD_BYTES, 0))
-            owner = cls(**values)
+            owner = cls(**json.loads(os.pread(descriptor, _RECORD_BYTES, 0)))
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-        texts = (owner.host, owner.begun, owner.since, owner.command)
-        is_owner = type(owner.pid) is int and all(isinstance(text, str) for text in texts)
-        return owner if is_owner else None
+        types = [type(value) for value in vars(owner).values()]
+        return owner if types == [int, str, str, str, str] else None
 
     def may_live(self) -> bool:
-        """Whether the process may still be there: it is, or it is another machine's."""
+        """Whether the process runs, as far as this machine can tell: another machine's may always run."""
         if self.host != socket.gethostname():
             return True
         return _is_alive(self.pid) and self.begun in ("", _begun(self.pid))
@@ -101,14 +95,14 @@ class Owner:
 
 
 class FileLock:
-    """Held from its making to `release`, or to the end of the process.
+    """A lock that is held from the making of this object to `release`, or to the end of the process.
 
     Args:
-        path: of the lock's file, in an existing folder.
+        path: path of the lock's file, in an existing folder.
         create: make the file when it is missing.
 
     Raises:
-        LockHeldError: names who has it; another object in this process, too.
+        LockHeldError: names the process that has it, which may be this one.
         OSError: when the file can't be opened; `FileNotFoundError` also when it is missing and not made.
     """
 
@@ -129,14 +123,14 @@ class FileLock:
             os.close(descriptor)
 
     def __del__(self) -> None:
-        # Of one that nobody released: the file stays, and locks nothing.
+        # A lock that nobody released: its file stays, and locks nothing.
         if getattr(self, "_descriptor", None) is not None:
             os.close(self._descriptor)  # type: ignore[arg-type]
 
 
 def _locked(path: Path, create: bool) -> int:
     """An open file that this process alone has locked, with this process in it."""
-    flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | (os.O_CREAT if create else 0)
+    flags = os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT if create else 0)
     while True:
         descriptor = os.open(path, flags, 0o666)
         try:
@@ -153,8 +147,6 @@ def _locked(path: Path, create: bool) -> int:
 
 def _lock(descriptor: int, path: Path) -> None:
     try:
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, "no flock")
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # the latter on SMB shares
         raise LockHeldError(path, Owner.read(descriptor)) from None
@@ -202,18 +194,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _begun(pid: int) -> str:
-    """When a process began; "" where that can't be found out."""
-    if pid == os.getpid():
-        return _begun_here()
-    return _ask_system(pid)
-
-
-@cache
-def _begun_here() -> str:
-    return _ask_system(os.getpid())
-
-
-def _ask_system(pid: int) -> str:
+    """When a process began, in its system's words; "" where that can't be found out."""
     try:
         if sys.platform == "linux":
             # Behind the name, which may hold spaces and brackets; field 22 of proc(5).
@@ -229,3 +210,6 @@ def _ask_system(pid: int) -> str:
         return done.stdout.strip()
     except (OSError, IndexError, subprocess.SubprocessError):
         return ""
+
+
+_own_begun = cache(_begun)  # for this process's number alone, which a forked process does not have

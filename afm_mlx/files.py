@@ -1,8 +1,8 @@
 """Files that are either whole or not there: written in a place of their own, flushed, and renamed.
 
-The place is a hidden folder beside the output. It is locked while its process lives, and removed when that is
-done with it, by an error or an interrupt too. What a killed process leaves is removed by the next one that
-writes to the same folder.
+The place is a hidden folder beside the output. It is locked while its process lives, and removed in the end,
+after an error or an interrupt too. What a killed process leaves is removed by the next one that writes to the
+same folder.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 from afm_mlx.errors import AFMError
 from afm_mlx.file_lock import FileLock, LockHeldError
 
-_SUFFIX = ".afm-mlx"  # of places; nothing else is ever taken for a leftover
+_SUFFIX = ".afm-mlx"  # of hidden folders; nothing else is ever taken for a leftover
 _LOCK_NAME = "owner.json"
 _MAX_NAME = 200  # bytes of an output's name; file systems allow 255 for that of a place
 
 _places: dict[Path, FileLock] = {}
-"""Of this process, for whoever ends it without unwinding; see `remove_places`."""
+"""The places of this process and their locks, for `remove_places`."""
 
 
 @contextmanager
@@ -117,7 +117,7 @@ def remove_leftovers(folder: str | Path) -> None:
 
 
 def remove_places() -> None:
-    """Remove all places of this process, which is about to end, whatever other threads are doing."""
+    """Remove all places of this process, which is about to end without unwinding its threads."""
     for place, lock in list(_places.items()):
         _discard(place, lock)
 

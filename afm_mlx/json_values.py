@@ -1,4 +1,4 @@
-"""What values of JSON may be a rank, a number or a text: not all that Python reads as an int or a str."""
+"""Which values of JSON may be a rank, a number or a text: not all that Python reads as an int or a str."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 # More than any matrix of a model has rows; a config that claims more is damaged or hostile.
 MAX_RANK = 1 << 16
-# Of the numbers of an adapter that runs, whatever its file holds.
+# The largest number of an adapter that runs, whatever dtype its file has.
 FLOAT16_MAX = float(np.finfo(np.float16).max)
-# Of scales, which kernels take in float32.
+# The largest scale: kernels take scales in float32.
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 

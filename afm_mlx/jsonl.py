@@ -111,7 +111,7 @@ def _not_text(error: UnicodeDecodeError) -> str:
 
 
 def document_of(record: Any) -> TextRecord | ChatRecord:
-    """What a record holds; a completion is a chat of two turns.
+    """The text or the chat that a record holds; a prompt with its completion is a chat of two turns.
 
     Raises:
         DataError: when it is none of the kinds, or could be two of them.

@@ -1,9 +1,9 @@
-"""Which thread MLX runs in: the main one, and for every other one a thread of this module's.
+"""Which thread MLX runs in: the main thread itself, and one MLX thread that works for all others.
 
 MLX keeps streams, compiled graphs and random state for each thread. What was begun in one thread can't be
 evaluated in another. A thread that has such state when Python ends aborts the process, and so may one that ends
-with it, because MLX's destructors ask for Python's lock then. So a thread of the caller's never runs MLX: one
-thread does its work, and that one ends in good order when Python does.
+with it, because MLX's destructors ask for Python's lock then. So no thread that a caller starts runs MLX: the
+MLX thread does its work, and ends in good order when Python does.
 
 The main thread runs MLX itself, at no cost, and Ctrl-C interrupts it as ever.
 """
@@ -46,12 +46,12 @@ class MLXThread:
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def submit(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future[Result]:
-        """Have a function run after those that were submitted before.
+        """Queue a function behind those that were submitted before, and return its future.
 
-        Once Python has begun to end, daemon threads stay in here: the process's end is theirs.
+        Once Python has begun to end, a daemon thread never returns from here: it ends with the process.
 
         Raises:
-            RequestError: for any other thread then.
+            RequestError: in any other thread, once Python has begun to end.
         """
         with self._starting:
             if not self._ended:
@@ -99,7 +99,7 @@ class MLXThread:
 
 
 _mlx_thread = MLXThread()
-_turn = threading.RLock()  # of the main thread and the MLX thread, for they share models
+_turn = threading.RLock()  # held by the thread that runs a model: the two may share models
 _wanting: set[int] = set()  # threads that wait for a turn
 
 
@@ -110,8 +110,7 @@ def _forget_threads() -> None:
     _wanting.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def runs_mlx() -> bool:
@@ -145,7 +144,7 @@ def submit(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future
 
 
 def in_mlx_thread(function: Function) -> Function:
-    """A decorator: the function runs by `call`."""
+    """Decorate a function so that it runs where MLX may, whichever thread calls it; see `call`."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -161,7 +160,7 @@ class Home:
         self._is_main = in_main_thread()
 
     def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call a function there, while no other thread runs a model.
+        """Call a function in the object's thread, while no other thread runs a model.
 
         Raises:
             RequestError: in any other thread when the home is the main one, which can't be made to run it; and
@@ -179,19 +178,19 @@ class Home:
         return _in_turn(function, *args, **kwargs)
 
     def hand_out(self, arrays: Any) -> None:
-        """Evaluate what callers may look at, a tree of arrays, if their thread may be another one.
+        """Evaluate a tree of arrays that goes to a caller, unless caller and object share the main thread.
 
-        Lazy in the main thread: what nobody looks at costs nothing there.
+        There it stays lazy: what nobody looks at costs nothing.
         """
         if not self._is_main:
             mx.eval(arrays)
 
     def take_in(self, arrays: Any, what: str) -> None:
-        """Evaluate what callers bring, a tree of arrays, if another thread may have begun it.
+        """Evaluate a tree of arrays that comes from a caller, if another thread may have begun it.
 
         Args:
             arrays: evaluated, or begun in this thread.
-            what: they are, for the error.
+            what: the name of the arrays in the error.
 
         Raises:
             RequestError: when another thread has to do it.

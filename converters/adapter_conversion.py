@@ -222,7 +222,7 @@ class AdapterReport:
     """The problems of an adapter, and what it is.
 
     Attributes:
-        problems: each a sentence; none when the adapter can be used.
+        problems: a sentence for each problem; empty when the adapter can be used.
         notes: what is odd but harmless, and what was not looked at.
         facts: what `describe_adapter` returns; None when it can't be read.
     """

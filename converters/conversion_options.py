@@ -39,7 +39,7 @@ class ConversionOptions:
         q_group_size: inputs that share a scale, or rows that share a palette's table.
         q_granularity: "tensor", "row" or "group"; see `QuantizationRule`.
         q_embedding_bits: bits of embeddings and heads; by default `q_bits`, and 4 at least.
-        q_embedding_mode, q_embedding_granularity: for embeddings and heads; by default as for other layers.
+        q_embedding_mode, q_embedding_granularity: those of embeddings and heads; other layers' by default.
         quant_predicate: a recipe's name (`RECIPES`; mlx-lm's for other architectures), or a function of path
             and module, see `quantize_model`.
         target_bpw: bits that a weight of the folder takes on average, at most, scales and tables included.
@@ -98,7 +98,7 @@ class ConversionOptions:
 
     @property
     def mlx_dtype(self) -> mx.Dtype | None:
-        """`dtype` as MLX has it."""
+        """The MLX type of the name `dtype`; None when none is given."""
         return None if self.dtype is None else DTYPES[self.dtype]
 
     def check_source(self, source: Path, quantized: bool) -> None:
@@ -120,7 +120,7 @@ class ConversionOptions:
 
     @property
     def for_mlx_lm(self) -> bool:
-        """Whether the folder is for mlx-lm itself, without what only this package reads."""
+        """Whether the folder is for mlx-lm itself, and holds nothing that only this package reads."""
         return self.to == "mlx-lm"
 
     @property

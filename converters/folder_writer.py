@@ -54,8 +54,8 @@ class FolderWriter:
 
     Args:
         config: the architecture.
-        parameters: by name, those of `parameter_shapes`.
-        options: what the folder is to be.
+        parameters: every parameter of `parameter_shapes`, by name.
+        options: how the checkpoint is converted.
 
     Raises:
         AFMError: names the layer that can't be packed as asked for, or that mlx-lm has no format for.
@@ -131,11 +131,11 @@ class FolderWriter:
         """Write `config.json` and the card, after the weights.
 
         Args:
-            folder: where to.
+            folder: the folder to write into.
             name: what the card calls the folder.
             source: the checkpoint's bare name.
             values: further content of `config.json`; keys of the architecture and of packed layers go over it.
-            adapters: names of those in the folder.
+            adapters: names of the adapters in the folder.
         """
         options, rules = self._options, {layer.path: layer.rule for layer in self._packed}
         stored = {} if options.dequantize else quantization_of(values, source)

@@ -28,7 +28,7 @@ class PackedLayer:
         rule: how it is packed.
         make: packs the matrix by the rule.
         dtype: type of scales, biases and tables.
-        exact: set when it was packed: whether the weights lay on a grid, and the codes are of that.
+        exact: whether the weights lay on a grid, whose codes they got; set when the layer is packed.
     """
 
     path: str

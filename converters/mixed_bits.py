@@ -45,10 +45,10 @@ _PIECE = 256
 
 @dataclass(frozen=True)
 class Mix:
-    """A choice of bits.
+    """Options that give each layer its bits, and why.
 
     Args:
-        options: those that were given, with a predicate in the place of the target.
+        options: the options that were given, with a predicate in the place of the target.
         report: the content of `sensitivity.json`.
     """
 
@@ -128,9 +128,9 @@ def choose_mix(
     """Measure a model's layers and choose the bits of each.
 
     Args:
-        model: with float weights.
+        model: a model with float weights.
         tokenizer: the model's.
-        options: with a target.
+        options: options with a target (`target_bpw`).
         data: the file that `calibration_file` returns.
         mode: the default of `q_mode`.
         dtype: type of the folder's floats; as in the model when None.
@@ -172,7 +172,7 @@ def choose_mix(
 def _settled(
     options: ConversionOptions, high: QuantizationRule, predicate: Predicate
 ) -> ConversionOptions:
-    """The same options without a target: what layers of the float model are packed to is known."""
+    """The same options without a target, whose predicate gives each layer the rule that was chosen."""
     return dataclasses.replace(
         options, q_bits=high.bits, quant_predicate=predicate, target_bpw=None, data=None
     )

@@ -1,8 +1,8 @@
 """Model folders of mlx-lm's `afm7`, to ours and back.
 
 The layouts are the same. Ours has two more keys in `config.json`, `kv_bits` and `context_length`, which
-mlx-lm ignores. The other way round there are models that mlx-lm would load and compute something else of: those
-are refused.
+mlx-lm ignores. A model that mlx-lm would load, but compute differently, is refused when a folder for mlx-lm is
+asked for.
 
 Source: mlx-lm 0.32.2, `mlx_lm/models/afm7.py` and `mlx_lm/utils.py`.
 """

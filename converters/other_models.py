@@ -1,7 +1,7 @@
 """Models of other architectures, which mlx-lm converts.
 
-`afm-mlx convert` takes the place of `mlx_lm.convert` for whoever types it, and mlx-lm is installed anyway.
-Its own formats are written by it; balanced and palette weights, which it does not have, by this package.
+`afm-mlx convert` stands in for `mlx_lm.convert`, which is installed anyway: mlx-lm writes the formats that it
+has, and this package writes balanced and palette weights, which mlx-lm does not have.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def write_other_model(
         measuring: see `convert`.
 
     Raises:
-        AFMError: when neither mlx-lm nor this package can.
+        AFMError: when neither mlx-lm nor this package can convert it so.
     """
     inner = folder / "converted"
     packed = has_packed_layers(quantization_of(read_config_json(source / "config.json"), source))

@@ -70,7 +70,7 @@ class StoredLayer:
     Args:
         path: the layer's path in the model.
         shape: (N, K).
-        parts: its tensors, by their names in `packed_layers.PARTS` and in that order.
+        parts: its stored tensors, by their names in `packed_layers.PARTS` and in that order.
         rule: how it is packed; None for a format that only MLX's own layers hold.
         settings: what `quantization` in config.json says of it.
         dtype: type of the folder's floats.

@@ -205,7 +205,7 @@ def _check_vocabulary(folder: Path, source: Path, vocab_size: int) -> None:
 
 
 def _check_state(config: ModelConfig, keys: KeyMap, state: State, source: str) -> None:
-    """Names, shapes, types, and that the head is the embedding."""
+    """Raise unless names, shapes and types are those of the config, and the head is the embedding."""
     if keys.adapters and not keys.weights:
         raise CheckpointError(
             f"{source} holds the adapters {named(', '.join(sorted(keys.adapters)))} and no base model. "
@@ -261,7 +261,7 @@ def _kv_scale(keys: dict[str, str], state: State, source: str) -> torch.Tensor:
 def _plan_adapters(
     config: ToolkitConfig, keys: KeyMap, state: State, source: str
 ) -> dict[str, AdapterConfig]:
-    """Check each adapter's tensors against the config and the base; the configs to write."""
+    """Check each adapter's tensors against the config and the base; return the configs to write, by id."""
     plans = {}
     for adapter, tensors in keys.adapters.items():
         where = f"{source}: adapter {shown(adapter)}"

@@ -36,14 +36,14 @@ SWITCH = "AFM_MLX_KERNELS"
 
 
 class Case(NamedTuple):
-    """What a choice depends on.
+    """What the choice of a variant depends on.
 
     Args:
         device: "gpu" or "cpu".
-        dtype: of the activations; of the buffer in `write_tokens`.
+        dtype: type of the activations; of the buffer in `write_tokens`.
         rows: vectors that are multiplied, B * L; tokens that are looked up, attended from or written.
-        mode, granularity, group_size: of the packed matrix, see `PackedWeight`; of gate in `packed_swiglu`.
-        head_dim: of the attention's operations.
+        mode, granularity, group_size: format of the matrix (gate in `packed_swiglu`), see `PackedWeight`.
+        head_dim: width of a head, for attention and what stands before it.
     """
 
     device: str
@@ -119,7 +119,7 @@ def _obstacle(variant: Variant, case: Case) -> str | None:
 
 
 def invalidate() -> None:
-    """Forget every choice: what they depend on has changed."""
+    """Forget every choice of a variant, because something that choices depend on has changed."""
     global _generation
     _generation += 1
     select.cache_clear()

@@ -82,8 +82,8 @@ class Part(NamedTuple):
 
     Args:
         a: index of A's first number, a multiple of `BLOCK`.
-        b: of B's.
-        rank: 0 for an adapter that leaves the matrix alone; `a` and `b` then mean nothing.
+        b: index of B's first number, a multiple of `BLOCK`.
+        rank: columns of B; 0 for an adapter that leaves the matrix alone, where `a` and `b` mean nothing.
     """
 
     a: int
@@ -153,7 +153,7 @@ class KeyValues(NamedTuple):
     Args:
         buffer: (B, 2 * n_kv_heads, S, head_dim), heads of keys and then of values, float, or int8 codes.
         key_scale: 0-d float32 that a code is multiplied by, or None for float keys.
-        value_scale: likewise for the values.
+        value_scale: 0-d float32 that a value's code is multiplied by, or None.
     """
 
     buffer: mx.array
@@ -179,7 +179,7 @@ class QueryRope(NamedTuple):
     """Arguments of the `rope_norm` that raw queries go through before attention.
 
     Args:
-        weight: of the norm, (head_dim,) float.
+        weight: weight of the norm, (head_dim,) float.
         theta: base of the frequencies.
         eps: added to the mean square.
     """
@@ -193,8 +193,8 @@ class HeadOptions(NamedTuple):
     """What turns the heads of a fused QKV projection into queries for attention and int8 codes.
 
     Args:
-        q_weight: of the queries' norm, (head_dim,) float.
-        k_weight: of the keys' norm, (head_dim,) float.
+        q_weight: weight of the queries' norm, (head_dim,) float.
+        k_weight: weight of the keys' norm, (head_dim,) float.
         key_scale: 0-d float32 that a key's code is multiplied by.
         value_scale: 0-d float32 that a value's code is multiplied by.
         n_kv_heads: heads of the keys, and of the values.

@@ -79,7 +79,7 @@ def rope_norm(
 
     Args:
         x: queries or keys, (B, n_heads, L, head_dim).
-        weight: of the norm, (head_dim,).
+        weight: weight of the norm, (head_dim,).
         offset: position of the first of the L tokens: one for all rows, or (B,) int32; or (B, L) int32,
             of every token.
         theta: base of the frequencies, `theta ** (-2i / head_dim)`.

@@ -158,8 +158,8 @@ def write_adapter(
     """Write an adapter in a format, whole or not at all.
 
     Args:
-        path: must not exist; `NAME.pt` for the toolkit, which also gets `NAME-config.json`, and
-            `NAME.fmadapter` for a package.
+        path: the output, which must not exist; `NAME.pt` for the toolkit, which also gets
+            `NAME-config.json`, and `NAME.fmadapter` for a package.
         tensors: see `read_adapter`.
         config: the adapter's rank, scale and layers.
         to: one of `FORMATS`.

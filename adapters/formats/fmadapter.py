@@ -52,9 +52,9 @@ METADATA_NAME = "metadata.json"
 WEIGHTS_NAME = "adapter_weights.bin"
 DRAFT_NAMES = ("draft.mil", "draft_weights.bin")
 RUNTIME_RANK, RUNTIME_ALPHA = 32, 16
-# Of the base model that the toolkit 26.0 trains adapters for.
+# Signature of the base model that the toolkit 26.0 trains adapters for.
 BASE_SIGNATURE = "9799725ff8e851184037110b422d891ad3b92ec1"
-# Where our own notes lie among what a package's creator may define.
+# Key of our own notes in the part of the metadata that a package's creator may define.
 OUR_NOTES = "afm-mlx"
 
 _SIGNATURE = re.compile(r"[0-9a-f]{40}")
@@ -67,8 +67,8 @@ class PackageMetadata:
     Args:
         name: letters, digits and '_'; the framework accepts no others.
         author: the adapter's author.
-        description: for people.
-        license: for people.
+        description: what the adapter does, in words.
+        license: license of the adapter, in words.
         base_signature: 40 hex digits that name the base model; None takes that of the toolkit 26.0 for the 3B's
             shape, and the start of the base's fingerprint for any other.
         draft_token_count: tokens that a draft model proposes at a time.

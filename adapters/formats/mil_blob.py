@@ -36,8 +36,8 @@ def write_blobs(path: Path, blobs: Iterable[np.ndarray], count: int) -> None:
 
     Args:
         path: the file.
-        blobs: float16, of any shape, row-major.
-        count: how many there are; it stands in the header.
+        blobs: arrays of float16, of any shape, written row by row.
+        count: number of blobs, which stands in the header.
     """
     written = 0
     with path.open("wb") as file:

@@ -74,7 +74,7 @@ def pair_places(config: ModelConfig) -> list[PairPlace]:
 
 
 def _name_pattern() -> re.Pattern[str]:
-    """What tensors of any AFM model's adapter are named like: `model.<list>.<index>.<name in the block>`."""
+    """Matches a tensor's name in an adapter of any AFM model: `model.<list>.<index>.<name in the block>`."""
     names = [name for p in pair_places(PRESETS["afm-nano"]) for name in (p.a, p.b)]
     lists, in_block = ({re.escape(name.split(".", 3)[i]) for name in names} for i in (1, 3))
     either = "|".join(sorted(in_block))

@@ -64,7 +64,7 @@ class LoRASettings:
     Args:
         rank, alpha: rank and alpha of layers that no pattern names.
         rs: whether scales are those of rsLoRA.
-        ranks, alphas: by patterns of layers, see `get_pattern_key`.
+        ranks, alphas: ranks and alphas of single layers, by patterns of their names, see `get_pattern_key`.
         dropout: share of a layer's inputs that training dropped.
     """
 

@@ -46,7 +46,7 @@ ADAPTER_ID = "base_adapter"
 FINGERPRINT = "base_model_fingerprint"
 
 _CONFIGS = ("{}-config.json", "{}.json", "config.json", "base-model-config.json")
-_MAX_SHARED = 4  # times the size of the file
+_MAX_SHARED = 4  # times the size of the file: what tensors that share numbers may claim
 
 
 def read_pairs(
@@ -61,7 +61,7 @@ def read_pairs(
         state: what `open_state_dict` returned.
         keys: names to give -> keys of the state.
         dtype: type of the arrays; as stored when None.
-        source: for messages.
+        source: where the tensors come from, for errors.
 
     Raises:
         CheckpointError: on NaN, infinity, integers, and numbers that the dtype can't hold.

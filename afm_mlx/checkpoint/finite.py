@@ -20,7 +20,7 @@ from afm_mlx.errors import CheckpointError, named
 
 # The largest bits of a finite number of a half type, below the sign.
 _LARGEST_HALF = {mx.float16: 0x7BFF, mx.bfloat16: 0x7F7F}
-_SMALL = 1 << 13  # numbers of a tensor
+_SMALL = 1 << 13  # numbers in a tensor that is checked together with others
 _IN_CACHE = 1 << 17
 """Numbers of a half type that are looked at together: the second look finds them in the processor's cache."""
 
@@ -89,7 +89,7 @@ def _is_finite(tensor: mx.array) -> bool:
 
 
 def _is_finite_on_cpu(tensor: mx.array) -> bool:
-    """By NumPy: MLX's sums take three times as long on the CPU, and those of half types thirty times."""
+    """Whether a tensor is finite, by NumPy: MLX's sums take 3 times as long here, of half types 30 times."""
     if tensor.dtype not in _LARGEST_HALF:
         values = np.array(tensor.reshape(-1), copy=False)
         with np.errstate(all="ignore"):

@@ -80,14 +80,14 @@ def write_card(
     """Write the card, `README.md`, of a converted model.
 
     Args:
-        folder: where to.
+        folder: the folder to write into.
         name: the model's name.
         source: the checkpoint's bare name, without the folders of whoever converts it.
         config: the architecture.
         dtype: type of weights that are not packed.
         quantization: the content of that key of config.json, or None.
         note: a sentence on how layers were packed.
-        adapters: names of those in the folder.
+        adapters: names of the adapters in the folder.
     """
     kind = str(dtype).removeprefix("mlx.core.")
     if quantization:
@@ -156,10 +156,10 @@ def write_trained_card(
     """Write the card of a model that was trained here.
 
     Args:
-        folder: where to.
+        folder: the folder to write into.
         name: the model's name.
         source: bare name of the model that training started from.
-        model_type: that of its config.json.
+        model_type: `model_type` in the folder's config.json.
         what: a sentence on what the weights are.
         facts: figures of the run, by what they are.
     """

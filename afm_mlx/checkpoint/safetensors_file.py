@@ -126,7 +126,7 @@ def write_file(
     """Write one safetensors file as a stream; errors as of `write_weights`.
 
     Args:
-        path: of the file.
+        path: path of the file.
         specs: the tensors; those of wider types come first in the file.
         read: see `write_weights`.
         report: called with the bytes written so far after each chunk.

@@ -162,9 +162,9 @@ def stored_rules(
     """Find the layers that are stored packed, and compare their tensors with their settings.
 
     Args:
-        shapes: of the float weights, by name.
-        quantization: of `quantization_of`.
-        tensors: of the folder, by name; anything with a shape and a dtype.
+        shapes: shapes of the float weights, by name.
+        quantization: the dict that `quantization_of` returns.
+        tensors: the folder's tensors, by name; anything with a shape and a dtype.
         source: the folder's config.json, for errors.
 
     Raises:
@@ -189,9 +189,9 @@ def check_folder_tensors(
 
     Args:
         config: the architecture.
-        quantization: of `quantization_of`.
-        tensors: of `stored_tensors`.
-        source: the folder's config.json.
+        quantization: the dict that `quantization_of` returns.
+        tensors: the tensors that `stored_tensors` returns.
+        source: the folder's config.json, for errors.
 
     Returns:
         What `stored_rules` returns.
@@ -275,12 +275,12 @@ def place_stored_layers(
     """Replace the layers that a folder stores packed by packed layers of its arrays.
 
     Args:
-        model: with float layers, which may be unevaluated.
-        quantization: of `quantization_of`.
+        model: a model with float layers, which may be unevaluated.
+        quantization: the dict that `quantization_of` returns.
         weights: arrays by name, lazy as a rule.
-        source: for errors.
-        dtype: that embeddings return.
-        rules: of `stored_rules` for this very model, when they are known.
+        source: the folder's config.json, for errors.
+        dtype: type that embeddings return.
+        rules: what `stored_rules` returned for this very model; None to find out here.
 
     Raises:
         ConfigError, CheckpointError: name the layer.

@@ -106,7 +106,7 @@ def adapter_key(name: str, adapter: str, segmented: bool) -> str:
     """Key of one of our LoRA tensors in a state dict: what `map_keys` undoes.
 
     Args:
-        name: such as `model.layers.0.self_attn.qkv_proj.lora_a.0`.
+        name: name of our tensor, such as `model.layers.0.self_attn.qkv_proj.lora_a.0`.
         adapter: the id.
         segmented: whether the model has blocks that reuse keys and values.
     """

@@ -110,13 +110,13 @@ def write_weights(
     """Write a model folder's safetensors files and their index; peak memory is what `read` holds.
 
     Args:
-        folder: an existing folder, of `afm_mlx.files.atomic_folder` as a rule.
+        folder: an existing folder, as a rule one that `afm_mlx.files.atomic_folder` yields.
         specs: the tensors, in the order in which shards are filled.
         read: yields the data of a tensor, row-major and little-endian, in chunks with the buffer
             protocol. It is called once for each tensor.
         max_shard_bytes: a tensor that is larger gets a shard of its own.
-        total_parameters: for the index; the number of elements by default.
-        progress: called after each chunk.
+        total_parameters: number of parameters in the index; by default that of the elements.
+        progress: called after each chunk with the bytes written and the bytes in all.
 
     Returns:
         The paths of the shards.

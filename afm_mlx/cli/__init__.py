@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return status
     except BrokenPipeError:
-        _discard(sys.stdout)  # whoever read the output has seen enough
+        _discard(sys.stdout)  # the reader, such as `head`, has closed the pipe
         return 0
     except KeyboardInterrupt as interrupt:
         return _fail(_with_advice("interrupted", interrupt), INTERRUPTED)

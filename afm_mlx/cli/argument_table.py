@@ -13,14 +13,14 @@ SWITCH = argparse.BooleanOptionalAction
 
 
 class Argument:
-    """A row: an argument, to be added to a parser.
+    """One argument of a command, a row of a table.
 
     Args:
         flags: `--name`, and other names for it, separated by spaces. The first long one, with _ for -, is its
             `name`: in YAML files, and in what a parser returns.
         takes: a type (a function of the text), a list to choose from, `FLAG` or `SWITCH`; None for any text.
         help: what `--help` says of it.
-        default: what it is when it is not given; of a `FLAG`, False.
+        default: its value when it is not given; False for a `FLAG`.
         others: more options of `ArgumentParser.add_argument`, such as metavar and nargs.
     """
 

@@ -165,7 +165,7 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     """Parse the arguments of one command.
 
     Args:
-        name: the command's.
+        name: name of the command.
         command: its module. It has `ARGUMENTS`, see `add_tables`, and may have `ALTERNATIVES`: pairs of
             arguments that say the same thing, and what. One of a pair on the command line replaces the other
             in the file.

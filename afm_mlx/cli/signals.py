@@ -30,7 +30,7 @@ class Terminated(BaseException):
     """SIGTERM or SIGHUP came.
 
     Attributes:
-        number: the signal's.
+        number: number of the signal.
         status: the exit status that shells expect.
     """
 
@@ -96,7 +96,7 @@ class _Watch:
     """Handlers of signals, and the thread that learns of a signal before its handler runs."""
 
     def __init__(self) -> None:
-        self.number: int | None = None  # of the signal that a handler has taken
+        self.number: int | None = None  # number of the signal that a handler has taken
         self.deferred_to: threading.Event | None = None
         self._handled = [n for n in _WATCHED if signal.getsignal(n) == signal.SIG_DFL]
         self._reader, self._writer = os.pipe()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Reporter:
-    """Prints what a run tells, in mlx-lm's lines; on stderr where stdout is for JSON.
+    """Prints a run's events, in mlx-lm's lines; on stderr where stdout is for JSON.
 
     Args:
         args: arguments of the command.

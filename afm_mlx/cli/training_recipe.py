@@ -38,8 +38,8 @@ def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
     """The recipe that the arguments of `training_tables` ask for.
 
     Args:
-        args: as they were parsed.
-        learning_rate: the highest, where `--learning-rate` is not given.
+        args: the parsed arguments.
+        learning_rate: the highest learning rate, where `--learning-rate` is not given.
 
     Raises:
         UsageError: when they contradict each other.

@@ -13,7 +13,7 @@ from afm_mlx.errors import RequestError
 
 
 async def stream_generate_async(*args: Any, **options: Any) -> AsyncIterator[GenerationResponse]:
-    """What `stream_generate` yields, while the event loop goes on.
+    """Yield what `stream_generate` yields, without blocking the event loop.
 
         async for response in stream_generate_async(model, tokenizer, prompt, max_tokens=100):
             print(response.text, end="")
@@ -35,6 +35,6 @@ async def stream_generate_async(*args: Any, **options: Any) -> AsyncIterator[Gen
                 return
             yield response
     finally:
-        # When Python is ending, nothing is left to be freed.
+        # Once Python has begun to end, the generator can't be closed, and need not be.
         with contextlib.suppress(RequestError):
             threads.submit(stream.close)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Rows that run together: their prompts, their decode steps, and the tokens that are still computed."""
+"""Rows that run together: their prompts, their decode steps, and the tokens that are not yet read back."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RowBatch:
         rows: B of them.
         cache: one entry per block, of B rows.
         inputs: (B,) tokens to feed next.
-        adapters: of the rows; None when no row has one.
+        adapters: adapters of the rows; None when no row has one.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Prefill:
     """Prompts on their way into the cache, padded on the right to the longest.
 
     Args:
-        batch: their rows.
+        batch: the rows of the prompts.
         tokens: (B, longest prompt - 1); the last token of a prompt is its row's first decode step.
         done: columns of `tokens` that are in the cache.
         cancelled: ids of rows that nobody waits for any more.
@@ -81,7 +81,7 @@ class Prefill:
 
     @classmethod
     def of(cls, admitted: Sequence[tuple[Row, list[Any]]]) -> Prefill:
-        """Of rows, each with its own cache.
+        """Make the prefill of rows, each with its own cache.
 
         Raises:
             RequestError: for caches that can't be batched.
@@ -114,8 +114,8 @@ class Flight:
     """Tokens that were submitted and not yet read back.
 
     Args:
-        rows: B of them.
-        tokens: (B,).
+        rows: the B rows that the tokens belong to.
+        tokens: (B,) token ids.
         peaks: (B,) largest logits.
         logprobs: (B, vocab_size), None when no row asked for them.
     """

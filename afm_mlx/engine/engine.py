@@ -45,19 +45,19 @@ LOADING_STEP = 0.01
 
 
 class Engine:
-    """Continues prompts, many at a time.
+    """The decode loop: it continues prompts, many at a time.
 
     Args:
         model: an AFM `Model`, or one of mlx-lm's zoo.
-        tokenizer: with `eos_token_ids` and `detokenizer`, as ours and mlx-lm's are.
+        tokenizer: has `eos_token_ids` and `detokenizer`, as ours and mlx-lm's do.
         max_batch: rows that decode together; more wait.
         prefill_step_size: prompt tokens per row and step at most; bounds memory, and how long others wait. A
             CPU takes no more than 128, because more would not be faster there.
         max_kv_size: tokens that a row may hold; None takes its prompt cache's bound, or else the model's
             context length.
-        sliding_window: past that, forget the oldest tokens instead of ending the row with an error.
+        sliding_window: past `max_kv_size`, forget the oldest tokens instead of ending the row with an error.
         kv: "int8" or "float" storage of keys and values (`Model.make_cache`).
-        adapters: that requests may name; None for no adapter but the one that is attached to the model.
+        adapters: pool of the adapters that requests may name; None for no adapter but the attached one.
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main
@@ -98,7 +98,7 @@ class Engine:
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
         self._ids = itertools.count()
         self._waiting: deque[tuple[Row, list[Any]]] = deque()
-        self._refused: list[Response] = []  # of rows that could not start
+        self._refused: list[Response] = []  # errors of rows that could not start
         self._prefill: Prefill | None = None
         self._batch = RowBatch()
         self._flight: Flight | None = None

@@ -55,7 +55,7 @@ class BatchResponse:
 
     Args:
         texts: one answer per prompt.
-        token_ids: its tokens, end tokens excepted.
+        token_ids: tokens of each answer, end tokens excepted.
         finish_reasons: "stop" or "length" for each.
         prompt_tps: prompt tokens per second, all rows together.
         generation_tps: new tokens per second, all rows together.
@@ -102,25 +102,25 @@ def stream_generate(
     """Continue one prompt and yield the answer as it grows.
 
     Args:
-        model: of `load`.
-        tokenizer: of `load`.
+        model: a model of `load`.
+        tokenizer: the model's tokenizer, of `load`.
         prompt: text, or token ids.
         max_tokens: new tokens at most; -1 for no limit but the context's.
         draft_model: not available yet.
         sampler: log-probabilities to token, as mlx-lm's `make_sampler` builds; None is greedy.
         logits_processors: as mlx-lm's `make_logits_processors` builds.
         max_kv_size: tokens that the cache may hold; None takes the model's context length.
-        sliding_window: past that, forget the oldest tokens; without it the run ends with an error.
-        prompt_cache: of tokens that come before the prompt; updated in place.
+        sliding_window: past `max_kv_size`, forget the oldest tokens; without it the run ends with an error.
+        prompt_cache: keys and values of tokens that come before the prompt; updated in place.
         prefill_step_size: prompt tokens that are processed at a time, at most.
         kv_bits: storage of an AFM model's keys and values: None takes int8 when the model has scales
             for it, 8 insists on that, and 16 stores floats.
         prompt_progress_callback: called with (tokens done, tokens in all).
-        seed: of this run's own random stream.
+        seed: seed of this run's own random stream.
         stop: strings that end the answer; they are not part of it.
         logprobs: whether responses carry log-probabilities; without them, greedy decoding skips the logits.
         adapter: name of an adapter in the pool, or weights of several by their names; None for none of them.
-        adapters: the pool.
+        adapters: the pool that `adapter` is in.
 
     Raises:
         AFMError: what the request or the prompt has that can't be honoured.
@@ -286,14 +286,14 @@ def batch_generate(
     """Continue many prompts at once.
 
     Args:
-        model, tokenizer: of `load`.
+        model, tokenizer: what `load` returns.
         prompts: texts or token ids.
         max_tokens: new tokens at most, for all or for each.
         max_batch: prompts that run side by side; the others follow as rows fall free.
         prefill_step_size, max_kv_size, sliding_window, kv_bits: as for `stream_generate`.
         cache: the prompt cache of the only prompt, or one or None for each; updated in place.
         adapter: as for `stream_generate`, for all or for each; different ones run side by side.
-        adapters: the pool.
+        adapters: the pool that `adapter` is in.
         request: other fields of `Request`, the same for all prompts.
 
     Raises:

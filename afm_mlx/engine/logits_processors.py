@@ -30,14 +30,14 @@ def make_logits_processors(
     frequency_penalty: float | None = None,
     frequency_context_size: int | None = CONTEXT_SIZE,
 ) -> list[LogitsProcessor]:
-    """The processors that the arguments ask for; none for None, and for penalties of 0.
+    """Return the processors that the arguments ask for; no processor for None, and for a penalty of 0.
 
     Args:
         logit_bias: what is added to the logits of tokens, by their ids; -inf forbids one.
         repetition_penalty: logits of tokens in the context are divided by it where they are positive, else
             multiplied (arXiv 1909.05858); above 1 makes them less likely.
-        presence_penalty: is subtracted from the logits of tokens in the context.
-        frequency_penalty: is subtracted for each time that a token is in the context.
+        presence_penalty: number that is subtracted from the logits of tokens in the context.
+        frequency_penalty: number that is subtracted for each time that a token is in the context.
         repetition_context_size, presence_context_size, frequency_context_size: newest tokens that are the
             context; None or 0 for all.
 

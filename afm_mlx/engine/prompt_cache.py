@@ -40,11 +40,11 @@ def save_prompt_cache(
     """Write a cache to one file; an interrupt leaves an older file as it was.
 
     Args:
-        path: of the file, ending in `.safetensors`.
-        cache: of `Model.make_cache`, with at least one token in it.
-        model: that filled it.
-        adapter: fingerprint of the adapter that it was filled under, "" for none; None for what the cache says
-            itself, or else for the one that the model has, if any.
+        path: path of the file, ending in `.safetensors`.
+        cache: a cache of `Model.make_cache`, with at least one token in it.
+        model: the model that filled it.
+        adapter: fingerprint of the adapter that it was filled under, "" for none; None for the one that the
+            cache says, or else the one that the model has, if any.
         metadata: the caller's own strings.
 
     Raises:
@@ -89,8 +89,8 @@ def load_prompt_cache(
     """Read a cache back.
 
     Args:
-        path: of the file.
-        model: that will go on with it.
+        path: path of the file.
+        model: the model that will go on with it.
         adapter: fingerprint of the adapter that will be in use, such as `pool.load(name).fingerprint`; "" for
             none, and None for the one that the model has, if any.
 

@@ -76,7 +76,7 @@ class PromptCaches:
         self._keep_fed(prompt, run, adapter)
 
     def _take(self, prompt: Sequence[int], adapter: str | None) -> tuple[list[Any], int]:
-        """A cache, and how many tokens of the prompt it holds; the last one always remains to be fed."""
+        """Return a cache, and how many tokens of the prompt it holds; the last one always remains to be fed."""
         cache, held = self._kept.pop(adapter, ([], []))
         pairs = zip(held, prompt[:-1], strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

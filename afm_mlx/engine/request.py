@@ -30,13 +30,13 @@ class Request:
         max_tokens: new tokens at most; -1 for no limit but the context's.
         sampler: maps log-probabilities (1, vocab_size) to a token (1,), as mlx-lm's `make_sampler`
             builds; None takes the most likely token.
-        seed: of this row's own random stream, which depends on nothing else in the batch; None draws
-            one from `mx.random`.
+        seed: seed of this row's own random stream, which depends on nothing else in the batch; None
+            draws one from `mx.random`.
         logits_processors: each maps (tokens so far, logits (1, vocab_size)) to logits, as mlx-lm's do.
         stop: strings that end the text; they are not part of it.
-        cache: keys and values of tokens that come before the prompt, of `Model.make_cache` or mlx-lm's
-            `make_prompt_cache`; on finish it holds prompt and answer, the last token excepted. Where it is
-            bounded, so is the row.
+        cache: keys and values of tokens that come before the prompt, from `Model.make_cache` or mlx-lm's
+            `make_prompt_cache`; at the end it holds prompt and answer, the last token excepted. Its bound is
+            the row's bound, too.
         on_prefill: called with (prompt tokens done, prompt tokens in all).
         logprobs: whether responses carry log-probabilities. Without them, a batch of rows that take the
             most likely token needs no logits.
@@ -56,7 +56,7 @@ class Request:
     adapter: AdapterChoice | None = None
 
     def validate(self, vocab_size: int | None) -> None:
-        """Raise `RequestError` for what no model could do."""
+        """Raise `RequestError` for a request that no model could answer."""
         if len(self.prompt) == 0:
             raise RequestError(
                 "The prompt is empty; at least one token is needed to continue from."
@@ -81,8 +81,8 @@ class Response:
     """One new token of one row.
 
     Args:
-        row: what `Engine.submit` returned.
-        token: its id; -1 when the row could not go on before there was one.
+        row: the row's id, which `Engine.submit` returned.
+        token: id of the token; -1 when the row ended with an error before there was one.
         text: what can be shown since the last response; may be empty.
         logprobs: (vocab_size,) float32, log-probabilities that the token was drawn from, computed when
             they are looked at; None when the request asked for none.
@@ -104,17 +104,17 @@ class Row:
     """A request under way.
 
     Args:
-        id: what `Engine.submit` returned.
-        request: as it was submitted.
+        id: the id that `Engine.submit` returned.
+        request: the request as it was submitted.
         detokenizer: turns tokens into text.
         position: tokens in the cache.
-        seed: of the row's random stream.
+        seed: seed of the row's random stream.
         tokens: the answer so far, as far as it was read back.
         sampled: number of tokens that were drawn, read back or not.
         error: raised by the row's own sampler or logits processor.
-        lease: of the row's adapter; None without one.
+        lease: lease of the row's adapter; None without an adapter.
         overtaken: number of later rows with adapters that started while this one could not.
-        bound: tokens that the cache may hold; None where it sees to that itself.
+        bound: tokens that the cache may hold; None where nothing but the request ends the row.
     """
 
     id: int
@@ -135,7 +135,7 @@ class Row:
 
     @property
     def adapter(self) -> ResidentAdapter | None:
-        """What the row runs with, once it is loaded."""
+        """The row's adapter; None without one, and until it is loaded."""
         return None if self.lease is None else self.lease.resident
 
     def release(self) -> None:
@@ -175,7 +175,7 @@ class Row:
         """Take a token that was read back.
 
         Args:
-            token: its id.
+            token: id of the token.
             end_tokens: ids that end an answer.
             full: whether the context has no room to go on after it.
 

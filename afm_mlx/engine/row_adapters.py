@@ -23,8 +23,8 @@ class RowAdapters:
     """Gets the adapters of an engine's rows from its pool, and hands them to its model.
 
     Args:
-        model: that the engine runs.
-        pool: None for no adapter but the one that is attached to the model.
+        model: the model that the engine runs.
+        pool: the engine's adapters; None for no adapter but the one that is attached to the model.
 
     Raises:
         RequestError: when the pool is another model's, or the model has an attached adapter beside it.
@@ -126,9 +126,9 @@ def must_not_overtake(row: Row, waiting: Iterable[Row]) -> bool:
     """Whether a row has to let earlier rows go first, because `PATIENCE` rows with adapters have overtaken one.
 
     Args:
-        row: that could start.
+        row: a row that could start.
         waiting: earlier rows that could not. Only those whose adapters are loaded count: they wait for rows to
-            end. The pool sees to the others.
+            end. The pool sees to it that the others are not overtaken for ever.
     """
     if row.lease is None or not row.lease.ready:
         return False

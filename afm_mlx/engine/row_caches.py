@@ -1,7 +1,7 @@
 """The caches of an engine's rows: made, taken from callers, and handed back to them.
 
-A prompt cache may be bounded otherwise than the engine is: its row then ends at the smaller bound. What is
-stored (int8 codes or floats) and a sliding window have to be the engine's: rows of a batch share one buffer.
+A prompt cache may have another bound than the engine: its row then ends at the smaller one. Storage (int8 codes
+or floats) and sliding window have to be the engine's, because rows of a batch share one buffer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RowCaches:
     """Makes, checks and measures the caches of an engine's rows.
 
     Args:
-        model: that the engine runs.
+        model: the model that the engine runs.
         kv, max_kv_size, sliding_window: see `Engine`.
     """
 
@@ -66,7 +66,7 @@ class RowCaches:
         return list(cache)
 
     def bound(self, cache: Cache) -> int | None:
-        """Tokens after which a row has to end; None where its cache sees to that itself.
+        """Tokens after which a row has to end; None with a sliding window, and for models of mlx-lm's zoo.
 
         An engine that was given no limit of its own takes the cache's, however large.
         """
@@ -81,7 +81,7 @@ class RowCaches:
 
 
 def _kind(entry: Any) -> str:
-    """What a cache's entry stores, in words; rows of one batch must have the same."""
+    """The kind of a cache's entry, in words; rows of one batch must have the same."""
     if isinstance(entry, KVCache):
         stored = "int8 codes" if entry.int8 else "floats"
         window = f" in a sliding window of {entry.max_size}" if entry.sliding_window else ""
@@ -91,7 +91,7 @@ def _kind(entry: Any) -> str:
 
 
 def kv_storage(cache: Cache) -> str | None:
-    """What a cache stores, as `Engine` takes it; None when it does not say."""
+    """The storage of a cache, a value of `Engine`'s `kv`; None when the cache does not say."""
     ours = [entry for entry in cache if isinstance(entry, KVCache)]
     return None if not ours else "int8" if ours[0].int8 else "float"
 
@@ -106,7 +106,7 @@ def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
     """Replace an empty cache's entries by ones that store what is asked for, which its maker could not know.
 
     Args:
-        cache: stays as it is where it holds tokens, or has a window.
+        cache: the cache; it stays as it is where it holds tokens, or has a window.
         kv: see `Model.make_cache`; None for no change.
         window: tokens of a sliding window, if the bound is not smaller; None for no change.
     """
@@ -121,8 +121,8 @@ def hand_back(mine: Sequence[Any], theirs: Cache, surplus: int) -> None:
     """Fill the caller's cache with prompt and answer, but for the answer's last token.
 
     Args:
-        mine: the row's, taken out of the batch.
-        theirs: the caller's.
+        mine: the row's cache, taken out of the batch.
+        theirs: the caller's cache, which is changed.
         surplus: tokens that were fed before it was known that they are past the end.
     """
     for source, target in zip(mine, theirs, strict=True):

@@ -42,7 +42,7 @@ def make_sampler(
         min_tokens_to_keep: most likely tokens that `min_p` never drops.
         top_k: keep this many tokens; 0 keeps all.
         xtc_probability: how often XTC drops the tokens above its threshold, all but the least likely of them.
-        xtc_threshold: that probability, up to 0.5.
+        xtc_threshold: probability above which XTC drops tokens, up to 0.5.
         xtc_special_tokens: ids that XTC never drops.
 
     Raises:
@@ -101,7 +101,7 @@ class FilteredSampler:
         return mx.take_along_axis(tokens, drawn[..., None], axis=-1)[..., 0]
 
     def candidates(self, logprobs: mx.array) -> tuple[mx.array, mx.array | None]:
-        """What a token is drawn from.
+        """Return the logits and the tokens that one is drawn from.
 
         Args:
             logprobs: (..., vocab_size).

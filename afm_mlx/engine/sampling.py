@@ -20,8 +20,8 @@ def sample(
     Whatever a row's own callables raise is kept in `Row.error`, so that the other rows go on.
 
     Args:
-        rows: B of them.
-        logits: (B, vocab_size).
+        rows: the B rows.
+        logits: (B, vocab_size) logits.
         inputs: (B,) tokens that the logits follow.
 
     Returns:
@@ -46,7 +46,7 @@ def sample(
 
 
 def no_token(peak: float, request: Request) -> LogitsError:
-    """Why no token can be chosen from logits whose largest is NaN or infinite."""
+    """The error that says why no token can be chosen from logits whose largest is NaN or infinite."""
     if peak == -math.inf:
         return LogitsError(
             "Every token is banned: all logits are -infinity. The logits processors of a request have to leave "

@@ -59,7 +59,7 @@ def load(
             the model has to be loaded anew. In any thread but the main one the weights are read at once:
             one thread can't read what another has begun to.
         return_config: return config.json's content too.
-        revision: of a hub id.
+        revision: branch, tag or commit of a hub id.
         trust_remote_code: let a folder's own code run; for mlx-lm's zoo only.
         activation_bits: 16, or 8 to let packed layers round their input to int8 where that is faster.
         force_adapter: run an adapter that was made for another model, if its shapes fit.

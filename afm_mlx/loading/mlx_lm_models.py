@@ -75,7 +75,7 @@ def load_mlx_lm_folder(
 
 
 def _check_adapter(path: Path) -> None:
-    """Look at the types and numbers of an adapter for mlx-lm, which takes any."""
+    """Raise if an adapter for mlx-lm, which takes any, has tensors of integers, NaN or infinity."""
     if path.is_file():
         stored = read_header(path)
         check_floating(stored, path)

@@ -1,9 +1,9 @@
 """How fast this machine reads memory: the limit that decoding one token at a time runs into.
 
-What is measured is the best of several passes of a reduction over a buffer that no cache holds. On a GPU
-that is MLX's maximum; on a CPU it is NumPy's, of bytes, with every thread in a part of its own, in a process
-of its own so that the buffer does not count as the caller's memory. On the CPU that this was checked on
-(Xeon, AVX-512, 2 threads) a hand-written loop of 64-byte loads reads 1 % faster.
+What is measured is the best of several passes of a reduction over a buffer that is larger than any cache. On a
+GPU that is MLX's maximum. On a CPU it is NumPy's maximum of bytes, each thread in a part of its own, in a child
+process so that the buffer does not count as the caller's memory. On the CPU that this was checked on (Xeon,
+AVX-512, 2 threads) a hand-written loop of 64-byte loads reads 1 % faster.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Bandwidth(NamedTuple):
     """A measured rate of reading memory.
 
     Args:
-        bytes_per_second: of the best pass.
+        bytes_per_second: rate of the best pass.
         how: what was run, for the reader of a report.
     """
 
@@ -47,7 +47,7 @@ def measure_bandwidth(threads: int) -> Bandwidth:
     if mx.default_device() == mx.Device(mx.cpu):
         return measure_cpu_bandwidth(threads)
     measured = _measure_gpu()
-    mx.clear_cache()  # MLX would keep the buffer for whoever needs one next
+    mx.clear_cache()  # MLX would keep the memory of the buffer for later arrays
     return measured
 
 

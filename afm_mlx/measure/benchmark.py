@@ -6,17 +6,18 @@ through the engine, as a user's request does, with random tokens and no end toke
     prefill tokens/s = rows * prompt / time to first token
     decode tokens/s = rows * (answer - 2) / time from the first token to the last but one
 
-(The engine submits a step before it reads the step before it; nothing is submitted beside the last one, so
-its time is not that of a step.)
+(The engine submits a step before it reads the result of the one before. No step is submitted beside the last,
+so the last token's time is not that of a step.)
 
 A decode step must read every weight once (the tied embedding as the head), the adapter, and, in each block,
-the keys and values that it attends to: `StepCost` counts those bytes. Times the steps per second that is the
-rate at which memory was read, and over the machine's measured bandwidth (`bandwidth.py`) the share of what is
-possible.
+the keys and values that it attends to: `StepCost` counts those bytes. Multiplied by the steps per second they
+are the rate at which memory was read; that rate over the machine's measured bandwidth (`bandwidth.py`) is the
+share of what is possible.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import statistics
@@ -42,36 +43,29 @@ from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import activation_dtype
 
 WARM_UP_TOKENS = 3
+_LEAST = {"generated_tokens": 3, "depth": 0, "adapter_rank": 0}  # other sizes are at least 1
 
 # Primitives of MLX that compute nothing: another look at the same memory.
-_VIEWS = {
-    "Broadcast",
-    "BroadcastAxes",
-    "Depends",
-    "ExpandDims",
-    "Flatten",
-    "Reshape",
-    "Slice",
-    "Split",
-    "Squeeze",
-    "StopGradient",
-    "Transpose",
-    "Unflatten",
-    "View",
-}
+_VIEWS = set(
+    "Broadcast BroadcastAxes Depends ExpandDims Flatten Reshape Slice Split Squeeze StopGradient "
+    "Transpose Unflatten View".split()
+)
+
+# A detokenizer that makes no text.
+_NO_TEXT = SimpleNamespace(last_segment="", add_token=lambda token: None, finalize=lambda: None)
 
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """What is run.
+    """The sizes of a benchmark.
 
     Args:
-        prompt_tokens: of each row's prompt.
-        generated_tokens: of each row's answer, the first one included, which comes with the prompt.
+        prompt_tokens: tokens of each row's prompt.
+        generated_tokens: tokens of each row's answer, the first one included, which the prompt's step gives.
         batch: rows side by side.
         depth: tokens in each row's cache before the prompt.
-        adapter_rank: of a random adapter on every linear layer of every block; 0 for none.
-        adapters: number of different adapters that the rows use.
+        adapter_rank: rank of a random adapter on every linear layer of every block; 0 for no adapter.
+        adapters: number of different adapters, which the rows use in turn.
     """
 
     prompt_tokens: int = 512
@@ -82,19 +76,9 @@ class BenchmarkCase:
     adapters: int = 1
 
     def __post_init__(self) -> None:
-        allowed = {
-            "prompt_tokens": 1,
-            "generated_tokens": 3,
-            "batch": 1,
-            "depth": 0,
-            "adapter_rank": 0,
-            "adapters": 1,
-        }
-        for name, least in allowed.items():
-            if getattr(self, name) < least:
-                raise RequestError(
-                    f"{name} of a benchmark is {getattr(self, name)}; at least {least} is needed."
-                )
+        for name, value in dataclasses.asdict(self).items():
+            if value < (least := _LEAST.get(name, 1)):
+                raise RequestError(f"{name} of a benchmark is {value}; at least {least} is needed.")
         if self.adapters > 1 and not self.adapter_rank:
             raise RequestError(
                 f"adapters of a benchmark is {self.adapters}, and adapter_rank is 0, which means none; give "
@@ -109,7 +93,7 @@ class BenchmarkCase:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a row's cache holds at the end, the last one excepted, which is never fed."""
+        """Tokens in a row's cache at the end: all but the last of its answer, which is never fed."""
         return self.depth + self.prompt_tokens + self.generated_tokens - 1
 
     @property
@@ -134,13 +118,13 @@ class Spread:
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one decode step of all rows needs.
+    """Bytes that one decode step of all rows reads, and operations that it runs.
 
     Args:
-        weight_bytes: every parameter once, scales and norms included.
-        adapter_bytes: of the adapters' arrays.
-        kv_bytes: keys and values that the blocks read, those of reuse blocks counted again.
-        cache_bytes: keys and values in the cache at the end of the case.
+        weight_bytes: bytes of every parameter, scales and norms included.
+        adapter_bytes: bytes of the adapters' arrays.
+        kv_bytes: bytes of keys and values that all blocks read, those of reuse blocks counted again.
+        cache_bytes: bytes of keys and values in the cache at the end of the case.
         operations: primitives in the graph of the step that compute something. On a GPU each is a dispatch, or
             more where MLX makes several kernels of one.
     """
@@ -166,9 +150,9 @@ class BenchmarkResult:
         prefill: prompt tokens per second, of all rows.
         decode: new tokens per second, of all rows.
         first_token: seconds from the request to the first token.
-        cost: of a decode step; None for a model of mlx-lm's zoo, whose reads can't be counted here.
-        peak_memory: bytes that MLX held at most.
-        peak_resident: bytes of the process at most, code and Python included; None where the system has
+        cost: what a decode step reads; None for a model of mlx-lm's zoo, whose reads can't be counted here.
+        peak_memory: most bytes that MLX held.
+        peak_resident: most bytes that the process held, code and Python included; None where the system has
             no such figure for a stretch of time.
     """
 
@@ -182,7 +166,7 @@ class BenchmarkResult:
 
     @property
     def bytes_per_token(self) -> float | None:
-        """Bytes that a token takes: those of a step, shared by its rows."""
+        """Bytes read per token: those of a step over its rows."""
         if self.cost is None:
             return None
         return (self.cost.model_bytes + self.cost.kv_bytes) / self.case.batch
@@ -194,7 +178,7 @@ class BenchmarkResult:
 
     @property
     def memory_ratio(self) -> float | None:
-        """MLX's peak over weights, adapter and cache, which is the least that a run needs."""
+        """MLX's peak over the bytes of weights, adapters and cache, the least that a run needs."""
         if self.cost is None:
             return None
         return self.peak_memory / (self.cost.model_bytes + self.cost.cache_bytes)
@@ -217,8 +201,8 @@ def run_case(
         case: what to run.
         repetitions: measured runs.
         kv: "int8" or "float" storage of keys and values.
-        tokenizer: whose detokenizer turns tokens into text meanwhile; None leaves that out.
-        seed: of the random tokens.
+        tokenizer: gives the detokenizer that turns tokens into text meanwhile; None leaves that out.
+        seed: seed of the random tokens and adapters.
         on_run: called after every run, the warm-up too.
 
     Raises:
@@ -228,25 +212,21 @@ def run_case(
         attach_random_adapters(model, case.adapter_rank, seed, case.adapters, case.batch)
     try:
         bench = Bench(model, case, kv, tokenizer, np.random.default_rng(seed))
-        return _measure(bench, repetitions, on_run)
+        return _measure(bench, repetitions, on_run or (lambda: None))
     finally:
         if case.adapter_rank:
             detach_adapter(model)
 
 
-def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None] | None) -> BenchmarkResult:
+def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None]) -> BenchmarkResult:
     case = bench.case
     bench.run(min(case.generated_tokens, WARM_UP_TOKENS))
+    on_run()
     mx.reset_peak_memory()
     can_reset = reset_peak_resident()
     times = []
     for _ in range(repetitions):
-        if on_run:
-            on_run()
         times.append(bench.run(case.generated_tokens))
-    peak = mx.get_peak_memory()
-    resident = peak_resident() if can_reset else None
-    if on_run:
         on_run()
     new = case.batch * (case.generated_tokens - 2)
     prompt = case.batch * case.prompt_tokens
@@ -255,9 +235,9 @@ def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None] | None) 
         prefill=Spread.of([prompt / first for first, _ in times]),
         decode=Spread.of([new / decoding for _, decoding in times]),
         first_token=Spread.of([first for first, _ in times]),
-        cost=bench.cost(),
-        peak_memory=peak,
-        peak_resident=resident,
+        peak_memory=mx.get_peak_memory(),
+        peak_resident=peak_resident() if can_reset else None,
+        cost=bench.cost(),  # last, for it runs a step
     )
 
 
@@ -266,7 +246,7 @@ class Bench:
 
     Args:
         model, case, kv, tokenizer: as in `run_case`.
-        rng: of the random tokens.
+        rng: draws the random tokens.
     """
 
     def __init__(
@@ -287,15 +267,15 @@ class Bench:
         else:
             # A zoo model's config may keep it anywhere; the logits can't lie.
             self._vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
-        detokenizer = tokenizer.detokenizer if tokenizer is not None else _NoText()
+        detokenizer = tokenizer.detokenizer if tokenizer is not None else _NO_TEXT
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
 
     def cost(self) -> StepCost | None:
-        """What a decode step needs; None for a model of mlx-lm's zoo."""
+        """The cost of a decode step; None for a model of mlx-lm's zoo."""
         return step_cost(self._model, self.case, self._kv) if self.is_afm else None
 
     def run(self, generated: int) -> tuple[float, float]:
-        """Returns the seconds to the first token, and from there to the last but one."""
+        """Generate so many tokens per row; return the seconds to the first, and from it to the last but one."""
         case = self.case
         engine = Engine(
             self._model,
@@ -311,7 +291,7 @@ class Bench:
             cache = [layer.copy() for layer in filled] if filled else None
             request = Request(prompt, max_tokens=generated, cache=cache, logprobs=False)
             engine.submit(request)
-            # The engine has it; otherwise it would hand back a copy of everything at the end.
+            # A request that keeps its cache gets a copy of all keys and values at the end.
             request.cache = None
         filled = cache = None
         read = []  # when tokens came back
@@ -339,26 +319,14 @@ class Bench:
         cache = engine.make_cache()
         shape = (1, config.num_kv_heads, self.case.depth, config.head_dim)
         if cache[0].int8:
-            numbers: Any = self._rng.integers(-127, 128, (2, *shape), dtype=np.int8)
+            keys, values = mx.array(self._rng.integers(-127, 128, (2, *shape), dtype=np.int8))
         else:
             numbers = self._rng.standard_normal((2, *shape), dtype=np.float32)
-        keys, values = mx.array(numbers)
-        if not cache[0].int8:
-            keys, values = keys.astype(activation_dtype()), values.astype(activation_dtype())
+            keys, values = mx.array(numbers).astype(activation_dtype())
         for layer in cache[: config.num_kv_layers]:
             layer.update_and_fetch(keys, values)
         mx.eval([layer.state for layer in cache])
         return cache
-
-
-class _NoText:
-    """A detokenizer that makes no text."""
-
-    last_segment = ""
-
-    def add_token(self, token: int) -> None: ...
-
-    def finalize(self) -> None: ...
 
 
 def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:

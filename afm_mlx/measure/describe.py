@@ -23,6 +23,7 @@ from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
+from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
 _PRODUCT = 512  # rows and columns of the product that is timed
@@ -40,25 +41,23 @@ def describe_folder(folder: Path) -> Facts:
     source = folder / "config.json"
     values = read_config_json(source)
     tensors = stored_tensors(folder)
-    if not is_afm_config(values):
-        packed = describe_packed_layers(tensors, quantization_of(values, source), source)
-        return {
+    quantization = quantization_of(values, source)
+    config = ModelConfig.from_dict(values, source=str(source)) if is_afm_config(values) else None
+    if config is not None:
+        check_folder_tensors(config, quantization, tensors, source)
+        facts = describe_config(config)
+    else:
+        facts = {
             "model_type": values.get("model_type"),
             "runs_with": "the architecture of mlx-lm, in this package's engine",
-            "weights": describe_weights(tensors, _count_parameters(tensors, values)),
-            **({"packed_layers": packed} if packed else {}),
         }
-    config = ModelConfig.from_dict(values, source=str(source))
-    quantization = quantization_of(values, source)
-    check_folder_tensors(config, quantization, tensors, source)
-    packed = describe_packed_layers(tensors, quantization, source)
-    return {
-        **describe_config(config),
-        "weights": describe_weights(tensors, config.num_parameters),
-        **({"packed_layers": packed} if packed else {}),
-        "tokenizer": describe_tokenizer(folder),
-        "fingerprint": folder_fingerprint(config, folder),
-    }
+    facts["weights"] = describe_weights(tensors, _count_parameters(tensors, values))
+    if packed := describe_packed_layers(tensors, quantization, source):
+        facts["packed_layers"] = packed
+    if config is not None:
+        facts["tokenizer"] = describe_tokenizer(folder)
+        facts["fingerprint"] = folder_fingerprint(config, folder)
+    return facts
 
 
 def describe_config(config: ModelConfig) -> Facts:
@@ -117,16 +116,13 @@ def describe_packed_layers(
 ) -> Facts:
     """Layers that are stored packed, by format: how many, their weights, bytes, and bits per weight."""
     formats: dict[str, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        path, _, kind = name.rpartition(".")
-        if kind != "weight" or tensor.dtype != mx.uint32:
-            continue
+    for path in _packed_paths(tensors):
         settings = stored_settings(quantization, path)
         bits = _bits(settings, path, source)
         nbytes = sum(tensors[n].nbytes for n in (f"{path}.{p}" for p in PARTS) if n in tensors)
         found = formats.setdefault(_format(settings), {"layers": 0, "weights": 0, "bytes": 0})
         found["layers"] += 1
-        found["weights"] += tensor.size * 32 // bits
+        found["weights"] += tensors[f"{path}.weight"].size * 32 // bits
         found["bytes"] += nbytes
     for found in formats.values():
         found["bits_per_weight"] = 8 * found["bytes"] / max(1, found["weights"])
@@ -134,7 +130,7 @@ def describe_packed_layers(
 
 
 def _format(settings: Facts) -> str:
-    """Such as "2-bit balanced per row" or "4-bit affine per 64"."""
+    """The name of a format, such as "2-bit balanced per row" or "4-bit affine per 64"."""
     mode = settings.get("mode", "affine")
     per = settings.get("granularity") or "group"
     if per == "group":
@@ -145,7 +141,11 @@ def _format(settings: Facts) -> str:
 def describe_tokenizer(folder: Path) -> Facts:
     """The facts about an AFM folder's tokenizer."""
     tokenizer = load_tokenizer(folder)
-    from_file = (folder / "chat_template.jinja").exists()
+    if (folder / "chat_template.jinja").exists():
+        template = "chat_template.jinja"
+    else:
+        is_own = tokenizer.chat_template == V6_TEMPLATE
+        template = "AFM's (V6)" if is_own else "tokenizer_config.json"
     return {
         "file": "tokenizer.model" if (folder / "tokenizer.model").exists() else "tokenizer.json",
         "vocab_size": tokenizer.vocab_size,
@@ -153,12 +153,12 @@ def describe_tokenizer(folder: Path) -> Facts:
         "eos_token": tokenizer.eos_token,
         "eos_token_ids": sorted(tokenizer.eos_token_ids),
         "tool_calls": tokenizer.has_tool_calling,
-        "chat_template": "chat_template.jinja" if from_file else "AFM's (V6)",
+        "chat_template": template,
     }
 
 
 def describe_runtime() -> Facts:
-    """What would run where on this machine, with a product timed on the CPU."""
+    """Device, libraries and versions that would run a model here, with a product timed on the CPU."""
     metal = mx.metal.is_available()
     return {
         "device": str(mx.default_device()).removeprefix("Device(").rstrip(")").replace(", ", ":"),
@@ -197,22 +197,19 @@ def _versions() -> dict[str, str]:
 
 
 def _count_parameters(tensors: dict[str, StoredTensor], values: Facts) -> int:
-    """Weights of any model, those counted that MLX's quantized format packs into integers."""
-    if values.get("model_type") == MODEL_TYPE:
+    """Weights of any model, each of those counted that a quantized format packs into integers."""
+    if is_afm_config(values):
         return ModelConfig.from_dict(values).num_parameters
-    quantization = quantization_of(values, "config.json")
-    count = 0
-    for name, tensor in tensors.items():
-        layer, _, kind = name.rpartition(".")
-        weight = tensors.get(f"{layer}.weight")
-        if weight is None or weight.dtype != mx.uint32:
-            count += tensor.size
-        elif kind == "weight":
-            bits = _bits(stored_settings(quantization, layer), layer, "config.json")
-            count += tensor.size * 32 // bits
-        elif kind not in PARTS:
-            count += tensor.size
-    return count
+    source = Path("config.json")
+    formats = describe_packed_layers(tensors, quantization_of(values, source), source)
+    parts = {f"{path}.{part}" for path in _packed_paths(tensors) for part in PARTS}
+    floats = sum(tensor.size for name, tensor in tensors.items() if name not in parts)
+    return floats + sum(found["weights"] for found in formats.values())
+
+
+def _packed_paths(tensors: dict[str, StoredTensor]) -> list[str]:
+    names = [name for name, tensor in tensors.items() if tensor.dtype == mx.uint32]
+    return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
 
 
 def _bits(settings: Facts, path: str, source: str | Path) -> int:

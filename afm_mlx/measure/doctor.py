@@ -6,12 +6,14 @@ Every function returns values that JSON can hold. A report names no user, no hos
 from __future__ import annotations
 
 import datetime
+import functools
 import getpass
 import math
 import os
 import platform
 import re
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +69,7 @@ def examine(
     Args:
         quick: a second instead of a minute: a few problems, and nothing is timed.
         retry: also run variants that ended the process the last time.
-        seed: of the random inputs; a fresh one by default.
+        seed: seed of the random inputs; a fresh one by default.
         progress: called with (problems done, problems in all).
 
     Returns:
@@ -76,7 +78,9 @@ def examine(
     """
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     bandwidth = None if quick else measure_bandwidth(_threads())
-    small, large = _specs(quick)
+    dtype = activation_dtype()
+    small = specs.quick_specs(dtype) if quick else specs.full_specs()
+    large = [] if quick else specs.model_specs(dtype)
     results, timed, failures = _test(small, large, retry, np.random.default_rng(seed), progress)
     date = datetime.datetime.now(datetime.UTC)
     facts = {
@@ -97,13 +101,6 @@ def examine(
     return without_private_words(facts)
 
 
-def _specs(quick: bool) -> tuple[list[Spec], list[Spec]]:
-    dtype = activation_dtype()
-    if quick:
-        return specs.quick_specs(dtype), []
-    return specs.full_specs(), specs.model_specs(dtype)
-
-
 def _test(
     small: Sequence[Spec],
     large: Sequence[Spec],
@@ -111,40 +108,38 @@ def _test(
     rng: np.random.Generator,
     progress: Progress | None,
 ) -> tuple[list[CheckResult], list[CheckResult], dict[str, str]]:
-    """Results of both lists, and the failures, which are remembered for the next start."""
-    total = len(small) + len(large)
+    """Test both lists; return the results of each, and the failures, which the next start will know."""
 
-    def report(done: int, _: int, variant: str, before: int = 0) -> None:
+    def report(done: int) -> None:
         if progress is not None:
-            progress(before + done, total)
-
-    def report_large(done: int, of: int, variant: str) -> None:
-        report(done, of, variant, len(small))
+            progress(done, len(small) + len(large))
 
     for name in dispatch.disabled():
         dispatch.enable(name)
-    if dispatch.forced():  # a choice of the user's is no verdict on this machine
-        results = checks.check(small, rng, progress=report)
-        timed = checks.check(large, rng, timed=True, progress=report_large)
-        return results, timed, checks.failures([*results, *timed])
-    verdict = Verdict()
-    verdict.forget(keep_ended=not retry)
-    checks.switch_off(verdict)
-    results = checks.record(verdict, small, rng, progress=report)
-    timed = checks.record(verdict, large, rng, timed=True, progress=report_large)
-    return results, timed, verdict.failures
+    # What the user asked for by name is no verdict on the machine.
+    verdict = None if dispatch.forced() else Verdict()
+    check = checks.check
+    if verdict is not None:
+        verdict.forget(keep_ended=not retry)
+        checks.switch_off(verdict)
+        check = functools.partial(checks.record, verdict)
+    results = check(small, rng, progress=lambda done, *_: report(done))
+    timed = check(large, rng, timed=True, progress=lambda done, *_: report(len(small) + done))
+    failures = checks.failures([*results, *timed]) if verdict is None else verdict.failures
+    return results, timed, failures
 
 
 def describe_machine(bandwidth: Bandwidth | None) -> Facts:
     """Chip, memory and system."""
     info = mx.device_info()
     chip = str(info.get("device_name", "")) or platform.processor()
+    macos = platform.mac_ver()[0]
     facts: Facts = {
         "chip": chip,
         "architecture": info.get("architecture", platform.machine()),
         "threads": _threads(),
         "memory_gb": machine_memory() / 1e9,
-        "system": f"macOS {platform.mac_ver()[0]}" if platform.mac_ver()[0] else _linux(),
+        "system": f"macOS {macos}" if macos else f"{platform.system()} {platform.release()}",
         "launch_microseconds": checks.launch_seconds() * 1e6,
     }
     if bandwidth is not None:
@@ -153,10 +148,6 @@ def describe_machine(bandwidth: Bandwidth | None) -> Facts:
     if chip in PUBLISHED_BANDWIDTH:
         facts["bandwidth_published_gb_per_s"] = PUBLISHED_BANDWIDTH[chip]
     return facts
-
-
-def _linux() -> str:
-    return f"{platform.system()} {platform.release()}"
 
 
 def _threads() -> int:
@@ -195,7 +186,7 @@ def _result_facts(result: CheckResult, bandwidth: Bandwidth | None) -> Facts:
 
 
 def _summaries(results: Sequence[CheckResult]) -> list[Facts]:
-    """For each operation and variant: how many problems, the worst of them, and why others were not run."""
+    """How many problems each variant of an operation ran, the worst of them, and why others were not run."""
     groups: dict[tuple[str, str], list[CheckResult]] = {}
     for result in results:
         groups.setdefault((result.spec.op, result.variant), []).append(result)
@@ -204,17 +195,13 @@ def _summaries(results: Sequence[CheckResult]) -> list[Facts]:
 
 def _summary(op: str, variant: str, results: Sequence[CheckResult]) -> Facts:
     run = [r for r in results if r.obstacle is None]
-    reasons: dict[str, int] = {}
-    for result in results:
-        if result.obstacle is not None:
-            reasons[result.obstacle] = reasons.get(result.obstacle, 0) + 1
     facts: Facts = {
         "op": op,
         "variant": variant,
         "problems": len(run),
         "failed": sum(r.failure is not None for r in run),
         "chosen": sum(r.chosen for r in results),
-        "not_run": reasons,
+        "not_run": dict(Counter(r.obstacle for r in results if r.obstacle is not None)),
     }
     measured = [r for r in run if r.error is not None]
     if measured:
@@ -253,6 +240,6 @@ def _private_words() -> dict[str, str]:
         user = getpass.getuser()
     except (OSError, KeyError):  # no name for the user's number
         user = ""
-    # Every machine has a root, and the word has other meanings.
+    # "root" names nobody, and the word has other meanings.
     words.update({} if user == "root" else {user: "<user>"})
     return {word: stand_in for word, stand_in in words.items() if len(word) > 1}

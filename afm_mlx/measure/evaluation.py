@@ -88,8 +88,8 @@ def load_examples(path: str | Path, limit: int | None = None) -> list[Example]:
     """Read a test set.
 
     Args:
-        path: of the JSONL file.
-        limit: examples per task, the first ones; None for all.
+        path: path of the JSONL file.
+        limit: most examples per task, the first ones of the file; None for all.
 
     Raises:
         DataError: names the file and the line.
@@ -132,8 +132,8 @@ def evaluate(
     An answer may be about twice as long as the expected one; what is longer is wrong anyway.
 
     Args:
-        model, tokenizer: of `load`.
-        examples: of `load_examples`.
+        model, tokenizer: what `load` returns.
+        examples: examples of `load_examples`.
         batch_size: examples that are answered side by side.
         progress: called with answers done and answers in all.
 

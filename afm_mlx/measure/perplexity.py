@@ -36,11 +36,11 @@ class Perplexity:
     """A measurement.
 
     Args:
-        perplexity: see above; 1 is a perfect prediction.
-        standard_error: of the perplexity, as if tokens were independent.
-        tokens: how many were scored.
-        samples: number of pieces of documents that were read.
-        seconds: how long that took.
+        perplexity: as the module defines it; 1 is a perfect prediction.
+        standard_error: standard error of the perplexity, as if tokens were independent.
+        tokens: number of scored tokens.
+        samples: number of pieces of documents.
+        seconds: time that scoring took.
     """
 
     perplexity: float
@@ -64,7 +64,7 @@ def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
         path: a `.txt` file, which is one document; a JSONL file with a document per line, of the form
             `{"text"}`, `{"messages", "tools"?}`, `{"prompt", "completion"}` or a list of messages; or a
             folder with such files (`test.jsonl`, else `valid.jsonl`, else `train.jsonl`).
-        tokenizer: of `load`.
+        tokenizer: a tokenizer of `load`.
 
     Raises:
         DataError: names the file and the line.
@@ -72,12 +72,12 @@ def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
     path = Path(path)
     if path.is_dir():
         path = _split_of(path)
-    if path.suffix != ".jsonl" and path.suffix != ".txt":
+    if path.suffix == ".txt":
+        return [encode_text(read_text(path), tokenizer)]
+    if path.suffix != ".jsonl":
         raise DataError(
             f"{path} is neither a .jsonl nor a .txt file, nor a folder with .jsonl files."
         )
-    if path.suffix == ".txt":
-        return [encode_text(read_text(path), tokenizer)]
     documents = []
     for where, record in read_jsonl(path):
         try:
@@ -118,9 +118,9 @@ def cut(
 
     Args:
         documents: token ids.
-        sequence_length: at least 2.
+        sequence_length: most tokens of a piece, at least 2.
         num_samples: pieces to keep, drawn at random; -1 keeps all.
-        seed: of the draw.
+        seed: seed of the draw.
     """
     step = sequence_length - 1
     pieces = [

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
-import sys
 from pathlib import Path
 
 
@@ -24,15 +22,6 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def peak_resident() -> int:
-    """Bytes of memory that this process had at most, since its start or the last reset."""
-    status = Path("/proc/self/status")
-    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        return int(found[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def reset_peak_resident() -> bool:
     """Start the peak of `peak_resident` anew; returns whether the system can, which only Linux does."""
     try:
@@ -40,3 +29,9 @@ def reset_peak_resident() -> bool:
     except OSError:
         return False
     return True
+
+
+def peak_resident() -> int | None:
+    """Most bytes of memory that this process had since the last reset; None where Linux does not say."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else None

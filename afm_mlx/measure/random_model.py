@@ -22,7 +22,7 @@ def random_packed_model(
     embedding_rule: QuantizationRule = AFM_EMBEDDING_RULE,
     seed: int = 0,
 ) -> Model:
-    """A model of real shapes with random codes, for benchmarks: nothing is ever a float matrix.
+    """A packed model of real shapes with random codes, made without any float matrix.
 
     Weights have the variance of a fresh model's, norms are 1, and the scales of keys and values fit
     normed activations, so that sums stay in the range that a trained model has.

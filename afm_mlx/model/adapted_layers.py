@@ -1,4 +1,4 @@
-"""How adapters meet a model's layers: what a layer asks for, and who adds what it gets.
+"""How a model's layers get the adapters of a batch's rows, and which kind of layer adds them.
 
 A layer has `adapters`, a function from the number of a batch's rows to the adapters of these rows for the
 layer's matrix (`LayerAdapters`). A `PackedLinear` adds them in its kernel; any other linear layer stands in an
@@ -24,7 +24,7 @@ def adapters_layout(model: nn.Module) -> str:
 
 
 class LinearWrapper(nn.Module):
-    """A layer around a linear one, `linear`, in whose place it stands."""
+    """A layer that wraps a linear layer, `linear`, and stands in its place."""
 
     def __init__(self, linear: nn.Module):
         super().__init__()
@@ -37,7 +37,7 @@ class AdaptedLinear(LinearWrapper):
 
     Args:
         linear: maps (B, ..., K) to (B, ..., N).
-        adapters: of the layer.
+        adapters: gives the layer's adapters for a number of rows.
     """
 
     def __init__(self, linear: nn.Module, adapters: LayerAdapters):
@@ -45,6 +45,6 @@ class AdaptedLinear(LinearWrapper):
         self.adapters = adapters
 
     def __call__(self, x: mx.array) -> mx.array:
-        """(B, ..., K) to (B, ..., N) in the dtype that `linear` gives."""
+        """Map (B, ..., K) to (B, ..., N), in the dtype that `linear` gives."""
         y, low_rank = self.linear(x), self.adapters(x.shape[0])
         return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)

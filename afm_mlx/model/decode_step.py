@@ -45,10 +45,10 @@ class _TracedCache:
 
 
 class _Traces(threading.local):
-    """The traces of one thread: MLX keeps, for each thread, what a function was traced to by its address.
+    """The traces of one thread. MLX keeps traces for each thread, by the address of the traced function.
 
-    So another function at the address of one that was dropped elsewhere must not find its traces: `serial`
-    tells them apart.
+    A new function may lie at the address of one that was dropped in another thread: `serial` keeps it from
+    finding that one's traces.
     """
 
     def __init__(self) -> None:
@@ -93,13 +93,13 @@ class DecodeStep:
         cache: Sequence[KVCache],
         head: str,
     ) -> Any:
-        """What `Model.forward` returns; the caches grow by a token.
+        """Return what `Model.forward` returns; the caches grow by a token.
 
         Args:
-            model: whose step this is.
+            model: the model whose step this is.
             inputs: (B, 1) integers.
             lengths: (B,) int32, of `KVCache.decode_lengths`.
-            cache: of every writing block, with a buffer.
+            cache: caches of the writing blocks, each with a buffer.
             head: see `Model.forward`.
         """
         for entry in cache:

@@ -32,7 +32,7 @@ def project(
     Args:
         layer: maps (..., K) to (..., N).
         x: (..., K).
-        norm: None for none.
+        norm: the norm before the layer; None for no norm.
         residual: (..., N), or None.
 
     Returns:

@@ -40,7 +40,7 @@ class KVCache:
         rows: rows of the batch.
 
     `adapter` is the fingerprint of the adapter under which the keys and values were computed: "" for none, and
-    None when nobody said. Under another one they are wrong.
+    None when it is not known. Under any other adapter they are wrong.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class KVCache:
 
     @property
     def values(self) -> mx.array | None:
-        """As `keys`."""
+        """(B, n_kv_heads, capacity, head_dim): a view, as `keys`."""
         return None if self.buffer is None else _heads(self.buffer)[1]
 
     @property
@@ -253,7 +253,7 @@ class KVCache:
             self._padding = list(right_padding)
 
     def finalize(self) -> None:
-        """Disown the padding; the next tokens are written over it."""
+        """Stop counting the padding as tokens; the next tokens are written over it."""
         if self._padding is not None:
             self._lengths = [n - p for n, p in zip(self._lengths, self._padding, strict=True)]
             self._padding = None
@@ -262,7 +262,7 @@ class KVCache:
     # -- rows
 
     def extract(self, row: int) -> KVCache:
-        """A cache of one row's own."""
+        """Return a copy of one row, as a cache of its own."""
         cache = self._like([row])
         if self.buffer is not None:
             used = self._columns[row]
@@ -287,7 +287,7 @@ class KVCache:
     def merge(caches: Sequence[KVCache]) -> KVCache:
         """One batch of the rows of several caches of the same block.
 
-        It is bounded as the row that may hold the most: the others' bounds are the caller's to keep.
+        Its bound is the largest of theirs: callers have to end rows that had a smaller one.
 
         Raises:
             ValueError: when they store different things, or have different windows.
@@ -383,7 +383,7 @@ class KVCache:
 def _ragged_index(
     columns: tuple[int, ...], heads: int, length: int
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Indices of `length` places per row and head, from a column of the row's own on.
+    """Indices of `length` columns per row and head, from `columns[row]` on.
 
     Every block of a step asks for the same ones; made on the host, they cost the device nothing.
     """

@@ -1,4 +1,4 @@
-"""What the state of a KV cache may be: a file that a cache is restored from may hold anything."""
+"""Checks on the state of a KV cache that is restored from a file, which may hold anything."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ MOST_TOKENS = 1 << 30  # positions are int32
 def check_state(
     keys: mx.array, values: mx.array, rows: mx.array, kind: tuple[str, int | None, bool]
 ) -> None:
-    """Raise `CacheFileError` unless a cache of a kind can have been in a state.
+    """Raise `CacheFileError` unless a cache of this kind can have this state.
 
     Args:
-        keys, values, rows: of `KVCache.state`.
-        kind: of the cache, see `KVCache.kind`.
+        keys, values, rows: the parts of `KVCache.state`.
+        kind: the cache's kind, see `KVCache.kind`.
     """
     dtype, wanted = (mx.int8, "int8") if kind[0] == "int8" else (mx.floating, "floats")
     for name, array in (("keys", keys), ("values", values)):

@@ -279,7 +279,7 @@ class Model(nn.Module):
 
         Args:
             inputs: token ids, (B, L) integers, the next L tokens of every row.
-            cache: of `make_cache`; None starts at position 0 and keeps nothing.
+            cache: a cache of `make_cache`; None starts at position 0 and keeps nothing.
 
         Returns:
             (B, L, vocab_size) in the activation dtype.
@@ -291,7 +291,7 @@ class Model(nn.Module):
 
         Args:
             inputs: (B, 1) integers, the last token of every row.
-            cache: of `make_cache`; grows by one.
+            cache: a cache of `make_cache`; grows by one token.
 
         Returns:
             tokens (B,) uint32, and their logits (B,): NaN or infinity where any of the row's is.
@@ -312,13 +312,13 @@ class Model(nn.Module):
         cache: Sequence[Any],
         head: str,
     ) -> Any:
-        """Every block, and the head.
+        """Run every block, and the head.
 
         Args:
             inputs: (B, L) integers.
-            positions: where they stand.
-            cache: of the writing blocks.
-            head: "logits" for those of every token, (B, L, vocab_size); "argmax" for what `greedy`
+            positions: positions and mask of the tokens.
+            cache: caches of the writing blocks.
+            head: "logits" to return those of every token, (B, L, vocab_size); "argmax" for what `greedy`
                 returns, after the last token of each row.
         """
         h, kv = self.model.write(inputs, positions, cache)
@@ -367,13 +367,13 @@ class Model(nn.Module):
 
         Args:
             inputs: (B, L) integers.
-            cache: of `make_cache`; grows by L.
+            cache: a cache of `make_cache`; grows by L tokens.
         """
         positions, cache = self._positions(inputs, cache)
         self.model.write(inputs, positions, cache)
 
     def positions(self, inputs: mx.array, segments: mx.array | None = None) -> Positions:
-        """Where the tokens of whole rows stand; arguments as of `hidden_at`."""
+        """Positions and mask of whole rows of tokens; arguments as in `hidden_at`."""
         if segments is not None:
             return packed_positions(segments)
         return Positions(0, causal_mask(inputs.shape[1]))
@@ -426,5 +426,5 @@ class Model(nn.Module):
 
 
 def is_afm(model: nn.Module) -> TypeGuard[Model]:
-    """Whether a model is of this package, and not of mlx-lm's zoo."""
+    """Whether a model is this package's `Model`, and not one of mlx-lm's zoo."""
     return isinstance(model, Model)

@@ -44,7 +44,7 @@ def maybe_set_recommended_wired_limit() -> int | None:
 
 @contextmanager
 def wired_limit(model: nn.Module) -> Iterator[None]:
-    """The recommended limit, and the one before again; warns of a model that is about as large."""
+    """Set the recommended limit, and restore the one before; warn of a model that is about as large."""
     before = maybe_set_recommended_wired_limit()
     if before is None:
         yield

@@ -25,7 +25,7 @@ from afm_mlx.quantization.grids import Array, affine_codes, digits, round_to
 _SMALLEST = {mx.float16: 2.0**-24}  # number; below 2**-14 all of float16's are that far apart
 _FIT_STEPS = 12
 _NEARLY_WHOLE = 0.1
-_SHARE_LEFT = 0.75  # of the units that are searched: below it, those that were found are dropped
+_SHARE_LEFT = 0.75  # of the searched units: with fewer left, the search goes on with these alone
 
 
 class AffineGrids(NamedTuple):
@@ -52,7 +52,7 @@ def mlx_codes(units: Array, bits: int, dtype: mx.Dtype, look: bool) -> AffineCod
         units: (U, L) float32; L is a group size that MLX has.
         bits: 2, 4 or 8.
         dtype: type of the weights, and of scales and biases.
-        look: for grids; False leaves all to `mx.quantize`.
+        look: whether to look for grids; False leaves all to `mx.quantize`.
     """
     words, *parts = mx.quantize(mx.array(units).astype(dtype), units.shape[1], bits)
     codes = np.array(unpack_codes(words, bits))

@@ -56,7 +56,7 @@ class Rows:
         shape: (N, K).
         dtype: type in which its numbers are exact.
         read: gives the rows from start to stop, as float32.
-        name: for errors.
+        name: the matrix's name, for errors.
     """
 
     shape: tuple[int, int]
@@ -94,7 +94,7 @@ class Rows:
         """Start, stop and rows of blocks that fit the processor's memory well.
 
         Args:
-            multiple: blocks have a multiple of so many rows.
+            multiple: number that the rows of a block are a multiple of.
 
         Raises:
             CheckpointError: on NaN and infinity.

@@ -61,7 +61,7 @@ class _Packed(nn.Module):
 
         Args:
             codes, bits, mode: see `weight_from_codes`.
-            options: further ones of `weight_from_codes` and of the layer.
+            options: further arguments of `weight_from_codes` and of the layer.
         """
         parts = {name: options.pop(name) for name in (*PARTS[1:], "name") if name in options}
         return cls(weight_from_codes(codes, bits, mode, **parts), **options)
@@ -171,7 +171,7 @@ class PackedEmbedding(_Packed):
     Args:
         packed: the matrix, (vocab_size, K).
         dtype: type of the rows that a lookup returns.
-        activation_bits: for `as_linear`, see `PackedLinear`.
+        activation_bits: bits of activations in `as_linear`, see `PackedLinear`.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ def packed_layer_for(module: nn.Module, packed: PackedWeight, dtype: mx.Dtype) -
 
     Args:
         module: a linear layer, whose bias stays, or an embedding.
-        packed: its matrix.
+        packed: the matrix that the new layer has.
         dtype: type of the rows that an embedding returns.
     """
     if isinstance(module, nn.Embedding | nn.QuantizedEmbedding | PackedEmbedding):

@@ -36,10 +36,10 @@ def quantize_model(
     Layers of other types (experts, subclasses with a product of their own) stay as they are.
 
     Args:
-        model: with float weights.
+        model: a model with float weights.
         config: the content of its config.json.
-        rule: for linear layers.
-        embedding_rule: for embeddings and a head that is no embedding (`lm_head`); `rule` with 4 bits at
+        rule: rule of linear layers.
+        embedding_rule: rule of embeddings and of a head that is none (`lm_head`); `rule` with 4 bits at
             least when None.
         predicate: decides for each layer: one of these two rules (True), none (False), or its own.
 
@@ -85,9 +85,9 @@ def rule_chooser(
     embedding_rule: QuantizationRule | None = None,
     predicate: Predicate | None = None,
 ) -> Callable[[str, nn.Module], QuantizationRule | None]:
-    """The rule of each layer, None for those that stay as they are; see `quantize_model`.
+    """Return a function that gives the rule of a layer, None for one that stays as it is; see `quantize_model`.
 
-    The function that is returned raises `ConfigError`, which names the layer.
+    The function raises `ConfigError`, which names the layer.
     """
     outer = embedding_rule or dataclasses.replace(rule, bits=max(rule.bits, 4))
 
@@ -159,7 +159,7 @@ def quantization_entries(
     """The content of `quantization`: the commonest rule, and the layers that differ.
 
     Args:
-        rules: by path of the layer.
+        rules: rules of the packed layers, by path.
         fused: layers that mlx-lm's `to_quantized` takes no mode for (its fused QKV); they get an
             entry without one, with which it loads them.
     """

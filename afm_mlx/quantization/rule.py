@@ -156,14 +156,14 @@ def _one_of(name: str, value: Any, allowed: tuple) -> None:
 
 
 AFM_RULE = QuantizationRule()
-"""Of the 3B's linear layers: two bits, balanced, one scale per row."""
+"""The rule of the 3B's linear layers: two bits, balanced, one scale per row."""
 
 AFM_EMBEDDING_RULE = QuantizationRule(bits=4)
 
 PRESET_RULES = {
     "afm-2024": (QuantizationRule(4, "palette"), QuantizationRule(8)),
 }
-"""Presets that were published with other rules of linear layers and embedding than the 3B's.
+"""Rules of linear layers and of the embedding, for presets that were published with others than the 3B's.
 
 Source: arXiv 2407.21075, its part on compression: every 16 rows share a table of 16 entries, and the
 embedding is int8 per row. The mix with 2-bit layers that brings the average to 3.7 bits is not published.

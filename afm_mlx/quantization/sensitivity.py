@@ -68,7 +68,7 @@ class LayerSensitivity:
 
     @property
     def rise_per_byte(self) -> float:
-        """Infinite for a layer that saves nothing."""
+        """The rise over the saved bytes; infinite for a layer that saves nothing."""
         return self.rise / self.saved_bytes if self.saved_bytes > 0 else math.inf
 
 
@@ -93,11 +93,11 @@ def measure_sensitivity(
     three times the logits of 1,024 tokens. The model has its float layers again afterwards.
 
     Args:
-        model: with float weights, ours or one of mlx-lm's; called as `model(tokens)`.
+        model: a model with float weights, ours or one of mlx-lm's; called as `model(tokens)`.
         pieces: token ids of the calibration text.
-        low_rule, high_rule: for linear layers, with fewer and with more bits.
+        low_rule, high_rule: rules of linear layers, with fewer and with more bits.
         progress: called with passes done and passes in all.
-        embedding_rule: for embeddings and heads, which are not measured; see `quantize_model`.
+        embedding_rule: rule of embeddings and heads, which are not measured; see `quantize_model`.
         predicate: as in `quantize_model`. Layers for which it says True are measured; those that get a rule
             of their own keep it, and those for which it says False stay float.
         dtype: type of the folder's floats, for the bytes of scales in MLX's own format; that of the layer's
@@ -129,7 +129,7 @@ def measure_sensitivity(
 
 
 class _Layers(NamedTuple):
-    """The forms of a model's layers, by path: float, packed, and packed at the low number of bits."""
+    """The layers of a model by path, in three forms: float, packed, and packed at the low number of bits."""
 
     whole: dict[str, nn.Module]
     packed: dict[str, nn.Module]
@@ -247,7 +247,7 @@ def stored_size(
     """Weights of a float model, and the bytes of the folder that holds it packed.
 
     Args:
-        model: with float weights.
+        model: a model with float weights.
         rules: how layers are packed, by path; others stay float.
         dtype: type of the folder's floats; as in the model when None. int8 scales are float32, and no weights.
     """

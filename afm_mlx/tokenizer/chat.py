@@ -18,11 +18,11 @@ class Chat:
     Args:
         template: renders the chat.
         messages: see `chat_messages.checked_messages`.
-        tools: definitions; or those of the system message.
+        tools: tool definitions; None takes those of the system message.
         separator: the token that comes before a chat; templates for other programs may write it out.
         eos_token: the token that ends a message.
         add_generation_prompt, continue_final_message: see `Tokenizer.apply_chat_template`.
-        variables: further ones for the template, the caller's.
+        variables: the caller's further variables for the template.
 
     Raises:
         TokenizerError: for messages or tools that can't be honoured.
@@ -87,7 +87,7 @@ class Chat:
 
     @cached_property
     def texts(self) -> list[str]:
-        """The caller's strings, wherever they are; roles are none, for only some are allowed."""
+        """The caller's strings, wherever they are; roles are left out, for only some are allowed."""
         values = [value for m in self._messages for name, value in m.items() if name != "role"]
         texts = [value for value in values if isinstance(value, str)]
         if len(texts) < len(values):  # a message with more than text, which is rare

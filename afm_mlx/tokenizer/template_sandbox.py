@@ -28,9 +28,9 @@ TEXT = 16_000_000
 """Characters that a text may have."""
 SOURCE = 200_000
 """Characters that a template may have; the longest in use have some 20,000."""
-_BITS = 65_536  # of an integer
-_WIDTH = 10_000  # of a column, an indentation, a slice
-_CALL = 4  # steps
+_BITS = 65_536  # most bits of an integer
+_WIDTH = 10_000  # of the widest column, indentation or slice
+_CALL = 4  # steps of a call
 _BUDGET = " budget"  # no template has a variable of such a name
 
 # Made for web pages, or slow on long texts; no prompt has a use for them.

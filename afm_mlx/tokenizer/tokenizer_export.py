@@ -41,7 +41,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 _UNIGRAM = 1  # of trainer_spec.model_type
 
 _CHECKED_TEXTS = 3000
-_TIE = 1e-3  # of log probability; float32 sums of some hundred scores
+_TIE = 1e-3  # log probabilities this close are equal: float32 has added some hundred scores
 
 
 def save_tokenizer(

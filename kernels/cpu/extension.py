@@ -38,13 +38,13 @@ class Status(NamedTuple):
 
     Args:
         reason: why it isn't used, as a clause; empty when it is.
-        path: of the library, also of one that isn't used; None when there is none.
+        path: path of the library, also of one that isn't used; None when there is none.
         mlx: version of MLX that it was built against.
         nanobind: version that it was built with.
         compiler: name and version of the one that built it.
-        instruction_set: in use, one of `instruction_sets`.
-        instruction_sets: that this processor runs, best first.
-        threads: number of those that take part in an operation.
+        instruction_set: the one in use, of `instruction_sets`.
+        instruction_sets: instruction sets that this processor runs, best first.
+        threads: number of threads that take part in an operation.
     """
 
     reason: str = ""

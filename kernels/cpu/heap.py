@@ -2,8 +2,8 @@
 
 glibc takes a large piece of memory from the system by itself, and gives it back when it is freed. But with each
 one freed it takes larger pieces, up to 32 MB, from its heaps, and keeps twice that size of free memory at their
-ends. So the memory of a process that runs requests grows for a long time. Holding the size where a piece is the
-system's own stops both: what is free at the end of a heap is given back from 128 KB on ("Memory over time" in
+ends. So the memory of a process that runs requests grows for a long time. Fixing the size from which pieces are
+the system's own stops both: from 128 KB on, what is free at a heap's end is given back ("Memory over time" in
 docs/benchmarks.md).
 """
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 from afm_mlx.kernels.cpu import extension
 
 SWITCH = "AFM_MLX_HUGE_PAGES"
-WORTH_IT = 16 << 20  # bytes; what is less lies in caches, or is read fast enough
+WORTH_IT = 16 << 20  # bytes in all; what is less lies in caches, or is read fast enough
 
 
 def prefer_huge_pages(arrays: Iterable[mx.array]) -> threading.Thread | None:

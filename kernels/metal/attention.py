@@ -20,10 +20,10 @@ from afm_mlx.kernels.metal.runtime import Kernel
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
 MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are merged
-SINGLE_PASS = 1024  # columns that one pass reads; two dispatches beyond
+SINGLE_PASS = 1024  # columns that one dispatch reads; beyond, small batches take a second one
 SPLIT = 512  # columns that are worth a threadgroup of their own
 MAX_SPLITS = 64
-THREADGROUPS = 256  # that fill the largest chip; more splits only cost their merging
+THREADGROUPS = 256  # number that fills the largest chip; more splits only cost their merging
 
 _EMBEDDING = Kernel(
     "embedding",
@@ -57,7 +57,7 @@ def _constants(theta: float, eps: float) -> mx.array:
 
 @functools.lru_cache(maxsize=8)
 def _position(offset: int) -> mx.array:
-    """The same array for all blocks of a step."""
+    """A position as an array, the same one for all blocks of a step."""
     return mx.array([offset])
 
 

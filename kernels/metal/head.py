@@ -77,7 +77,7 @@ def _largest(
     Args:
         values: (rows, n) float32.
         indices: (rows, n) uint32 that name the values; None for their places in the row.
-        shape: of both results.
+        shape: shape of both results.
     """
     rows, length = values.shape
     while True:

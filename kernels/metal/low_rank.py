@@ -29,7 +29,7 @@ _TABLES = 4096
 
 
 def is_pair(adapters: tuple[LowRank, ...]) -> bool:
-    """Whether one kernel can add gate's and up's: it gets one set of adapters, and only plain matrices."""
+    """Whether one kernel can add the adapters of gate and up: it takes one set, on plain matrices only."""
     if not adapters:
         return True
     gate, up = adapters
@@ -42,12 +42,12 @@ def is_pair(adapters: tuple[LowRank, ...]) -> bool:
 
 
 def width(adapters: tuple[LowRank, ...], sections: int | None = None) -> int:
-    """Products with A that a vector has at most, in so many sections of the first matrix, by default all."""
+    """Most products with A of one vector, in `sections` of the first matrix (default all) and in the second."""
     return max(_widths(adapters, len(adapters[0].sections) if sections is None else sections))
 
 
 def most_rows(adapters: tuple[LowRank, ...]) -> int:
-    """Rows of all A that a batch uses at most, in one section: those of as many adapters as it has rows."""
+    """Most rows of all A that a batch uses in one section: those of as many adapters as it has rows."""
     return sum(sorted(_widths(adapters, 1))[-adapters[0].slots.size :])
 
 

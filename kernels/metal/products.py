@@ -21,8 +21,8 @@ from afm_mlx.kernels.metal.runtime import Kernel, Template, floats, ints
 VECTOR_ROWS = 4  # vectors whose inputs fit into a lane's registers
 MATRIX_ROWS = 32
 VALUES = 16  # inputs of a lane's step, as in packed_codes.metal
-SIMDGROUPS = 2  # of a threadgroup
-# Of one that multiplies with A as well: the fewer threadgroups do so, the better.
+SIMDGROUPS = 2  # simdgroups of a threadgroup
+# Simdgroups of a threadgroup that multiplies with A as well: the fewer threadgroups do so, the better.
 SHRINK_SIMDGROUPS = 8
 MAX_INNER = 1024  # products with A that fit, as in packed_vector.metal
 # Bytes of A that all threadgroups together may read, from the chip's caches, to save a dispatch of 2-5 us.
@@ -52,8 +52,8 @@ class Product(NamedTuple):
     """What a kernel computes in one dispatch: a product, or the SwiGLU of a pair.
 
     Args:
-        x: (..., K).
-        matrices: one, or gate and up of the same format: `silu(x' G^T) * (x' U^T)`.
+        x: (..., K) activations.
+        matrices: one matrix, or gate and up of the same format: `silu(x' G^T) * (x' U^T)`.
         options: see `ProductOptions`; a pair's two matrices have the same adapters, see `low_rank.is_pair`.
     """
 

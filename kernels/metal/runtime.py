@@ -25,8 +25,8 @@ class Kernel:
     """A kernel in a `.metal` file of this folder.
 
     Args:
-        name: of the file, without suffix, and of the kernel.
-        inputs: names of the input buffers, in the order of `launch`.
+        name: name of the kernel, and of its file without suffix.
+        inputs: names of the input buffers, in the order in which `launch` takes them.
         outputs: names of the output buffers.
         headers: files that the body's functions lie in, without suffix, in order.
     """

@@ -47,8 +47,8 @@ class CheckResult:
         error: relative to the answer's root mean square, see `Problem.error`; None when there is no result.
         bound: the largest error that rounding explains.
         failure: what is wrong with the variant; None when nothing is.
-        seconds: per call, in a chain of calls that wait for each other; None when it was not timed.
-        nbytes: that one call has to read and write.
+        seconds: time of a call in a chain of calls that wait for each other; None when it was not timed.
+        nbytes: bytes that one call has to read and write.
     """
 
     spec: Spec
@@ -86,7 +86,7 @@ def check(
 
     Args:
         specs: the problems.
-        rng: of their numbers.
+        rng: draws their numbers.
         timed: also time every variant.
         only_what_runs: leave out variants that others come before, as long as those pass.
         progress: called before a variant runs, with specs done, specs in all, and the name of the variant.
@@ -185,7 +185,7 @@ def ensure_checked() -> None:
     """Test the kernels of this machine once; switch off, with a warning, what fails or has failed before.
 
     The first time takes well under a second plus what compiling the kernels takes. Later starts read the
-    verdict from a file (`kernels.verdict`), and a process asks once. `AFM_MLX_SELFTEST=0` leaves it out.
+    verdict from a file (`selftest/verdict.py`), and a process asks once. `AFM_MLX_SELFTEST=0` leaves it out.
     """
     # What somebody asked for by name is neither tested nor a verdict on the rest.
     if os.environ.get(SWITCH) == "0" or dispatch.forced():

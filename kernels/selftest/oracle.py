@@ -22,7 +22,7 @@ from afm_mlx.kernels.formats import (
     QueryRope,
 )
 
-_ROWS_AT_A_TIME = 4096  # of a matrix: the head's is gigabytes in float64
+_ROWS_AT_A_TIME = 4096  # rows of a matrix: the head's is gigabytes in float64
 
 
 def float64(array: mx.array) -> np.ndarray:

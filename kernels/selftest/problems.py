@@ -40,8 +40,8 @@ class Problem:
     """An operation's arguments, and the answer in float64.
 
     Args:
-        spec: what it looks like.
-        args: of the call.
+        spec: sizes and format of the problem.
+        args: arguments of the call.
         wanted: the oracle's answer.
         bound: the largest error that rounding explains; see `error`.
     """
@@ -294,7 +294,7 @@ _DRAWS = {
 
 
 def _bound(spec: Spec, args: tuple) -> float:
-    """What rounding explains, in the measure of `Problem.error`."""
+    """The largest error that rounding explains, in the units of `Problem.error`."""
     if spec.op == "write_tokens":
         return 2.0**-24  # codes are moved, not rounded
     u = UNIT_ROUNDOFF[spec.dtype]

@@ -28,16 +28,16 @@ class Spec(NamedTuple):
 
     Args:
         op: name of the function in `kernels.reference`.
-        dtype: of the activations.
+        dtype: type of the activations.
         batch, tokens: the activations' leading axes.
         in_dims, out_dims: K and N of the matrix.
-        bits, mode, granularity, group_size: of its format; the last two as in `PackedWeight`.
-        norm, residual: whether there is one.
-        rank: the largest rank of the adapters, 0 for none.
-        adapter_dtype: of the adapters' numbers; None for that of the activations.
+        bits, mode, granularity, group_size: the matrix's format; the last two as in `PackedWeight`.
+        norm, residual: whether the product has a norm before it, and a residual added.
+        rank: the largest rank of the adapters, 0 for no adapters.
+        adapter_dtype: type of the adapters' numbers; None for that of the activations.
         sections: projections that share the matrix, as far as adapters are concerned.
         activation_bits: 16 or 8.
-        heads, kv_heads, head_dim: of the attention's operations.
+        heads, kv_heads, head_dim: heads and their width, for attention and what stands before it.
         capacity: columns of the KV buffers.
         rope: whether queries are raw.
     """

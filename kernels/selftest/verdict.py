@@ -102,7 +102,7 @@ class Verdict:
             pass  # a folder that can't be written costs a test at every start, and nothing else
 
     def _remove_leftovers(self) -> None:
-        """Of processes that were killed while they wrote, which takes a moment."""
+        """Remove files of processes that were killed while they wrote, which takes a moment."""
         for path in self._path.parent.glob(f"selftest-*{_TEMPORARY}"):
             if _age(path) > TESTING_SECONDS:
                 with contextlib.suppress(OSError):

@@ -123,4 +123,4 @@ def test_the_owner_knows_itself_by_ps_too(monkeypatch):
         "run",
         lambda command, **options: subprocess.CompletedProcess(command, 0, "Sun Nov 22\n", ""),
     )
-    assert file_lock._ask_system(os.getpid()) == "Sun Nov 22"
+    assert file_lock._begun(os.getpid()) == "Sun Nov 22"

@@ -93,7 +93,7 @@ def output_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
 
 
 def require(args: argparse.Namespace, action: str, **missing: str) -> None:
-    """Raise `UsageError` for the first argument that was not given; `missing` says what each is for."""
+    """Raise `UsageError` for the first argument that was not given; `missing` says what each one is for."""
     if (adapter := getattr(args, "adapter", None)) is not None:
         if args.adapter_path is not None:
             raise UsageError(

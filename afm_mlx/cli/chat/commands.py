@@ -28,17 +28,25 @@ _ENTRIES = (
 
 
 class Command(NamedTuple):
-    """What an entry that begins with a slash and a name does."""
+    """What an entry that begins with a slash and a name does.
 
-    argument: (
-        str  # its name in the help; in brackets if it may be left out, and "" if there is none
-    )
+    Args:
+        argument: name of its argument in the help; in brackets if it may be left out, and "" if there is none.
+        help: what the command does, for the help.
+        run: does it, for a session and the argument, or "".
+    """
+
+    argument: str
     help: str
-    run: Callable[[Session, str], None]  # is given the argument, or ""
+    run: Callable[[Session, str], None]
 
 
 def run_command(session: Session, entry: str) -> None:
-    """Run the command that an entry names, or say why that is not possible.
+    """Run a command, or say why that is not possible.
+
+    Args:
+        session: the chat to act on.
+        entry: what was typed; it begins with a slash.
 
     Raises:
         EOFError: when the chat is to end.

@@ -33,7 +33,7 @@ class Conversation:
         adapters: pool of the adapters that may answer.
 
     Attributes:
-        adapter: name of the one that answers, or None.
+        adapter: name of the adapter that answers, or None.
         last_response: the last answer's last response, with its figures; None before there is one.
         prompt_tokens: tokens of the last question and the conversation before it.
     """
@@ -100,7 +100,7 @@ class Conversation:
         """Go on with another conversation.
 
         Args:
-            messages: its turns, and instructions if it has any.
+            messages: turns of the other conversation, and instructions if it has any.
             adapter: name of the adapter that answers from now on; None for none.
 
         Raises:
@@ -139,7 +139,7 @@ class Conversation:
 
         Args:
             question: what the user says.
-            show: is given each segment of the answer.
+            show: called with each segment of the answer.
             arguments: options for `stream_generate`.
 
         Returns:

@@ -29,7 +29,7 @@ def write_conversation(
     Args:
         path: the file to write.
         messages: instructions first, if there are any.
-        adapter: name of the one that answers, or None.
+        adapter: name of the adapter that answers, or None.
         replace: whether the file may be there already.
 
     Raises:

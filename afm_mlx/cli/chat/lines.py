@@ -14,7 +14,7 @@ FENCE = '"""'
 
 
 class Entries(Protocol):
-    """Where entries come from."""
+    """A source of entries."""
 
     terminal: bool
     """Whether a person types them, so that Ctrl-C in one is no reason to leave."""
@@ -23,14 +23,14 @@ class Entries(Protocol):
         """The next entry; EOFError at the end."""
 
     def busy(self) -> AbstractContextManager[None]:
-        """What to do with the input while nothing is read."""
+        """A context for the time in which nothing is read, such as that of an answer."""
 
 
 class Lines:
     """Lines of standard input.
 
     Args:
-        terminal: whether it is one, which is shown a prompt then.
+        terminal: whether standard input is a terminal, which then shows a prompt.
     """
 
     def __init__(self, terminal: bool):

@@ -33,7 +33,7 @@ _BATCHES_SORTED = 32  # unpacked: batches whose samples are sorted by length tog
 
 
 class Batch(NamedTuple):
-    """What one micro-batch reads and predicts. B rows, L tokens in a row, T targets.
+    """What one micro-batch reads and predicts: B rows, L tokens in a row, T targets.
 
     Args:
         inputs: (B, L) int32; 0 where padded.
@@ -56,13 +56,13 @@ class Batches:
     """Batches by their number, over as many epochs as a run takes.
 
     Args:
-        samples: each needs a target.
+        samples: the samples; each needs a target.
         batch_size: B, rows of a batch.
         length: L, the most input tokens of a row. A sample of n tokens has n - 1 of them.
         packed: put as many samples into a row as fit. Otherwise a row has one sample, samples of like
             length are in one batch, and L is the longest one's, rounded up to 64 (at most `length`).
-        seed: of the shuffle; 0 or more.
-        shuffle: in another order in each epoch; otherwise in about the given order.
+        seed: seed of the shuffle; 0 or more.
+        shuffle: read samples in another order in each epoch; otherwise in about the given order.
 
     Attributes:
         per_epoch: number of batches in an epoch.

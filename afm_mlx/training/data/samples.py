@@ -82,7 +82,7 @@ def load_split(
         path: a folder with `train.jsonl`, `valid.jsonl`, `test.jsonl`; or one JSONL file, which is then
             read whatever `split` says.
         split: "train", "valid" or "test".
-        tokenizer: of `load`, AFM's or one of mlx-lm's zoo.
+        tokenizer: a tokenizer of `load`, AFM's or one of mlx-lm's zoo.
         max_seq_length: the most tokens of a sample. A longer text is cut, a longer chat is an error.
         prompt_weight: weight of the loss of tokens that the assistant did not write.
         features: the lines' keys for "prompt", "completion", "messages" or "text", by these names.

@@ -31,10 +31,10 @@ def find_non_finite(
     """Say where the first number comes from that is NaN or infinite.
 
     Args:
-        model: in the mode and with the weights that the number came up with.
-        loss: that was computed.
+        model: the model, in the mode and with the weights that gave the number.
+        loss: the loss that was computed.
         batches: the micro-batches of the step.
-        gradients: of one batch and the sum of weights (`TrainingStep.gradients`); None where there were none.
+        gradients: takes a batch and the sum of weights (`TrainingStep.gradients`); None where there were none.
 
     Returns:
         A clause such as "the output of layers.3.mlp.down_proj is not finite (12 NaN of 4096 numbers)".

@@ -19,8 +19,8 @@ class Stepped:
     """One step is done.
 
     Args:
-        step: its number, from 1.
-        loss: weighted mean of its batch, before its update.
+        step: number of the step, from 1.
+        loss: weighted mean loss of its batch, before its update.
     """
 
     step: int
@@ -33,12 +33,12 @@ class Report:
 
     Args:
         step: the step after which this is reported.
-        loss: weighted mean over the steps since the report before.
+        loss: weighted mean loss over the steps since the report before.
         learning_rate: learning rate of this step.
         grad_norm: global norm of this step's gradient, before clipping.
         tokens: number of targets that were trained on since step 1.
         tokens_per_second: speed since the report before, without the time of evaluation and saving.
-        peak_memory: bytes that MLX held at most in this process.
+        peak_memory: most bytes that MLX has held in this process.
     """
 
     step: int
@@ -55,7 +55,7 @@ class Validation:
     """A line of metrics.jsonl.
 
     Args:
-        step: after which the weights were evaluated; 0 before the first.
+        step: number of the step after which the weights were evaluated; 0 before the first.
         valid_loss: weighted mean over the validation batches.
         valid_perplexity: exponential of `valid_loss`; meaningful where that is a cross-entropy.
     """

@@ -82,7 +82,7 @@ def _recomputed(kind: type) -> type:
                 for dropout in dropouts:
                     dropout.__dict__["_key"] = None
 
-        # Drawn out here: what is drawn inside would be drawn anew when the block is computed again.
+        # Drawn outside of the function: keys drawn inside would be others when the block is computed again.
         keys = [mx.random.randint(0, 2**31 - 1, (2,)).astype(mx.uint32) for _ in dropouts]
         return recomputed(forward)(parameters, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The mean loss of a model over batches, which validation and the test split are measured by."""
+"""The mean loss of a model over batches, for validation and for the test split."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def mean_loss(
     """The weighted mean of a loss over the first batches of an epoch, without dropout.
 
     Args:
-        model: is in eval mode afterwards.
-        loss: of a batch.
-        batches: what the loss is computed of.
-        count: number of batches, -1 for all of an epoch.
+        model: a model, which is in eval mode afterwards.
+        loss: the loss of one batch.
+        batches: the batches to read.
+        count: number of batches, from the first of an epoch; -1 for all of an epoch.
         progress: called with batches done and batches in all.
 
     Raises:

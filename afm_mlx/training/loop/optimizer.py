@@ -27,12 +27,12 @@ Tree: TypeAlias = Any
 """Nested dictionaries and lists of arrays, as `nn.Module.parameters` gives them."""
 
 Schedule: TypeAlias = Callable[[mx.array], mx.array]
-"""From the number of steps done, () integer, to the learning rate of the next step."""
+"""Maps the number of steps done, () integer, to the learning rate of the next step."""
 
 SCHEDULES = ("cosine", "constant")
 MLX_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
 
-_LARGEST = 1e30  # number in a schedule; float32 ends at 3e38
+_LARGEST = 1e30  # the largest number in a schedule; float32 ends at 3e38
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 """AdamW's defaults, as in PyTorch and MLX."""
@@ -51,11 +51,11 @@ def learning_rate_schedule(
     `final + (learning_rate - final) * (1 + cos(pi * (t - w) / (iters - w))) / 2`.
 
     Args:
-        learning_rate: the highest.
+        learning_rate: the highest learning rate.
         iters: steps of the whole run.
         warmup_iters: w, less than `iters`.
         schedule: "cosine", or "constant" after the warm-up.
-        final_learning_rate: at the end of the cosine.
+        final_learning_rate: learning rate at the end of the cosine.
     """
     after: Schedule
     if schedule == "constant":
@@ -124,7 +124,7 @@ class AdamW(optim.AdamW):
 
     Args:
         learning_rate: a number or a schedule.
-        weight_decay: of all parameters.
+        weight_decay: decay of all parameters.
         betas: decays of the moments.
         eps: added to the root of the second moment.
     """
@@ -165,7 +165,7 @@ def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tre
 
     Args:
         average: float32; has no effect where t is 1.
-        weights: after step t, float32.
+        weights: the weights after step t, float32.
         decay: d in (0, 1).
         steps: t, () integer, 1 after the first step.
     """

@@ -14,8 +14,8 @@ def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
     """Draw metrics.jsonl of a training run.
 
     Args:
-        metrics_path: of a run folder.
-        png_path: the picture; replaced when it exists.
+        metrics_path: path of a run's metrics.jsonl.
+        png_path: path of the picture, which replaces a file that is there.
 
     Raises:
         AFMError: when matplotlib is not installed.

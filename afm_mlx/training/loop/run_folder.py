@@ -41,8 +41,8 @@ class Checkpoint(NamedTuple):
     """What a checkpoint holds.
 
     Args:
-        tensors: by file name without suffix, then by tensor name.
-        state: JSON values.
+        tensors: tensors by file name without suffix, then by tensor name.
+        state: state of the loop, as JSON values.
     """
 
     tensors: dict[str, dict[str, mx.array]]
@@ -50,10 +50,10 @@ class Checkpoint(NamedTuple):
 
 
 class RunExistsError(TrainingError):
-    """A new run in a folder that has one.
+    """A new run was to start in a folder that has a run.
 
     Attributes:
-        path: of the run's folder.
+        path: path of the run's folder.
     """
 
     def __init__(self, path: Path):
@@ -208,8 +208,8 @@ class RunFolder:
         """Write the checkpoint of a step, and remove all but the newest `KEEP`.
 
         Args:
-            step: that was done last.
-            tensors: by file name without suffix; empty groups get no file.
+            step: number of the last step that was done.
+            tensors: tensors by file name without suffix; empty groups get no file.
             state: JSON values.
 
         Raises:
@@ -251,8 +251,8 @@ class RunFolder:
         It never says to remove one: what can't be read today may be whole, on a disk that comes back.
 
         Args:
-            step: of the checkpoint.
-            fault: a sentence.
+            step: step of the checkpoint.
+            fault: a sentence that says what is wrong with it.
         """
         path, before = self.checkpoint_path(step), [s for s in self.steps() if s < step]
         advice = "There is no checkpoint before it: start a new run in another folder."

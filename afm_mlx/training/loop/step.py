@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
 
     Args:
         loss: weighted mean of its targets before the update.
-        grad_norm: before clipping. Where it or the loss is not finite, nothing was updated.
+        grad_norm: norm before clipping. Where it or the loss is not finite, nothing was updated.
         weight: sum of the targets' weights.
         targets: number of targets that have a weight.
     """
@@ -48,7 +48,7 @@ class TrainingStep:
     Args:
         model: its `trainable_parameters()` are trained.
         loss: sum of weighted losses of a batch.
-        optimizer: its state is made here.
+        optimizer: the optimizer, whose state is made here.
         max_norm: largest global norm of the gradient, None for no limit.
         ema_decay: decay of the average of weights, None for no average.
     """
@@ -157,5 +157,5 @@ class TrainingStep:
 
 
 def _batch(arrays: dict[str, mx.array]) -> Batch:
-    """None is no argument of a compiled function, and no key of `arrays`."""
+    """Make the batch of `arrays`, which lacks what is None: a compiled function takes no None."""
     return Batch(*(arrays.get(name) for name in Batch._fields))  # type: ignore[arg-type]

@@ -107,10 +107,10 @@ def train(
     Args:
         model: its `trainable_parameters()` are trained; it is in eval mode afterwards.
         loss: sum of the weighted losses of a batch.
-        batches: of training; step s (from 1) takes micro-batches (s - 1) * n to s * n - 1.
+        batches: training data; step s (from 1) takes micro-batches (s - 1) * n to s * n - 1.
         options: settings of the loop.
         run: where checkpoints, best weights and metrics go.
-        valid: for evaluation; None for none.
+        valid: batches for evaluation; None for no evaluation.
         on_event: called with every step, report, evaluation and checkpoint.
         stopping: entered around the loop, see `Stopping`; its flag may be set by any thread.
 
@@ -155,7 +155,7 @@ class _Trainer:
             model, loss, self.optimizer, options.clip_grad_norm, options.ema_decay
         )
         self.progress = _Progress()
-        self._grad_norm = 0.0  # of the last step
+        self._grad_norm = 0.0  # norm of the last step's gradient
         self._started = 0.0
 
     def run_to_the_end(self, stop: Flag) -> RunOutcome:
@@ -252,7 +252,7 @@ class _Trainer:
         self._tell(Validation(progress.step, loss, perplexity(loss)))
 
     def _valid_loss(self) -> float:
-        """Over the validation batches, which are the same every time."""
+        """The mean loss over the validation batches, which are the same every time."""
         assert self.valid is not None
         options = self.options
         try:
@@ -265,7 +265,7 @@ class _Trainer:
 
     @contextmanager
     def _averaged_weights(self) -> Iterator[None]:
-        """The model has the averaged weights meanwhile, where there is an average."""
+        """Give the model the averaged weights inside the context, where there is an average."""
         if not self.step.average:
             yield
             return

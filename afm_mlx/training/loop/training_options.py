@@ -30,7 +30,7 @@ class TrainingOptions:
         final_learning_rate: learning rate at the end of a cosine.
         grad_accumulation_steps: number of micro-batches in a step.
         clip_grad_norm: largest global norm of a gradient, None for no limit.
-        grad_checkpoint: compute activations again in the backward pass to save memory, see `recompute`.
+        grad_checkpoint: compute activations again in the backward pass, see `gradient_checkpointing`.
         ema_decay: decay of an average of weights, which is evaluated and kept in their place, None for none.
         steps_per_report: steps between reports.
         steps_per_eval: steps between evaluations; there is one before the first step and one after the last.

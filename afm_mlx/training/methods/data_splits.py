@@ -14,7 +14,7 @@ from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Recipe
 
 MAX_SEQ_LENGTH = 2048  # mlx-lm's default; less where the model's context is shorter
-_SAMPLES_OF_A_ROW = 4  # of the mean length, where nobody says how long rows are
+_SAMPLES_OF_A_ROW = 4  # samples of the mean length in a row, where the recipe gives no length
 
 
 @dataclass(frozen=True)

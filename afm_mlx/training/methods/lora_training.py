@@ -28,7 +28,7 @@ from afm_mlx.training.methods.recipe import Recipe
 from afm_mlx.training.methods.scores import WITHOUT_ADAPTER
 
 RANK, SCALE = 16, 0.5
-"""Of a new LoRA adapter."""
+"""Defaults of a new LoRA adapter."""
 
 SAVE_DTYPES = {"float16": mx.float16, "float32": mx.float32}
 
@@ -169,7 +169,7 @@ class LoRATraining(Method):
 
 
 def _adapted_blocks(model: nn.Module, tensors: Mapping[str, Any]) -> int:
-    """How many blocks, counted from the last, reach back to the first that has tensors; -1 for all."""
+    """Number of blocks from the first that has tensors to the last of the model; -1 for all blocks."""
     layers = {name.rpartition(".lora_")[0] for name in tensors}
     has_adapter: dict[str, bool] = {}  # by the paths of blocks, in their order
     for place in places(model):

@@ -76,8 +76,8 @@ class Method:
         """Write the folder of the trained model, whose weights are the best of the run.
 
         Args:
-            path: of the folder.
-            model: after `round_as_saved`.
+            path: path of the folder.
+            model: the model after `round_as_saved`.
             source: where the model came from.
             facts: rows for the model card.
         """

@@ -28,10 +28,10 @@ def save_model_folder(
     """Write a model folder; it appears whole or not at all.
 
     Args:
-        path: must not exist.
-        model: with float or packed layers.
+        path: path of the folder, which must not exist.
+        model: a model with float or packed layers.
         values: content of its config.json.
-        source: whose tokenizer the folder gets.
+        source: source of the model, whose tokenizer the folder gets.
         what: a sentence for the card on what the weights are.
         facts: rows for the card, by what they are.
 

@@ -1,4 +1,4 @@
-"""Where a model comes from that is trained or imitated: a folder, whose weights are loaded last, or chance."""
+"""Sources of models to train or to imitate: a folder, whose weights are loaded last, or random numbers."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ class FreshSource(ModelSource):
     """A draft model with random weights and the tokenizer of its target.
 
     Args:
-        folder: of the target, whose tokenizer files are used.
+        folder: folder of the target, whose tokenizer files are used.
         values: content of the draft model's config.json.
         preset: name of the draft model's sizes in `config.PRESETS`.
-        seed: of the weights, as MLX's layers draw them.
+        seed: seed of the weights, as MLX's layers draw them.
     """
 
     preset: str

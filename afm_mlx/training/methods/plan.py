@@ -20,14 +20,14 @@ from afm_mlx.training.methods.training_memory import estimate_memory
 
 @dataclass(frozen=True)
 class Plan:
-    """What is about to happen, to be shown before it does.
+    """What a training run is about to do, to be shown before it begins.
 
     Args:
         parameters: number of the model's parameters, LoRA's included; a packed matrix counts as the numbers
             that its codes stand for.
         trainable: number of trainable parameters.
         data: the splits of the data set.
-        options: of the loop, with all defaults filled in.
+        options: options of the loop, with all defaults filled in.
         memory: estimated bytes; None where there is no estimate.
     """
 

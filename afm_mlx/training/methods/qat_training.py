@@ -26,10 +26,10 @@ from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat.qat_layers import QATEmbedding, QATLinear, pack_qat, prepare_qat
 
 QAT_RULE = QuantizationRule(bits=2, mode="balanced", granularity="tensor")
-"""As Apple describes it: balanced levels, and one factor to learn for each matrix (arXiv 2507.13575)."""
+"""Rule of linear layers, as Apple has it: balanced, one learned factor for each matrix (arXiv 2507.13575)."""
 
 QAT_EMBEDDING_RULE = QuantizationRule(bits=4, mode="balanced", granularity="row")
-"""Four bits; rows, whose norms differ by the frequency of their tokens, have scales of their own."""
+"""Rule of embeddings: rows, whose norms differ by the frequency of their tokens, have scales of their own."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class Recipe:
 
     Args:
         data: a folder with train.jsonl, and valid.jsonl and test.jsonl where there are any; or one file.
-        options: of the loop; its seed also draws the shuffle and new LoRA layers.
+        options: options of the loop; their seed also draws the shuffle and new LoRA layers.
         model: what training starts from: a folder, a hub id, the embedded model; or a draft model of random
             weights, `FreshSource.for_target(...)`.
         epochs: passes over the data; replaces `options.iters`.

@@ -74,8 +74,8 @@ def measure_split(
     """Measure how well a model predicts batches.
 
     Args:
-        model: is in eval mode afterwards.
-        batches: of the split.
+        model: a model, which is in eval mode afterwards.
+        batches: batches of the split.
         count: number of measured batches, counted from the first; -1 for all.
         teacher: target of a draft model, to measure its acceptance; None for other models.
         progress: called with batches done and batches in all.

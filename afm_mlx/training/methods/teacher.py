@@ -19,8 +19,8 @@ class Teacher(NamedTuple):
     """A loaded teacher.
 
     Args:
-        model: with its adapter.
-        name: of the model and its adapter, for the card.
+        model: the teacher with its adapter.
+        name: name of the model and of its adapter, for the card.
         manifest: what a run must keep of the teacher when it resumes.
     """
 

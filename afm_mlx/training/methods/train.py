@@ -48,7 +48,7 @@ class TrainingResult:
     Args:
         path: folder of the trained model or adapter.
         run_path: folder of the run's checkpoints and metrics.
-        outcome: of the loop.
+        outcome: how the loop ended.
         test: scores of the test split, before training and after; None where they were not asked for.
     """
 
@@ -59,7 +59,7 @@ class TrainingResult:
 
     @property
     def test_loss(self) -> float | None:
-        """Cross-entropy of what was trained on the test split, in nats a token."""
+        """Cross-entropy of the trained model on the test split, in nats per token."""
         return self.test.trained.loss if self.test and self.test.trained else None
 
     @property

@@ -52,13 +52,13 @@ class MemoryEstimate:
     """Bytes by what they are for.
 
     Args:
-        weights: of the model, adapters included.
+        weights: weights of the model, adapters included.
         optimizer: both moments, and a float32 copy of weights that have 16 bits.
-        average: of weights.
-        gradients: of all trained weights, float32.
-        accumulated: their sum over micro-batches.
-        update: new values while the old ones are still there.
-        activations: kept from the forward for the backward pass.
+        average: average of weights.
+        gradients: gradients of all trained weights, float32.
+        accumulated: sum of gradients over micro-batches.
+        update: new weights while the old ones are still there.
+        activations: activations that the backward pass needs.
         expanded: float copies of matrices that are packed or on a grid. Those of a grid are kept likewise.
         head: logits of a chunk of targets, and gradients of the embedding that are not summed yet.
     """
@@ -106,14 +106,14 @@ def estimate_memory(
         kind: "full", "lora" (all linear layers of all blocks), or "qat" (all linear layers and the embedding).
         batch_size: B, rows of a micro-batch.
         length: L, tokens of a row.
-        rank: of LoRA pairs.
-        base_bits: of LoRA's frozen base: 2, 4 or 8 for a packed body with an embedding of 4 bits at least; None
-            for float.
-        dtype: of float weights and activations.
-        grad_checkpoint: blocks are recomputed, see `recompute`.
+        rank: rank of LoRA pairs.
+        base_bits: bits of LoRA's frozen base: 2, 4 or 8 for a packed body with an embedding of 4 bits at least;
+            None for float.
+        dtype: type of float weights and activations.
+        grad_checkpoint: blocks are recomputed, see `gradient_checkpointing`.
         ema: an average of weights is kept.
         accumulates: a step has several micro-batches.
-        targets: that are scored in a micro-batch; all B * L tokens by default.
+        targets: number of scored tokens in a micro-batch; all B * L by default.
 
     Raises:
         ConfigError: names the argument that can't be, and what is allowed.

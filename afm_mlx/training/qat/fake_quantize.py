@@ -37,8 +37,8 @@ class Codes(NamedTuple):
 
     Args:
         codes: (N, K) uint8.
-        scales: float32, of the rule's `part_shapes`.
-        biases: as `scales`, of an affine grid; None of a balanced one.
+        scales: float32, in the shape that the rule's `part_shapes` gives.
+        biases: biases of an affine grid, in the shape of `scales`; None for a balanced grid.
     """
 
     codes: mx.array
@@ -85,7 +85,7 @@ def initial_clip(weight: mx.array, rule: QuantizationRule, name: str = "the matr
     Args:
         weight: (N, K) float.
         rule: balanced or affine.
-        name: of the layer, for errors.
+        name: the layer's name, for errors.
 
     Returns:
         float32, of the shape of the rule's scales.

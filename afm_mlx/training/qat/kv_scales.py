@@ -28,7 +28,7 @@ def calibrate_kv_scales(model: Model, batches: Iterable[Batch], momentum: float 
         model: float, training on grids, or packed. One without scales (`kv_bits` null) gets them:
             `model.args.kv_bits` is 8 afterwards, which its config.json has to say too.
         batches: some dozen are enough; more than `1 / (1 - momentum)` forget the first.
-        momentum: in [0, 1).
+        momentum: share of the average that a batch leaves as it was, in [0, 1).
 
     Returns:
         the model, in the mode that it was in.

@@ -39,7 +39,7 @@ class _QAT(nn.Module):
     all are trainable.
 
     Args:
-        layer: whose weight and bias are trained.
+        layer: the layer whose weight and bias are trained.
         rule: the grid.
         name: name of the layer, for errors.
         gradient_scaling: scale gradients of the clip factors as `lsq_gradient_scale` says.
@@ -135,10 +135,10 @@ def prepare_qat(
     trainable as they were.
 
     Args:
-        model: with float weights.
-        rule: of linear layers; balanced or affine.
-        embedding_rule: of embeddings and of a head that is no embedding (`lm_head`); `rule` with 4 bits at
-            least when None.
+        model: a model with float weights.
+        rule: rule of linear layers; balanced or affine.
+        embedding_rule: rule of embeddings and of a head that is none (`lm_head`); `rule` with 4 bits at least
+            when None.
         predicate: decides for each layer: one of these two rules (True), none (False), or its own.
         learn_kv_scales: train the int8 scales of keys and values; otherwise they are frozen.
         gradient_scaling: scale gradients of the clip factors, see `lsq_gradient_scale`. Adam's steps hardly
@@ -175,7 +175,7 @@ def pack_qat(model: nn.Module, config: Mapping[str, Any]) -> tuple[nn.Module, di
     """Snap the weights of a prepared model to their grids and pack them, in place.
 
     Args:
-        model: of `prepare_qat`.
+        model: a model that `prepare_qat` returned.
         config: the content of its config.json.
 
     Returns:

@@ -1,5 +1,6 @@
 """What a benchmark runs and what it makes of the times; never how fast anything is."""
 
+import dataclasses
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -8,21 +9,13 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from afm_mlx.adapters.attach import adapter_arrays, attach_random_adapters
+from afm_mlx.adapters.attach import adapter_arrays
 from afm_mlx.engine.engine import Engine
 from afm_mlx.errors import RequestError
 from afm_mlx.measure import benchmark
-from afm_mlx.measure.benchmark import (
-    Bench,
-    BenchmarkCase,
-    Spread,
-    count_operations,
-    run_case,
-    step_cost,
-)
-from afm_mlx.quantization.quantize_model import quantize_model
-from afm_mlx.quantization.rule import QuantizationRule
+from afm_mlx.measure.benchmark import Bench, BenchmarkCase, count_operations, run_case, step_cost
 from tests.tools.models import WordTokenizer, random_config, random_model
+from tests.tools.zoo import zoo_model
 
 
 @pytest.fixture
@@ -30,61 +23,38 @@ def model(rng):
     return random_model(random_config(rng, num_layers=3, num_kv_reuse_layers=1), rng)
 
 
-class Clock:
-    """Time that passes only when somebody says so."""
-
-    def __init__(self, monkeypatch, module):
-        self.now = 0.0
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
-
-
-# -- figures
-
-
-def test_spread(rng):
-    samples = rng.uniform(1, 100, 7).tolist()
-    spread = Spread.of(samples)
-    assert spread.mean == pytest.approx(np.mean(samples))
-    assert spread.median == pytest.approx(np.median(samples))
-    assert spread.deviation == pytest.approx(np.std(samples, ddof=1))
-    assert Spread.of(samples[:1]).deviation is None
-
-
 def test_rates_are_tokens_of_all_rows_over_the_times_of_the_engine(model, rng, monkeypatch):
-    clock = Clock(monkeypatch, benchmark)
-    until_first, steps = rng.uniform(1, 2, 5), rng.uniform(0.1, 0.2, (5, 6))
-    runs = []
+    now = 0.0
+    until_first, steps = rng.uniform(1, 2, (5, 1)), rng.uniform(0.1, 0.2, (5, 5))
+    at_once = np.zeros((5, 1))  # the last token, beside which nothing is submitted
+    runs = iter([np.ones(3), *np.concatenate([until_first, steps, at_once], axis=1)])
 
     class Timed(Engine):
-        """Takes a known time for every token; the last one comes at once."""
+        """Takes a known time for every token."""
 
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
-            runs.append(self)
-            self.read = 0
+            self.times = iter(next(runs))
 
         def step(self):
+            nonlocal now
             responses = super().step()
-            if responses and len(runs) > 1:  # the first run is the warm-up
-                i = len(runs) - 2
-                times = [until_first[i], *steps[i][:5], 0.0]
-                clock.now += times[self.read]
-                self.read += 1
+            if responses:
+                now += next(self.times)
             return responses
 
+    monkeypatch.setattr(benchmark, "time", SimpleNamespace(perf_counter=lambda: now))
     monkeypatch.setattr(benchmark, "Engine", Timed)
-    result = run_case(
-        model, BenchmarkCase(prompt_tokens=9, generated_tokens=7, batch=2), repetitions=5
+    case = BenchmarkCase(prompt_tokens=9, generated_tokens=7, batch=2)
+    result = run_case(model, case, repetitions=5)
+    assert list(runs) == []
+    prefill = 2 * 9 / until_first
+    assert dataclasses.astuple(result.prefill) == pytest.approx(
+        (np.mean(prefill), np.median(prefill), np.std(prefill, ddof=1))
     )
-    assert len(runs) == 6
-    assert result.prefill.mean == pytest.approx(np.mean(2 * 9 / until_first))
-    assert result.decode.mean == pytest.approx(np.mean(2 * 5 / steps[:, :5].sum(axis=1)))
+    assert result.decode.mean == pytest.approx(np.mean(2 * 5 / steps.sum(axis=1)))
     assert result.first_token.mean == pytest.approx(until_first.mean())
-    read = result.cost.weight_bytes + result.cost.kv_bytes
-    assert result.bytes_per_token == read / 2
-    assert result.bytes_per_second == pytest.approx(read / 2 * result.decode.mean)
-    needed = result.cost.weight_bytes + result.cost.cache_bytes
-    assert result.memory_ratio == pytest.approx(result.peak_memory / needed)
+    assert result.bytes_per_second == pytest.approx(result.bytes_per_token * result.decode.mean)
     assert result.peak_memory > result.cost.weight_bytes
 
 
@@ -100,6 +70,7 @@ def test_the_engine_is_asked_for_what_the_case_says(model, rng, monkeypatch):
     class Watched(Engine):
         def submit(self, request):
             asked.append((len(request.prompt), request.max_tokens, request.cache[0].lengths))
+            assert not request.logprobs, "they would be computed in every step"
             return super().submit(request)
 
         def _forward(self):
@@ -134,13 +105,13 @@ def test_bytes_of_a_step(model, rng, kv):
 
 
 def test_operations_grow_by_a_block_at_a_time(rng):
+    seed = int(rng.integers(2**31))
+
     def count(writing, reuse, batch=1):
         sizes = {"num_layers": writing + reuse, "num_kv_reuse_layers": reuse}
-        return count_operations(
-            random_model(random_config(np.random.default_rng(seed), **sizes), rng), batch
-        )
+        config = random_config(np.random.default_rng(seed), **sizes)
+        return count_operations(random_model(config, rng), batch)
 
-    seed = int(rng.integers(2**31))
     by_writing = {b - a for a, b in pairwise(count(n, 0) for n in range(1, 5))}
     by_reuse = {b - a for a, b in pairwise(count(2, n) for n in range(1, 5))}
     assert len(by_writing) == len(by_reuse) == 1
@@ -149,77 +120,37 @@ def test_operations_grow_by_a_block_at_a_time(rng):
     assert count(2, 1, batch=3) == count(2, 1)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_adapters_are_there_while_their_case_runs(rng, monkeypatch, packed):
-    """And are counted, in bytes and in operations."""
-    sizes = {"num_layers": 2, "num_kv_reuse_layers": 1, "num_heads": 2, "hidden_dim": 32}
-    config = random_config(rng, **sizes, num_kv_heads=1, hidden_dim_scale_factor=2.0)
-    model = random_model(config, rng)
-    if packed:
-        quantize_model(model, {}, QuantizationRule(2), QuantizationRule(4))
-    tokens = mx.array([[1, 2, 3]])
-    before, logits = step_cost(model, BenchmarkCase(), "int8"), model(tokens)
-    rank, seen = int(rng.integers(1, 9)), []
+@pytest.mark.parametrize("adapters", [1, 3])
+def test_adapters_run_and_count_while_their_case_runs(model, monkeypatch, adapters):
+    case = BenchmarkCase(4, 3, batch=5, adapter_rank=4, adapters=adapters)
+    tokens, seen = mx.array([[1, 2, 3]] * case.batch), []
+    before, logits = step_cost(model, case, "int8"), model(tokens)
 
     class Watched(Engine):
         def __init__(self, model, *args, **options):
             super().__init__(model, *args, **options)
-            seen.append((len(adapter_arrays(model)), model(tokens)))
+            arrays = adapter_arrays(model)
+            seen.append((len(arrays), sum(array.nbytes for array in arrays.values())))
+            assert not mx.allclose(model(tokens), logits, atol=1e-4)
 
     monkeypatch.setattr(benchmark, "Engine", Watched)
-    result = run_case(model, BenchmarkCase(4, 3, adapter_rank=rank), repetitions=1)
-    assert [count for count, _ in seen] == [1, 1], "one array, for a warm-up and a run"
-    assert not any(mx.allclose(adapted, logits, atol=1e-4) for _, adapted in seen)
+    result = run_case(model, case, repetitions=1)
+    cost = result.cost
+    # An adapter is one array, in the warm-up and in the measured run.
+    assert seen == [(adapters, cost.adapter_bytes)] * 2
+    assert cost.weight_bytes == before.weight_bytes
+    assert result.bytes_per_token == (cost.model_bytes + cost.kv_bytes) / 5
+    assert cost.model_bytes == cost.weight_bytes + cost.adapter_bytes
+    assert result.memory_ratio == result.peak_memory / (cost.model_bytes + cost.cache_bytes)
+    # x A, its product with B, and a sum, at each matrix of each block.
+    assert cost.operations >= before.operations + 3 * 5 * model.args.num_layers
+    assert result.decode.deviation is None
+    # Nothing is left of it.
     assert adapter_arrays(model) == {}
     assert mx.array_equal(model(tokens), logits)
-    cost = result.cost
-    assert cost.weight_bytes == before.weight_bytes
-    pairs = 2 * (4 * 32 + 3 * (32 + 64)) + 2 * (32 + config.head_dim)
-    blocks = 10 * 2 * 15 * (rank + 1)  # of each A and B, at most, to fill its last block up
-    assert 2 * rank * pairs <= cost.adapter_bytes <= 2 * (rank * pairs + blocks)
-    assert cost.model_bytes == cost.weight_bytes + cost.adapter_bytes
-    assert result.bytes_per_token == cost.model_bytes + cost.kv_bytes
-    assert result.memory_ratio == result.peak_memory / (cost.model_bytes + cost.cache_bytes)
-    assert cost.operations >= before.operations
 
 
-def test_rows_may_have_adapters_of_their_own(rng, monkeypatch):
-    model = random_model(random_config(rng, num_layers=2, num_kv_reuse_layers=1), rng)
-    seen = []
-
-    class Watched(Engine):
-        def step(self):
-            seen.append(len(adapter_arrays(self.model)))
-            return super().step()
-
-    monkeypatch.setattr(benchmark, "Engine", Watched)
-    costs = [
-        run_case(
-            model, BenchmarkCase(4, 3, batch=5, adapter_rank=2, adapters=count), repetitions=1
-        ).cost
-        for count in (1, 3)
-    ]
-    assert set(seen) == {1, 3}
-    assert costs[1].adapter_bytes == 3 * costs[0].adapter_bytes
-    assert adapter_arrays(model) == {}
-
-
-def test_operations_of_an_adapter_without_a_kernel_for_it(model):
-    before = count_operations(model)
-    attach_random_adapters(model, 4)
-    linear = 5 * model.args.num_layers
-    assert count_operations(model) >= before + 3 * linear, "x A, its product with B, and a sum each"
-
-
-def test_operations_leave_the_state_alone(model):
-    count_operations(model)
-    tokens = mx.array([[1, 2, 3]])
-    before = model(tokens)
-    count_operations(model, 2, "float")
-    assert mx.array_equal(model(tokens), before)
-
-
-def test_a_tokenizer_s_text_is_made_too(model, rng):
+def test_a_tokenizer_s_text_is_made_too(model):
     made = []
 
     class Words(WordTokenizer):
@@ -231,49 +162,29 @@ def test_a_tokenizer_s_text_is_made_too(model, rng):
     assert len(made) == 3 + 2 * 5
 
 
-def test_cases_that_say_nothing():
-    for bad in [
-        {"prompt_tokens": 0},
-        {"generated_tokens": 2},
-        {"batch": 0},
-        {"depth": -1},
-        {"adapter_rank": -1},
-        {"adapters": 0},
-    ]:
-        (name,) = bad
-        with pytest.raises(RequestError, match=f"{name} of a benchmark is {bad[name]}; at least"):
-            BenchmarkCase(**bad)
+@pytest.mark.parametrize(
+    ("case", "says"),
+    [
+        ({"prompt_tokens": 0}, "prompt_tokens of a benchmark is 0; at least 1"),
+        ({"generated_tokens": 2}, "generated_tokens of a benchmark is 2; at least 3"),
+        ({"batch": 0}, "batch of a benchmark is 0; at least 1"),
+        ({"depth": -1}, "depth of a benchmark is -1; at least 0"),
+        ({"adapter_rank": -1}, "adapter_rank of a benchmark is -1; at least 0"),
+        ({"adapters": 0}, "adapters of a benchmark is 0; at least 1"),
+        ({"batch": 9, "adapters": 4}, "adapters of a benchmark is 4, and adapter_rank is 0"),
+        ({"batch": 3, "adapter_rank": 4, "adapters": 4}, "a batch of 3 runs at most 3"),
+        ({"batch": 9, "adapter_rank": 4, "adapters": 9}, "a batch of 9 runs at most 8"),
+    ],
+)
+def test_cases_that_can_t_be_run(case, says):
+    with pytest.raises(RequestError, match=says):
+        BenchmarkCase(**case)
 
 
-def test_more_adapters_than_rows_or_none():
-    for case, says in [
-        ({"batch": 9}, "adapter_rank is 0"),
-        ({"batch": 3, "adapter_rank": 4}, "at most 3"),
-        ({"batch": 9, "adapter_rank": 4, "adapters": 9}, "at most 8"),
-    ]:
-        with pytest.raises(RequestError, match=f"adapters of a benchmark is .*{says}"):
-            BenchmarkCase(**({"adapters": 4} | case))
-
-
-def test_only_afm_models_have_a_depth(rng):
-    from mlx_lm.models import llama
-
-    sizes = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-    }
-    zoo = llama.Model(
-        llama.ModelArgs("llama", rms_norm_eps=1e-5, vocab_size=50, num_key_value_heads=2, **sizes)
-    )
+def test_only_afm_models_have_a_depth_and_a_cost():
+    zoo = zoo_model("llama", 50, seed=1)
     result = run_case(zoo, BenchmarkCase(4, 3), repetitions=1)
-    assert (
-        result.cost
-        is result.bytes_per_token
-        is result.bytes_per_second
-        is result.memory_ratio
-        is None
-    )
+    assert result.cost is None
+    assert result.bytes_per_token is result.bytes_per_second is result.memory_ratio is None
     with pytest.raises(RequestError, match="depth is 7: only the cache of an AFM model"):
         run_case(zoo, BenchmarkCase(4, 3, depth=7), repetitions=1)

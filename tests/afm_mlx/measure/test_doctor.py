@@ -29,17 +29,10 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.delenv(checks.SWITCH, raising=False)
     monkeypatch.setattr(dispatch, "_disabled", {})
     monkeypatch.setattr(doctor, "measure_bandwidth", lambda threads: Bandwidth(1e11, "a stub"))
-    monkeypatch.setattr(
-        specs,
-        "model_specs",
-        lambda dtype: [
-            Spec("packed_matmul", dtype, **SMALL),
-            Spec("packed_argmax", dtype, **SMALL),
-        ],
-    )
-    monkeypatch.setattr(
-        specs, "full_specs", lambda: [Spec("packed_matmul", mx.bfloat16, 3, **SMALL, norm=True)]
-    )
+    small = [Spec("packed_matmul", mx.bfloat16, 3, **SMALL, norm=True)]
+    monkeypatch.setattr(specs, "full_specs", lambda: small)
+    ops = ("packed_matmul", "packed_argmax")
+    monkeypatch.setattr(specs, "model_specs", lambda dtype: [Spec(o, dtype, **SMALL) for o in ops])
     offer(monkeypatch, reference.packed_matmul)
     yield
     monkeypatch.undo()
@@ -75,11 +68,19 @@ def run(capsys):
 
 
 def test_a_sound_machine(run):
-    status, out, err = run("--report", "r.json", "--json", "--seed", "7")
-    facts = json.loads(out)
+    status, out, err = run()
     assert (status, err) == (0, "")
-    assert facts == json.loads(Path("r.json").read_text())
-    assert (facts["ok"], facts["seed"], facts["failures"]) == (True, 7, {})
+    (report,) = Path().glob("afm-mlx-report-*.json")
+    assert out.endswith(f"All is well. Report: {report}\n")
+    assert "metal/*: runs on metal only" in out
+    assert "packed_matmul  cpu/many (2): takes many rows" in out
+    assert "bandwidth gb per s" in out
+    timed = out[out.index("calls of a 3B model") :].splitlines()
+    assert timed[2] == "packed_matmul: 1 row, 64x256, 2-bit balanced row, float32"
+    assert timed[3].split()[:2] == [">", "cpu/fake"]
+    assert timed[4].split()[0] == "reference"
+    facts = json.loads(report.read_text())
+    assert (facts["ok"], facts["failures"]) == (True, {})
     assert facts["machine"]["bandwidth_gb_per_s"] == 100
     assert facts["machine"]["memory_gb"] > 0
     assert facts["runtime"]["versions"]["mlx"]
@@ -93,26 +94,8 @@ def test_a_sound_machine(run):
     assert lines["packed_matmul", "metal/fake"]["not_run"] == "runs on metal only"
     assert lines["packed_matmul", "cpu/many"]["not_run"] == "takes many rows"
     assert lines["packed_argmax", "reference"]["chosen"]
-    assert {k["variant"]: k["chosen"] for k in facts["kernels"] if k["op"] == "packed_matmul"} == {
-        "metal/fake": 0,
-        "cpu/many": 0,
-        "cpu/fake": 2,
-        "reference": 0,
-    }
-
-
-def test_the_same_in_words(run):
-    status, out, err = run()
-    assert (status, err) == (0, "")
-    (report,) = Path().glob("afm-mlx-report-*.json")
-    assert out.endswith(f"All is well. Report: {report}\n")
-    assert "metal/*: runs on metal only" in out
-    assert "packed_matmul  cpu/many (2): takes many rows" in out
-    assert "bandwidth gb per s" in out
-    timed = out[out.index("calls of a 3B model") :].splitlines()
-    assert timed[2] == "packed_matmul: 1 row, 64x256, 2-bit balanced row, float32"
-    assert timed[3].split()[:2] == [">", "cpu/fake"]
-    assert timed[4].split()[0] == "reference"
+    chosen = {k["variant"]: k["chosen"] for k in facts["kernels"] if k["op"] == "packed_matmul"}
+    assert chosen == {"metal/fake": 0, "cpu/many": 0, "cpu/fake": 2, "reference": 0}
 
 
 def test_a_faulty_kernel(run, monkeypatch):
@@ -139,21 +122,23 @@ def test_a_faulty_kernel(run, monkeypatch):
 
 
 def test_a_kernel_that_ended_the_process_runs_only_on_request(run):
-    known = verdict.Verdict()
-    known.end({"cpu/fake": verdict.ENDED})
+    verdict.Verdict().end({"cpu/fake": verdict.ENDED})
     status, out, _ = run()
     assert status == 1
     assert f"cpu/fake\n  {verdict.ENDED}" in out
     assert run("--retry")[0] == 0
-    assert run()[0] == 0
+    assert verdict.Verdict().failures == {}
 
 
-def test_quick(run, monkeypatch):
+def test_a_quick_report_times_nothing_and_names_no_folder(run, monkeypatch):
     monkeypatch.setattr(doctor, "measure_bandwidth", lambda threads: pytest.fail("not quick"))
-    status, out, _ = run("--quick", "--json")
+    status, out, _ = run("--quick", "--json", "--report", "r.json", "--seed", "7")
     facts = json.loads(out)
-    assert (status, facts["timed"]) == (0, [])
+    assert facts == json.loads(Path("r.json").read_text())
+    assert (status, facts["timed"], facts["seed"]) == (0, [], 7)
     assert {p["op"] for p in facts["problems"]} == set(dispatch.OPS)
+    for folder in (f"{Path.home()}/", Path.cwd(), Path(doctor.__file__).parent):
+        assert str(folder) not in out
 
 
 def test_what_was_asked_for_is_no_verdict(run, monkeypatch, tmp_path):
@@ -191,36 +176,18 @@ def test_nothing_private_in_a_report(monkeypatch):
     }
 
 
-def test_a_whole_report_names_no_folder(run):
-    _, out, _ = run("--json", "--quick")
-    home, here = str(Path.home()), str(Path.cwd())
-    assert home + "/" not in out
-    assert here not in out
-    assert str(Path(doctor.__file__).parent) not in out
-
-
-@pytest.mark.parametrize("available", [True, False])
-def test_the_native_extension(run, monkeypatch, available):
-    status = extension.Status(
-        "" if available else "no compiler was found",
-        Path("/somewhere/_afm_cpu.so") if available else None,
-        mlx="0.32.4",
-        instruction_set="avx2",
-        threads=3 if available else 0,
-    )
+@pytest.mark.parametrize("reason", ["", "no compiler was found"])
+def test_the_machine_and_its_native_extension(monkeypatch, reason):
+    status = extension.Status(reason, None, instruction_set="avx2", threads=0 if reason else 3)
     monkeypatch.setattr(extension, "status", lambda: status)
-    monkeypatch.setattr(verdict, "_extension", lambda: "none")
-    facts = json.loads(run("--json", "--quick")[1])
-    if available:
-        assert facts["native_extension"]["instruction_set"] == "avx2"
-        assert facts["native_extension"]["path"] == "_afm_cpu.so"
-        assert facts["machine"]["threads"] == 3
-    else:
-        assert facts["native_extension"] == "not used: no compiler was found"
-
-
-def test_chips_are_known_by_their_names(monkeypatch):
+    monkeypatch.setattr(doctor, "threads_in_use", lambda: 5)
     monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Max"})
     facts = doctor.describe_machine(None)
     assert facts["bandwidth_published_gb_per_s"] == [410, 546]
     assert "bandwidth_gb_per_s" not in facts
+    if reason:
+        assert facts["threads"] == 5
+        assert doctor.native_extension() == "not used: no compiler was found"
+    else:
+        assert facts["threads"] == 3
+        assert doctor.native_extension()["instruction_set"] == "avx2"
