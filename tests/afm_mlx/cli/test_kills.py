@@ -24,7 +24,7 @@ def slow(descriptor):
     flush(descriptor)
 os.fsync = slow
 from afm_mlx.cli import main
-sys.exit(main(sys.argv[2:]))
+os._exit(main(sys.argv[2:]))  # at once: while Python takes itself down, nothing handles signals
 """
 
 
