@@ -32,7 +32,8 @@ from afm_mlx.measure.bandwidth import measure_bandwidth
 from afm_mlx.measure.benchmark import Bench, BenchmarkCase, count_operations
 from afm_mlx.measure.process import threads_in_use
 from afm_mlx.measure.random_model import random_packed_model
-from bench.peers import Bystanders, Target, markdown, target_rows
+from bench.bystanders import Bystanders
+from bench.targets import Target, markdown, target_rows
 
 SWAP_SECONDS = 1e-3
 LOAD_SECONDS = 0.15

@@ -28,8 +28,9 @@ import mlx.core as mx
 
 from afm_mlx.kernels import PackedWeight, ProductOptions, packed_matmul, packed_swiglu
 from afm_mlx.measure.process import threads_in_use
+from bench.bystanders import Bystanders
 from bench.peer_protocol import Answer, Peer, serve
-from bench.peers import Bystanders, Target, markdown, target_rows
+from bench.targets import Target, markdown, target_rows
 
 HIDDEN, QKV, FFN = 2048, 2560, 6656
 BLOCKS = 4

@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,18 +25,11 @@ from typing import Any
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
 from afm_mlx.measure.process import threads_in_use
-from bench.peer_gguf import matrix_parameters, write_gguf
+from bench.bystanders import Bystanders
+from bench.peer_figures import Medians, plot, table, targets
+from bench.peer_models import EXACT, INT8, LLAMA, MLX_LM, commands, shrunk
 from bench.peer_protocol import Peer, PeerError
-
-EXACT, INT8, MLX_LM = "afm-mlx exact", "afm-mlx int8", "mlx-lm"
-LLAMA = "llama.cpp"
-HERE = Path(__file__).parent
-
-_FIGURES = ("prefill", "decode", "batch", "deep")
-_DERIVED = ("prefill GFLOP/s", "decode GB/s", "load s", "resident GB")
-
-Medians = dict[str, dict[str, float]]
-"""Figures by peer and measurement; tokens per second unless the name says otherwise."""
+from bench.targets import Target, markdown, target_rows
 
 
 @dataclass(frozen=True)
@@ -70,60 +61,6 @@ class Plan:
         # llama.cpp would have to compute so many keys and values first: minutes for every round.
         if not peer.startswith(LLAMA):
             yield "deep", "decode", one | {"depth": self.deep}
-
-
-# -- what the peers run
-
-
-def shrunk(config: ModelConfig, layers: int) -> ModelConfig:
-    """The same model with fewer blocks, as large a share of them reusing keys and values."""
-    reuse = round(layers * config.num_kv_reuse_layers / config.num_layers)
-    return dataclasses.replace(
-        config, num_layers=layers, num_kv_reuse_layers=min(reuse, layers - 1)
-    )
-
-
-def write_folder(folder: Path, config: ModelConfig) -> None:
-    """Write a model folder with random codes: 2-bit balanced rows, 4-bit embedding."""
-    from mlx.utils import tree_flatten
-
-    from afm_mlx.checkpoint.weights import save_weights
-    from afm_mlx.measure.random_model import random_packed_model
-    from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE
-
-    folder.mkdir(parents=True)
-    model = random_packed_model(config)
-    save_weights(folder, dict(tree_flatten(model.parameters())))
-    quantization = AFM_RULE.to_dict() | {"model.embedding": AFM_EMBEDDING_RULE.to_dict()}
-    values = config.to_dict() | {"quantization": quantization}
-    (folder / "config.json").write_text(json.dumps(values, indent=4))
-
-
-def commands(
-    config: ModelConfig, folder: Path, plan: Plan, threads: int, llama_python: str | None
-) -> dict[str, list[str]]:
-    """How to start every peer; writes the model of each that is missing."""
-    ours = folder / "afm-mlx"
-    if not ours.exists():
-        write_folder(ours, config)
-    start = [sys.executable, "-m", "bench.peer_ours", "--folder", str(ours), "--activation-bits"]
-    found = {EXACT: [*start, "16"], INT8: [*start, "8"]}
-    if llama_python is not None:
-        capacity = max(plan.prompt, plan.depth + plan.rows * plan.tokens) + 256
-        for body, repack in (("TQ2_0", True), ("Q2_K", True), ("Q2_K", False)):
-            path = folder / f"{body}.gguf"
-            if not path.exists():
-                write_gguf(path, config, body)
-            name = f"{LLAMA} {body}" + ("" if repack else ", not repacked")
-            options = ["--threads", str(threads), "--capacity", str(capacity)]
-            options += [] if repack else ["--no-repack"]
-            worker = str(HERE / "peer_llama.py")
-            found[name] = [llama_python, worker, "--model", str(path), *options]
-    sizes = config.to_dict()
-    for ours_only in ("model_type", "kv_bits", "context_length"):
-        del sizes[ours_only]
-    found[MLX_LM] = [sys.executable, "-m", "bench.peer_mlx_lm", "--sizes", json.dumps(sizes)]
-    return found
 
 
 # -- running them
@@ -193,198 +130,6 @@ def _note(text: str) -> None:
     print(f"peers: {text}", file=sys.stderr, flush=True)
 
 
-class Bystanders:
-    """Processor time that others take meanwhile: on a busy machine nothing below means much.
-
-    Counts what `/proc/stat` says is busy (stolen by other virtual machines too), less this process and those
-    of its children that have ended. Linux only.
-    """
-
-    def __init__(self) -> None:
-        self._start = self._now()
-
-    @staticmethod
-    def _now() -> tuple[float, float, float] | None:
-        """Seconds: of the clock, of all processors that were busy, and our own of those."""
-        try:
-            line = Path("/proc/stat").read_text().split("\n", 1)[0]
-        except OSError:
-            return None
-        user, nice, system, _, _, irq, softirq, steal = map(int, line.split()[1:9])
-        ticks = user + nice + system + irq + softirq + steal
-        own = os.times()
-        mine = own.user + own.system + own.children_user + own.children_system
-        return time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), mine
-
-    def processors(self) -> float | None:
-        """How many processors others kept busy on average since the start."""
-        end = self._now()
-        if self._start is None or end is None:
-            return None
-        clock, busy, mine = (b - a for a, b in zip(self._start, end, strict=True))
-        return max(0.0, (busy - mine) / clock)
-
-
-# -- what follows
-
-
-@dataclass(frozen=True)
-class Target:
-    """A figure that was promised.
-
-    Args:
-        name: what is compared.
-        value: as measured; None where a part of it is missing.
-        bound: that it must reach, or stay below.
-        at_most: which of the two.
-        unit: of both.
-    """
-
-    name: str
-    value: float | None
-    bound: float
-    at_most: bool = False
-    unit: str = "x"
-
-    @property
-    def met(self) -> bool | None:
-        if self.value is None:
-            return None
-        return self.value <= self.bound if self.at_most else self.value >= self.bound
-
-
-def best_of_llama(medians: Medians, figure: str) -> float | None:
-    """The largest figure of llama.cpp, whatever the format and arrangement it took."""
-    found = [m[figure] for name, m in medians.items() if name.startswith(LLAMA) and figure in m]
-    return max(found, default=None)
-
-
-def targets(medians: Medians, limit: float) -> list[Target]:
-    """Every target with what was measured.
-
-    Args:
-        medians: of all peers.
-        limit: measured bandwidth in bytes per second.
-    """
-
-    def ratio(top: float | None, bottom: float | None) -> float | None:
-        return None if top is None or not bottom else top / bottom
-
-    def of(name: str, figure: str) -> float | None:
-        return medians.get(name, {}).get(figure)
-
-    found = []
-    for name, decode in ((EXACT, 1.2), (INT8, 1.8)):
-        llama = {figure: best_of_llama(medians, figure) for figure in ("decode", "prefill")}
-        mine = of(name, "decode")
-        found += [
-            Target(f"{name}: decode over llama.cpp's best", ratio(mine, llama["decode"]), decode),
-            Target(
-                f"{name}: prefill over llama.cpp's best",
-                ratio(of(name, "prefill"), llama["prefill"]),
-                2.5,
-            ),
-            Target(f"{name}: batch over one row", ratio(of(name, "batch"), mine), 4),
-            Target(f"{name}: decode deep in the context", ratio(of(name, "deep"), mine), 0.75),
-            Target(f"{name}: decode over mlx-lm", ratio(mine, of(MLX_LM, "decode")), 50),
-        ]
-    read = of(INT8, "decode_bytes_per_step")
-    share = None if read is None else read * medians[INT8]["decode"] / limit
-    found.append(Target(f"{INT8}: share of the measured bandwidth", share, 0.5))
-    peak = of(EXACT, "memory_peak_memory_bytes")
-    if peak is not None:
-        needed = medians[EXACT]["memory_weight_bytes"] + medians[EXACT]["memory_cache_bytes"]
-        resident = medians[EXACT]["memory_peak_resident_bytes"]
-        found += [
-            Target("peak memory over weights and cache", peak / needed, 1.15, True),
-            Target("the whole process's, likewise", resident / needed, 1.15, True),
-        ]
-    loading = of(EXACT, "load_seconds")
-    found.append(Target("loading from the page cache", loading, 1.5, True, unit="s"))
-    return found
-
-
-def matrix_flops(config: ModelConfig, peer: str) -> float:
-    """Operations of the matrix products for one prompt token."""
-    if peer.startswith(LLAMA):
-        return 2 * matrix_parameters(config)
-    d, kv = config.hidden_dim, config.num_kv_heads * config.head_dim
-    writing = config.num_kv_layers * (2 * d * d + 2 * d * kv + 3 * d * config.ffn_dim)
-    # mlx-lm runs all blocks on all prompt tokens but the last.
-    reuse = config.num_kv_reuse_layers * (2 * d * d + 3 * d * config.ffn_dim)
-    return 2 * (writing + (reuse if peer == MLX_LM else 0))
-
-
-def table(medians: Medians, config: ModelConfig) -> list[list[str]]:
-    """The figures in rows, the header first."""
-
-    def cell(value: float | None, scale: float = 1, digits: int = 1) -> str:
-        return "-" if value is None or value != value else f"{value * scale:.{digits}f}"
-
-    rows = [["", *(f"{name} tok/s" for name in _FIGURES), *_DERIVED]]
-    for name, m in medians.items():
-        read = m.get("decode_bytes_per_step", m["weight_bytes"])
-        prefill, decode = m.get("prefill"), m.get("decode")
-        cells = [
-            cell(None if prefill is None else prefill * matrix_flops(config, name), 1e-9),
-            cell(None if decode is None else decode * read, 1e-9, 2),
-            cell(m.get("load_seconds"), 1, 2),
-            cell(m.get("memory_peak_resident_bytes"), 1e-9, 2),
-        ]
-        rows.append([name, *(cell(m.get(figure)) for figure in _FIGURES), *cells])
-    return rows
-
-
-def markdown(rows: list[list[str]]) -> str:
-    """A table as Markdown, the first column to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-    def line(cells: list[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        rest = [cell.rjust(w) for cell, w in zip(cells[1:], widths[1:], strict=True)]
-        return f"| {' | '.join([first, *rest])} |"
-
-    rule = "|".join(["-" * (widths[0] + 2), *("-" * (w + 1) + ":" for w in widths[1:])])
-    return "\n".join([line(rows[0]), f"|{rule}|", *map(line, rows[1:])])
-
-
-def target_rows(found: list[Target]) -> list[list[str]]:
-    """The targets in rows, the header first."""
-    words = {True: "met", False: "missed", None: "not measured"}
-    rows = [["target", "measured", "wanted", ""]]
-    for t in found:
-        value = "-" if t.value is None else f"{t.value:.2f} {t.unit}"
-        sign = "at most" if t.at_most else "at least"
-        rows.append([t.name, value, f"{sign} {t.bound:g} {t.unit}", words[t.met]])
-    return rows
-
-
-def plot(path: Path, medians: Medians, limit: float, title: str) -> None:
-    """Bars of prefill and decode; a line where reading the weights once per token meets the bandwidth."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 0.5 * len(medians) + 1.8), sharey=True)
-    names = list(medians)
-    colors = ["tab:blue" if name.startswith("afm") else "tab:gray" for name in names]
-    for axis, kind in zip(axes, ("prefill", "decode"), strict=True):
-        bars = axis.barh(names, [medians[n].get(kind, 0) for n in names], color=colors)
-        axis.bar_label(bars, fmt="%.1f", padding=3)
-        axis.margins(x=0.15)
-        axis.set_xlabel(f"{kind}, tokens per second")
-    if "decode_bytes_per_step" in medians.get(EXACT, {}):
-        bound = limit / medians[EXACT]["decode_bytes_per_step"]
-        axes[1].axvline(bound, color="tab:red", linestyle="--")
-        axes[1].annotate(" memory limit", (bound, -0.45), color="tab:red", va="top")
-    axes[0].invert_yaxis()
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-
-
 # -- command line
 
 
@@ -396,7 +141,8 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         options.prompt, options.tokens, options.rows, options.depth, options.deep, options.rounds
     )
     threads = options.threads or threads_in_use()
-    found = commands(config, folder, plan, threads, options.llama_python)
+    capacity = max(plan.prompt, plan.depth + plan.rows * plan.tokens) + 256
+    found = commands(config, folder, threads, capacity, options.llama_python)
     if options.llama_python is None:
         _note("llama.cpp is left out: --llama-python is missing")
     for name in options.skip:

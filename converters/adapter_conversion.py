@@ -76,11 +76,12 @@ def base_of(adapter: Path) -> BaseFolder | None:
 def _folder_here(name: str) -> Path | None:
     try:
         path = Path(os.path.expanduser(name))
-        folder = path if path.is_dir() else resolve_model(name) if name == EMBEDDED_MODEL else None
-        is_afm = folder and is_afm_config(read_config_json(folder / "config.json"))
+        if not path.is_dir() and name != EMBEDDED_MODEL:
+            return None
+        folder = resolve_model(name)
+        return folder if is_afm_config(read_config_json(folder / "config.json")) else None
     except (OSError, ValueError):  # no config, or a name that no file can have
         return None
-    return folder if is_afm else None
 
 
 def read_for(
@@ -138,9 +139,6 @@ def convert_adapter(
             f"{', '.join(package)} belong to .fmadapter packages; {to} has no such fields."
         )
     tensors, config = read_for(source, base, alpha=alpha, force=force)
-    metadata = None
-    if to == "fmadapter":
-        metadata = package_for(output, source, package or {})
     write_adapter(
         output,
         tensors,
@@ -148,7 +146,7 @@ def convert_adapter(
         to,
         model_config=base.config if base else None,
         dtype=dtype,
-        package=metadata,
+        package=package_for(output, source, package or {}) if to == "fmadapter" else None,
         any_rank=any_rank,
         qkv=qkv,
     )
@@ -205,15 +203,9 @@ def _facts(path: str | Path, tensors: Tensors, config: AdapterConfig) -> dict[st
     }
     if facts["format"] == "fmadapter":
         metadata, _ = read_metadata(Path(path))
-        facts["package"] = {
-            "name": metadata.name,
-            "author": metadata.author,
-            "description": metadata.description,
-            "license": metadata.license,
-            "base_signature": metadata.base_signature,
-            "draft_token_count": metadata.draft_token_count,
-            "draft_model": metadata.draft is not None,
-        }
+        names = "name author description license base_signature draft_token_count".split()
+        facts["package"] = {name: getattr(metadata, name) for name in names}
+        facts["package"]["draft_model"] = metadata.draft is not None
     return facts
 
 
@@ -248,9 +240,9 @@ def verify_adapter(
         base_signature: the signature that an `.fmadapter` package must have.
     """
     report = AdapterReport()
-    # An unnamed blob has a place only in a model that fits.
-    in_order = base.config if base and _kind(path) == "fmadapter" else None
     try:
+        # An unnamed blob has a place only in a model that fits.
+        in_order = base.config if base and detect_format(path) == "fmadapter" else None
         tensors, config = read_adapter(path, in_order, alpha=alpha, finite=False)
         report.facts = _facts(path, tensors, config)
     except AFMError as error:
@@ -268,16 +260,10 @@ def verify_adapter(
             report.problems.append(str(error))
     if report.facts["format"] == "toolkit":
         _check_sums(report, Path(path))
-    _check_signature(report, base_signature)
+    if base_signature is not None:
+        _check_signature(report, report.facts.get("package"), base_signature)
     _check_numbers(report, tensors)
     return report
-
-
-def _kind(path: str | Path) -> str | None:
-    try:
-        return detect_format(path)
-    except AFMError:  # read_adapter says what is wrong
-        return None
 
 
 def _check_sums(report: AdapterReport, path: Path) -> None:
@@ -291,13 +277,10 @@ def _check_sums(report: AdapterReport, path: Path) -> None:
         report.problems.append(f"its checksums do not fit ({bad}): the file is damaged")
 
 
-def _check_signature(report: AdapterReport, wanted: str | None) -> None:
-    assert report.facts is not None
-    if wanted is None:
-        return
-    if "package" not in report.facts:
+def _check_signature(report: AdapterReport, package: Mapping[str, Any] | None, wanted: str) -> None:
+    if package is None:
         report.problems.append("only .fmadapter packages have a base signature, and this is none")
-    elif (found := report.facts["package"]["base_signature"]) != wanted:
+    elif (found := package["base_signature"]) != wanted:
         report.problems.append(
             f"the package is for the base signature {named(found)}, not {named(wanted)}"
         )
@@ -313,9 +296,9 @@ def _check_numbers(report: AdapterReport, tensors: Tensors) -> None:
                 f"{named(name)} has numbers up to {high:g}; adapters run in float16, which ends at "
                 f"{FLOAT16_MAX:g}"
             )
-    second = sorted(name for name in tensors if ".lora_b" in name)
-    zero = [name for name in second if name not in bad and not mx.any(tensors[name]).item()]
-    if zero and len(zero) == len(second):
+    second = [name for name in tensors if ".lora_b" in name]
+    zero = sum(name not in bad and not mx.any(tensors[name]).item() for name in second)
+    if zero and zero == len(second):
         report.problems.append("every B is zero: the adapter changes nothing")
     elif zero:
-        report.notes.append(f"{len(zero)} of {len(second)} pairs change nothing: their B is zero")
+        report.notes.append(f"{zero} of {len(second)} pairs change nothing: their B is zero")

@@ -15,11 +15,7 @@ from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import Predicate, layer_rules
 from afm_mlx.quantization.rule import QuantizationRule
 
-DTYPES: dict[str, mx.Dtype] = {
-    "float16": mx.float16,
-    "bfloat16": mx.bfloat16,
-    "float32": mx.float32,
-}
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 TARGETS = ("afm-mlx", "mlx-lm")
 RECIPES = {"mixed_2_4": (2, 4), "mixed_2_8": (2, 8), "mixed_4_8": (4, 8)}
 """Bits of most layers, and of those that suffer most; see `recipe`."""
@@ -73,9 +69,6 @@ class ConversionOptions:
             raise AFMError(
                 f"The target format is {shown(self.to)}; allowed are {', '.join(TARGETS)}."
             )
-        self._check_quantization()
-
-    def _check_quantization(self) -> None:
         if self.quantize and self.dequantize:
             raise AFMError("Quantizing and dequantizing are both asked for; choose one.")
         given = [name for name in _OF_QUANTIZATION if getattr(self, name) is not None]

@@ -26,6 +26,7 @@ from afm_mlx.converters.other_models import write_other_model
 from afm_mlx.converters.toolkit import write_toolkit
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
 from afm_mlx.files import atomic_folder, place_beside, refuse_existing
+from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.progress import Progress
 
 __all__ = ["ConversionOptions", "convert", "detect"]
@@ -67,7 +68,7 @@ def convert(
     chosen.check()
     refuse_existing(mlx_path)
     mlx_path = Path(mlx_path)
-    source = Path(model) if os.path.exists(model) else _named(str(model))
+    source = Path(model) if os.path.exists(model) else resolve_model(model)
     kind = detect(source)
     try:
         if kind in ("toolkit", MODEL_TYPE):
@@ -102,13 +103,6 @@ def _convert_afm(
             mix.write(folder)
 
 
-def _named(model: str) -> Path:
-    # Only names need it, and it takes the whole runtime along.
-    from afm_mlx.loading.resolve import resolve_model
-
-    return resolve_model(model)
-
-
 def detect(source: Path) -> str:
     """The kind of a source, by its content: "toolkit", or the `model_type` of a model folder.
 
@@ -129,17 +123,18 @@ def detect(source: Path) -> str:
             "base-model-config.json, or a model folder with config.json and *.safetensors."
         )
     try:
-        values = read_config_json(config)
-        kind = "" if is_toolkit_config(values) else values["model_type"]
-    except (ConfigError, KeyError) as error:
-        reason = error if isinstance(error, ConfigError) else "it has no model_type"
+        values, reason = read_config_json(config), "it has no model_type that is a name"
+    except ConfigError as error:
+        values, reason = {}, str(error)
+    if is_toolkit_config(values):
+        raise CheckpointError(
+            f"{config} is a config of a toolkit checkpoint, whose .pt file is not beside it."
+        )
+    kind = values.get("model_type")
+    if not kind or not isinstance(kind, str):
         raise CheckpointError(
             f"{config} does not say what model this is: {reason}. A model folder's config.json has "
             '"model_type".'
-        ) from None
-    if not kind or not isinstance(kind, str):
-        raise CheckpointError(
-            f"{config} is a config of a toolkit checkpoint, whose .pt file is not beside it."
         )
     return kind
 

@@ -8,7 +8,7 @@ narrower than that of codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -68,8 +68,7 @@ class FolderWriter:
         options: ConversionOptions,
     ) -> None:
         self._config, self._options = config, options
-        self._specs: list[TensorSpec] = []
-        self._readers: dict[str, Callable[[TensorSpec], Iterable[Any]]] = {}
+        self._readers: dict[TensorSpec, Callable[[TensorSpec], Iterable[Any]]] = {}
         self._packed: list[PackedLayer] = []
         rules = options.afm_rules(config) if options.quantize else {}
         for name, shape in parameter_shapes(config).items():
@@ -78,10 +77,8 @@ class FolderWriter:
                 self._keep(parameter)
             elif path in rules:
                 assert not isinstance(parameter, StoredLayer)
-                rows = parameter.rows()
-                self._pack(
-                    float_layer(path, rows, rules[path], options.mlx_dtype, options.for_mlx_lm)
-                )
+                rows, dtype = parameter.rows(), options.mlx_dtype
+                self._pack(float_layer(path, rows, rules[path], dtype, options.for_mlx_lm))
             else:
                 self._cast(name, shape, parameter)
 
@@ -94,8 +91,7 @@ class FolderWriter:
 
     def _pack(self, layer: PackedLayer) -> None:
         self._packed.append(layer)
-        for spec in layer.specs():
-            self._add(spec, layer.read)
+        self._readers |= dict.fromkeys(layer.specs(), layer.read)
 
     def _cast(self, name: str, shape: tuple[int, ...], parameter: Parameter | StoredLayer) -> None:
         dtype = self._options.mlx_dtype
@@ -103,30 +99,21 @@ class FolderWriter:
             dtype = parameter.dtype
         elif name.endswith(KV_SCALES):
             dtype = mx.float32
-        self._add(TensorSpec(name, shape, dtype), lambda spec: parameter.chunks(spec.dtype))
-
-    def _add(self, spec: TensorSpec, read: Callable[[TensorSpec], Iterable[Any]]) -> None:
-        self._specs.append(spec)
-        self._readers[spec.name] = read
+        spec = TensorSpec(name, shape, dtype)
+        self._readers[spec] = lambda spec: parameter.chunks(spec.dtype)
 
     def write_weights(self, folder: Path, progress: Progress | None = None) -> None:
         """Write the weight files."""
         write_weights(
             folder,
-            self._specs,
-            lambda spec: self._readers[spec.name](spec),
+            list(self._readers),
+            lambda spec: self._readers[spec](spec),
             total_parameters=self._config.num_parameters,
             progress=progress,
         )
 
     def write_texts(
-        self,
-        folder: Path,
-        *,
-        name: str,
-        source: str,
-        values: Mapping[str, Any],
-        adapters: Sequence[str],
+        self, folder: Path, name: str, source: str, values: Mapping[str, Any], adapters: list[str]
     ) -> None:
         """Write `config.json` and the card, after the weights.
 
@@ -145,7 +132,12 @@ class FolderWriter:
         if options.for_mlx_lm:
             content = {key: value for key, value in content.items() if key not in _OUR_KEYS}
         write_config(folder, content)
-        norm = next(spec for spec in self._specs if spec.name == "model.output_norm.weight")
+        exact = sum(layer.exact for layer in self._packed)
+        note = (
+            f"Of {len(self._packed)} packed layers, {exact} lay on a grid already and stay on it; the others "
+            "were rounded to the nearest."
+        )
+        norm = next(spec for spec in self._readers if spec.name == "model.output_norm.weight")
         write_card(
             folder,
             name=name,
@@ -153,13 +145,6 @@ class FolderWriter:
             config=self._config,
             dtype=norm.dtype,
             quantization=content.get("quantization"),
-            note=self._note() if options.quantize else "",
+            note=note if options.quantize else "",
             adapters=adapters,
-        )
-
-    def _note(self) -> str:
-        exact = sum(layer.exact for layer in self._packed)
-        return (
-            f"Of {len(self._packed)} packed layers, {exact} lay on a grid already and stay on it; the others "
-            "were rounded to the nearest."
         )

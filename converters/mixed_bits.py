@@ -25,7 +25,6 @@ from afm_mlx.errors import AFMError, DataError
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.perplexity import cut, load_documents
 from afm_mlx.progress import Progress
-from afm_mlx.quantization.quantize_model import Predicate
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.quantization.sensitivity import (
     LayerSensitivity,
@@ -86,10 +85,7 @@ def calibration_file(options: ConversionOptions, source: Path) -> Path:
 
 
 def mix_of_folder(
-    source: Path,
-    options: ConversionOptions,
-    data: Path,
-    progress: Progress | None = None,
+    source: Path, options: ConversionOptions, data: Path, progress: Progress | None
 ) -> Mix:
     """`choose_mix` for an AFM model folder.
 
@@ -104,14 +100,9 @@ def mix_of_folder(
     options.check_source(source, bool(quantization))
     model = load_model(source, values | config.to_dict())
     dtype = options.mlx_dtype or tensors["model.output_norm.weight"].dtype
+    tokenizer = load_tokenizer(source)
     return choose_mix(
-        model,
-        load_tokenizer(source),
-        options,
-        data,
-        mode="balanced",
-        dtype=dtype,
-        progress=progress,
+        model, tokenizer, options, data, mode="balanced", dtype=dtype, progress=progress
     )
 
 
@@ -164,18 +155,16 @@ def choose_mix(
         "data": data.name,
         "tokens": sum(map(len, pieces)),
         "rise": "of KL(float || packed) in nats per token, when this layer alone goes to the low bits",
-        "layers": [_entry(layer, chosen[layer.path]) for layer in _by_rise(layers)],
+        "layers": [
+            _entry(layer, chosen[layer.path])
+            for layer in sorted(layers, key=lambda layer: (-layer.rise_per_byte, layer.path))
+        ],
     }
-    return Mix(_settled(options, high, predicate), report)
-
-
-def _settled(
-    options: ConversionOptions, high: QuantizationRule, predicate: Predicate
-) -> ConversionOptions:
-    """The same options without a target, whose predicate gives each layer the rule that was chosen."""
-    return dataclasses.replace(
+    # The same options without a target; the predicate gives each layer the rule that was chosen.
+    chosen_options = dataclasses.replace(
         options, q_bits=high.bits, quant_predicate=predicate, target_bpw=None, data=None
     )
+    return Mix(chosen_options, report)
 
 
 def calibration_pieces(data: Path, tokenizer: Any) -> list[list[int]]:
@@ -188,10 +177,6 @@ def calibration_pieces(data: Path, tokenizer: Any) -> list[list[int]]:
             break
         chosen.append(pieces[index])
     return chosen
-
-
-def _by_rise(layers: list[LayerSensitivity]) -> list[LayerSensitivity]:
-    return sorted(layers, key=lambda layer: (-layer.rise_per_byte, layer.path))
 
 
 def _entry(layer: LayerSensitivity, chosen: QuantizationRule) -> dict[str, Any]:

@@ -38,13 +38,13 @@ from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PARTS
 
 
-def read_config(folder: str | Path, tensors: Mapping[str, Any]) -> ModelConfig:
+def read_config(folder: Path, tensors: Mapping[str, Any]) -> ModelConfig:
     """The config of an afm7 folder, ours or mlx-lm's; `kv_bits` comes from the tensors where it is absent.
 
     Raises:
         ConfigError: on a missing `rope_theta`, which mlx-lm fills with a value that no AFM model has.
     """
-    path = Path(folder) / "config.json"
+    path = folder / "config.json"
     values = read_config_json(path)
     if "rope_theta" not in values:
         raise ConfigError(
@@ -60,19 +60,15 @@ def read_config(folder: str | Path, tensors: Mapping[str, Any]) -> ModelConfig:
 
 def check_mlx_lm_computes(config: ModelConfig, source: str | Path) -> None:
     """Raise `AFMError` when mlx-lm itself would compute something else than this model; says what."""
-    reason = None
     if config.kv_bits is None:
         reason = "its afm7 always rounds keys and values to 8 bits, and this model has no scales for that"
     elif int(config.hidden_dim * config.hidden_dim_scale_factor) != config.ffn_dim:
         reason = f"it rounds the feed-forward width down, and this model's is rounded up to {config.ffn_dim}"
-    elif config.rms_norm_eps != 1e-5:
-        reason = (
-            f"its query and key norms always use 1e-5, and rms_norm_eps is {config.rms_norm_eps}"
-        )
-    if reason:
-        raise AFMError(
-            f"{source} can't be used by stock mlx-lm 0.32: {reason}. Use it with afm-mlx."
-        )
+    elif (eps := config.rms_norm_eps) != 1e-5:
+        reason = f"its query and key norms always use 1e-5, and rms_norm_eps is {eps}"
+    else:
+        return
+    raise AFMError(f"{source} can't be used by stock mlx-lm 0.32: {reason}. Use it with afm-mlx.")
 
 
 def write_mlx_lm(
@@ -86,10 +82,7 @@ def write_mlx_lm(
 
     Args:
         source: a model folder, ours or mlx-lm's.
-        folder: where to write.
-        name: what the card calls the folder.
-        options: what the folder is to be; one for mlx-lm itself gets no adapters.
-        progress: see `write_weights`.
+        folder, name, options, progress: see `write_toolkit`.
 
     Raises:
         AFMError: when the folder is damaged, contradicts its config, or can't be what is asked for.
@@ -102,13 +95,12 @@ def write_mlx_lm(
         check_mlx_lm_computes(config, source)
     options.check_source(source, bool(quantization))
     rules = check_folder_tensors(config, quantization, tensors, path)
-    copied = _copy_tokenizer(source, folder)
-    _check_vocabulary(folder, copied, config.vocab_size, source)
+    _copy_tokenizer(source, folder, config.vocab_size)
     writer = FolderWriter(config, _parameters(config, tensors, rules, quantization), options)
     writer.write_weights(folder, progress)
-    adapters = (
-        [] if options.for_mlx_lm else _copy_adapters(source, folder, config, options.mlx_dtype)
-    )
+    adapters: list[str] = []
+    if not options.for_mlx_lm:
+        adapters = _copy_adapters(source, folder, config, options.mlx_dtype)
     writer.write_texts(
         folder, name=name, source=source.resolve().name, values=values, adapters=adapters
     )
@@ -122,14 +114,14 @@ def _parameters(
 ) -> dict[str, Parameter | StoredLayer]:
     """Where the folder holds each parameter."""
     found: dict[str, Parameter | StoredLayer] = {}
+    stored = {name: StoredParameter(tensor) for name, tensor in tensors.items()}
     dtype = tensors["model.output_norm.weight"].dtype
     for name, shape in parameter_shapes(config).items():
         path = name.removesuffix(".weight")
         if path not in rules:
-            found[name] = StoredParameter(tensors[name])
+            found[name] = stored[name]
             continue
-        names = {part: f"{path}.{part}" for part in PARTS}
-        parts = {p: StoredParameter(tensors[n]) for p, n in names.items() if n in tensors}
+        parts = {part: stored[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in stored}
         settings = stored_settings(quantization, path)
         found[name] = StoredLayer(path, shape, parts, rules[path], settings, dtype)
     return found
@@ -154,14 +146,10 @@ def _copy_adapters(
     return [path.name for path in paths]
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> list[str]:
+def _copy_tokenizer(source: Path, folder: Path, vocab_size: int) -> None:
     names = copy_tokenizer_files(source, folder)
     if not {"tokenizer.json", "tokenizer.model"} & set(names):
         raise CheckpointError(f"{source} has no tokenizer.json and no tokenizer.model.")
-    return names
-
-
-def _check_vocabulary(folder: Path, names: list[str], vocab_size: int, source: Path) -> None:
     if "tokenizer.json" not in names:
         return
     from tokenizers import Tokenizer

@@ -47,10 +47,8 @@ def write_other_model(
     """Convert a model of architecture `kind` into an empty folder.
 
     Args:
-        source: the model's folder.
-        folder: where to write.
+        source, folder, options: see `write_toolkit`.
         kind: `model_type` of config.json.
-        options: what the folder is to be.
         measuring: see `convert`.
 
     Raises:
@@ -82,13 +80,11 @@ def write_other_model(
 
 def _is_mlx_lms(options: ConversionOptions) -> bool:
     """Whether mlx-lm has the format and the choice of layers that are asked for."""
+    ours = ("q_embedding_bits", "q_embedding_mode", "q_embedding_granularity", "target_bpw")
     return (
         (options.q_mode or "affine") in _MLX_LM_MODES
         and options.q_granularity in (None, "group")
-        and options.q_embedding_bits is None
-        and options.q_embedding_mode is None
-        and options.q_embedding_granularity is None
-        and options.target_bpw is None
+        and all(getattr(options, name) is None for name in ours)
     )
 
 
@@ -100,20 +96,19 @@ def _write_by_mlx_lm(source: Path, inner: Path, options: ConversionOptions) -> N
             f"The recipe {shown(options.quant_predicate)} is for AFM models; others take "
             f"{', '.join(_MLX_LM_RECIPES)}."
         )
-    arguments: dict[str, Any] = {}
-    if options.quantize:
-        group = options.q_group_size
-        if isinstance(options.quant_predicate, str):
-            group = group or 64  # mlx-lm's recipes have no default
-        arguments = {
-            "quantize": True,
-            "q_bits": options.q_bits,
-            "q_group_size": group,
-            "q_mode": options.q_mode or "affine",
-            "quant_predicate": options.quant_predicate,
-        }
+    group = options.q_group_size
+    if isinstance(options.quant_predicate, str):
+        group = group or 64  # mlx-lm's recipes have no default
     convert(
-        str(source), str(inner), dtype=options.dtype, dequantize=options.dequantize, **arguments
+        str(source),
+        str(inner),
+        quantize=options.quantize,
+        q_bits=options.q_bits,
+        q_group_size=group,
+        q_mode=options.q_mode or "affine",
+        quant_predicate=options.quant_predicate,
+        dtype=options.dtype,
+        dequantize=options.dequantize,
     )
 
 
@@ -133,8 +128,6 @@ def _write_packed(
             f"The recipe {shown(options.quant_predicate)} is affine in mlx-lm; leave --q-mode, --q-granularity "
             "and --q-embedding-bits out."
         )
-    if options.target_bpw is not None and options.for_mlx_lm:
-        check_mlx_format(options, "affine")
     model, config = load_mlx_lm_model(source)
     if options.mlx_dtype is not None:
         model.set_dtype(options.mlx_dtype)
@@ -143,6 +136,8 @@ def _write_packed(
     tokenizer = utils.load_tokenizer(source, eos_token_ids=config.get("eos_token_id"))
     mix = None
     if options.target_bpw is not None:
+        if options.for_mlx_lm:
+            check_mlx_format(options, "affine")
         data = calibration_file(options, source)
         mix = choose_mix(
             model, tokenizer, options, data, mode="affine", dtype=None, progress=measuring
@@ -185,6 +180,6 @@ def _to_mlx_layers(model: nn.Module, quantization: dict[str, Any]) -> dict[str, 
             assert own.scales is not None
             layers.append((path, packed_layer_for(module, own, own.scales.dtype)))
         elif isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding):
-            others[path] = {"mode": "affine", **stored_settings(quantization, path)}
+            others[path] = stored_settings(quantization, path)
     replace_modules(model, layers)
     return quantization_entries(rules) | others

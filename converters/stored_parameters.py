@@ -109,13 +109,11 @@ class StoredLayer:
                 "beside other formats. Write float weights (-d)."
             )
         target = mlx_rule(rule, self.shape, self.path)
-        return PackedLayer(
-            self.path,
-            self.shape,
-            target,
-            lambda: Packing(to_mlx_format(self._packed(rule), target), True),
-            self.parts["scales"].dtype,
-        )
+
+        def make() -> Packing:
+            return Packing(to_mlx_format(self._packed(rule), target), True)
+
+        return PackedLayer(self.path, self.shape, target, make, self.parts["scales"].dtype)
 
     def _packed(self, rule: QuantizationRule) -> PackedWeight:
         arrays = {name: part.array() for name, part in self.parts.items()}

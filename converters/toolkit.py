@@ -63,22 +63,12 @@ if TYPE_CHECKING:
     State = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class ToolkitFiles:
-    """The files of one checkpoint."""
-
-    weights: Path
-    config: Path
-    tokenizer: Path
-
-
-def find_files(path: str | Path) -> ToolkitFiles:
-    """Find the config and the tokenizer that belong to a `.pt` file, or all three in a folder.
+def find_files(path: Path) -> tuple[Path, Path, Path]:
+    """The weights, the config and the tokenizer of a checkpoint: a `.pt` file, or a folder with all three.
 
     Raises:
         CheckpointError: names the file that is missing, or the several between which to choose.
     """
-    path = Path(path)
     weights = _choose_weights(path) if path.is_dir() else path
     folder, stem = weights.parent, weights.stem
     names = [f"{stem}-config.json", f"{stem}.json", "config.json"]
@@ -94,7 +84,7 @@ def find_files(path: str | Path) -> ToolkitFiles:
             f"{tokenizer} is missing: the tokenizer that the model was trained with belongs beside "
             f"{weights.name}. Copy it from the toolkit's assets."
         )
-    return ToolkitFiles(weights, config, tokenizer)
+    return weights, config, tokenizer
 
 
 def write_toolkit(
@@ -116,28 +106,31 @@ def write_toolkit(
     Raises:
         AFMError: when the checkpoint is damaged, is not what its config says, or can't be what is asked for.
     """
-    files = find_files(source)
-    config = read_toolkit_config(files.config)
+    weights, config_path, spm = find_files(source)
+    config = read_toolkit_config(config_path)
     if options.for_mlx_lm:
-        check_mlx_lm_computes(config.model, files.weights)
+        check_mlx_lm_computes(config.model, weights)
     if options.dequantize:
-        raise AFMError(f"{files.weights} holds float weights: there is nothing to dequantize.")
-    notes = save_tokenizer(files.tokenizer, folder)
-    _check_vocabulary(folder, files.tokenizer, config.model.vocab_size)
-    state = open_state_dict(files.weights)
-    where = str(files.weights)
+        raise AFMError(f"{weights} holds float weights: there is nothing to dequantize.")
+    notes = save_tokenizer(spm, folder)
+    _check_vocabulary(folder, spm, config.model.vocab_size)
+    state, where = open_state_dict(weights), str(weights)
     keys = map_keys(state, where)
     _check_state(config.model, keys, state, where)
-    parameters = _parameters(keys, state, where)
     adapters = {} if options.for_mlx_lm else _plan_adapters(config, keys, state, where)
-    writer = FolderWriter(config.model, parameters, options)
+    writer = FolderWriter(config.model, _parameters(keys, state, where), options)
     writer.write_weights(folder, progress)
-    _write_adapters(folder, config.model, adapters, keys, state, options.mlx_dtype, where)
+    fingerprint = folder_fingerprint(config.model, folder) if adapters else None
+    for adapter, plan in adapters.items():
+        tensors = read_pairs(state, keys.adapters[adapter], options.mlx_dtype, where)
+        tensors = complete_fused(tensors, config.model, plan.rank)
+        plan = dataclasses.replace(plan, base_model_fingerprint=fingerprint)
+        save_adapter(folder / "adapters" / adapter, tensors, plan)
     tokenizer = load_tokenizer(folder)
     writer.write_texts(
         folder,
         name=name,
-        source=files.weights.name,
+        source=weights.name,
         # mlx-lm itself would otherwise stop at the end of a turn only.
         values={"eos_token_id": [tokenizer.eos_token_id, tokenizer.separator_id]},
         adapters=sorted(adapters),
@@ -172,12 +165,10 @@ class _TorchParameter:
 
 def _parameters(keys: KeyMap, state: State, source: str) -> dict[str, _TorchParameter]:
     """The base model's parameters by our names."""
-    found = {
-        name: _TorchParameter(state[key], f"{source}: {key}") for name, key in keys.weights.items()
-    }
-    for name, key in keys.kv_ranges.items():
-        found[name] = _TorchParameter(_kv_scale(key, state, source), f"{source}: {key['range']}")
-    return found
+    tensors = {name: (state[key], key) for name, key in keys.weights.items()}
+    for name, pair in keys.kv_ranges.items():
+        tensors[name] = _kv_scale(pair, state, source), pair["range"]
+    return {n: _TorchParameter(tensor, f"{source}: {key}") for n, (tensor, key) in tensors.items()}
 
 
 def _choose_weights(folder: Path) -> Path:
@@ -284,22 +275,3 @@ def _plan_adapters(
             dropout=spec.dropout,
         )
     return plans
-
-
-def _write_adapters(
-    folder: Path,
-    config: ModelConfig,
-    plans: dict[str, AdapterConfig],
-    keys: KeyMap,
-    state: State,
-    dtype: mx.Dtype | None,
-    source: str,
-) -> None:
-    if not plans:
-        return
-    fingerprint = folder_fingerprint(config, folder)
-    for adapter, plan in plans.items():
-        tensors = read_pairs(state, keys.adapters[adapter], dtype, source)
-        tensors = complete_fused(tensors, config, plan.rank)
-        plan = dataclasses.replace(plan, base_model_fingerprint=fingerprint)
-        save_adapter(folder / "adapters" / adapter, tensors, plan)

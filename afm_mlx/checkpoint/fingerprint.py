@@ -33,7 +33,7 @@ from afm_mlx.config import ModelConfig
 
 _SAMPLES = 256
 _READ_WHOLE = 1 << 16  # bytes: to find samples in them is faster than to read each for itself
-_Sampled = tuple[str, Iterable[int], mx.Dtype, np.ndarray]
+_Sampled = tuple[str, Iterable[int], mx.Dtype, np.ndarray]  # name, shape, type, bytes of elements
 _LORA = re.compile(r"\.lora_[ab](\.\d+)?$")
 
 
@@ -45,7 +45,7 @@ def model_fingerprint(config: ModelConfig, parameters: Mapping[str, mx.array]) -
         parameters: arrays by name, as `load_weights` or the flattened parameters of a model give them.
             A lazy array is evaluated, which reads it whole; `folder_fingerprint` does not.
     """
-    return _digest(_architecture(config), _sampled(parameters))
+    return arrays_fingerprint(_architecture(config), parameters)
 
 
 def base_model_fingerprint(model: nn.Module) -> str:
@@ -70,7 +70,15 @@ def arrays_fingerprint(head: Any, arrays: Mapping[str, mx.array]) -> str:
         head: anything that JSON can hold.
         arrays: see `model_fingerprint`.
     """
-    return _digest(head, _sampled(arrays))
+    samples = {name: _sample_array(array) for name, array in arrays.items()}
+    mx.eval(samples)
+    return _digest(
+        head,
+        (
+            (name, arrays[name].shape, arrays[name].dtype, array_bytes(samples[name]))
+            for name in sorted(arrays)
+        ),
+    )
 
 
 def folder_fingerprint(config: ModelConfig, folder: str | Path) -> str:
@@ -115,15 +123,6 @@ def _sample_stored(tensor: StoredTensor) -> np.ndarray:
 
 def _architecture(config: ModelConfig) -> dict[str, Any]:
     return {k: v for k, v in config.to_dict().items() if k != "context_length"}
-
-
-def _sampled(arrays: Mapping[str, mx.array]) -> Iterable[_Sampled]:
-    samples = {name: _sample_array(array) for name, array in arrays.items()}
-    mx.eval(samples)
-    return (
-        (name, arrays[name].shape, arrays[name].dtype, array_bytes(samples[name]))
-        for name in sorted(arrays)
-    )
 
 
 def _digest(head: Any, tensors: Iterable[_Sampled]) -> str:

@@ -111,9 +111,8 @@ def write_card(
 def _write_card(
     folder: Path, name: str, model_type: str, about: str, licence: str, adapters: str = ""
 ) -> None:
-    text = _CARD.format(
-        name=name, model_type=model_type, about=about, licence=licence, adapters=adapters
-    )
+    parts = {"about": about, "licence": licence, "adapters": adapters}
+    text = _CARD.format(name=name, model_type=model_type, **parts)
     (folder / "README.md").write_text(text, encoding="utf-8")
 
 
@@ -145,13 +144,7 @@ def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
 
 
 def write_trained_card(
-    folder: Path,
-    *,
-    name: str,
-    source: str,
-    model_type: str,
-    what: str,
-    facts: Mapping[str, str],
+    folder: Path, *, name: str, source: str, model_type: str, what: str, facts: Mapping[str, str]
 ) -> None:
     """Write the card of a model that was trained here.
 

@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
@@ -24,20 +24,10 @@ from afm_mlx.checkpoint.stored_tensor import StoredTensor, TensorSpec, array_byt
 from afm_mlx.errors import CheckpointError, named
 
 # The types that MLX loads; safetensors has more.
-_DTYPES: dict[str, mx.Dtype] = {
-    "BOOL": mx.bool_,
-    "U8": mx.uint8,
-    "U16": mx.uint16,
-    "U32": mx.uint32,
-    "U64": mx.uint64,
-    "I8": mx.int8,
-    "I16": mx.int16,
-    "I32": mx.int32,
-    "I64": mx.int64,
-    "F16": mx.float16,
-    "BF16": mx.bfloat16,
-    "F32": mx.float32,
-}
+_DTYPES: dict[str, mx.Dtype] = {"BOOL": mx.bool_, "BF16": mx.bfloat16}
+_DTYPES |= {"F16": mx.float16, "F32": mx.float32}
+_DTYPES |= {f"U{bits}": getattr(mx, f"uint{bits}") for bits in (8, 16, 32, 64)}
+_DTYPES |= {f"I{bits}": getattr(mx, f"int{bits}") for bits in (8, 16, 32, 64)}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
@@ -146,12 +136,12 @@ def write_file(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     written = 0
-    with _Writer(path) as put:
-        put(struct.pack("<Q", len(encoded)) + encoded)
+    with _writing(path) as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
         for spec in ordered:
             start = written
             for chunk in read(spec):
-                written += put(chunk)
+                written += file.write(chunk)
                 report(written)
             if written - start != spec.nbytes:
                 raise RuntimeError(
@@ -174,31 +164,15 @@ def save_file(
     )
 
 
-class _Writer:
+@contextmanager
+def _writing(path: Path) -> Iterator[BinaryIO]:
     """A file opened for writing, whose errors say what the disk lacks."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> Callable[[Any], int]:
-        self.file = self.path.open("wb")
-        return self.put
-
-    def put(self, chunk: Any) -> int:
-        try:
-            return self.file.write(chunk)
-        except OSError as error:
-            raise self._explain(error) from None
-
-    def __exit__(self, *exception: Any) -> None:
-        try:
-            self.file.close()
-        except OSError as error:
-            raise self._explain(error) from None
-
-    def _explain(self, error: OSError) -> CheckpointError:
-        free = shutil.disk_usage(self.path.parent).free
-        return CheckpointError(
-            f"{self.path} could not be written: {os.strerror(error.errno or 0)}; "
-            f"{free / 1e9:.1f} GB are free on that disk. Make room or choose another output path."
-        )
+    try:
+        with path.open("wb") as file:
+            yield file
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free
+        raise CheckpointError(
+            f"{path} could not be written: {os.strerror(error.errno or 0)}; {free / 1e9:.1f} GB are free on "
+            "that disk. Make room or choose another output path."
+        ) from None

@@ -49,13 +49,13 @@ def stored_settings(quantization: Mapping[str, Any], path: str) -> dict[str, Any
     """What `quantization` says of the layer at a path: the layer's own entry over the common keys.
 
     An entry of another mode takes none of the common keys. One with a group size or a granularity of its own
-    takes neither of these two from them.
+    takes neither of these two from them. The mode is affine when nothing is said of it.
     """
-    common = {key: quantization[key] for key in RULE_KEYS if key in quantization}
+    common = {"mode": "affine"} | {k: quantization[k] for k in RULE_KEYS if k in quantization}
     own = quantization.get(path)
     if not isinstance(own, Mapping):
         return common
-    if own.get("mode", common.get("mode")) != common.get("mode"):
+    if own.get("mode", common["mode"]) != common["mode"]:
         return dict(own)
     if "group_size" in own or "granularity" in own:
         common.pop("group_size", None)
@@ -71,7 +71,7 @@ def stored_rule(
     Raises:
         ConfigError: names the layer, and the key that is missing or can't be used.
     """
-    settings = {"mode": "affine", **stored_settings(quantization, path)}
+    settings = stored_settings(quantization, path)
     mode, bits, group = settings["mode"], settings.get("bits"), settings.get("group_size")
     of_mlx = mode in _MLX_MODES or (mode == "affine" and bits in _MLX_BITS)
     if of_mlx and _is_within(bits, _MLX_MOST_BITS) and _is_within(group, _MLX_MOST_IN_GROUP):
@@ -91,14 +91,10 @@ def _is_within(value: Any, most: int) -> bool:
     return type(value) is int and 1 <= value <= most
 
 
-def is_stored_packed(
+def _is_stored_packed(
     path: str, quantization: Mapping[str, Any], tensors: Mapping[str, Any], source: str | Path
 ) -> bool:
-    """Whether a layer's tensors are packed.
-
-    Raises:
-        CheckpointError: when the config says otherwise; names the layer.
-    """
+    """Whether a layer's tensors are packed; raises `CheckpointError` when the config says otherwise."""
     weight = tensors.get(f"{path}.weight")
     parts = [part for part in PARTS[1:] if f"{path}.{part}" in tensors]
     packed = bool(parts) or (weight is not None and weight.dtype == mx.uint32)
@@ -115,19 +111,14 @@ def is_stored_packed(
     )
 
 
-def check_stored(
+def _check_stored(
     path: str,
     rule: QuantizationRule,
     shape: tuple[int, ...],
     tensors: Mapping[str, Any],
     source: str | Path,
 ) -> None:
-    """Compare the tensors of a layer with what its rule makes of a matrix of `shape`.
-
-    Raises:
-        CheckpointError: names the layer, what was got and what is expected.
-        ConfigError: when no matrix of that shape can be packed so.
-    """
+    """Raise unless the tensors of a layer are what its rule makes of a matrix of `shape`."""
     rule.check(shape, f"{source}: {path}")
     wanted = rule.part_shapes(shape)
     found = {part: tensors[f"{path}.{part}"] for part in PARTS if f"{path}.{part}" in tensors}
@@ -136,11 +127,10 @@ def check_stored(
         f"{part} does not belong to mode {rule.mode}" for part in found if part not in wanted
     ]
     for part, tensor in found.items():
-        integer = part == "weight"
-        right = tensor.dtype == mx.uint32 if integer else mx.issubdtype(tensor.dtype, mx.floating)
+        kind = "uint32" if part == "weight" else "float"
+        right = tensor.dtype == mx.uint32 if part == "weight" else _is_float(tensor)
         if part in wanted and (not right or tuple(tensor.shape) != wanted[part]):
             got = f"{part} is {_name(tensor.dtype)} {shown(list(tensor.shape))}"
-            kind = "uint32" if integer else "float"
             problems.append(f"{got} and must be {kind} {list(wanted[part])}")
     if problems:
         raise CheckpointError(
@@ -175,10 +165,10 @@ def stored_rules(
         path, _, kind = name.rpartition(".")
         if kind != "weight" or len(shape) != 2:
             continue
-        if is_stored_packed(path, quantization, tensors, source):
+        if _is_stored_packed(path, quantization, tensors, source):
             rules[path] = rule = stored_rule(quantization, path, source)
             if rule is not None:
-                check_stored(path, rule, shape, tensors, source)
+                _check_stored(path, rule, shape, tensors, source)
     return rules
 
 
@@ -189,9 +179,7 @@ def check_folder_tensors(
 
     Args:
         config: the architecture.
-        quantization: the dict that `quantization_of` returns.
-        tensors: the tensors that `stored_tensors` returns.
-        source: the folder's config.json, for errors.
+        quantization, tensors, source: see `stored_rules`.
 
     Returns:
         What `stored_rules` returns.
@@ -202,16 +190,15 @@ def check_folder_tensors(
     """
     shapes = parameter_shapes(config)
     rules = stored_rules(shapes, quantization, tensors, source)
-    expected: dict[str, tuple[int, ...]] = {}
-    floats = []
-    for name, shape in shapes.items():
-        path = name.removesuffix(".weight")
-        if path in rules:
-            parts = _part_shapes(path, rules[path], shape, quantization, tensors, source)
-            expected |= {f"{path}.{part}": of_part for part, of_part in parts.items()}
+    expected = {n: s for n, s in shapes.items() if n.removesuffix(".weight") not in rules}
+    floats = list(expected)
+    for path, rule in rules.items():
+        shape = shapes[f"{path}.weight"]
+        if rule is not None:
+            parts = rule.part_shapes(shape)
         else:
-            expected[name] = shape
-            floats.append(name)
+            parts = _mlx_part_shapes(path, shape, quantization, tensors, source)
+        expected |= {f"{path}.{part}": of_part for part, of_part in parts.items()}
     check_weights(expected, tensors, source.parent)
     for name in floats:
         if not _is_float(tensors[name]):
@@ -220,19 +207,6 @@ def check_folder_tensors(
                 "damaged or saved in a wrong type: copy or convert them again."
             )
     return rules
-
-
-def _part_shapes(
-    path: str,
-    rule: QuantizationRule | None,
-    shape: tuple[int, ...],
-    quantization: Mapping[str, Any],
-    tensors: Mapping[str, Any],
-    source: Path,
-) -> dict[str, tuple[int, ...]]:
-    if rule is None:
-        return _mlx_part_shapes(path, shape, quantization, tensors, source)
-    return rule.part_shapes(shape)
 
 
 def _is_float(tensor: Any) -> bool:
@@ -247,7 +221,7 @@ def _mlx_part_shapes(
     source: str | Path,
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer that stays MLX's own, whose types are checked: only affine ones have float scales."""
-    settings = {"mode": "affine", **stored_settings(quantization, path)}
+    settings = stored_settings(quantization, path)
     affine, (rows, inputs) = settings["mode"] == "affine", shape
     groups = (rows, math.ceil(inputs / settings["group_size"]))
     codes = (rows, math.ceil(inputs * settings["bits"] / 32))
@@ -290,21 +264,21 @@ def place_stored_layers(
     if rules is None:
         shapes = {f"{path}.weight": module.weight.shape for path, module in floats.items()}
         rules = stored_rules(shapes, quantization, weights, source)
-    layers: list[tuple[str, nn.Module]] = []
-    for path, rule in rules.items():
-        if rule is None:
-            continue
-        module = floats[path]
-        parts = {part: weights.get(f"{path}.{part}") for part in PARTS[1:]}
-        packed = PackedWeight(weights[f"{path}.weight"], rule.bits, rule.mode, **parts)
-        layers.append((path, packed_layer_for(module, packed, dtype)))
-    replace_modules(model, layers)
-    others = {path for path, rule in rules.items() if rule is None}
-    others |= {
+    # Layers that are neither `Linear` nor `Embedding`, such as a mixture's experts, stay MLX's own.
+    others = {
         path
         for path, module in modules.items()
         if path not in floats and hasattr(module, "to_quantized") and f"{path}.scales" in weights
     }
+    layers: list[tuple[str, nn.Module]] = []
+    for path, rule in rules.items():
+        if rule is None:
+            others.add(path)
+            continue
+        parts = {part: weights.get(f"{path}.{part}") for part in PARTS[1:]}
+        packed = PackedWeight(weights[f"{path}.weight"], rule.bits, rule.mode, **parts)
+        layers.append((path, packed_layer_for(floats[path], packed, dtype)))
+    replace_modules(model, layers)
     if others:
         _place_mlx_layers(model, quantization, others, source)
 
@@ -315,7 +289,7 @@ def _place_mlx_layers(
     def settings(path: str, module: nn.Module) -> bool | dict[str, Any]:
         if path not in paths:
             return False
-        own = {"mode": "affine", **stored_settings(quantization, path)}
+        own = stored_settings(quantization, path)
         return {key: value for key, value in own.items() if key != "granularity"}
 
     try:

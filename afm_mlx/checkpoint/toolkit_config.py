@@ -30,26 +30,13 @@ _ARCHITECTURE_DEFAULTS: dict[str, Any] = {
     "rope_theta": 500000.0,
 }
 # Fields that matter to training or to tamm only: none changes what the trained model computes.
-_WITHOUT_EFFECT = {
-    "attention_dropout_p",
-    "hidden_dropout_p",
-    "include_loss_layer",
-    "output_hidden_states",
-    "output_attentions",
-    "sdpa_implementation",
-    "active_adapter",
-    "pretrained_path",
-    "pretrained",
-    "device",
-    "dtype",
-    "freeze_params",
-    "metadata",
-    "model_id",
-    "description",
-    "is_deprecated",
-    "replacement_model_id",
-    "__package_requirements__",
-}
+_WITHOUT_EFFECT = set(
+    """
+    attention_dropout_p hidden_dropout_p include_loss_layer output_hidden_states output_attentions
+    sdpa_implementation active_adapter pretrained_path pretrained device dtype freeze_params metadata model_id
+    description is_deprecated replacement_model_id __package_requirements__
+    """.split()
+)
 
 
 @dataclass(frozen=True)
@@ -150,16 +137,15 @@ def _kv_bits(optimizers: Mapping[str, dict[str, Any]], path: str | Path) -> int 
 def _adapter(entry: Mapping[str, Any], where: str) -> LoRASpec | str:
     if _type_name(entry) != "LoRAModelAdapter":
         return str(entry.get("__tamm_type__"))
-    rank = entry.get("rank", 8)
-    alpha = entry.get("alpha")
-    dropout = entry.get("dropout_p", 0)
+    rank, alpha, dropout = entry.get("rank", 8), entry.get("alpha"), entry.get("dropout_p", 0)
+    alpha = rank if alpha is None else alpha
     if not is_rank(rank):
         raise ConfigError(
             f"{where}: rank is {shown(rank)}, and must be a whole number of 1 to {MAX_RANK}."
         )
-    for name, value in (("alpha", rank if alpha is None else alpha), ("dropout_p", dropout)):
+    for name, value in (("alpha", alpha), ("dropout_p", dropout)):
         if not is_number(value) or value < 0:
             raise ConfigError(
                 f"{where}: {name} is {shown(value)}, and must be a number of 0 or more."
             )
-    return LoRASpec(rank, float(rank if alpha is None else alpha), float(dropout))
+    return LoRASpec(rank, float(alpha), float(dropout))

@@ -97,11 +97,6 @@ def map_keys(keys: Iterable[str], source: str) -> KeyMap:
     return result
 
 
-def block_prefix(segment: str | None, layer: int) -> str:
-    """Our prefix of a block; blocks of segment 1 reuse keys and values."""
-    return f"model.{'kv_reuse_layers' if segment == '1' else 'layers'}.{layer}"
-
-
 def adapter_key(name: str, adapter: str, segmented: bool) -> str:
     """Key of one of our LoRA tensors in a state dict: what `map_keys` undoes.
 
@@ -119,7 +114,9 @@ def adapter_key(name: str, adapter: str, segmented: bool) -> str:
 
 
 def _map_block(result: KeyMap, block: re.Match[str], key: str, source: str) -> bool:
-    prefix, rest = block_prefix(block["segment"], int(block["layer"])), block["rest"]
+    # Blocks of segment 1 reuse keys and values.
+    kind, rest = "kv_reuse_layers" if block["segment"] == "1" else "layers", block["rest"]
+    prefix = f"model.{kind}.{int(block['layer'])}"
     if rest in _WEIGHTS:
         _put(result.weights, f"{prefix}.{_WEIGHTS[rest]}", key, source)
     elif found := _RANGE.fullmatch(rest):

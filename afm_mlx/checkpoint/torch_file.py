@@ -71,7 +71,7 @@ def open_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
             f"{path} can't be read as a PyTorch checkpoint: {reason}. "
             "It is damaged: copy or download it again."
         ) from None
-    state = _check_state(state, path, torch)
+    _check_state(state, path, torch)
     _check_records(state, path)
     return state
 
@@ -122,16 +122,13 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Groups of rows of a few megabytes."""
     if tensor.numel() == 0:
         return
-    if tensor.dim() == 0:
-        yield tensor
-        return
-    rows = max(1, _CHUNK_ELEMENTS // max(1, tensor.numel() // len(tensor)))
-    for start in range(0, len(tensor), rows):
-        yield tensor[start : start + rows]
+    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    yield from rows.split(max(1, _CHUNK_ELEMENTS * len(rows) // rows.numel()))
 
 
 def check_archive(path: Path) -> None:
     """Raise `CheckpointError` when a file is no whole archive as `torch.save` writes it."""
+    again = "Give the .pt file that torch.save wrote."
     if not path.is_file():
         raise CheckpointError(f"{path} is missing or no file.")
     with path.open("rb") as file:
@@ -144,8 +141,8 @@ def check_archive(path: Path) -> None:
         )
     if magic != b"PK\x03\x04":
         raise CheckpointError(
-            f"{path} ({size:,} bytes) is no PyTorch checkpoint: it starts with {magic!r}, a checkpoint "
-            "with b'PK\\x03\\x04'. Give the .pt file that torch.save wrote."
+            f"{path} ({size:,} bytes) is no PyTorch checkpoint: it starts with {magic!r}, a checkpoint with "
+            f"b'PK\\x03\\x04'. {again}"
         )
     try:
         with zipfile.ZipFile(path) as archive:
@@ -157,21 +154,16 @@ def check_archive(path: Path) -> None:
     pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
     if len(pickles) != 1:
         raise CheckpointError(
-            f"{path} is a zip archive, but no PyTorch checkpoint: it has no data.pkl in a folder. "
-            "Give the .pt file that torch.save wrote."
+            f"{path} is a zip archive, but no PyTorch checkpoint: it has no data.pkl in a folder. {again}"
         )
     if len({entry.filename for entry in entries}) < len(entries):
         raise CheckpointError(
-            f"{path} has two entries of one name, and readers differ in which they take. Give the .pt file "
-            "as torch.save wrote it."
+            f"{path} has two entries of one name, and readers differ in which they take. {again}"
         )
     # The data is mapped where the archive says it lies, which compression or a lying size would break.
-    if any(
-        e.compress_type != zipfile.ZIP_STORED or e.file_size != e.compress_size for e in entries
-    ):
-        raise CheckpointError(
-            f"{path} was packed again with compression. Give the .pt file as torch.save wrote it."
-        )
+    stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    if not stored or any(entry.file_size != entry.compress_size for entry in entries):
+        raise CheckpointError(f"{path} was packed again with compression. {again}")
     if any(entry.header_offset + entry.file_size > size for entry in entries):
         raise CheckpointError(f"{path} is damaged: it announces more data than its {size:,} bytes.")
     if pickles[0].file_size > _MAX_PICKLE_BYTES:
@@ -181,7 +173,7 @@ def check_archive(path: Path) -> None:
         )
 
 
-def _check_state(state: Any, path: Path, torch: Any) -> dict[str, torch.Tensor]:
+def _check_state(state: Any, path: Path, torch: Any) -> None:
     if not isinstance(state, dict) or not state:
         raise CheckpointError(
             f"{path} holds a {type(state).__name__}; a state dict (names to tensors) is needed."
@@ -199,7 +191,6 @@ def _check_state(state: Any, path: Path, torch: Any) -> dict[str, torch.Tensor]:
             )
         if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
             raise CheckpointError(f"{path}: {key} is no dense tensor, and only those are read.")
-    return state
 
 
 def _check_records(state: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -77,20 +77,16 @@ def check_weights(
     Raises:
         CheckpointError: one that lists what is missing, unexpected and of the wrong shape.
     """
-    wrong = [
-        f"{named(name)} is {shown(list(weights[name].shape))} and must be {list(shape)}"
-        for name, shape in expected.items()
-        if name in weights and tuple(weights[name].shape) != tuple(shape)
-    ]
-    problems = [
-        f"{len(names)} tensors {what}: {_first(names)}"
-        for what, names in (
-            ("missing", [name for name in expected if name not in weights]),
-            ("unexpected", [name for name in weights if name not in expected]),
-            ("of the wrong shape", wrong),
-        )
-        if names
-    ]
+    found = {
+        "missing": [name for name in expected if name not in weights],
+        "unexpected": [name for name in weights if name not in expected],
+        "of the wrong shape": [
+            f"{named(name)} is {shown(list(weights[name].shape))} and must be {list(shape)}"
+            for name, shape in expected.items()
+            if name in weights and tuple(weights[name].shape) != tuple(shape)
+        ],
+    }
+    problems = [f"{len(n)} tensors {what}: {_first(n)}" for what, n in found.items() if n]
     if problems:
         raise CheckpointError(
             f"{source} does not fit its config: {'; '.join(problems)}. "
@@ -134,17 +130,15 @@ def write_weights(
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         paths.append(folder / (name if len(shards) > 1 else "model.safetensors"))
         weight_map |= {spec.name: paths[-1].name for spec in shard}
-        start = done
 
-        def report(written: int, start: int = start) -> None:
+        def report(written: int, start: int = done) -> None:
             if progress is not None:
                 progress(start + written, total)
 
         write_file(paths[-1], shard, read, report)
         done += sum(spec.nbytes for spec in shard)
-    if total_parameters is None:
-        total_parameters = sum(spec.size for spec in specs)
-    metadata = {"total_size": total, "total_parameters": total_parameters}
+    parameters = sum(spec.size for spec in specs) if total_parameters is None else total_parameters
+    metadata = {"total_size": total, "total_parameters": parameters}
     index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=4), encoding="utf-8")
     return paths

@@ -72,47 +72,41 @@ def load(
     """
     lazy = lazy and in_main_thread()
     folder = resolve_model(path_or_hf_repo, revision)
-    _check_overrides(model_config)
-    values = read_config_json(folder / "config.json") | dict(model_config or {})
+    values = _read_values(folder / "config.json", model_config)
     adapter = None if adapter_path is None else resolve_adapter(adapter_path, folder)
-    if not isinstance(values.get("model_type"), str):
-        raise ConfigError(
-            f"{folder / 'config.json'}: model_type is {shown(values.get('model_type'))}; it names the "
-            f"architecture, {MODEL_TYPE!r} for an AFM model."
-        )
     if not is_afm_config(values):
         from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
 
-        loaded = load_mlx_lm_folder(
-            folder,
-            tokenizer_config=tokenizer_config,
-            model_config=model_config,
-            adapter_path=None if adapter is None else str(adapter),
-            lazy=lazy,
-            return_config=return_config,
-            trust_remote_code=trust_remote_code,
+        model, tokenizer, values = load_mlx_lm_folder(
+            folder, tokenizer_config, model_config, adapter, lazy, trust_remote_code
         )
-        set_activation_bits(loaded[0], activation_bits)
-        return loaded
-    if tokenizer_config:
+    elif tokenizer_config:
         raise AFMError(
             f"tokenizer_config is {shown(dict(tokenizer_config))}: an AFM folder's tokenizer has no options."
         )
-    model = load_model(folder, values, lazy=lazy)
+    else:
+        model = load_model(folder, values, lazy=lazy)
+        if adapter is not None:
+            attach_adapter(model, adapter, base_folder=folder, force=force_adapter)
+        tokenizer = load_tokenizer(folder)
     set_activation_bits(model, activation_bits)
-    if adapter is not None:
-        attach_adapter(model, adapter, base_folder=folder, force=force_adapter)
-    tokenizer = load_tokenizer(folder)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
 
 
-def _check_overrides(model_config: Any) -> None:
-    if model_config is None:
-        return
-    if not isinstance(model_config, Mapping) or not all(isinstance(k, str) for k in model_config):
+def _read_values(path: Path, changes: Any) -> dict[str, Any]:
+    """The content of config.json with some keys replaced; it names an architecture."""
+    changes = {} if changes is None else changes
+    if not isinstance(changes, Mapping) or not all(isinstance(key, str) for key in changes):
         raise ConfigError(
-            f"model_config is {shown(model_config)}; a mapping of config.json's keys to values is needed."
+            f"model_config is {shown(changes)}; a mapping of config.json's keys to values is needed."
         )
+    values = read_config_json(path) | dict(changes)
+    if not isinstance(values.get("model_type"), str):
+        raise ConfigError(
+            f"{path}: model_type is {shown(values.get('model_type'))}; it names the architecture, "
+            f"{MODEL_TYPE!r} for an AFM model."
+        )
+    return values
 
 
 def load_model(folder: Path, values: Mapping[str, Any] | None = None, lazy: bool = False) -> Model:

@@ -27,18 +27,19 @@ from afm_mlx.quantization.packed_layers import PackedLinear
 
 def load_mlx_lm_folder(
     folder: Path,
-    *,
     tokenizer_config: Mapping[str, Any] | None = None,
     model_config: Mapping[str, Any] | None = None,
-    adapter_path: str | None = None,
+    adapter: Path | None = None,
     lazy: bool = False,
-    return_config: bool = False,
     trust_remote_code: bool = False,
-) -> Any:
+) -> tuple[nn.Module, Any, dict[str, Any]]:
     """`mlx_lm.load` for a folder, with packed layers where this package has kernels for their format.
 
-    Adapters of mlx-lm look for MLX's own layers, so with `adapter_path` these stay as they are. A model that
+    Adapters of mlx-lm look for MLX's own layers, so with an adapter these stay as they are. A model that
     is stored in this package's formats gets its adapter from this package.
+
+    Returns:
+        The model, its tokenizer, and the content of config.json.
 
     Raises:
         CheckpointError: why mlx-lm can't load it, or what is wrong with its packed layers or its numbers.
@@ -46,12 +47,15 @@ def load_mlx_lm_folder(
     from mlx_lm import utils
 
     try:
-        if adapter_path is not None:
-            _check_adapter(Path(adapter_path) / TENSORS_NAME)
+        if adapter is not None and (path := adapter / TENSORS_NAME).is_file():
+            # mlx-lm would take tensors of integers, NaN and infinity.
+            stored = read_header(path)
+            check_floating(stored, path)
+            check_finite(load_stored(stored), path)
         model, config = load_mlx_lm_model(folder, model_config, trust_remote_code)
         ours = any(isinstance(module, PackedLinear) for module in model.modules())
-        if adapter_path is not None and not ours:
-            model = utils.load_adapters(model, adapter_path)
+        if adapter is not None and not ours:
+            model = utils.load_adapters(model, str(adapter))
         else:
             repack_mlx_layers(model)
         tokenizer = utils.load_tokenizer(
@@ -67,19 +71,11 @@ def load_mlx_lm_folder(
         ) from error
     settle_scales(model)
     model.eval()
-    if adapter_path is not None and ours:
-        attach_adapter(model, adapter_path)
+    if adapter is not None and ours:
+        attach_adapter(model, adapter)
     if not lazy:
         read_parameters(model, folder)
-    return (model, tokenizer, config) if return_config else (model, tokenizer)
-
-
-def _check_adapter(path: Path) -> None:
-    """Raise if an adapter for mlx-lm, which takes any, has tensors of integers, NaN or infinity."""
-    if path.is_file():
-        stored = read_header(path)
-        check_floating(stored, path)
-        check_finite(load_stored(stored), path)
+    return model, tokenizer, config
 
 
 def load_mlx_lm_model(
@@ -89,8 +85,7 @@ def load_mlx_lm_model(
     from mlx_lm import utils
 
     options: dict[str, Any] = {"lazy": True, "trust_remote_code": trust_remote_code}
-    changes = dict(model_config or {})
-    source = folder / "config.json"
+    changes, source = dict(model_config or {}), folder / "config.json"
     values = read_config_json(source) | changes
     quantization = quantization_of(values, source)
     if not has_packed_layers(quantization):
@@ -102,7 +97,10 @@ def load_mlx_lm_model(
 
         def build(args: Any) -> nn.Module:
             model = architecture(args)
-            place_stored_layers(model, quantization, weights, source, _float_dtype(weights))
+            # Norms are of the type of a model's activations; scales have their own.
+            norms = [a.dtype for name, a in weights.items() if name.endswith("norm.weight")]
+            dtype = norms[0] if norms else mx.float32
+            place_stored_layers(model, quantization, weights, source, dtype)
             return model
 
         return build, arguments
@@ -117,9 +115,3 @@ def has_packed_layers(quantization: Mapping[str, Any]) -> bool:
     """Whether a folder holds formats that mlx-lm does not load."""
     entries = [quantization, *(e for e in quantization.values() if isinstance(e, Mapping))]
     return any(e.get("mode") in ("balanced", "palette") or "granularity" in e for e in entries)
-
-
-def _float_dtype(weights: Mapping[str, mx.array]) -> mx.Dtype:
-    """The type of the norms, which is that of a model's activations; scales have their own."""
-    kinds = [array.dtype for name, array in weights.items() if name.endswith("norm.weight")]
-    return kinds[0] if kinds else mx.float32

@@ -14,6 +14,8 @@ As in `grids`, a *unit* is what shares a scale and a bias; functions take (U, L)
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -119,63 +121,44 @@ def mlx_grids(units: Array, bits: int, dtype: mx.Dtype) -> AffineGrids:
     low, high = units.min(axis=1), units.max(axis=1)
     from_low = np.abs(low) > np.abs(high)
     edge, other = np.where(from_low, low, high), np.where(from_low, high, low)
-    _try_edge(result, np.flatnonzero(low != high), (edge, other), units, bits, dtype)
     # Which of two ends is larger may be a matter of their rounding.
     even = np.abs(low + high) <= np.abs(edge) * np.float32(2.0 ** (3 - digits(dtype)))
-    _try_edge(
-        result,
-        np.flatnonzero(even & (edge != other) & ~result.found),
-        (other, edge),
-        units,
-        bits,
-        dtype,
-    )
+    for first, last, which in ((edge, other, low != high), (other, edge, even & (low != high))):
+        left = np.flatnonzero(which & ~result.found)
+        for steps, off, kind in _scale_kinds(bits, dtype):
+            if not len(left):
+                break
+            bias = first[left]
+            whole = np.rint(bias / ((last[left] - bias) / np.float32(steps))) + np.float32(off)
+            scale = round_to(bias / np.where(whole == 0, np.float32(1), whole), kind)
+            same = _lie_on(units, left, (scale, bias), bits, dtype)
+            result.scales[left[same]], result.biases[left[same]] = scale[same], bias[same]
+            result.found[left[same]] = True
+            left = left[~same]
     return result
 
 
-def _try_edge(
-    result: AffineGrids,
-    left: Array,
-    ends: tuple[Array, Array],
-    units: Array,
-    bits: int,
-    dtype: mx.Dtype,
-) -> None:
-    """Note the grids of units at the indices `left` whose code 0 is the first of two ends (U,)."""
-    edge, other = ends
+def _scale_kinds(bits: int, dtype: mx.Dtype) -> Iterator[tuple[int, int, mx.Dtype]]:
+    """Steps between a group's ends, what a rounded end makes the whole number be off by, and a scale's type.
+
+    The other end is rounded, so that in bfloat16 the whole number may be off by one.
+    """
     stored = dict.fromkeys((dtype, mx.float32, mx.float16, mx.bfloat16))
-    for steps in (2**bits - 1, 2**bits - 2):
-        # The other end is rounded, so that in bfloat16 the whole number may be off by one.
-        for off in (0, -1, 1):
-            for kind in stored:
-                if not len(left):
-                    return
-                bias = edge[left]
-                whole = np.rint(bias / ((other[left] - bias) / np.float32(steps))) + np.float32(off)
-                scale = round_to(bias / np.where(whole == 0, np.float32(1), whole), kind)
-                _keep(result, left, units, (scale, bias), bits, dtype)
-                left = left[~result.found[left]]
+    return itertools.product((2**bits - 1, 2**bits - 2), (0, -1, 1), stored)
 
 
-def _keep(
-    result: AffineGrids,
-    which: Array,
-    units: Array,
-    grid: tuple[Array, Array],
-    bits: int,
-    dtype: mx.Dtype,
-) -> None:
-    """Note the grids, scales and biases, that give back the units at the indices `which`."""
-    scale, bias = grid
+def _lie_on(
+    units: Array, which: Array, grid: tuple[Array, Array], bits: int, dtype: mx.Dtype
+) -> Array:
+    """Whether the units at the indices `which` lie on their grids, of scales and biases."""
+
+    def reproduced(part: Array, scale: Array, bias: Array) -> Array:
+        return reproduces_affine(part, _codes(part, scale, bias, bits), scale, bias, dtype)
+
     # A few weights of each unit tell most of the wrong grids.
-    part = units[which, :16]
-    likely = reproduces_affine(part, _codes(part, scale, bias, bits), scale, bias, dtype)
-    which, scale, bias = which[likely], scale[likely], bias[likely]
-    part = units[which]
-    same = reproduces_affine(part, _codes(part, scale, bias, bits), scale, bias, dtype)
-    result.scales[which[same]] = scale[same]
-    result.biases[which[same]] = bias[same]
-    result.found[which[same]] = True
+    same = reproduced(units[which, :16], *grid)
+    same[same] = reproduced(units[which[same]], *(part[same] for part in grid))
+    return same
 
 
 def _codes(units: Array, scale: Array, bias: Array, bits: int) -> Array:

@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -153,20 +153,17 @@ def pack(weight: mx.array | Rows, rule: QuantizationRule, *, name: str = "the ma
 def _pack_balanced(rows: Rows, rule: QuantizationRule) -> Packing:
     if rule.granularity == "tensor":
         scale, exact = _tensor_scale(rows, rule.bits)
-        words, _ = _each_unit(rows, rule, lambda u: (balanced_codes(u, scale, rule.bits),))
+        words, _, _ = _each_unit(rows, rule, lambda u: (balanced_codes(u, scale, rule.bits), exact))
         return Packing(_balanced(words, rule, scale), exact)
-    all_exact = True
 
     def encode(units: Array) -> tuple[Array, ...]:
-        nonlocal all_exact
         scales, exact = grid_scales(units, rule.bits, rows.dtype)
         if not exact.all():
-            all_exact = False
             scales[~exact] = fit_scales(units[~exact], rule.bits)
-        return balanced_codes(units, scales[:, None], rule.bits), scales
+        return balanced_codes(units, scales[:, None], rule.bits), exact, scales
 
-    words, (scales,) = _each_unit(rows, rule, encode)
-    return Packing(_balanced(words, rule, scales), all_exact)
+    words, exact, (scales,) = _each_unit(rows, rule, encode)
+    return Packing(_balanced(words, rule, scales), exact)
 
 
 def _balanced(words: Array, rule: QuantizationRule, scales: Array) -> PackedWeight:
@@ -209,16 +206,14 @@ def _pack_affine(rows: Rows, rule: QuantizationRule) -> Packing:
             return Packing(_affine(found.codes, rule, scales, -half * scales, dtype), True)
     if rule.granularity == "tensor":
         return _pack_affine_tensor(rows, rule)
-    look, all_exact = _sample_lies_on_grid(rows, rule), True
+    look = _sample_lies_on_grid(rows, rule)
 
     def encode(units: Array) -> tuple[Array, ...]:
-        nonlocal all_exact
         codes, scales, biases, exact = _affine_units(units, rule, rows.dtype, look)
-        all_exact = all_exact and bool(exact.all())
-        return codes, scales, biases
+        return codes, exact, scales, biases
 
-    words, (scales, biases) = _each_unit(rows, rule, encode)
-    return Packing(_affine(mx.array(words), rule, scales, biases, dtype), all_exact)
+    words, exact, (scales, biases) = _each_unit(rows, rule, encode)
+    return Packing(_affine(mx.array(words), rule, scales, biases, dtype), exact)
 
 
 def _affine_units(units: Array, rule: QuantizationRule, dtype: mx.Dtype, look: bool) -> AffineCodes:
@@ -245,7 +240,7 @@ def _pack_affine_tensor(rows: Rows, rule: QuantizationRule) -> Packing:
         (scale,), (bias,), (found,) = any_grids(distinct[None], center, rule.bits, rows.dtype)
     if not found:
         _, (scale,), (bias,), _ = _affine_units(sample, rule, rows.dtype, False)
-    words, _ = _each_unit(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits),))
+    words, _, _ = _each_unit(rows, rule, lambda u: (affine_codes(u, scale, bias, rule.bits), found))
     return Packing(_affine(mx.array(words), rule, scale, bias, mx.float32), bool(found))
 
 
@@ -320,16 +315,22 @@ def _tensor_table(rows: Rows, entries: int) -> tuple[Array, bool]:
 
 
 def _each_unit(
-    rows: Rows, rule: QuantizationRule, encode: Callable[[Array], tuple[Array, ...]]
-) -> tuple[Array, list[Array]]:
-    """Words of a matrix, and the other things that `encode` makes of units (U, L), joined."""
-    words, others = _words(rows, rule), []
+    rows: Rows, rule: QuantizationRule, encode: Callable[[Array], tuple[Any, ...]]
+) -> tuple[Array, bool, list[Array]]:
+    """Words of a matrix, whether all its units are exact, and the scales and biases of these, if any.
+
+    Args:
+        encode: makes of units (U, L) their codes, whether each is exact, and what else they have.
+    """
+    words, all_exact, others = _words(rows, rule), True, []
     for start, stop, block in rows.blocks():
-        codes, *parts = encode(block.reshape(-1, rule.group_size or block.shape[1]))
+        codes, exact, *parts = encode(block.reshape(-1, rule.group_size or block.shape[1]))
         words[start:stop] = pack_words(codes.reshape(block.shape), rule.bits)
+        all_exact = all_exact and bool(np.all(exact))
         others.append([part.reshape(-1) for part in parts])
     shape = rule.part_shapes(rows.shape)["scales"]
-    return words, [np.concatenate(parts).reshape(shape) for parts in zip(*others, strict=True)]
+    joined = [np.concatenate(parts).reshape(shape) for parts in zip(*others, strict=True)]
+    return words, all_exact, joined
 
 
 def _words(rows: Rows, rule: QuantizationRule) -> Array:

@@ -65,17 +65,15 @@ def _accept(
     dtype: mx.Dtype,
 ) -> None:
     """Note the scales that reproduce their units; candidates in the order of what they cost."""
+
+    def middle(step: int) -> Callable[[Array, Array], Array]:
+        return lambda part, guess: _middle_scale(part, guess, bits, dtype, step)
+
+    def lowest_level(part: Array, guess: Array) -> Array:
+        return 2 * np.abs(part).min(axis=1)  # exact where a weight is on a lowest level
+
     scales, exact = found
-    candidates: list[Callable[[Array, Array], Array]] = [
-        lambda part, guess: guess,
-        lambda part, guess: (
-            2 * np.abs(part).min(axis=1)
-        ),  # exact where a weight is on a lowest level
-        *(
-            lambda part, guess, step=step: _middle_scale(part, guess, bits, dtype, step)
-            for step in (0, -1, 1)
-        ),
-    ]
+    candidates = (lambda part, guess: guess, lowest_level, middle(0), middle(-1), middle(1))
     for candidate in candidates:
         if not len(likely):
             return

@@ -56,15 +56,33 @@ class _Packed(nn.Module):
         self.freeze()
 
     @classmethod
-    def from_codes(cls, codes: mx.array, bits: int, mode: str = "balanced", **options: Any) -> Self:
+    def from_codes(
+        cls,
+        codes: mx.array,
+        bits: int,
+        mode: str = "balanced",
+        *,
+        scales: mx.array | None = None,
+        biases: mx.array | None = None,
+        table: mx.array | None = None,
+        name: str = "the matrix",
+        **options: Any,
+    ) -> Self:
         """A layer of known codes, which are stored as they are.
 
         Args:
-            codes, bits, mode: see `weight_from_codes`.
-            options: further arguments of `weight_from_codes` and of the layer.
+            codes: (N, K) integers of [0, 2**bits).
+            bits, mode, scales, biases, table: see `kernels.PackedWeight`.
+            name: the layer's name, for errors.
+            options: further arguments of the layer.
+
+        Raises:
+            CheckpointError: when a code does not fit, K does not fill whole words, or the parts do not fit.
         """
-        parts = {name: options.pop(name) for name in (*PARTS[1:], "name") if name in options}
-        return cls(weight_from_codes(codes, bits, mode, **parts), **options)
+        _check_codes(codes, bits, name)
+        packed = PackedWeight(pack_codes(codes, bits), bits, mode, scales, biases, table)
+        check_packed(packed, name)
+        return cls(packed, **options)
 
     @property
     def activation_bits(self) -> int:
@@ -79,14 +97,9 @@ class _Packed(nn.Module):
     @property
     def packed(self) -> PackedWeight:
         """The matrix, as the operations of `kernels` take it."""
-        return PackedWeight(
-            self["weight"],
-            self.bits,
-            self.mode,
-            self.get("scales"),
-            self.get("biases"),
-            self.get("table"),
-        )
+        get = self.get
+        parts = get("scales"), get("biases"), get("table")
+        return PackedWeight(self["weight"], self.bits, self.mode, *parts)
 
     @property
     def granularity(self) -> str:
@@ -239,26 +252,7 @@ def set_activation_bits(model: nn.Module, bits: int) -> None:
         layer.activation_bits = bits
 
 
-def weight_from_codes(
-    codes: mx.array,
-    bits: int,
-    mode: str = "balanced",
-    *,
-    scales: mx.array | None = None,
-    biases: mx.array | None = None,
-    table: mx.array | None = None,
-    name: str = "the matrix",
-) -> PackedWeight:
-    """Pack codes bit for bit.
-
-    Args:
-        codes: (N, K) integers of [0, 2**bits).
-        bits, mode, scales, biases, table: see `kernels.PackedWeight`.
-        name: the layer's name, for errors.
-
-    Raises:
-        CheckpointError: when a code does not fit, K does not fill whole words, or the parts do not fit.
-    """
+def _check_codes(codes: mx.array, bits: int, name: str) -> None:
     if bits not in BITS:
         raise CheckpointError(f"{name}: bits is {bits!r}; allowed are {_listed(BITS)}.")
     if codes.ndim != 2 or not mx.issubdtype(codes.dtype, mx.integer):
@@ -272,9 +266,6 @@ def weight_from_codes(
             f"{name}: codes reach from {low} to {high}; {bits} bits hold 0 to {2**bits - 1}. Take more bits, "
             "or subtract the lowest code."
         )
-    packed = PackedWeight(pack_codes(codes, bits), bits, mode, scales, biases, table)
-    check_packed(packed, name)
-    return packed
 
 
 def check_width(in_dims: int, bits: int, name: str) -> None:

@@ -87,7 +87,11 @@ class ControlTokens:
 
     def are_in(self, texts: Iterable[str]) -> bool:
         """Whether a text has a whole name, as the vocabulary reads it."""
-        return any(self.written_in(text) or self.ids_in(self._encode(text)) for text in texts)
+        encode = self._vocabulary.encode
+        return any(
+            self.written_in(text) or self.ids_in(encode(text.replace("\n", NEWLINE)))
+            for text in texts
+        )
 
     def encode(self, text: str, mark: str) -> list[int]:
         """The ids of a rendered chat whose caller's characters have a mark behind them.
@@ -97,9 +101,6 @@ class ControlTokens:
         names, vocabulary = self._secret
         text = _pattern(tuple(self.names), mark).sub(lambda match: names[match[0]], text)
         return vocabulary.encode(text.replace(mark, "").replace("\n", NEWLINE))
-
-    def _encode(self, text: str) -> list[int]:
-        return self._vocabulary.encode(text.replace("\n", NEWLINE))
 
     @cached_property
     def _secret(self) -> tuple[Mapping[str, str], Vocabulary]:

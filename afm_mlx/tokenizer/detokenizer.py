@@ -11,6 +11,7 @@ things keep a token's text from being simply its piece:
 
 from __future__ import annotations
 
+import codecs
 import enum
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -18,6 +19,16 @@ from typing import NamedTuple, Protocol
 SPACE = "\u2581"  # SentencePiece's visible space
 NEWLINE = "<n>"  # how an AFM vocabulary writes a newline
 _BEGINNINGS_OF_NEWLINE = (NEWLINE[:2], NEWLINE[:1])
+
+_EACH_BYTE = "afm_mlx.each_byte"
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeDecodeError)
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class PieceKind(enum.Enum):
@@ -59,7 +70,7 @@ class PieceJoiner:
 
     def __init__(self, spacing: Spacing) -> None:
         self._spacing = spacing
-        self._bytes = bytearray()  # a UTF-8 sequence that isn't whole yet
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
         self._held = ""  # may be the beginning of NEWLINE
         self._at_start = True  # a leading SPACE would still be the dummy prefix
         self._dropped_space = False
@@ -68,14 +79,12 @@ class PieceJoiner:
     def feed(self, piece: Piece) -> str:
         """The text that `piece` completes, possibly empty."""
         if piece.kind is PieceKind.BYTE:
-            self._bytes.append(piece.byte)
-            return self._release(self._take_characters(ended=False))
-        before = self._take_characters(ended=True)
-        return self._release(before + self._surface(piece))
+            return self._release(self._characters(bytes([piece.byte])))
+        return self._release(self._characters(ended=True) + self._surface(piece))
 
     def finish(self) -> str:
         """What was held back; U+FFFD for each byte of a sequence that never became whole."""
-        text = self._held + self._take_characters(ended=True)
+        text = self._held + self._characters(ended=True)
         self._held = ""
         return text.replace(NEWLINE, "\n")
 
@@ -95,20 +104,9 @@ class PieceJoiner:
         self._empty = self._empty and not text
         return text
 
-    def _take_characters(self, ended: bool) -> str:
-        """Remove and return the whole characters in front of the pending bytes."""
-        text = ""
-        while self._bytes:
-            length = _sequence_length(self._bytes)
-            if length > len(self._bytes) and not ended:
-                break
-            try:
-                character = self._bytes[: max(length, 1)].decode("utf-8") if length else "\ufffd"
-                length = max(length, 1)
-            except UnicodeDecodeError:
-                character, length = "\ufffd", 1
-            text += character
-            del self._bytes[:length]
+    def _characters(self, more: bytes = b"", ended: bool = False) -> str:
+        """The characters that these bytes complete, behind those that waited."""
+        text = self._utf8.decode(more, ended)
         self._empty = self._empty and not text
         return text
 
@@ -116,23 +114,6 @@ class PieceJoiner:
         text = (self._held + text).replace(NEWLINE, "\n")
         self._held = next((b for b in _BEGINNINGS_OF_NEWLINE if text.endswith(b)), "")
         return text[: len(text) - len(self._held)]
-
-
-def _sequence_length(sequence: bytearray) -> int:
-    """Bytes that the UTF-8 sequence at the front needs; 0 when it can't become valid."""
-    lead = sequence[0]
-    if lead < 0x80:
-        return 1
-    if 0xC2 <= lead <= 0xDF:
-        length = 2
-    elif 0xE0 <= lead <= 0xEF:
-        length = 3
-    elif 0xF0 <= lead <= 0xF4:
-        length = 4
-    else:
-        return 0
-    continuation = sequence[1:length]
-    return length if all(0x80 <= byte <= 0xBF for byte in continuation) else 0
 
 
 class StreamingDetokenizer:

@@ -161,13 +161,11 @@ class _Metered(NodeTransformer):
         self.generic_visit(node)
         return _filter("_joined", nodes.List(node.nodes, lineno=node.lineno))
 
-    def visit_List(self, node: nodes.List) -> nodes.Expr:
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Expr:
         self.generic_visit(node)
         return _filter("_made", node)
 
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Expr:
-        self.generic_visit(node)
-        return _filter("_made", node)
+    visit_Dict = visit_List
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Expr:
         self.generic_visit(node)

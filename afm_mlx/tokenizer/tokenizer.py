@@ -7,7 +7,6 @@ place of its own tokenizer.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +18,13 @@ from afm_mlx.tokenizer.chat_template import ChatTemplate
 from afm_mlx.tokenizer.control_tokens import ControlTokens
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, StreamingDetokenizer
 from afm_mlx.tokenizer.mlx_lm_protocol import MLXLMTokenizer
+from afm_mlx.tokenizer.tokenizer_config import (
+    read_bytes,
+    read_chat_template,
+    read_config,
+    read_text,
+    text_of,
+)
 from afm_mlx.tokenizer.tokenizer_export import save_tokenizer
 from afm_mlx.tokenizer.vocabulary import (
     MARKERS,
@@ -27,7 +33,6 @@ from afm_mlx.tokenizer.vocabulary import (
     HubVocabulary,
     SentencePieceVocabulary,
     Vocabulary,
-    text_of,
 )
 
 __all__ = ["Tokenizer", "load_tokenizer", "save_tokenizer"]
@@ -364,13 +369,13 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     if not folder.is_dir():
         raise TokenizerError(f"The model folder {folder} does not exist, or is not a folder.")
-    config = _read_config(folder / "tokenizer_config.json")
+    config = read_config(folder / "tokenizer_config.json")
     model, hub = folder / "tokenizer.model", folder / "tokenizer.json"
     vocabulary: Vocabulary
     if model.exists():
-        vocabulary = SentencePieceVocabulary(_read(model), model)
+        vocabulary = SentencePieceVocabulary(read_bytes(model), model)
     elif hub.exists():
-        vocabulary = HubVocabulary(_read_text(hub), hub, config)
+        vocabulary = HubVocabulary(read_text(hub), hub, config)
     else:
         raise TokenizerError(
             f"{folder} has no tokenizer: it needs tokenizer.model (SentencePiece) or tokenizer.json "
@@ -379,52 +384,6 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer(
         vocabulary,
         eos_token=text_of(config.get("eos_token"), "eos_token"),
-        chat_template=_read_chat_template(folder, config),
+        chat_template=read_chat_template(folder, config),
         name_or_path=str(folder),
     )
-
-
-def _read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
-    file = folder / "chat_template.jinja"
-    if file.exists():
-        return ChatTemplate(_read_text(file), str(file))
-    given = source = config.get("chat_template")
-    if isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
-        source = [entry.get("template") for entry in given if entry.get("name") == "default"]
-        source = source[-1] if source else (given or None)
-    if source is None:
-        return None
-    if not isinstance(source, str):
-        raise TokenizerError(
-            f"'chat_template' in {folder / 'tokenizer_config.json'} must be a string or a list of "
-            "{'name', 'template'} objects with one named 'default', got "
-            f"{type(given).__name__}: {shown(given)}."
-        )
-    return ChatTemplate(source, str(folder / "tokenizer_config.json"))
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    text = _read_text(path)
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise TokenizerError(f"{path} must be a JSON object, got {type(config).__name__}.")
-    return config
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(f"{path} can't be read: {error.strerror or error}.") from error
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return _read(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not UTF-8 text: {error}") from error

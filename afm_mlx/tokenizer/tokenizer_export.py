@@ -42,6 +42,11 @@ _UNIGRAM = 1  # of trainer_spec.model_type
 
 _CHECKED_TEXTS = 3000
 _TIE = 1e-3  # log probabilities this close are equal: float32 has added some hundred scores
+_TIES = (
+    "tokenizer.json cuts some texts, such as long runs of spaces, in another order of the same score than "
+    "tokenizer.model: Unigram scores are added in other precisions. afm_mlx uses tokenizer.model; other "
+    "programs get ids of equal probability."
+)
 
 
 def save_tokenizer(
@@ -70,57 +75,45 @@ def save_tokenizer(
     if toolkit_config is None:
         beside = model_path.with_name("tokenizer-config.json")
         toolkit_config = beside if beside.exists() else None
-    try:
-        model = model_path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(
-            f"The SentencePiece model {model_path} can't be read ({error.strerror or error}). "
-            "Give the toolkit's tokenizer.model."
-        ) from error
+    model = _read_model(model_path)
     settings = _read_toolkit_config(Path(toolkit_config)) if toolkit_config else {}
     vocabulary = SentencePieceVocabulary(model, model_path)
     model = _with_added_pieces(model, vocabulary, settings.get("user_defined_tokens"))
     vocabulary = SentencePieceVocabulary(model, model_path)
     eos_token = _end_of_turn(vocabulary, settings.get("eot_id"), toolkit_config)
 
-    warnings: list[str] = []
-    files: dict[str, bytes] = {"tokenizer.model": model}
     hub = _HubFile(model, vocabulary.separator_id)
-    disagreement, has_ties = _compare(vocabulary, hub)
-    if disagreement is None:
-        files["tokenizer.json"] = hub.tokenizer.to_str(pretty=False).encode()
-    else:
-        warnings.append(
-            "tokenizer.json was not written: for the text "
-            f"{disagreement!r} it would give other ids than {model_path}. afm_mlx uses tokenizer.model; "
-            "other programs can't load this folder's tokenizer."
-        )
-    if has_ties and disagreement is None:
-        warnings.append(
-            "tokenizer.json cuts some texts, such as long runs of spaces, in another order of the same "
-            "score than tokenizer.model: Unigram scores are added in other precisions. afm_mlx uses "
-            "tokenizer.model; other programs get ids of equal probability."
-        )
-    files["tokenizer_config.json"] = _json_bytes(
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            # Other programs put it first and don't repeat it when the rendered chat has it already.
-            "bos_token": hub.separator,
-            "eos_token": eos_token,
-            "control_tokens": hub.control,
-            "clean_up_tokenization_spaces": False,
-        }
-    )
-    files["chat_template.jinja"] = V6_TEMPLATE.encode()
+    agrees, warnings = _compare(vocabulary, hub, model_path)
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        # Other programs put it first and don't repeat it when the rendered chat has it already.
+        "bos_token": hub.separator,
+        "eos_token": eos_token,
+        "control_tokens": hub.control,
+        "clean_up_tokenization_spaces": False,
+    }
+    files = {
+        "tokenizer_config.json": json.dumps(config, indent=4, ensure_ascii=False) + "\n",
+        "chat_template.jinja": V6_TEMPLATE,
+    }
+    if agrees:
+        files["tokenizer.json"] = hub.tokenizer.to_str(pretty=False)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
+    contents = {"tokenizer.model": model} | {name: text.encode() for name, text in files.items()}
+    for name, content in contents.items():
         with atomic_write(folder / name) as temporary:
             temporary.write_bytes(content)
     return warnings
 
 
-def _json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=4, ensure_ascii=False) + "\n").encode()
+def _read_model(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(
+            f"The SentencePiece model {path} can't be read ({error.strerror or error}). "
+            "Give the toolkit's tokenizer.model."
+        ) from error
 
 
 # The toolkit's configuration
@@ -303,8 +296,10 @@ class _HubFile:
         return normalizers.Sequence(steps)
 
 
-def _compare(vocabulary: SentencePieceVocabulary, hub: _HubFile) -> tuple[str | None, bool]:
-    """A text with other ids in the two tokenizers, if any, and whether there were ties.
+def _compare(
+    vocabulary: SentencePieceVocabulary, hub: _HubFile, path: Path
+) -> tuple[bool, list[str]]:
+    """Whether the two tokenizers give texts the same ids, or such of equal score, and warnings for the user.
 
     A tie is two Unigram segmentations of equal score: SentencePiece adds in float32, which decides
     between them by rounding, tokenizers in float64. Left out is what can't agree: the separator's name as
@@ -319,9 +314,12 @@ def _compare(vocabulary: SentencePieceVocabulary, hub: _HubFile) -> tuple[str | 
         if got == expected:
             continue
         if not hub.is_unigram or abs(hub.score(got) - hub.score(expected)) > _TIE:
-            return text, has_ties
+            return False, [
+                f"tokenizer.json was not written: for the text {text!r} it would give other ids than {path}. "
+                "afm_mlx uses tokenizer.model; other programs can't load this folder's tokenizer."
+            ]
         has_ties = True
-    return None, has_ties
+    return True, [_TIES] if has_ties else []
 
 
 def _sample_texts(vocabulary: SentencePieceVocabulary) -> Iterator[str]:
@@ -329,23 +327,9 @@ def _sample_texts(vocabulary: SentencePieceVocabulary) -> Iterator[str]:
     random_ = random.Random(0)
     pieces = [vocabulary.name(random_.randrange(vocabulary.size)) for _ in range(1000)]
     words = [piece.replace(SPACE, " ") for piece in pieces]
-    odd = [
-        *MARKERS,
-        NEWLINE,
-        "\n",
-        "\n\n",
-        "  ",
-        "   ",
-        "\t",
-        "\r\n",
-        "\0",
-        "\u200d",
-        "\ufeff",
-        SPACE,
-    ]
-    odd += (
-        "é e\u0301 日本語 한국어 العربية हिन्दी ﬁ ① 1234567890 😀 👩‍👩‍👧 < n > aaaaa <0x41>".split()
-    )
+    odd = [*MARKERS, NEWLINE, SPACE, *"\n\t\0\u200d\ufeff", "\n\n", "  ", "   ", "\r\n"]
+    scripts = "é e\u0301 日本語 한국어 العربية हिन्दी ﬁ ① 1234567890 😀 👩‍👩‍👧 < n > aaaaa <0x41>"
+    odd += scripts.split()
     odd += ["def f(x):\n    return x", "Hello, world!", " '", "..."]
     yield from words
     for _ in range(_CHECKED_TEXTS):

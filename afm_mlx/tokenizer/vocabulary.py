@@ -12,10 +12,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, PieceJoiner, PieceKind, Spacing
+from afm_mlx.tokenizer.tokenizer_config import text_of
 
 TURN_START, TURN_END = "<turn_start>", "<turn_end>"
 EXECUTABLE_START, EXECUTABLE_END = "<executable_start>", "<executable_end>"
@@ -49,50 +50,15 @@ def _finds_damage(method: _Method) -> _Method:
     return run  # type: ignore[return-value]
 
 
-class Vocabulary(Protocol):
-    """Ids are 0 .. size - 1; `unk_id` and `pad_id` are None where the file has none."""
-
-    size: int
-    separator_id: int  # SentencePiece's eos: it comes before every sequence
-    pad_id: int | None
-    unk_id: int | None
-    spacing: Spacing
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, tokens: Sequence[int]) -> str: ...
-
-    def name(self, token: int) -> str: ...
-
-    def id_of(self, name: str) -> int | None: ...
-
-    def piece(self, token: int) -> Piece: ...
-
-    @property
-    def symbols(self) -> Mapping[str, int]:
-        """User-defined pieces, which are found in a text before it is cut into others, and their ids."""
-        ...
-
-    @property
-    def is_literal(self) -> bool:
-        """Whether no normalizer makes a symbol's name of a text that does not have it."""
-        ...
-
-    def is_hidden(self, token: int) -> bool:
-        """Whether encoding never gives this id, whatever the text."""
-        ...
-
-    def renamed(self, names: Mapping[int, str]) -> Vocabulary:
-        """A vocabulary with the same ids that finds some symbols under other names.
-
-        Args:
-            names: new names by id.
-        """
-        ...
-
-
 class SentencePieceVocabulary:
-    """A SentencePiece model, Unigram or BPE."""
+    """A SentencePiece model, Unigram or BPE.
+
+    Attributes:
+        size: number of ids, which are 0 .. size - 1.
+        separator_id: SentencePiece's end of a sequence, which comes before every sequence here.
+        pad_id, unk_id: None where the file has none.
+        spacing: how decoding drops spaces.
+    """
 
     @_finds_damage
     def __init__(self, model: bytes, path: str | Path) -> None:
@@ -121,17 +87,18 @@ class SentencePieceVocabulary:
                 f"{path} has no end-of-sequence piece, which AFM puts before every sequence. "
                 "Use the tokenizer.model that belongs to the model."
             )
-        self.pad_id = _id_or_none(self._processor.pad_id())
-        self.unk_id = _id_or_none(self._processor.unk_id())
-        if self._processor.Normalize("a").endswith(SPACE):
+        pad_id, unk_id = self._processor.pad_id(), self._processor.unk_id()
+        self.pad_id: int | None = pad_id if pad_id >= 0 else None
+        self.unk_id: int | None = unk_id if unk_id >= 0 else None
+        word, one_space, two_spaces = map(self._processor.Normalize, ("a", "a a", "a  a"))
+        if word.endswith(SPACE):
             raise TokenizerError(
                 f"{path} writes spaces behind words (treat_whitespace_as_suffix), which AFM's tokenizers "
                 "don't. Use the tokenizer.model that belongs to the model."
             )
         self.spacing = Spacing(
-            dummy_prefix=self._processor.Normalize("a").startswith(SPACE),
-            strip_all=self._processor.Normalize("a  a").count(SPACE)
-            < self._processor.Normalize("a a").count(SPACE) + 1,
+            dummy_prefix=word.startswith(SPACE),
+            strip_all=two_spaces.count(SPACE) == one_space.count(SPACE),
         )
 
     @_finds_damage
@@ -153,34 +120,34 @@ class SentencePieceVocabulary:
 
     @_finds_damage
     def piece(self, token: int) -> Piece:
-        name = self._processor.IdToPiece(token)
-        if self._processor.IsByte(token):
+        processor = self._processor
+        name = processor.IdToPiece(token)
+        if processor.IsByte(token):
             return Piece(PieceKind.BYTE, name, int(name[3:5], 16))
-        if self._processor.IsControl(token):
-            return Piece(PieceKind.CONTROL, name)
-        if self._processor.IsUnknown(token):
-            return Piece(PieceKind.UNKNOWN, self._processor.Decode([token]))
-        return Piece(PieceKind.TEXT, name)
+        if processor.IsUnknown(token):
+            return Piece(PieceKind.UNKNOWN, processor.Decode([token]))
+        return Piece(PieceKind.CONTROL if processor.IsControl(token) else PieceKind.TEXT, name)
 
     @cached_property
     def symbols(self) -> Mapping[str, int]:
+        """User-defined pieces, which are found in a text before it is cut into others, and their ids."""
         pieces = parse_model(self._model, self._path).pieces
+        ids = [token for token, piece in enumerate(pieces) if piece.type == USER_DEFINED]
         # By `name`, which finds out when a damaged piece is no text.
-        return {
-            self.name(token): token
-            for token, piece in enumerate(pieces)
-            if piece.type == USER_DEFINED
-        }
+        return {self.name(token): token for token in ids}
 
     @cached_property
     def is_literal(self) -> bool:
+        """Whether no normalizer makes a symbol's name of a text that does not have it."""
         return not parse_model(self._model, self._path).normalizer_spec.precompiled_charsmap
 
     def is_hidden(self, token: int) -> bool:
+        """Whether encoding never gives this id, whatever the text."""
         return self._processor.IsControl(token)
 
     @_finds_damage
-    def renamed(self, names: Mapping[int, str]) -> Vocabulary:
+    def renamed(self, names: Mapping[int, str]) -> SentencePieceVocabulary:
+        """A vocabulary with the same ids that finds some symbols under other names, given by id."""
         proto = parse_model(self._model, self._path)
         for token, name in names.items():
             proto.pieces[token].piece, proto.pieces[token].type = name, USER_DEFINED
@@ -188,7 +155,7 @@ class SentencePieceVocabulary:
 
 
 class HubVocabulary:
-    """A `tokenizer.json`, as `save_tokenizer` writes it or as other converters do."""
+    """A `tokenizer.json`, as `save_tokenizer` or another converter writes it; see `SentencePieceVocabulary`."""
 
     UNKNOWN_SURFACE = " \u2047 "  # SentencePiece's default
 
@@ -207,11 +174,8 @@ class HubVocabulary:
         added = content.get("added_tokens") or []
         control = _control_names(added, config)
         # A control token is one by its id only: the user's text "</s>" is text, as in SentencePiece.
-        content["added_tokens"] = [
-            token
-            for token in added
-            if not (token["content"] in control and _in_model(token["content"], model))
-        ]
+        hidden = {name for name in control if _in_model(name, model)}
+        content["added_tokens"] = [token for token in added if token["content"] not in hidden]
         self._content = content
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         self.size = self._tokenizer.get_vocab_size()
@@ -273,9 +237,7 @@ class HubVocabulary:
             return Piece(PieceKind.BYTE, name, int(byte[1], 16))
         if token == self.unk_id:
             return Piece(PieceKind.UNKNOWN, self.UNKNOWN_SURFACE)
-        if token in self._control:
-            return Piece(PieceKind.CONTROL, name)
-        return Piece(PieceKind.TEXT, name)
+        return Piece(PieceKind.CONTROL if token in self._control else PieceKind.TEXT, name)
 
     @property
     def symbols(self) -> Mapping[str, int]:
@@ -296,7 +258,7 @@ class HubVocabulary:
         return token in self._control
 
     @_finds_damage
-    def renamed(self, names: Mapping[int, str]) -> Vocabulary:
+    def renamed(self, names: Mapping[int, str]) -> HubVocabulary:
         import tokenizers
 
         # Names of control tokens have no text, but the pieces of a Unigram model are found by their names.
@@ -313,6 +275,9 @@ class HubVocabulary:
         other._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         other._added = {token["content"] for token in content["added_tokens"]}
         return other
+
+
+Vocabulary: TypeAlias = SentencePieceVocabulary | HubVocabulary
 
 
 def parse_model(model: bytes, path: str | Path) -> Any:
@@ -332,13 +297,7 @@ def parse_model(model: bytes, path: str | Path) -> Any:
     return proto
 
 
-_PLAIN_TOKEN = {
-    "single_word": False,
-    "lstrip": False,
-    "rstrip": False,
-    "normalized": False,
-    "special": False,
-}
+_PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
 
 
 def _with_names(value: Any, names: Mapping[str, str]) -> Any:
@@ -370,10 +329,6 @@ def _merged(merge: str | list[str]) -> str:
     return "".join(merge.split(" ", 1) if isinstance(merge, str) else merge)
 
 
-def _id_or_none(token: int) -> int | None:
-    return token if token >= 0 else None
-
-
 def _control_names(added: list[dict[str, Any]], config: dict[str, Any]) -> Collection[str]:
     """Names without text: what `save_tokenizer` noted, else the special tokens that aren't markers."""
     noted = config.get("control_tokens")
@@ -395,18 +350,3 @@ def _unknown_name(model: dict[str, Any]) -> str | None:
         return model["unk_token"]
     unk_id = model.get("unk_id")
     return None if unk_id is None else model["vocab"][unk_id][0]
-
-
-def text_of(token: Any, key: str) -> str | None:
-    """A token of tokenizer_config.json: a string, or an object with `content`; None when there is none.
-
-    Raises:
-        TokenizerError: names the key of what is neither.
-    """
-    text = token.get("content") if isinstance(token, dict) else token
-    if text is not None and not isinstance(text, str):
-        raise TokenizerError(
-            f"{key!r} of tokenizer_config.json must be a string, or an object with a string as 'content', "
-            f"got {shown(token)}."
-        )
-    return text

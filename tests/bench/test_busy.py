@@ -5,7 +5,7 @@ import pytest
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.measure.process import threads_in_use
 from bench import busy
-from bench.peers import Bystanders
+from bench.bystanders import Bystanders
 
 needs_native = pytest.mark.skipif(
     not extension.status().available, reason=extension.status().reason

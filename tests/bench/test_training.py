@@ -7,7 +7,6 @@ import pytest
 from afm_mlx.config import PRESETS
 from afm_mlx.training.methods.training_memory import estimate_memory
 from bench import training
-from bench.training_worker import Case, build
 from tests.tools.models import random_config
 
 
@@ -60,26 +59,6 @@ def test_the_largest_length_fits_and_the_next_does_not(rng):
     assert estimate_memory(config, "lora", length=length, **settings).total <= budget
     assert estimate_memory(config, "lora", length=length + 64, **settings).total > budget
     assert training.largest_length(config, low - 1, "lora", **settings) == 0
-
-
-def test_usable_memory_is_what_llama_cpp_logged():
-    for gigabytes, mebibytes in ((16, 10922.67), (32, 21845.33), (64, 49152)):
-        assert training.usable_bytes(gigabytes) / 2**20 == pytest.approx(mebibytes)
-
-
-@pytest.mark.parametrize("kind", ["full", "lora", "qat"])
-def test_every_kind_trains_what_it_says(rng, kind):
-    config = random_config(rng, num_heads=4, num_kv_heads=2, hidden_dim=64)
-    model = build(config, Case(kind))
-    trained = {name for name, _ in training_names(model)}
-    assert all(("lora_" in name) == (kind == "lora") for name in trained)
-    assert any(name.endswith(".clip") for name in trained) == (kind == "qat")
-
-
-def training_names(model):
-    from mlx.utils import tree_flatten
-
-    return tree_flatten(model.trainable_parameters())
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Small checkpoints, made by tamm as the toolkit's are, with random weights."""
 
-import os
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +25,17 @@ SMALL = {
 }
 # The toolkit's draft model has no reuse, no KV quantizer and another feed-forward width.
 DRAFT = SMALL | {"num_kv_reuse_layers": 0, "num_layers": 3, "hidden_dim_scale_factor": 3.0}
+
+
+def config_of(folder):
+    """The content of a folder's config.json."""
+    return json.loads((folder / "config.json").read_text())
+
+
+def edit_config(folder, **changes):
+    """Change values of a folder's config.json; None drops the key."""
+    values = {k: v for k, v in (config_of(folder) | changes).items() if v is not None}
+    (folder / "config.json").write_text(json.dumps(values))
 
 
 def assert_same_weights(one, other):
@@ -58,15 +69,7 @@ def randomize(model, rng):
 def make_checkpoint(tmp_path, rng, tokenizer_bytes):
     """A function that writes a checkpoint folder and returns it with tamm's model and config."""
 
-    def make(
-        *,
-        name="base-model",
-        folder="assets",
-        shape=SMALL,
-        kv_quant=True,
-        adapters=None,
-        observe=True,
-    ):
+    def make(name="base-model", folder="assets", shape=SMALL, kv_quant=True, adapters=None):
         config = AFMTextV7.Config(
             **shape,
             adapters={k: LoRAModelAdapter(**v) for k, v in (adapters or {}).items()} or None,
@@ -74,7 +77,7 @@ def make_checkpoint(tmp_path, rng, tokenizer_bytes):
         )
         model = config.create_model()
         randomize(model, rng)
-        if kv_quant and observe:
+        if kv_quant:
             model.train()
             with torch.no_grad():
                 for _ in range(3):
@@ -99,12 +102,12 @@ def make_checkpoint(tmp_path, rng, tokenizer_bytes):
 
 @pytest.fixture
 def edit_state():
-    """A function that loads a checkpoint's state dict, lets a function change it, and saves it again."""
+    """A function that saves a checkpoint's state dict again, which a function has changed or replaced."""
 
     def edit(checkpoint, change):
         state = torch.load(checkpoint.weights, weights_only=True)
-        state = change(state) or state
-        torch.save(state, checkpoint.weights)
+        changed = change(state)
+        torch.save(changed if isinstance(changed, dict) else state, checkpoint.weights)
 
     return edit
 
@@ -117,15 +120,6 @@ def _one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def listing():
-    """A function that lists a folder with all below it: what a failure must leave as it was."""
-
-    def tree(folder):
-        return sorted(
-            os.path.relpath(os.path.join(base, name), folder)
-            for base, folders, files in os.walk(folder)
-            for name in folders + files
-        )
-
-    return tree
+def listing(folder):
+    """A folder with all below it: what a failure must leave as it was."""
+    return sorted(folder.rglob("*"))

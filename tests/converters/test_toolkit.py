@@ -1,28 +1,22 @@
-"""Toolkit checkpoints become folders that compute what tamm computes, in stock mlx-lm and here."""
+"""Toolkit checkpoints become folders that compute what tamm computes; damaged or foreign ones are refused."""
 
 import json
 
 import mlx.core as mx
-import numpy as np
 import pytest
 import torch
 from mlx_lm.utils import load_model as stock_load_model
-from tamm.adapters import LoRAModelAdapter, unset_active_adapter
-from tamm.ao.arch_optimizers import KVQuantArchOptimizer
-from tamm.models.afm_text import AFMTextV7
+from tamm.adapters import unset_active_adapter
 
 from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.attach import attach_adapter, detach_adapter
-from afm_mlx.adapters.lora import add_lora, load_lora
-from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
-from afm_mlx.checkpoint.toolkit_config import read_toolkit_config
-from afm_mlx.checkpoint.toolkit_keys import map_keys
 from afm_mlx.checkpoint.weights import load_weights, stored_tensors
-from afm_mlx.config import PRESETS, ModelConfig
+from afm_mlx.config import ModelConfig
 from afm_mlx.converters.convert import convert
+from afm_mlx.errors import AFMError, CheckpointError, TokenizerError
 from afm_mlx.loading.load import load_model
-from tests.converters.conftest import DRAFT, SMALL
+from tests.converters.conftest import DRAFT, SMALL, listing
 from tests.tools.compare import assert_parity, assert_same, error
 from tests.tools.models import tamm_logits
 
@@ -39,47 +33,33 @@ def check_parity(model, checkpoint, rng):
     )
 
 
-def apply_lora(model, folder):
-    """Turn a stock model's layers into mlx-lm's LoRA layers, since its own loader rejects fused ones."""
-    tensors, config = load_adapter(folder)
-    for name in {name[: name.rindex(".lora_")] for name in tensors}:
-        parent, leaf = name.rsplit(".", 1)
-        owner = model
-        for part in parent.split("."):
-            owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
-        linear = getattr(owner, leaf)
-        if hasattr(linear, "to_lora"):
-            layer = linear.to_lora(r=config.rank, scale=config.scale)
-        else:
-            from mlx_lm.tuner.lora import LoRALinear
-
-            layer = LoRALinear.from_base(linear, r=config.rank, scale=config.scale)
-        setattr(owner, leaf, layer)
-    model.load_weights(list(tensors.items()), strict=False)
-    return model
-
-
-@pytest.mark.parametrize("reuse", [0, 1, 4])
-def test_stock_mlx_lm_computes_what_tamm_computes(make_checkpoint, rng, tmp_path, reuse):
-    checkpoint = make_checkpoint(shape=SMALL | {"num_kv_reuse_layers": reuse})
-    folder = convert(checkpoint.folder, tmp_path / "out")
-    model, _ = stock_load_model(folder)
-    check_parity(model, checkpoint, rng)
-
-
-@pytest.mark.parametrize(("shape", "kv_quant"), [(SMALL, True), (SMALL, False), (DRAFT, False)])
-def test_this_package_computes_what_tamm_computes(make_checkpoint, rng, tmp_path, shape, kv_quant):
+@pytest.mark.parametrize(
+    ("shape", "kv_quant"),
+    [
+        (SMALL | {"num_kv_reuse_layers": 0}, True),
+        (SMALL | {"num_kv_reuse_layers": 1, "num_kv_heads": None}, True),
+        (SMALL | {"num_kv_reuse_layers": 4}, True),
+        (SMALL, False),
+        (DRAFT, False),
+    ],
+)
+def test_mlx_lm_and_this_package_compute_what_tamm_computes(
+    make_checkpoint, rng, tmp_path, shape, kv_quant
+):
     checkpoint = make_checkpoint(shape=shape, kv_quant=kv_quant, name="draft-model")
     folder = convert(checkpoint.weights, tmp_path / "out")
-    assert ModelConfig.from_file(folder / "config.json").kv_bits == (8 if kv_quant else None)
-    check_parity(load_model(folder), checkpoint, rng)
+    model = load_model(folder)
+    assert model.args.kv_bits == (8 if kv_quant else None)
+    assert model.args.num_kv_heads == (shape["num_kv_heads"] or shape["num_heads"])
+    check_parity(model, checkpoint, rng)
+    if kv_quant:  # mlx-lm always rounds keys and values
+        check_parity(stock_load_model(folder)[0], checkpoint, rng)
 
 
 @pytest.mark.parametrize(("rank", "alpha"), [(4, 3), (7, None), (32, 16)])
-def test_adapter_computes_what_tamm_computes(make_checkpoint, rng, tmp_path, rank, alpha):
-    checkpoint = make_checkpoint(
-        adapters={ADAPTER: {"rank": rank, "alpha": alpha, "dropout_p": 0.25}}
-    )
+def test_an_adapter_computes_what_tamm_computes(make_checkpoint, rng, tmp_path, rank, alpha):
+    adapters = {ADAPTER: {"rank": rank, "alpha": alpha, "dropout_p": 0.25}}
+    checkpoint = make_checkpoint(adapters=adapters)
     folder = convert(checkpoint.folder, tmp_path / "out")
     adapter = folder / "adapters" / ADAPTER
     config = json.loads((adapter / "adapter_config.json").read_text())
@@ -97,26 +77,14 @@ def test_adapter_computes_what_tamm_computes(make_checkpoint, rng, tmp_path, ran
     model_config = ModelConfig.from_file(folder / "config.json")
     assert config["base_model_fingerprint"] == folder_fingerprint(model_config, folder)
 
-    adapted, _ = stock_load_model(folder)
-    check_parity(apply_lora(adapted, adapter), checkpoint, rng)
     attached = attach_adapter(load_model(folder), adapter, base_folder=folder)
     check_parity(attached, checkpoint, rng)
-    layers = add_lora(load_model(folder), rank, config["lora_parameters"]["scale"])
-    load_lora(layers, adapter)
-    check_parity(layers, checkpoint, rng)
-    unset_active_adapter(checkpoint.model, ADAPTER)
-    check_parity(detach_adapter(attached), checkpoint, rng)
-    plain, _ = stock_load_model(folder)
-    check_parity(plain, checkpoint, rng)
-
-
-def test_adapter_moves_the_logits(make_checkpoint, rng, tmp_path):
-    """Else the parity of adapters would show nothing."""
-    checkpoint = make_checkpoint(adapters={ADAPTER: {"rank": 8, "alpha": 8}})
     tokens = rng.integers(1, SMALL["vocab_size"], (1, 7))
     adapted = tamm_logits(checkpoint.model, tokens)
     unset_active_adapter(checkpoint.model, ADAPTER)
-    assert error(adapted, tamm_logits(checkpoint.model, tokens)) > 0.1
+    # Else the parity of adapters would show nothing.
+    assert error(adapted, tamm_logits(checkpoint.model, tokens)) > 0.05
+    check_parity(detach_adapter(attached), checkpoint, rng)
 
 
 def test_several_adapters_and_parts_left_out(make_checkpoint, rng, tmp_path):
@@ -128,8 +96,8 @@ def test_several_adapters_and_parts_left_out(make_checkpoint, rng, tmp_path):
     )
     folder = convert(checkpoint.folder, tmp_path / "out")
     assert sorted(p.name for p in (folder / "adapters").iterdir()) == ["first", "second"]
-    model, _ = stock_load_model(folder)
-    check_parity(apply_lora(model, folder / "adapters" / "first"), checkpoint, rng)
+    model = attach_adapter(load_model(folder), folder / "adapters" / "first", base_folder=folder)
+    check_parity(model, checkpoint, rng)
     tensors, config = load_adapter(folder / "adapters" / "first")
     assert not mx.any(tensors["model.layers.0.self_attn.qkv_proj.lora_b.1"]).item()
     tensors, config = load_adapter(folder / "adapters" / "second")
@@ -142,114 +110,152 @@ def test_several_adapters_and_parts_left_out(make_checkpoint, rng, tmp_path):
 def test_dtype(make_checkpoint, tmp_path, dtype):
     checkpoint = make_checkpoint(adapters={"a": {"rank": 4}})
     folder = convert(checkpoint.folder, tmp_path / "out", dtype=dtype)
-    state = checkpoint.model.state_dict()
     weights = load_weights(folder)
     for name, array in weights.items():
         scale = name.endswith("_scale")
         assert array.dtype == (mx.float32 if scale else getattr(mx, dtype)), name
-    wanted = state["embedding.weight"].to(getattr(torch, dtype)).float().numpy()
-    found = np.array(weights["model.embedding.weight"].astype(mx.float32))
-    assert_same(found, wanted)
+    wanted = checkpoint.model.state_dict()["embedding.weight"].to(getattr(torch, dtype)).float()
+    assert_same(weights["model.embedding.weight"].astype(mx.float32), wanted)
     tensors, _ = load_adapter(folder / "adapters" / "a")
     assert {array.dtype for array in tensors.values()} == {getattr(mx, dtype)}
 
 
-def test_scales_are_those_of_the_observers(make_checkpoint, tmp_path):
-    checkpoint = make_checkpoint()
-    weights = load_weights(convert(checkpoint.folder, tmp_path / "out", dtype="float16"))
-    for i, layer in enumerate(checkpoint.model.layers.segment_0):
-        quantizer = layer.attention.kv_quantizer
-        for kind in ("key", "value"):
-            observer = getattr(quantizer, f"{kind}_quantizer").activation_post_process
-            found = weights[f"model.layers.{i}.self_attn.quant_{kind}_scale"]
-            assert found.shape == ()
-            assert found.item() == observer.calculate_qparams()[0].item()
-
-
-def test_every_key_of_the_3b_model_is_used_once():
-    config = AFMTextV7.Config(
-        adapters={"base_adapter": LoRAModelAdapter(rank=32, alpha=16)},
-        arch_optimizers={"kv_quant": KVQuantArchOptimizer()},
-        device="meta",
-    )
-    state = config.create_model().state_dict()
-    assert len(state) == 1326
-    keys = map_keys(state, "the 3B model")
-    ranges = [key for pair in keys.kv_ranges.values() for key in pair.values()]
-    adapter = list(keys.adapters["base_adapter"].values())
-    used = [*keys.weights.values(), *ranges, *adapter, keys.tied_head]
-    assert sorted(used) == sorted(state)
-    assert len(adapter) == 700
-
-    shapes = parameter_shapes(PRESETS["afm-3b"])
-    assert sorted([*keys.weights, *keys.kv_ranges]) == sorted(shapes)
-    for name, key in keys.weights.items():
-        assert tuple(state[key].shape) == shapes[name]
-    total = sum(np.prod(s, dtype=int) for n, s in shapes.items() if not n.endswith("_scale"))
-    assert total == PRESETS["afm-3b"].num_parameters == 3_111_368_064
-
-
-def test_a_prefix_and_plain_layers_are_understood(make_checkpoint, edit_state, rng, tmp_path):
-    """The toolkit's export code accepts keys that start with `model.`."""
-    checkpoint = make_checkpoint(kv_quant=False)
-    edit_state(checkpoint, lambda state: {f"model.{k}": v for k, v in state.items()})
-    check_parity(load_model(convert(checkpoint.folder, tmp_path / "out")), checkpoint, rng)
-
-
-def test_a_head_is_not_needed_and_a_copy_of_the_embedding_is_accepted(
-    make_checkpoint, edit_state, tmp_path
-):
-    checkpoint = make_checkpoint()
-    edit_state(
-        checkpoint,
-        lambda s: s | {"output_transform.weight": s["output_transform.weight"].clone()},
-    )
-    with_head = convert(checkpoint.folder, tmp_path / "one")
-    edit_state(checkpoint, lambda s: s.pop("output_transform.weight") is None)
-    without = convert(checkpoint.folder, tmp_path / "two")
-    assert (with_head / "model.safetensors").read_bytes() == (
-        without / "model.safetensors"
-    ).read_bytes()
-
-
-def test_odd_storage_is_read_right(make_checkpoint, edit_state, rng, tmp_path):
-    """Transposed and half-precision tensors, as other trainers save them."""
+def test_other_ways_to_save_a_model_are_read_right(make_checkpoint, edit_state, rng, tmp_path):
+    """Keys with the prefix that the toolkit's export code takes, transposed storage, other types, no head."""
     checkpoint = make_checkpoint(kv_quant=False)
 
     def change(state):
         state["embedding.weight"] = state.pop("output_transform.weight").T.contiguous().T
         name = "layers.segment_0.layer_0.feed_forward.output_transform.weight"
         state[name] = state[name].to(torch.float64)
-        state["output_norm.weight"] = state["output_norm.weight"].to(torch.bfloat16)
+        state["output_norm.weight"] = torch.ones(64, dtype=torch.bfloat16)
+        return {f"model.{name}": tensor for name, tensor in state.items()}
 
     edit_state(checkpoint, change)
+    with torch.no_grad():
+        checkpoint.model.output_norm.weight.fill_(1)
     folder = convert(checkpoint.folder, tmp_path / "out")
     tensors = stored_tensors(folder)
     assert tensors["model.output_norm.weight"].dtype == mx.bfloat16
     assert tensors["model.layers.0.mlp.down_proj.weight"].dtype == mx.float32
-    found = np.array(load_weights(folder)["model.embedding.weight"])
-    assert_same(found, checkpoint.model.embedding.weight)
+    check_parity(load_model(folder), checkpoint, rng)
 
 
-def test_config_defaults_are_tamms(tmp_path):
-    path = tmp_path / "base-model-config.json"
-    values = {
-        "arch_optimizers": {"kv": {"__tamm_type__": "ao:KVQuantArchOptimizer"}},
-        "adapters": {"a": {"__tamm_type__": "adapters:LoRAModelAdapter", "alpha": 16}},
-    }
-    for start in ("models", "module_configs", "tamm:models"):
-        path.write_text(json.dumps({"__tamm_type__": f"{start}:AFMTextV7Config", **values}))
-        config = read_toolkit_config(path)
-        assert config.model == PRESETS["afm-3b"]
-        assert config.adapters["a"].rank == LoRAModelAdapter().rank
-        assert config.adapters["a"].scale == 2.0
-    defaults = AFMTextV7.Config()
-    for field in ("vocab_size", "hidden_dim", "num_layers", "num_heads", "rope_theta"):
-        assert getattr(config.model, field) == getattr(defaults, field)
-
-
-def test_null_kv_heads_means_as_many_as_heads(make_checkpoint, rng, tmp_path):
-    checkpoint = make_checkpoint(shape=SMALL | {"num_kv_heads": None})
+def test_a_head_that_is_a_copy_of_the_embedding_is_accepted(make_checkpoint, edit_state, tmp_path):
+    checkpoint = make_checkpoint()
+    head = "output_transform.weight"
+    edit_state(checkpoint, lambda state: state | {head: state[head].clone()})
     folder = convert(checkpoint.folder, tmp_path / "out")
-    assert ModelConfig.from_file(folder / "config.json").num_kv_heads == SMALL["num_heads"]
-    check_parity(stock_load_model(folder)[0], checkpoint, rng)
+    assert not any("output_transform" in name for name in stored_tensors(folder))
+
+
+# -- what is refused
+
+
+@pytest.fixture
+def refuses(tmp_path):
+    """A function that converts and expects an error with all of `words`, and no trace on the disk."""
+
+    def check(source, *words, kind=CheckpointError, **options):
+        before = listing(tmp_path)
+        with pytest.raises(kind) as caught:
+            convert(source, tmp_path / "out", **options)
+        message = str(caught.value)
+        assert all(word in message for word in words), message
+        assert "\n" not in message
+        assert listing(tmp_path) == before
+
+    return check
+
+
+def change_config(checkpoint, **values):
+    content = json.loads(checkpoint.config_path.read_text()) | values
+    checkpoint.config_path.write_text(json.dumps(content))
+
+
+NORM, HEAD = "output_norm.weight", "output_transform.weight"
+RANGE = "layers.segment_0.layer_1.attention.kv_quantizer.value_quantizer.activation_post_process"
+
+
+def other_head(state):
+    state[HEAD] = state[HEAD].clone()
+    state[HEAD][-1, -1] += 1
+
+
+def with_range(*values):
+    return lambda state: state.update({f"{RANGE}.range": torch.tensor(values)})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.update(bias=torch.zeros(2)), ["1 unknown", "bias"]),
+        (lambda s: s.pop(NORM), ["missing", f"model.{NORM}"]),
+        (lambda s: s.update({NORM: torch.zeros(3)}), [f"{NORM} is [3] and must be [64]"]),
+        (lambda s: s.update({NORM: torch.ones(64, dtype=torch.int32)}), [NORM, "int32"]),
+        (other_head, [HEAD, "own head"]),
+        (lambda s: s.update({HEAD: torch.zeros(2, 2)}), [f"{HEAD} [2, 2]"]),
+        (lambda s: s["embedding.weight"][-1, 3].fill_(torch.nan), ["embedding", "NaN or"]),
+        *(
+            (with_range(*pair), [f"{RANGE}.range", "no scale"])
+            for pair in ([torch.inf, -torch.inf], [0, torch.nan], [1.0, -1.0], [0.0, 0.0])
+        ),
+        (with_range(0.0, 0.0, 0.0), [f"{RANGE}.range", "must be [2]"]),
+        (lambda s: s.pop(f"{RANGE}.range"), [f"{RANGE}.num_samples stands alone"]),
+        (lambda s: s[f"{RANGE}.num_samples"].fill_(0), ["has not observed any data"]),
+    ],
+)
+def test_tensors_of_another_model(make_checkpoint, edit_state, refuses, change, words):
+    checkpoint = make_checkpoint()
+    edit_state(checkpoint, change)
+    refuses(checkpoint.folder, "base-model.pt", *words)
+
+
+def test_a_number_too_large_for_float16(make_checkpoint, refuses, edit_state):
+    checkpoint = make_checkpoint()
+    edit_state(checkpoint, lambda s: s[NORM][5].fill_(-70000))
+    refuses(checkpoint.folder, NORM, "7e+04", "bfloat16", dtype="float16")
+
+
+def test_a_config_of_another_model(make_checkpoint, refuses):
+    checkpoint = make_checkpoint()
+    refuses(checkpoint.folder, "nothing to dequantize", kind=AFMError, dequantize=True)
+    change_config(checkpoint, num_layers=4)
+    refuses(checkpoint.folder, "unexpected", "model.layers.2.")
+    change_config(checkpoint, num_layers=5, arch_optimizers=None)
+    refuses(checkpoint.folder, "KVQuantArchOptimizer")
+    floats = make_checkpoint(folder="floats", kv_quant=False)
+    change_config(floats, arch_optimizers={"kv": {"__tamm_type__": "ao:KVQuantArchOptimizer"}})
+    refuses(floats.folder, "missing", "quant_key_scale")
+
+
+def test_adapters_that_do_not_fit(make_checkpoint, refuses, edit_state):
+    checkpoint = make_checkpoint(adapters={"a": {"rank": 4, "alpha": 2}})
+    lora = {"__tamm_type__": "adapters:LoRAModelAdapter"}
+    for adapters, *words in (
+        ({"a": lora | {"rank": 8}}, "wrong shape", "must be [64, 8]"),
+        (None, "not in the model's config"),
+        ({"a": {"__tamm_type__": "adapters:Other"}}, "adapters:Other"),
+    ):
+        change_config(checkpoint, adapters=adapters)
+        refuses(checkpoint.folder, "adapter 'a'", *words)
+    change_config(checkpoint, adapters={"a": lora | {"rank": 4}})
+    half = "layers.segment_1.layer_0.attention.q_transform.adapters.a.b_transpose"
+    edit_state(checkpoint, lambda s: s.pop(half))
+    refuses(checkpoint.folder, "missing", "model.kv_reuse_layers.0.self_attn.q_proj.lora_b")
+    state = torch.load(checkpoint.weights, weights_only=True)
+    for name in ("x/../../../y", "/etc/y", "-rf", "a b"):  # an id names a folder
+        renamed = {k.replace("adapters.a.", f"adapters.{name}."): v for k, v in state.items()}
+        torch.save(renamed, checkpoint.weights)
+        refuses(checkpoint.folder, "base-model.pt", name)
+    edit_state(checkpoint, lambda s: {k: v for k, v in state.items() if "adapters" in k})
+    refuses(checkpoint.folder, "no base model")
+
+
+def test_a_tokenizer_that_does_not_fit_is_missing_or_none(make_checkpoint, refuses):
+    checkpoint = make_checkpoint(shape=DRAFT | {"vocab_size": 200}, kv_quant=False)
+    refuses(checkpoint.folder, "tokenizer.model", "200 rows")
+    (checkpoint.folder / "tokenizer.model").write_bytes(b"not a model")
+    refuses(checkpoint.folder, "tokenizer.model", kind=TokenizerError)
+    (checkpoint.folder / "tokenizer.model").unlink()
+    refuses(checkpoint.folder, "tokenizer.model is missing")

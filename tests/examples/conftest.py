@@ -1,6 +1,10 @@
-"""Seeds, and a record of the values that the examples' data is made of."""
+"""Seeds, tamm's preprocessor, and a record of the values that the examples' data is made of."""
+
+from pathlib import Path
 
 import pytest
+
+from tests.tools.tokenizers import train_tiny_spm
 
 
 @pytest.fixture
@@ -23,3 +27,18 @@ def drawn(monkeypatch) -> dict[str, set[str]]:
 
     monkeypatch.setattr(values.Values, "draw", recording_draw)
     return found
+
+
+@pytest.fixture(scope="session")
+def spm(tmp_path_factory) -> Path:
+    return train_tiny_spm(tmp_path_factory.mktemp("spm") / "tokenizer.model", "bpe")
+
+
+@pytest.fixture
+def preprocessor(spm):
+    """tamm's, with the tokenizer of a tiny vocabulary."""
+    from tamm.preprocessors.instruct_lm.afm import AFMChatTemplateV6Preprocessor
+    from tamm.tokenizers.afm import AFMTokenizer
+
+    tokenizer = AFMTokenizer(str(spm), extra_properties={"eot_id": 4})
+    return AFMChatTemplateV6Preprocessor(tokenizer, prepend_system_message=False)

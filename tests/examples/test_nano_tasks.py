@@ -23,40 +23,17 @@ import tasks  # noqa: E402
 import text_tasks  # noqa: E402
 import tone_task  # noqa: E402
 import values  # noqa: E402
-from tamm.preprocessors.instruct_lm.afm import AFMChatTemplateV6Preprocessor  # noqa: E402
-
-
-class CharTokenizer:
-    """One id per character, and one per prompt token: enough for tamm's preprocessor."""
-
-    eos_id, eot_id = 0, 1
-    _special = ("<turn_end>", "<turn_start>", "<executable_start>", "<executable_end>", "<n>")
-
-    def encode(self, text: str) -> list[int]:
-        pattern = "|".join(map(re.escape, self._special)) + "|."
-        pieces = re.findall(pattern, " " + text.replace("\n", "<n>"), flags=re.DOTALL)
-        return [1 + self._special.index(p) if p in self._special else 100 + ord(p) for p in pieces]
-
-    def decode(self, ids: list[int]) -> str:
-        return "".join(self._special[i - 1] if i < 100 else chr(i - 100) for i in ids)
-
-
-@pytest.fixture
-def preprocessor() -> AFMChatTemplateV6Preprocessor:
-    made = AFMChatTemplateV6Preprocessor(None, prepend_system_message=False)
-    made.tokenizer = CharTokenizer()
-    return made
 
 
 def test_equal_seeds_give_equal_samples(seed):
     first = list(itertools.islice(tasks.training_samples(seed), 50))
     assert first == list(itertools.islice(tasks.training_samples(seed), 50))
     assert first != list(itertools.islice(tasks.training_samples(seed + 1), 50))
-    assert tasks.test_samples(seed, 3) == tasks.test_samples(seed, 3)
 
 
 def test_each_task_has_its_samples_once(seed):
     samples = tasks.test_samples(seed, 20)
+    assert samples == tasks.test_samples(seed, 20)
     assert [s["task"] for s in samples] == [task for task in tasks.TASKS for _ in range(20)]
     assert len({json.dumps(s) for s in samples}) == len(samples)
 
@@ -84,9 +61,9 @@ def test_values_refuse_an_unknown_split():
 
 
 def test_answers_follow_from_the_prompt(seed):
-    """Equal prompts have equal answers, and an answer holds no name or number that its prompt lacks."""
+    """Equal prompts have equal answers, and an answer holds no number that its prompt lacks."""
     answers: dict[str, str] = {}
-    for sample in tasks.test_samples(seed, 300):
+    for sample in tasks.test_samples(seed, 60):
         prompt = tasks.render(sample)
         assert answers.setdefault(prompt, sample["answer"]) == sample["answer"]
         for number in re.findall(r"\d+", sample["answer"]):
@@ -114,7 +91,7 @@ def test_no_wording_belongs_to_two_answers():
 
 
 def test_every_sample_renders_and_its_labels_are_the_assistants_words(seed, preprocessor):
-    for sample in itertools.islice(tasks.training_samples(seed), 200):
+    for sample in itertools.islice(tasks.training_samples(seed), 100):
         before = json.dumps(sample)
         ids, labels = tasks.encode(preprocessor, sample)
         assert json.dumps(sample) == before, "encoding must not change the sample"
@@ -122,15 +99,14 @@ def test_every_sample_renders_and_its_labels_are_the_assistants_words(seed, prep
         spoken = [label for label in labels if label != preprocessor.ignored_id]
         said = [m for m in sample["messages"] if m["role"] == "assistant"]
         expected = "".join(tasks.answer_text(m) + "<turn_end>" for m in said)
-        assert preprocessor.tokenizer.decode(spoken) == expected.replace("\n", "<n>")
+        assert preprocessor.tokenizer.decode(spoken) == expected
 
 
-def test_a_prompt_and_its_answer_make_the_training_chat(seed, preprocessor):
-    for sample in tasks.test_samples(seed, 5):
-        prompt = preprocessor.tokenizer.decode(
-            tasks.encode(preprocessor, sample, generate=True)[0][1:]
-        )
-        assert prompt.endswith("<turn_start> assistant<n>")
+def test_a_prompt_ends_where_its_answer_begins(seed, preprocessor):
+    for sample in tasks.test_samples(seed, 2):
+        ids, _ = tasks.encode(preprocessor, sample, generate=True)
+        prompt = preprocessor.tokenizer.decode(ids)
+        assert prompt.endswith("<turn_start> assistant\n")
         assert prompt.count("<turn_start>") == len(sample["messages"]) + 1
 
 
@@ -169,21 +145,17 @@ def test_docstrings_are_split_by_file_without_overlap(tmp_path):
 
 
 def test_further_texts_are_long_docstrings_comments_and_help_topics(tmp_path):
-    paragraphs = [f"Paragraph {i} is long. " + "It goes on. " * 60 for i in range(3)]
-    comment = "# A comment that runs\n# over more than two lines\n# explains something.\n"
-    body = "\n\n".join(paragraphs)
     names = [f"module_{i}.py" for i in range(40)]
+    comment = "A comment that runs\nover more than two lines\nexplains something."
     for name in names:
-        text = body.replace("Paragraph", name)
-        (tmp_path / name).write_text(f'"""{text}"""\n{comment}')
+        body = "\n\n".join(f"{name} {i} is long. " + "It goes on. " * 60 for i in range(3))
+        lines = comment.replace("\n", "\n# ")
+        (tmp_path / name).write_text(f'"""{body}"""\n# {lines}\n')
     (tmp_path / "pydoc_data").mkdir()
     topic = "The with statement wraps a block in methods of a context manager."
     (tmp_path / "pydoc_data" / "topics.py").write_text(f"topics = {{'with': {topic!r}}}")
     texts = docstrings.gather(tmp_path)
-    assert "A comment that runs\nover more than two lines\nexplains something." in texts.further
-    assert topic in texts.further
+    assert {comment, topic} <= set(texts.further)
     assert not texts.docstrings
     found = {name for name in names if any(name in text for text in texts.further)}
-    assert 0 < len(found) < len(names), (
-        "long docstrings of held-out files must stay out of training"
-    )
+    assert 0 < len(found) < len(names), "held-out files must stay out of training"

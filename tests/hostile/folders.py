@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -33,8 +36,21 @@ MODERATE = 1e4
 """Finite weights up to this give finite logits; what larger ones overflow is seen where requests end."""
 
 
-def write_folders(place: Path, rng: np.random.Generator) -> dict[str, Path]:
-    """A folder of float weights, a packed one, one of mlx-lm's format, and one of bfloat16 in shards."""
+class Folder(NamedTuple):
+    """A model folder as it was: its path, its model, and the model's logits."""
+
+    path: Path
+    model: Model
+    right: mx.array
+
+    @property
+    def values(self) -> dict:
+        """The content of config.json."""
+        return json.loads((self.path / "config.json").read_text())
+
+
+def write_folders(place: Path, rng: np.random.Generator) -> dict[str, Folder]:
+    """A folder of float weights, packed ones, one of mlx-lm's format, and one of bfloat16 in shards."""
     rules = {"packed": QuantizationRule(2), "affine": QuantizationRule(4, "affine", "group", 32)}
     rules |= {"palette": QuantizationRule(4, "palette", "tensor")}
     folders = {}
@@ -47,35 +63,46 @@ def write_folders(place: Path, rng: np.random.Generator) -> dict[str, Path]:
             scales = {n: a for n, a in arrays.items() if "quant_" in n}
             arrays = {n: a.astype(mx.bfloat16) for n, a in arrays.items()} | scales
             options = {"max_shard_bytes": 1 << 14}
-        folders[name] = place / name
-        folders[name].mkdir()
-        (folders[name] / "config.json").write_text(json.dumps(values))
-        save_weights(folders[name], arrays, **options)
+        path = place / name
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(values))
+        save_weights(path, arrays, **options)
+        model = load_model(path)
+        folders[name] = Folder(path, model, logits(model))
     return folders
+
+
+@contextmanager
+def replaced(path: Path, content: bytes | None) -> Iterator[None]:
+    """Give a file another content, or take it away, and put it back."""
+    whole = path.read_bytes()
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    try:
+        yield
+    finally:
+        path.write_bytes(whole)
 
 
 def logits(model: Model) -> mx.array:
     return model(TOKENS, model.make_cache())
 
 
-def check_loads_right(folder: Path, right: mx.array, same: Model) -> Model:
+def check_loads_right(folder: Folder) -> None:
     """Load a folder that was changed. If it loads, its numbers must be good, and the right ones where nothing
     that matters was changed.
-
-    Args:
-        folder: that was changed.
-        right: logits of the folder as it was.
-        same: the model that the folder held; what equals it in all that matters must say what it says.
     """
-    model = load_model(folder)
+    model = load_model(folder.path)
     now = logits(model)
-    arrays, before = dict(tree_flatten(model.parameters())), dict(tree_flatten(same.parameters()))
+    arrays = dict(tree_flatten(model.parameters()))
+    before = dict(tree_flatten(folder.model.parameters()))
     floats = [a for a in arrays.values() if mx.issubdtype(a.dtype, mx.floating)]
     largest = float(mx.stack([mx.abs(a).max() for a in floats]).max())
     assert np.isfinite(largest)
     if largest <= MODERATE:
         assert mx.isfinite(now).all().item(), "logits that are not finite"
     unchanged = all(mx.array_equal(arrays[name], before[name]).item() for name in before)
-    if unchanged and model.args == same.args:
-        assert mx.array_equal(now, right).item(), "other logits from the same weights and config"
-    return model
+    if unchanged and model.args == folder.model.args:
+        assert mx.array_equal(now, folder.right).item(), "other logits from the same weights"

@@ -12,11 +12,11 @@ from __future__ import annotations
 import faulthandler
 import os
 import resource
+import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -33,8 +33,7 @@ MESSAGE = 1200
 """Characters of an error's message; what it quotes of the input has to be cut."""
 
 
-@dataclass
-class Case:
+class Case(NamedTuple):
     """One hostile input.
 
     Args:
@@ -47,57 +46,48 @@ class Case:
     run: Callable[[], Any]
 
 
-def share(fraction: float) -> int:
-    """Cases of a generator that is worth this fraction of all."""
-    return max(1, round(TOTAL * fraction))
-
-
 def run_cases(
-    generate: Callable[[np.random.Generator], Case], rng: np.random.Generator, count: int
+    generate: Callable[[np.random.Generator], Case], rng: np.random.Generator, share: float
 ) -> None:
     """Draw and run cases, and check what every one must keep to.
 
     Args:
         generate: draws a case.
         rng: of the test; every case gets a child of it.
-        count: how many.
+        share: of all cases.
     """
+    count = max(1, round(TOTAL * share))
     for number, child in enumerate(rng.spawn(count)):
         case = generate(child)
-        _run(case, f"case {number} of {count}: {case.what[:2000]}")
+        if broken := _broken(case):
+            label = f"case {number} of {count}: {case.what[:2000]}"
+            pytest.fail(f"{label}\n{broken}", pytrace=False)
 
 
-def _run(case: Case, label: str) -> None:
-    peak, start = _peak(), time.perf_counter()
+def _broken(case: Case) -> str:
+    """What a case does that none may; empty when it keeps to everything."""
+    peak, start, message = _peak(), time.perf_counter(), None
     # Native code that hangs can't be interrupted: say where it is, and end the process.
     faulthandler.dump_traceback_later(3 * SECONDS, exit=True)
     try:
         case.run()
     except (AFMError, SettingError) as error:
-        _check_message(str(error), label)
+        message = str(error)
     except Exception:
-        pytest.fail(
-            f"{label}\nended in a traceback:\n{traceback.format_exc()[-3000:]}", pytrace=False
-        )
+        return f"ended in a traceback:\n{traceback.format_exc()[-3000:]}"
     finally:
         faulthandler.cancel_dump_traceback_later()
     seconds, grown = time.perf_counter() - start, _peak() - peak
+    if message is not None and not message.strip():
+        return "has an error without a word"
+    if message is not None and len(message) > MESSAGE:
+        return f"has an error of {len(message)} characters:\n{message[:3000]}"
     if seconds > SECONDS:
-        pytest.fail(f"{label}\ntook {seconds:.0f} s", pytrace=False)
-    if grown > MEMORY:
-        pytest.fail(f"{label}\ntook {grown / 1e6:,.0f} MB more than before", pytrace=False)
-
-
-def _check_message(message: str, label: str) -> None:
-    if not message.strip():
-        pytest.fail(f"{label}\nhas an error without a word", pytrace=False)
-    if len(message) > MESSAGE:
-        pytest.fail(
-            f"{label}\nhas an error of {len(message)} characters:\n{message[:3000]}", pytrace=False
-        )
+        return f"took {seconds:.0f} s"
+    return f"took {grown / 1e6:,.0f} MB more than before" if grown > MEMORY else ""
 
 
 def _peak() -> int:
     """The process's peak resident size, bytes; macOS counts in bytes and Linux in kilobytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if os.uname().sysname == "Darwin" else peak * 1024
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -8,7 +8,7 @@ import pytest
 from afm_mlx.cli import main
 from afm_mlx.cli.argument_table import Unavailable
 from afm_mlx.cli.parser import json_object, parse
-from tests.hostile.harness import Case, run_cases, share
+from tests.hostile.harness import Case, run_cases
 from tests.tools.arguments import actions_of, commands, draw_value
 from tests.tools.cli import lines
 
@@ -49,7 +49,7 @@ def test_arguments_of_every_command(rng):
         argv = draw_arguments(actions, rng)
         return Case(f"{name} {argv!r}", lambda: parse(name, module, argv))
 
-    run_cases(generate, rng, share(0.07))
+    run_cases(generate, rng, 0.07)
 
 
 @pytest.mark.parametrize("name", RUN + TRAIN)
@@ -68,7 +68,7 @@ def test_commands_that_run(rng, tmp_path, monkeypatch, name):
         argv += ["--data", "data.jsonl"] * (name in TRAIN)
         return Case(repr(argv), lambda: _run(argv))
 
-    run_cases(generate, rng, share(0.03 / len(RUN + TRAIN)))
+    run_cases(generate, rng, 0.03 / len(RUN + TRAIN))
 
 
 def _run(argv):

@@ -6,8 +6,8 @@ from functools import cache
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
-from tests.hostile.file_mutations import pick, place_in
-from tests.hostile.harness import Case, run_cases, share
+from tests.hostile.file_mutations import change_inside, pick
+from tests.hostile.harness import Case, run_cases
 
 NAMES = ["<turn_start>", "<turn_end>", "<executable_start>", "<executable_end>"]
 WORDS = [
@@ -16,22 +16,8 @@ WORDS = [
     "\U000f0000", "\u200b",
 ]  # fmt: skip
 ROLES = ["user", "assistant", "tool", "function"]
-WRONG = [
-    None,
-    5,
-    -1.5,
-    True,
-    [],
-    {},
-    [[]],
-    [5],
-    {"a": None},
-    "",
-    "\ud800",
-    10**5000,
-    float("nan"),
-    b"x",
-]
+WRONG = [None, 5, -1.5, True, [], {}, [[]], [5], {"a": None}, "", "\ud800", 10**5000, float("nan")]
+WRONG += [b"x", {5: "x"}, [{"type": "text", "text": 5}]]
 
 # Parts of templates: text, what reads messages, and what takes much.
 PARTS = [
@@ -100,104 +86,84 @@ def two_chats(rng):
     return hostile, chat(rng, lambda: "y")
 
 
-def hostile_chat(rng):
-    (messages, tools), (plain, plain_tools) = two_chats(rng)
-    prompt = bool(rng.integers(2))
-
-    def run():
-        encode = tokenizer().apply_chat_template
-        ids = encode(messages, tools, add_generation_prompt=prompt)
-        assert controls(ids) == controls(encode(plain, plain_tools, add_generation_prompt=prompt))
-        rendered = encode(messages, tools, add_generation_prompt=prompt, tokenize=False)
-        assert tokenizer().decode(ids) == rendered.replace("<n>", "\n").replace("\u2581", " ")
-
-    return Case(f"{messages!r} {tools!r}", run)
-
-
-def hostile_template(rng):
-    """A template of random parts, over a hostile chat; a quarter have a bomb."""
-    (messages, tools), (plain, plain_tools) = two_chats(rng)
-    parts = [pick(rng, PARTS) for _ in range(int(rng.integers(1, 7)))]
-    if rng.integers(4) == 0:
-        parts.insert(int(rng.integers(len(parts) + 1)), pick(rng, BOMBS))
-    source = (
-        "{% for m in messages %}" + "".join(parts) + "{% endfor %}{# tool_calls response_format #}"
-    )
-
-    def run():
-        encode = tokenizer().apply_chat_template
-        ids = encode(messages, tools, chat_template=source, note=messages[0]["content"])
-        expected = encode(plain, plain_tools, chat_template=source, note="y")
-        assert controls(ids) == controls(expected)
-
-    return Case(f"{source} over {messages!r} {tools!r}", run)
-
-
-def mutated_template(rng):
-    """AFM's own, or one of parts, with characters dropped, doubled, swapped or put in."""
-    source = V6_TEMPLATE if rng.integers(2) else "{% for m in messages %}" + "".join(PARTS)
-    for _ in range(int(rng.integers(1, 6))):
-        at, size = int(rng.integers(len(source))), int(rng.integers(1, 40))
-        part = pick(
-            rng,
-            [source[at : at + size], text(rng), pick(rng, PARTS), pick(rng, BOMBS), "%}", "{{", ""],
-        )
-        source = (
-            source[:at]
-            + part * int(rng.integers(1, 3))
-            + source[at + size * int(rng.integers(2)) :]
-        )
-    messages, tools = chat(rng, lambda: text(rng))
-    return Case(
-        f"{source} over {messages!r}",
-        lambda: tokenizer().apply_chat_template(messages, tools, chat_template=source),
-    )
-
-
-def wrong_messages(rng):
-    """Messages with values of wrong types anywhere, or nested deeply."""
-    messages, tools = chat(rng, lambda: text(rng))
-    target = {"messages": messages, "tools": tools}
-    for _ in range(int(rng.integers(1, 4))):
-        spoil(rng, target)
-    tool_list, variables = target.get("tools"), {"note": pick(rng, WRONG)}
-
-    def run():
-        ids = tokenizer().apply_chat_template(target.get("messages"), tool_list, **variables)
-        assert controls(ids)[:1] == [tokenizer().separator_id]
-
-    return Case(repr_of(target), run)
-
-
-def spoil(rng, value):
-    """Put something of a wrong type somewhere inside."""
-    if (place := place_in(rng, value, deeper=4)) is None:
-        return
-    value, key = place
-    deep = []
-    for _ in range(int(rng.integers(2000))):
-        deep = [deep]
-    value[key] = pick(rng, [*WRONG, deep, {"a": deep}, {5: "x"}, [{"type": "text", "text": 5}]])
-
-
-def repr_of(value):
-    try:
-        return json.dumps(value, default=repr)[:2000]
-    except (ValueError, RecursionError):
-        return "deeply nested messages"
-
-
 def test_hostile_chats(rng):
-    run_cases(hostile_chat, rng, share(0.04))
+    def hostile_chat(rng):
+        (messages, tools), (plain, plain_tools) = two_chats(rng)
+        prompt = bool(rng.integers(2))
+
+        def run():
+            encode = tokenizer().apply_chat_template
+            ids = encode(messages, tools, add_generation_prompt=prompt)
+            right = encode(plain, plain_tools, add_generation_prompt=prompt)
+            assert controls(ids) == controls(right)
+            rendered = encode(messages, tools, add_generation_prompt=prompt, tokenize=False)
+            assert tokenizer().decode(ids) == rendered.replace("<n>", "\n").replace("\u2581", " ")
+
+        return Case(f"{messages!r} {tools!r}", run)
+
+    run_cases(hostile_chat, rng, 0.04)
 
 
-def test_hostile_templates(rng):
-    run_cases(hostile_template, rng, share(0.03))
+def test_templates_of_random_parts(rng):
+    """Over a hostile chat; a quarter of them have a bomb."""
+
+    def hostile_template(rng):
+        (messages, tools), (plain, plain_tools) = two_chats(rng)
+        parts = [pick(rng, PARTS) for _ in range(int(rng.integers(1, 7)))]
+        if rng.integers(4) == 0:
+            parts.insert(int(rng.integers(len(parts) + 1)), pick(rng, BOMBS))
+        loop = "".join(["{% for m in messages %}", *parts, "{% endfor %}"])
+        source = loop + "{# tool_calls response_format #}"
+
+        def run():
+            encode = tokenizer().apply_chat_template
+            ids = encode(messages, tools, chat_template=source, note=messages[0]["content"])
+            right = encode(plain, plain_tools, chat_template=source, note="y")
+            assert controls(ids) == controls(right)
+
+        return Case(f"{source} over {messages!r} {tools!r}", run)
+
+    run_cases(hostile_template, rng, 0.03)
 
 
 def test_mutated_templates(rng):
-    run_cases(mutated_template, rng, share(0.02))
+    """AFM's own, or one of parts, with characters dropped, doubled, swapped or put in."""
+
+    def mutated_template(rng):
+        source = V6_TEMPLATE if rng.integers(2) else "{% for m in messages %}" + "".join(PARTS)
+        for _ in range(int(rng.integers(1, 6))):
+            at, size = int(rng.integers(len(source))), int(rng.integers(1, 40))
+            own, others = source[at : at + size], [pick(rng, PARTS), pick(rng, BOMBS)]
+            part = pick(rng, [own, text(rng), *others, "%}", "{{", ""]) * int(rng.integers(1, 3))
+            source = source[:at] + part + source[at + size * int(rng.integers(2)) :]
+        messages, tools = chat(rng, lambda: text(rng))
+
+        def run():
+            tokenizer().apply_chat_template(messages, tools, chat_template=source)
+
+        return Case(f"{source} over {messages!r}", run)
+
+    run_cases(mutated_template, rng, 0.02)
 
 
 def test_messages_of_wrong_types(rng):
-    run_cases(wrong_messages, rng, share(0.03))
+    """Anywhere, or nested deeply."""
+
+    def wrong_messages(rng):
+        messages, tools = chat(rng, lambda: text(rng))
+        target = {"messages": messages, "tools": tools}
+        for _ in range(int(rng.integers(1, 4))):
+            change_inside(rng, target, WRONG, deepest=2000)
+        tool_list, variables = target.get("tools"), {"note": pick(rng, WRONG)}
+
+        def run():
+            ids = tokenizer().apply_chat_template(target.get("messages"), tool_list, **variables)
+            assert controls(ids)[:1] == [tokenizer().separator_id]
+
+        try:
+            what = json.dumps(target, default=repr)
+        except (ValueError, RecursionError):
+            what = "deeply nested messages"
+        return Case(what, run)
+
+    run_cases(wrong_messages, rng, 0.03)

@@ -7,7 +7,7 @@ import pytest
 
 from afm_mlx.cli.parser import parse
 from afm_mlx.errors import AFMError
-from tests.hostile.harness import Case, run_cases, share
+from tests.hostile.harness import Case, run_cases
 from tests.tools.arguments import actions_of, commands, draw_value
 
 # Bits of YAML that mean something somewhere.
@@ -80,4 +80,4 @@ def test_files_that_are_damaged(rng, tmp_path):
 
         return Case(f"{name} -c {data!r}", run)
 
-    run_cases(generate, rng, share(0.12))
+    run_cases(generate, rng, 0.12)

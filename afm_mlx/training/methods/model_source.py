@@ -86,7 +86,7 @@ class ModelSource:
         """The model in eval mode; on a CPU all its floats are float32, whose gradients are quick there."""
         if self.is_afm:
             return load_model(self.folder, self.values)
-        model, _ = load_mlx_lm_folder(self.folder)
+        model, *_ = load_mlx_lm_folder(self.folder)
         packed = any(isinstance(module, _QUANTIZED) for module in model.modules())
         if activation_dtype() == mx.float32 and not packed:
             model.set_dtype(mx.float32)

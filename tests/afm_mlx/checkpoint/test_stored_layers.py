@@ -1,26 +1,31 @@
 """Folders whose layers are packed: what loads, and what is wrong with those that don't."""
 
 import json
-import re
 
 import mlx.core as mx
-import numpy as np
+import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint, model_fingerprint
-from afm_mlx.checkpoint.stored_layers import stored_rule, stored_settings
-from afm_mlx.checkpoint.weights import load_weights, save_weights, stored_tensors
+from afm_mlx.checkpoint.stored_layers import (
+    quantization_of,
+    settle_scales,
+    stored_rule,
+    stored_settings,
+)
+from afm_mlx.checkpoint.weights import save_weights, stored_tensors
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
-from afm_mlx.measure.describe import describe_packed_layers, describe_weights
+from afm_mlx.measure.describe import describe_packed_layers
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
-from tests.tools.compare import assert_same_tensors
+from tests.tools.compare import assert_close, assert_same, assert_same_tensors
 from tests.tools.models import random_config, random_model
 
-SIZES = {"hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 2.0}
+SIZES = {"vocab_size": 96, "hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2}
+SIZES |= {"hidden_dim_scale_factor": 2.0}
 LAYER = "model.layers.0.mlp.up_proj"
 
 
@@ -29,7 +34,7 @@ def folder(rng, tmp_path):
     """A function that packs a random model into a folder, lets a function change it, and returns both."""
 
     def make(rule=AFM_RULE, change=lambda weights, values: None):
-        config = random_config(rng, **SIZES, vocab_size=96)
+        config = random_config(rng, **SIZES)
         model = random_model(config, rng)
         _, values = quantize_model(model, config.to_dict(), rule)
         weights = dict(tree_flatten(model.parameters()))
@@ -50,28 +55,17 @@ def folder(rng, tmp_path):
 def test_a_folder_gives_the_model_back(rng, folder, mode, per):
     path, model = folder(QuantizationRule(2, mode, per))
     loaded = load_model(path)
-    ours, theirs = (dict(tree_flatten(m.parameters())) for m in (loaded, model))
-    assert_same_tensors(ours, theirs)
-    tokens = mx.array(rng.integers(0, 96, (1, 5)))
-    assert mx.array_equal(loaded(tokens), model(tokens))
-    lazy = load_model(path, lazy=True)
-    assert mx.array_equal(lazy(tokens), model(tokens))
-    # The same fingerprint from the file and from memory; another with one other code.
-    fingerprint = folder_fingerprint(model.args, path)
     parameters = dict(tree_flatten(loaded.parameters()))
-    assert model_fingerprint(model.args, parameters) == fingerprint
-    words = parameters["model.embedding.weight"]
-    words = parameters["model.embedding.weight"] = mx.array(words)
-    words[0, 0] = words[0, 0] ^ 1
-    assert model_fingerprint(model.args, parameters) != fingerprint
+    assert_same_tensors(parameters, dict(tree_flatten(model.parameters())))
+    tokens = mx.array(rng.integers(0, 96, (1, 5)))
+    assert_same(loaded(tokens), model(tokens))
+    assert_same(load_model(path, lazy=True)(tokens), model(tokens))
+    assert model_fingerprint(model.args, parameters) == folder_fingerprint(model.args, path)
 
 
 def test_mlxs_own_layers_become_packed_ones(rng, tmp_path):
     """The affine formats of mlx-lm; 6 bits and mxfp4 stay MLX's, and every layer may have its own."""
-    import mlx.nn as nn
-
-    config = random_config(rng, **SIZES, vocab_size=96)
-    model = random_model(config, rng)
+    model = random_model(random_config(rng, **SIZES), rng)
     common = {"bits": 4, "group_size": 32, "mode": "affine"}
     own = {
         "model.embedding": {"bits": 8, "group_size": 64},
@@ -85,26 +79,20 @@ def test_mlxs_own_layers_become_packed_ones(rng, tmp_path):
             hasattr(m, "to_quantized") and own.get(p, True) and {**common, **own.get(p, {})}
         ),
     )
-    weights = dict(tree_flatten(model.parameters()))
-    save_weights(tmp_path, weights)
     quantization = {**common, **own}
-    (tmp_path / "config.json").write_text(
-        json.dumps({**config.to_dict(), "quantization": quantization})
-    )
+    save_weights(tmp_path, dict(tree_flatten(model.parameters())))
+    config = {**model.args.to_dict(), "quantization": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     loaded = load_model(tmp_path)
-    first = loaded.model.layers[0]
+    first, embedding = loaded.model.layers[0], loaded.model.embedding
     assert type(first.self_attn.qkv_proj) is PackedLinear
     assert type(first.self_attn.out_proj) is nn.QuantizedLinear
     assert type(first.mlp.down_proj) is nn.QuantizedLinear
     assert type(first.mlp.up_proj) is nn.Linear
-    embedding = loaded.model.embedding
     assert type(embedding) is PackedEmbedding
     assert (embedding.bits, embedding.group_size) == (8, 64)
     tokens = mx.array(rng.integers(0, 96, (1, 5)))
-    got, wanted = np.array(loaded(tokens)), np.array(model(tokens))
-    assert (
-        np.abs(got - wanted).max() < 0.05 * np.abs(wanted).max()
-    )  # int8 keys may round either way
+    assert_close(loaded(tokens), model(tokens), 0.05)  # int8 keys may round either way
     packed = describe_packed_layers(stored_tensors(tmp_path), quantization, tmp_path)
     assert packed["8-bit affine per 64"] == {
         "layers": 1,
@@ -115,90 +103,80 @@ def test_mlxs_own_layers_become_packed_ones(rng, tmp_path):
     assert packed["6-bit affine per 32"]["weights"] == 64 * 64
 
 
-def test_figures_of_a_packed_folder(folder):
-    path, model = folder()
-    tensors = stored_tensors(path)
-    values = json.loads((path / "config.json").read_text())
-    packed = describe_packed_layers(tensors, values["quantization"], path)
-    body = packed["2-bit balanced per row"]
-    rows = [m.packed.out_dims for m in model.modules() if isinstance(m, PackedLinear)]
-    assert body["layers"] == len(rows)
-    assert body["bits_per_weight"] == pytest.approx(2 + 32 * sum(rows) / body["weights"], rel=1e-6)
-    assert packed["4-bit balanced per row"]["weights"] == 96 * 64
-    facts = describe_weights(tensors, model.args.num_parameters)
-    assert facts["bytes"] == sum(array.nbytes for array in load_weights(path).values())
+def drop(part):
+    return lambda weights, quantization: weights.pop(f"{LAYER}.{part}")
 
 
-def drop(name):
-    return lambda weights, quantization: weights.pop(name)
-
-
-def replace(name, array):
-    return lambda weights, quantization: weights.update({name: array})
+def put(part, *array):
+    return lambda weights, quantization: weights.update({f"{LAYER}.{part}": mx.ones(*array)})
 
 
 def say(**entries):
     return lambda weights, quantization: quantization.update(entries)
 
 
-def forget(weights, quantization):
-    quantization.clear()
+def integer_norm(weights, quantization):
+    weights["model.output_norm.weight"] = mx.ones(64, mx.int32)
 
 
-def test_folders_whose_config_and_tensors_disagree(folder):
-    for change, words in [
-        (drop(f"{LAYER}.scales"), f"{LAYER} .* scales is missing"),
-        (drop(f"{LAYER}.weight"), f"{LAYER} .* weight is missing"),
-        (
-            replace(f"{LAYER}.scales", mx.ones(64)),
-            r"scales is float32 \[64\] and must be float \[128\]",
-        ),
-        (replace(f"{LAYER}.scales", mx.ones((128, 2))), r"must be float \[128\]"),
-        (replace(f"{LAYER}.scales", mx.ones(128, mx.uint8)), "scales is uint8"),
-        (
-            replace(f"{LAYER}.weight", mx.ones((128, 4), mx.int32)),
-            r"weight is int32 .* must be uint32",
-        ),
-        (
-            replace(f"{LAYER}.weight", mx.ones((128, 8), mx.uint32)),
-            r"weight is uint32 \[128, 8\] and must be",
-        ),
-        (replace(f"{LAYER}.biases", mx.ones(128)), "biases does not belong to mode balanced"),
+def float_with_an_entry(weights, quantization):
+    del weights[f"{LAYER}.scales"]
+    weights[f"{LAYER}.weight"] = mx.ones((128, 64))
+    quantization[LAYER] = {"bits": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (drop("scales"), f"{LAYER} .* scales is missing"),
+        (drop("weight"), f"{LAYER} .* weight is missing"),
+        (put("scales", 64), r"scales is float32 \[64\] and must be float \[128\]"),
+        (put("scales", (128, 2)), r"must be float \[128\]"),
+        (put("scales", 128, mx.uint8), "scales is uint8"),
+        (put("weight", (128, 4), mx.int32), r"weight is int32 .* must be uint32"),
+        (put("weight", (128, 8), mx.uint32), r"weight is uint32 \[128, 8\] and must be"),
+        (put("biases", 128), "biases does not belong to mode balanced"),
+        (put("zeros", 4), "tensors unexpected"),
+        (integer_norm, r"model\.output_norm\.weight is int32 and must be float"),
         (say(bits=4), r"weight is uint32 \[\d+, \d+\] and must be uint32 \[\d+, \d+\]"),
+        (say(bits=3), "bits is 3; allowed are 2, 4, 8"),
+        (say(bits="2"), "bits is '2'"),
         (say(mode="affine", granularity="group"), "can't be used: group_size is None"),
         (say(mode="affine"), "biases is missing"),
         (say(mode="palette", granularity="tensor"), "table is missing"),
         (say(mode="wavelet"), "mode is 'wavelet'; allowed are balanced, affine, palette"),
-        (say(bits=3), "bits is 3; allowed are 2, 4, 8"),
-        (say(bits="2"), "bits is '2'"),
+        (say(granularity="group", group_size=48), "which groups of 48 do not divide"),
         (say(**{LAYER: {"bits": 8}}), f"{LAYER} is .*, which its tensors do not fit"),
         (say(**{LAYER: False}), f"{LAYER} is stored packed, and its quantization says False"),
-        (say(granularity="group", group_size=48), "which groups of 48 do not divide"),
-        (forget, "is stored packed, and its quantization says nothing"),
-        (
-            lambda weights, quantization: (
-                weights.pop(f"{LAYER}.scales"),
-                weights.update({f"{LAYER}.weight": mx.ones((128, 64))}),
-                quantization.update({LAYER: {"bits": 2}}),
-            ),
-            f"the quantization says that {LAYER} is .* stores it as float32",
-        ),
-        (replace(f"{LAYER}.zeros", mx.ones(4)), "tensors unexpected"),
-    ]:
-        path, _ = folder(change=change)
-        with pytest.raises(AFMError, match=words) as caught:
-            load_model(path)
-        text = str(caught.value)
-        assert str(path) in text
-        assert re.search(r"model\.", text)
-
-
-def test_config_that_is_no_object(folder):
-    path, _ = folder()
-    values = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(values | {"quantization": "2-bit"}))
-    with pytest.raises(AFMError, match="quantization is '2-bit'; an object is needed"):
+        (lambda weights, quantization: quantization.clear(), "quantization says nothing"),
+        (float_with_an_entry, f"the quantization says that {LAYER} is .* stores it as float32"),
+    ],
+)
+def test_a_config_and_tensors_that_disagree_are_refused(folder, change, words):
+    path, _ = folder(change=change)
+    with pytest.raises(AFMError, match=words) as caught:
         load_model(path)
+    assert str(path) in str(caught.value)
+    assert "model." in str(caught.value)
+
+
+def test_a_quantization_that_is_no_object_is_refused():
+    with pytest.raises(AFMError, match="here: quantization is '2-bit'; an object is needed"):
+        quantization_of({"quantization": "2-bit"}, "here")
+
+
+@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
+@pytest.mark.parametrize("device", [mx.cpu, mx.gpu])
+def test_scales_are_float32_but_for_affine_ones_on_a_gpu(rng, monkeypatch, mode, device):
+    model = random_model(random_config(rng, **SIZES), rng)
+    quantize_model(model, {}, QuantizationRule(2, mode))
+    model.set_dtype(mx.float16)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    settle_scales(model)
+    layer = model.model.layers[0].mlp.up_proj
+    parts = {layer[part].dtype for part in ("scales", "biases", "table") if part in layer}
+    kept = mode == "affine" and device == mx.gpu
+    assert parts == {mx.float16 if kept else mx.float32}
 
 
 def test_a_layers_own_settings():

@@ -1,30 +1,24 @@
-"""The embedded model: golden tokens, and what its card says."""
+"""Loading: the embedded model with its golden tokens, and what is refused before a model is built."""
 
-import copy
 import json
-import shutil
-from pathlib import Path
+import time
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm.utils import load_model as load_stock_model
 
 import afm_mlx
-from afm_mlx.checkpoint.weights import save_weights
 from afm_mlx.config import PRESETS
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.generation import generate
 from afm_mlx.engine.request import Request
-from afm_mlx.kernels import dispatch
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError
+from afm_mlx.loading.load import load_model
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.measure.evaluation import evaluate, load_examples
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
-from afm_mlx.quantization.quantize_model import dequantize_model
 
 FOLDER = resolve_model("afm-nano")
 GOLDEN = json.loads((FOLDER / "golden.json").read_text())
+VALUES = json.loads((FOLDER / "config.json").read_text())
 
 on_cpu = pytest.mark.skipif(
     mx.default_device() != mx.Device(mx.cpu),
@@ -37,62 +31,21 @@ def nano():
     return afm_mlx.load()
 
 
-def test_it_is_what_the_preset_says_and_small(nano):
+def test_the_embedded_model_is_what_the_preset_says_small_and_packed(nano):
     model, tokenizer = nano
     assert model.args == PRESETS["afm-nano"]
     assert tokenizer.vocab_size == model.args.vocab_size
-    assert sum(file.stat().st_size for file in Path(FOLDER).iterdir()) < 8e6
-
-
-def test_its_weights_are_packed(nano):
-    model, _ = nano
-    packed = {path: m for path, m in model.named_modules() if isinstance(m, PackedLinear)}
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 8e6
+    packed = [layer for layer in model.modules() if isinstance(layer, PackedLinear)]
     assert len(packed) == 5 * len(model.layers)  # queries (keys, values), out, gate, up, down
-    assert {(layer.bits, layer.mode) for layer in packed.values()} == {(2, "balanced")}
+    assert {(layer.bits, layer.mode) for layer in packed} == {(2, "balanced")}
     assert isinstance(model.model.embedding, PackedEmbedding)
     assert model.model.embedding.bits == 4
 
 
 @on_cpu
-def test_a_folder_that_mlx_quantized_loads(nano, tmp_path):
-    """(b) mlx-lm can't load an AFM folder in its own quantized format."""
-    model, tokenizer = nano
-    stock = dequantize_model(copy.deepcopy(model))
-    nn.quantize(stock, group_size=64, bits=4)
-    folder = tmp_path / "stock"
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("model.safetensors*"))
-    save_weights(folder, dict(tree_flatten(stock.parameters())))
-    config = json.loads((FOLDER / "config.json").read_text())
-    quantization = {"group_size": 64, "bits": 4, "mode": "affine"}
-    config |= {"quantization": quantization, "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config))
-
-    loaded, _ = afm_mlx.load(folder)
-    assert loaded.model.layers[0].self_attn.qkv_proj.bits == 4
-    tokens = mx.array([tokenizer.encode("first second third")])
-    with dispatch.force("reference"):
-        error = mx.abs(loaded(tokens) - stock(tokens)).max()
-    assert error.item() < 1e-3 * mx.abs(stock(tokens)).max().item()
-    with pytest.raises(TypeError, match="to_quantized"):
-        load_stock_model(folder)
-
-
-@on_cpu
-@pytest.mark.parametrize("index", range(len(GOLDEN)))
-def test_golden_tokens(nano, index):
+def test_golden_tokens_alone_and_in_one_batch(nano):
     """The tokens that tamm gives with the same, dequantized weights."""
-    model, tokenizer = nano
-    golden = GOLDEN[index]
-    responses = afm_mlx.stream_generate(
-        model, tokenizer, golden["prompt"], max_tokens=len(golden["tokens"])
-    )
-    tokens = [response.token for response in responses]
-    assert tokens == golden["tokens"][: len(tokens)]
-    assert len(tokens) > 5
-
-
-@on_cpu
-def test_golden_tokens_in_one_batch(nano):
     model, tokenizer = nano
     engine = Engine(model, tokenizer)
     rows = {engine.submit(Request(golden["prompt"], max_tokens=32)): golden for golden in GOLDEN}
@@ -100,24 +53,11 @@ def test_golden_tokens_in_one_batch(nano):
     for response in engine.run():
         tokens[response.row].append(response.token)
     for row, golden in rows.items():
-        assert tokens[row] == golden["tokens"][: len(tokens[row])]
-
-
-def test_streamed_text_has_newlines_and_no_markers(nano):
-    """(k) mlx-lm streams `<n>` where the text has a newline."""
-    model, tokenizer = nano
-    ids = tokenizer.encode("first\nsecond")
-    detokenizer = tokenizer.detokenizer
-    for token in ids:
-        detokenizer.add_token(token)
-    detokenizer.finalize()
-    assert detokenizer.text == "first\nsecond"
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hello"}], add_generation_prompt=True
-    )
-    text = generate(model, tokenizer, prompt, max_tokens=40)
-    assert text
-    assert "<" not in text
+        wanted, count = golden["tokens"], len(golden["tokens"])
+        alone = afm_mlx.stream_generate(model, tokenizer, golden["prompt"], max_tokens=count)
+        for found in (tokens[row], [response.token for response in alone]):
+            assert len(found) > 5
+            assert found == wanted[: len(found)]
 
 
 def test_a_sample_of_every_task(nano):
@@ -138,3 +78,37 @@ def test_the_whole_evaluation_is_what_the_card_says(nano):
         claimed = next(line for line in card if line.startswith(f"| `{task}`"))
         percent = float(claimed.split("|")[headings.index(" 2-bit ")].strip().rstrip("%"))
         assert score.accuracy * 100 == pytest.approx(percent, abs=4.1)  # two answers of fifty
+
+
+def test_a_config_of_other_sizes_than_the_weights_builds_nothing(monkeypatch):
+    monkeypatch.setattr(afm_mlx.loading.load, "Model", lambda config: pytest.fail("was built"))
+    for change in ({"num_layers": 1000}, {"vocab_size": 1 << 24}, {"hidden_dim": 1 << 16}):
+        start = time.perf_counter()
+        with pytest.raises(CheckpointError, match=r"must be|missing"):
+            load_model(FOLDER, VALUES | change)
+        assert time.perf_counter() - start < 5
+    with pytest.raises(ConfigError, match="num_layers is 20000"):
+        load_model(FOLDER, VALUES | {"num_layers": 20_000})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model_config": [1]}, r"a mapping of config\.json's keys"),
+        ({"model_config": {1: 2}}, r"a mapping of config\.json's keys"),
+        ({"model_config": {"model_type": None}}, "model_type is None; it names the architecture"),
+        ({"tokenizer_config": {"a": 1}}, "an AFM folder's tokenizer has no options"),
+        ({"adapter_path": "tood"}, r"no adapter 'tood' \(did you mean todo\?\)"),
+    ],
+)
+def test_options_that_are_refused(options, words):
+    with pytest.raises(AFMError, match=words):
+        afm_mlx.load(**options)
+
+
+def test_options_that_are_taken(nano):
+    changes = {"context_length": 99}
+    model, _, values = afm_mlx.load(model_config=changes, return_config=True, activation_bits=8)
+    assert values == VALUES | changes
+    assert model.args.context_length == 99
+    assert model.layers[0].mlp.up_proj.activation_bits == 8

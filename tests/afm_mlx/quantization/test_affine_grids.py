@@ -16,6 +16,10 @@ ROWS, INPUTS = 64, 256
 FLOATS = [mx.float32, mx.float16, mx.bfloat16]
 
 
+def codes_of(packed):
+    return np.array(unpack_codes(packed.codes, packed.bits))
+
+
 def normal(rng, dtype=mx.float32):
     return mx.array(rng.normal(0, 0.02, (ROWS, INPUTS))).astype(dtype)
 
@@ -64,9 +68,7 @@ def test_codes_of_any_bias_come_back(rng, monkeypatch, bits, unit, dtype):
     weight = dequantize(first, dtype)
     packed, exact = pack(weight, rule)
     assert exact
-    np.testing.assert_array_equal(
-        np.array(unpack_codes(packed.codes, bits)), np.array(unpack_codes(first.codes, bits))
-    )
+    np.testing.assert_array_equal(codes_of(packed), codes_of(first))
     got, wanted = numbers(dequantize(packed, dtype)), numbers(weight)
     if dtype == mx.float32:  # computed in float32 from other scales and biases
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2**-21 * np.abs(wanted).max())
@@ -86,15 +88,13 @@ def test_numbers_of_affine_training_come_back(rng):
             clip = initial_clip(weight, rule)
             clip = clip * mx.array(rng.uniform(0.8, 1.2, clip.shape).astype(np.float32))
             codes, scales, biases = quantize(weight, clip, rule)
-            words = pack_codes(codes, bits)
-            trained = PackedWeight(
-                words, bits, "affine", scales.astype(dtype), biases.astype(dtype)
-            )
+            parts = [part.astype(dtype) for part in (scales, biases)]
+            trained = PackedWeight(pack_codes(codes, bits), bits, "affine", *parts)
             packed, exact = pack(dequantize(trained, dtype), rule)
             assert exact
             difference = numbers(dequantize(packed)) - numbers(dequantize(trained))
             assert rms(difference, numbers(weight)) <= 2.0 ** -{mx.float32: 20}.get(dtype, 10)
-            assert (np.array(unpack_codes(packed.codes, bits)) == np.array(codes)).mean() > 0.98
+            assert (codes_of(packed) == np.array(codes)).mean() > 0.98
 
 
 def test_floats_of_another_type_keep_codes(rng):
@@ -105,7 +105,7 @@ def test_floats_of_another_type_keep_codes(rng):
         for after in FLOATS:
             packed, exact = pack(dequantize(first, after), rule)
             assert exact
-            same = np.array(unpack_codes(packed.codes, 4)) == np.array(unpack_codes(first.codes, 4))
+            same = codes_of(packed) == codes_of(first)
             # Where both ends are equally far from 0 after rounding, codes may count from the other one.
             assert same.mean() > 0.99
             difference = numbers(dequantize(packed)) - numbers(dequantize(first))

@@ -1,5 +1,7 @@
 """Float matrices to codes: grids come back bit for bit, everything else to a stated error."""
 
+import itertools
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -10,13 +12,18 @@ from afm_mlx.quantization import float_to_codes
 from afm_mlx.quantization.float_to_codes import Rows, pack
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.cases import all_pairs
+from tests.tools.compare import assert_close, assert_same
 
 ROWS, INPUTS = 48, 256
 BITS, PER = (2, 4, 8), ("tensor", "row", "group")
 
 
+def codes_of(packed):
+    return np.array(unpack_codes(packed.codes, packed.bits))
+
+
 def on_grid(rng, rule, dtype):
-    """Random codes, with the top and bottom one in every unit, and the matrix that they stand for."""
+    """Random codes, with the top or bottom one in every unit, and the matrix that they stand for."""
     size = rule.group_size or INPUTS
     codes = rng.integers(0, 2**rule.bits, (ROWS, INPUTS))
     codes[:, ::size] = rng.choice([0, 2**rule.bits - 1], codes[:, ::size].shape)
@@ -25,7 +32,7 @@ def on_grid(rng, rule, dtype):
     scales = np.asarray(scales, np.float32)
     wide = np.repeat(scales, size, axis=1) if scales.ndim == 2 else scales.reshape(-1, 1)
     values = (codes - (2**rule.bits - 1) / 2).astype(np.float32) * wide
-    return codes, scales, mx.array(values).astype(dtype)
+    return codes, mx.array(values).astype(dtype)
 
 
 @pytest.mark.parametrize(
@@ -39,10 +46,10 @@ def test_codes_on_a_grid_come_back(rng, monkeypatch, bits, per, dtype, blocks):
     if blocks == "many":
         monkeypatch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 5 * INPUTS)
         monkeypatch.setattr(float_to_codes, "_SAMPLE_ELEMENTS", 7 * INPUTS)
-    codes, _, weight = on_grid(rng, rule, dtype)
+    codes, weight = on_grid(rng, rule, dtype)
     packed, exact = pack(weight, rule)
     assert exact
-    np.testing.assert_array_equal(np.array(unpack_codes(packed.codes, rule.bits)), codes)
+    np.testing.assert_array_equal(codes_of(packed), codes)
     assert mx.array_equal(dequantize(packed).astype(dtype), weight)
     assert mx.array_equal(packed.codes, pack_codes(mx.array(codes), rule.bits))
     assert packed.scales.dtype == mx.float32
@@ -61,12 +68,12 @@ def test_a_grid_of_a_single_scale():
     packed, exact = pack(weight, QuantizationRule(8))
     assert exact
     assert packed.scales.item() == scale
-    np.testing.assert_array_equal(np.array(unpack_codes(packed.codes, 8)), codes)
+    np.testing.assert_array_equal(codes_of(packed), codes)
 
 
 def test_grids_without_their_outer_levels_and_rows_of_zeros(rng):
     rule = QuantizationRule(4)
-    codes, _, _ = on_grid(rng, rule, mx.float32)
+    codes, _ = on_grid(rng, rule, mx.float32)
     inner = np.clip(codes, 3, 12)
     scales = rng.uniform(0.01, 0.1, (ROWS, 1)).astype(np.float32)
     values = (inner - 7.5).astype(np.float32) * scales
@@ -77,28 +84,15 @@ def test_grids_without_their_outer_levels_and_rows_of_zeros(rng):
     assert packed.scales[5].item() == 0
 
 
-def test_stock_quantization_loses_a_grid_and_ours_does_not(rng):
-    """`mx.quantize` stretches its grid over the extremes of each group: levels end up between codes."""
-    rule = QuantizationRule(2, granularity="row")
+def test_a_balanced_grid_gives_affine_groups_their_codes(rng):
+    """`mx.quantize` stretches its grid over the ends of each group: levels end up between codes."""
     codes = rng.choice(4, (64, 512), p=[0.07, 0.43, 0.43, 0.07])
-    codes[:, ::64] = (
-        3  # a group of the middle levels alone would lie on a grid three times as coarse
-    )
-    scales = rng.uniform(0.01, 0.1, (64, 1)).astype(np.float32)
-    weight = mx.array((codes - 1.5).astype(np.float32) * scales)
-
-    def rms_error(numbers):
-        return float(mx.sqrt(mx.mean((numbers - weight) ** 2) / mx.mean(weight**2)))
-
-    stock = mx.dequantize(*mx.quantize(weight, 64, 2), 64, 2)
-    assert rms_error(stock) > 0.3
-    packed, _ = pack(weight, rule)
-    assert rms_error(dequantize(packed)) == 0
-    # Asked for MLX's own format, the codes still are the grid's.
-    affine, exact = pack(weight, QuantizationRule(2, "affine"))
+    codes[:, ::64] = 3  # the middle levels alone would lie on a grid three times as coarse
+    weight = (codes - 1.5).astype(np.float32) * rng.uniform(0.01, 0.1, (64, 1)).astype(np.float32)
+    packed, exact = pack(mx.array(weight), QuantizationRule(2, "affine"))
     assert exact
-    np.testing.assert_array_equal(np.array(unpack_codes(affine.codes, 2)), codes)
-    assert rms_error(mx.dequantize(affine.codes, affine.scales, affine.biases, 64, 2)) < 1e-6
+    np.testing.assert_array_equal(codes_of(packed), codes)
+    assert_close(mx.dequantize(packed.codes, packed.scales, packed.biases, 64, 2), weight, 1e-6)
 
 
 def test_normal_weights_keep_a_stated_error(rng):
@@ -109,14 +103,9 @@ def test_normal_weights_keep_a_stated_error(rng):
         packed, exact = pack(mx.array(weight), QuantizationRule(bits, mode, per))
         assert not exact or (mode, bits, per) == ("palette", 8, "row")
         error = np.array(dequantize(packed)) - weight
-        # Extremes and not least squares in MLX's own format; few weights for each of 256 entries.
-        factor = (
-            3
-            if (mode, bits) == ("palette", 8)
-            else 1.5
-            if (mode, per) == ("affine", "group")
-            else 1.25
-        )
+        # Few weights for each of 256 entries; extremes and not least squares in MLX's own format.
+        factors = {("palette", 8, per): 3, ("affine", bits, "group"): 1.5}
+        factor = factors.get((mode, bits, per), 1.25)
         assert error.std() / 0.02 <= factor * best
         assert packed.granularity == ("table" if mode == "palette" else per)
 
@@ -136,9 +125,8 @@ def test_affine_groups_are_mlxs_own(rng, monkeypatch, dtype):
 def test_a_palette_of_few_values_is_exact(rng):
     for per in ["tensor", "row", "group"]:
         rule = QuantizationRule(4, "palette", per)
-        table = rng.normal(0, 1, (rule.part_shapes((ROWS, INPUTS))["table"][0], 13)).astype(
-            np.float32
-        )
+        count, _ = rule.part_shapes((ROWS, INPUTS))["table"]
+        table = rng.normal(0, 1, (count, 13)).astype(np.float32)
         codes = rng.integers(0, 13, (ROWS, INPUTS))
         values = table[np.arange(ROWS)[:, None] * len(table) // ROWS, codes]
         packed, exact = pack(mx.array(values), rule)
@@ -150,40 +138,39 @@ def test_one_stray_weight_is_no_grid(rng, monkeypatch):
     """A sample may lie on a grid, or in a table, that the matrix does not."""
     monkeypatch.setattr(float_to_codes, "_SAMPLE_ELEMENTS", INPUTS)
     monkeypatch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 5 * INPUTS)
-    balanced, palette = (
-        QuantizationRule(2, "balanced", "tensor"),
-        QuantizationRule(2, "palette", "tensor"),
-    )
-    _, _, weight = on_grid(rng, balanced, mx.float32)
-    for rule in (balanced, palette):
+    for mode in ("balanced", "palette"):
+        rule = QuantizationRule(2, mode, "tensor")
+        _, weight = on_grid(rng, QuantizationRule(2, "balanced", "tensor"), mx.float32)
         assert pack(weight, rule).exact
-    weight[ROWS - 2, 3] = 0.777
-    for rule in (balanced, palette):
+        weight[ROWS - 2, 3] = 0.777
         assert not pack(weight, rule).exact
 
 
-def test_what_cannot_be_packed(rng):
-    weight = rng.normal(0, 1, (6, 40)).astype(np.float32)
-    with pytest.raises(CheckpointError, match=r"lm_head has 40 inputs.*2 bits"):
-        pack(mx.array(weight), QuantizationRule(2), name="lm_head")
-    with pytest.raises(
-        ConfigError, match="lm_head has 40 inputs, which groups of 64 do not divide"
-    ):
-        pack(mx.array(weight), QuantizationRule(4, "affine"), name="lm_head")
-    with pytest.raises(ConfigError, match="lm_head has 6 rows, which groups of 16 do not divide"):
-        pack(mx.array(weight), QuantizationRule(4, "palette"), name="lm_head")
-    for bad in (np.nan, np.inf):
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        (QuantizationRule(2), "40 inputs, which can't be packed in 2 bits"),
+        (QuantizationRule(4, "affine"), "40 inputs, which groups of 64 do not divide"),
+        (QuantizationRule(4, "palette"), "6 rows, which groups of 16 do not divide"),
+    ],
+)
+def test_shapes_that_cannot_be_packed(rule, words):
+    with pytest.raises((CheckpointError, ConfigError), match=f"lm_head has {words}"):
+        pack(mx.zeros((6, 40)), rule, name="lm_head")
+
+
+def test_numbers_that_cannot_be_packed(rng):
+    for bad, mode in itertools.product((np.nan, np.inf), ("balanced", "affine", "palette")):
+        weight = rng.normal(0, 1, (6, 40)).astype(np.float32)
         weight[3, 3] = bad
-        for mode in ("balanced", "affine", "palette"):
-            with pytest.raises(CheckpointError, match="lm_head holds NaN or infinity"):
-                pack(mx.array(weight), QuantizationRule(8, mode, "row"), name="lm_head")
+        with pytest.raises(CheckpointError, match="lm_head holds NaN or infinity"):
+            pack(mx.array(weight), QuantizationRule(8, mode, "row"), name="lm_head")
     with pytest.raises(CheckpointError, match=r"lm_head: the weight is .*int32"):
         pack(mx.zeros((4, 32), mx.int32), QuantizationRule(4), name="lm_head")
 
 
 def test_rows_are_read_in_blocks(rng, monkeypatch):
     """What makes a matrix larger than memory possible: no block is larger than it says."""
-    monkeypatch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 4 * INPUTS)
     monkeypatch.setattr(float_to_codes, "_SAMPLE_ELEMENTS", 4 * INPUTS)
     weight = rng.normal(0, 1, (ROWS, INPUTS)).astype(np.float32)
     heights = []
@@ -192,10 +179,17 @@ def test_rows_are_read_in_blocks(rng, monkeypatch):
         heights.append(stop - start)
         return weight[start:stop]
 
-    for mode, per in (("balanced", "tensor"), ("balanced", "row"), ("affine", "group")):
-        whole, _ = pack(mx.array(weight), QuantizationRule(2, mode, per))
-        parts, _ = pack(Rows((ROWS, INPUTS), mx.float32, read), QuantizationRule(2, mode, per))
-        assert mx.array_equal(whole.codes, parts.codes)
+    for rule in (
+        QuantizationRule(2, "balanced", "tensor"),
+        QuantizationRule(2, "balanced", "row"),
+        QuantizationRule(2, "affine"),
+        QuantizationRule(2, "palette", group_size=2),
+    ):
+        whole, _ = pack(mx.array(weight), rule)
+        with monkeypatch.context() as patch:
+            patch.setattr(float_to_codes, "_BLOCK_ELEMENTS", 4 * INPUTS)
+            parts, _ = pack(Rows((ROWS, INPUTS), mx.float32, read), rule)
+        assert_same(dequantize(parts), dequantize(whole))
     assert max(heights) <= 4
 
 
@@ -210,4 +204,4 @@ def test_small_groups_of_8_bits_need_not_reach_their_outer_levels(rng):
     packed, exact = pack(mx.array(values), rule)
     assert exact
     np.testing.assert_array_equal(np.array(dequantize(packed)), values)
-    np.testing.assert_array_equal(np.array(unpack_codes(packed.codes, 8))[1:], codes[1:])
+    np.testing.assert_array_equal(codes_of(packed)[1:], codes[1:])

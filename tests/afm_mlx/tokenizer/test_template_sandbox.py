@@ -1,9 +1,12 @@
-"""Templates of model folders are bounded in time and memory."""
+"""Templates of model folders are bounded in time and memory, and kept from Python's internals."""
 
+import json
 import resource
 import time
+from functools import partial
 
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer import template_sandbox
@@ -56,39 +59,29 @@ BOMBS = {
     "bytes": "{{ (1).to_bytes(10**10, 'big') }}",
     "compared": DOUBLED.replace("OP", "[ns.x, ns.x]") + "{{ ns.x == ns.x }}",
     "hexadecimal": "{{ 0x" + "f" * 20000 + " * 0x" + "f" * 20000 + " }}",
+    "digits": "{{ " + "9" * 5000 + " }}",
+    "brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "blocks": "{% if a %}" * 200 + "{% endif %}" * 200,
+    "source": "x" * 300_000,
+    "statement": "{% break %}",
+    "other template": "{% extends 'x' %}",
+    "class": "{{ ''.__class__.__mro__ }}",
+    "change": "{{ messages.append(1) }}",
+    "globals": "{{ raise_exception.__globals__ }}",
+    "globals of Jinja's own": "{{ lipsum.__globals__['os'].getcwd() }}",
+    "class in a format": "{{ '{0.__class__}'.format(messages) }}",
 }  # fmt: skip
 
 
-def test_what_takes_too_much_is_refused():
-    for name in BOMBS:
-        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
-        with pytest.raises(
-            TokenizerError, match=r"The chat template (failed|is not valid Jinja): "
-        ) as failure:
-            ChatTemplate(BOMBS[name]).render([USER])
-        assert len(str(failure.value)) < 1000
-        assert time.thread_time() - start < 8
-        # Kilobytes; a Mac counts in bytes, which makes the bound loose there.
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
-
-
-def test_sources_that_cant_be_used():
-    for source in [
-        "{% break %}",
-        "{% continue %}",
-        "{{ " + "9" * 5000 + " }}",
-        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-        "{{ " + "-" * 5000 + "1 }}",
-        "{{ " + "[" * 150 + "1" + "]" * 150 + " }}",
-        "{% if a %}" * 200 + "{% endif %}" * 200,
-        "{% for a in b %}" * 30 + "{% endfor %}" * 30,
-        "x" * 300_000,
-        "{% extends 'x' %}",
-        "{% include messages %}",
-        "{{ 1 | no_such_filter }}",
-    ]:
-        with pytest.raises(TokenizerError, match=r"The chat template (is not valid Jinja|failed)"):
-            ChatTemplate(source).render([USER])
+@pytest.mark.parametrize("source", BOMBS.values(), ids=BOMBS)
+def test_what_takes_too_much_or_is_forbidden_is_refused(source):
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
+    with pytest.raises(TokenizerError, match=r"template (failed|is not valid)") as failure:
+        ChatTemplate(source).render([USER])
+    assert len(str(failure.value)) < 1000
+    assert time.thread_time() - start < 8
+    # Kilobytes; a Mac counts in bytes, which makes the bound loose there.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400_000
 
 
 SAME = [
@@ -112,24 +105,19 @@ SAME = [
     {{ none }}{{ 1.5 }}{{ [1, 'a'] }}""",
     """{{ ('a', 'b') | join }}{% set a, b = 1, 2 %}{{ a }}{{ b }}{{ 'x' in ['x'] }}
     {{ cycler('a', 'b').next() }}{{ missing }}""",
+    "{{ {'é': '日本<'} | tojson(ensure_ascii=true) }}{{ 'é<' | tojson }}",
 ]
 
 
-def test_renders_what_jinja_renders():
-    """Against Jinja's own sandbox."""
-    for source in SAME:
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        from afm_mlx.tokenizer.chat_template import _to_json
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        messages = [USER, {"role": "assistant", "content": "x\n", "inner": [{"role": "tool"}]}]
-        assert ChatTemplate(source).render(messages) == environment.from_string(source).render(
-            messages=messages
-        )
+@pytest.mark.parametrize("source", SAME)
+def test_renders_what_jinjas_own_sandbox_renders(source):
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+    messages = [USER, {"role": "assistant", "content": "x\n", "inner": [{"role": "tool"}]}]
+    expected = environment.from_string(source).render(messages=messages)
+    assert ChatTemplate(source).render(messages) == expected
 
 
 def test_a_long_chat_is_no_bomb(monkeypatch):

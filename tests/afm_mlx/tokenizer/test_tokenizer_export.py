@@ -6,11 +6,10 @@ import pytest
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
+from tests.tools.chats import TOOL, random_chat
 from tests.tools.tokenizers import MARKERS, is_tie, random_text, train_tiny_spm
 
 pytest.importorskip("mlx_lm")
-
-WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"é": "<&>"}}}
 
 
 @pytest.fixture(scope="module")
@@ -18,11 +17,6 @@ def stock(tokenizer_folder):
     from mlx_lm.utils import load_tokenizer as load_stock
 
     return load_stock(tokenizer_folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tokenizer_folder):
-    return load_tokenizer(tokenizer_folder)
 
 
 def test_stock_encode(tokenizer, stock, spm_path, rng):
@@ -37,43 +31,22 @@ def test_stock_encode(tokenizer, stock, spm_path, rng):
         assert stock.encode(text) == [tokenizer.separator_id, *ids]
 
 
-CONVERSATIONS = [
-    [{"role": "user", "content": "Hi\n\n  there"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}],
-    [
-        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"function": {"name": "weather", "arguments": {"a": [1, "é"]}}}],
-        },
-        {"role": "tool", "content": "21 degrees"},
-        {"role": "function", "content": {"degrees": 21}},
-        {"role": "tool", "content": [WEATHER]},
-        {
-            "role": "user",
-            "content": "As JSON",
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "A", "schema": {"type": "object"}},
-            },
-        },
-    ],
-    [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
-]
+OPENAI = [
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+]  # fmt: skip
 
 
-def test_stock_chat_template(tokenizer, stock):
-    for prompt in [True, False]:
-        for tools in [None, [WEATHER]]:
-            for messages in CONVERSATIONS:
-                arguments = {"tools": tools, "add_generation_prompt": prompt}
-                ids = tokenizer.apply_chat_template(messages, **arguments)
-                assert stock.apply_chat_template(messages, **arguments) == ids
-                # mlx-lm's command line renders, and encodes in a second step.
-                text = stock.apply_chat_template(messages, tokenize=False, **arguments)
-                assert stock.encode(text, add_special_tokens=False) == ids
-                assert text.startswith(stock.bos_token)
+def test_stock_chat_template(tokenizer, stock, rng):
+    for messages in (OPENAI, *(random_chat(rng) for _ in range(10))):
+        for arguments in ({"add_generation_prompt": True}, {"tools": [TOOL]}):
+            ids = tokenizer.apply_chat_template(messages, **arguments)
+            assert stock.apply_chat_template(messages, **arguments) == ids
+            # mlx-lm's command line renders, and encodes in a second step.
+            text = stock.apply_chat_template(messages, tokenize=False, **arguments)
+            assert stock.encode(text, add_special_tokens=False) == ids
+            assert text.startswith(stock.bos_token)
+    assert (stock.eos_token, stock.eos_token_ids) == ("<turn_end>", {4})
 
 
 def test_stock_decode_and_stream(tokenizer, stock, rng):
@@ -90,11 +63,6 @@ def test_stock_decode_and_stream(tokenizer, stock, rng):
         detokenizer.finalize()
         if not text.startswith("<n>"):
             assert detokenizer.text == shown
-
-
-def test_stock_ends_at_the_turn(stock):
-    assert stock.eos_token == "<turn_end>"
-    assert stock.eos_token_ids == {4}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,74 @@
+"""A model folder's `tokenizer_config.json`, and its chat template.
+
+All functions raise `TokenizerError`, which names the file or the key, what it holds and what is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.tokenizer.chat_template import ChatTemplate
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The file's content; empty when there is no such file."""
+    if not path.exists():
+        return {}
+    text = read_text(path)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise TokenizerError(f"{path} must be a JSON object, got {type(config).__name__}.")
+    return config
+
+
+def text_of(token: Any, key: str) -> str | None:
+    """A token of tokenizer_config.json: a string, or an object with `content`; None when there is none."""
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise TokenizerError(
+            f"{key!r} of tokenizer_config.json must be a string, or an object with a string as 'content', "
+            f"got {shown(token)}."
+        )
+    return text
+
+
+def read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | None:
+    """The folder's own chat template: `chat_template.jinja`, else that of its configuration, if any."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return ChatTemplate(read_text(file), str(file))
+    given = source = config.get("chat_template")
+    if isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
+        source = [entry.get("template") for entry in given if entry.get("name") == "default"]
+        source = source[-1] if source else (given or None)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise TokenizerError(
+            f"'chat_template' in {folder / 'tokenizer_config.json'} must be a string or a list of "
+            "{'name', 'template'} objects with one named 'default', got "
+            f"{type(given).__name__}: {shown(given)}."
+        )
+    return ChatTemplate(source, str(folder / "tokenizer_config.json"))
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{path} can't be read: {error.strerror or error}.") from error
+
+
+def read_text(path: Path) -> str:
+    """The content of a UTF-8 file."""
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8 text: {error}") from error

@@ -1,0 +1,54 @@
+"""Figures that were promised, and tables of them as Markdown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that was promised.
+
+    Args:
+        name: what is compared.
+        value: as measured; None where a part of it is missing.
+        bound: that it must reach, or stay below.
+        at_most: which of the two.
+        unit: of both.
+    """
+
+    name: str
+    value: float | None
+    bound: float
+    at_most: bool = False
+    unit: str = "x"
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value <= self.bound if self.at_most else self.value >= self.bound
+
+
+def target_rows(found: list[Target]) -> list[list[str]]:
+    """The targets in rows, the header first."""
+    words = {True: "met", False: "missed", None: "not measured"}
+    rows = [["target", "measured", "wanted", ""]]
+    for t in found:
+        value = "-" if t.value is None else f"{t.value:.2f} {t.unit}"
+        sign = "at most" if t.at_most else "at least"
+        rows.append([t.name, value, f"{sign} {t.bound:g} {t.unit}", words[t.met]])
+    return rows
+
+
+def markdown(rows: list[list[str]]) -> str:
+    """A table as Markdown, the first column to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(cells: list[str]) -> str:
+        first = cells[0].ljust(widths[0])
+        rest = [cell.rjust(w) for cell, w in zip(cells[1:], widths[1:], strict=True)]
+        return f"| {' | '.join([first, *rest])} |"
+
+    rule = "|".join(["-" * (widths[0] + 2), *("-" * (w + 1) + ":" for w in widths[1:])])
+    return "\n".join([line(rows[0]), f"|{rule}|", *map(line, rows[1:])])

@@ -1,0 +1,59 @@
+"""Vocabulary files that are damaged, or lack what AFM needs, are named."""
+
+import json
+
+import pytest
+
+from afm_mlx.errors import TokenizerError
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from tests.tools.tokenizers import train_tiny_spm
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com\n", b"\x0a\xff"])
+def test_damaged_files(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TokenizerError, match=f"{tmp_path / name}"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"eos_id": -1}, "no end-of-sequence piece"),
+        ({"treat_whitespace_as_suffix": True}, "writes spaces behind words"),
+    ],
+)
+def test_models_of_another_kind(tmp_path, options, words):
+    train_tiny_spm(tmp_path / "tokenizer.model", "bpe", **options)
+    with pytest.raises(TokenizerError, match=words):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (["model", "vocab"], {}),
+        (["model", "vocab"], [5]),
+        (["model"], None),
+        (["added_tokens", 0, "content"], ["x"]),
+        (["normalizer"], {"type": "Replace", "pattern": {"Regex": "("}, "content": ""}),
+        (["normalizer"], {"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
+    ],
+)
+def test_hub_files_of_wrong_types(tmp_path, tokenizer_folder, path, value):
+    content = json.loads((tokenizer_folder / "tokenizer.json").read_text())
+    inner = content
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=f"{tmp_path}"):
+        load_tokenizer(tmp_path).encode("abc <turn_end>")
+
+
+def test_a_hub_file_without_a_separator(tmp_path, tokenizer_folder):
+    text = (tokenizer_folder / "tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace("</s>", "</other>"))
+    with pytest.raises(TokenizerError, match=r"no separator token: neither '</s>'"):
+        load_tokenizer(tmp_path)

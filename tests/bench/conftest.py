@@ -1,0 +1,14 @@
+"""Architectures that every format of the benchmarks can hold."""
+
+import pytest
+
+from tests.tools.models import random_config
+
+
+@pytest.fixture
+def config(rng):
+    """Widths that every format's blocks divide, and at least one block that reuses keys and values."""
+    layers = int(rng.integers(2, 5))
+    sizes = {"hidden_dim": 256, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 3.0}
+    reuse = int(rng.integers(1, layers))
+    return random_config(rng, **sizes, num_layers=layers, num_kv_reuse_layers=reuse)
