@@ -1,6 +1,6 @@
 """The command line `afm-mlx`, which `python -m afm_mlx` is too.
 
-Each command is a module with `add_arguments(parser)` and `run(args)`, or a package of such modules with their
+Each command is a module with tables of `ARGUMENTS` and `run(args)`, or a package of such modules with their
 names in `ACTIONS`. It is imported when it is chosen, and it imports MLX when it runs: help and usage errors
 come at once.
 
@@ -22,6 +22,7 @@ from afm_mlx.cli.signals import Terminated, handled_signals
 from afm_mlx.errors import AFMError, bounded
 
 PROGRAM = "afm-mlx"
+DESCRIPTION = "Run Apple's on-device foundation-model architecture (AFM) locally, with MLX."
 COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk with a model, turn by turn",
@@ -29,7 +30,7 @@ COMMANDS = {
     "lora": "train an adapter, or all float weights",
     "qat": "train weights that keep their quality in 2 or 4 bits",
     "adapter": "show, convert, check and add up adapters",
-    "bench": "measure tokens per second, memory, and the share of its speed",
+    "bench": "measure tokens per second, memory, and the share of the memory's speed",
     "info": "show what a model is, and what would run it here",
     "doctor": "test every kernel on this machine, and write a report",
     "perplexity": "measure how well a model predicts a text",
@@ -63,16 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: list[str]) -> int:
     from afm_mlx.cli.parser import UsageError, parse
 
-    if not argv or argv[0] not in COMMANDS:
-        return _top_level(argv)
     debug = False
     try:
         name, command, rest = _command(argv)
         args = parse(name, command, rest)
         debug = args.debug
         return command.run(args) or 0
-    except SystemExit as done:  # --help
-        return int(done.code or 0)
+    except SystemExit:  # --help, --version
+        return 0
     except UsageError as error:
         return _fail(f"error: {error}", USAGE_ERROR)
     except (AFMError, OSError, ValueError) as error:
@@ -91,34 +90,14 @@ def _run(argv: list[str]) -> int:
 
 def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
     """Name, module and arguments of a command, or of an action of one, such as `adapter info`."""
-    from afm_mlx.cli.parser import UsageError, commands_parser
+    from afm_mlx.cli.parser import chosen_command
 
-    name, rest = argv[0], argv[1:]
+    name, rest = chosen_command(PROGRAM, DESCRIPTION, COMMANDS, argv), argv[1:]
     command = import_module(f"{__name__}.{name}")
-    actions = getattr(command, "ACTIONS", None)
-    if actions is None:
-        return name, command, rest
-    if not rest or rest[0] not in actions:
-        program = f"{PROGRAM} {name}"
-        commands_parser(program, "COMMAND", command.__doc__ or "", actions).parse_args(rest)
-        raise UsageError(
-            f"{program} needs to know what to do: {', '.join(actions)}. {program} --help explains them."
-        )
-    return f"{name} {rest[0]}", import_module(f"{__name__}.{name}.{rest[0]}"), rest[1:]
-
-
-def _top_level(argv: list[str]) -> int:
-    from afm_mlx.cli.parser import UsageError, top_level_parser
-
-    try:
-        top_level_parser(COMMANDS).parse_args(argv)
-        raise UsageError(
-            f"a command is needed: {', '.join(COMMANDS)}. {PROGRAM} --help explains them."
-        )
-    except SystemExit as done:  # --help, --version
-        return int(done.code or 0)
-    except UsageError as error:
-        return _fail(f"error: {error}", USAGE_ERROR)
+    if actions := getattr(command, "ACTIONS", None):
+        action = chosen_command(f"{PROGRAM} {name}", command.__doc__ or "", actions, rest)
+        return f"{name} {action}", import_module(f"{__name__}.{name}.{action}"), rest[1:]
+    return name, command, rest
 
 
 def _is_for_the_user(error: Exception) -> bool:

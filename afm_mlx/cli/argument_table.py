@@ -1,12 +1,10 @@
-"""Arguments as tables: one row for each."""
+"""Arguments as tables: a row for each, by the titles that --help shows them under."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
-from typing import Any
-
-from afm_mlx.cli.parser import Unavailable
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn
 
 FLAG = "store_true"
 """What an argument takes that has no value: it is given, or it is not."""
@@ -34,19 +32,31 @@ class Argument:
         default: Any = None,
         **others: Any,
     ):
-        self._flags = flags.split()
-        first_long = next((flag for flag in self._flags if flag.startswith("--")), self._flags[0])
+        self.flags = flags.split()
+        first_long = next((flag for flag in self.flags if flag.startswith("--")), self.flags[0])
         self.name = first_long.removeprefix("--").replace("-", "_")
-        self._options = {"help": help, "default": default, **others}
+        self.options = {"help": help, "default": default, **others}
         if takes in (FLAG, SWITCH):
-            self._options |= {"action": takes, "default": False if takes == FLAG else default}
+            self.options |= {"action": takes, "default": False if takes == FLAG else default}
         elif isinstance(takes, list):
-            self._options["choices"] = takes
+            self.options["choices"] = takes
         elif takes is not None:
-            self._options["type"] = takes
+            self.options["type"] = takes
 
-    def add_to(self, parser: argparse._ActionsContainer) -> None:
-        parser.add_argument(*self._flags, **self._options)
+
+Tables = Mapping[str, Iterable[Argument]]
+
+
+class Unavailable(argparse.Action):
+    """A flag of mlx-lm that has no effect here: it is refused, never ignored."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, reason: str, **options: Any):
+        hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+        super().__init__(option_strings, dest, **options | hidden)
+        self.reason = reason
+
+    def __call__(self, *args: Any) -> NoReturn:
+        raise argparse.ArgumentError(self, self.reason)
 
 
 def unavailable(flags: str, reason: str, **others: Any) -> Argument:
@@ -54,16 +64,12 @@ def unavailable(flags: str, reason: str, **others: Any) -> Argument:
     return Argument(flags, action=Unavailable, reason=reason, **others)
 
 
-def add_table(
-    parser: argparse.ArgumentParser,
-    rows: Iterable[Argument],
-    title: str | None = None,
-    description: str | None = None,
-) -> None:
-    """Add arguments to a parser; with a title, as a group that --help shows under it."""
-    group = None if title is None else parser.add_argument_group(title, description)
-    for row in rows:
-        row.add_to(group or parser)
+def add_tables(parser: argparse.ArgumentParser, tables: Tables) -> None:
+    """Add tables of arguments to a parser, by their titles in --help; "options" is argparse's own."""
+    for title, rows in tables.items():
+        group = parser if title == "options" else parser.add_argument_group(title)
+        for row in rows:
+            group.add_argument(*row.flags, **row.options)
 
 
 def flag_of(name: str) -> str:

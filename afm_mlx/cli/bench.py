@@ -10,10 +10,11 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import FLAG, Argument, add_table
+from afm_mlx.cli.argument_table import FLAG, Argument
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.config import PRESETS
@@ -37,45 +38,42 @@ def integers(low: int, high: int) -> Callable[[str], list[int]]:
     return convert
 
 
-# fmt: off
-MODEL = [
-    Argument("--model", None,
-             f"model folder or hub id; the embedded model ({options.EMBEDDED_MODEL}) unless --preset is given"),
-    Argument("--preset", list(PRESETS), "sizes of an architecture"),
-    Argument("--random-weights", FLAG,
-             "fill the preset with random codes: 2 bits, and 4 for the embedding; afm-2024 has palettes of "
-             "4 bits, and 8"),
-    options.TRUST_REMOTE_CODE,
-]
-
 _LIST = {"metavar": "N,..."}
-CASES = [
+
+# fmt: off
+_CASES = [
     Argument("--prompt-tokens -p", integers(1, MAX_TOKENS), "tokens of a prompt", "512", **_LIST),
     Argument("--generation-tokens -g", integers(3, MAX_TOKENS), "tokens of an answer", "128", **_LIST),
     Argument("--batch-size -b", integers(1, MAX_ROWS), "rows side by side", "1", **_LIST),
     Argument("--depth -d", integers(0, MAX_TOKENS), "tokens that lie in the cache before the prompt", "0",
              **_LIST),
     Argument("--adapter-rank", integers(0, MAX_RANK),
-             "of a random adapter on every linear layer; 0 for none", "0", **_LIST),
+             "rank of a random adapter on every linear layer; 0 for none", "0", **_LIST),
     Argument("--adapters", integers(1, MAX_ROWS), "different adapters, which the rows use in turn", "1",
              **_LIST),
 ]
 
-RUN = [
-    Argument("--num-trials -n", integer(1), "measured runs of a case", 5),
-    options.ACTIVATION_BITS,
-    Argument("--kv", ["int8", "float"], "storage of keys and values", "int8"),
-    Argument("--threads -t", integer(1, 4096), "of the CPU; by default the cores it may use"),
-    Argument("--seed", integer(0, options.MAX_SEED), "of the tokens and codes", 0),
-    Argument("--output -o", ["md", "csv", "json"], "form of the results", "md"),
-]
+ARGUMENTS = {
+    "model": [
+        Argument("--model", None,
+                 f"model folder or hub id; the embedded model ({EMBEDDED_MODEL}) unless --preset is given"),
+        Argument("--preset", list(PRESETS), "sizes of an architecture"),
+        Argument("--random-weights", FLAG,
+                 "fill the preset with random codes: 2 bits, and 4 for the embedding; afm-2024 has palettes of "
+                 "4 bits, and 8"),
+        options.TRUST_REMOTE_CODE,
+    ],
+    "cases (each takes a list, as in 128,512; all combinations run)": _CASES,
+    "options": [
+        Argument("--num-trials -n", integer(1), "measured runs of a case", 5),
+        options.ACTIVATION_BITS,
+        Argument("--kv", ["int8", "float"], "storage of keys and values", "int8"),
+        Argument("--threads -t", integer(1, 4096), "threads of the CPU; by default the cores it may use"),
+        Argument("--seed", integer(0, options.MAX_SEED), "seed of the random tokens and codes", 0),
+        Argument("--output -o", ["md", "csv", "json"], "form of the results", "md"),
+    ],
+}
 # fmt: on
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, MODEL, "model")
-    add_table(parser, CASES, "cases", "each takes a list, as in 128,512; all combinations run")
-    add_table(parser, RUN)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -86,14 +84,7 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.measure.process import threads_in_use
     from afm_mlx.quantization.packed_layers import set_activation_bits
 
-    lists = (
-        args.prompt_tokens,
-        args.generation_tokens,
-        args.batch_size,
-        args.depth,
-        args.adapter_rank,
-        args.adapters,
-    )
+    lists = [getattr(args, row.name) for row in _CASES]  # in the order of BenchmarkCase's fields
     if (count := math.prod(map(len, lists))) > MAX_CASES:
         raise UsageError(f"the lists make {count:,} cases; allowed are {MAX_CASES:,}.")
     cases = [BenchmarkCase(*sizes) for sizes in itertools.product(*lists)]
@@ -101,29 +92,21 @@ def run(args: argparse.Namespace) -> None:
     bandwidth = measure_bandwidth(threads)
     name, model, tokenizer = _model_of(args)
     set_activation_bits(model, args.activation_bits)
-    results, total = [], len(cases) * (args.num_trials + 1)
+    total, done = len(cases) * (args.num_trials + 1), itertools.count(1)
     with progress_bar("bench", "run") as progress:
-        done = itertools.count(1)
 
         def report() -> None:
             if progress:
                 progress(next(done), total)
 
-        for case in cases:
-            results.append(
-                run_case(
-                    model,
-                    case,
-                    args.num_trials,
-                    kv=args.kv,
-                    tokenizer=tokenizer,
-                    seed=args.seed,
-                    on_run=report,
-                )
-            )
+        run_one = partial(run_case, model, kv=args.kv, tokenizer=tokenizer, seed=args.seed)
+        results = [run_one(case, args.num_trials, on_run=report) for case in cases]
     rows = [_row(result, bandwidth) for result in results]
     facts = _facts(args, name, model, threads, bandwidth)
-    {"md": _print_markdown, "csv": _print_csv, "json": _print_json}[args.output](facts, rows)
+    if args.output == "json":
+        print_json(facts | {"results": rows})
+    else:
+        {"md": _print_markdown, "csv": _print_csv}[args.output](facts, rows)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -195,7 +178,7 @@ def _row(result: BenchmarkResult, bandwidth: Bandwidth) -> dict[str, Any]:
         row |= {f"{name}_{unit}": spread.mean, f"{name}_deviation": spread.deviation}
         row[f"{name}_median"] = spread.median
     rate = result.bytes_per_second
-    row |= {
+    return row | {
         "peak_memory_bytes": result.peak_memory,
         "peak_resident_bytes": result.peak_resident,
         "peak_over_weights_and_cache": result.memory_ratio,
@@ -205,14 +188,9 @@ def _row(result: BenchmarkResult, bandwidth: Bandwidth) -> dict[str, Any]:
         "bytes_per_second": rate,
         "share_of_bandwidth": None if rate is None else rate / bandwidth.bytes_per_second,
     }
-    return row
 
 
 # -- output
-
-
-def _print_json(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    print_json(facts | {"results": rows})
 
 
 def _print_csv(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
@@ -224,7 +202,7 @@ def _print_csv(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def _print_markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    table = [_COLUMNS, *([show(row) for show in _CELLS] for row in rows)]
+    table = [list(_COLUMNS), *([show(row) for show in _COLUMNS.values()] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for index, line in enumerate(table):
         print(f"| {' | '.join(cell.rjust(w) for cell, w in zip(line, widths, strict=True))} |")
@@ -264,7 +242,7 @@ def _memory(row: dict[str, Any]) -> str:
     return peak if ratio is None else f"{peak} ({ratio:.2f}x)"
 
 
-_SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
+_COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "prompt": lambda row: str(row["prompt_tokens"]),
     "new": lambda row: str(row["generated_tokens"]),
     "rows": lambda row: str(row["batch"]),
@@ -280,4 +258,3 @@ _SHOWN: dict[str, Callable[[dict[str, Any]], str]] = {
     "GB/s": _scaled("bytes_per_second", 1e-9, 2),
     "of limit": _scaled("share_of_bandwidth", 100, 1, " %"),
 }
-_COLUMNS, _CELLS = list(_SHOWN), list(_SHOWN.values())

@@ -6,64 +6,57 @@ import argparse
 import contextlib
 from dataclasses import fields
 
-from afm_mlx.cli.argument_table import FLAG, Argument, add_table, unavailable
+from afm_mlx.cli.argument_table import FLAG, Argument, unavailable
 from afm_mlx.cli.output import progress_bar
 from afm_mlx.cli.parser import UsageError, integer, number
 
 # fmt: off
-FOLDERS = [
-    Argument("--model --hf-path", None,
-             "what to convert: a folder with base-model.pt, a .pt file, a model folder, or a hub id"),
-    Argument("--mlx-path", None, "folder to make; it must not exist", "mlx_model"),
-    Argument("--dtype", ["float16", "bfloat16", "float32"],
-             "type of the weights; that of the source by default"),
-    Argument("--to", ["afm-mlx", "mlx-lm"],
-             "mlx-lm leaves out what stock mlx-lm does not read; balanced layers become MLX's own", "afm-mlx"),
-]
-
-QUANTIZATION = [
-    Argument("-q --quantize", FLAG, "pack linear layers and embeddings"),
-    Argument("--q-bits", integer(1, 8),
-             "bits per weight: 2, 4 or 8; 2 by default for balanced weights, else 4"),
-    Argument("--q-mode", ["balanced", "affine", "palette", "mxfp4", "mxfp8", "nvfp4"],
-             "balanced (scale only), affine (MLX's own format) or palette (a table); balanced by default "
-             "for AFM models, affine for others, and the rest for others only"),
-    Argument("--q-group-size", integer(1),
-             "inputs that share a scale, or rows that share a palette's table; 64, and 16 rows"),
-    Argument("--q-granularity", ["tensor", "row", "group"],
-             "what has a scale of its own; row by default for balanced weights, else group"),
-    Argument("--q-embedding-bits", integer(1, 8),
-             "of the embedding, which is the head too; --q-bits by default, and 4 at least"),
-    Argument("--q-embedding-mode", ["balanced", "affine", "palette"],
-             "of the embedding; --q-mode by default"),
-    Argument("--q-embedding-granularity", ["tensor", "row", "group"],
-             "of the embedding; that of its mode by default"),
-    Argument("--quant-predicate", None,
-             "more bits for the layers that mlx-lm's recipes choose: mixed_2_4, mixed_2_8 or mixed_4_8, and "
-             "mlx-lm's own for other architectures; with --target-bpw, the bits to choose from",
-             metavar="RECIPE"),
-    Argument("--target-bpw", number(0),
-             "bits that a weight takes on average, scales and tables included: layers get 2 or 4 bits by what "
-             "they suffer on text, which needs the model in memory and takes minutes",
-             metavar="BITS"),
-    Argument("--data", None,
-             "that text: a .jsonl or .txt file, or a folder with train.jsonl; the model folder's heldout.jsonl "
-             "by default",
-             metavar="PATH"),
-    Argument("-d --dequantize", FLAG, "write packed layers as float weights"),
-]
-
-UNAVAILABLE = [
-    unavailable("--upload-repo", "nothing is uploaded; `hf upload` does that"),
-    unavailable("--trust-remote-code", "no code of the source is run here", nargs=0),
-]
+ARGUMENTS = {
+    "options": [
+        Argument("--model --hf-path", None,
+                 "what to convert: a folder with base-model.pt, a .pt file, a model folder, or a hub id"),
+        Argument("--mlx-path", None, "folder to make; it must not exist", "mlx_model"),
+        Argument("--dtype", ["float16", "bfloat16", "float32"],
+                 "type of the weights; that of the source by default"),
+        Argument("--to", ["afm-mlx", "mlx-lm"],
+                 "mlx-lm leaves out what stock mlx-lm does not read; balanced layers become MLX's own",
+                 "afm-mlx"),
+        unavailable("--upload-repo", "nothing is uploaded; `hf upload` does that"),
+        unavailable("--trust-remote-code", "no code of the source is run here", nargs=0),
+    ],
+    "quantization": [
+        Argument("-q --quantize", FLAG, "pack linear layers and embeddings"),
+        Argument("--q-bits", integer(1, 8),
+                 "bits per weight: 2, 4 or 8; 2 by default for balanced weights, else 4"),
+        Argument("--q-mode", ["balanced", "affine", "palette", "mxfp4", "mxfp8", "nvfp4"],
+                 "balanced (scale only), affine (MLX's own format) or palette (a table); balanced by default "
+                 "for AFM models, affine for others, and the rest for others only"),
+        Argument("--q-group-size", integer(1),
+                 "inputs that share a scale, or rows that share a palette; 64, and 16 rows, by default"),
+        Argument("--q-granularity", ["tensor", "row", "group"],
+                 "what has a scale of its own; row by default for balanced weights, else group"),
+        Argument("--q-embedding-bits", integer(1, 8),
+                 "bits per weight of the embedding, also the head; --q-bits by default, but at least 4"),
+        Argument("--q-embedding-mode", ["balanced", "affine", "palette"],
+                 "--q-mode of the embedding; that of the other layers by default"),
+        Argument("--q-embedding-granularity", ["tensor", "row", "group"],
+                 "--q-granularity of the embedding; that of its mode by default"),
+        Argument("--quant-predicate", None,
+                 "more bits for the layers that mlx-lm's recipes choose: mixed_2_4, mixed_2_8 or mixed_4_8, "
+                 "and mlx-lm's own for other architectures; with --target-bpw, the bits to choose from",
+                 metavar="RECIPE"),
+        Argument("--target-bpw", number(0),
+                 "bits that a weight takes on average, scales and tables included: layers get 2 or 4 bits by "
+                 "what they suffer on text, which needs the model in memory and takes minutes",
+                 metavar="BITS"),
+        Argument("--data", None,
+                 "text that --target-bpw measures on: a .jsonl or .txt file, or a folder with train.jsonl; the "
+                 "model folder's heldout.jsonl by default",
+                 metavar="PATH"),
+        Argument("-d --dequantize", FLAG, "write packed layers as float weights"),
+    ],
+}
 # fmt: on
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, FOLDERS)
-    add_table(parser, QUANTIZATION, "quantization")
-    add_table(parser, UNAVAILABLE)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.cli.argument_table import FLAG, Argument, add_table
+from afm_mlx.cli.argument_table import FLAG, Argument
 from afm_mlx.cli.options import JSON, MAX_SEED
 from afm_mlx.cli.output import finite, print_facts, print_json, print_table, progress_bar
 from afm_mlx.cli.parser import UsageError, integer
@@ -21,26 +21,24 @@ FAILED = 1
 _OF_BACKEND = ("runs on ", "MLX has no ", "the C++ extension ")
 
 
-ARGUMENTS = [
-    Argument("--quick", FLAG, "a few problems in a second, and nothing is timed"),
-    Argument(
-        "--report",
-        None,
-        "where the report goes; afm-mlx-report-DATE.json in this folder by default",
-        metavar="FILE",
-    ),
-    Argument("--retry", FLAG, "also run kernels that ended the process the last time"),
-    Argument(
-        "--seed",
-        integer(0, MAX_SEED),
-        "of the random inputs, to repeat a report; fresh by default",
-    ),
-    JSON,
-]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, ARGUMENTS)
+ARGUMENTS = {
+    "options": [
+        Argument("--quick", FLAG, "a few problems in a second, and nothing is timed"),
+        Argument(
+            "--report",
+            None,
+            "where the report goes; afm-mlx-report-DATE.json in this folder by default",
+            metavar="FILE",
+        ),
+        Argument("--retry", FLAG, "also run kernels that ended the process the last time"),
+        Argument(
+            "--seed",
+            integer(0, MAX_SEED),
+            "seed of the random inputs, to repeat a report; fresh by default",
+        ),
+        JSON,
+    ],
+}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import Argument, add_table, unavailable
+from afm_mlx.cli.argument_table import Argument, unavailable
 from afm_mlx.cli.output import print_json, print_table, progress_bar
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.cli.perplexity import HELD_OUT
@@ -24,26 +25,24 @@ _HARNESS = (
 )
 
 # fmt: off
-ARGUMENTS = [
-    *options.LOADING,
-    Argument("--data", None,
-             'lines of {"task", "messages", "tools"?, "answer"}; by default the model folder\'s '
-             f"{TEST_SET}, which the embedded model has",
-             metavar="FILE.jsonl"),
-    Argument("--limit", integer(1), "examples per task; all by default"),
-    Argument("--batch-size", integer(1, MAX_ROWS), "examples side by side", 16),
-    Argument("--show-errors", integer(0), "print N wrong answers", 0, metavar="N"),
-    options.JSON,
-    unavailable("--tasks", _HARNESS, nargs="+"),
-    *(unavailable(flag, _HARNESS) for flag in ("--output-dir", "--num-shots", "--chat-template-args")),
-    *(unavailable(flag, _HARNESS, nargs=0)
-      for flag in ("--fewshot-as-multiturn", "--apply-chat-template", "--confirm-run-unsafe-code")),
-]
+ARGUMENTS = {
+    "options": [
+        *options.LOADING,
+        Argument("--data", None,
+                 'lines of {"task", "messages", "tools"?, "answer"}; by default the model folder\'s '
+                 f"{TEST_SET}, which the embedded model has",
+                 metavar="FILE.jsonl"),
+        Argument("--limit", integer(1), "examples per task; all by default"),
+        Argument("--batch-size", integer(1, MAX_ROWS), "examples side by side", 16),
+        Argument("--show-errors", integer(0), "print N wrong answers", 0, metavar="N"),
+        options.JSON,
+        unavailable("--tasks", _HARNESS, nargs="+"),
+        *(unavailable(flag, _HARNESS) for flag in ("--output-dir", "--num-shots", "--chat-template-args")),
+        *(unavailable(flag, _HARNESS, nargs=0)
+          for flag in ("--fewshot-as-multiturn", "--apply-chat-template", "--confirm-run-unsafe-code")),
+    ],
+}
 # fmt: on
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, ARGUMENTS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -76,7 +75,7 @@ def _as_json(
     args: argparse.Namespace, data: Path, evaluation: Evaluation, perplexity: Perplexity | None
 ) -> dict[str, Any]:
     def score(score: TaskScore) -> dict[str, Any]:
-        return {"correct": score.correct, "total": score.total, "accuracy": score.accuracy}
+        return dataclasses.asdict(score) | {"accuracy": score.accuracy}
 
     return {
         "model": args.model,

@@ -10,57 +10,48 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import FLAG, Argument, add_table, flag_of, unavailable
+from afm_mlx.cli.argument_table import FLAG, Argument, flag_of, unavailable
 from afm_mlx.cli.output import print_answer, print_json
 from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
 from afm_mlx.errors import CacheFileError
 
 _RULE = "=" * 10
-
-
+_FACTS = "finish_reason prompt_tokens prompt_tps generation_tokens generation_tps".split()
 _SPECULATIVE = "speculative decoding is not available in this version"
 
 # fmt: off
-_PROMPT = [
-    Argument("--prompt -p", None,
-             r"what to say to the model, with \n and \t for line break and tab; "
-             "- reads standard input, but for its last line break",
-             "hello"),
-    Argument("--system-prompt", None, "instructions that come before it"),
-    Argument("--prefill-response", None, "beginning of the answer, for the model to continue"),
-    Argument("--ignore-chat-template", FLAG,
-             "continue the prompt as plain text, in which names such as <turn_end> are control tokens"),
-    Argument("--chat-template-config", json_object, "variables for the chat template", metavar="JSON"),
-]
-
-_ANSWER = [
-    Argument("--max-tokens -m", integer(-1), "new tokens at most; -1 for no limit", 100),
-    Argument("--stop", None, "texts that end the answer, left out of it", [], nargs="+", metavar="TEXT"),
-    Argument("--extra-eos-token", None, "more tokens that end the answer", [], nargs="+", metavar="TOKEN"),
-]
-
-_OUTPUT = [
-    Argument("--prompt-cache-file", None,
-             "keys and values of an earlier prompt: what both prompts begin with is not computed again. "
-             "The file is made when there is none, and never changed after",
-             metavar="FILE.safetensors"),
-    Argument("--verbose", boolean, "False prints the answer and no figures", True),
-    options.JSON,
-    unavailable("--draft-model", _SPECULATIVE),
-    unavailable("--num-draft-tokens", _SPECULATIVE),
-    unavailable("--quantize-activations -qa", "quantized activations are not available", nargs=0),
-    unavailable("--image", "these models read text only", nargs="+"),
-    unavailable("--use-default-chat-template",
-                "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
-]
+ARGUMENTS = {
+    "options": [
+        *options.LOADING,
+        Argument("--prompt -p", None,
+                 r"what to say to the model, with \n and \t for line break and tab; "
+                 "- reads standard input, but for its last line break",
+                 "hello"),
+        Argument("--system-prompt", None, "instructions that come before the prompt"),
+        Argument("--prefill-response", None, "beginning of the answer, for the model to continue"),
+        Argument("--ignore-chat-template", FLAG,
+                 "continue the prompt as plain text, in which names such as <turn_end> are control tokens"),
+        Argument("--chat-template-config", json_object, "variables for the chat template", metavar="JSON"),
+        Argument("--max-tokens -m", integer(-1), "new tokens at most; -1 for no limit", 100),
+        Argument("--stop", None, "texts that end the answer, left out of it", [], nargs="+", metavar="TEXT"),
+        Argument("--extra-eos-token", None, "more tokens that end the answer", [], nargs="+", metavar="TOKEN"),
+        Argument("--prompt-cache-file", None,
+                 "keys and values of an earlier prompt: what both prompts begin with is not computed again. "
+                 "The file is made when there is none, and never changed after",
+                 metavar="FILE.safetensors"),
+        Argument("--verbose", boolean, "False prints the answer and no figures", True),
+        options.JSON,
+        unavailable("--draft-model", _SPECULATIVE),
+        unavailable("--num-draft-tokens", _SPECULATIVE),
+        unavailable("--quantize-activations -qa", "quantized activations are not available", nargs=0),
+        unavailable("--image", "these models read text only", nargs="+"),
+        unavailable("--use-default-chat-template",
+                    "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
+    ],
+    "sampling": options.sampling(seed=None),
+    "keys and values": options.CACHE,
+}
 # fmt: on
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, [*options.LOADING, *_PROMPT, *_ANSWER])
-    options.add_sampling(parser, seed=None)
-    options.add_cache(parser)
-    add_table(parser, _OUTPUT)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -69,17 +60,18 @@ def run(args: argparse.Namespace) -> None:
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = _encode(args, text, tokenizer)
-    arguments = {
-        "max_tokens": args.max_tokens,
-        "sampler": options.sampler_of(args, model, tokenizer),
-        "seed": args.seed,
-        "stop": args.stop,
+    run = _generate if args.prompt_cache_file is None else _generate_with_file
+    run(
+        args,
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=args.max_tokens,
+        sampler=options.sampler_of(args, model, tokenizer),
+        seed=args.seed,
+        stop=args.stop,
         **options.cache_options(args, model),
-    }
-    if args.prompt_cache_file is None:
-        _generate(args, model, tokenizer, prompt, arguments)
-    else:
-        _generate_with_file(args, model, tokenizer, prompt, arguments)
+    )
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
@@ -121,16 +113,13 @@ def _encode(args: argparse.Namespace, text: str, tokenizer: Any) -> list[int]:
 
 
 def _generate(
-    args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-    prompt: list[int],
-    arguments: dict[str, Any],
+    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], **arguments: Any
 ) -> None:
     from afm_mlx.engine.generation import stream_generate, summary
 
     framed = args.verbose and not args.json
-    text, tokens, response = "", list[int](), None
+    text, tokens = "", list[int]()
+    response: Any = None
     try:
         for response in stream_generate(model, tokenizer, prompt, logprobs=False, **arguments):
             if framed and not tokens:
@@ -144,34 +133,19 @@ def _generate(
         if text and not args.json:
             print()
     if args.json:
-        print_json(_as_json(text, tokens, response))
+        facts = {name: getattr(response, name) for name in _FACTS}
+        facts["peak_memory_gb"] = response.peak_memory
+        print_json({"text": text, "tokens": tokens, **facts})
     elif framed and response is not None:
         print(_RULE)
         print(summary(response))
-
-
-def _as_json(text: str, tokens: list[int], response: Any) -> dict[str, Any]:
-    return {
-        "text": text,
-        "tokens": tokens,
-        "finish_reason": response.finish_reason,
-        "prompt_tokens": response.prompt_tokens,
-        "prompt_tps": response.prompt_tps,
-        "generation_tokens": response.generation_tokens,
-        "generation_tps": response.generation_tps,
-        "peak_memory_gb": response.peak_memory,
-    }
 
 
 # -- prompt cache files
 
 
 def _generate_with_file(
-    args: argparse.Namespace,
-    model: Any,
-    tokenizer: Any,
-    prompt: list[int],
-    arguments: dict[str, Any],
+    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], **arguments: Any
 ) -> None:
     from afm_mlx.engine.prompt_cache import save_prompt_cache
     from afm_mlx.engine.prompt_reuse import PromptCaches
@@ -181,7 +155,7 @@ def _generate_with_file(
     if is_there := path.exists():
         caches.keep(*_read_cache(path, model))
     with caches.continuing(prompt) as run:
-        _generate(args, model, tokenizer, run.rest, {**arguments, "prompt_cache": run.cache})
+        _generate(args, model, tokenizer, run.rest, prompt_cache=run.cache, **arguments)
     if not is_there:
         of_prompt = [layer.copy(len(prompt)) for layer in run.cache]
         save_prompt_cache(path, of_prompt, model, metadata={"tokens": json.dumps(prompt)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from afm_mlx.cli.argument_table import Argument, add_table
+from afm_mlx.cli.argument_table import Argument
 from afm_mlx.cli.options import JSON
 from afm_mlx.cli.output import print_facts, print_json
 from afm_mlx.cli.parser import UsageError
@@ -12,16 +12,14 @@ from afm_mlx.config import PRESETS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 # fmt: off
-ARGUMENTS = [
-    Argument("--model", None, f"model folder or hub id; the embedded model ({EMBEDDED_MODEL}) by default"),
-    Argument("--preset", list(PRESETS), "figures of an architecture, without any weights"),
-    JSON,
-]
+ARGUMENTS = {
+    "options": [
+        Argument("--model", None, f"model folder or hub id; the embedded model ({EMBEDDED_MODEL}) by default"),
+        Argument("--preset", list(PRESETS), "figures of an architecture, without any weights"),
+        JSON,
+    ],
+}
 # fmt: on
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, ARGUMENTS)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx import config
 from afm_mlx.cli import training_arguments
-from afm_mlx.cli.argument_table import FLAG, Argument, add_table, flag_of
+from afm_mlx.cli.argument_table import FLAG, Argument, add_tables, flag_of
 from afm_mlx.cli.output import print_json, progress_bar
-from afm_mlx.cli.parser import UsageError, drop_said_otherwise, integer, json_object, number
-from afm_mlx.cli.training_arguments import add_training
-from afm_mlx.cli.training_output import data_line, print_scores, run_training, scores_dict
-from afm_mlx.cli.training_recipe import (
-    fields_given,
-    fill,
-    optimizer_settings,
-    recipe_of,
-    refuse_both,
+from afm_mlx.cli.parser import (
+    Parser,
+    UsageError,
+    checked_arguments,
+    drop_said_otherwise,
+    integer,
+    json_object,
+    number,
 )
-from afm_mlx.errors import did_you_mean, shown
+from afm_mlx.cli.training_arguments import training_tables
+from afm_mlx.cli.training_output import data_line, print_scores, run_training, scores_dict
+from afm_mlx.cli.training_recipe import fields_given, fill, optimizer_settings, recipe_of
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 if TYPE_CHECKING:
     from afm_mlx.training.data.batches import Batches
-    from afm_mlx.training.methods.lora_training import LoRATraining
     from afm_mlx.training.methods.recipe import Recipe
 
 LEARNING_RATES = {"lora": 1e-3, "full": 1e-5, "draft": 1e-3}
@@ -60,73 +59,66 @@ _LORA_ALTERNATIVES = (
 ALTERNATIVES = (*training_arguments.ALTERNATIVES, *_LORA_ALTERNATIVES)
 
 # fmt: off
-ADAPTER_PATH = Argument("--adapter-path", None,
-                        f"folder of the adapter, {ADAPTER_FOLDER} by default; its run is the folder run in it")
-
-KIND = [
+_ADAPTER_PATH = Argument(
+    "--adapter-path", None,
+    f"folder of the adapter, {ADAPTER_FOLDER} by default; its run is the folder run in it")
+_KIND = [
     Argument("--train", FLAG,
              "train, which is done anyway but with --test: that alone only measures an adapter"),
-    Argument("--fine-tune-type", ["lora", "full", "draft", "dora"],
+    Argument("--fine-tune-type", list(LEARNING_RATES),
              "lora trains an adapter, full all float weights, draft a model that proposes tokens to --teacher "
-             "for speculative decoding; dora is not available",
+             "for speculative decoding",
              "lora"),
     Argument("--preset", list(PRESETS),
              "toolkit has the settings of Apple's adapter training toolkit: rank 32, alpha 16, 2 epochs, the "
              "first of them warm-up to a rate of 1e-3, then a cosine to 0, batches of 4 samples, gradients "
-             "clipped to 1, weight decay 0.01; other arguments come before it"),
-    ADAPTER_PATH,
-    Argument("--save-path", None, "of full and draft: model folder to make, whose run is SAVE_PATH-run"),
+             "clipped to 1, weight decay 0.01; other arguments override it"),
+    _ADAPTER_PATH,
+    Argument("--save-path", None,
+             "model folder that full and draft training make; its run is SAVE_PATH-run"),
     Argument("--draft-preset", DRAFT_PRESETS,
-             "of draft: start from a model of these sizes with random weights (by --seed) and the teacher's "
+             "start a draft model of these sizes from random weights (by --seed), with the teacher's "
              "tokenizer, instead of --model"),
+    Argument("--num-layers", integer(-1), "blocks that are trained, counted from the last; -1 for all", -1),
 ]
-
-NUM_LAYERS = Argument("--num-layers", integer(-1),
-                      "blocks that are trained, counted from the last; -1 for all", -1)
-
-LORA = [
-    Argument("--rank", integer(1), "of every pair; 16 by default"),
+_IN_LORA_PARAMETERS = [
+    Argument("--rank", integer(1), "columns of A and rows of B; 16 by default"),
     Argument("--scale", number(0), "factor of the adapter, which is alpha / rank; 0.5 by default"),
-    Argument("--alpha", number(0), "scale * rank, instead of --scale"),
-    Argument("--dropout", number(0, 0.999), "of the adapter's inputs; 0 by default"),
+    Argument("--dropout", number(0, 0.999),
+             "share of the adapter's inputs that is dropped in training; 0 by default"),
     Argument("--keys", None,
              "layers by their names in a block, such as mlp.up_proj; all linear ones by default",
              nargs="+", metavar="NAME"),
+]
+_LORA = [
+    *_IN_LORA_PARAMETERS,
+    Argument("--alpha", number(0), "scale * rank, instead of --scale"),
     Argument("--lora-parameters", json_object,
              "rank, scale, dropout and keys in one object, as in mlx-lm's YAML files"),
     Argument("--initial-adapter", None,
              "adapter to start from, such as a recovery adapter; rank, scale and layers are its own",
              metavar="FOLDER"),
     Argument("--resume-adapter-file", None,
-             "likewise, under mlx-lm's name; an adapter's folder, or a .safetensors file in it. (To go on with "
-             "a run there is --resume.)",
+             "--initial-adapter under mlx-lm's name; an adapter's folder, or a .safetensors file in it. (To go "
+             "on with a run there is --resume.)",
              metavar="PATH"),
     Argument("--save-dtype", ["float16", "float32"],
-             "of the saved adapter; float16 by default. Training is in float32 either way"),
+             "type of the saved adapter's numbers; float16 by default. Training is in float32 either way"),
 ]
 # fmt: on
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, KIND)
-    add_training(parser, "1e-3 for lora and draft, as in Apple's toolkit, and 1e-5 for full")
-    add_table(parser, [NUM_LAYERS])
-    add_table(parser, LORA, "LoRA")
+_RATES = "1e-3 for lora and draft, as in Apple's toolkit, and 1e-5 for full"
+ARGUMENTS = {**training_tables(_RATES, *_KIND), "LoRA": _LORA}
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.fine_tune_type == "dora":
-        raise UsageError(
-            "--fine-tune-type dora is not available; allowed are lora, full and draft."
-        )
-    if args.fine_tune_type == "lora":
-        _fill_from_lora_parameters(args)
-    if args.draft_preset is not None and args.fine_tune_type != "draft":
+    kind = args.fine_tune_type
+    if args.draft_preset is not None and kind != "draft":
         raise UsageError("--draft-preset is for --fine-tune-type draft; leave it out.")
+    if kind == "lora":
+        _fill_from_lora_parameters(args)
     if args.test and not (args.train or args.resume):
         _test_adapter(args)
         return
-    kind = args.fine_tune_type
     if kind != "lora":
         _check_model_arguments(args)
     _fill_from_preset(args)
@@ -159,21 +151,26 @@ def _fill_from_preset(args: argparse.Namespace) -> None:
 
 
 def _train_adapter(args: argparse.Namespace, recipe: Recipe) -> None:
-    from afm_mlx.training.methods.train import train_lora
+    from afm_mlx.training.methods.lora_training import RANK, LoRATraining
 
     if args.save_path is not None:
         raise UsageError("--save-path is for full and draft; an adapter is --adapter-path.")
     if args.adapter_path == "":
         raise UsageError("--adapter-path is empty; a trained adapter needs a folder.")
-    method = _lora_training(args)
-    path = Path(args.adapter_path or ADAPTER_FOLDER)
-    run_training(args, partial(train_lora, recipe, path, method), path / "run")
+    own = {"initial_adapter": args.initial_adapter or args.resume_adapter_file}
+    own |= {"keys": args.keys and tuple(args.keys)}
+    if args.alpha is not None:
+        if args.rank is None and own["initial_adapter"] is not None:
+            raise UsageError("--alpha needs --rank beside it; with --initial-adapter leave it out.")
+        own["scale"] = args.alpha / (args.rank or RANK)
+    method = LoRATraining(**fields_given(args, LoRATraining) | own)
+    run_training(args, method, recipe, Path(args.adapter_path or ADAPTER_FOLDER))
 
 
 def _check_model_arguments(args: argparse.Namespace) -> None:
     """Raise `UsageError` for arguments that full and draft training, which save a model folder, can't use."""
     kind = args.fine_tune_type
-    given = [row.name for row in (ADAPTER_PATH, *LORA) if getattr(args, row.name) is not None]
+    given = [row.name for row in (_ADAPTER_PATH, *_LORA) if getattr(args, row.name) is not None]
     if given:
         flags = ", ".join(map(flag_of, given))
         raise UsageError(f"{flags} would do nothing with --fine-tune-type {kind}; leave it out.")
@@ -193,18 +190,15 @@ def _check_model_arguments(args: argparse.Namespace) -> None:
 def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
     from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
     from afm_mlx.training.methods.model_source import FreshSource
-    from afm_mlx.training.methods.train import train_draft, train_full
 
-    start: partial[Any]
+    method = FullTraining(args.num_layers)
     if args.fine_tune_type == "draft":
+        method = DraftTraining(args.num_layers)
         if args.draft_preset is not None:
             fresh = FreshSource.for_target(args.teacher, args.draft_preset, args.seed)
             recipe = dataclasses.replace(recipe, model=fresh)
             args.model = args.draft_preset  # what is shown
-        start = partial(train_draft, recipe, args.save_path, DraftTraining(args.num_layers))
-    else:
-        start = partial(train_full, recipe, args.save_path, FullTraining(args.num_layers))
-    run_training(args, start, FullTraining().default_run_path(Path(args.save_path)))
+    run_training(args, method, recipe, Path(args.save_path))
 
 
 def _test_adapter(args: argparse.Namespace) -> None:
@@ -235,47 +229,12 @@ def _test_adapter(args: argparse.Namespace) -> None:
         print_scores(scores)
 
 
-# -- settings of LoRA
-
-
-def _lora_training(args: argparse.Namespace) -> LoRATraining:
-    from afm_mlx.training.methods.lora_training import RANK, LoRATraining
-
-    initial = args.initial_adapter or args.resume_adapter_file
-    refuse_both(args, _LORA_ALTERNATIVES)
-    scale = args.scale
-    if args.alpha is not None:
-        if args.rank is None and initial is not None:
-            raise UsageError("--alpha needs --rank beside it; with --initial-adapter leave it out.")
-        scale = args.alpha / (args.rank or RANK)
-    own = {"scale": scale, "initial_adapter": initial, "keys": args.keys and tuple(args.keys)}
-    return LoRATraining(**fields_given(args, LoRATraining) | own)
-
-
 def _fill_from_lora_parameters(args: argparse.Namespace) -> None:
-    """Put what `--lora-parameters` holds in the place of arguments that are not given.
-
-    Raises:
-        UsageError: for a key or a value that can't be used; `LoRATraining` checks the ranges of rank and scale.
-    """
-    kinds = {"rank": (int,), "scale": (int, float), "dropout": (int, float), "keys": (list,)}
-    found = dict(args.lora_parameters or {})
-    for name, value in found.items():
-        if name not in kinds:
-            raise UsageError(
-                f"--lora-parameters has the key {shown(name)}{did_you_mean(name, kinds)}; known are "
-                f"{', '.join(kinds)}."
-            )
-        if type(value) not in kinds[name]:
-            wanted = " or ".join(kind.__name__ for kind in kinds[name])
-            raise UsageError(f"--lora-parameters: {name} is {shown(value)}; {wanted} is needed.")
-        if name == "dropout" and not 0 <= value < 1:
-            raise UsageError(
-                f"--lora-parameters: dropout is {shown(value)}; allowed is 0 to 0.999."
-            )
-        if name == "keys" and not all(isinstance(key, str) for key in value):
-            raise UsageError(
-                f"--lora-parameters: keys is {shown(value)}; names are needed, such as mlp.up_proj."
-            )
-    drop_said_otherwise(found, args, _LORA_ALTERNATIVES)
-    fill(args, found)
+    """Put what `--lora-parameters` holds in the place of arguments that are not given."""
+    parser = Parser()
+    add_tables(parser, {"options": _IN_LORA_PARAMETERS})
+    given = [("--lora-parameters", *item) for item in (args.lora_parameters or {}).items()]
+    known = ", ".join(row.name for row in _IN_LORA_PARAMETERS)
+    values = checked_arguments(given, parser, known)
+    drop_said_otherwise(values, args, _LORA_ALTERNATIVES)
+    fill(args, values)

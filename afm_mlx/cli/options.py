@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from afm_mlx.cli.argument_table import FLAG, Argument, add_table, unavailable
+from afm_mlx.cli.argument_table import FLAG, Argument, unavailable
 from afm_mlx.cli.parser import UsageError, integer, number
 from afm_mlx.errors import shown
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
@@ -76,7 +76,8 @@ ADAPTERS = [
              "another adapter to switch to; may be repeated. Those that come with the model are there anyway",
              [], action="append", metavar="NAME=PATH"),
     Argument("--adapter-memory", gigabytes,
-             "of all adapters in memory; those that were not used for longest make room. No limit by default",
+             "memory that all adapters may take; those that were not used for longest make room. No limit by "
+             "default",
              metavar="GB"),
 ]
 # fmt: on
@@ -121,23 +122,26 @@ def load_with_adapters(args: argparse.Namespace) -> tuple[Any, Any, Any]:
 # fmt: off
 _SAMPLING = [
     Argument("--temp", number(0), "temperature; 0 takes the most likely token", 0.0),
-    Argument("--top-p", number(0, 1), "keep the most likely tokens up to this sum", 1.0),
-    Argument("--min-p", number(0, 1), "drop tokens below this share of the best", 0.0),
+    Argument("--top-p", number(0, 1), "keep the most likely tokens, up to this sum of probabilities", 1.0),
+    Argument("--min-p", number(0, 1), "drop tokens below this share of the best one's probability", 0.0),
     Argument("--top-k", integer(0), "keep this many tokens; 0 keeps all", 0),
     Argument("--xtc-probability", number(0, 1), "how often XTC drops top choices", 0.0),
-    Argument("--xtc-threshold", number(0, 0.5), "probability that XTC counts as top", 0.1),
+    Argument("--xtc-threshold", number(0, 0.5), "probability that makes a token one of XTC's top choices", 0.1),
     Argument("--min-tokens-to-keep", integer(1), "tokens that --min-p never drops", 1),
 ]
 # fmt: on
 
 
-def add_sampling(parser: argparse.ArgumentParser, seed: int | None) -> None:
-    own_seed = Argument("--seed", integer(0, MAX_SEED), "of the random stream", seed)
-    add_table(parser, [*_SAMPLING, own_seed], "sampling")
+def sampling(seed: int | None) -> list[Argument]:
+    """The arguments of sampling, with a seed by default."""
+    return [
+        *_SAMPLING,
+        Argument("--seed", integer(0, MAX_SEED), "seed of the random numbers", seed),
+    ]
 
 
 def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
-    """The sampler that `add_sampling`'s arguments describe; None for the most likely token.
+    """The sampler that `sampling`'s arguments describe; None for the most likely token.
 
     Raises:
         UsageError: when they contradict each other or the model's vocabulary.
@@ -180,25 +184,22 @@ _CACHE = [
     Argument("--max-kv-size", integer(1),
              "tokens that prompt and answer may have together; the model's context by default"),
     Argument("--sliding-window", FLAG,
-             "when they are reached, forget the oldest tokens instead of ending with an error"),
+             "when the context is full, forget the oldest tokens instead of ending with an error"),
     Argument("--kv-bits", integer(1, 16),
              "8 for the checkpoint's int8 (the default where it has scales), 16 for floats"),
     Argument("--prefill-step-size", integer(1), "prompt tokens at a time, at most; fewer need less memory",
              2048),
 ]
+CACHE = [
+    *_CACHE,
+    unavailable("--kv-group-size", _NO_KV_GROUPS),
+    unavailable("--quantized-kv-start", _NO_KV_GROUPS),
+]
 # fmt: on
 
 
-def add_cache(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, _CACHE, "keys and values")
-    add_table(
-        parser,
-        [unavailable(flag, _NO_KV_GROUPS) for flag in ("--kv-group-size", "--quantized-kv-start")],
-    )
-
-
 def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
-    """The arguments of `stream_generate` that `add_cache` gives.
+    """The arguments of `stream_generate` that `CACHE` gives.
 
     Raises:
         UsageError: for what the model can't honour.
@@ -210,16 +211,11 @@ def cache_options(args: argparse.Namespace, model: Any) -> dict[str, Any]:
             "--sliding-window is for AFM models; mlx-lm's forget the oldest tokens past --max-kv-size "
             "by themselves."
         )
-    return {
-        "max_kv_size": args.max_kv_size,
-        "sliding_window": args.sliding_window,
-        "kv_bits": args.kv_bits,
-        "prefill_step_size": args.prefill_step_size,
-    }
+    return {row.name: getattr(args, row.name) for row in _CACHE}
 
 
 def new_cache(args: argparse.Namespace, model: Any, tokenizer: Any) -> list[Any]:
-    """An empty cache of the kind that `add_cache`'s arguments ask for."""
+    """An empty cache of the kind that `CACHE`'s arguments ask for."""
     from afm_mlx.engine.engine import Engine
 
     engine = Engine(

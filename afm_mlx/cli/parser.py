@@ -15,9 +15,8 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from afm_mlx import __version__
-from afm_mlx.cli.usage import UsageError as UsageError
-from afm_mlx.cli.usage import check_text
-from afm_mlx.errors import did_you_mean, named, shown
+from afm_mlx.cli.argument_table import FLAG, Argument, Unavailable, add_tables, flag_of
+from afm_mlx.errors import AFMError, did_you_mean, named, shown
 
 PROGRAM = "afm-mlx"
 MAX_INTEGER = 2**31 - 1
@@ -26,6 +25,33 @@ MAX_ROWS = 4096
 """The most rows of a batch."""
 MAX_NUMBER = 1e30
 """The largest number that arguments take by default: float32 ends at 3e38."""
+
+
+class UsageError(AFMError):
+    """Arguments that can't be used."""
+
+
+def check_text(where: str, value: Any) -> None:
+    """Refuse texts that file systems, tokenizers and terminals don't take, in lists and maps too.
+
+    Raises:
+        UsageError: for a NUL, or half of a surrogate pair, as which Python holds bytes of the command line that
+            are no UTF-8.
+    """
+    if isinstance(value, dict):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list | tuple):
+        for item in value:
+            check_text(where, item)
+    elif isinstance(value, str):
+        if "\0" in value:
+            raise UsageError(f"{where} has a NUL character in {shown(value)}; leave it out.")
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"{where} is not valid UTF-8: {shown(value)}. Give it in UTF-8; a file may have to be renamed."
+            ) from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,46 +111,54 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but for None, False and empty ones."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, (), []):
+        if action.default is None or action.default is False or action.default == []:
             return action.help
         return super()._get_help_string(action)
 
 
-class Unavailable(argparse.Action):
-    """A flag of mlx-lm that has no effect here: it is refused, never ignored."""
+def chosen_command(
+    program: str, description: str, commands: Mapping[str, str], argv: Sequence[str]
+) -> str:
+    """The command that a program's arguments begin with.
 
-    def __init__(self, option_strings: Sequence[str], dest: str, reason: str, **options: Any):
-        hidden = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        super().__init__(option_strings, dest, **options | hidden)
-        self.reason = reason
+    Args:
+        program: what is typed before the command.
+        description: of the program, for its help.
+        commands: by their names, with a line about each.
+        argv: what follows the program's name.
 
-    def __call__(self, *args: Any) -> NoReturn:
-        raise argparse.ArgumentError(self, self.reason)
-
-
-def top_level_parser(commands: Mapping[str, str]) -> Parser:
-    """The parser of `afm-mlx` without a command."""
-    description = "Run Apple's on-device foundation-model architecture (AFM) locally, with MLX."
-    parser = commands_parser(PROGRAM, "[--version] COMMAND", description, commands)
-    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    return parser
-
-
-def commands_parser(
-    program: str, usage: str, description: str, commands: Mapping[str, str]
-) -> Parser:
-    """The parser of a program that has commands, without one; it lists them in its help."""
+    Raises:
+        SystemExit: after --help, which lists the commands, and after --version.
+        UsageError: when they begin with no command.
+    """
+    if argv and argv[0] in commands:
+        return argv[0]
     width = max(map(len, commands))
     table = "\n".join(f"  {name:<{width}}  {line}" for name, line in commands.items())
     parser = Parser(
         prog=program,
-        usage=f"{program} {usage} ...",
+        usage=f"{program} [--version] COMMAND ...",
         description=description,
         epilog=f"commands:\n{table}\n\n{program} COMMAND --help shows the arguments of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", choices=commands, metavar="COMMAND", help="see below")
-    return parser
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    parser.parse_args(argv)
+    raise UsageError(
+        f"{program} needs a command: {', '.join(commands)}. {program} --help explains them."
+    )
+
+
+_COMMON = [
+    Argument(
+        "-c --config",
+        None,
+        "take arguments from a YAML file: the same names, with _ for -; the command line has the last word",
+        metavar="FILE.yaml",
+    ),
+    Argument("--debug", FLAG, "show the traceback of an error, for bug reports"),
+]
 
 
 def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
@@ -132,32 +166,28 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
 
     Args:
         name: name of the command.
-        command: its module. It may have `ALTERNATIVES`, pairs of arguments that say the same thing (and what):
-            where the command line has one, the file's other is left out.
+        command: its module. It has `ARGUMENTS`, see `add_tables`, and may have `ALTERNATIVES`: pairs of
+            arguments that say the same thing, and what. One of a pair on the command line replaces the other
+            in the file.
         argv: what follows the command's name.
 
     Raises:
         UsageError: for an argument, a key or a value that can't be used.
     """
     parser = Parser(prog=f"{PROGRAM} {name}", description=(command.__doc__ or "").split("\n\n")[0])
-    command.add_arguments(parser)
-    parser.add_argument(
-        "-c",
-        "--config",
-        metavar="FILE.yaml",
-        help="take arguments from a file: the same names, with _ for -; the command line has the last word",
-    )
-    parser.add_argument(
-        "--debug", action="store_true", help="show the traceback of an error, for bug reports"
-    )
+    add_tables(parser, {**command.ARGUMENTS, "options": [*command.ARGUMENTS["options"], *_COMMON]})
     parser.set_defaults(command_line=shlex.join([PROGRAM, *name.split(), *argv]))  # for advice
     args = parser.parse_args(argv)
-    if args.config is None:
-        return args
-    values = _from_yaml(args.config, parser)
-    drop_said_otherwise(values, args, getattr(command, "ALTERNATIVES", ()))
-    parser.set_defaults(**values)
-    return parser.parse_args(argv)
+    alternatives = getattr(command, "ALTERNATIVES", ())
+    if args.config is not None:
+        values = _from_yaml(args.config, parser)
+        drop_said_otherwise(values, args, alternatives)
+        parser.set_defaults(**values)
+        args = parser.parse_args(argv)
+    for one, other, what in alternatives:
+        if None not in (getattr(args, one), getattr(args, other)):
+            raise UsageError(f"{flag_of(one)} and {flag_of(other)} both say {what}; choose one.")
+    return args
 
 
 def drop_said_otherwise(
@@ -174,21 +204,40 @@ def _from_yaml(path: str, parser: Parser) -> dict[str, Any]:
     """The arguments that a file sets, by their names, checked as those of the command line are."""
     from afm_mlx.cli.yaml_config import read_yaml
 
-    settings = read_yaml(Path(path))
+    given = (
+        (f"{path}, line {line}", name, value)
+        for name, (value, line) in read_yaml(Path(path)).items()
+    )
+    return checked_arguments(
+        given, parser, f"the names that {parser.prog} --help lists, with _ for -"
+    )
+
+
+def checked_arguments(
+    given: Iterable[tuple[str, str, Any]], parser: Parser, known: str
+) -> dict[str, Any]:
+    """Arguments by their names, checked as those of the command line are.
+
+    Args:
+        given: where each argument stands, its name and its value.
+        parser: has the arguments that are allowed.
+        known: what they are, for messages.
+
+    Raises:
+        UsageError: for an unknown name, or a value that can't be used.
+    """
     actions = {a.dest: a for a in parser._actions if a.dest not in ("help", "config", "command")}
     values = {}
-    for key, (value, line) in settings.items():
-        where = f"{path}, line {line}"
-        if key not in actions:
-            known = [name for name, a in actions.items() if a.help is not argparse.SUPPRESS]
+    for where, name, value in given:
+        if name not in actions:
+            shown_names = [n for n, a in actions.items() if a.help is not argparse.SUPPRESS]
             raise UsageError(
-                f"{where}: unknown key {named(key)}{did_you_mean(key, known)}. Known are the names that "
-                f"{parser.prog} --help lists, with _ for -."
+                f"{where}: unknown key {named(name)}{did_you_mean(name, shown_names)}. Known are {known}."
             )
         # An empty value leaves the default, and what is not available may be declined.
-        if value is None or (value is False and isinstance(actions[key], Unavailable)):
+        if value is None or (value is False and isinstance(actions[name], Unavailable)):
             continue
-        values[key] = _checked(f"{where}: {key}", value, actions[key])
+        values[name] = _checked(f"{where}: {name}", value, actions[name])
     return values
 
 
@@ -272,6 +321,26 @@ def _number(
         return value
 
     return convert
+
+
+def positive(high: float | None = None) -> Callable[[str], float]:
+    """A number over 0, up to `high`, which is `MAX_NUMBER` by default."""
+
+    def convert(text: str) -> float:
+        if (value := number(0, high)(text)) == 0:
+            raise argparse.ArgumentTypeError(
+                f"{named(text)} is out of range; allowed is more than 0"
+            )
+        return value
+
+    return convert
+
+
+def count_or_all(text: str) -> int:
+    """A number of things, or -1 for all of them."""
+    if (value := integer(-1)(text)) == 0:
+        raise argparse.ArgumentTypeError("0 is out of range; allowed are 1 and more, or -1 for all")
+    return value
 
 
 def json_object(text: str) -> dict[str, Any]:

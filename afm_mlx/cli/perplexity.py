@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
 from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import Argument, add_table
+from afm_mlx.cli.argument_table import Argument
 from afm_mlx.cli.output import print_json, progress_bar
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 
@@ -14,23 +15,21 @@ HELD_OUT = "heldout.jsonl"
 
 
 # fmt: off
-ARGUMENTS = [
-    *options.LOADING,
-    Argument("--data-path", None,
-             "a .jsonl file, a .txt file, or a folder with test, valid or train.jsonl; by default the "
-             f"model folder's {HELD_OUT}, which the embedded model has",
-             metavar="PATH"),
-    Argument("--num-samples", integer(-1), "pieces of documents; -1 for all", 256),
-    Argument("--sequence-length", integer(2), "tokens of a piece at most", 512),
-    Argument("--batch-size", integer(1, MAX_ROWS), "pieces side by side", 8),
-    Argument("--seed", integer(0, options.MAX_SEED), "of the choice of samples", 123),
-    options.JSON,
-]
+ARGUMENTS = {
+    "options": [
+        *options.LOADING,
+        Argument("--data-path", None,
+                 "a .jsonl file, a .txt file, or a folder with test, valid or train.jsonl; by default the "
+                 f"model folder's {HELD_OUT}, which the embedded model has",
+                 metavar="PATH"),
+        Argument("--num-samples", integer(-1), "pieces of documents; -1 for all", 256),
+        Argument("--sequence-length", integer(2), "tokens of a piece at most", 512),
+        Argument("--batch-size", integer(1, MAX_ROWS), "pieces side by side", 8),
+        Argument("--seed", integer(0, options.MAX_SEED), "seed of the choice of pieces", 123),
+        options.JSON,
+    ],
+}
 # fmt: on
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, ARGUMENTS)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -51,18 +50,9 @@ def run(args: argparse.Namespace) -> None:
     pieces = cut(documents, args.sequence_length, args.num_samples, args.seed)
     with progress_bar("perplexity", "sample") as progress:
         result = measure_perplexity(model, pieces, args.batch_size, progress)
-    facts = {
-        "model": args.model,
-        "data": str(data),
-        "perplexity": result.perplexity,
-        "standard_error": result.standard_error,
-        "tokens": result.tokens,
-        "samples": result.samples,
-        "seconds": result.seconds,
-        "tokens_per_second": result.tokens_per_second,
-    }
     if args.json:
-        print_json(facts)
+        facts = {"model": args.model, "data": str(data), **dataclasses.asdict(result)}
+        print_json(facts | {"tokens_per_second": result.tokens_per_second})
         return
     print(f"Model: {args.model}")
     print(f"Data: {data} ({result.samples} samples, {result.tokens} tokens)")

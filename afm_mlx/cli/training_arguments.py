@@ -11,8 +11,8 @@ import argparse
 import re
 
 from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import FLAG, SWITCH, Argument, add_table, unavailable
-from afm_mlx.cli.parser import MAX_ROWS, integer, json_object, number
+from afm_mlx.cli.argument_table import FLAG, SWITCH, Argument, Tables, unavailable
+from afm_mlx.cli.parser import MAX_ROWS, count_or_all, integer, json_object, number, positive
 from afm_mlx.errors import named, shown
 
 MAX_EPOCHS, MAX_SIZE = 10**6, 10**15  # the latter in bytes
@@ -47,107 +47,112 @@ def size(text: str) -> int:
 
 
 # fmt: off
-MODEL = [
-    options.MODEL,
-    Argument("--force", FLAG, "take an adapter that was made for another model, if its shapes fit"),
-    Argument("--data", None,
-             "a folder with train.jsonl, and valid.jsonl and test.jsonl where there are any; or one .jsonl "
-             'file. Lines are {"messages"}, {"prompt", "completion"}, {"text"}, or a list of messages',
-             metavar="PATH"),
-]
-
-DATA = [
-    Argument("--batch-size", integer(1, MAX_ROWS), "rows of a batch; 4 by default"),
-    Argument("--max-seq-length", integer(2),
-             "the most tokens of a sample, and of a row; longer texts are cut, longer chats an error. By "
-             "default 2048, or the model's context if that is less, and packed rows of some four samples"),
-    Argument("--packing", SWITCH,
-             "put several samples into a row, which don't see each other; the default for AFM models"),
-    Argument("--mask-prompt", SWITCH, "train on what the assistant wrote only", True),
-    Argument("--prompt-weight", number(0), "of the loss of all other tokens; 0, and 1 with --no-mask-prompt"),
-    *(Argument(f"--{name}-feature", None,
-               f"what the data calls {'messages' if name == 'chat' else name!r}, as in mlx-lm", metavar="KEY")
-      for name in FEATURES),
-]
-
 DISTILLATION = [
     Argument("--teacher", None, "model whose predictions to imitate", metavar="MODEL"),
     Argument("--teacher-adapter", None, "adapter that the teacher runs with", metavar="FOLDER"),
     Argument("--distillation-weight", number(0, 1),
-             "of the distance from the teacher; the rest is that of the data's cross-entropy. 1 by default"),
+             "weight of the distance from the teacher, 1 by default; the data's cross-entropy has the rest"),
     Argument("--distillation-temperature", number(1e-3),
-             "above 1, the teacher's unlikely tokens count more; 1 by default"),
+             "temperature of the predictions: above 1, the teacher's unlikely tokens count more; 1 by default"),
     Argument("--distillation-divergence", ["forward", "reverse"],
              "forward, KL(teacher || model), by default; reverse, KL(model || teacher), for draft models"),
 ]
 
-RUN = [
-    Argument("--resume", FLAG,
-             "go on with a run that was interrupted, with the arguments that it was started with"),
-    Argument("--val-batches", integer(-1), "batches of an evaluation; -1 for all", 25),
-    Argument("--steps-per-report", integer(1), default=10),
-    Argument("--steps-per-eval", integer(1), default=200),
-    Argument("--save-every", integer(1), "steps between checkpoints", 100),
-    Argument("--patience", integer(1),
-             "stop after this many evaluations without a better one; the best weights are kept anyway"),
-    Argument("--ema-decay", number(0, 0.999999),
-             "keep an average of the weights with this decay; 0 for none"),
-    Argument("--test", FLAG,
-             "measure the loss on test.jsonl at the end, with what was trained and without"),
-    Argument("--test-batches", integer(-1), "batches of test.jsonl that are measured; -1 for all", -1),
-    Argument("--plot", None, "draw losses and learning rate (needs matplotlib)", metavar="FILE.png"),
-]
 
-UNAVAILABLE = [
-    unavailable("--report-to",
-                "nothing is sent to wandb or swanlab; metrics go to metrics.jsonl in the run's folder, and "
-                "--plot draws them"),
-    unavailable("--project-name", "it names a project for --report-to, which is not available"),
-    unavailable("--hf-dataset", "data sets of the hub are not fetched; --data takes files"),
-    unavailable("--trust-remote-code", "code in a model's folder is not run here", nargs=0),
-]
-def _loop(learning_rate: str) -> list[Argument]:
-    return [
-        Argument("--iters", integer(1),
-                 f"steps; by default {EPOCHS} passes over the data, but {STEPS_BETWEEN[0]} steps at least and "
-                 f"{STEPS_BETWEEN[1]} at most"),
-        Argument("--epochs", number(0, MAX_EPOCHS), "passes over the data, instead of --iters"),
-        Argument("--learning-rate", number(0), f"the highest; {learning_rate} by default"),
-        Argument("--warmup-iters", integer(0), "steps of linear warm-up; by default 5%% of all, 100 at most"),
-        Argument("--warmup-epochs", number(0, MAX_EPOCHS), "likewise, in passes over the data"),
-        Argument("--schedule", ["cosine", "constant"],
-                 "what the learning rate does after that; cosine by default, constant for draft models"),
-        Argument("--final-learning-rate", number(0), "at the end of the cosine; 0 by default"),
-        Argument("--lr-schedule", json_object,
-                 "the learning rate in mlx-lm's words: name, arguments, warmup and warmup_init in one object"),
-        Argument("--grad-accumulation-steps", integer(1), "batches that make one step; 1 by default"),
-        Argument("--grad-checkpoint", FLAG,
-                 "compute each block twice instead of keeping its activations, to use less memory"),
-        Argument("--clip-grad-norm", number(0), "the most it may be, 1 by default; 0 for any"),
-        Argument("--weight-decay", number(0), "of AdamW; 0 by default"),
-        Argument("--optimizer", ["adamw", "adam"],
-                 "adam is AdamW without weight decay; there are no others", "adamw"),
-        Argument("--optimizer-config", json_object,
-                 "its betas, eps and weight_decay, by its name as in mlx-lm: "
-                 '{"adamw": {"betas": [0.9, 0.95]}}'),
-        Argument("--clear-cache-threshold", size,
-                 "memory, such as 2GB, that MLX may keep for reuse between steps; its own limit by default",
-                 metavar="SIZE"),
-        Argument("--seed", integer(0, options.MAX_SEED), default=0),
-    ]
-# fmt: on
-
-
-def add_training(parser: argparse.ArgumentParser, learning_rate: str) -> None:
-    """Add all of these arguments to a command's.
+def training_tables(learning_rate: str, *own: Argument) -> Tables:
+    """The tables of `lora` and `qat`.
 
     Args:
-        parser: parser of the command.
         learning_rate: what `--learning-rate` is by default, in words.
+        own: the command's own arguments without a title.
     """
-    add_table(parser, MODEL)
-    add_table(parser, DATA, "data")
-    add_table(parser, _loop(learning_rate), "training")
-    add_table(parser, DISTILLATION, "distillation")
-    add_table(parser, RUN, "run")
-    add_table(parser, [options.JSON, *UNAVAILABLE])
+    return {
+        "options": [
+            *own,
+            options.MODEL,
+            Argument("--force", FLAG, "take an adapter that was made for another model, if its shapes fit"),
+            Argument("--data", None,
+                     "a folder with train.jsonl, and valid.jsonl and test.jsonl where there are any; or one "
+                     '.jsonl file. Lines are {"messages"}, {"prompt", "completion"}, {"text"}, or a list of '
+                     "messages",
+                     metavar="PATH"),
+            options.JSON,
+            unavailable("--report-to",
+                        "nothing is sent to wandb or swanlab; metrics go to metrics.jsonl in the run's folder, "
+                        "and --plot draws them"),
+            unavailable("--project-name", "it names a project for --report-to, which is not available"),
+            unavailable("--hf-dataset", "data sets of the hub are not fetched; --data takes files"),
+            unavailable("--trust-remote-code", "code in a model's folder is not run here", nargs=0),
+        ],
+        "data": [
+            Argument("--batch-size", integer(1, MAX_ROWS), "rows of a batch; 4 by default"),
+            Argument("--max-seq-length", integer(2),
+                     "the most tokens of a sample, and of a row; longer texts are cut, longer chats an error. "
+                     "By default 2048, or the model's context if that is less, and packed rows of some four "
+                     "samples"),
+            Argument("--packing", SWITCH,
+                     "put several samples into a row, which don't see each other; the default for AFM models"),
+            Argument("--mask-prompt", SWITCH, "train on what the assistant wrote only", True),
+            Argument("--prompt-weight", number(0),
+                     "weight of the loss of tokens that the assistant did not write; by default 0, and 1 with "
+                     "--no-mask-prompt"),
+            *(Argument(f"--{name}-feature", None,
+                       f"what the data calls {'messages' if name == 'chat' else name!r}, as in mlx-lm",
+                       metavar="KEY")
+              for name in FEATURES),
+        ],
+        "training": [
+            Argument("--iters", integer(1),
+                     f"steps; by default {EPOCHS} passes over the data, but {STEPS_BETWEEN[0]} steps at least "
+                     f"and {STEPS_BETWEEN[1]} at most"),
+            Argument("--epochs", positive(MAX_EPOCHS), "passes over the data, instead of --iters"),
+            Argument("--learning-rate", positive(), f"the highest learning rate; {learning_rate} by default"),
+            Argument("--warmup-iters", integer(0),
+                     "steps of linear warm-up; by default 5%% of all, 100 at most"),
+            Argument("--warmup-epochs", number(0, MAX_EPOCHS),
+                     "passes over the data of linear warm-up, instead of --warmup-iters"),
+            Argument("--schedule", ["cosine", "constant"],
+                     "what the learning rate does after the warm-up; cosine by default, constant for draft "
+                     "models"),
+            Argument("--final-learning-rate", number(0),
+                     "learning rate at the end of the cosine; 0 by default"),
+            Argument("--lr-schedule", json_object,
+                     "the learning rate in mlx-lm's words: name, arguments, warmup and warmup_init in one "
+                     "object"),
+            Argument("--grad-accumulation-steps", integer(1), "batches that make one step; 1 by default"),
+            Argument("--grad-checkpoint", FLAG,
+                     "compute each block twice instead of keeping its activations, to use less memory"),
+            Argument("--clip-grad-norm", number(0),
+                     "the most that a gradient's norm may be, 1 by default; 0 for any"),
+            Argument("--weight-decay", number(0), "weight decay of AdamW; 0 by default"),
+            Argument("--optimizer", ["adamw", "adam"],
+                     "adam is AdamW without weight decay; there are no others", "adamw"),
+            Argument("--optimizer-config", json_object,
+                     "betas, eps and weight_decay of an optimizer, by its name as in mlx-lm: "
+                     '{"adamw": {"betas": [0.9, 0.95]}}'),
+            Argument("--clear-cache-threshold", size,
+                     "memory, such as 2GB, that MLX may keep for reuse between steps; MLX's own limit by "
+                     "default",
+                     metavar="SIZE"),
+            Argument("--seed", integer(0, options.MAX_SEED), "seed of the random numbers", 0),
+        ],
+        "distillation": DISTILLATION,
+        "run": [
+            Argument("--resume", FLAG,
+                     "go on with a run that was interrupted, with the arguments that it was started with"),
+            Argument("--val-batches", count_or_all, "batches of an evaluation; -1 for all", 25),
+            Argument("--steps-per-report", integer(1), "steps between reports", 10),
+            Argument("--steps-per-eval", integer(1), "steps between evaluations on valid.jsonl", 200),
+            Argument("--save-every", integer(1), "steps between checkpoints", 100),
+            Argument("--patience", integer(1),
+                     "stop after this many evaluations without a better one; the best weights are kept "
+                     "anyway"),
+            Argument("--ema-decay", number(0, 0.999999),
+                     "keep an average of the weights with this decay; 0 for none"),
+            Argument("--test", FLAG,
+                     "measure the loss on test.jsonl at the end, with what was trained and without"),
+            Argument("--test-batches", count_or_all, "batches of test.jsonl that are measured; -1 for all", -1),
+            Argument("--plot", None, "draw losses and learning rate (needs matplotlib)", metavar="FILE.png"),
+        ],
+    }
+# fmt: on

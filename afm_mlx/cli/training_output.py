@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from afm_mlx.training.data.batches import Batches
     from afm_mlx.training.loop.events import Event, Report
     from afm_mlx.training.loop.training_options import TrainingOptions
+    from afm_mlx.training.methods.method import Method
     from afm_mlx.training.methods.plan import Plan
+    from afm_mlx.training.methods.recipe import Recipe
     from afm_mlx.training.methods.scores import Scores
     from afm_mlx.training.methods.train import TrainingResult
 
@@ -60,10 +62,9 @@ class Reporter:
             case Report():
                 self._print(self._report_line(event))
             case Validation():
-                line = f"Iter {event.step}: Val loss {event.valid_loss:.3f}"
                 # The exponential of a distance from a teacher means nothing.
                 perplexity = f", Val ppl {event.valid_perplexity:.3f}" * (not self._has_teacher)
-                self._print(line + perplexity)
+                self._print(f"Iter {event.step}: Val loss {event.valid_loss:.3f}{perplexity}")
 
     def _report_line(self, report: Report) -> str:
         speed = ""
@@ -88,26 +89,20 @@ class Reporter:
 
 
 def _plan_lines(plan: Plan) -> Iterator[str]:
-    train, options = plan.data.train, plan.options
-    share = plan.trainable / plan.parameters
-    yield (
-        f"Trainable parameters: {share:.3%} ({plan.trainable / 1e6:.3f}M/{plan.parameters / 1e6:.3f}M)"
-    )
-    for name, split in (("Train", train), ("Valid", plan.data.valid), ("Test", plan.data.test)):
+    data, options = plan.data, plan.options
+    millions = f"{plan.trainable / 1e6:.3f}M/{plan.parameters / 1e6:.3f}M"
+    yield f"Trainable parameters: {plan.trainable / plan.parameters:.3%} ({millions})"
+    for name, split in (("Train", data.train), ("Valid", data.valid), ("Test", data.test)):
         if split is not None:
             yield data_line(name, split)
-    if plan.data.valid is None:
+    if data.valid is None:
         yield "No valid.jsonl: nothing is evaluated, and the last weights are the ones that are kept"
-    kind = "packed rows" if train.packed else "rows of one sample"
-    yield (
-        f"Batches: {train.batch_size} {kind} of up to {train.length:,} tokens, "
-        f"{train.fill:.1%} full"
-    )
-    yield (
-        f"Steps: {options.iters:,}, {options.iters / plan.steps_per_epoch:.2f} epochs of "
-        f"{plan.steps_per_epoch:,.1f}"
-    )
-    yield _rate_line(options)
+    kind = "packed rows" if data.train.packed else "rows of one sample"
+    rows = f"{data.train.batch_size} {kind} of up to {data.train.length:,} tokens"
+    yield f"Batches: {rows}, {data.train.fill:.1%} full"
+    epochs = f"{options.iters / plan.steps_per_epoch:.2f} epochs of {plan.steps_per_epoch:,.1f}"
+    yield f"Steps: {options.iters:,}, {epochs}"
+    yield f"Learning rate: {_rate(options)}"
     if plan.memory is not None:
         yield f"Memory: up to about {plan.memory / 1e9:.2f} GB"
 
@@ -120,30 +115,33 @@ def data_line(name: str, split: Batches) -> str:
     )
 
 
-def _rate_line(options: TrainingOptions) -> str:
+def _rate(options: TrainingOptions) -> str:
     if options.lr_schedule is not None:
-        return f"Learning rate: {options.lr_schedule}"
-    line = f"Learning rate: {options.learning_rate:g} after {options.warmup_iters:,} steps of warm-up, then "
-    if options.schedule == "cosine":
-        return f"{line}a cosine down to {options.final_learning_rate:g}"
-    return f"{line}constant"
+        return str(options.lr_schedule)
+    cosine = f"a cosine down to {options.final_learning_rate:g}"
+    then = cosine if options.schedule == "cosine" else "constant"
+    return f"{options.learning_rate:g} after {options.warmup_iters:,} steps of warm-up, then {then}"
 
 
-def run_training(
-    args: argparse.Namespace, start: Callable[..., TrainingResult], run_path: Path
-) -> None:
-    """Start a training, print how it goes, and print its result.
+def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path: Path) -> None:
+    """Train, print how it goes, and print the result.
 
     Args:
         args: arguments of the command.
-        start: a training that still takes `resume`, `on_plan` and `on_event`.
-        run_path: folder of the run.
+        method, recipe, path: what is trained, by what, and the folder to make; see `train_by`.
     """
+    from afm_mlx.training.methods.train import train_by
+
+    run_path = Path(getattr(args, "run_path", None) or method.default_run_path(path))
     if args.resume and not (run_path / "run.json").exists():
         raise UsageError(f"--resume: {run_path} holds no run. Leave it out to start one.")
     with _advice(args, run_path), progress_bar("training", "step") as bar:
         reporter = Reporter(args, bar)
-        result = start(
+        result = train_by(
+            method,
+            recipe,
+            path,
+            run_path=run_path,
             resume=args.resume,
             on_plan=reporter.on_plan,
             on_event=reporter.on_event,
@@ -153,15 +151,28 @@ def run_training(
         from afm_mlx.training.loop.plot import plot_metrics
 
         plot_metrics(run_path / "metrics.jsonl", args.plot)
-    facts = _facts(args, result, reporter.trainable)
     if args.json:
+        facts = {
+            "model": str(args.model),
+            "data": str(args.data),
+            "path": str(result.path),
+            "run_path": str(result.run_path),
+            "trainable_parameters": reporter.trainable,
+            **dataclasses.asdict(result.outcome),
+            "test_loss": result.test_loss,
+            "test_perplexity": result.test_perplexity,
+            "test": None if result.test is None else scores_dict(result.test),
+        }
         print_json(facts)
-        return
+    else:
+        _print_result(args, result)
+
+
+def _print_result(args: argparse.Namespace, result: TrainingResult) -> None:
     outcome = result.outcome
     if outcome.stopped_early:
-        print(
-            f"Stopped early, after {outcome.steps} steps: {args.patience} evaluations without a better one"
-        )
+        evaluations = f"{args.patience} evaluations without a better one"
+        print(f"Stopped early, after {outcome.steps} steps: {evaluations}")
     if outcome.best_loss is not None:
         print(f"Best: Val loss {outcome.best_loss:.3f} after step {outcome.best_step}")
     if result.test is not None:
@@ -169,33 +180,17 @@ def run_training(
     print(f"Saved to {result.path}")
 
 
-def _facts(args: argparse.Namespace, result: TrainingResult, trainable: int) -> dict[str, Any]:
-    return {
-        "model": str(args.model),
-        "data": str(args.data),
-        "path": str(result.path),
-        "run_path": str(result.run_path),
-        "trainable_parameters": trainable,
-        **dataclasses.asdict(result.outcome),
-        "test_loss": result.test_loss,
-        "test_perplexity": result.test_perplexity,
-        "test": None if result.test is None else scores_dict(result.test),
-    }
-
-
 def print_scores(scores: Scores) -> None:
     """Print the loss on test.jsonl with and without what was trained; the first line is as mlx-lm has it."""
-    before = scores.untrained
-    after = scores.trained or before
+    before, after = scores.untrained, scores.trained or scores.untrained
     print(f"Test loss {after.loss:.3f}, Test ppl {after.perplexity:.3f}.")
+    tokens = f"{after.tokens:,} tokens"
     if scores.trained is None:
-        print(f"Over {before.tokens:,} tokens, {scores.label}")
+        print(f"Over {tokens}, {scores.label}")
         return
     label = scores.label[:1].upper() + scores.label[1:]
-    print(
-        f"{label}: loss {before.loss:.3f}, ppl {before.perplexity:.3f}; both over the same "
-        f"{after.tokens:,} tokens"
-    )
+    figures = f"loss {before.loss:.3f}, ppl {before.perplexity:.3f}"
+    print(f"{label}: {figures}; both over the same {tokens}")
     if after.acceptance is not None and before.acceptance is not None:
         print(
             f"The target keeps {after.acceptance:.1%} of what is proposed; {scores.label} it was "

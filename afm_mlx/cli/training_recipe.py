@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli.argument_table import flag_of
 from afm_mlx.cli.parser import MAX_NUMBER, UsageError
-from afm_mlx.cli.training_arguments import (
-    ALTERNATIVES,
-    DISTILLATION,
-    EPOCHS,
-    FEATURES,
-    STEPS_BETWEEN,
-)
+from afm_mlx.cli.training_arguments import DISTILLATION, EPOCHS, FEATURES, STEPS_BETWEEN
 from afm_mlx.errors import shown
 
 if TYPE_CHECKING:
@@ -41,7 +35,7 @@ def fields_given(args: argparse.Namespace, kind: type) -> dict[str, Any]:
 
 
 def recipe_of(args: argparse.Namespace, learning_rate: float) -> Recipe:
-    """The recipe that `add_training`'s arguments ask for.
+    """The recipe that the arguments of `training_tables` ask for.
 
     Args:
         args: the parsed arguments.
@@ -70,20 +64,18 @@ def _options(args: argparse.Namespace, learning_rate: float) -> TrainingOptions:
     values = {"learning_rate": learning_rate, "warmup_iters": 0} | optimizer_settings(args)
     from afm_mlx.training.loop.training_options import TrainingOptions
 
-    values |= fields_given(args, TrainingOptions) | _peak(args)
+    values |= fields_given(args, TrainingOptions)
+    # Messages name the rate that `--lr-schedule` starts from.
+    arguments = (args.lr_schedule or {}).get("arguments")
+    first = arguments[0] if isinstance(arguments, list) and arguments else 0
+    if isinstance(first, int | float) and first > 0:
+        values["learning_rate"] = first
     if args.optimizer == "adam" and values.get("weight_decay"):
         raise UsageError("adam has no weight decay; take --optimizer adamw, or leave it out.")
     # The number of steps in epochs is only known with the data.
     values.setdefault("iters", values["warmup_iters"] + 1)
     without = [name for name in ("clip_grad_norm", "ema_decay") if values.get(name) == 0]
     return TrainingOptions(**values | dict.fromkeys(without))
-
-
-def _peak(args: argparse.Namespace) -> dict[str, float]:
-    """The rate that `--lr-schedule` starts from, for messages that name the learning rate."""
-    arguments = (args.lr_schedule or {}).get("arguments")
-    first = arguments[0] if isinstance(arguments, list) and arguments else 0
-    return {"learning_rate": first} if isinstance(first, int | float) and first > 0 else {}
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -93,13 +85,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(
             f"there is no file or folder {args.data}; data sets of the hub are not fetched."
         )
-    refuse_both(args, ALTERNATIVES)
-    for name in ("epochs", "learning_rate"):
-        if getattr(args, name) == 0:
-            raise UsageError(f"{flag_of(name)} is 0; allowed is more than that.")
-    for name in ("val_batches", "test_batches"):
-        if getattr(args, name) == 0:
-            raise UsageError(f"{flag_of(name)} is 0; allowed are 1 and more, or -1 for all.")
     if args.teacher is None:
         for row in DISTILLATION:
             if getattr(args, row.name) is not None:
@@ -108,13 +93,6 @@ def _check(args: argparse.Namespace) -> None:
                 )
     if args.plot is not None:
         _check_plot(args.plot)
-
-
-def refuse_both(args: argparse.Namespace, alternatives: Iterable[tuple[str, str, str]]) -> None:
-    """Raise `UsageError` when both of two alternatives are given."""
-    for one, other, what in alternatives:
-        if None not in (getattr(args, one), getattr(args, other)):
-            raise UsageError(f"{flag_of(one)} and {flag_of(other)} both say {what}; choose one.")
 
 
 def optimizer_settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-from afm_mlx.cli.usage import UsageError, check_text
+from afm_mlx.cli.parser import UsageError, check_text
 from afm_mlx.errors import shown
 
 MAX_BYTES = 1 << 16

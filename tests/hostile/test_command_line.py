@@ -6,7 +6,8 @@ import io
 import pytest
 
 from afm_mlx.cli import main
-from afm_mlx.cli.parser import Unavailable, json_object, parse
+from afm_mlx.cli.argument_table import Unavailable
+from afm_mlx.cli.parser import json_object, parse
 from tests.hostile.harness import Case, run_cases
 from tests.tools.arguments import actions_of, commands, draw_value
 from tests.tools.cli import lines
@@ -57,7 +58,7 @@ def test_commands_that_run(rng, tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "data.jsonl", {"prompt": "a", "completion": "b"})
     if name in TRAIN:
-        monkeypatch.setattr(f"afm_mlx.cli.{name}.run_training", lambda args, start, run_path: None)
+        monkeypatch.setattr(f"afm_mlx.cli.{name}.run_training", lambda *args: None)
     actions = [a for a in actions_of(commands()[name]) if not isinstance(a, Unavailable)]
 
     def generate(rng):

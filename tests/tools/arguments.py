@@ -5,7 +5,8 @@ from importlib import import_module
 import numpy as np
 
 from afm_mlx.cli import COMMANDS
-from afm_mlx.cli.parser import Parser, Unavailable, json_object
+from afm_mlx.cli.argument_table import Unavailable, add_tables
+from afm_mlx.cli.parser import Parser, json_object
 
 NUMBERS = "0 1 -1 3 0.5 1e-5 8 2147483647 2147483648 -9223372036854775809 100000000000000".split()
 NUMBERS += [*"1e400 -0.0 nan inf -inf 0x10 1_000 ٣".split(), "9" * 5000]
@@ -53,7 +54,7 @@ def commands():
 def actions_of(module):
     """The arguments of a command, but for --help."""
     parser = Parser(prog="p", add_help=False)
-    module.add_arguments(parser)
+    add_tables(parser, module.ARGUMENTS)
     return parser._actions
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.cli.argument_table import FLAG, Argument, add_table, flag_of
+from afm_mlx.cli.argument_table import FLAG, Argument, flag_of
 from afm_mlx.cli.parser import UsageError, number
 from afm_mlx.errors import named
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
@@ -23,24 +23,25 @@ SOURCE = [
              "a folder of mlx-lm or PEFT, a .pt file of Apple's toolkit, an .fmadapter package, or the name of "
              "an adapter that comes with the model",
              nargs="?", metavar="ADAPTER"),
-    Argument("--adapter-path", None, "the same, as a flag", metavar="ADAPTER"),
+    Argument("--adapter-path", None, "ADAPTER, as a flag", metavar="ADAPTER"),
     Argument("--alpha", number(0),
-             "of a .pt file; that of the config beside it by default, and without one 16 for rank 32"),
+             "alpha of a .pt file; that of the config beside it by default, without one 16 for rank 32"),
 ]
 
 FORCE = Argument(
     "--force", FLAG, "take an adapter that was made for another base model, if its shapes fit")
 
-_PACKAGE = [
-    Argument("--name", None, "letters, digits and '_'; that of the output by default"),
-    Argument("--author", None, "of the adapter"),
-    Argument("--description", None, "of what the adapter does"),
-    Argument("--license", None, "of the adapter"),
+_PACKAGE_FIELDS = [
+    Argument("--name", None, "name of the package: letters, digits and '_'; that of the output by default"),
+    Argument("--author", None, "who made the adapter"),
+    Argument("--description", None, "what the adapter does"),
+    Argument("--license", None, "license of the adapter"),
     Argument("--base-signature", None, "40 hex digits that name the base model to Apple's runtime"),
     Argument("--draft", None,
              "folder with draft.mil and draft_weights.bin to pass through; that of the source by default"),
 ]
 _ANY_RANK = Argument("--any-rank", FLAG, "write ranks above 32, which Apple's runtime does not load")
+PACKAGE = {".fmadapter packages": [*_PACKAGE_FIELDS, _ANY_RANK]}
 
 
 def model_argument(what: str) -> Argument:
@@ -48,9 +49,9 @@ def model_argument(what: str) -> Argument:
     return Argument("--model", None, f"folder, hub id or name of the base model: {what}")
 
 
-def add_output(parser: argparse.ArgumentParser, default: str | None) -> None:
-    """Add the arguments that say what is written; `default` is the format, None for one that must be given."""
-    add_table(parser, [
+def output(default: str | None) -> list[Argument]:
+    """The arguments that say what is written; `default` is the format, None for one that must be given."""
+    return [
         Argument("--to", FORMATS, "format of what is written", default),
         Argument("--output", None,
                  "what to write, which must not exist: a folder, NAME.pt or NAME.fmadapter"),
@@ -60,18 +61,17 @@ def add_output(parser: argparse.ArgumentParser, default: str | None) -> None:
         Argument("--qkv", ["fused", "split"],
                  "what a PEFT folder calls queries, keys and values: qkv_proj, or q_proj, k_proj and v_proj",
                  "fused"),
-    ])
-    add_table(parser, [*_PACKAGE, _ANY_RANK], ".fmadapter packages")
+    ]
 # fmt: on
 
 
-def package_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """The fields of a package that were given.
+def output_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of what is written, as functions that write adapters take them, and a package's fields.
 
     Raises:
         UsageError: for arguments of one format with another.
     """
-    fields = {row.name: getattr(args, row.name) for row in _PACKAGE}
+    fields = {row.name: getattr(args, row.name) for row in _PACKAGE_FIELDS}
     given = {name: value for name, value in fields.items() if value is not None}
     if args.to != "fmadapter" and (given or args.any_rank):
         flag = flag_of(next(iter(given), "any_rank"))
@@ -86,30 +86,27 @@ def package_fields(args: argparse.Namespace) -> dict[str, Any]:
         )
     if "draft" in given:
         given["draft"] = Path(given["draft"])
-    return given
+    import mlx.core as mx
+
+    dtype = None if args.dtype is None else getattr(mx, args.dtype)
+    return {"dtype": dtype, "any_rank": args.any_rank, "qkv": args.qkv}, given
 
 
 def require(args: argparse.Namespace, action: str, **missing: str) -> None:
     """Raise `UsageError` for the first argument that was not given; `missing` says what each one is for."""
-    _take_positional(args)
+    if (adapter := getattr(args, "adapter", None)) is not None:
+        if args.adapter_path is not None:
+            raise UsageError(
+                f"two adapters were given, {named(adapter)} and --adapter-path {named(args.adapter_path)}; "
+                "leave one out."
+            )
+        args.adapter_path = adapter
     for name, purpose in missing.items():
         if getattr(args, name) in (None, []):
             flag = "ADAPTER" if name == "adapter_path" else flag_of(name)
             raise UsageError(
                 f"{flag} is missing; it says {purpose}. afm-mlx adapter {action} --help explains."
             )
-
-
-def _take_positional(args: argparse.Namespace) -> None:
-    adapter = getattr(args, "adapter", None)
-    if adapter is None:
-        return
-    if args.adapter_path is not None:
-        raise UsageError(
-            f"two adapters were given, {named(adapter)} and --adapter-path {named(args.adapter_path)}; leave "
-            "one out."
-        )
-    args.adapter_path = adapter
 
 
 def located(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Path], Any]:
@@ -137,12 +134,6 @@ def located(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Path],
             path = resolve_adapter(name, folder)
         paths.append(path)
     return paths, None if folder is None else BaseFolder.read(folder)
-
-
-def dtype_of(args: argparse.Namespace) -> Any:
-    import mlx.core as mx
-
-    return None if args.dtype is None else getattr(mx, args.dtype)
 
 
 def print_written(output: str, config: Any) -> None:

@@ -6,38 +6,28 @@ import argparse
 import math
 from pathlib import Path
 
-from afm_mlx.cli.adapter.arguments import (
-    FORCE,
-    add_output,
-    dtype_of,
-    located,
-    model_argument,
-    package_fields,
-    print_written,
-    require,
-)
-from afm_mlx.cli.argument_table import Argument, add_table
+from afm_mlx.cli.adapter import arguments
+from afm_mlx.cli.argument_table import Argument
 from afm_mlx.cli.parser import UsageError
 from afm_mlx.errors import shown
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    adapters = Argument(
-        "adapters",
-        None,
-        "an adapter of any format, or the name of one that comes with the model, and its weight, such as "
-        "poet=0.7",
-        nargs="*",
-        metavar="PATH=WEIGHT",
-    )
-    add_table(parser, [adapters])
-    add_output(parser, default="mlx-lm")
-    add_table(parser, [model_argument("the adapters must fit it"), FORCE])
+_ADAPTERS = Argument(
+    "adapters",
+    None,
+    "an adapter of any format, or the name of one that comes with the model, and its weight, such as poet=0.7",
+    nargs="*",
+    metavar="PATH=WEIGHT",
+)
+_BASE = arguments.model_argument("the adapters must fit it")
+ARGUMENTS = {
+    "options": [_ADAPTERS, *arguments.output(default="mlx-lm"), _BASE, arguments.FORCE],
+    **arguments.PACKAGE,
+}
 
 
 def run(args: argparse.Namespace) -> None:
-    require(args, "compose", output="what to write")
-    package = package_fields(args)
+    arguments.require(args, "compose", output="what to write")
+    options, package = arguments.output_options(args)
     weighted = [_weighted(text) for text in args.adapters]
     if not weighted:
         raise UsageError("no adapter was named; give one or more as PATH=WEIGHT.")
@@ -45,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     from afm_mlx.adapters.formats import write_adapter
     from afm_mlx.converters.adapter_conversion import package_for, read_for
 
-    paths, base = located(args, [name for name, _ in weighted])
+    paths, base = arguments.located(args, [name for name, _ in weighted])
     adapters = [read_for(path, base, force=args.force) for path in paths]
     tensors, config = compose(adapters, [weight for _, weight in weighted], force=args.force)
     write_adapter(
@@ -54,12 +44,10 @@ def run(args: argparse.Namespace) -> None:
         config,
         args.to,
         model_config=base.config if base else None,
-        dtype=dtype_of(args),
         package=package_for(Path(args.output), None, package) if args.to == "fmadapter" else None,
-        any_rank=args.any_rank,
-        qkv=args.qkv,
+        **options,
     )
-    print_written(args.output, config)
+    arguments.print_written(args.output, config)
 
 
 def _weighted(text: str) -> tuple[str, float]:

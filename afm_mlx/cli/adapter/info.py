@@ -5,14 +5,11 @@ from __future__ import annotations
 import argparse
 
 from afm_mlx.cli.adapter.arguments import SOURCE, located, model_argument, require
-from afm_mlx.cli.argument_table import add_table
 from afm_mlx.cli.options import JSON
 from afm_mlx.cli.output import print_facts, print_json
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    base = model_argument("packages of other models than Apple's 3B can't be read without it")
-    add_table(parser, [*SOURCE, base, JSON])
+_BASE = model_argument("packages of other models than Apple's 3B can't be read without it")
+ARGUMENTS = {"options": [*SOURCE, _BASE, JSON]}
 
 
 def run(args: argparse.Namespace) -> None:

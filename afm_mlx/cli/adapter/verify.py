@@ -5,18 +5,16 @@ from __future__ import annotations
 import argparse
 
 from afm_mlx.cli.adapter.arguments import SOURCE, located, model_argument, require
-from afm_mlx.cli.argument_table import Argument, add_table
+from afm_mlx.cli.argument_table import Argument
 from afm_mlx.cli.options import JSON
 from afm_mlx.cli.output import print_json
 from afm_mlx.errors import CheckpointError
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    base = model_argument("names, shapes and fingerprint are compared with it")
-    signature = Argument(
-        "--base-signature", None, "40 hex digits that an .fmadapter package must name"
-    )
-    add_table(parser, [*SOURCE, base, signature, JSON])
+_BASE = model_argument("names, shapes and fingerprint are compared with it")
+_SIGNATURE = Argument(
+    "--base-signature", None, "40 hex digits that an .fmadapter package must name"
+)
+ARGUMENTS = {"options": [*SOURCE, _BASE, _SIGNATURE, JSON]}
 
 
 def run(args: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from afm_mlx.cli import options
-from afm_mlx.cli.argument_table import Argument, add_table, unavailable
+from afm_mlx.cli.argument_table import Argument, unavailable
 from afm_mlx.cli.parser import UsageError, integer
 
 if TYPE_CHECKING:
@@ -19,18 +19,17 @@ if TYPE_CHECKING:
     from afm_mlx.cli.chat.lines import Entries
 
 
-_TURNS = [
-    Argument("--system-prompt", None, "instructions that come before the conversation"),
-    Argument("--max-tokens -m", integer(-1), "tokens per answer; -1 for no limit", 256),
-]
-_PIPELINE = unavailable("--pipeline", "running on several machines is not available", nargs=0)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_table(parser, [*options.LOADING, *options.ADAPTERS, *_TURNS])
-    options.add_sampling(parser, seed=0)
-    options.add_cache(parser)
-    add_table(parser, [_PIPELINE])
+ARGUMENTS = {
+    "options": [
+        *options.LOADING,
+        *options.ADAPTERS,
+        Argument("--system-prompt", None, "instructions that come before the conversation"),
+        Argument("--max-tokens -m", integer(-1), "tokens per answer; -1 for no limit", 256),
+        unavailable("--pipeline", "running on several machines is not available", nargs=0),
+    ],
+    "sampling": options.sampling(seed=0),
+    "keys and values": options.CACHE,
+}
 
 
 def run(args: argparse.Namespace) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from afm_mlx.cli.chat.conversation_file import (
     ConversationFileError,
@@ -28,9 +27,8 @@ _ENTRIES = (
 )
 
 
-@dataclass(frozen=True)
-class Command:
-    """What an entry that begins with a name and a slash does.
+class Command(NamedTuple):
+    """What an entry that begins with a slash and a name does.
 
     Args:
         argument: name of its argument in the help; in brackets if it may be left out, and "" if there is none.
@@ -120,11 +118,8 @@ def _load(session: Session, file: str) -> None:
         raise ConversationFileError(f"{shown(str(path))}: {error}") from None
     session.own_files.add(path)
     turns = len(session.conversation.turns)
-    note(f"The conversation goes on after {turns} messages{_with(adapter)}.")
-
-
-def _with(adapter: str | None) -> str:
-    return "" if adapter is None else f", with the adapter {adapter}"
+    with_adapter = "" if adapter is None else f", with the adapter {adapter}"
+    note(f"The conversation goes on after {turns} messages{with_adapter}.")
 
 
 def _adapter(session: Session, name: str) -> None:

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.generation import GenerationResponse, stream_generate
-from afm_mlx.engine.prompt_reuse import Continuation, PromptCaches
+from afm_mlx.engine.prompt_reuse import PromptCaches
 from afm_mlx.errors import AFMError, RequestError, TokenizerError
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
-
-
-@dataclass
-class _Asked:
-    """The last question, answered or not, and the turns before it."""
-
-    before: list[Message]
-    question: Message
 
 
 class Conversation:
@@ -100,7 +91,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget all turns; instructions and adapter stay."""
         self._turns: list[Message] = []
-        self._asked: _Asked | None = None
+        self._asked: list[Message] = []  # the turns up to the last question, answered or not
         self._caches = PromptCaches(self._new_cache)
         self.last_response: GenerationResponse | None = None
         self.prompt_tokens = 0
@@ -119,12 +110,11 @@ class Conversation:
         self._encoded(checked, open_answer=False)
         starts = int(bool(checked) and checked[0]["role"] == "system")
         turns = checked[starts:]
-        asked = next((i for i in reversed(range(len(turns))) if turns[i]["role"] == "user"), None)
+        questions = [i for i, turn in enumerate(turns) if turn["role"] == "user"]
         self.switch(adapter)
         self.reset()
         self._system, self._turns = checked[:starts], turns
-        if asked is not None:
-            self._asked = _Asked(turns[:asked], turns[asked])
+        self._asked = turns[: questions[-1] + 1] if questions else []
 
     def switch(self, adapter: str | None) -> None:
         """Answer with another adapter of the pool from now on, or with none.
@@ -159,8 +149,8 @@ class Conversation:
             AFMError: when the question can't be answered, or not to the end. The conversation is then
                 as it was before.
         """
-        self._asked = _Asked(self._turns, {"role": "user", "content": question})
-        return self._answer(self._asked, show, arguments)
+        self._asked = [*self._turns, {"role": "user", "content": question}]
+        return self._answer(show, arguments)
 
     def retry(self, show: Callable[[str], None], **arguments: Any) -> GenerationResponse | None:
         """Answer the last question again, in place of the answer that it has, if it has one.
@@ -172,21 +162,31 @@ class Conversation:
             RequestError: when nothing was asked yet.
             AFMError: as `ask`.
         """
-        if self._asked is None:
+        if not self._asked:
             raise RequestError("There is no question yet that could be answered again.")
-        return self._answer(self._asked, show, arguments)
+        return self._answer(show, arguments)
 
     def _answer(
-        self, asked: _Asked, show: Callable[[str], None], arguments: Mapping[str, Any]
+        self, show: Callable[[str], None], arguments: Mapping[str, Any]
     ) -> GenerationResponse | None:
-        turns = [*asked.before, asked.question]
-        prompt = self._encoded([*self._system, *turns], open_answer=True)
+        prompt = self._encoded([*self._system, *self._asked], open_answer=True)
         self.prompt_tokens = len(prompt)
         answer, stopped, last = "", False, None
         try:
             with (
                 self._caches.continuing(prompt, self.adapter) as run,
-                closing(self._responses(run, arguments)) as responses,  # type: ignore[type-var]
+                closing(
+                    stream_generate(
+                        self._model,
+                        self._tokenizer,
+                        run.rest,
+                        prompt_cache=run.cache,
+                        logprobs=False,
+                        adapter=self.adapter,
+                        adapters=self._adapters,
+                        **arguments,
+                    )  # type: ignore[type-var]
+                ) as responses,
             ):
                 for response in responses:
                     answer += response.text
@@ -196,22 +196,8 @@ class Conversation:
         except KeyboardInterrupt:
             stopped = True
         if answer:
-            self._turns = [*turns, {"role": "assistant", "content": answer}]
+            self._turns = [*self._asked, {"role": "assistant", "content": answer}]
         return None if stopped else last
-
-    def _responses(
-        self, run: Continuation, arguments: Mapping[str, Any]
-    ) -> Iterator[GenerationResponse]:
-        return stream_generate(
-            self._model,
-            self._tokenizer,
-            run.rest,
-            prompt_cache=run.cache,
-            logprobs=False,
-            adapter=self.adapter,
-            adapters=self._adapters,
-            **arguments,
-        )
 
     def _encoded(self, messages: Sequence[Message], open_answer: bool) -> list[int]:
         try:
@@ -236,13 +222,8 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
     for index, message in enumerate(checked):
         try:
             json.dumps(message, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
+        except (ValueError, RecursionError) as error:  # half of a surrogate pair, a deep nesting
             raise TokenizerError(
-                f"messages[{index}] ({message['role']}) has half of a surrogate pair, which is not valid "
-                "Unicode text. Remove it."
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise TokenizerError(
-                f"messages[{index}] ({message['role']}) can't be written as JSON: {error}."
+                f"messages[{index}] ({message['role']}) can't be written as JSON in UTF-8: {error}."
             ) from None
     return checked

@@ -94,7 +94,6 @@ class Session:
 
     def ask(self, question: str) -> None:
         """Answer a question, and print what comes of it."""
-
         answer = partial(self.conversation.ask, question)
         self._answer(answer, "The question is left out of the conversation.")
 

@@ -6,7 +6,11 @@ import sys
 import mlx.core as mx
 import pytest
 
+from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.cli import main
+from afm_mlx.config import ModelConfig
+from afm_mlx.loading.load import load
+from tests.tools import adapters
 from tests.tools.cli import write_folder
 from tests.tools.training_data import TRAINABLE, write_data
 
@@ -24,6 +28,33 @@ def trainable_folder(tmp_path, spm_bpe, rng):
 @pytest.fixture
 def data(tmp_path, rng):
     return write_data(tmp_path / "data", rng)
+
+
+@pytest.fixture
+def fingerprint(folder):
+    return folder_fingerprint(ModelConfig.from_file(folder / "config.json"), folder)
+
+
+@pytest.fixture
+def make_adapter(folder, fingerprint, tmp_path, rng):
+    """Write an adapter of the tiny model in float16; it changes what the model says."""
+
+    def make(name, rank=4, scale=0.5, keys=""):
+        tensors = adapters.draw_tensors(load(folder)[0], rng, rank, keys, strength=4)
+        return adapters.write_folder(tmp_path / name, tensors, scale, fingerprint)
+
+    return make
+
+
+@pytest.fixture
+def write_config(tmp_path):
+    """Write a YAML file of arguments; returns its path."""
+
+    def write_config(text):
+        (tmp_path / "config.yaml").write_text(text)
+        return tmp_path / "config.yaml"
+
+    return write_config
 
 
 @pytest.fixture
@@ -61,6 +92,18 @@ def fails(run):
 
 
 @pytest.fixture
+def done(run):
+    """Run a command that must succeed and warn of nothing; returns its output."""
+
+    def done(*argv):
+        status, out, err = run(*argv)
+        assert (status, err) == (0, "")
+        return out
+
+    return done
+
+
+@pytest.fixture
 def say(monkeypatch):
     """Put bytes on standard input."""
 
@@ -68,3 +111,16 @@ def say(monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
 
     return say
+
+
+@pytest.fixture
+def chat(folder, run, say):
+    """Say lines in a chat with answers of 12 tokens; returns what it answers and what it notes."""
+
+    def chat(*lines, flags=()):
+        say("".join(f"{line}\n" for line in lines).encode())
+        status, out, err = run("chat", "--model", folder, "-m", 12, *flags)
+        assert status == 0
+        return out, err.splitlines()
+
+    return chat

@@ -5,17 +5,16 @@ import json
 from tests.tools.cli import example, lines
 
 
-def test_evaluate(folder, run, fails):
+def test_tasks_are_scored_and_held_out_text_is_too(folder, done, fails):
     argv = ("evaluate", "--model", folder)
-    assert "evaluation.jsonl" in fails(*argv)
+    assert "has no evaluation.jsonl of its own" in fails(*argv)
     lines(
         folder / "evaluation.jsonl",
         *(example(task, f"What is {i}?", "Nothing.") for i in range(3) for task in ("b", "a")),
     )
-    status, out, err = run(*argv, "--show-errors", 2, "--limit", 2)
-    assert (status, err) == (0, "")
+    out = done(*argv, "--show-errors", 2, "--limit", 2)
     assert out.count("expected: 'Nothing.'") == out.count("got:  ") == 2
-    table = out[out.index("task") :].splitlines()
+    table = out.partition("seconds)\n")[2].splitlines()
     assert [row.split() for row in table] == [
         ["task", "correct", "of", "accuracy"],
         ["b", "0", "2", "0.0%"],
@@ -23,10 +22,13 @@ def test_evaluate(folder, run, fails):
         ["all", "0", "4", "0.0%"],
     ]
     lines(folder / "heldout.jsonl", {"text": "The fox."})
-    facts = json.loads(run(*argv, "--json", "--show-errors", 1, "--batch-size", 2)[1])
+    facts = json.loads(done(*argv, "--json", "--show-errors", 1, "--batch-size", 2))
     assert facts["overall"] == {"correct": 0, "total": 6, "accuracy": 0.0}
-    assert facts["errors"][0]["where"].endswith("evaluation.jsonl:1")
+    (error,) = facts["errors"]
+    assert error.keys() == {"where", "task", "expected", "got"}
+    assert error["where"].endswith("evaluation.jsonl:1")
     assert facts["perplexity"]["tokens"] > 2
+    assert f"Perplexity: {facts['perplexity']['perplexity']:.3f} ±" in done(*argv)
 
 
 def test_bad_examples_are_one_line(folder, fails, tmp_path):
@@ -36,12 +38,9 @@ def test_bad_examples_are_one_line(folder, fails, tmp_path):
         ([], "e.jsonl:1: this is a JSON list"),
         (example("a", "the fox " * 300, ""), "e.jsonl:1: The prompt needs"),
         ({"task": "a", "messages": [], "answer": ""}, "e.jsonl:1: messages is empty"),
+        (None, "holds no examples"),
     ]:
-        file = lines(tmp_path / "e.jsonl", record)
+        file = lines(tmp_path / "e.jsonl", *([] if record is None else [record]))
         assert says in fails("evaluate", "--model", folder, "--data", file)
-
-
-def test_an_empty_or_missing_test_set_is_one_line(folder, fails, tmp_path):
-    file = lines(tmp_path / "e.jsonl")
-    assert "holds no examples" in fails("evaluate", "--model", folder, "--data", file)
     assert "can't be read" in fails("evaluate", "--model", folder, "--data", tmp_path / "no.jsonl")
+    assert "mlx_lm.evaluate" in fails("evaluate", "--tasks", "hellaswag")

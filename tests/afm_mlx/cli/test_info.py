@@ -9,12 +9,11 @@ import afm_mlx
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.load import load
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 
-def test_info_json(folder, run):
-    status, out, err = run("info", "--model", folder, "--json")
-    facts = json.loads(out)
-    assert (status, err) == (0, "")
+def test_info_of_a_folder(folder, done):
+    facts = json.loads(done("info", "--model", folder, "--json"))
     stored = mx.load(str(folder / "model.safetensors"))
     assert facts["weights"]["bytes"] == sum(array.nbytes for array in stored.values())
     assert facts["weights"]["parameters"] == sum(array.size for array in stored.values())
@@ -29,31 +28,27 @@ def test_info_json(folder, run):
     assert len(facts["fingerprint"]) == 64
     assert facts["runtime"]["cpu_gflops_float32"] > 0
     assert facts["runtime"]["versions"]["afm-mlx"] == afm_mlx.__version__
+    text = done("info", "--model", folder)
+    for words in ("layers that write kv", facts["fingerprint"], "bits per weight", "blas", "metal"):
+        assert words in text
 
 
-def test_info_says_the_same_in_words(folder, run):
-    _, out, _ = run("info", "--model", folder)
-    for words in ("layers that write kv", "fingerprint", "bits per weight", "blas", "metal"):
-        assert words in out
-
-
-def test_info_of_presets(run):
-    for preset in list(PRESETS):
-        facts = json.loads(run("info", "--preset", preset, "--json")[1])
-        assert facts["architecture"]["parameters"] == PRESETS[preset].num_parameters
-        if preset == "afm-3b":
+def test_info_of_presets(done, fails):
+    for name, config in PRESETS.items():
+        facts = json.loads(done("info", "--preset", name, "--json"))
+        assert facts["architecture"]["parameters"] == config.num_parameters
+        assert ("int8" in facts["kv_cache"]["bytes_per_token"]) == (config.kv_bits == 8)
+        assert "weights" not in facts
+        if name == "afm-3b":
             assert facts["architecture"]["parameters"] == 3_111_368_064
             assert facts["kv_cache"]["bytes_per_token"]["int8"] == 17_920
-        assert ("int8" in facts["kv_cache"]["bytes_per_token"]) == (PRESETS[preset].kv_bits == 8)
-        assert "weights" not in facts
+    assert "can't both be given" in fails("info", "--preset", "afm-3b", "--model", "x")
 
 
-def test_info_of_other_architectures(tmp_path, run, fails):
-    from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
-
+def test_info_of_other_architectures(tmp_path, done, fails):
     model = zoo_model("llama", 50, seed=1)
     write_zoo_folder(tmp_path / "llama", "llama", model, word_tokenizer_json(50))
-    facts = json.loads(run("info", "--model", tmp_path / "llama", "--json")[1])
+    facts = json.loads(done("info", "--model", tmp_path / "llama", "--json"))
     assert facts["model_type"] == "llama"
     count = sum(array.size for _, array in tree_flatten(model.parameters()))
     assert facts["weights"]["parameters"] == count

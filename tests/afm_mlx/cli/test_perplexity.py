@@ -7,32 +7,32 @@ import numpy as np
 from tests.tools.cli import lines
 
 
-def test_perplexity(folder, run, fails, tmp_path):
-    assert "heldout.jsonl" in fails("perplexity", "--model", folder)
-    lines(folder / "heldout.jsonl", *({"text": f"Document {i} of the fox."} for i in range(5)))
+def test_perplexity(folder, done, fails):
     argv = ("perplexity", "--model", folder)
-    facts = json.loads(run(*argv, "--json")[1])
+    assert "has no heldout.jsonl of its own" in fails(*argv)
+    lines(folder / "heldout.jsonl", *({"text": f"Document {i} of the fox."} for i in range(5)))
+    facts = json.loads(done(*argv, "--json"))
     assert facts["samples"] == 5
     assert np.isfinite(facts["perplexity"] + facts["standard_error"] + facts["tokens_per_second"])
-    status, out, err = run(*argv, "--data-path", folder / "heldout.jsonl")
-    assert (status, err) == (0, "")
+    out = done(*argv, "--data-path", folder / "heldout.jsonl")
     assert f"Perplexity: {facts['perplexity']:.3f} ± {facts['standard_error']:.3f}" in out
-    two = [json.loads(run(*argv, "--json", "--num-samples", 2, "--seed", s)[1]) for s in (1, 1, 2)]
-    assert two[0]["perplexity"] == two[1]["perplexity"]
-    assert two[0]["samples"] == 2
+    one, same, other = (
+        json.loads(done(*argv, "--json", "--num-samples", 2, "--seed", seed)) for seed in (1, 1, 2)
+    )
+    assert one["perplexity"] == same["perplexity"] != other["perplexity"]
+    assert one["samples"] == 2
 
 
-def test_bad_documents_are_one_line(folder, fails, tmp_path):
+def test_what_can_not_be_measured_is_one_line(folder, fails, tmp_path):
+    file = tmp_path / "d.jsonl"
     for content, says in [
         (b'{"text": "a"}\n{"text"', "d.jsonl:2: this is not JSON"),
         (b'{"text": "a"}\n\n{"words": "b"}', "d.jsonl:3: a document with the keys words"),
-        (b'{"text": 5}', "d.jsonl:1: 'text' is a int"),
         (b'{"messages": [{"role": "robot", "content": "x"}]}', "d.jsonl:1: messages[0]"),
-        (b'{"prompt": 1, "completion": "x"}', "d.jsonl:1: 'prompt' is a int"),
-        (b"5", "d.jsonl:1: a JSON int is no document"),
-        (b'{"text": "a"}\n{"text": "\xff"}', "d.jsonl:2: this is not UTF-8"),
         (b"\n\n", "holds no documents"),
     ]:
-        file = tmp_path / "d.jsonl"
         file.write_bytes(content)
         assert says in fails("perplexity", "--model", folder, "--data-path", file)
+    assert "--num-samples" in fails("perplexity", "--num-samples", 0)
+    assert "allowed is 2 or more" in fails("perplexity", "--sequence-length", 1)
+    assert "no file or folder no.jsonl" in fails("perplexity", "--data-path", "no.jsonl")
