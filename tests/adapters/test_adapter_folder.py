@@ -7,7 +7,7 @@ import pytest
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig, load_adapter, save_adapter
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
-from tests.tools.cases import draw
+from tests.tools.cases import draw, each
 from tests.tools.compare import assert_same_tensors
 
 UP, QKV = "model.layers.0.mlp.up_proj", "model.layers.0.self_attn.qkv_proj"
@@ -64,7 +64,7 @@ def test_a_failed_write_leaves_the_old_files(adapter, folder, monkeypatch):
     assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "words"),
     [
         (lambda t: t.pop(f"{UP}.lora_b"), "without .*up_proj.lora_b"),

@@ -23,6 +23,7 @@ from afm_mlx.errors import CheckpointError, RequestError
 from afm_mlx.quantization.quantize_model import pack_layer
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import KINDS, drawn_like, some_tokens
+from tests.tools.cases import each
 from tests.tools.compare import assert_close, assert_same, assert_within, exact, same
 
 # -- one layer
@@ -102,7 +103,7 @@ def test_layers_can_be_chosen(make_model):
     assert not any(name.startswith("model.layers.0.") for name in lora_layers(last))
 
 
-@pytest.mark.parametrize(
+@each(
     ("settings", "says"),
     [
         ({"rank": 0}, "rank of LoRA is 0; it must be 1 or more"),

@@ -6,6 +6,7 @@ import pytest
 
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.errors import ConfigError
+from tests.tools.cases import each
 
 GOOD = {
     "model_type": "afm7",
@@ -55,7 +56,7 @@ def test_keys_of_mlx_lm_and_of_quantization_are_known():
     assert (config.kv_bits, config.context_length) == (8, 4096)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "message"),
     [
         ({"rope_theta": None}, "missing keys rope_theta"),  # (m): mlx-lm assumes 50000
@@ -86,7 +87,6 @@ def test_keys_of_mlx_lm_and_of_quantization_are_known():
         ({"kv_bits": 4}, "kv_bits is 4; allowed is 8 or null"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings"),
     ],
-    ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
 def test_contradictions_are_named(change, message):
     values = {k: v for k, v in (GOOD | change).items() if v is not None}

@@ -8,6 +8,7 @@ from afm_mlx.config import ModelConfig
 from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.errors import AFMError
 from afm_mlx.quantization.rule import QuantizationRule
+from tests.tools.cases import each
 
 SIZES = {"vocab_size": 64, "hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "rope_theta": 1e4}
 CONFIG = ModelConfig(**SIZES, num_layers=16, num_kv_reuse_layers=6, hidden_dim_scale_factor=3.0)
@@ -20,7 +21,7 @@ def rules(config=CONFIG, quantize=True, **options):
     return chosen.afm_rules(config)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "layer", "embedding"),
     [
         ({}, (2, "balanced", "row"), (4, "balanced", "row")),
@@ -60,7 +61,7 @@ def test_a_predicate_decides():
     assert set(found.values()) == {QuantizationRule(4, "affine", "group", 32)}
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"dtype": "int8"}, "float16, bfloat16, float32"),

@@ -17,6 +17,7 @@ from afm_mlx.converters.convert import convert
 from afm_mlx.errors import AFMError, CheckpointError, TokenizerError
 from afm_mlx.loading.load import load_model
 from tests.converters.conftest import DRAFT, SMALL, listing
+from tests.tools.cases import each
 from tests.tools.compare import assert_parity, assert_same, error
 from tests.tools.models import tamm_logits
 
@@ -186,7 +187,7 @@ def with_range(*values):
     return lambda state: state.update({f"{RANGE}.range": torch.tensor(values)})
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "words"),
     [
         (lambda s: s.update(bias=torch.zeros(2)), ["1 unknown", "bias"]),

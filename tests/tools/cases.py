@@ -1,13 +1,16 @@
-"""Inputs of tests: random arrays, and selections from products of parameters.
+"""Inputs of tests: random arrays, tables of cases, and selections from products of parameters.
 
-Both are drawn from the run's seed, so that `make fuzz` comes to the rest of a product.
+Selections and arrays are drawn from the run's seed, so that `make fuzz` comes to the rest of a product.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 import os
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -37,3 +40,29 @@ def _pairs(row: list[int]) -> set[tuple]:
 def draw(rng: np.random.Generator, shape: Any, dtype: mx.Dtype = mx.float32) -> mx.array:
     """Normally distributed numbers."""
     return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(dtype)
+
+
+def each(names: str | Sequence[str], rows: Sequence[Any]) -> Callable[[Callable], Callable]:
+    """What `pytest.mark.parametrize` does, as one test: it goes through all rows, which share its fixtures.
+
+    For tables of which every line is the same thing, such as values that are refused. A failure names its row.
+    """
+    names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+
+    def decorate(test: Callable) -> Callable:
+        @functools.wraps(test)
+        def through_all_rows(**fixtures: Any) -> None:
+            for row in rows:
+                values = dict(zip(names, row if len(names) > 1 else [row], strict=True))
+                try:
+                    test(**fixtures, **values)
+                except BaseException as error:
+                    error.add_note(f"in the row {reprlib.repr(row)}")
+                    raise
+
+        signature = inspect.signature(test)
+        fixtures = [p for name, p in signature.parameters.items() if name not in names]
+        through_all_rows.__signature__ = signature.replace(parameters=fixtures)
+        return through_all_rows
+
+    return decorate

@@ -13,6 +13,7 @@ from afm_mlx.adapters.formats.pair_order import pair_places
 from afm_mlx.config import PRESETS
 from afm_mlx.errors import CheckpointError, ConfigError
 from tests.adapters.formats.conftest import assert_same_numbers, core_ml_bytes
+from tests.tools.cases import each
 from tests.tools.compare import assert_within, exact
 
 
@@ -172,7 +173,7 @@ def test_numbers_beyond_float16(draw_adapter, model_config, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "words"),
     [
         ({"loraRank": 0}, "loraRank is 0"),

@@ -6,6 +6,7 @@ import pytest
 from afm_mlx.adapters.formats.mil_blob import read_blobs, write_blobs
 from afm_mlx.errors import CheckpointError
 from tests.adapters.formats.conftest import core_ml_bytes
+from tests.tools.cases import each
 from tests.tools.compare import assert_same
 
 
@@ -25,7 +26,7 @@ def test_blobs_are_those_of_coremltools(core_ml, arrays, tmp_path):
         assert_same(np.array(reader.read_fp16_data(offset)).view(np.float16), array)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "words"),
     [
         (lambda d: d[:-2], "It is cut off"),

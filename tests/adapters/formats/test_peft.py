@@ -15,7 +15,7 @@ from afm_mlx.adapters.formats import read_adapter, write_adapter
 from afm_mlx.adapters.formats.pair_order import layer_of, pair_places
 from afm_mlx.errors import CheckpointError, ConfigError
 from tests.adapters.formats.conftest import assert_same_numbers, delta
-from tests.tools.cases import all_pairs
+from tests.tools.cases import all_pairs, each
 from tests.tools.compare import assert_close
 
 
@@ -175,7 +175,7 @@ def test_options_without_effect(folder, edit_config):
     assert found_config == config
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "words"),
     [
         ({"use_dora": True}, "use_dora is True; DoRA can't be"),

@@ -21,6 +21,7 @@ from afm_mlx.measure.describe import describe_packed_layers
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import AFM_RULE, QuantizationRule
+from tests.tools.cases import each
 from tests.tools.compare import assert_close, assert_same, assert_same_tensors
 from tests.tools.models import random_config, random_model
 
@@ -125,7 +126,7 @@ def float_with_an_entry(weights, quantization):
     quantization[LAYER] = {"bits": 2}
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "words"),
     [
         (drop("scales"), f"{LAYER} .* scales is missing"),

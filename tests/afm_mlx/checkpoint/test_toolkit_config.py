@@ -9,6 +9,7 @@ from tamm.models.afm_text import AFMTextV7
 from afm_mlx.checkpoint.toolkit_config import LoRASpec, read_toolkit_config
 from afm_mlx.config import PRESETS
 from afm_mlx.errors import ConfigError
+from tests.tools.cases import each
 
 KV = {"__tamm_type__": "ao:KVQuantArchOptimizer"}
 LORA = {"__tamm_type__": "adapters:LoRAModelAdapter"}
@@ -47,7 +48,7 @@ def test_defaults_are_tamms(read, start):
     assert read({}).model.kv_bits is None
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "words"),
     [
         ({"__tamm_type__": "models:AFMParallelTrackMoEConfig"}, "AFMTextV7Config is the"),

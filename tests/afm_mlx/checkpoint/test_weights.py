@@ -15,6 +15,7 @@ from afm_mlx.checkpoint.weights import (
 )
 from afm_mlx.errors import CheckpointError
 from tests.afm_mlx.checkpoint.conftest import random_arrays
+from tests.tools.cases import each
 from tests.tools.compare import assert_same_tensors
 
 
@@ -63,7 +64,7 @@ def test_missing_files(tmp_path, rng):
 OUTSIDE = ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "..", "x.bin", "", 7, None]
 
 
-@pytest.mark.parametrize(
+@each(
     ("index", "words"),
     [
         *(({"weight_map": {"a": name}}, "names the file") for name in OUTSIDE),

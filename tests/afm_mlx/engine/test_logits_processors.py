@@ -8,6 +8,7 @@ from mlx_lm import sample_utils as theirs
 import afm_mlx
 from afm_mlx import make_logits_processors
 from afm_mlx.errors import RequestError
+from tests.tools.cases import each
 
 
 def test_logits_are_mlx_lms(rng):
@@ -45,7 +46,7 @@ def test_a_context_size_of_none_is_all_tokens(name):
     assert weakened[0] < 1 == weakened[2]
 
 
-@pytest.mark.parametrize(
+@each(
     "arguments",
     [
         {"logit_bias": {-1: 1.0}},

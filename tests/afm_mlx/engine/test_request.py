@@ -4,9 +4,10 @@ import pytest
 
 from afm_mlx.engine.request import Request, StopStrings
 from afm_mlx.errors import RequestError
+from tests.tools.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("fields", "message"),
     [
         ({"prompt": []}, "empty"),

@@ -7,6 +7,7 @@ from mlx_lm import sample_utils as theirs
 
 from afm_mlx import make_sampler
 from afm_mlx.errors import RequestError
+from tests.tools.cases import each
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def test_extremes_keep_their_meaning(rng):
     assert make_sampler(1e30, 0.9, 0.1, 3, 2)(one).item() == 1
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("temp", -1),

@@ -14,6 +14,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.errors import RequestError
 from afm_mlx.measure import benchmark
 from afm_mlx.measure.benchmark import Bench, BenchmarkCase, count_operations, run_case, step_cost
+from tests.tools.cases import each
 from tests.tools.models import WordTokenizer, random_config, random_model
 from tests.tools.zoo import zoo_model
 
@@ -162,7 +163,7 @@ def test_a_tokenizer_s_text_is_made_too(model):
     assert len(made) == 3 + 2 * 5
 
 
-@pytest.mark.parametrize(
+@each(
     ("case", "says"),
     [
         ({"prompt_tokens": 0}, "prompt_tokens of a benchmark is 0; at least 1"),

@@ -5,6 +5,7 @@ import pytest
 
 from afm_mlx.errors import CacheFileError
 from afm_mlx.model.kv_cache import KVCache
+from tests.tools.cases import each
 
 CODES = mx.zeros((1, 2, 9, 4), mx.int8)
 WINDOW = {"max_size": 8, "sliding_window": True}
@@ -22,7 +23,7 @@ def test_states_that_are_sound(rows, options):
     restore(rows, options)
 
 
-@pytest.mark.parametrize(
+@each(
     ("rows", "options", "words"),
     [
         ([[100], [0]], {}, "seen 100 tokens and forgotten 0, which does not go with 9 columns"),

@@ -10,7 +10,7 @@ from afm_mlx.quantization.affine_grids import any_grids, mlx_grids
 from afm_mlx.quantization.float_to_codes import pack, round_to
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.qat.fake_quantize import initial_clip, quantize
-from tests.tools.cases import all_pairs
+from tests.tools.cases import all_pairs, each
 
 ROWS, INPUTS = 64, 256
 FLOATS = [mx.float32, mx.float16, mx.bfloat16]
@@ -32,7 +32,7 @@ def rms(difference, weight):
     return np.sqrt(np.square(difference).mean() / np.square(weight).mean())
 
 
-@pytest.mark.parametrize(("bits", "group", "dtype"), all_pairs([2, 4, 8], [32, 64, 128], FLOATS))
+@each(("bits", "group", "dtype"), all_pairs([2, 4, 8], [32, 64, 128], FLOATS))
 def test_codes_of_mx_quantize_come_back(rng, bits, group, dtype):
     """Whether floats are made by `mx.dequantize`, in their own dtype, or in float32 and rounded."""
     words, scales, biases = mx.quantize(normal(rng, dtype), group, bits)

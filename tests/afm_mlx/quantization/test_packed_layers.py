@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from afm_mlx.errors import CheckpointError, RequestError
 from afm_mlx.kernels import PackedWeight, dequantize, unpack_codes
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, set_activation_bits
-from tests.tools.cases import all_pairs
+from tests.tools.cases import all_pairs, each
 
 ROWS, INPUTS, GROUP = 24, 64, 32
 SCALES = {"tensor": (), "row": (ROWS,), "group": (ROWS, INPUTS // GROUP)}
@@ -123,7 +123,7 @@ def test_mlx_lm_counts_its_bits(rng):
     assert compute_bits_per_weight(model) == pytest.approx(2 + 32 / INPUTS)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "words"),
     [
         ({"bits": 3}, "bits is 3; it must be one of 2, 4, 8"),

@@ -8,6 +8,7 @@ import pytest
 from afm_mlx.errors import ConfigError
 from afm_mlx.quantization.float_to_codes import pack
 from afm_mlx.quantization.rule import GRANULARITIES, QuantizationRule, rule_of
+from tests.tools.cases import each
 
 MODES = ("balanced", "affine", "palette")
 
@@ -19,7 +20,7 @@ def test_defaults_by_mode():
     assert QuantizationRule(2, "balanced", group_size=32).granularity == "group"
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "words"),
     [
         ({"bits": 3}, "bits is 3; allowed are 2, 4, 8"),

@@ -7,6 +7,7 @@ import pytest
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.chat_messages import checked_messages, checked_tools, parse_tool_calls
+from tests.tools.cases import each
 from tests.tools.chats import CALL, USER
 
 TEXT = {"type": "text", "text": "H"}
@@ -21,7 +22,7 @@ def called(arguments):
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-@pytest.mark.parametrize(
+@each(
     ("message", "expected"),
     [
         (calling(content=""), called({"at": [1, "x"]})),
@@ -44,7 +45,7 @@ def test_forms_that_mean_the_same(message, expected):
     assert message == given
 
 
-@pytest.mark.parametrize(
+@each(
     ("messages", "words"),
     [
         ([], "empty"),

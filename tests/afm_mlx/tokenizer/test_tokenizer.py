@@ -9,6 +9,7 @@ import pytest
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from tests.tools.cases import each
 from tests.tools.chats import USER
 from tests.tools.tokenizers import MARKERS, is_tie, random_text
 
@@ -79,7 +80,7 @@ def test_text_that_is_not_unicode(tokenizer):
         tokenizer.encode(b"ab")
 
 
-@pytest.mark.parametrize(
+@each(
     ("arguments", "words"),
     [
         ({"return_dict": True}, "return_dict=True.* is not supported"),

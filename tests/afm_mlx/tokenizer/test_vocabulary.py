@@ -6,6 +6,7 @@ import pytest
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from tests.tools.cases import each
 from tests.tools.tokenizers import train_tiny_spm
 
 
@@ -30,7 +31,7 @@ def test_models_of_another_kind(tmp_path, options, words):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize(
+@each(
     ("path", "value"),
     [
         (["model", "vocab"], {}),

@@ -9,6 +9,7 @@ import pytest
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.loop.optimizer import AdamW, averaged
 from afm_mlx.training.loop.training_options import TrainingOptions
+from tests.tools.cases import each
 
 
 def rates(schedule, steps):
@@ -43,7 +44,7 @@ def test_a_schedule_in_mlx_lms_words(values):
     assert rates(options.rates, 20) == pytest.approx(rates(theirs, 20), rel=1e-5)
 
 
-@pytest.mark.parametrize(
+@each(
     ("values", "message"),
     [
         ({}, "name is None; allowed are cosine_decay"),

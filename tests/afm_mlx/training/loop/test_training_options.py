@@ -6,9 +6,10 @@ import pytest
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.loop.training_options import TrainingOptions
+from tests.tools.cases import each
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [
         ("iters", 0),
