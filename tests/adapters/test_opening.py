@@ -28,6 +28,7 @@ from tests.tools.adapters import (
     until,
     write_folder,
 )
+from tests.tools.cases import each
 from tests.tools.compare import assert_same_tensors, assert_within
 
 TASKS = Path("/proc/self/task")
@@ -171,7 +172,7 @@ UP, NEW = "model.layers.0.mlp.up_proj", "model.layers.77.mlp.up_proj"
 HALVES = np.ones((64, 64), np.float16)
 
 
-@pytest.mark.parametrize(
+@each(
     ("spoil", "words"),
     [
         (

@@ -9,6 +9,7 @@ from afm_mlx.checkpoint.safetensors_file import read_header, save_file
 from afm_mlx.errors import CheckpointError
 from afm_mlx.kernels import BLOCK, LowRank
 from afm_mlx.kernels.reference import low_rank_factors
+from tests.tools.cases import each
 from tests.tools.compare import assert_same
 
 # A fused layer whose projections are and are not whole blocks, and plain ones.
@@ -126,7 +127,7 @@ def test_fingerprints_and_layouts_tell_adapters_apart(rng):
 UP = "layers.0.up_proj.lora_b"
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "words"),
     [
         (

@@ -97,7 +97,7 @@ def test_contradictions_are_named(change, message):
     assert len(str(caught.value)) < 600
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff"])
+@each("content", [b"", b"{", b"[1]", b"\xff"])
 def test_files_that_are_no_json_object(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json"):

@@ -95,7 +95,7 @@ def test_a_layer_that_cannot_be_packed_is_named():
         rules(NARROW)
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "packed", "words"),
     [
         ({"quantize": True}, True, "quantized already"),

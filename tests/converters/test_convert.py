@@ -17,6 +17,7 @@ from afm_mlx.converters.convert import convert
 from afm_mlx.errors import AFMError, CheckpointError
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.converters.conftest import SMALL, config_of, listing
+from tests.tools.cases import each
 from tests.tools.tokenizers import train_tiny_spm
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def test_an_option_that_there_is_not_is_named(tmp_path):
         convert(tmp_path, tmp_path / "out", quantize=True, qbits=4)
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "files", "words"),
     [
         ("no-such-folder", None, "no-such-folder"),

@@ -133,7 +133,7 @@ def test_draft_models_pass_through(write_package, model_config, rng, tmp_path):
     assert not (tmp_path / "c.fmadapter").exists()
 
 
-@pytest.mark.parametrize(
+@each(
     ("package", "fingerprint", "words"),
     [
         (PackageMetadata("my-poet"), "ab" * 32, "take --name my_poet"),

@@ -137,11 +137,13 @@ def folder(draw_adapter, model_config, tmp_path):
 
 @pytest.fixture
 def edit_tensors(folder):
-    """A function that writes the folder's tensors anew as a function of them returns them."""
+    """A function that writes what a function of the folder's first tensors returns."""
+
+    path = folder / "adapter_model.safetensors"
+    stored = load_file(path)
 
     def edit(change):
-        path = folder / "adapter_model.safetensors"
-        tensors = change(load_file(path))
+        tensors = change(stored)
         # PyTorch's writer takes no tensors that share memory.
         save_file(
             {n: torch.empty(t.shape, dtype=t.dtype).copy_(t) for n, t in tensors.items()}, path
@@ -214,7 +216,7 @@ DOWN = f"{START}layers.0.mlp.down_proj.lora_A.weight"
 QKV = f"{START}layers.0.self_attn.qkv_proj.lora_"
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "words"),
     [
         (lambda t: {n: t[n] for n in t if n != DOWN}, "one matrix of"),

@@ -22,6 +22,7 @@ from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.loading.load import load_model
 from tests.adapters.formats.conftest import assert_same_numbers
 from tests.converters.conftest import DRAFT, SMALL
+from tests.tools.cases import each
 from tests.tools.compare import assert_close, error
 from tests.tools.models import tamm_logits
 
@@ -117,7 +118,7 @@ def refused(path, words, kind=CheckpointError, **options):
         read_adapter(path, **options)
 
 
-@pytest.mark.parametrize(
+@each(
     ("change", "words"),
     [
         (lambda s, key: s | {key: s[key] / 0}, "NaN or infinity"),
@@ -146,8 +147,9 @@ def refused(path, words, kind=CheckpointError, **options):
 )
 def test_states_that_are_refused(pt, change, words):
     state = torch.load(pt, weights_only=True)
-    torch.save(change(state, next(iter(state))), pt)
-    refused(pt, words, alpha=1)
+    wrong = pt.with_name("wrong.pt")
+    torch.save(change(state, next(iter(state))), wrong)
+    refused(wrong, words, alpha=1)
 
 
 def test_several_adapters_are_refused(make_checkpoint, tmp_path):

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from afm_mlx.checkpoint.finite import check_finite, not_finite, read_parameters
 from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.errors import CheckpointError
-from tests.tools.cases import all_pairs
+from tests.tools.cases import all_pairs, each
 from tests.tools.models import random_config, random_model
 
 BAD = [float("nan"), float("inf"), float("-inf")]
@@ -36,7 +36,7 @@ def test_one_bad_number_is_found_wherever_it_is(rng, monkeypatch, device, dtype,
     assert not_finite({"high": extreme, "both": mx.concatenate([extreme, -extreme])}) == []
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value", "words"),
     [
         ("model.embedding.weight", float("nan"), "holds NaN or infinity"),

@@ -10,6 +10,7 @@ from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.toolkit_keys import map_keys
 from afm_mlx.config import PRESETS
 from afm_mlx.errors import CheckpointError
+from tests.tools.cases import each
 
 
 def test_every_key_of_the_3b_model_is_used_once():
@@ -39,7 +40,7 @@ LAYER = "layers.segment_0.layer_0"
 LORA = "adapters.a.lora_0.a_transpose"
 
 
-@pytest.mark.parametrize(
+@each(
     ("keys", "words"),
     [
         ([f"{LAYER}.attention.bias"], f"1 unknown tensors: {LAYER}.attention.bias. They"),

@@ -8,6 +8,7 @@ from mlx_lm.sample_utils import make_sampler
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import ContextLengthError, RequestError
+from tests.tools.cases import each
 from tests.tools.engines import logprobs_of, naive_greedy, run, some_prompt, wanted_logprobs
 
 
@@ -152,7 +153,7 @@ def test_a_full_context_ends_with_an_error_or_slides(rng, model, tokenizer):
     assert [len(responses) for _, responses in sorted(run(sliding).items())] == [50, 30]
 
 
-@pytest.mark.parametrize("option", ["max_batch", "prefill_step_size", "max_kv_size"])
+@each("option", ["max_batch", "prefill_step_size", "max_kv_size"])
 def test_sizes_below_one_are_refused(model, tokenizer, option):
     with pytest.raises(RequestError, match=f"{option} is 0; at least 1"):
         Engine(model, tokenizer, **{option: 0})

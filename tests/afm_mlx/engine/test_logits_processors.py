@@ -38,7 +38,7 @@ def test_what_asks_for_nothing():
     assert processor(mx.array([], dtype=mx.int32), mx.ones((1, 3))).tolist() == [[1, 1, 1]]
 
 
-@pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
+@each("name", ["repetition", "presence", "frequency"])
 def test_a_context_size_of_none_is_all_tokens(name):
     arguments = {f"{name}_penalty": 2.0, f"{name}_context_size": None}
     (processor,) = make_logits_processors(**arguments)

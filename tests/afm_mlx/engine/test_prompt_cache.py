@@ -6,6 +6,7 @@ import pytest
 from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from afm_mlx.errors import CacheFileError
+from tests.tools.cases import each
 from tests.tools.models import random_config, random_model
 
 
@@ -90,7 +91,7 @@ def test_an_interrupt_leaves_the_old_file(model, cache, path, monkeypatch):
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value", "words"),
     [
         ("kind", "x", "kind is 'x', which is no JSON"),
@@ -117,10 +118,11 @@ def test_files_that_contradict_themselves_are_refused(model, path, name, value, 
         held.pop(key, None)
         if value is not None:
             held[key] = value if isinstance(value, str) else mx.array(value)
-    save_file(path, tensors, header)
+    changed = path.with_name("changed.safetensors")
+    save_file(changed, tensors, header)
     with pytest.raises(CacheFileError, match=words) as caught:
-        load_prompt_cache(path, model)
-    assert str(path) in str(caught.value)
+        load_prompt_cache(changed, model)
+    assert str(changed) in str(caught.value)
 
 
 def test_numbers_that_are_none_are_refused(model, tmp_path):

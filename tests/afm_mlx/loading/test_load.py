@@ -15,6 +15,7 @@ from afm_mlx.loading.load import load_model
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.measure.evaluation import evaluate, load_examples
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from tests.tools.cases import each
 
 FOLDER = resolve_model("afm-nano")
 GOLDEN = json.loads((FOLDER / "golden.json").read_text())
@@ -91,7 +92,7 @@ def test_a_config_of_other_sizes_than_the_weights_builds_nothing(monkeypatch):
         load_model(FOLDER, VALUES | {"num_layers": 20_000})
 
 
-@pytest.mark.parametrize(
+@each(
     ("options", "words"),
     [
         ({"model_config": [1]}, r"a mapping of config\.json's keys"),

@@ -11,7 +11,7 @@ from afm_mlx.kernels import dequantize, pack_codes, unpack_codes
 from afm_mlx.quantization import float_to_codes
 from afm_mlx.quantization.float_to_codes import Rows, pack
 from afm_mlx.quantization.rule import QuantizationRule
-from tests.tools.cases import all_pairs
+from tests.tools.cases import all_pairs, each
 from tests.tools.compare import assert_close, assert_same
 
 ROWS, INPUTS = 48, 256
@@ -146,7 +146,7 @@ def test_one_stray_weight_is_no_grid(rng, monkeypatch):
         assert not pack(weight, rule).exact
 
 
-@pytest.mark.parametrize(
+@each(
     ("rule", "words"),
     [
         (QuantizationRule(2), "40 inputs, which can't be packed in 2 bits"),

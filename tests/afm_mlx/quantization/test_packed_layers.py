@@ -151,7 +151,7 @@ def test_parts_that_do_not_fit_each_other(changes, words):
         PackedLinear(PackedWeight(**parts | changes))
 
 
-@pytest.mark.parametrize(
+@each(
     ("codes", "bits", "words"),
     [
         (mx.array([[4] + [0] * 15]), 2, "codes reach from 0 to 4; 2 bits hold 0 to 3"),

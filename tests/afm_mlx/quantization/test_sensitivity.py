@@ -21,6 +21,7 @@ from afm_mlx.quantization.sensitivity import (
     measure_sensitivity,
     stored_size,
 )
+from tests.tools.cases import each
 from tests.tools.models import random_config, random_model
 
 SIZES = {"hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 2.0}
@@ -128,7 +129,7 @@ def test_the_layers_that_matter_suffer_most(rng):
     assert worst.rise > max(layer.rise for layer in found if layer not in ours)
 
 
-@pytest.mark.parametrize(
+@each(
     ("changes", "error", "words"),
     [
         ({"low_rule": HIGH}, ConfigError, "low rule has 4 bits and the high one 4"),

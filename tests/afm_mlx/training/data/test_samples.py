@@ -11,6 +11,7 @@ import pytest
 from afm_mlx.errors import DataError
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from afm_mlx.training.data.samples import Sample, encode_chat, has_split, load_split
+from tests.tools.cases import each
 from tests.tools.chats import ANSWER, SYSTEM, TOOL, USER, load_one, random_chat, targets, write
 from tests.tools.tokenizers import docstrings
 
@@ -227,7 +228,7 @@ def test_all_bad_lines_are_found_before_training(tokenizer, tmp_path, rng, count
         assert fault.startswith(f"{tmp_path / 'train.jsonl'}:{number}: ")
 
 
-@pytest.mark.parametrize(
+@each(
     ("name", "value"),
     [("split", "dev"), ("max_seq_length", 1), ("prompt_weight", -1), ("prompt_weight", np.nan)],
 )

@@ -12,6 +12,7 @@ from afm_mlx.errors import ConfigError
 from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.loop import losses
 from afm_mlx.training.loop.losses import Acceptance, CrossEntropy, Distillation
+from tests.tools.cases import each
 from tests.tools.compare import assert_close, assert_same_tensors
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import zoo_model
@@ -208,7 +209,7 @@ def test_a_teacher_of_another_vocabulary(model, rng):
         Distillation(teacher)(model, random_batch(rng))
 
 
-@pytest.mark.parametrize(
+@each(
     ("option", "value", "message"),
     [
         ("weight", 1.5, "0 to 1"),

@@ -18,6 +18,7 @@ from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.scores import measure_adapter
 from afm_mlx.training.methods.train import train_lora
+from tests.tools.cases import each
 from tests.tools.training_data import TRAINABLE
 from tests.tools.training_runs import Watcher, random_adapter
 
@@ -146,7 +147,7 @@ def test_an_adapter_with_nan_is_no_start(model, tmp_path, rng):
 # -- what is refused
 
 
-@pytest.mark.parametrize(
+@each(
     ("option", "values", "message"),
     [
         ("scale", [0, -1, np.inf, np.nan, 1e39], "scale is .*finite numbers over 0"),

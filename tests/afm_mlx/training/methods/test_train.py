@@ -11,6 +11,7 @@ from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.model_source import FreshSource, ModelSource
 from afm_mlx.training.methods.qat_training import QATTraining
 from afm_mlx.training.methods.train import train_by, train_qat
+from tests.tools.cases import each
 from tests.tools.training_runs import OPTIONS, random_adapter
 
 
@@ -75,7 +76,7 @@ def test_a_resumed_run_saves_what_an_unbroken_one_does(recipe, model, packed, tm
     assert file.read_bytes() == (broken / file.name).read_bytes()
 
 
-@pytest.mark.parametrize("method", [FullTraining(), DraftTraining(), QATTraining()])
+@each("method", [FullTraining(), DraftTraining(), QATTraining()])
 def test_a_quantized_model_has_no_float_weights_to_train(recipe, model, packed, method):
     recipe = dataclasses.replace(recipe, teacher=model)
     with pytest.raises(ConfigError, match=r"is quantized, and .* afm-mlx convert --model .* -d"):

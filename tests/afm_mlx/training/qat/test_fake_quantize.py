@@ -14,7 +14,7 @@ from afm_mlx.training.qat.fake_quantize import (
     lsq_gradient_scale,
     quantize,
 )
-from tests.tools.cases import draw
+from tests.tools.cases import draw, each
 
 INPUTS, GROUP = 64, 32
 
@@ -142,7 +142,7 @@ def test_half_types_stay_half(rng):
     assert [array.dtype for array in found] == [mx.bfloat16, mx.bfloat16, mx.float32]
 
 
-@pytest.mark.parametrize(
+@each(
     ("rule", "factor", "message"),
     [
         (QuantizationRule(4, "palette"), 1, r"up_proj: mode is 'palette'.*balanced and affine"),
