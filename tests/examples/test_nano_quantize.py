@@ -37,6 +37,7 @@ from afm_mlx.loading.load import load_model  # noqa: E402
 from afm_mlx.measure.perplexity import cut, load_documents, token_losses  # noqa: E402
 from afm_mlx.tokenizer.tokenizer import load_tokenizer  # noqa: E402
 from afm_mlx.training.data.samples import load_split  # noqa: E402
+from tests.tools.cases import each  # noqa: E402
 from tests.tools.compare import assert_parity  # noqa: E402
 from tests.tools.models import random_config, tamm_logits, tamm_model  # noqa: E402
 
@@ -281,7 +282,7 @@ def test_perplexity_leaves_out_the_first_token_of_each_text(packed):
     assert figures["tokens"] == len(later) == sum(len(d) - 2 for d in documents)
 
 
-@pytest.mark.parametrize(
+@each(
     ("accuracy", "perplexity", "holds"),
     [(0.98, 52.4, True), (0.96, 50.0, False), (1.0, 52.6, False), (1.0, 40.0, True)],
 )

@@ -43,7 +43,7 @@ def test_rows_that_do_not_go_with_the_columns(rows, options, words):
         restore(rows, options)
 
 
-@pytest.mark.parametrize(
+@each(
     ("parts", "words"),
     [
         ({"keys": CODES.astype(mx.float16)}, r"keys are mlx.core.float16 .*; int8 .* are needed"),

@@ -7,6 +7,7 @@ import pytest
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE, ChatTemplate
+from tests.tools.cases import each
 from tests.tools.chats import CALL, SCHEMA, SYSTEM, TOOL, USER, random_chat
 
 
@@ -72,7 +73,7 @@ def test_arguments_may_be_decoded_or_json_text():
         assert '```function\n[{"name": "weather", "arguments": {"a": 1}}]```' in text
 
 
-@pytest.mark.parametrize(
+@each(
     ("source", "words"),
     [
         ("{% if %}", "The chat template in a/b.jinja is not valid Jinja"),

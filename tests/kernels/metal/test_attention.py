@@ -11,7 +11,7 @@ from afm_mlx.kernels import BITS, HeadOptions, dispatch
 from afm_mlx.kernels.metal import attention
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
-from tests.tools.cases import all_pairs
+from tests.tools.cases import all_pairs, each
 from tests.tools.compare import assert_same
 from tests.tools.problems import assert_solved, with_args
 
@@ -151,7 +151,7 @@ def test_packed_embedding(metal, rng, shape, group, rows):
 # -- what they can't run
 
 
-@pytest.mark.parametrize(
+@each(
     ("op", "fields", "says"),
     [
         ("rope_norm_quantize", {"head_dim": 13}, "even head sizes up to 256, not 13"),

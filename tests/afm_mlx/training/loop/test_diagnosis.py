@@ -11,6 +11,7 @@ from afm_mlx.training.loop.diagnosis import find_non_finite
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.optimizer import AdamW
 from afm_mlx.training.loop.step import TrainingStep
+from tests.tools.cases import each
 from tests.tools.training import ToyBatches, ToyModel, toy_loss
 
 
@@ -94,7 +95,7 @@ def steep(model, batch):
     return toy_loss(model, batch) + 1e25 * batch.weights.sum() * model.layers[1].down.bias[0]
 
 
-@pytest.mark.parametrize(
+@each(
     ("loss", "weight", "part"),
     [
         (infinite, 1, "the loss is not finite"),
