@@ -91,11 +91,18 @@ def _format_of_file(path: Path) -> str:
         )
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} is one file of an adapter; give its folder, {path.parent}.")
-    if not zipfile.is_zipfile(path) and path.suffix != ".pt":
+    if path.suffix != ".pt" and not _is_zip(path):
         raise CheckpointError(
             f"{path} is no adapter: files are the toolkit's .pt, and the other formats are folders."
         )
     return "toolkit"
+
+
+def _is_zip(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # one over several disks, which its reader refuses
+        return True
 
 
 def read_adapter(

@@ -1,6 +1,7 @@
 """Every format is told apart, and gives back what was written, bit for bit, through every other."""
 
 import shutil
+import struct
 
 import mlx.core as mx
 import pytest
@@ -104,3 +105,12 @@ def test_what_is_no_adapter(draw_adapter, model_config, tmp_path):
         with pytest.raises(AFMError, match=words):
             write_adapter(path, tensors, adapter[1], to)
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("name", ["adapter.pt", "adapter"])
+def test_an_archive_over_several_disks_is_refused(name, tmp_path):
+    """Python's own test for archives raises there."""
+    locator = struct.pack("<4sLQL", b"PK\x06\x07", 1, 0, 2)
+    (tmp_path / name).write_bytes(b"PK\x03\x04" + bytes(30) + locator + b"PK\x05\x06" + bytes(18))
+    with pytest.raises(CheckpointError, match="is cut off or damaged: .*multiple disks"):
+        read_adapter(tmp_path / name)

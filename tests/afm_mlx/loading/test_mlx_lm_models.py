@@ -37,7 +37,7 @@ def adapter(tmp_path):
     (path / "adapter_config.json").write_text(json.dumps(config))
     shapes = {"lora_a": (32, 4), "lora_b": (4, 32)}
     layer = "model.layers.1.self_attn.q_proj"
-    tensors = {f"{layer}.{part}": mx.random.normal(shape) for part, shape in shapes.items()}
+    tensors = {f"{layer}.{part}": 0.3 * mx.random.normal(shape) for part, shape in shapes.items()}
     mx.save_safetensors(str(path / "adapters.safetensors"), tensors)
     return path
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+from collections import deque
 from pathlib import Path
 
 import mlx.core as mx
@@ -45,9 +46,9 @@ def test_swapping_leaks_nothing(rng, model, make_engine, monkeypatch, count, all
         engine.submit(Request(prompt, 2, adapter=names[i % 5]))
         return logprobs_of(list(engine.run()))
 
-    first = [swap(i) for i in range(20)][-5:]
+    first = deque(map(swap, range(20)), maxlen=5)
     before, traced[:] = taken(), []
-    last = [swap(i) for i in range(count)][-5:]
+    last = deque(map(swap, range(count)), maxlen=5)
     after = taken()
     for one, other in zip(first, last, strict=True):
         assert_same(one, other)
