@@ -112,5 +112,5 @@ def test_an_archive_over_several_disks_is_refused(name, tmp_path):
     """Python's own test for archives raises there."""
     locator = struct.pack("<4sLQL", b"PK\x06\x07", 1, 0, 2)
     (tmp_path / name).write_bytes(b"PK\x03\x04" + bytes(30) + locator + b"PK\x05\x06" + bytes(18))
-    with pytest.raises(CheckpointError, match="is cut off or damaged: .*multiple disks"):
+    with pytest.raises(CheckpointError, match=r"is cut off or damaged: .*multiple disks"):
         read_adapter(tmp_path / name)
