@@ -179,6 +179,8 @@ class HubVocabulary:
         self._content = content
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
         self.size = self._tokenizer.get_vocab_size()
+        added_tokens = self._tokenizer.get_added_tokens_decoder()
+        self._names_of_added = {token: added.content for token, added in added_tokens.items()}
         ids = (self._tokenizer.token_to_id(name) for name in control)
         self._control = {token for token in ids if token is not None}
         self._has_bytes = bool(model.get("byte_fallback"))
@@ -221,7 +223,10 @@ class HubVocabulary:
 
     @_finds_damage
     def name(self, token: int) -> str:
-        return NEWLINE if token == self._newline_id else self._tokenizer.id_to_token(token) or ""
+        if token == self._newline_id:
+            return NEWLINE
+        # Of an added token, `id_to_token` may give what a normalizer makes of its name.
+        return self._names_of_added.get(token) or self._tokenizer.id_to_token(token) or ""
 
     @_finds_damage
     def id_of(self, name: str) -> int | None:

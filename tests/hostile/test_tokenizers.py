@@ -104,11 +104,11 @@ def test_hostile_configurations(rng, folder, tmp_path):
     templates = ["{{ messages }}", "{% break %}", [{"name": "default", "template": "x"}], *JUNK]
 
     def generate(rng):
-        value = copy.deepcopy(source) | {"chat_template": pick(rng, templates)}
+        value = copy.deepcopy(source | {"chat_template": pick(rng, templates)})
         for _ in range(int(rng.integers(1, 5))):
             if rng.integers(3):
                 key = pick(rng, ["eos_token", "bos_token", "pad_token", "control_tokens"])
-                value[key] = pick(rng, JUNK)
+                value[key] = copy.deepcopy(pick(rng, JUNK))
             else:
                 change_inside(rng, value, JUNK, deepest=3000)
         content = dumped(value) if rng.integers(4) else changed_bytes(rng, dumped(value))

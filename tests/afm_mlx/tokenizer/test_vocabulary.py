@@ -6,6 +6,7 @@ import pytest
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from afm_mlx.tokenizer.vocabulary import HubVocabulary
 from tests.tools.cases import each
 from tests.tools.tokenizers import train_tiny_spm
 
@@ -58,3 +59,14 @@ def test_a_hub_file_without_a_separator(tmp_path, tokenizer_folder):
     (tmp_path / "tokenizer.json").write_text(text.replace("</s>", "</other>"))
     with pytest.raises(TokenizerError, match=r"no separator token: neither '</s>'"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("normalizer", [{"type": "Prepend", "prepend": "\u2581"}, None])
+def test_control_tokens_keep_their_ids_under_other_names(tokenizer_folder, normalizer):
+    path = tokenizer_folder / "tokenizer.json"
+    content = json.loads(path.read_text()) | {"normalizer": normalizer}
+    vocabulary = HubVocabulary(json.dumps(content), path, {})
+    ids = [vocabulary.id_of(name) for name in ("<turn_start>", "<turn_end>")]
+    renamed = vocabulary.renamed(dict(zip(ids, "\ue000\ue001", strict=True)))
+    assert [token for token in renamed.encode("\ue000\ue001") if token in ids] == ids
+    assert not set(ids) & set(renamed.encode("<turn_start><turn_end>"))
