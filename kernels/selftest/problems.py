@@ -76,11 +76,12 @@ class Problem:
         return sum(array.nbytes for array in _arrays(self.args)) + written
 
     def error(self, results: Any) -> float:
-        """How far results lie from the answer, relative to its root mean square.
+        """How far results lie from the answer, relative to its size.
 
-        The larger one of the root mean square of the n differences, over `1 + 3 / sqrt(n)`, and an eighth of
-        the largest. A few random errors may all be large ones, and the largest of many is some four times
-        their root mean square; defects are much more.
+        The answer's size is its root mean square, at least `_LEAST_SIZE`: a few products may all be next to
+        nothing by chance. The error is the larger one of the root mean square of the n differences, over
+        `1 + 3 / sqrt(n)`, and an eighth of the largest. A few random errors may all be large ones, and the
+        largest of many is some four times their root mean square; defects are much more.
 
         Raises:
             ValueError: when a result has another shape or dtype than the operation's, or can't be right.
@@ -338,6 +339,9 @@ def _attention_bound(
 
 # -- comparing
 
+# The least size of an operation's results, about a third of what the numbers drawn here make on average.
+_LEAST_SIZE = {"packed_matmul": 0.3, "packed_argmax": 0.3, "packed_swiglu": 0.15}
+
 
 def _relative(got: np.ndarray, wanted: np.ndarray, scale: float) -> float:
     difference = got - wanted
@@ -358,8 +362,9 @@ def _float64(result: mx.array, shape: tuple[int, ...], dtype: mx.Dtype) -> np.nd
 
 
 def _check_floats(problem: Problem, results: Sequence[mx.array]) -> float:
-    wanted = problem.wanted[0]
-    return _relative(_float64(results[0], wanted.shape, problem.spec.dtype), wanted, _rms(wanted))
+    wanted, least = problem.wanted[0], _LEAST_SIZE.get(problem.spec.op, 0.0)
+    got = _float64(results[0], wanted.shape, problem.spec.dtype)
+    return _relative(got, wanted, max(_rms(wanted), least))
 
 
 def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
@@ -383,7 +388,7 @@ def _check_argmax(problem: Problem, results: Sequence[mx.array]) -> float:
         raise ValueError(f"named row {index.max()} of a matrix of {products.shape[-1]}")
     best = products.max(-1)
     named = np.take_along_axis(products, index[..., None], axis=-1)[..., 0]
-    scale = _rms(products)
+    scale = max(_rms(products), _LEAST_SIZE["packed_argmax"])
     return max(_relative(values, best, scale), _relative(named, best, scale))
 
 
