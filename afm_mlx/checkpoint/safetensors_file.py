@@ -15,7 +15,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import mlx.core as mx
 from safetensors import SafetensorError, safe_open
@@ -136,17 +136,24 @@ def write_file(
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
     written = 0
-    with _writing(path) as file:
-        file.write(struct.pack("<Q", len(encoded)) + encoded)
+    with _writing(path):
+        file = path.open("wb")
+    try:
+        with _writing(path):
+            file.write(struct.pack("<Q", len(encoded)) + encoded)
         for spec in ordered:
             start = written
             for chunk in read(spec):
-                written += file.write(chunk)
+                with _writing(path):
+                    written += file.write(chunk)
                 report(written)
             if written - start != spec.nbytes:
                 raise RuntimeError(
                     f"{spec.name}: {written - start} bytes came, {spec.nbytes} announced"
                 )
+    finally:
+        with _writing(path):
+            file.close()
 
 
 def save_file(
@@ -165,11 +172,10 @@ def save_file(
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[BinaryIO]:
-    """A file opened for writing, whose errors say what the disk lacks."""
+def _writing(path: Path) -> Iterator[None]:
+    """Turn an `OSError` into a `CheckpointError` that says what the disk lacks: around writes, not reads."""
     try:
-        with path.open("wb") as file:
-            yield file
+        yield
     except OSError as error:
         free = shutil.disk_usage(path.parent).free
         raise CheckpointError(

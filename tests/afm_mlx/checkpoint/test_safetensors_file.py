@@ -69,6 +69,20 @@ def test_the_writer_takes_the_data_in_chunks_and_counts_it(path):
         write_file(path, [spec], lambda s: chunks[:1])
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_what_the_disk_lacks_is_told_apart_from_what_the_source_lacks(tmp_path):
+    spec = TensorSpec("a", (4,), mx.float32)
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=r"full could not be written: No space left.*GB are free"):
+        write_file(tmp_path / "full", [spec], lambda s: [b"\0" * 16])
+
+    def gone(spec):
+        raise FileNotFoundError(2, "No such file", "source")
+
+    with pytest.raises(FileNotFoundError, match="source"):
+        write_file(tmp_path / "model.safetensors", [spec], gone)
+
+
 def file_bytes(header, data=b"", length=None):
     encoded = json.dumps(header).encode()
     return struct.pack("<Q", len(encoded) if length is None else length) + encoded + data
