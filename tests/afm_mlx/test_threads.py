@@ -75,9 +75,9 @@ def test_every_way_to_generate_is_that_of_the_main_thread(rng, model, tokenizer)
     assert in_thread(ways) == ways() == in_thread(ways)
 
 
-def test_the_main_thread_and_others_take_turns(rng, model, tokenizer):
+def test_the_main_thread_and_others_take_turns(rng, model):
     """Neither waits for the other's whole answer."""
-    prompt = some_prompt(rng, 4)
+    prompt, tokenizer = some_prompt(rng, 4), WordTokenizer(SIZES["vocab_size"], ends=())
     wanted = answer(Engine(model, tokenizer), prompt, 150)
     order = []
 
