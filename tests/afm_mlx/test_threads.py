@@ -28,7 +28,7 @@ def model(rng):
 
 @pytest.fixture
 def tokenizer():
-    return WordTokenizer(SIZES["vocab_size"])
+    return WordTokenizer(SIZES["vocab_size"], ends=())  # answers are as long as they were asked for
 
 
 def in_thread(function, *args, **options):
@@ -75,9 +75,9 @@ def test_every_way_to_generate_is_that_of_the_main_thread(rng, model, tokenizer)
     assert in_thread(ways) == ways() == in_thread(ways)
 
 
-def test_the_main_thread_and_others_take_turns(rng, model):
+def test_the_main_thread_and_others_take_turns(rng, model, tokenizer):
     """Neither waits for the other's whole answer."""
-    prompt, tokenizer = some_prompt(rng, 4), WordTokenizer(SIZES["vocab_size"], ends=())
+    prompt = some_prompt(rng, 4)
     wanted = answer(Engine(model, tokenizer), prompt, 150)
     order = []
 
