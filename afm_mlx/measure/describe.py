@@ -51,7 +51,7 @@ def describe_folder(folder: Path) -> Facts:
             "model_type": values.get("model_type"),
             "runs_with": "the architecture of mlx-lm, in this package's engine",
         }
-    facts["weights"] = describe_weights(tensors, _count_parameters(tensors, values))
+    facts["weights"] = describe_weights(tensors, _count_parameters(tensors, values, source))
     if packed := describe_packed_layers(tensors, quantization, source):
         facts["packed_layers"] = packed
     if config is not None:
@@ -106,9 +106,9 @@ def describe_weights(tensors: dict[str, StoredTensor], parameters: int) -> Facts
 
 def describe_stored_weights(folder: Path) -> Facts:
     """`describe_weights` for a model folder of any architecture."""
-    tensors = stored_tensors(folder)
-    values = read_config_json(folder / "config.json")
-    return describe_weights(tensors, _count_parameters(tensors, values))
+    source = folder / "config.json"
+    tensors, values = stored_tensors(folder), read_config_json(source)
+    return describe_weights(tensors, _count_parameters(tensors, values, source))
 
 
 def describe_packed_layers(
@@ -196,11 +196,10 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _count_parameters(tensors: dict[str, StoredTensor], values: Facts) -> int:
+def _count_parameters(tensors: dict[str, StoredTensor], values: Facts, source: Path) -> int:
     """Weights of any model, each of those counted that a quantized format packs into integers."""
     if is_afm_config(values):
-        return ModelConfig.from_dict(values).num_parameters
-    source = Path("config.json")
+        return ModelConfig.from_dict(values, source=str(source)).num_parameters
     formats = describe_packed_layers(tensors, quantization_of(values, source), source)
     parts = {f"{path}.{part}" for path in _packed_paths(tensors) for part in PARTS}
     floats = sum(tensor.size for name, tensor in tensors.items() if name not in parts)
@@ -212,7 +211,7 @@ def _packed_paths(tensors: dict[str, StoredTensor]) -> list[str]:
     return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
 
 
-def _bits(settings: Facts, path: str, source: str | Path) -> int:
+def _bits(settings: Facts, path: str, source: Path) -> int:
     bits = settings.get("bits", 32)
     if type(bits) is not int or not 1 <= bits <= 32:
         raise ConfigError(

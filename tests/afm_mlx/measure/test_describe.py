@@ -2,13 +2,15 @@
 
 import itertools
 import json
-from pathlib import Path
+import re
 from types import SimpleNamespace
 
 import mlx.nn as nn
+import pytest
 from mlx.utils import tree_flatten
 
-from afm_mlx.checkpoint.stored_tensor import StoredTensor
+from afm_mlx.checkpoint.weights import save_weights
+from afm_mlx.errors import ConfigError
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.measure import describe
 from afm_mlx.tokenizer.tokenizer import save_tokenizer
@@ -35,14 +37,21 @@ def test_a_tokenizer_s_files(spm_bpe, tmp_path):
     assert describe.describe_tokenizer(tmp_path)["chat_template"] == "tokenizer_config.json"
 
 
-def test_packed_weights_are_counted_unpacked():
+def test_packed_weights_are_counted_unpacked(tmp_path):
     layers = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(64, 96, bias=False))
     layers.layers[0] = layers.layers[0].to_quantized(32, 4)
     layers.layers[1] = layers.layers[1].to_quantized(64, 2)
-    arrays = dict(tree_flatten(layers.parameters()))
-    tensors = {n: StoredTensor(n, a.shape, a.dtype, Path("x"), 0) for n, a in arrays.items()}
-    values = {"quantization": {"group_size": 32, "bits": 4, "layers.1": {"bits": 2}}}
-    assert describe._count_parameters(tensors, values) == 64 * (32 + 96)
+    save_weights(tmp_path, dict(tree_flatten(layers.parameters())))
+    config = tmp_path / "config.json"
+
+    def parameters(bits):
+        quantization = {"group_size": 32, "bits": 4, "layers.1": {"bits": bits}}
+        config.write_text(json.dumps({"model_type": "llama", "quantization": quantization}))
+        return describe.describe_folder(tmp_path)["weights"]["parameters"]
+
+    assert parameters(2) == 64 * (32 + 96)
+    with pytest.raises(ConfigError, match=f"^{re.escape(str(config))}: .*layers.1 has 33 bits"):
+        parameters(33)
 
 
 def test_the_speed_of_a_product_is_its_multiplications_and_additions_over_seconds(monkeypatch):
