@@ -1,11 +1,16 @@
 """The model against tamm, Apple's own PyTorch implementation, and against mlx-lm where that is right."""
 
+import dataclasses
+import math
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
 
+from afm_mlx.config import PRESETS
 from afm_mlx.kernels import dispatch, fake_int8
+from afm_mlx.model.model import Model
 from tests.tools import compare
 from tests.tools.adapters import ragged_cache
 from tests.tools.compare import UNIT_ROUNDOFF, assert_parity, exact
@@ -88,6 +93,43 @@ def test_activations_have_the_type_of_the_weights(rng, dtype):
     # happen is a wrong scale or position, which moves logits by their own size.
     difference = np.sqrt(((exact(got) - wanted) ** 2).mean()) / wanted.std()
     assert difference < 24 * UNIT_ROUNDOFF[dtype] + 0.05
+
+
+def matrix_work(model, run):
+    """Multiplications of the matrix products in the graph of `run`; nothing is computed."""
+    found = []
+
+    def count(event):
+        match event:
+            case {"name": "Matmul" | "AddMM", "inputs": [(_, x, _), *_], "outputs": [(_, y, _)]}:
+                found.append(math.prod(y) * x[-1])
+            case {"name": "ScaledDotProductAttention", "inputs": [(_, q, _), (_, k, _), *_]}:
+                found.append(2 * math.prod(q) * k[2])
+
+    def traced(tokens, **weights):
+        model.update(tree_unflatten(weights))
+        return run(tokens)
+
+    weights = dict(tree_flatten(model.parameters()))
+    with dispatch.force("reference"):
+        mx.export_function(count, traced, mx.zeros((1, 512), mx.int32), **weights)
+    return sum(found)
+
+
+def test_a_prompt_takes_three_fifths_of_the_matrix_work_of_the_3b():
+    """As docs/architecture.md says: all its tokens but the last run through the writing blocks only."""
+    config = dataclasses.replace(PRESETS["afm-3b"], vocab_size=32)  # the head is in no block
+    model = Model(config)
+
+    def prompt_pass(tokens):
+        cache = model.make_cache()
+        model.prefill(tokens[:, :-1], cache)
+        written = [entry.buffer for entry in cache if not entry.empty()]
+        return [model(tokens[:, -1:], cache), *written]
+
+    whole = matrix_work(model, model)
+    assert whole > 512 * 2.79e9  # the blocks' weights, once per token
+    assert matrix_work(model, prompt_pass) / whole == pytest.approx(0.61, abs=0.005)
 
 
 # -- training
