@@ -50,6 +50,8 @@ def each(names: str | Sequence[str], rows: Sequence[Any]) -> Callable[[Callable]
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
     def decorate(test: Callable) -> Callable:
+        assert rows, f"{test.__name__} has no row to go through"
+
         @functools.wraps(test)
         def through_all_rows(**fixtures: Any) -> None:
             for row in rows:

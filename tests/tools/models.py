@@ -71,6 +71,20 @@ def tamm_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
         return model(torch.from_numpy(np.asarray(tokens, dtype=np.int64))).logits.numpy()
 
 
+def tamm_3b_state() -> dict[str, Any]:
+    """The state dict of tamm's 3B model with its adapter: keys and shapes, without memory for the numbers."""
+    from tamm.adapters import LoRAModelAdapter
+    from tamm.ao.arch_optimizers import KVQuantArchOptimizer
+    from tamm.models.afm_text import AFMTextV7
+
+    config = AFMTextV7.Config(
+        adapters={"base_adapter": LoRAModelAdapter(rank=32, alpha=16)},
+        arch_optimizers={"kv_quant": KVQuantArchOptimizer()},
+        device="meta",
+    )
+    return config.create_model().state_dict()
+
+
 def twin_of_tamm(model: Any, config: ModelConfig) -> Model:
     """Our model with the weights of a tamm model, renamed by hand and not by the converter."""
     state = {k: v.detach().numpy() for k, v in model.state_dict().items()}

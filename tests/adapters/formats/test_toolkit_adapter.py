@@ -6,9 +6,6 @@ import zipfile
 import mlx.core as mx
 import pytest
 import torch
-from tamm.adapters import LoRAModelAdapter
-from tamm.ao.arch_optimizers import KVQuantArchOptimizer
-from tamm.models.afm_text import AFMTextV7
 from tamm.utils import json as tamm_json
 
 from afm_mlx.adapters.attach import attach_adapter
@@ -24,7 +21,7 @@ from tests.adapters.formats.conftest import assert_same_numbers
 from tests.converters.conftest import DRAFT, SMALL
 from tests.tools.cases import each
 from tests.tools.compare import assert_close, error
-from tests.tools.models import tamm_logits
+from tests.tools.models import tamm_3b_state, tamm_logits
 
 
 @pytest.mark.parametrize("shape", [SMALL, DRAFT], ids=["reuse", "no reuse"])
@@ -61,12 +58,7 @@ def _wrapped(key):
 
 
 def test_keys_are_tamms_in_order():
-    config = AFMTextV7.Config(
-        adapters={"base_adapter": LoRAModelAdapter(rank=32, alpha=16)},
-        arch_optimizers={"kv_quant": KVQuantArchOptimizer()},
-        device="meta",
-    )
-    state = config.create_model().state_dict()
+    state = tamm_3b_state()
     wanted = {key: tuple(tensor.shape) for key, tensor in state.items() if "adapters" in key}
     found = {
         adapter_key(name, "base_adapter", True): shape

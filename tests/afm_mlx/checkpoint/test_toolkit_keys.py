@@ -2,24 +2,17 @@
 
 import numpy as np
 import pytest
-from tamm.adapters import LoRAModelAdapter
-from tamm.ao.arch_optimizers import KVQuantArchOptimizer
-from tamm.models.afm_text import AFMTextV7
 
 from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.toolkit_keys import map_keys
 from afm_mlx.config import PRESETS
 from afm_mlx.errors import CheckpointError
 from tests.tools.cases import each
+from tests.tools.models import tamm_3b_state
 
 
 def test_every_key_of_the_3b_model_is_used_once():
-    config = AFMTextV7.Config(
-        adapters={"base_adapter": LoRAModelAdapter(rank=32, alpha=16)},
-        arch_optimizers={"kv_quant": KVQuantArchOptimizer()},
-        device="meta",
-    )
-    state = config.create_model().state_dict()
+    state = tamm_3b_state()
     assert len(state) == 1326
     keys = map_keys(state, "the 3B model")
     ranges = [key for pair in keys.kv_ranges.values() for key in pair.values()]
