@@ -73,7 +73,9 @@ def test_the_writer_takes_the_data_in_chunks_and_counts_it(path):
 def test_what_the_disk_lacks_is_told_apart_from_what_the_source_lacks(tmp_path):
     spec = TensorSpec("a", (4,), mx.float32)
     (tmp_path / "full").symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match=r"full could not be written: No space left.*GB are free"):
+    with pytest.raises(
+        CheckpointError, match=r"full could not be written: No space left.*GB are free"
+    ):
         write_file(tmp_path / "full", [spec], lambda s: [b"\0" * 16])
 
     def gone(spec):
