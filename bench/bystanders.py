@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Bystanders:
-    """Processor time that others take meanwhile: on a busy machine nothing below means much.
+    """Processor time that others take from here on: on a busy machine, what is measured means little.
 
     Counts what `/proc/stat` says is busy (stolen by other virtual machines too), less this process and those
     of its children that have ended. Linux only.

@@ -25,7 +25,7 @@ def targets(medians: Medians, limit: float) -> list[Target]:
     """Every target with what was measured.
 
     Args:
-        medians: of all peers.
+        medians: figures of all peers.
         limit: measured bandwidth in bytes per second.
     """
 

@@ -11,10 +11,10 @@ class Target:
 
     Args:
         name: what is compared.
-        value: as measured; None where a part of it is missing.
-        bound: that it must reach, or stay below.
-        at_most: which of the two.
-        unit: of both.
+        value: the measured figure; None where a part of it is missing.
+        bound: the least that the figure may be, or the most.
+        at_most: whether `bound` is the most.
+        unit: unit of value and bound.
     """
 
     name: str

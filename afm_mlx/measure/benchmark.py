@@ -237,7 +237,7 @@ def _measure(bench: Bench, repetitions: int, on_run: Callable[[], None]) -> Benc
         first_token=Spread.of([first for first, _ in times]),
         peak_memory=mx.get_peak_memory(),
         peak_resident=peak_resident() if can_reset else None,
-        cost=bench.cost(),  # last, for it runs a step
+        cost=bench.cost(),  # last, because it takes memory itself
     )
 
 
@@ -330,7 +330,7 @@ class Bench:
 
 
 def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:
-    """Count what a decode step of an AFM model needs; nothing is computed.
+    """Count what a decode step of an AFM model needs, without running one.
 
     Args:
         model: an AFM `Model`.

@@ -125,7 +125,7 @@ def mlx_grids(units: Array, bits: int, dtype: mx.Dtype) -> AffineGrids:
     even = np.abs(low + high) <= np.abs(edge) * np.float32(2.0 ** (3 - digits(dtype)))
     for first, last, which in ((edge, other, low != high), (other, edge, even & (low != high))):
         left = np.flatnonzero(which & ~result.found)
-        for steps, off, kind in _scale_kinds(bits, dtype):
+        for steps, off, kind in _guesses(bits, dtype):
             if not len(left):
                 break
             bias = first[left]
@@ -138,10 +138,10 @@ def mlx_grids(units: Array, bits: int, dtype: mx.Dtype) -> AffineGrids:
     return result
 
 
-def _scale_kinds(bits: int, dtype: mx.Dtype) -> Iterator[tuple[int, int, mx.Dtype]]:
-    """Steps between a group's ends, what a rounded end makes the whole number be off by, and a scale's type.
+def _guesses(bits: int, dtype: mx.Dtype) -> Iterator[tuple[int, int, mx.Dtype]]:
+    """What a grid may have been: steps from end to end, an error of the whole number, and the scale's type.
 
-    The other end is rounded, so that in bfloat16 the whole number may be off by one.
+    The whole number is the bias over the scale. The other end is rounded, so in bfloat16 it may be off by one.
     """
     stored = dict.fromkeys((dtype, mx.float32, mx.float16, mx.bfloat16))
     return itertools.product((2**bits - 1, 2**bits - 2), (0, -1, 1), stored)

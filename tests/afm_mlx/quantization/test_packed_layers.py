@@ -134,6 +134,7 @@ def test_mlx_lm_counts_its_bits(rng):
         ({"scales": mx.ones(5)}, r"scales is float32 of shape \[5\]; .* of shape \[\], \[4\]"),
         ({"scales": mx.ones(4, mx.int32)}, "scales is int32"),
         ({"scales": mx.ones((4, 3)), "biases": mx.ones((4, 3))}, "G divides 16"),
+        ({"scales": mx.ones((4, 0)), "biases": mx.ones((4, 0))}, "G divides 16"),
         ({"biases": None}, "biases is missing"),
         ({"biases": mx.ones(1)}, r"biases is float32 of shape \[1\]"),
         ({"mode": "balanced"}, "absent in a balanced matrix"),

@@ -9,11 +9,12 @@ from afm_mlx.kernels.selftest import checks, verdict
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """The folder of verdicts, which isn't there yet."""
-    monkeypatch.setenv(verdict.FOLDER, str(tmp_path / "cache"))
+    """The folder of verdicts, which isn't there yet, nor the one that it is in."""
+    folder = tmp_path / "caches" / "afm-mlx"
+    monkeypatch.setenv(verdict.FOLDER, str(folder))
     monkeypatch.delenv(checks.SWITCH, raising=False)
     checks.ensure_checked.cache_clear()
-    yield tmp_path / "cache"
+    yield folder
     checks.ensure_checked.cache_clear()
 
 

@@ -49,7 +49,7 @@ def test_a_damaged_verdict_is_none(cache, text):
 
 
 def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(cache):
-    cache.write_text("a file where the folder should be")
+    cache.parent.write_text("a file where a folder should be")
     known = Verdict()
     known.begin("cpu/fake")
     known.end({})
