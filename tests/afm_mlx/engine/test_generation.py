@@ -3,6 +3,7 @@
 Each test that names a letter is a regression test of a defect that mlx-lm 0.32.2 has on this architecture.
 """
 
+import copy
 import inspect
 from dataclasses import fields
 
@@ -10,7 +11,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.generate import GenerationResponse, generate_step, speculative_generate_step
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 import afm_mlx
 from afm_mlx.engine import generation
@@ -114,6 +115,24 @@ def test_mlx_lm_speculative_decoding_with_a_supplied_cache(rng, model):
     options = {"max_tokens": 6, "prompt_cache": cache}
     steps = speculative_generate_step(mx.array(prompt), model, draft, **options)
     assert [int(token) for token, _, _ in steps] == naive_greedy(model, prompt, 6)
+
+
+def test_mlx_lm_copies_and_trims_the_cache(rng, model):
+    prompt, cache = some_prompt(rng, 9), make_prompt_cache(model)
+
+    def answer(tokens, cache):
+        steps = generate_step(mx.array(tokens), model, max_tokens=4, prompt_cache=cache)
+        return [token for token, _ in steps]
+
+    wanted = naive_greedy(model, prompt, 4)
+    assert answer(prompt, cache) == wanted
+    other, held = copy.deepcopy(cache), cache[0].offset
+    assert can_trim_prompt_cache(other)
+    assert trim_prompt_cache(other, held - 8) == held - 8
+    assert answer(prompt[8:], other) == wanted
+    assert (cache[0].offset, other[0].offset) == (held, held)
+    trim_prompt_cache(cache, held - 8)
+    assert answer(prompt[8:], cache) == wanted
 
 
 # -- mlx-lm's zoo through our engine
