@@ -263,7 +263,7 @@ def _converted(where: str, value: Any, action: argparse.Action) -> Any:
         value = json.dumps(value)
     convert: Callable[[str], Any] = action.type if callable(action.type) else str
     is_text = isinstance(value, str)
-    if isinstance(value, bool | list | dict) or (convert is str and not is_text):
+    if convert is str and not is_text:
         raise UsageError(f"{where} is {shown(value)} ({type(value).__name__}); a string is needed.")
     try:
         converted = convert(value if is_text else repr(value))

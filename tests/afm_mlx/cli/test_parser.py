@@ -74,7 +74,9 @@ def test_a_fault_of_a_file_is_one_line(write_config, fails):
         "5: 5": "unknown key 5",
         "config: x.yaml": "unknown key config",
         "max_tokens: 1.5": "max_tokens: '1.5' is not an integer",
-        "max_tokens: true": "max_tokens is True",
+        "max_tokens: true": "max_tokens: 'True' is not an integer; allowed is -1 or more",
+        "top_p: [1]": "top_p: '[1]' is not a number",
+        "chat_template_config: [1]": "'[1]' is not a JSON object, such as",
         "prompt: 5": "a string is needed",
         "prompt: [a]": "a string is needed",
         "top_p: 2": "top_p: 2 is out of range",
@@ -85,5 +87,7 @@ def test_a_fault_of_a_file_is_one_line(write_config, fails):
         "a: [": "is not valid YAML",
     }.items():
         assert says in fails("generate", "-c", write_config(text))
+    file = write_config("lora_parameters: {rank: true}\ndata: .")
+    assert "rank: 'True' is not an integer" in fails("lora", "-c", file)
     assert "(did you mean affine?)" in fails("convert", "-c", write_config("q_mode: afine"))
     assert "did you mean affine?" in fails("convert", "--q-mode", "afine")
