@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, wraps
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -174,7 +174,9 @@ class HubVocabulary:
         added = content.get("added_tokens") or []
         control = _control_names(added, config)
         # A control token is one by its id only: the user's text "</s>" is text, as in SentencePiece.
-        hidden = {name for name in control if _in_model(name, model)}
+        entries = model["vocab"]  # of a Unigram model, pairs of name and score
+        names = entries if isinstance(entries, dict) else [name for name, *_ in entries]
+        hidden = control.intersection(names)
         content["added_tokens"] = [token for token in added if token["content"] not in hidden]
         self._content = content
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
@@ -334,20 +336,13 @@ def _merged(merge: str | list[str]) -> str:
     return "".join(merge.split(" ", 1) if isinstance(merge, str) else merge)
 
 
-def _control_names(added: list[dict[str, Any]], config: dict[str, Any]) -> Collection[str]:
+def _control_names(added: list[dict[str, Any]], config: dict[str, Any]) -> set[str]:
     """Names without text: what `save_tokenizer` noted, else the special tokens that aren't markers."""
     noted = config.get("control_tokens")
     if isinstance(noted, list):
         return {name for name in noted if isinstance(name, str)}
     special = {token["content"] for token in added if token.get("special")}
     return special - {*MARKERS, NEWLINE, "<unk>"}
-
-
-def _in_model(name: str, model: dict[str, Any]) -> bool:
-    entries = model["vocab"]
-    if isinstance(entries, dict):
-        return name in entries
-    return any(entry[0] == name for entry in entries)
 
 
 def _unknown_name(model: dict[str, Any]) -> str | None:
