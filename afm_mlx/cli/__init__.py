@@ -70,8 +70,8 @@ def _run(argv: list[str]) -> int:
         args = parse(name, command, rest)
         debug = args.debug
         return command.run(args) or 0
-    except SystemExit:  # --help, --version
-        return 0
+    except SystemExit as done:  # --help, --version
+        return int(done.code or 0)
     except UsageError as error:
         return _fail(f"error: {error}", USAGE_ERROR)
     except (AFMError, OSError, ValueError) as error:

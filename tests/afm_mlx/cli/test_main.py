@@ -123,6 +123,11 @@ def test_interrupt(monkeypatch, run):
     assert run("info") == (130, "", "afm-mlx: interrupted\n")
 
 
+def test_code_that_ends_the_process_keeps_its_exit_status(monkeypatch):
+    monkeypatch.setattr(info, "run", Mock(side_effect=SystemExit(3)))
+    assert main(["info"]) == 3
+
+
 def test_a_reader_that_has_seen_enough_is_no_error():
     for argv in (["--help"], ["info", "--preset", "afm-3b"]):
         reader, writer = os.pipe()
