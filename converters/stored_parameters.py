@@ -87,7 +87,8 @@ class StoredLayer:
         """The numbers that the codes stand for, row-major, as bytes of `dtype`."""
         if self.rule is None:
             arrays = [part.array() for part in self.parts.values()]
-            yield array_bytes(mx.dequantize(*arrays, **self.settings).astype(dtype))
+            settings = {key: self.settings[key] for key in ("group_size", "bits", "mode")}
+            yield array_bytes(mx.dequantize(*arrays, **settings).astype(dtype))
             return
         packed = self._packed(self.rule)
         height = max(1, _UNPACK_ELEMENTS // packed.in_dims)

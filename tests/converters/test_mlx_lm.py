@@ -156,6 +156,18 @@ def test_quantized_folders_pass_through(stock, tmp_path):
     assert_same_weights(folder, theirs)
 
 
+def test_layers_that_only_mlx_holds_become_floats(stock, tmp_path):
+    folder, model = stock
+    path, weights = "model.layers.0.self_attn.out_proj", dict(tree_flatten(model.parameters()))
+    settings = {"bits": 3, "group_size": 32, "mode": "affine"}
+    parts = mx.quantize(weights[f"{path}.weight"], **settings)
+    names = [f"{path}.{part}" for part in ("weight", "scales", "biases")]
+    save_weights(folder, weights | dict(zip(names, parts, strict=True)))
+    edit_config(folder, quantization={**settings, "granularity": "group"})
+    out = load_weights(convert(folder, tmp_path / "out", dequantize=True))
+    assert_same(out[f"{path}.weight"], mx.dequantize(*parts, **settings))
+
+
 @pytest.mark.parametrize(
     ("shape", "kv_quant", "changes", "words"),
     [
