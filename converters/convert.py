@@ -24,7 +24,7 @@ from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.converters.other_models import write_other_model
 from afm_mlx.converters.toolkit import write_toolkit
-from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder, place_beside, refuse_existing
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.progress import Progress
@@ -108,6 +108,7 @@ def detect(source: Path) -> str:
 
     Raises:
         CheckpointError: when it is nothing that can be converted; says what was found.
+        ConfigError: when its config.json can't be read, or names no model type.
     """
     if not source.is_dir():
         check_archive(source)
@@ -122,19 +123,16 @@ def detect(source: Path) -> str:
             f"{source} is no checkpoint: it holds {named(found)}. Give a folder with base-model.pt and "
             "base-model-config.json, or a model folder with config.json and *.safetensors."
         )
-    try:
-        values, reason = read_config_json(config), "it has no model_type that is a name"
-    except ConfigError as error:
-        values, reason = {}, str(error)
+    values = read_config_json(config)
     if is_toolkit_config(values):
         raise CheckpointError(
             f"{config} is a config of a toolkit checkpoint, whose .pt file is not beside it."
         )
     kind = values.get("model_type")
     if not kind or not isinstance(kind, str):
-        raise CheckpointError(
-            f"{config} does not say what model this is: {reason}. A model folder's config.json has "
-            '"model_type".'
+        raise ConfigError(
+            f"{config}: model_type is {shown(kind)}; it names the architecture, "
+            f"{MODEL_TYPE!r} for an AFM model."
         )
     return kind
 
