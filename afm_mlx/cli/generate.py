@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> None:
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
     prompt = _encode(args, text, tokenizer)
-    run = _generate if args.prompt_cache_file is None else _generate_with_file
-    run(
+    generate = _generate if args.prompt_cache_file is None else _generate_with_file
+    generate(
         args,
         model,
         tokenizer,

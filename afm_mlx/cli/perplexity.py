@@ -9,7 +9,7 @@ from pathlib import Path
 from afm_mlx.cli import options
 from afm_mlx.cli.argument_table import Argument
 from afm_mlx.cli.output import print_json, progress_bar
-from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
+from afm_mlx.cli.parser import MAX_ROWS, UsageError, count_or_all, integer
 
 HELD_OUT = "heldout.jsonl"
 
@@ -22,7 +22,7 @@ ARGUMENTS = {
                  "a .jsonl file, a .txt file, or a folder with test, valid or train.jsonl; by default the "
                  f"model folder's {HELD_OUT}, which the embedded model has",
                  metavar="PATH"),
-        Argument("--num-samples", integer(-1), "pieces of documents; -1 for all", 256),
+        Argument("--num-samples", count_or_all, "pieces of documents; -1 for all", 256),
         Argument("--sequence-length", integer(2), "tokens of a piece at most", 512),
         Argument("--batch-size", integer(1, MAX_ROWS), "pieces side by side", 8),
         Argument("--seed", integer(0, options.MAX_SEED), "seed of the choice of pieces", 123),
@@ -33,8 +33,6 @@ ARGUMENTS = {
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.num_samples == 0:
-        raise UsageError("--num-samples is 0; allowed are 1 and more, or -1 for all.")
     from afm_mlx.loading.resolve import resolve_model
     from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity
 
