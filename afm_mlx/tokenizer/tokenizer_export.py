@@ -20,10 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.errors import TokenizerError
+from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.files import atomic_write
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE
+from afm_mlx.tokenizer.tokenizer_config import read_text
 from afm_mlx.tokenizer.vocabulary import (
     MARKERS,
     TURN_END,
@@ -78,7 +79,8 @@ def save_tokenizer(
     model = _read_model(model_path)
     settings = _read_toolkit_config(Path(toolkit_config)) if toolkit_config else {}
     vocabulary = SentencePieceVocabulary(model, model_path)
-    model = _with_added_pieces(model, vocabulary, settings.get("user_defined_tokens"))
+    added = settings.get("user_defined_tokens")
+    model = _with_added_pieces(model, vocabulary, added, toolkit_config)
     vocabulary = SentencePieceVocabulary(model, model_path)
     eos_token = _end_of_turn(vocabulary, settings.get("eot_id"), toolkit_config)
 
@@ -121,14 +123,15 @@ def _read_model(path: Path) -> bytes:
 
 def _read_toolkit_config(path: Path) -> dict[str, Any]:
     """The settings we know, wherever they are nested; the rest of the file is not ours to judge."""
+    text = read_text(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        entries = list(_walk(json.loads(text)))
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(
-            f"The tokenizer configuration {path} can't be read: {error}"
+            f"{path} is not valid JSON ({error}). Copy it again from the toolkit's assets."
         ) from error
     settings: dict[str, Any] = {}
-    for key, value in _walk(content):
+    for key, value in entries:
         if key in ("user_defined_tokens", "eot_id") and value is not None:
             settings.setdefault(key, value)
         if key == "replacements" and value != {"\n": NEWLINE}:
@@ -148,16 +151,20 @@ def _walk(value: Any) -> Iterator[tuple[str, Any]]:
             yield from _walk(item)
 
 
-def _with_added_pieces(model: bytes, vocabulary: SentencePieceVocabulary, tokens: Any) -> bytes:
+def _with_added_pieces(
+    model: bytes, vocabulary: SentencePieceVocabulary, tokens: Any, path: Any
+) -> bytes:
     """The serialized model with further user-defined pieces, in tamm's order."""
     if not tokens:
         return model
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise TokenizerError(f"user_defined_tokens must be a list of strings, got {tokens!r}.")
+        raise TokenizerError(
+            f"{path}: user_defined_tokens must be a list of strings, got {shown(tokens)}."
+        )
     known = [token for token in tokens if vocabulary.id_of(token) is not None]
     if known:
         raise TokenizerError(
-            f"user_defined_tokens repeats pieces that the SentencePiece model has: {known!r}."
+            f"{path}: user_defined_tokens repeats pieces that the SentencePiece model has: {shown(known)}."
         )
     proto = parse_model(model, "tokenizer.model")
     for token in tokens:

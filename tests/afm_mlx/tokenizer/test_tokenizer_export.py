@@ -121,15 +121,19 @@ def test_toolkit_configuration(tmp_path, spm_bpe):
 
     def fails(message, **changes):
         config.write_text(json.dumps({**content, **changes}))
-        with pytest.raises(TokenizerError, match=message):
+        with pytest.raises(TokenizerError, match=f"{config}.*{message}"):
             save_tokenizer(source, folder)
 
     fails("eot_id 5000; the vocabulary's ids are 0 to", extra_properties={"eot_id": 5000})
     fails("repeats pieces .*'<n>'", user_defined_tokens=["<n>"])
     fails("must be a list of strings", user_defined_tokens="<n>")
     fails("only .* AFM's own, is known", text_processor={"replacements": {"\n": "<br>"}})
-    config.write_text("{")
-    with pytest.raises(TokenizerError, match=f"{config} can't be read"):
+    for text in ("{", "[" * 100_000):
+        config.write_text(text)
+        with pytest.raises(TokenizerError, match=f"{config} is not valid JSON"):
+            save_tokenizer(source, folder)
+    config.write_bytes(b"\xff")
+    with pytest.raises(TokenizerError, match=f"{config} is not UTF-8"):
         save_tokenizer(source, folder)
 
 
