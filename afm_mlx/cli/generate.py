@@ -187,7 +187,10 @@ def _read_cache(path: Path, model: Any) -> tuple[list[Any], list[int]]:
     from afm_mlx.engine.prompt_reuse import tokens_in
 
     cache, metadata = load_prompt_cache(path, model)
-    held = json.loads(metadata.get("tokens", "null"))
+    try:
+        held = json.loads(metadata["tokens"])
+    except (KeyError, ValueError, RecursionError):
+        held = None
     if not isinstance(held, list) or len(held) != tokens_in(cache):
         raise CacheFileError(
             f"{path} does not say which tokens it holds; it was not made by `afm-mlx generate`. "

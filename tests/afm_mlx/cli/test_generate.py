@@ -170,7 +170,7 @@ def test_prompt_cache_files_that_do_not_fit(folder, done, fails, tmp_path, spm_b
     model, _ = load(folder)
     cache = model.make_cache(max_size=256)
     model.prefill(mx.array([[1, 2, 3]]), cache)
-    for tokens in ("null", "[1]"):
-        save_prompt_cache(file, cache, model, metadata={"tokens": tokens})
+    for metadata in ({}, *({"tokens": text} for text in ("null", "[1]", "{", "[" * 100_000))):
+        save_prompt_cache(file, cache, model, metadata=metadata)
         assert "which tokens" in fails(*argv, folder)
         file.unlink()
