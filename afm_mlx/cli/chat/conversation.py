@@ -224,6 +224,7 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
             json.dumps(message, ensure_ascii=False).encode("utf-8")
         except (ValueError, RecursionError) as error:  # half of a surrogate pair, a deep nesting
             raise TokenizerError(
-                f"messages[{index}] ({message['role']}) can't be written as JSON in UTF-8: {error}."
+                f"messages[{index}] ({message['role']}) can't be written as JSON in UTF-8: {error}. "
+                "Change or remove it."
             ) from None
     return checked

@@ -148,6 +148,7 @@ def test_a_hostile_file_is_one_error_and_the_conversation_stays(chat, tmp_path):
     assert out == whole
     assert len(notes) == 1 + len(names)
     assert not any("goes on" in note for note in notes)
+    assert notes[1 + names.index("half a character")].endswith("Change or remove it.")
     assert max(map(len, notes)) < 1000
 
 
