@@ -147,6 +147,7 @@ def _copy_adapters(
 
 
 def _copy_tokenizer(source: Path, folder: Path, vocab_size: int) -> None:
+    """Copy a folder's tokenizer files, which must be there and have no more tokens than the embedding rows."""
     names = copy_tokenizer_files(source, folder)
     if not {"tokenizer.json", "tokenizer.model"} & set(names):
         raise CheckpointError(f"{source} has no tokenizer.json and no tokenizer.model.")

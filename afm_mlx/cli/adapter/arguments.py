@@ -93,7 +93,16 @@ def output_options(args: argparse.Namespace) -> tuple[dict[str, Any], dict[str, 
 
 
 def require(args: argparse.Namespace, action: str, **missing: str) -> None:
-    """Raise `UsageError` for the first argument that was not given; `missing` says what each one is for."""
+    """Make a positional ADAPTER `adapter_path`, and raise for what was not given.
+
+    Args:
+        args: the parsed arguments.
+        action: name of the action, for advice.
+        missing: arguments that are needed, and what each one says.
+
+    Raises:
+        UsageError: for the first argument that is missing, and for two adapters.
+    """
     if (adapter := getattr(args, "adapter", None)) is not None:
         if args.adapter_path is not None:
             raise UsageError(
