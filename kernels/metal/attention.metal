@@ -96,6 +96,8 @@ struct Query {
 
 // Attention of some lanes to the keys they saw: the largest score, the sum of exp2(score - maximum), and
 // the sum of the values weighted by it, UNITS times four dimensions per lane.
+//
+// Fast exponentials: one per key, and what is wrong with a weight is wrong in both sums.
 template <int UNITS>
 struct OnlineSoftmax {
   float maximum;

@@ -89,7 +89,7 @@ struct Vectors {
   float factor(uint k) const { return NORM ? float(norm[k]) : 1.0f; }
 
   float inverse_rms(float squares, uint in_dims) const {
-    return NORM ? metal::rsqrt(squares / float(in_dims) + eps) : 1.0f;
+    return NORM ? metal::precise::rsqrt(squares / float(in_dims) + eps) : 1.0f;
   }
 };
 
@@ -214,4 +214,5 @@ void unpack(
   }
 }
 
-inline float silu(float x) { return x / (1.0f + metal::exp(-x)); }
+// Precise, since the exponential of what overflows must be infinity, and nothing else: one per output costs little.
+inline float silu(float x) { return x / (1.0f + metal::precise::exp(-x)); }

@@ -20,6 +20,13 @@ class Problem(NamedTuple):
     text: str
 
 
+# Functions of float that Metal has twice, with different accuracy (section 8.4, tables 8.1 and 8.2).
+TRANSCENDENTAL = (
+    *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "cospi", "divide"),
+    *("exp", "exp2", "exp10", "fmod", "log", "log2", "log10", "pow", "powr", "rsqrt", "sin"),
+    *("sincos", "sinh", "sinpi", "sqrt", "tan", "tanh", "tanpi"),
+)
+
 _TOKENS = {
     "double": r"\bdouble\b",
     "long double or long long": r"\blong\s+(?:double|long)\b",
@@ -45,9 +52,19 @@ _TOKENS = {
         r"\b(?:vertex|fragment|kernel|visible|stitchable|intersection|sampler|patch|texture\w*|depth2d\w*|"
         r"imageblock|ray_data|object_data|threadgroup_imageblock)\b"
     ),
+    # Without a namespace, macOS 15 and later take the fast ones, and earlier versions the precise ones.
+    "a function that is neither fast nor precise": (
+        rf"(?<![\w.])(?<!fast::)(?<!precise::)(?:{'|'.join(TRANSCENDENTAL)})\s*\("
+    ),
+    "fast or precise by a using-directive": r"\busing\b[^;]*\bmetal::(?:fast|precise)\b",
     "a GCC extension": r"\b(?:__attribute__|__restrict|typeof|__typeof__)\b",
     "a literal of type double": r"(?<![\w.])(?:\d+\.\d*|\.\d+|\d+(?=[eE][+-]?\d))(?:[eE][+-]?\d+)?(?![\w.])",
 }
+
+_FOREIGN = re.compile(r"[^\x00-\x7f]")
+_SIMDGROUP_CALL = re.compile(r"\b(?:simd|quad)_(?!any\b|all\b|ballot\b|vote\b)\w+\s*\(")
+_REFUSED_TYPE = r"(?:bool|u?long|u?int64_t|size_t|u?intptr_t|ptrdiff_t)"
+_TRUTH = re.compile(r"[<>!=]=|&&|\|\||(?<![<\w-])<(?![<\w])|(?<![>-])>(?!>)|!|\b(?:true|false)\b")
 
 _SPACE = re.compile(r"\b(?:device|constant|threadgroup|thread)\b")
 _FUNCTION = re.compile(r"\b(\w+)\s*\(")
@@ -78,7 +95,11 @@ def problems(text: str, *, is_header: bool) -> list[Problem]:
         is_header: functions and constants; else the body of a kernel.
     """
     code = without_comments(text)
-    found = [*_tokens(code), *_pointers(code), *_recursion(code)]
+    found = [*_tokens(code), *_pointers(code), *_recursion(code), *_simdgroup_operands(code)]
+    # Comments too: MLX hands the text over as a C string, whose encoding is the system's.
+    found += [
+        _problem("a character that isn't ASCII", text, m.start()) for m in _FOREIGN.finditer(text)
+    ]
     if is_header:
         found += [*_program_scope(code), *_threadgroup_in_functions(code)]
         if text and not text.endswith("\n"):
@@ -102,6 +123,22 @@ def _tokens(code: str) -> Iterator[Problem]:
     for rule, pattern in _TOKENS.items():
         for match in re.finditer(pattern, code):
             yield _problem(rule, code, match.start())
+
+
+def _simdgroup_operands(code: str) -> Iterator[Problem]:
+    """Functions of a simdgroup take numbers of 8 to 32 bits; as far as a text shows what it hands them.
+
+    `simd_any`, `simd_all` and `simd_ballot` take a bool. The emulator's compiler sees the rest.
+    """
+    names = re.findall(rf"\b{_REFUSED_TYPE}(?:\s*[&*]\s*|\s+)(\w+)\s*[=;,)\[({{]", code)
+    refused = re.compile(
+        rf"\s*(?:{_REFUSED_TYPE}\s*\(|(?:{'|'.join(names) or '$^'})\s*(?:\[[^\]]*\])?\s*$)"
+    )
+    for match in _SIMDGROUP_CALL.finditer(code):
+        operand = split(code[match.end() : _matching(code, match.end() - 1)])[0]
+        chosen = operand.partition("?")[2] or operand
+        if refused.match(operand) or _TRUTH.search(chosen):
+            yield _problem("a 64-bit or bool operand of a simdgroup function", code, match.start())
 
 
 def _matching(code: str, at: int) -> int:

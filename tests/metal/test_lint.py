@@ -58,6 +58,10 @@ BODIES = {
     "a lambda": "auto f = [&](int x) { return x; };",
     "a cast to a vector": "float4 y = (float4)x;",
     "a keyword of Metal as a name": "float fragment = 0.0f;",
+    "a function that is neither fast nor precise": "float x = metal::exp(y);",
+    "fast or precise by a using-directive": "using namespace metal::fast;",
+    "a character that isn't ASCII": "// 2 \u03c0",
+    "a 64-bit or bool operand of a simdgroup function": "ulong x = 1; x = simd_sum(x);",
     "a GCC extension": "float x __attribute__((aligned(4)));",
     "a literal of type double": "float x = 1.0;",
     "a pointer or reference without address space": "float* p = q;",
@@ -81,6 +85,21 @@ MORE = [
     ("a literal of type double", "float x = 2.5e3 * y;"),
     ("a pointer or reference without address space", "for (auto& x : y) { }\nauto& z = y[0];"),
     ("long double or long long", "long double x;"),
+    *(
+        ("a function that is neither fast nor precise", f"float x = {call};")
+        for call in ("rsqrt(y)", "sin (y)", "1.0f / sqrt(y)", "metal::pow(y, 2.0f)", "-cos(y)")
+    ),
+    *(
+        ("a 64-bit or bool operand of a simdgroup function", text)
+        for text in (
+            "float y = simd_sum(x > 0.0f);",
+            "int y = simd_or(a && b);",
+            "y = simd_shuffle_xor(bool(x), 1);",
+            "y = simd_max(ulong(x));",
+            "bool used[4]; y = simd_broadcast(used[2], 0);",
+            "y = quad_sum(!x);",
+        )
+    ),
 ]
 
 
@@ -107,7 +126,7 @@ inline float total(const device T* x, const thread float (&weights)[COUNT], thre
   UNROLL for (int i = 0; i < COUNT; i++) sum += float(x[i]) * weights[i] * 1e-3f;
   const thread float& first = weights[0];
   float values[2] = {1.0f, 2.0f};
-  scratch[0] = sum * first - float2(values[0], 1.5f).x;
+  scratch[0] = sum * first - float2(values[0], 1.5f).x + metal::fast::exp2(sum) / metal::precise::sqrt(first);
   return sum;
 }
 inline float twice(float x) { return 2.0f * x; }
@@ -119,3 +138,12 @@ def test_what_is_fine_is_let_through():
     assert problems(FINE, is_header=True) == []
     body = "threadgroup float x[4];\nconst device T* p = a + 1;\nout[i] = T(x[i] * 2.0f);"
     assert problems(body, is_header=False) == []
+    calls = (
+        "float y = simd_sum(a[i]) + simd_min(x == y ? place : NOWHERE) + float(simd_any(x > y));"
+    )
+    assert (
+        problems(
+            calls + "\nfloat my_exp(float x);\nfloat z = my_exp(y) + y.exp(1);", is_header=False
+        )
+        == []
+    )
