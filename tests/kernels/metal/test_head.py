@@ -6,6 +6,7 @@ import pytest
 
 from afm_mlx import kernels
 from afm_mlx.kernels import BITS, PackedWeight, dispatch
+from afm_mlx.kernels.metal import head, products
 from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
@@ -29,6 +30,30 @@ def test_ties_go_to_the_lowest_row(metal, rng, rows, out_dims):
     assert index.dtype == mx.uint32
     assert index.tolist() == logits.argmax(-1).tolist()
     assert value.tolist() == logits.max(-1).tolist()
+
+
+def test_the_largest_in_any_tile_is_found(metal, rng):
+    """A simdgroup of the 3B's head has 5 or 10 tiles. Here, the last simdgroup's last one has a single row."""
+    out_dims = 40_001
+    for rows in (1, 2, 3):
+        code_rows = products.rows_per_simdgroup(rows, out_dims)
+        tiles = -(-out_dims // (code_rows * head.CHUNK))
+        assert tiles >= 2
+        assert out_dims % (tiles * code_rows) % code_rows == 1
+        # One place in each tile of a simdgroup, one of which is the last row of all.
+        first = int(rng.integers(out_dims // (tiles * code_rows))) * tiles * code_rows
+        places = [first + tile * code_rows + int(rng.integers(code_rows)) for tile in range(tiles)]
+        places[out_dims % (tiles * code_rows) // code_rows] = out_dims - 1
+        for some in (places[i : i + rows] for i in range(0, tiles, rows)):
+            signs = np.where(np.arange(16) >> np.arange(rows)[:, None] & 1, 1, -1)
+            codes = rng.integers(6, 10, (out_dims, 16))
+            codes[some] = np.where(signs[: len(some)] > 0, 15, 0)
+            weight = PackedWeight(
+                kernels.pack_codes(mx.array(codes), 4), 4, "balanced", mx.array(2.0)
+            )
+            index, value = kernels.packed_argmax(mx.array(signs.astype(np.float32)), weight)
+            assert index.tolist()[: len(some)] == some
+            assert value.tolist()[: len(some)] == [16 * 15] * len(some)
 
 
 def test_every_format(metal, rng):
