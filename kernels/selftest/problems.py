@@ -31,6 +31,11 @@ from afm_mlx.kernels.selftest.specs import Spec
 # Relative distance of neighbouring numbers, halved: what rounding to a type can cost.
 UNIT_ROUNDOFF = {mx.float32: 2.0**-24, mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}
 _TF32 = 2.0**-11
+# How far Metal's functions of float may be off, in ulps, of which one is up to 2**-23 of a number: section 8.4 of
+# the Metal Shading Language Specification 4.1, table 8.1 for `metal::precise` and table 8.2 for `metal::fast`.
+_ULP = 2.0**-23
+_PRECISE = 4  # exp, exp2, sin and cos; rsqrt is correctly rounded
+_FAST_EXP2 = (3, 2)  # exp2(x): 3 + 2 |x|
 _THETA, _EPS = 500000.0, 1e-5
 _ADAPTERS = 3
 
@@ -286,15 +291,38 @@ def _bound(spec: Spec, args: tuple) -> float:
         case "packed_embedding", *_:
             return 2 * u + 2.0**-23
         case "rope_norm_quantize", _, offset, _:
-            # Two operations round in turn; a float32 angle at position p is off by some p units.
-            return 3 * u + 4 * (int(offset.max().item()) + spec.tokens) * 2.0**-24
+            # Two operations round in turn, and sine and cosine are off, each by as much as its factor.
+            position = int(offset.max().item()) + spec.tokens
+            return 3 * u + 2 * _PRECISE * _ULP + _angle_error(position)
         case "decode_attention", queries, kv, lengths, rope:
             return _attention_bound(spec, queries, kv, int(lengths.max().item()), rope)
         case "causal_attention", queries, kv:
             return _attention_bound(spec, queries, kv, spec.capacity, None)
     bound = _product_bound(spec, args[0], args[-1])
-    # Both factors are off, and the slope of silu is up to 1.1.
-    return 3 * bound if spec.op == "packed_swiglu" else bound
+    # Both factors are off, the slope of silu is up to 1.1, and the exponential in it is off as well.
+    return 3 * bound + _PRECISE * _ULP if spec.op == "packed_swiglu" else bound
+
+
+def _angle_error(position: int) -> float:
+    """How far a float32 angle `position * exp2(-a)` may be off.
+
+    The exponential is off by `_PRECISE` ulps, the three roundings of `a` make an error of up to `1.04 a` ulps
+    of it, and the product is rounded: `4.5 + 1.04 a` ulps of an angle of `2**-a * position`, which is the most
+    at a = 0.
+    """
+    return (_PRECISE + 0.5) * _ULP * position
+
+
+def _weight_error(score: float, length: int) -> float:
+    """How far a weight of a softmax that is computed online may be off, relative to itself.
+
+    It is multiplied by `exp2` of its distance from the largest score so far; again whenever a larger one comes,
+    which in a random order is some `ln(length)` times; and in up to 7 merges: of lanes (5), simdgroups, ranges.
+    The distances add up to the one from the largest score of all, which is twice `score` at most, in base 2.
+    """
+    constant, slope = _FAST_EXP2
+    exponentials = 1 + np.log(length + 1) + 7
+    return float(constant * exponentials + slope * 2 * score * np.log2(np.e)) * _ULP
 
 
 def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
@@ -330,11 +358,12 @@ def _attention_bound(
     size = oracle.float64(rope.weight if rope else queries)
     norm = float(np.abs(size).max() if rope else np.sqrt((size**2).mean(-1)).max())
     score = norm * float(oracle.float64(kv.key_scale)) * 74 * (2 * np.log(length + 1)) ** 0.5
-    angle = 4 * length * 2.0**-24 if rope else 0.0
+    angle = _angle_error(length) if rope else 0.0
     levels = 2 ** (spec.activation_bits - 1) - 1
     integers = 2 * (score + length**0.5) / (12**0.5 * levels)
     u = UNIT_ROUNDOFF[spec.dtype]
-    return float((2 + score) * (u + 2.0**-22 + angle) + length**0.5 * 2.0**-24 + integers)
+    of_score = (2 + score) * (u + 2.0**-22 + angle)
+    return of_score + _weight_error(score, length) + length**0.5 * 2.0**-24 + integers
 
 
 # -- comparing

@@ -3,8 +3,11 @@
 A launch takes the arguments of an `mx.fast.metal_kernel` call, has MLX build the function around the kernel's
 source, compiles it with clang (`toolchain.py`) and runs it in a process of its own (`machine.py`,
 `runtime.cpp`): one fiber per thread, simdgroups one at a time in random order. It is run twice, with other
-schedules, other poison in memory that nobody wrote, and buffers placed against the other guard page; both must
-agree.
+schedules, other poison in memory that nobody wrote, buffers placed against the other guard page, and denormals
+kept or flushed; both must agree.
+
+What Metal leaves open is drawn, from the launch's seed: functions of float are off by as much as its
+specification allows, to either side (`functions.h`), and sums over a simdgroup are added in any order.
 
 Found, and raised as `EmulatorError` with the place: accesses out of bounds, misaligned, or racing; writes to
 inputs; simdgroup functions and barriers that not all threads reach together; more than 32 KB of threadgroup
@@ -126,7 +129,12 @@ class Kernel:
             values[name] = math.prod(shape) * dtype.size
         # A threadgroup that is larger than the grid is cut, as MLX does.
         threadgroup = tuple(map(min, threadgroup, grid))
-        results = run(program, [(n, values[n]) for n in names], grid, threadgroup, seed=seed)
+        types = {
+            name: str(dtype).removeprefix("mlx.core.")
+            for name, dtype in zip(self.output_names, output_dtypes, strict=True)
+        }
+        buffers = [(n, values[n]) for n in names]
+        results = run(program, buffers, grid, threadgroup, types=types, seed=seed)
         return [
             mx.array(data).view(dtype).reshape(shape) if data.size else mx.zeros(shape, dtype)
             for data, shape, dtype in zip(results, output_shapes, output_dtypes, strict=True)

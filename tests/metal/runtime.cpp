@@ -7,6 +7,7 @@
 // here too. One launch is one forked process, so that nothing a kernel does can harm the tests.
 #include "runtime.h"
 
+#include <math.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
@@ -16,6 +17,8 @@
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include "functions.h"
 
 using namespace emulator;
 
@@ -58,6 +61,7 @@ struct Fiber {
   unsigned memory;  // flags of the barrier it waits at
   void* argument;
   Resolve resolve;
+  uint64_t random;  // state of the thread's own draws
 };
 
 Launch* launch;
@@ -67,6 +71,7 @@ Fiber* fibers;
 char* stacks;
 uptr stacks_end;
 unsigned n_threads, current = NOBODY;
+unsigned resolving;  // first thread of the simdgroup whose arguments are being combined
 void* scheduler_stack_pointer;
 Region regions[MAX_REGIONS];
 unsigned n_regions, last_region;
@@ -78,11 +83,33 @@ unsigned threadgroup_epoch = 1, device_epoch = 1;
 unsigned simd_epochs[MAX_THREADS / LANES];
 unsigned threads_before;  // global number of this threadgroup's first thread
 
-uint64_t draw() {
-  random_state ^= random_state << 13;
-  random_state ^= random_state >> 7;
-  random_state ^= random_state << 17;
-  return random_state;
+uint64_t next(uint64_t& state) {
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return state;
+}
+
+uint64_t draw() { return next(random_state); }
+
+/// Where the draws of one thread of the launch begin, whatever the schedule.
+uint64_t random_of(uint64_t group, unsigned thread) {
+  uint64_t x = launch->seed * 0x9e3779b97f4a7c15ull + (group * MAX_THREADS + thread + 1) * 0xd1342543de82ef95ull;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9ull;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebull;
+  return (x ^ x >> 31) | 1;
+}
+
+/// The second run flushes denormals of float, as Metal may (section 8.1 of its specification).
+void set_denormals() {
+  if (launch->schedule % 2 == 0) return;
+#if defined(__x86_64__)
+  __builtin_ia32_ldmxcsr(__builtin_ia32_stmxcsr() | 0x8040);
+#else
+  uint64_t control;
+  asm volatile("mrs %0, fpcr" : "=r"(control));
+  asm volatile("msr fpcr, %0" : : "r"(control | 1ull << 24));
+#endif
 }
 
 // ---- reports ------------------------------------------------------------------------------------------------
@@ -436,6 +463,7 @@ void run_simdgroup(unsigned simd) {
     if (first.state != AT_COLLECTIVE) return;
     void* arguments[LANES];
     for (unsigned i = begin; i < end; ++i) arguments[i - begin] = fibers[i].argument;
+    resolving = begin;
     if (first.resolve)
       first.resolve(arguments, end - begin);
     else
@@ -484,8 +512,10 @@ void set_threads(const unsigned group[3], const unsigned groups[3]) {
   }
   n_threads = size[0] * size[1] * size[2];
   unsigned nominal = launch->threadgroup[0] * launch->threadgroup[1] * launch->threadgroup[2];
+  uint64_t index = (uint64_t(group[2]) * groups[1] + group[1]) * groups[0] + group[0];
   for (unsigned i = 0; i < n_threads; ++i) {
     Thread& t = fibers[i].thread;
+    fibers[i].random = random_of(index, i);
     unsigned position[3] = {i % size[0], i / size[0] % size[1], i / size[0] / size[1]};
     for (int a = 0; a < 3; ++a) {
       t.thread_position_in_threadgroup[a] = position[a];
@@ -542,6 +572,7 @@ void run_grid() {
   catch_signals();
   allocate_fibers();
   place_buffers();
+  set_denormals();
   run_grid();
   return_outputs();
   _exit(0);
@@ -592,6 +623,11 @@ void* emulator_threadgroup_variable(int id, const char* name, uptr size) {
 }
 
 unsigned emulator_lane() { return current % LANES; }
+
+unsigned long emulator_draw() {
+  // The low bits of such a generator are its worst.
+  return next(fibers[current == NOBODY ? resolving : current].random) >> 16;
+}
 
 void emulator_fail(const char* message, Site site) {
   fail("%s (%s:%u:%u)", message, site.file, site.line, site.column);

@@ -18,6 +18,12 @@ struct Site {
   }
 };
 
+/// Functions of float that Metal has twice, `precise` and `fast`; `functions.h` has their errors.
+enum class Function {
+  ACOS, ACOSH, ASIN, ASINH, ATAN, ATAN2, ATANH, COS, COSH, COSPI, DIVIDE, EXP, EXP2, EXP10, FMOD, LOG, LOG2, LOG10,
+  POW, RSQRT, SIN, SINH, SINPI, SQRT, TAN, TANH, TANPI,
+};
+
 /// Combines the arguments of all lanes that exist, once every one of them has arrived.
 typedef void (*Resolve)(void** arguments, unsigned lanes);
 
@@ -77,6 +83,12 @@ void* emulator_threadgroup_variable(int id, const char* name, uptr size);
 /// Index of the running thread in its simdgroup.
 unsigned emulator_lane();
 [[noreturn]] void emulator_fail(const char* message, Site site);
+/// A random number of the running thread, or of the simdgroup whose lanes' arguments are combined: the same one in
+/// every schedule.
+unsigned long emulator_draw();
+float emulator_function(Function f, int is_fast, float x, float y, Site site);
+/// A function of half; its result is a half.
+float emulator_half_function(Function f, float x, float y);
 }
 
 }  // namespace emulator

@@ -100,7 +100,8 @@ def _salt() -> str:
     """What a library depends on besides its text: this file, the shim, the compiler."""
     digest = hashlib.sha256(Path(zig()).stat().st_size.to_bytes(8, "little"))
     headers = sorted(path for path in INCLUDE.rglob("*") if path.is_file())
-    for path in (Path(__file__), FOLDER / "runtime.h", FOLDER / "runtime.cpp", *headers):
+    own = (Path(__file__), *(FOLDER / name for name in ("runtime.h", "runtime.cpp", "functions.h")))
+    for path in (*own, *headers):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

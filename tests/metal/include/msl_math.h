@@ -5,11 +5,7 @@
 #include "msl_types.h"
 
 extern "C" {
-float expf(float), exp2f(float), exp10f(float), expm1f(float), logf(float), log2f(float), log10f(float);
-float sinf(float), cosf(float), tanf(float), asinf(float), acosf(float), atanf(float), atan2f(float, float);
-float sinhf(float), coshf(float), tanhf(float), asinhf(float), acoshf(float), atanhf(float);
-float powf(float, float), fmodf(float, float), ldexpf(float, int), frexpf(float, int*);
-float nextafterf(float, float), erff(float);
+float expm1f(float), erff(float), ldexpf(float, int), frexpf(float, int*), nextafterf(float, float);
 }
 
 namespace metal {
@@ -57,27 +53,8 @@ namespace metal {
   inline bfloat name(bfloat a, bfloat b, bfloat c) { float x = a, y = b, z = c; return bfloat(expression); } \
   MSL_VECTOR_3(name)
 
-#define MSL_TRANSCENDENTALS \
-  MSL_FLOAT_1(exp, ::expf(x)) \
-  MSL_FLOAT_1(exp2, ::exp2f(x)) \
-  MSL_FLOAT_1(exp10, ::powf(10.0f, x)) \
-  MSL_FLOAT_1(log, ::logf(x)) \
-  MSL_FLOAT_1(log2, ::log2f(x)) \
-  MSL_FLOAT_1(log10, ::log10f(x)) \
-  MSL_FLOAT_1(sin, ::sinf(x)) \
-  MSL_FLOAT_1(cos, ::cosf(x)) \
-  MSL_FLOAT_1(tan, ::tanf(x)) \
-  MSL_FLOAT_1(asin, ::asinf(x)) \
-  MSL_FLOAT_1(acos, ::acosf(x)) \
-  MSL_FLOAT_1(atan, ::atanf(x)) \
-  MSL_FLOAT_1(sinh, ::sinhf(x)) \
-  MSL_FLOAT_1(cosh, ::coshf(x)) \
-  MSL_FLOAT_1(tanh, ::tanhf(x)) \
-  MSL_FLOAT_1(asinh, ::asinhf(x)) \
-  MSL_FLOAT_1(acosh, ::acoshf(x)) \
-  MSL_FLOAT_1(atanh, ::atanhf(x)) \
-  MSL_FLOAT_1(sqrt, __builtin_sqrtf(x)) \
-  MSL_FLOAT_1(rsqrt, 1.0f / __builtin_sqrtf(x)) \
+// Functions that are exact or correctly rounded, whatever the variant.
+#define MSL_EXACT \
   MSL_FLOAT_1(ceil, __builtin_ceilf(x)) \
   MSL_FLOAT_1(floor, __builtin_floorf(x)) \
   MSL_FLOAT_1(rint, __builtin_rintf(x)) \
@@ -85,11 +62,6 @@ namespace metal {
   MSL_FLOAT_1(trunc, __builtin_truncf(x)) \
   MSL_FLOAT_1(fract, x - __builtin_floorf(x)) \
   MSL_FLOAT_1(fabs, __builtin_fabsf(x)) \
-  MSL_FLOAT_2(pow, ::powf(x, y)) \
-  MSL_FLOAT_2(powr, ::powf(x, y)) \
-  MSL_FLOAT_2(atan2, ::atan2f(x, y)) \
-  MSL_FLOAT_2(fmod, ::fmodf(x, y)) \
-  MSL_FLOAT_2(divide, x / y) \
   MSL_FLOAT_2(fmin, __builtin_fminf(x, y)) \
   MSL_FLOAT_2(fmax, __builtin_fmaxf(x, y)) \
   inline float abs(float x) { return __builtin_fabsf(x); } \
@@ -105,14 +77,75 @@ namespace metal {
   inline half clamp(half x, half a, half b) { return min(max(x, a), b); } \
   inline bfloat clamp(bfloat x, bfloat a, bfloat b) { return min(max(x, a), b); }
 
-MSL_TRANSCENDENTALS
+// Functions whose accuracy differs: the emulator knows by how much they may be off.
+using emulator::Function;
+using emulator::Site;
+
+#define MSL_INEXACT_1(name, NAME, is_fast) \
+  inline float name(float x, Site site = Site::here()) { \
+    return emulator::emulator_function(Function::NAME, is_fast, x, 0.0f, site); \
+  } \
+  inline half name(half x) { return half(emulator::emulator_half_function(Function::NAME, x, 0)); } \
+  inline bfloat name(bfloat x, Site site = Site::here()) { return bfloat(name(float(x), site)); } \
+  MSL_VECTOR_1(name)
+#define MSL_INEXACT_2(name, NAME, is_fast) \
+  inline float name(float x, float y, Site site = Site::here()) { \
+    return emulator::emulator_function(Function::NAME, is_fast, x, y, site); \
+  } \
+  inline half name(half x, half y) { return half(emulator::emulator_half_function(Function::NAME, x, y)); } \
+  inline bfloat name(bfloat x, bfloat y, Site site = Site::here()) { \
+    return bfloat(name(float(x), float(y), site)); \
+  } \
+  MSL_VECTOR_2(name)
+#define MSL_INEXACT(is_fast) \
+  MSL_INEXACT_1(acos, ACOS, is_fast) \
+  MSL_INEXACT_1(acosh, ACOSH, is_fast) \
+  MSL_INEXACT_1(asin, ASIN, is_fast) \
+  MSL_INEXACT_1(asinh, ASINH, is_fast) \
+  MSL_INEXACT_1(atan, ATAN, is_fast) \
+  MSL_INEXACT_1(atanh, ATANH, is_fast) \
+  MSL_INEXACT_1(cos, COS, is_fast) \
+  MSL_INEXACT_1(cosh, COSH, is_fast) \
+  MSL_INEXACT_1(cospi, COSPI, is_fast) \
+  MSL_INEXACT_1(exp, EXP, is_fast) \
+  MSL_INEXACT_1(exp2, EXP2, is_fast) \
+  MSL_INEXACT_1(exp10, EXP10, is_fast) \
+  MSL_INEXACT_1(log, LOG, is_fast) \
+  MSL_INEXACT_1(log2, LOG2, is_fast) \
+  MSL_INEXACT_1(log10, LOG10, is_fast) \
+  MSL_INEXACT_1(rsqrt, RSQRT, is_fast) \
+  MSL_INEXACT_1(sin, SIN, is_fast) \
+  MSL_INEXACT_1(sinh, SINH, is_fast) \
+  MSL_INEXACT_1(sinpi, SINPI, is_fast) \
+  MSL_INEXACT_1(sqrt, SQRT, is_fast) \
+  MSL_INEXACT_1(tan, TAN, is_fast) \
+  MSL_INEXACT_1(tanh, TANH, is_fast) \
+  MSL_INEXACT_1(tanpi, TANPI, is_fast) \
+  MSL_INEXACT_2(atan2, ATAN2, is_fast) \
+  MSL_INEXACT_2(divide, DIVIDE, is_fast) \
+  MSL_INEXACT_2(fmod, FMOD, is_fast) \
+  MSL_INEXACT_2(pow, POW, is_fast) \
+  MSL_INEXACT_2(powr, POW, is_fast) \
+  inline float sincos(float x, thread float& c, Site site = Site::here()) { \
+    c = cos(x, site); \
+    return sin(x, site); \
+  }
+
+// Without a namespace, from macOS 15 on, the compiler may take the fast ones.
+MSL_EXACT
+MSL_INEXACT(true)
 namespace fast {
-MSL_TRANSCENDENTALS
+MSL_EXACT
+MSL_INEXACT(true)
 }
 namespace precise {
-MSL_TRANSCENDENTALS
+MSL_EXACT
+MSL_INEXACT(false)
 }
-#undef MSL_TRANSCENDENTALS
+#undef MSL_EXACT
+#undef MSL_INEXACT
+#undef MSL_INEXACT_1
+#undef MSL_INEXACT_2
 
 #define MSL_INTEGER(type) \
   inline type min(type x, type y) { return y < x ? y : x; } \
@@ -186,7 +219,6 @@ inline float min3(float a, float b, float c) { return min(a, min(b, c)); }
 inline float ldexp(float x, int k) { return ::ldexpf(x, k); }
 inline half ldexp(half x, int k) { return half(::ldexpf(x, k)); }
 inline float frexp(float x, int& k) { return ::frexpf(x, &k); }
-inline float sincos(float x, float& c) { c = ::cosf(x); return ::sinf(x); }
 inline float nextafter(float x, float y) { return ::nextafterf(x, y); }
 inline int mad24(int a, int b, int c) { return a * b + c; }
 inline uint mad24(uint a, uint b, uint c) { return a * b + c; }

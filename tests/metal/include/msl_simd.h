@@ -8,8 +8,6 @@
 
 namespace metal {
 
-using emulator::Site;
-
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
 inline constexpr mem_flags operator|(mem_flags a, mem_flags b) { return mem_flags(int(a) | int(b)); }
 
@@ -63,7 +61,13 @@ struct Xor {
   template <typename T> static T apply(T a, T b) { return a ^ b; }
 };
 
-/// Reduction over each group of `width` lanes, as a tree.
+/// Whether the order in which an operation is applied to numbers of a type shows.
+template <typename Op, typename T>
+constexpr bool is_rounded =
+    is_floating_point_v<typename shape_of<T>::element> && (__is_same(Op, Sum) || __is_same(Op, Product));
+
+/// Reduction over each group of `width` lanes: as a tree, or, where that shows, in a random order, since Metal
+/// promises none.
 template <typename Op, typename T, uint width>
 MSL_UNCHECKED void reduce(void** arguments, uint lanes) {
   Lane<T>** lane = reinterpret_cast<Lane<T>**>(arguments);
@@ -71,8 +75,17 @@ MSL_UNCHECKED void reduce(void** arguments, uint lanes) {
     uint n = lanes - begin < width ? lanes - begin : width;
     T values[width];
     for (uint i = 0; i < n; ++i) values[i] = lane[begin + i]->value;
-    for (uint step = width / 2; step; step /= 2)
-      for (uint i = 0; i < step && i + step < n; ++i) values[i] = Op::apply(values[i], values[i + step]);
+    if constexpr (is_rounded<Op, T>) {
+      for (uint left = n; left > 1; --left) {
+        uint i = emulator::emulator_draw() % left, j = emulator::emulator_draw() % (left - 1);
+        T last = values[i];
+        values[i] = values[left - 1];
+        values[j] = Op::apply(values[j], last);
+      }
+    } else {
+      for (uint step = width / 2; step; step /= 2)
+        for (uint i = 0; i < step && i + step < n; ++i) values[i] = Op::apply(values[i], values[i + step]);
+    }
     for (uint i = 0; i < n; ++i) lane[begin + i]->result = values[0];
   }
 }
@@ -156,12 +169,19 @@ MSL_UNCHECKED T run(const char* name, Site site, T value, uint operand, emulator
 
 }  // namespace collective
 
+// What a simdgroup's functions take: numbers of 8 to 32 bits (section 6.9.2 of the specification). MLX has overloads
+// of its own for bool, 64 bits and, here in the shim, bfloat.
+template <typename T>
+inline constexpr bool is_simd_operand =
+    sizeof(typename shape_of<T>::element) < 8 && !__is_same(typename shape_of<T>::element, bool);
+#define MSL_OPERAND typename T, typename = enable_if_t<is_simd_operand<T>>
+
 #define MSL_REDUCTION(name, Op) \
-  template <typename T> \
+  template <MSL_OPERAND> \
   inline T simd_##name(T x, Site site = Site::here()) { \
     return collective::run<T>("simd_" #name, site, x, 0, collective::reduce<collective::Op, T, 32>); \
   } \
-  template <typename T> \
+  template <MSL_OPERAND> \
   inline T quad_##name(T x, Site site = Site::here()) { \
     return collective::run<T>("quad_" #name, site, x, 0, collective::reduce<collective::Op, T, 4>); \
   }
@@ -175,7 +195,7 @@ MSL_REDUCTION(xor, Xor)
 #undef MSL_REDUCTION
 
 #define MSL_SCAN(name, Op, inclusive) \
-  template <typename T> \
+  template <MSL_OPERAND> \
   inline T simd_prefix_##name(T x, Site site = Site::here()) { \
     auto resolve = collective::scan<collective::Op, T, inclusive>; \
     return collective::run<T>("simd_prefix_" #name, site, x, 0, resolve); \
@@ -187,11 +207,11 @@ MSL_SCAN(exclusive_product, Product, false)
 #undef MSL_SCAN
 
 #define MSL_SHUFFLE(name, From) \
-  template <typename T> \
+  template <MSL_OPERAND> \
   inline T simd_##name(T x, ushort n, Site site = Site::here()) { \
     return collective::run<T>("simd_" #name, site, x, n, collective::shuffle<collective::From, T, 32>); \
   } \
-  template <typename T> \
+  template <MSL_OPERAND> \
   inline T quad_##name(T x, ushort n, Site site = Site::here()) { \
     return collective::run<T>("quad_" #name, site, x, n, collective::shuffle<collective::From, T, 4>); \
   }
@@ -204,7 +224,7 @@ MSL_SHUFFLE(shuffle_rotate_up, RotateUp)
 MSL_SHUFFLE(shuffle_rotate_down, RotateDown)
 #undef MSL_SHUFFLE
 
-template <typename T>
+template <MSL_OPERAND>
 inline T simd_broadcast_first(T x, Site site = Site::here()) {
   return collective::run<T>("simd_broadcast_first", site, x, 0, collective::first<T>);
 }
@@ -241,7 +261,7 @@ inline bool quad_all(bool x, Site site = Site::here()) {
 }
 
 #define MSL_FILLING(name, position) \
-  template <typename T> \
+  template <MSL_OPERAND> \
   inline T simd_shuffle_and_fill_##name(T x, T filling, ushort n, Site site = Site::here()) { \
     uint lane = emulator::emulator_lane(); \
     T inside = collective::run<T>("simd_shuffle_and_fill_" #name, site, x, n, \
@@ -255,6 +275,7 @@ inline bool quad_all(bool x, Site site = Site::here()) {
 MSL_FILLING(up, Up)
 MSL_FILLING(down, Down)
 #undef MSL_FILLING
+#undef MSL_OPERAND
 
 // ---- 8 x 8 matrices over a simdgroup ------------------------------------------------------------------------
 
@@ -305,11 +326,18 @@ MSL_UNCHECKED void multiply(void** arguments, uint lanes) {
       a[matrix_row(l)][matrix_column(l) + i] = float(lane[l]->a[i]);
       b[matrix_row(l)][matrix_column(l) + i] = float(lane[l]->b[i]);
     }
+  // Metal promises no order of the sum; this is one of many.
+  ulong order = emulator::emulator_draw();
+  uint start = order % 8, stride = (order >> 3) % 8 | 1;
+  bool is_first = (order >> 6) % 2;
   for (uint l = 0; l < MAX_LANES; ++l)
     for (uint i = 0; i < 2; ++i) {
-      float sum = float(lane[l]->c[i]);
-      for (uint k = 0; k < 8; ++k) sum += a[matrix_row(l)][k] * b[k][matrix_column(l) + i];
-      lane[l]->d[i] = D(sum);
+      float sum = is_first ? float(lane[l]->c[i]) : 0.0f;
+      for (uint j = 0; j < 8; ++j) {
+        uint k = (start + stride * j) % 8;
+        sum += a[matrix_row(l)][k] * b[k][matrix_column(l) + i];
+      }
+      lane[l]->d[i] = D(is_first ? sum : sum + float(lane[l]->c[i]));
     }
 }
 

@@ -1,0 +1,138 @@
+"""What the emulator makes of what Metal leaves open: accuracy of functions, order of sums, denormals."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.metal import toolchain
+from tests.metal.emulator import Kernel
+from tests.metal.machine import EmulatorError
+from tests.tools.cases import draw
+from tests.tools.compare import assert_same
+
+_reason = toolchain.why_unavailable()
+pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))
+
+N = 256
+
+
+def launch(source, *inputs, outputs=1, n=N, seed=None):
+    """Outputs `x`, `y`, ... of a kernel over `n` threads, one float for each; `a`, `b`, ... are its inputs."""
+    names = "abcd"[: len(inputs)]
+    prelude = "const uint i = thread_position_in_grid.x;\n"
+    found = Kernel("probe", names, "xyz"[:outputs], prelude + source)(
+        inputs=inputs,
+        grid=(n, 1, 1),
+        threadgroup=(n, 1, 1),
+        output_shapes=[(n,)] * outputs,
+        output_dtypes=[mx.float32] * outputs,
+        seed=seed,
+    )
+    return [np.array(x) for x in found]
+
+
+def off_by(got, wanted):
+    """Differences in ulps, of the float32 that is next to each number."""
+    ulp = np.exp2(np.floor(np.log2(np.abs(wanted))) - 23)
+    return (got.astype(np.float64) - wanted) / ulp
+
+
+# Name, the function, where it is tested, and the most ulps that it may be off: precise, and fast by argument.
+ULPS = [
+    ("exp", np.exp, (-20, 20), 4, lambda v: 3 + np.floor(2 * np.abs(v))),
+    ("exp2", np.exp2, (-20, 20), 4, lambda v: 3 + np.floor(2 * np.abs(v))),
+    ("rsqrt", lambda v: 1 / np.sqrt(v), (0.1, 1e6), 0.5, lambda v: 2),
+    ("log", np.log, (2.1, 1e6), 4, lambda v: 3),
+    ("log2", np.log2, (2.1, 1e6), 4, lambda v: 2),
+    ("atan", np.arctan, (-9, 9), 5, lambda v: 5),
+    ("acos", np.arccos, (-0.9, 0.9), 4, lambda v: 5),
+    ("tan", np.tan, (-1, 1), 6, None),
+    ("tanh", np.tanh, (-3, 3), 5, None),
+    ("sin", np.sin, (-4096, 4096), 4, None),
+    ("cos", np.cos, (-4096, 4096), 4, None),
+    ("sqrt", np.sqrt, (0, 1e6), 0.5, lambda v: 4.5),  # x * rsqrt(x)
+]
+
+
+def test_functions_are_off_by_as_much_as_the_specification_allows(rng):
+    for name, function, span, of_precise, of_fast in ULPS:
+        v = rng.uniform(*span, N).astype(np.float32)
+        wanted = function(v.astype(np.float64))
+        fast = f"metal::fast::{name}(a[i])" if of_fast else "0.0f"
+        plain = f"{name}(a[i])" if of_fast else "0.0f"
+        source = f"x[i] = metal::precise::{name}(a[i]); y[i] = {fast}; z[i] = {plain};"
+        precise, *others = launch(source, mx.array(v), outputs=3)
+        bounds = [(precise, of_precise), *((x, of_fast(v)) for x in others if of_fast)]
+        for got, allowed in bounds:
+            error = off_by(got, wanted)
+            assert (np.abs(error) <= allowed).all(), name
+            if (
+                np.max(allowed) >= 1 and name != "sqrt"
+            ):  # a product, each of whose errors is the largest one
+                assert (np.abs(error) >= allowed - 1).all(), name
+                assert 0.3 < (error > 0).mean() < 0.7, name
+
+
+def test_fast_sine_and_cosine_have_an_absolute_error_within_pi_and_none_is_promised_outside(rng):
+    v = rng.uniform(-np.pi, np.pi, N).astype(np.float32)
+    got = launch("x[i] = metal::fast::sin(a[i]); y[i] = cos(a[i]);", mx.array(v), outputs=2)
+    for x, wanted in zip(got, (np.sin(v), np.cos(v)), strict=True):
+        np.testing.assert_allclose(np.abs(x - wanted), 2.0**-13, rtol=0.01)
+    for call in ("metal::fast::sin(a[i])", "cos(a[i])"):
+        with pytest.raises(
+            EmulatorError, match=r"(sin|cos) of 4.*promises nothing.*probe.source:2:"
+        ):
+            launch(f"x[i] = {call};", mx.array(v).at[17].add(4 - v[17]))
+
+
+def test_an_exponential_is_never_negative_and_what_is_exact_stays_so():
+    v = mx.array(np.float32([-200, -np.inf, np.inf, 0]).repeat(64))
+    tiny, nothing, infinite, one = launch("x[i] = metal::fast::exp2(a[i]);", v)[0].reshape(4, 64)
+    assert (tiny >= 0).all()
+    assert (tiny < 1e-37).all()
+    assert (nothing == 0).all()
+    assert np.isinf(infinite).all()
+    assert set(off_by(one, np.ones(64)).tolist()) == {-3, 3}
+
+
+def test_a_half_is_one_of_the_two_around_the_value(rng):
+    v = rng.uniform(-2, 2, N).astype(np.float16)
+    got = launch(
+        "x[i] = float(exp(a[i])); y[i] = float(metal::precise::exp(a[i]));", mx.array(v), outputs=2
+    )
+    wanted = np.exp(v.astype(np.float64))
+    for x in got:
+        ulp = np.exp2(np.floor(np.log2(wanted)) - 10)
+        assert (np.abs(x - wanted) < ulp).all()
+        assert (np.abs(x - wanted) > 0.5 * ulp).any()
+
+
+def test_sums_of_a_simdgroup_come_in_any_order_the_same_for_a_seed(rng):
+    a = draw(rng, (N,))
+    source = "x[i] = simd_sum(a[i]); y[i] = float(simd_sum(int(i)));"
+    found = [launch(source, a, outputs=2, seed=seed) for seed in (*range(8), 3)]
+    assert len({x.tobytes() for x, _ in found}) > 1
+    assert_same(found[-1][0], found[3][0])
+    exact = np.array(a).astype(np.float64).reshape(-1, 32).sum(-1).repeat(32)
+    for x, y in found:
+        np.testing.assert_allclose(x, exact, atol=1e-4)
+        assert_same(y, np.arange(N).reshape(-1, 32).sum(-1).repeat(32).astype(np.float32))
+
+
+def test_one_of_the_two_runs_flushes_denormals():
+    a = mx.full((N,), 1e-38)
+    with pytest.raises(EmulatorError, match="denormals, which the second run flushes"):
+        launch("x[i] = (a[i] * 0.1f) * 1e38f;", a)
+    assert_same(launch("x[i] = a[i] * 0.1f + 1.0f;", a)[0], np.ones(N, np.float32))
+    assert (launch("x[i] = a[i] * 0.1f;", a)[0] < 1e-38).all()  # next to nothing, in both
+
+
+def test_operands_that_a_simdgroup_does_not_take(rng):
+    for operand in ("long(a[i])", "ulong2(1, 2)", "a[i] > 0.0f", "double(a[i])"):
+        for call in (
+            f"simd_sum({operand})",
+            f"simd_shuffle_xor({operand}, 1)",
+            f"quad_max({operand})",
+        ):
+            with pytest.raises(toolchain.CompileError, match="no matching function"):
+                launch(f"auto y = {call}; (void)y; x[i] = 0.0f;", draw(rng, (N,)))
