@@ -31,11 +31,11 @@ from afm_mlx.kernels.selftest.specs import Spec
 # Relative distance of neighbouring numbers, halved: what rounding to a type can cost.
 UNIT_ROUNDOFF = {mx.float32: 2.0**-24, mx.bfloat16: 2.0**-8, mx.float16: 2.0**-11}
 _TF32 = 2.0**-11
-# How far Metal's functions of float may be off, in ulps, of which one is up to 2**-23 of a number: section 8.4 of
-# the Metal Shading Language Specification 4.1, table 8.1 for `metal::precise` and table 8.2 for `metal::fast`.
+# How far Metal's functions of float may be off, in ulps, of which one is up to 2**-23 of a number: Metal
+# Shading Language Specification 4.1, section 8.4.
 _ULP = 2.0**-23
-_PRECISE = 4  # exp, exp2, sin and cos; rsqrt is correctly rounded
-_FAST_EXP2 = (3, 2)  # exp2(x): 3 + 2 |x|
+_PRECISE = 4  # table 8.1, `metal::precise`: exp, exp2, sin and cos; rsqrt is correctly rounded
+_FAST_EXP2 = (3, 2)  # table 8.2, `metal::fast`: exp2(x) by 3 + 2 |x|
 _THETA, _EPS = 500000.0, 1e-5
 _ADAPTERS = 3
 
