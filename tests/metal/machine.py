@@ -85,6 +85,7 @@ class _Launch(ctypes.Structure):
         ("threadgroup_bytes", ctypes.c_uint),
         ("code_begin", ctypes.c_ulong),
         ("code_end", ctypes.c_ulong),
+        ("lets_equals_race", ctypes.c_int),
     )
 
 
@@ -109,6 +110,7 @@ def run(
     threadgroup: Sequence[int],
     *,
     types: Mapping[str, str] | None = None,
+    lets_equals_race: bool = False,
     seed: int | None = None,
 ) -> list[np.ndarray]:
     """Bytes of the outputs of a launch, in the order of `buffers`, as uint8 arrays.
@@ -116,6 +118,8 @@ def run(
     Args:
         types: `float32` or `bfloat16` for outputs in which next to nothing may be zero as well, since one of
             the two runs flushes denormals.
+        lets_equals_race: let threads write what another one wrote, with no barrier in between, if they write
+            the same value. It is undefined in Metal, too, but kernels of others live by it.
 
     Raises:
         EmulatorError: at the first thing that a kernel must not do, or when two schedules disagree.
@@ -130,7 +134,9 @@ def run(
     if len(buffers) > MAX_BUFFERS:
         fail(f"{len(buffers)} buffers, Metal binds at most {MAX_BUFFERS}")
     with ThreadPoolExecutor(2) as pool:
-        once = functools.partial(_run_once, program, buffers, grid, threadgroup, seed)
+        once = functools.partial(
+            _run_once, program, buffers, grid, threadgroup, seed, lets_equals_race
+        )
         runs = list(pool.map(once, range(2)))
     for error, _ in runs:
         if error:
@@ -169,6 +175,7 @@ def _run_once(
     grid: Sequence[int],
     threadgroup: Sequence[int],
     seed: int,
+    lets_equals_race: bool,
     schedule: int,
 ) -> tuple[str, list[tuple[np.ndarray, np.ndarray]]]:
     """One run in a forked process: its error, or the outputs' bytes and which of them were written."""
@@ -202,6 +209,7 @@ def _run_once(
         threadgroup_bytes=THREADGROUP_BYTES,
         code_begin=program.code[0],
         code_end=program.code[1],
+        lets_equals_race=lets_equals_race,
     )
     failed = toolchain.runtime().emulator_run(
         ctypes.byref(launch), ctypes.c_void_p(base), ctypes.c_ulong(_ERROR_BYTES)

@@ -84,7 +84,12 @@ def _unpack(wheel: Path, include: Path) -> None:
 
 
 def _translate(text: str) -> str:
-    """As every text of the emulator; and function constants, set when a pipeline is made, as macros."""
+    """As every text of the emulator, and what only MLX has.
+
+    Function constants, set when a pipeline is made, become macros. Loggers lie in no address space, since C++
+    has constructors for none.
+    """
+    text = text.replace("constant mlx::os_log", "static const mlx::os_log")
     return translate(_FUNCTION_CONSTANT.sub(r"constant \1 \2 = \1(FUNCTION_CONSTANT_\3);", text))
 
 

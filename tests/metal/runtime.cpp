@@ -78,6 +78,8 @@ unsigned n_regions, last_region;
 uptr threadgroup_bytes;
 void* buffer_addresses[MAX_REGIONS];
 uint64_t random_state;
+unsigned char* taken;  // shared with the process that launches
+unsigned taken_width;
 // Barriers passed since the launch began; a threadgroup's end counts as one.
 unsigned threadgroup_epoch = 1, device_epoch = 1;
 unsigned simd_epochs[MAX_THREADS / LANES];
@@ -270,8 +272,38 @@ bool races(const Region& r, unsigned other, unsigned at, unsigned at_simd) {
     snprintf(text, sizeof text, "a thread of another threadgroup");
   else
     snprintf(text, sizeof text, "thread %u of the threadgroup", other - threads_before);
-  fail("race on byte %lu of `%s`: %s it, which %s %s with no barrier in between @%p", offset, r.name,
-       is_write ? "writes" : "reads", text, first, pc);
+  bool is_equal = strstr(first, "same");
+  fail("race %son byte %lu of `%s`: %s it, which %s %s with no barrier in between @%p",
+       is_equal ? "of equal values " : "", offset, r.name, is_write ? "writes" : "reads", text,
+       is_equal ? "wrote with the same value," : first, pc);
+}
+
+/// A byte that two threads write with no barrier in between; what the second one writes shows afterwards.
+struct Overwritten {
+  Region* region;
+  uptr offset;
+  unsigned other;
+  unsigned char before;
+};
+
+constexpr unsigned MAX_OVERWRITTEN = 256;
+Overwritten overwritten[MAX_OVERWRITTEN];
+unsigned n_overwritten;
+void* overwriting_pc;
+
+/// Report the last write, now that it is done, if it overwrote what another thread had written.
+void settle() {
+  if (!n_overwritten) return;
+  unsigned n = n_overwritten;
+  n_overwritten = 0;
+  for (unsigned i = 0; i < n; ++i) {
+    const Overwritten& o = overwritten[i];
+    if (*reinterpret_cast<unsigned char*>(o.region->begin + o.offset) != o.before)
+      fail_race(*o.region, o.offset, "wrote", o.other, true, overwriting_pc);
+  }
+  if (launch->lets_equals_race) return;
+  const Overwritten& o = overwritten[0];
+  fail_race(*o.region, o.offset, "wrote the same value to", o.other, true, overwriting_pc);
 }
 
 unsigned joined_reader(const Shadow& s, unsigned self, unsigned now, unsigned now_simd) {
@@ -286,9 +318,12 @@ void record(Region& r, uptr offset, uptr size, bool is_write, void* pc) {
   unsigned now_simd = simd_epochs[current / LANES];
   for (uptr i = offset; i < offset + size; ++i) {
     Shadow& s = r.shadow[i];
-    // Two writers of an output are left to the comparison of schedules: tiles may overlap with equal values.
-    if (!(is_write && r.kind == OUTPUT) && races(r, s.writer, s.written_at, s.written_at_simd))
-      fail_race(r, i, "wrote", s.writer, is_write, pc);
+    if (races(r, s.writer, s.written_at, s.written_at_simd)) {
+      if (!is_write) fail_race(r, i, "wrote", s.writer, is_write, pc);
+      if (n_overwritten < MAX_OVERWRITTEN)
+        overwritten[n_overwritten++] = {&r, i, s.writer, *reinterpret_cast<unsigned char*>(r.begin + i)};
+      overwriting_pc = pc;
+    }
     if (is_write) {
       if (races(r, s.reader, s.read_at, s.read_at_simd)) fail_race(r, i, "read", s.reader, is_write, pc);
       s.writer = self, s.written_at = now, s.written_at_simd = now_simd;
@@ -376,6 +411,7 @@ constexpr unsigned SAVED = 22, RETURN_SLOT = 11;
 #endif
 
 void block(State state) {
+  settle();
   fibers[current].state = state;
   emulator_switch(&fibers[current].stack_pointer, scheduler_stack_pointer);
 }
@@ -622,6 +658,12 @@ void* emulator_threadgroup_variable(int id, const char* name, uptr size) {
   return p;
 }
 
+void emulator_record_to(unsigned char* table, unsigned width) { taken = table, taken_width = width; }
+
+void emulator_record(unsigned site, unsigned way) {
+  if (taken) taken[site * taken_width + way] = 1;
+}
+
 unsigned emulator_lane() { return current % LANES; }
 
 unsigned long emulator_draw() {
@@ -640,8 +682,14 @@ void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 
 #define ACCESS(size) \
-  void __tsan_read##size(void* p) { access(uptr(p), size, false, __builtin_return_address(0)); } \
-  void __tsan_write##size(void* p) { access(uptr(p), size, true, __builtin_return_address(0)); }
+  void __tsan_read##size(void* p) { \
+    settle(); \
+    access(uptr(p), size, false, __builtin_return_address(0)); \
+  } \
+  void __tsan_write##size(void* p) { \
+    settle(); \
+    access(uptr(p), size, true, __builtin_return_address(0)); \
+  }
 ACCESS(1)
 ACCESS(2)
 ACCESS(4)
@@ -652,9 +700,11 @@ ACCESS(16)
 // Accesses whose type promises less alignment than their size (packed vectors) go byte by byte.
 #define UNALIGNED(size) \
   void __tsan_unaligned_read##size(void* p) { \
+    settle(); \
     for (int i = 0; i < size; ++i) access(uptr(p) + i, 1, false, __builtin_return_address(0)); \
   } \
   void __tsan_unaligned_write##size(void* p) { \
+    settle(); \
     for (int i = 0; i < size; ++i) access(uptr(p) + i, 1, true, __builtin_return_address(0)); \
   }
 UNALIGNED(2)
@@ -664,6 +714,7 @@ UNALIGNED(16)
 #undef UNALIGNED
 
 void* __tsan_memcpy(void* to, const void* from, uptr n) {
+  settle();
   for (uptr i = 0; i < n; ++i) {
     access(uptr(from) + i, 1, false, __builtin_return_address(0));
     access(uptr(to) + i, 1, true, __builtin_return_address(0));
@@ -672,6 +723,7 @@ void* __tsan_memcpy(void* to, const void* from, uptr n) {
 }
 
 void* __tsan_memmove(void* to, const void* from, uptr n) {
+  settle();
   for (uptr i = 0; i < n; ++i) {
     access(uptr(from) + i, 1, false, __builtin_return_address(0));
     access(uptr(to) + i, 1, true, __builtin_return_address(0));
@@ -680,6 +732,7 @@ void* __tsan_memmove(void* to, const void* from, uptr n) {
 }
 
 void* __tsan_memset(void* to, int value, uptr n) {
+  settle();
   for (uptr i = 0; i < n; ++i) access(uptr(to) + i, 1, true, __builtin_return_address(0));
   return memset(to, value, n);
 }

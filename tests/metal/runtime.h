@@ -72,6 +72,7 @@ struct Launch {
   unsigned seconds;  // before a kernel that doesn't end is stopped
   unsigned threadgroup_bytes;  // the most that a kernel may declare
   uptr code_begin, code_end;  // of the kernel's library, for its tables
+  int lets_equals_race;  // threads may write a byte that another one wrote, if they write the same
 };
 
 extern "C" {
@@ -89,6 +90,44 @@ unsigned long emulator_draw();
 float emulator_function(Function f, int is_fast, float x, float y, Site site);
 /// A function of half; its result is a half.
 float emulator_half_function(Function f, float x, float y);
+/// Where the ways are recorded that launches take, `width` bytes for each site; see `branches.py`.
+void emulator_record_to(unsigned char* table, unsigned width);
+void emulator_record(unsigned site, unsigned way);
 }
+
+inline bool branch(unsigned site, bool is_true) {
+  emulator_record(site, is_true);
+  return is_true;
+}
+
+template <typename T>
+inline T min_of(unsigned site, T a, T b) {
+  emulator_record(site, b < a);
+  return b < a ? b : a;
+}
+
+template <typename T>
+inline T max_of(unsigned site, T a, T b) {
+  emulator_record(site, a < b);
+  return a < b ? b : a;
+}
+
+/// Counts the turns of a loop, around which it goes once.
+struct Loop {
+  unsigned site, turns;
+  bool is_over;
+
+  Loop(unsigned of) : site(of), turns(0), is_over(false) {}
+  ~Loop() { emulator_record(site, turns < 2 ? turns : 2); }
+  bool once() {
+    bool was_over = is_over;
+    is_over = true;
+    return !was_over;
+  }
+  bool next(bool goes_on) {
+    turns += goes_on;
+    return goes_on;
+  }
+};
 
 }  // namespace emulator

@@ -1,5 +1,6 @@
 """The emulator on kernels that this project didn't write: MLX's own, unmodified, must give MLX's results."""
 
+import functools
 import importlib
 
 import mlx.core as mx
@@ -16,7 +17,7 @@ from tests.metal.toolchain import CompileError
 from tests.metal.translation import translate
 from tests.tools import compare
 from tests.tools.cases import draw as draw_array
-from tests.tools.compare import UNIT_ROUNDOFF, exact
+from tests.tools.compare import UNIT_ROUNDOFF, assert_same, exact
 
 DTYPES = {"float": mx.float32, "half": mx.float16, "bfloat16_t": mx.bfloat16}
 QUANTIZED = ("utils.h", "steel/gemm/gemm.h", "quantized_utils.h")
@@ -81,11 +82,57 @@ def test_quantized_vector(rng):
         sizes = [("in_vec_size", scalar(k)), ("out_vec_size", scalar(n))]
         output = ("y", n * DTYPES[kind].size)
         buffers = [*inputs(weight, x), output, *sizes, *zeros("abcdefgh")]
-        got = values(run(program, buffers, (32, 2 * ((n + 7) // 8), 1), (32, 2, 1))[0], kind)
+        launch = functools.partial(run, program, buffers, (32, 2 * ((n + 7) // 8), 1), (32, 2, 1))
+        repeats = function == "affine_qmv" and n > 8
+        if repeats:  # two simdgroups compute some of the last rows
+            with pytest.raises(EmulatorError, match=r"race of equal values on byte .* of `y`"):
+                launch()
+        got = values(launch(lets_equals_race=repeats)[0], kind)
         # MLX sums activations in their own dtype for the bias, 16 values at a time.
         assert_close(
             got, oracle.matrix(weight) @ exact(x), kind, 16 if kind == "float" else 32, case
         )
+
+
+def test_quantized_vector_by_columns(rng):
+    """A struct goes from device memory to a variable in it."""
+    for kind, bits, group, n, k in (
+        ("float", 2, 64, 128, 64),
+        ("half", 4, 32, 64, 70),
+        ("bfloat16_t", 8, 64, 64, 33),
+    ):
+        template = f"{kind}, {group}, {bits}, false"
+        program = mlx_wheel.program("quantized.h", "affine_qvm", template, before=QUANTIZED)
+        weight, x = draw_weight(rng, k, n, bits, group, kind), draw(rng, (k,), kind)
+        sizes = [("in_vec_size", scalar(k)), ("out_vec_size", scalar(n))]
+        buffers = [*inputs(weight, x), ("y", n * DTYPES[kind].size), *sizes, *zeros("abcdefgh")]
+        (got,) = run(program, buffers, (32, 2 * ((n + 63) // 64), 1), (32, 2, 1))
+        wanted = exact(x) @ oracle.matrix(weight)
+        assert_close(values(got, kind), wanted, kind, 16, (kind, bits))
+
+
+def test_sums_along_an_axis(rng):
+    """`scan.h` logs, in the text at least."""
+    for kind, n, inclusive, reverse in (
+        ("float", 1000, "true", "false"),
+        ("float", 77, "false", "true"),
+        # 64 bits go through a simdgroup in halves. Lanes without a simdgroup's sum add what nobody wrote.
+        ("uint64_t", 300, "true", "true"),
+    ):
+        template = f"{kind}, {kind}, CumSum<{kind}>, 4, {inclusive}, {reverse}"
+        program = mlx_wheel.program("scan.h", "contiguous_scan", template)
+        rows = rng.integers(0, 50, (2, n))
+        given = rows.astype(np.float32 if kind == "float" else np.uint64)
+        buffers = [
+            ("in", given.tobytes()),
+            ("out", given.nbytes),
+            ("axis_size", scalar(n, np.int64)),
+        ]
+        (got,) = run(program, buffers, (128, 2, 1), (128, 1, 1))
+        ordered = rows[:, ::-1] if reverse == "true" else rows
+        sums = ordered.cumsum(-1) - (0 if inclusive == "true" else ordered)
+        wanted = sums[:, ::-1] if reverse == "true" else sums
+        assert_same(got.view(given.dtype).reshape(2, n), wanted.astype(given.dtype), template)
 
 
 def matrix_buffers(weight, x, m, n, k, kind):

@@ -232,7 +232,14 @@ FAULTS = {
         "simdgroup_float8x8 m; threadgroup float s[64]; s[i] = a[i]; "
         "simdgroup_barrier(mem_flags::mem_threadgroup); simdgroup_load(m, s + lane % 2); x[i] = 0.0f;"
     ],
-    "two schedules": ["x[0] = a[i]; if (i > 0) x[i] = 0.0f;"],
+    "race on byte 0 of `x`: writes it, which": ["x[0] = a[i]; if (i > 0) x[i] = 0.0f;"],
+    "race of equal values on byte 0 of `x`: writes it, which": [
+        "x[0] = 1.0f; if (i > 0) x[i] = 0.0f;",
+        "*(device float4*)x = float4(1.0f); x[4 + i / 2] = 0.0f;",
+    ],
+    "race of equal values on byte 128 of `s`": [
+        "threadgroup float s[64]; s[i] = 0.0f; s[i / 32 * 32] = 0.0f; x[i] = 0.0f;"
+    ],
     "signed integer overflow": ["int big = 2147483600; x[i] = float(big + int(i));"],
     "shift by more": ["x[i] = float(1u << i);"],
     "division by zero": ["x[i] = float(int(i + 1) / int(i / 32));"],

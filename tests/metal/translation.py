@@ -79,11 +79,16 @@ _COPY = re.compile(
 )
 
 
+# Structs that are copied from device memory to a variable.
+_LOAD = re.compile(r"\b(\w+)\s*=\s*\*\(\((?:const )?device (\w+)\*\)\s*(\w+)\);")
+
+
 def translate(text: str) -> str:
     """Metal text as clang takes it: what is Metal's and not C++'s is spelled as calls of the shim."""
     text = _declare_threadgroup_memory(text)
     text = _ARRAY_PARAMETER.sub(r"\1* \2", text)
     text = _COPY.sub(r"emulator::copy((\1)(\2), (\3)(\4));", text)
+    text = _LOAD.sub(r"emulator::load(\1, (const device \2*)(\3));", text)
     text = re.sub(r"\[\[threadgroup\(\d+\)\]\]", "", text)
     return _CONSTRUCTOR.sub(r"metal::make<metal::vec<\1>>(", text)
 

@@ -219,11 +219,26 @@ inline constexpr V make(Args... args) {
   return v;
 }
 
+template <typename T, size_t N>
+struct array {
+  T elements[N];
+  constexpr T& operator[](size_t i) { return elements[i]; }
+  constexpr const T& operator[](size_t i) const { return elements[i]; }
+};
+
 }  // namespace metal
 
 namespace emulator {
 
-/// A struct from one address space to another, which C++ has no assignment for.
+/// A struct from device memory to a variable, which C++ has no assignment for.
+template <typename T>
+inline void load(T& to, const device T* from, Site site = Site::here()) {
+  if (uptr(from) % alignof(T)) emulator_fail("misaligned read of a struct", site);
+  const device uchar* f = (const device uchar*)from;
+  for (unsigned i = 0; i < sizeof to; ++i) ((uchar*)&to)[i] = f[i];
+}
+
+/// The same from one address space to another.
 template <typename To, typename From>
 inline void copy(To to, From from) {
   threadgroup uchar* t = (threadgroup uchar*)to;

@@ -38,6 +38,32 @@ constexpr complex_t<T> operator*(complex_t<T> a, complex_t<T> b) {
   return {a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real};
 }
 template <typename T>
+constexpr complex_t<T> operator/(complex_t<T> a, complex_t<T> b) {
+  T size = b.real * b.real + b.imag * b.imag;
+  return {(a.real * b.real + a.imag * b.imag) / size, (a.imag * b.real - a.real * b.imag) / size};
+}
+// MLX has one, for the sake of its templates, and never calls it.
+template <typename T>
+constexpr complex_t<T> operator%(complex_t<T> a, complex_t<T>) {
+  return a;
+}
+template <typename T>
+constexpr bool operator<(complex_t<T> a, complex_t<T> b) {
+  return a.real < b.real || (a.real == b.real && a.imag < b.imag);
+}
+template <typename T>
+constexpr bool operator>(complex_t<T> a, complex_t<T> b) {
+  return b < a;
+}
+template <typename T>
+constexpr bool operator<=(complex_t<T> a, complex_t<T> b) {
+  return !(b < a);
+}
+template <typename T>
+constexpr bool operator>=(complex_t<T> a, complex_t<T> b) {
+  return !(a < b);
+}
+template <typename T>
 constexpr bool operator==(complex_t<T> a, complex_t<T> b) {
   return a.real == b.real && a.imag == b.imag;
 }
