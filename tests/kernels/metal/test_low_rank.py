@@ -37,16 +37,16 @@ def assert_adapted(problem, variant, *adapters):
 @INSIDE
 def test_adapters_of_any_rank_in_one_batch(metal, rng, monkeypatch, inside):
     monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 1 << 30 if inside else 0)
-    cases = all_pairs(SHAPES, (1, 2, 8), (False, True), (False, True), DTYPES, DTYPES)
-    for (batch, tokens, variant), count, fused, norm, dtype, of_adapters in cases:
+    cases = all_pairs(SHAPES, (1, 2, 8), (1, 2, 3), (False, True), DTYPES, DTYPES)
+    for (batch, tokens, variant), count, projections, norm, dtype, of_adapters in cases:
         n = int(rng.integers(33, 200))
         # So many products with A fit into a threadgroup's memory.
         ranks = rng.choice([0, 1, 5, 8, 16, 33, 64], count).tolist()
         ranks[int(rng.integers(count))] = 12
-        slots, sections = draw_slots(rng, batch, count), (n // 3, n // 3 + 7, n) if fused else (n,)
+        slots, sections = draw_slots(rng, batch, count), (n // 3, n // 3 + 7, n)[-projections:]
         adapters = draw_low_rank(rng, slots, 144, sections, ranks, [of_adapters])
         spec = Spec("packed_matmul", dtype, batch, tokens, 144, n, **BODY)
-        problem = make(spec._replace(norm=norm, residual=fused != norm), rng)
+        problem = make(spec._replace(norm=norm, residual=(projections > 1) != norm), rng)
         assert_adapted(problem, variant, adapters)
 
 
