@@ -11,7 +11,7 @@ MINUTES ?= 10
 SEED ?= 0
 COUNT ?= 30
 
-.PHONY: demo test test-slow fuzz faults lint format clean metal
+.PHONY: demo test test-slow fuzz faults branches lint format clean metal
 
 demo: $(VENV)/.demo metal
 	$(BIN)/afm-mlx generate --prompt "Make this formal:\nhey Hana, can't make it to the Film Lecture"
@@ -35,6 +35,12 @@ fuzz: $(VENV)/.test
 # Seeds faults in the source and shows which test finds each: make faults SEED=7 COUNT=10
 faults: $(VENV)/.test
 	$(BIN)/python tests/faults.py --seed $(SEED) --count $(COUNT)
+
+# Lists the ways through the Metal kernels that no test takes: conditions, loops, minima.
+branches: $(VENV)/.test
+	rm -rf build/branches
+	AFM_METAL_BRANCHES=$(CURDIR)/build/branches $(PYTEST) tests/kernels/metal
+	$(BIN)/python -m tests.metal.branches build/branches
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

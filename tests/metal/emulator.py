@@ -28,6 +28,7 @@ import numpy as np
 
 from afm_mlx.kernels.metal import runtime as metal_runtime
 
+from . import branches
 from .machine import EmulatorError, Program, run
 from .translation import translate
 
@@ -144,10 +145,12 @@ class Kernel:
 @functools.cache
 def _project_kernel(kernel: metal_runtime.Kernel) -> Kernel:
     header = "".join(
-        f'#line 1 "{name}.metal"\n{metal_runtime._read(name)}\n' for name in kernel.headers
+        f'#line 1 "{name}.metal"\n{branches.source(name, metal_runtime._read(name))}\n'
+        for name in kernel.headers
     )
+    source = branches.source(kernel.name, kernel.source)
     names = kernel.inputs, kernel.outputs
-    return Kernel(f"afm_{kernel.name}", *names, kernel.source, header, of_project=True)
+    return Kernel(f"afm_{kernel.name}", *names, source, header, of_project=True)
 
 
 def launch(
