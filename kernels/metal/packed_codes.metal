@@ -15,6 +15,10 @@ static constant constexpr const int PER_GROUP = 2;
 static constant constexpr const uint VALUES = 16;
 
 /// What is known of a matrix when a kernel is compiled; ALIGNED: a row has a multiple of VALUES inputs.
+///
+/// Codes become floats without a conversion, which costs as much as four other operations. Codes `i` and
+/// `i + PAIRS` of a word lie at the same bits of its two halves. Where all bits of the exponents are set, a mask
+/// leaves both codes, and those bits of the exponents with which a half is 2^(10 - place) + code.
 template <int BITS_, int MODE_, int GRANULARITY_, int GROUP_, bool ALIGNED_>
 struct Format {
   static constant constexpr const int BITS = BITS_;
@@ -23,7 +27,33 @@ struct Format {
   static constant constexpr const uint GROUP = GROUP_;
   static constant constexpr const bool ALIGNED = ALIGNED_;
   static constant constexpr const uint PER_WORD = 32 / BITS_;
+  static constant constexpr const uint PAIRS = PER_WORD / 2;
+  static constant constexpr const uint WORDS = VALUES / PER_WORD;  // of a lane's step
   static constant constexpr const uint MASK = (1u << BITS_) - 1;
+  static constant constexpr const uint EXPONENTS = 0x7c007c00;
+  static constant constexpr const uint DIGITS = 10;  // of a half, below its exponent
+  static constant constexpr const uint SHIFT = 6;
+
+  /// Whether pair `i` lies above the digits of a half, so that its word is shifted by SHIFT.
+  static constexpr bool is_high(uint i) { return BITS * (i + 1) > DIGITS; }
+
+  /// The lowest bit of pair `i` in the halves.
+  static constexpr uint place(uint i) { return BITS * i - (is_high(i) ? SHIFT : 0); }
+
+  static constexpr uint mask(uint i) {
+    return ((MASK << place(i)) | ((15 + DIGITS - place(i)) << DIGITS)) * 0x10001u;
+  }
+
+  /// What the halves of pair `i` are above its codes, or above a balanced matrix's levels.
+  static constexpr float offset(uint i) {
+    return float(1u << (DIGITS - place(i))) + (MODE == BALANCED ? 0.5f * float(MASK) : 0.0f);
+  }
+
+  /// Codes `i` and `i + PAIRS` of a word, each with `offset(i)` added.
+  static half2 pair(uint word, uint i) {
+    const uint halves = (is_high(i) ? word >> SHIFT : word) | EXPONENTS;
+    return as_type<half2>(halves & mask(i));
+  }
 };
 
 /// Codes (out_dims, words) and what turns them into numbers; `scales` are the tables of a palette.
@@ -56,6 +86,22 @@ struct Matrix {
 
   /// Where the table of a row begins.
   uint table(uint row) const { return row / (out_dims / tables) * (F::MASK + 1); }
+
+  /// Codes `i` and `i + PAIRS` of a word, or their numbers in a palette's table; `offset(i)` is added to codes.
+  float2 pair(uint word, uint i, uint table) const {
+    if (F::MODE == PALETTE) {
+      const uint low = (word >> (F::BITS * i)) & F::MASK;
+      const uint high = (word >> (F::BITS * (i + F::PAIRS))) & F::MASK;
+      return float2(float(scales[table + low]), float(scales[table + high]));
+    }
+    const half2 codes = F::pair(word, i);
+    return float2(float(codes.x), float(codes.y));
+  }
+
+  /// The same without `offset(i)`: codes of an affine matrix, levels of a balanced one, numbers of a palette.
+  float2 exact_pair(uint word, uint i, uint table) const {
+    return pair(word, i, table) - (F::MODE == PALETTE ? 0.0f : F::offset(i));
+  }
 
   /// The number that a code stands for.
   float number(uint row, uint k, uint code) const {
@@ -102,47 +148,88 @@ Vectors<NORM, X, Norm> make_vectors(X x, Norm norm, float eps) {
   return vectors;
 }
 
-/// A lane's share of one step: ROWS vectors' inputs k .. k + VALUES, zeros past the last.
+/// What a lane has added up of the products of ROWS vectors with COUNT rows of codes.
 ///
-/// A code is masked, not shifted, out of its word, so inputs are divided by its place there: exact.
-template <typename F, int ROWS>
-struct Share {
-  float values[ROWS][VALUES];
-  float sums[ROWS];
+/// A code's half has digits to spare for 16-bit inputs: the offsets are taken off the sum of a step. Of float32
+/// inputs (EXACT) they are taken off every code.
+template <typename F, int ROWS, int COUNT, bool EXACT>
+struct Products {
+  static constant constexpr const bool BY_GROUP = F::MODE != PALETTE && F::GRANULARITY == PER_GROUP;
+  static constant constexpr const bool BIASED = F::MODE == AFFINE;
 
-  template <typename V>
-  void load(V vectors, uint k, uint in_dims, thread float (&squares)[ROWS]) {
-    UNROLL for (int m = 0; m < ROWS; m++) sums[m] = 0.0f;
-    UNROLL for (uint i = 0; i < VALUES; i++) {
-      const bool inside = F::ALIGNED || k + i < in_dims;
-      const float factor = inside ? vectors.factor(k + i) : 0.0f;
-      const float place = F::MODE == PALETTE ? 1.0f : float(1u << (F::BITS * (i % F::PER_WORD)));
-      UNROLL for (int m = 0; m < ROWS; m++) {
-        const float x = inside ? float(vectors.x[m * in_dims + k + i]) : 0.0f;
-        if (V::NORM) squares[m] += x * x;
-        const float value = x * factor;
-        sums[m] += value;
-        values[m][i] = value * (1.0f / place);
-      }
+  float sums[ROWS][COUNT];  // of scaled numbers, where scales are those of groups; of levels or codes elsewhere
+  float totals[ROWS];  // of inputs
+  float squares[ROWS];
+
+  void clear() {
+    UNROLL for (int m = 0; m < ROWS; m++) {
+      totals[m] = squares[m] = 0.0f;
+      UNROLL for (int r = 0; r < COUNT; r++) sums[m][r] = 0.0f;
     }
   }
 
-  /// products[m] = sum of code * input over one row of codes; of a palette's numbers * input.
-  template <typename M>
-  void multiply(M matrix, uint row, uint k, thread float (&products)[ROWS]) const {
-    const uint first = k / F::PER_WORD;
-    const uint table = F::MODE == PALETTE ? matrix.table(row) : 0;
-    UNROLL for (int m = 0; m < ROWS; m++) products[m] = 0.0f;
-    UNROLL for (uint w = 0; w < VALUES / F::PER_WORD; w++) {
-      const bool inside = F::ALIGNED || first + w < matrix.words;
-      const uint word = inside ? matrix.codes[row * matrix.words + first + w] : 0;
-      UNROLL for (uint i = 0; i < F::PER_WORD; i++) {
-        const float code = F::MODE == PALETTE
-            ? float(matrix.scales[table + ((word >> (F::BITS * i)) & F::MASK)])
-            : float(word & (F::MASK << (F::BITS * i)));
+  /// Add inputs k .. k + VALUES, zeros past the last. PAIR: the second half of the rows are those of `second`.
+  template <bool PAIR, typename V, typename M>
+  void add(
+      V vectors, M first, M second, const thread uint (&rows)[COUNT], const thread uint (&tables)[COUNT], uint k) {
+    uint words[COUNT][F::WORDS];
+    const uint start = k / F::PER_WORD;
+    UNROLL for (int r = 0; r < COUNT; r++) {
+      const M matrix = PAIR && r >= COUNT / 2 ? second : first;
+      UNROLL for (uint w = 0; w < F::WORDS; w++) {
+        const bool inside = F::ALIGNED || start + w < matrix.words;
+        words[r][w] = inside ? matrix.codes[rows[r] * matrix.words + start + w] : 0;
+      }
+    }
+    float products[ROWS][COUNT], step[ROWS], offsets[ROWS];
+    UNROLL for (int m = 0; m < ROWS; m++) {
+      step[m] = offsets[m] = 0.0f;
+      UNROLL for (int r = 0; r < COUNT; r++) products[m][r] = BY_GROUP ? 0.0f : sums[m][r];
+    }
+    UNROLL for (uint w = 0; w < F::WORDS; w++) {
+      UNROLL for (uint i = 0; i < F::PAIRS; i++) {
+        float inputs[ROWS][2];
+        load(vectors, k + w * F::PER_WORD + i, first.in_dims(), inputs);
         UNROLL for (int m = 0; m < ROWS; m++) {
-          products[m] += code * values[m][w * F::PER_WORD + i];
+          const float sum = inputs[m][0] + inputs[m][1];
+          if (BIASED) step[m] += sum;
+          if (!EXACT && F::MODE != PALETTE) offsets[m] += F::offset(i) * sum;
         }
+        UNROLL for (int r = 0; r < COUNT; r++) {
+          const M matrix = PAIR && r >= COUNT / 2 ? second : first;
+          const float2 numbers = EXACT ? matrix.exact_pair(words[r][w], i, tables[r])
+                                       : matrix.pair(words[r][w], i, tables[r]);
+          UNROLL for (int m = 0; m < ROWS; m++) {
+            products[m][r] += numbers.x * inputs[m][0];
+            products[m][r] += numbers.y * inputs[m][1];
+          }
+        }
+      }
+    }
+    UNROLL for (int r = 0; r < COUNT; r++) {
+      const M matrix = PAIR && r >= COUNT / 2 ? second : first;
+      const float scale = BY_GROUP ? matrix.scale(rows[r], k) : 1.0f;
+      const float bias = BY_GROUP && BIASED ? matrix.bias(rows[r], k) : 0.0f;
+      UNROLL for (int m = 0; m < ROWS; m++) {
+        const float product = products[m][r] - offsets[m];
+        sums[m][r] = BY_GROUP ? sums[m][r] + scale * product : product;
+        if (BY_GROUP && BIASED) sums[m][r] += bias * step[m];
+      }
+    }
+    UNROLL for (int m = 0; m < ROWS; m++) totals[m] += step[m];
+  }
+
+  /// Inputs `k` and `k + PAIRS` of every vector, multiplied with the norm's weight.
+  template <typename V>
+  void load(V vectors, uint k, uint in_dims, thread float (&inputs)[ROWS][2]) {
+    UNROLL for (uint e = 0; e < 2; e++) {
+      const uint place = k + e * F::PAIRS;
+      const bool inside = F::ALIGNED || place < in_dims;
+      const float factor = inside ? vectors.factor(place) : 0.0f;
+      UNROLL for (int m = 0; m < ROWS; m++) {
+        const float x = inside ? float(vectors.x[m * in_dims + place]) : 0.0f;
+        if (V::NORM) squares[m] += x * x;
+        inputs[m][e] = x * factor;
       }
     }
   }
@@ -160,33 +247,25 @@ void lane_products(
     uint lane,
     thread float (&sums)[ROWS][COUNT]) {
   const uint in_dims = first.in_dims();
-  constexpr bool by_group = F::MODE != PALETTE && F::GRANULARITY == PER_GROUP;
-  float totals[ROWS], squares[ROWS];
-  UNROLL for (int m = 0; m < ROWS; m++) {
-    totals[m] = squares[m] = 0.0f;
-    UNROLL for (int r = 0; r < COUNT; r++) sums[m][r] = 0.0f;
+  uint tables[COUNT];
+  UNROLL for (int r = 0; r < COUNT; r++) {
+    const M matrix = PAIR && r >= COUNT / 2 ? second : first;
+    tables[r] = F::MODE == PALETTE ? matrix.table(rows[r]) : 0;
   }
+  Products<F, ROWS, COUNT, (sizeof(*vectors.x) > 2)> products;
+  products.clear();
   for (uint k = lane * VALUES; k < in_dims; k += LANES * VALUES) {
-    Share<F, ROWS> share;
-    share.load(vectors, k, in_dims, squares);
-    UNROLL for (int m = 0; m < ROWS; m++) totals[m] += share.sums[m];
-    UNROLL for (int r = 0; r < COUNT; r++) {
-      const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-      float products[ROWS];
-      share.multiply(matrix, rows[r], k, products);
-      const float scale = by_group ? matrix.scale(rows[r], k) : 1.0f;
-      const float bias = by_group ? matrix.bias(rows[r], k) : 0.0f;
-      UNROLL for (int m = 0; m < ROWS; m++) {
-        sums[m][r] += by_group ? scale * products[m] + bias * share.sums[m] : products[m];
-      }
-    }
+    products.template add<PAIR>(vectors, first, second, rows, tables, k);
   }
   UNROLL for (int m = 0; m < ROWS; m++) {
-    const float norm = V::NORM ? vectors.inverse_rms(simd_sum(squares[m]), in_dims) : 1.0f;
+    const float norm =
+        V::NORM ? vectors.inverse_rms(simd_sum(products.squares[m]), in_dims) : 1.0f;
     UNROLL for (int r = 0; r < COUNT; r++) {
       const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-      if (F::MODE != PALETTE && !by_group) {
-        sums[m][r] = matrix.scale(rows[r], 0) * sums[m][r] + matrix.bias(rows[r], 0) * totals[m];
+      sums[m][r] = products.sums[m][r];
+      if (F::MODE != PALETTE && !products.BY_GROUP) {
+        sums[m][r] *= matrix.scale(rows[r], 0);
+        if (products.BIASED) sums[m][r] += matrix.bias(rows[r], 0) * products.totals[m];
       }
       sums[m][r] *= norm;
     }
@@ -200,16 +279,15 @@ void unpack(
   const uint first = k / F::PER_WORD;
   const bool scaled = F::MODE != PALETTE && k < matrix.in_dims();
   const uint table = F::MODE == PALETTE ? matrix.table(row) : 0;
-  const float scale = scaled ? matrix.scale(row, k) : 0.0f;
-  const float bias = scaled ? matrix.bias(row, k) : 0.0f;
-  UNROLL for (uint w = 0; w < VALUES / F::PER_WORD; w++) {
+  const float scale = F::MODE == PALETTE ? 1.0f : scaled ? matrix.scale(row, k) : 0.0f;
+  const float bias = F::MODE == AFFINE && scaled ? matrix.bias(row, k) : 0.0f;
+  UNROLL for (uint w = 0; w < F::WORDS; w++) {
     const bool inside = first + w < matrix.words;
     const uint word = inside ? matrix.codes[row * matrix.words + first + w] : 0;
-    UNROLL for (uint i = 0; i < F::PER_WORD; i++) {
-      const uint code = (word >> (F::BITS * i)) & F::MASK;
-      const float number = F::MODE == PALETTE ? float(matrix.scales[table + code])
-                                              : scale * float(code) + bias;
-      numbers[w * F::PER_WORD + i] = inside ? number : 0.0f;
+    UNROLL for (uint i = 0; i < F::PAIRS; i++) {
+      const float2 pair = scale * matrix.exact_pair(word, i, table) + bias;
+      numbers[w * F::PER_WORD + i] = inside ? pair.x : 0.0f;
+      numbers[w * F::PER_WORD + i + F::PAIRS] = inside ? pair.y : 0.0f;
     }
   }
 }
