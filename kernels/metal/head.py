@@ -30,7 +30,7 @@ _SELECT = Kernel(
 def argmax(x: mx.array, weight: PackedWeight, options: ProductOptions) -> tuple[mx.array, mx.array]:
     """See `reference.packed_argmax`. Two dispatches: winners of neighbouring rows, and the best."""
     rows = math.prod(x.shape[:-1])
-    code_rows = products.rows_per_simdgroup(rows, weight.out_dims)
+    code_rows = products.most_code_rows(rows)
     tiles = -(-weight.out_dims // (code_rows * CHUNK))  # so that one chunk holds all winners
     per_simdgroup = code_rows * tiles
     groups = -(-weight.out_dims // (per_simdgroup * products.SIMDGROUPS))

@@ -12,6 +12,8 @@ const uint winners = threads_per_grid.y;
 auto matrix = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto vectors = make_vectors<NORM>(x, norm, eps[0]);
 
+// A lane keeps the best of its own row of every tile.
+constexpr uint SHARERS = LANES / CODE_ROWS;
 float best[ROWS];
 uint places[ROWS];
 UNROLL for (uint m = 0; m < ROWS; m++) {
@@ -23,20 +25,28 @@ for (uint tile = 0; tile < TILES; tile++) {
   if (start >= out_dims) break;
   uint rows[CODE_ROWS];
   UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r, out_dims - 1);
-  float sums[ROWS][CODE_ROWS];
-  lane_products<F, ROWS, CODE_ROWS, false>(vectors, matrix, matrix, rows, lane, sums);
+  Products<F, ROWS, CODE_ROWS, (sizeof(x[0]) > 2)> products;
+  multiply<F, ROWS, CODE_ROWS, false>(vectors, matrix, matrix, rows, steps_of(lane, 0, 1), products);
+  const uint row = min(start + lane / SHARERS, out_dims - 1);
   UNROLL for (uint m = 0; m < ROWS; m++) {
-    UNROLL for (uint r = 0; r < CODE_ROWS; r++) {
-      const float y = ranked(simd_sum(sums[m][r]));
-      if (is_better(y, rows[r], best[m], places[m])) {
-        best[m] = y;
-        places[m] = rows[r];
-      }
+    float y = products.scaled(matrix, row, m, sum_of_lane<CODE_ROWS>(products.sums[m], lane));
+    if (NORM) y *= vectors.inverse_rms(simd_sum(products.squares[m]), matrix.in_dims());
+    if (is_better(ranked(y), row, best[m], places[m])) {
+      best[m] = ranked(y);
+      places[m] = row;
     }
   }
 }
-if (lane == 0) {
-  UNROLL for (uint m = 0; m < ROWS; m++) {
+UNROLL for (uint m = 0; m < ROWS; m++) {
+  UNROLL for (uint n = LANES / 2; n >= SHARERS; n /= 2) {
+    const float y = simd_shuffle_xor(best[m], n);
+    const uint place = simd_shuffle_xor(places[m], n);
+    if (is_better(y, place, best[m], places[m])) {
+      best[m] = y;
+      places[m] = place;
+    }
+  }
+  if (lane == 0) {
     values[m * winners + winner] = best[m];
     indices[m * winners + winner] = places[m];
   }

@@ -219,6 +219,14 @@ struct Products {
     UNROLL for (int m = 0; m < ROWS; m++) totals[m] += step[m];
   }
 
+  /// The product of vector m with row `row`, from the sum over all lanes of its `sums`.
+  template <typename M>
+  float scaled(M matrix, uint row, int m, float sum) const {
+    if (BY_GROUP || F::MODE == PALETTE) return sum;
+    const float product = matrix.scale(row, 0) * sum;
+    return BIASED ? product + matrix.bias(row, 0) * simd_sum(totals[m]) : product;
+  }
+
   /// Inputs `k` and `k + PAIRS` of every vector, multiplied with the norm's weight.
   template <typename V>
   void load(V vectors, uint k, uint in_dims, thread float (&inputs)[ROWS][2]) {
@@ -235,61 +243,62 @@ struct Products {
   }
 };
 
-/// What a lane adds to the products of ROWS vectors with COUNT rows; their `simd_sum` is the product.
+/// Inputs `first`, `first + stride`, ... of a row, in steps of all lanes.
+struct Steps {
+  uint first;
+  uint stride;
+};
+
+/// Of `n_parts` simdgroups that share the inputs of their rows.
+inline Steps steps_of(uint lane, uint part, uint n_parts) {
+  Steps steps;
+  steps.first = (part * LANES + lane) * VALUES;
+  steps.stride = n_parts * LANES * VALUES;
+  return steps;
+}
+
+/// A lane's share of the products of ROWS vectors with COUNT rows.
 ///
 /// PAIR: the second half of the rows are those of `second`, a matrix of the same format.
-template <typename F, int ROWS, int COUNT, bool PAIR, typename V, typename M>
-void lane_products(
+template <typename F, int ROWS, int COUNT, bool PAIR, bool EXACT, typename V, typename M>
+void multiply(
     V vectors,
     M first,
     M second,
     const thread uint (&rows)[COUNT],
-    uint lane,
-    thread float (&sums)[ROWS][COUNT]) {
-  const uint in_dims = first.in_dims();
+    Steps steps,
+    thread Products<F, ROWS, COUNT, EXACT>& products) {
   uint tables[COUNT];
   UNROLL for (int r = 0; r < COUNT; r++) {
     const M matrix = PAIR && r >= COUNT / 2 ? second : first;
     tables[r] = F::MODE == PALETTE ? matrix.table(rows[r]) : 0;
   }
-  Products<F, ROWS, COUNT, (sizeof(*vectors.x) > 2)> products;
   products.clear();
-  for (uint k = lane * VALUES; k < in_dims; k += LANES * VALUES) {
+  const uint in_dims = first.in_dims();
+  for (uint k = steps.first; k < in_dims; k += steps.stride) {
     products.template add<PAIR>(vectors, first, second, rows, tables, k);
-  }
-  UNROLL for (int m = 0; m < ROWS; m++) {
-    const float norm =
-        V::NORM ? vectors.inverse_rms(simd_sum(products.squares[m]), in_dims) : 1.0f;
-    UNROLL for (int r = 0; r < COUNT; r++) {
-      const M matrix = PAIR && r >= COUNT / 2 ? second : first;
-      sums[m][r] = products.sums[m][r];
-      if (F::MODE != PALETTE && !products.BY_GROUP) {
-        sums[m][r] *= matrix.scale(rows[r], 0);
-        if (products.BIASED) sums[m][r] += matrix.bias(rows[r], 0) * products.totals[m];
-      }
-      sums[m][r] *= norm;
-    }
   }
 }
 
-/// The numbers of one row's codes k .. k + VALUES, zeros past the last.
-template <typename F, typename Codes, typename Scales, typename Biases>
-void unpack(
-    Matrix<F, Codes, Scales, Biases> matrix, uint row, uint k, thread float (&numbers)[VALUES]) {
-  const uint first = k / F::PER_WORD;
-  const bool scaled = F::MODE != PALETTE && k < matrix.in_dims();
-  const uint table = F::MODE == PALETTE ? matrix.table(row) : 0;
-  const float scale = F::MODE == PALETTE ? 1.0f : scaled ? matrix.scale(row, k) : 0.0f;
-  const float bias = F::MODE == AFFINE && scaled ? matrix.bias(row, k) : 0.0f;
-  UNROLL for (uint w = 0; w < F::WORDS; w++) {
-    const bool inside = first + w < matrix.words;
-    const uint word = inside ? matrix.codes[row * matrix.words + first + w] : 0;
-    UNROLL for (uint i = 0; i < F::PAIRS; i++) {
-      const float2 pair = scale * matrix.exact_pair(word, i, table) + bias;
-      numbers[w * F::PER_WORD + i] = inside ? pair.x : 0.0f;
-      numbers[w * F::PER_WORD + i + F::PAIRS] = inside ? pair.y : 0.0f;
+/// The sum over a simdgroup of number r of COUNT, a power of two, in lanes r * LANES / COUNT and up.
+///
+/// In each round a lane hands on what it won't need: 41 cycles for eight numbers, where `simd_sum` takes 116.
+template <int COUNT>
+float sum_of_lane(const thread float (&numbers)[COUNT], uint lane) {
+  float sums[COUNT];
+  UNROLL for (uint i = 0; i < COUNT; i++) sums[i] = numbers[i];
+  UNROLL for (uint round = 0; round < 5; round++) {
+    const uint distance = LANES >> (round + 1);
+    const uint kept = COUNT >> (round + 1);
+    if (kept == 0) sums[0] += simd_shuffle_xor(sums[0], distance);
+    UNROLL for (uint i = 0; i < COUNT; i++) {
+      if (i >= kept) continue;
+      const bool upper = (lane & distance) > 0;
+      const float own = upper ? sums[i + kept] : sums[i];
+      sums[i] = own + simd_shuffle_xor(upper ? sums[i] : sums[i + kept], distance);
     }
   }
+  return sums[0];
 }
 
 // Precise, since the exponential of what overflows must be infinity, and nothing else: one per output costs little.

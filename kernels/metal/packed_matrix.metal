@@ -2,17 +2,21 @@
 //
 // A simdgroup owns 16 rows of codes, of a pair 8 of each matrix, and multiplies 8x8 matrices: codes (n, k)
 // by inputs (k, m). Inputs lie in threadgroup memory; codes go from their words straight into the
-// matrices. For that a lane takes 16 neighbouring inputs of a row, two in each of eight matrices, and
-// inputs are stored in that order.
+// matrices. For that a lane takes 16 neighbouring inputs of a row, two in each of eight matrices, whose codes
+// one mask takes out of a word together, and inputs are stored in that order.
 
-constexpr uint STEP = 64;  // inputs, one per thread
+constexpr uint STEP = 64;  // inputs
+constexpr uint LOADED = 8;  // inputs that a thread loads of every eighth vector
 constexpr uint ROWS = 8 * BLOCKS;
 constexpr uint STRIDE = ROWS + 4;  // spreads the rows of a matrix over the memory's banks
 constexpr uint OUTPUTS = PAIR ? 8 : 16;
 using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
+// Levels of a balanced matrix are multiplied with a row's scale in the end.
+constexpr bool SCALED_LATE = MODE == BALANCED && GRANULARITY != PER_GROUP;
+constexpr bool SCALED = MODE != PALETTE && !SCALED_LATE;
 
 threadgroup float inputs[STEP * STRIDE];
-threadgroup float partial_squares[2 * ROWS];
+threadgroup float all_squares[ROWS];
 
 const uint rows = x_shape[0];
 const uint out_dims = codes_shape[0];
@@ -34,34 +38,54 @@ const uint in_dims = first.in_dims();
 const uint outputs[2] = {
     min(start + row, out_dims - 1), min(start + (PAIR ? 0 : 8) + row, out_dims - 1)};
 
+uint tables[2];
 simdgroup_matrix<float, 8, 8> sums[2][BLOCKS];
-float squares[ROWS];
 UNROLL for (uint r = 0; r < 2; r++) {
+  tables[r] = MODE == PALETTE ? (PAIR && r ? second : first).table(outputs[r]) : 0;
   UNROLL for (uint b = 0; b < BLOCKS; b++) sums[r][b] = simdgroup_matrix<float, 8, 8>(0.0f);
 }
-UNROLL for (uint m = 0; m < ROWS; m++) squares[m] = 0.0f;
+float squares[BLOCKS];
+UNROLL for (uint b = 0; b < BLOCKS; b++) squares[b] = 0.0f;
 
 for (uint step = 0; step < in_dims; step += STEP) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  const uint place = (thread_id % 16 / 2) * 8 + thread_id / 16 * 2 + thread_id % 2;
-  const uint input = step + thread_id;
-  const float factor = input < in_dims ? vectors.factor(input) : 0.0f;
-  UNROLL for (uint m = 0; m < ROWS; m++) {
-    const float value = input < in_dims && m < rows ? float(x[m * in_dims + input]) : 0.0f;
-    if (NORM) squares[m] += value * value;
-    inputs[place * STRIDE + m] = value * factor;
+  UNROLL for (uint i = 0; i < LOADED; i++) {
+    const uint offset = thread_id % 8 * LOADED + i;
+    const uint code = offset % F::PER_WORD;
+    const uint f = offset % VALUES / F::PER_WORD * F::PAIRS + code % F::PAIRS;
+    const uint place = f * 8 + offset / VALUES * 2 + code / F::PAIRS;
+    const uint input = step + offset;
+    const float factor = input < in_dims ? vectors.factor(input) : 0.0f;
+    UNROLL for (uint b = 0; b < BLOCKS; b++) {
+      const uint m = 8 * b + thread_id / 8;
+      const float value = input < in_dims && m < rows ? float(x[m * in_dims + input]) : 0.0f;
+      if (NORM) squares[b] += value * value;
+      inputs[place * STRIDE + m] = value * factor;
+    }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
-  float numbers[2][VALUES];
   const uint k = step + column / 2 * VALUES;
-  unpack(first, outputs[0], k, numbers[0]);
-  unpack(PAIR ? second : first, outputs[1], k, numbers[1]);
+  uint words[2][F::WORDS];
+  float scale_of[2], bias_of[2];
+  UNROLL for (uint r = 0; r < 2; r++) {
+    auto matrix = PAIR && r ? second : first;
+    scale_of[r] = SCALED && k < in_dims ? matrix.scale(outputs[r], k) : 1.0f;
+    bias_of[r] = SCALED && MODE == AFFINE && k < in_dims ? matrix.bias(outputs[r], k) : 0.0f;
+    UNROLL for (uint w = 0; w < F::WORDS; w++) {
+      const uint word = k / F::PER_WORD + w;
+      words[r][w] = word < first.words ? matrix.codes[outputs[r] * first.words + word] : 0;
+    }
+  }
   UNROLL for (uint f = 0; f < 8; f++) {
     simdgroup_matrix<float, 8, 8> left[2];
     UNROLL for (uint r = 0; r < 2; r++) {
-      left[r].thread_elements()[0] = numbers[r][2 * f];
-      left[r].thread_elements()[1] = numbers[r][2 * f + 1];
+      // Codes past the last stand beside inputs that are 0.
+      float2 pair = (PAIR && r ? second : first)
+                        .exact_pair(words[r][f / F::PAIRS], f % F::PAIRS, tables[r]);
+      if (SCALED) pair = scale_of[r] * pair + bias_of[r];
+      left[r].thread_elements()[0] = pair.x;
+      left[r].thread_elements()[1] = pair.y;
     }
     UNROLL for (uint b = 0; b < BLOCKS; b++) {
       simdgroup_matrix<float, 8, 8> right;
@@ -74,9 +98,10 @@ for (uint step = 0; step < in_dims; step += STEP) {
 }
 
 if (NORM) {
-  UNROLL for (uint m = 0; m < ROWS; m++) {
-    const float sum = simd_sum(squares[m]);
-    if (lane == 0) partial_squares[simdgroup * ROWS + m] = sum;
+  UNROLL for (uint b = 0; b < BLOCKS; b++) {
+    float sum = squares[b];
+    UNROLL for (uint n = 4; n > 0; n /= 2) sum += simd_shuffle_xor(sum, n);
+    if (lane % 8 == 0) all_squares[8 * b + thread_id / 8] = sum;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
@@ -85,11 +110,11 @@ UNROLL for (uint b = 0; b < BLOCKS; b++) {
   UNROLL for (uint e = 0; e < 2; e++) {
     const uint m = 8 * b + column + e;
     if (m >= rows) continue;
-    const float scale =
-        NORM ? vectors.inverse_rms(partial_squares[m] + partial_squares[ROWS + m], in_dims) : 1.0f;
+    const float scale = NORM ? vectors.inverse_rms(all_squares[m], in_dims) : 1.0f;
     float y[2];
     UNROLL for (uint r = 0; r < 2; r++) {
       y[r] = sums[r][b].thread_elements()[e] * scale;
+      if (SCALED_LATE) y[r] *= (PAIR && r ? second : first).scale(outputs[r], 0);
       if (LOW_RANK) {
         const uint slot = slots[m * slots_shape[0] / rows];
         const uint matrix = PAIR ? r : 0;

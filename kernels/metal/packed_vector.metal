@@ -4,18 +4,25 @@
 // A and B are those of the adapter of m; hidden[m] = scale * A x'[m] is an input or, with SHRINK, found by
 // every threadgroup for itself.
 //
-// A simdgroup has CODE_ROWS rows of codes, of a pair half as many of each matrix. Preparing a vector costs
-// about as much as two rows of 2-bit codes.
+// A simdgroup has CODE_ROWS rows of codes, of a pair half as many of each matrix. With SPLIT, all simdgroups
+// of a threadgroup have the same ones, and each multiplies a part of the inputs: so a small matrix keeps a whole
+// chip busy, and yet inputs are prepared for many rows. To prepare them costs as much as two or three rows.
+// SHRINK needs all simdgroups to the end, and so goes without SPLIT.
 
 constexpr uint OUTPUTS = PAIR ? CODE_ROWS / 2 : CODE_ROWS;
+constexpr uint GROUP_OUTPUTS = OUTPUTS * (SPLIT ? 1 : SIMDGROUPS);
+constexpr uint SHARERS = LANES / CODE_ROWS;  // lanes that finish a row together
+constexpr uint JOINED = ROWS * (CODE_ROWS + 1);
 using F = Format<BITS, MODE, GRANULARITY, GROUP, ALIGNED>;
 
 threadgroup float inner[SHRINK ? 1024 : 1];
+threadgroup float joined[SPLIT ? SIMDGROUPS * JOINED : 1];
 
 const uint out_dims = codes_shape[0];
 const uint lane = thread_index_in_simdgroup;
 const uint simdgroup = simdgroup_index_in_threadgroup;
-const uint start = (threadgroup_position_in_grid.y * SIMDGROUPS + simdgroup) * OUTPUTS;
+const uint group_start = threadgroup_position_in_grid.y * GROUP_OUTPUTS;
+const uint start = group_start + (SPLIT ? 0 : simdgroup * OUTPUTS);
 
 auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
@@ -25,14 +32,45 @@ auto vectors = make_vectors<NORM>(x, norm, eps[0]);
 uint rows[CODE_ROWS];
 UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r % OUTPUTS, out_dims - 1);
 
-float sums[ROWS][CODE_ROWS];
-lane_products<F, ROWS, CODE_ROWS, PAIR>(vectors, first, second, rows, lane, sums);
+Products<F, ROWS, CODE_ROWS, (sizeof(x[0]) > 2)> products;
+const Steps steps = steps_of(lane, SPLIT ? simdgroup : 0, SPLIT ? SIMDGROUPS : 1);
+multiply<F, ROWS, CODE_ROWS, PAIR>(vectors, first, second, rows, steps, products);
+
+// From here on a lane has one row.
+const uint own = lane / SHARERS;
+const bool is_second = PAIR && own >= OUTPUTS;
+const uint output = start + own % OUTPUTS;
+const uint row = min(output, out_dims - 1);
+float sums[ROWS];
+UNROLL for (uint m = 0; m < ROWS; m++) {
+  const float sum = sum_of_lane<CODE_ROWS>(products.sums[m], lane);
+  sums[m] = products.scaled(is_second ? second : first, row, m, sum);
+  if (NORM) products.squares[m] = simd_sum(products.squares[m]);
+}
+if (SPLIT) {
+  UNROLL for (uint m = 0; m < ROWS; m++) {
+    threadgroup float* part = joined + simdgroup * JOINED + m * (CODE_ROWS + 1);
+    if (lane % SHARERS == 0) part[own] = sums[m];
+    if (NORM && lane == 0) part[CODE_ROWS] = products.squares[m];
+    sums[m] = products.squares[m] = 0.0f;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  if (simdgroup > 0) return;
+  for (uint part = 0; part < SIMDGROUPS; part++) {
+    UNROLL for (uint m = 0; m < ROWS; m++) {
+      sums[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + own];
+      if (NORM) products.squares[m] += joined[part * JOINED + m * (CODE_ROWS + 1) + CODE_ROWS];
+    }
+  }
+}
+UNROLL for (uint m = 0; m < ROWS; m++) {
+  if (NORM) sums[m] *= vectors.inverse_rms(products.squares[m], first.in_dims());
+}
 
 if (LOW_RANK) {
   auto table = make_parts(parts);
   // A threadgroup needs the products with A of the sections that its own rows lie in.
-  const uint group_start = threadgroup_position_in_grid.y * SIMDGROUPS * OUTPUTS;
-  const uint group_end = min(group_start + SIMDGROUPS * OUTPUTS, out_dims);
+  const uint group_end = min(group_start + GROUP_OUTPUTS, out_dims);
   const uint begin = SHRINK ? table.section(group_start) : 0;
   const uint end = SHRINK ? table.section(group_end - 1) + 1 : table.sections();
   // Which adapter a vector uses, and where its products with A begin.
@@ -66,31 +104,28 @@ if (LOW_RANK) {
   UNROLL for (uint m = 0; m < ROWS; m++) {
     auto numbers = adapter_of(
         of[m], adapter0, adapter1, adapter2, adapter3, adapter4, adapter5, adapter6, adapter7);
-    const uint rank = table.rank(of[m], 0);
-    const uint rank2 = PAIR ? table.rank(of[m], 1) : 0;
-    UNROLL for (uint r = 0; r < CODE_ROWS; r++) {
-      const uint matrix = PAIR && r >= OUTPUTS ? 1 : 0;
-      const uint own = matrix ? rank2 : rank;
-      if (own == 0) continue;
-      const uint before = matrix ? (end - begin) * rank : (table.section(rows[r]) - begin) * rank;
-      auto b = numbers + table.b(of[m], matrix);
-      sums[m][r] += SHRINK ? expand(b, own, rows[r], inner + places[m] + before, lane, LANES)
-                           : expand(b, own, rows[r], hidden + places[m] + before, lane, LANES);
+    const uint first_rank = table.rank(of[m], 0);
+    const uint rank = is_second ? table.rank(of[m], 1) : first_rank;
+    float sum = 0.0f;
+    if (rank > 0) {
+      const uint sections = is_second ? end - begin : table.section(row) - begin;
+      const uint place = places[m] + sections * first_rank;
+      auto b = numbers + table.b(of[m], is_second ? 1 : 0);
+      const uint sharer = lane % SHARERS;
+      sum = SHRINK ? expand(b, rank, row, inner + place, sharer, SHARERS)
+                   : expand(b, rank, row, hidden + place, sharer, SHARERS);
     }
+    UNROLL for (uint n = SHARERS / 2; n > 0; n /= 2) sum += simd_shuffle_xor(sum, n);
+    sums[m] += sum;
   }
 }
 
 UNROLL for (uint m = 0; m < ROWS; m++) {
-  UNROLL for (uint r = 0; r < OUTPUTS; r++) {
-    float y = simd_sum(sums[m][r]);
-    if (PAIR) {
-      const float up = simd_sum(sums[m][(r + OUTPUTS) % CODE_ROWS]);
-      y = silu(y) * up;
-    }
-    if (lane == 0 && start + r < out_dims) {
-      const uint i = m * out_dims + start + r;
-      if (RESIDUAL) y += float(residual[i]);
-      out[i] = static_cast<T>(y);
-    }
+  float y = sums[m];
+  if (PAIR) y = silu(y) * simd_shuffle_xor(y, LANES / 2);
+  if (lane % SHARERS == 0 && own < OUTPUTS && output < out_dims) {
+    const uint i = m * out_dims + output;
+    if (RESIDUAL) y += float(residual[i]);
+    out[i] = static_cast<T>(y);
   }
 }

@@ -21,13 +21,17 @@ from afm_mlx.kernels.metal.runtime import Kernel, Template, floats, ints
 VECTOR_ROWS = 4  # vectors whose inputs fit into a lane's registers
 MATRIX_ROWS = 32
 VALUES = 16  # inputs of a lane's step, as in packed_codes.metal
+STEP = 32 * VALUES  # inputs of a simdgroup's step
 SIMDGROUPS = 2  # simdgroups of a threadgroup
+# Simdgroups of a threadgroup that share the inputs of the same rows, at most.
+MAX_SPLIT = 8
 # Simdgroups of a threadgroup that multiplies with A as well: the fewer threadgroups do so, the better.
 SHRINK_SIMDGROUPS = 8
 MAX_INNER = 1024  # products with A that fit, as in packed_vector.metal
 # Bytes of A that all threadgroups together may read, from the chip's caches, to save a dispatch of 2-5 us.
 MAX_SHRINK_BYTES = 8 << 20
-MANY_OUTPUTS = 8192  # rows of codes that keep all of a chip's simdgroups busy, eight for each
+MANY_SIMDGROUPS = 1024  # that keep the largest chips busy
+FEW_SIMDGROUPS = 256  # with fewer, rows are given to more of them, though each prepares its inputs
 
 _MODES = {"balanced": 0, "affine": 1, "palette": 2}
 _GRANULARITIES = {"tensor": 0, "row": 1, "group": 2, "table": 0}
@@ -90,35 +94,68 @@ def _or_nothing(array: mx.array | None) -> mx.array:
 def vector(product: Product, dtype: mx.Dtype) -> mx.array:
     """A product of 1 to `VECTOR_ROWS` vectors: (..., N) of `dtype`."""
     shrinks = _shrinks_inside(product)
-    simdgroups = SHRINK_SIMDGROUPS if shrinks else SIMDGROUPS
-    code_rows = rows_per_simdgroup(product.rows, product.code_rows, shrinks)
-    template = (("ROWS", product.rows), ("CODE_ROWS", code_rows), ("SHRINK", shrinks))
+    if shrinks:
+        shape = Shape(SHRINK_SIMDGROUPS, most_code_rows(product.rows), False)
+    else:
+        shape = vector_shape(product.rows, product.code_rows, product.x.shape[-1])
+    template = (
+        *(("ROWS", product.rows), ("SHRINK", shrinks)),
+        *(("CODE_ROWS", shape.code_rows), ("SPLIT", shape.split)),
+    )
     hidden = None if shrinks else _shrink(product)
-    return _launch(_VECTOR, product, hidden, dtype, template, (simdgroups, code_rows))
+    return _launch(_VECTOR, product, hidden, dtype, template, shape)
 
 
 def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
     """A product of 1 to `MATRIX_ROWS` vectors: (..., N) of `dtype`."""
     template = (("BLOCKS", -(-product.rows // 8)),)
-    return _launch(_MATRIX, product, _shrink(product), dtype, template, (SIMDGROUPS, 16))
+    return _launch(
+        _MATRIX, product, _shrink(product), dtype, template, Shape(SIMDGROUPS, 16, False)
+    )
 
 
-def rows_per_simdgroup(rows: int, out_dims: int, shrinks: bool = False) -> int:
-    """Rows of codes per simdgroup: more of them share the work of preparing the vectors' inputs.
+class Shape(NamedTuple):
+    """Threadgroups of a launch.
 
-    Fewer for small matrices, which must keep a whole chip busy, and for more vectors, which need their
-    registers.
+    Args:
+        simdgroups: simdgroups of a threadgroup.
+        code_rows: rows of codes of each simdgroup.
+        split: whether all simdgroups of a threadgroup have the same rows, and share their inputs.
     """
-    return 8 if rows <= 2 and (out_dims >= MANY_OUTPUTS or shrinks) else 4
+
+    simdgroups: int
+    code_rows: int
+    split: bool
+
+    def groups(self, code_rows: int) -> int:
+        """Threadgroups for so many rows of codes."""
+        return -(-code_rows // (self.code_rows * (1 if self.split else self.simdgroups)))
+
+
+def most_code_rows(rows: int) -> int:
+    """Rows of codes for which a simdgroup has registers: the more, the less it costs to prepare inputs."""
+    return 8 if rows <= 2 else 4
+
+
+def vector_shape(rows: int, code_rows: int, in_dims: int) -> Shape:
+    """Threadgroups that stream `code_rows` rows of `in_dims` codes for `rows` vectors.
+
+    The inputs of a small matrix are split among the simdgroups of a threadgroup, each with a step at least, so
+    that the whole chip is busy. Where that isn't enough, simdgroups have fewer rows.
+    """
+    most, steps = most_code_rows(rows), -(-in_dims // STEP)
+    split = 1
+    while 2 * split <= min(MAX_SPLIT, steps) and code_rows // most * split < MANY_SIMDGROUPS:
+        split *= 2
+    of_each = most if code_rows // most * split >= FEW_SIMDGROUPS else 4
+    return Shape(split, of_each, True) if split > 1 else Shape(SIMDGROUPS, of_each, False)
 
 
 def _shrinks_inside(product: Product) -> bool:
     """Whether each threadgroup of a product may multiply with A for itself."""
     if not product.adapters:
         return False
-    code_rows = SHRINK_SIMDGROUPS * rows_per_simdgroup(
-        product.rows, product.code_rows, shrinks=True
-    )
+    code_rows = SHRINK_SIMDGROUPS * most_code_rows(product.rows)
     outputs = code_rows // len(product.matrices)
     first = product.adapters[0]
     # Sections that one threadgroup touches, at most.
@@ -137,11 +174,9 @@ def _launch(
     hidden: mx.array | None,
     dtype: mx.Dtype,
     template: Template,
-    shape: tuple[int, int],
+    shape: Shape,
 ) -> mx.array:
-    """Run `kernel` with threadgroups of a `shape`: simdgroups, and rows of codes of each."""
-    simdgroups, code_rows = shape
-    groups = -(-product.code_rows // (simdgroups * code_rows))
+    """Run `kernel` with threadgroups of a `shape`."""
     (out,) = runtime.launch(
         kernel,
         _inputs(product, hidden),
@@ -152,11 +187,11 @@ def _launch(
             ("NORM", product.options.norm is not None),
             ("RESIDUAL", product.options.residual is not None),
             ("LOW_RANK", bool(product.adapters)),
-            ("SIMDGROUPS", simdgroups),
+            ("SIMDGROUPS", shape.simdgroups),
             *template,
         ),
-        grid=(32, simdgroups * groups, 1),
-        threadgroup=(32, simdgroups, 1),
+        grid=(32, shape.simdgroups * shape.groups(product.code_rows), 1),
+        threadgroup=(32, shape.simdgroups, 1),
         output_shapes=[(*product.x.shape[:-1], product.out_dims)],
         output_dtypes=[dtype],
     )

@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from afm_mlx import kernels
 from afm_mlx.kernels import BITS, PackedWeight, dispatch
@@ -10,12 +9,14 @@ from afm_mlx.kernels.metal import head, products
 from afm_mlx.kernels.ops import case_of
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
-from tests.tools.cases import all_pairs
+from tests.tools.cases import all_pairs, each
 from tests.tools.problems import assert_solved
 
 
-@pytest.mark.parametrize(
-    ("rows", "out_dims"), [(1, 1), (1, 5), (4, 70), (2, 16384 + 37), (6, 4096 + 37), (33, 70)]
+# A simdgroup has one tile up to 32,768 rows, or 16,384 for 3 or 4 vectors; for more vectors, chunks are of 4,096.
+@each(
+    "rows, out_dims",
+    [(1, 1), (1, 5), (4, 70), (2, 32768), (2, 40001), (3, 16384), (6, 4096 + 37), (33, 70)],
 )
 def test_ties_go_to_the_lowest_row(metal, rng, rows, out_dims):
     """Integers whose products are exact in float32, with rows of the matrix that occur again and again."""

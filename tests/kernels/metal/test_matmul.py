@@ -8,7 +8,7 @@ from afm_mlx.kernels import BITS, dispatch
 from afm_mlx.kernels.metal import products, unpacked
 from afm_mlx.kernels.selftest.problems import make, packed_weight
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
-from tests.tools.cases import all_pairs
+from tests.tools.cases import all_pairs, each
 from tests.tools.problems import assert_solved, with_args
 
 FORMATS = (
@@ -46,11 +46,14 @@ def test_products(metal, rng, monkeypatch, op, variant):
         (False, True),
         (0, 4, 40),
         (0, 1),
+        (0, 1),
     )
-    for (mode, granularity), bits, shape, rows, dtype, norm, residual, rank, few in cases:
-        # Some multiply with A beforehand, and some have eight rows of codes for a simdgroup.
+    for (mode, granularity), bits, shape, rows, dtype, norm, residual, rank, few, split in cases:
+        # Some multiply with A beforehand, some have eight rows of codes for a simdgroup, and of some two
+        # simdgroups share the inputs.
         monkeypatch.setattr(products, "MAX_SHRINK_BYTES", few << 20)
-        monkeypatch.setattr(products, "MANY_OUTPUTS", few << 13)
+        monkeypatch.setattr(products, "FEW_SIMDGROUPS", few << 20)
+        monkeypatch.setattr(products, "MANY_SIMDGROUPS", split << 20)
         in_dims, out_dims = shape
         group = 64 >> DTYPES.index(dtype) if granularity == "group" else 0
         if variant == "unpacked" and (mode, granularity) == ("affine", "group"):
@@ -59,6 +62,49 @@ def test_products(metal, rng, monkeypatch, op, variant):
         fusions = {"norm": norm, "residual": residual and op == "packed_matmul", "rank": rank}
         name = variant if op == "packed_matmul" else f"swiglu_{variant}"
         assert_right(rng, name, op, dtype, *rows, in_dims, out_dims, **matrix, **fusions)
+
+
+@each(
+    "rows, code_rows, in_dims, wanted",
+    [
+        # The 3B's matrices: queries, keys and values; output; gate and up; down.
+        (1, 2560, 2048, (4, 8, True)),
+        (1, 2048, 2048, (4, 8, True)),
+        (2, 13312, 2048, (2, 8, False)),
+        (3, 13312, 2048, (2, 4, False)),
+        (1, 2048, 6656, (4, 8, True)),
+        (4, 2048, 6656, (2, 4, True)),
+        # Simdgroups that share inputs have a step of 512 each.
+        (1, 2048, 512, (2, 8, False)),
+        (1, 2048, 513, (2, 8, True)),
+        (1, 2040, 512, (2, 4, False)),
+        (1, 256, 2048, (4, 4, True)),
+        (1, 256, 1 << 20, (8, 8, True)),
+        (1, 255, 1 << 20, (8, 4, True)),
+        (1, 8192, 2048, (2, 8, False)),
+        (1, 8191, 2048, (2, 8, True)),
+    ],
+)
+def test_shapes_of_launches(rows, code_rows, in_dims, wanted):
+    assert products.vector_shape(rows, code_rows, in_dims) == wanted
+
+
+def test_products_whose_inputs_simdgroups_share(metal, rng, monkeypatch):
+    """Two to eight of them; some have no inputs left in the last step, or fewer than a lane takes."""
+    monkeypatch.setattr(products, "MAX_SHRINK_BYTES", 0)  # adapters don't change the shape
+    for rows, in_dims, bits, split in (
+        (1, 1028, 8, 2),
+        (3, 1032, 4, 2),
+        (1, 2064, 2, 4),
+        (2, 2048 + 64, 2, 4),
+        (4, 4112, 2, 8),
+        (1, 8192, 2, 8),
+    ):
+        assert products.vector_shape(rows, 19, in_dims) == (split, 4, True)
+        matrix = {"bits": bits, "mode": "affine", "granularity": "row"}
+        fusions = {"norm": rows < 4, "residual": rows > 1, "rank": 3 * (rows != 2)}
+        fields = (mx.float16, rows, 1, in_dims, 19)
+        assert_right(rng, "vector", "packed_matmul", *fields, **matrix, **fusions)
 
 
 @pytest.mark.parametrize("bits", BITS)
