@@ -26,6 +26,7 @@ from afm_mlx.kernels.ops import (
     packed_matmul,
     packed_swiglu,
     rope_norm_quantize,
+    write_and_attend,
     write_tokens,
 )
 from afm_mlx.kernels.packing import dequantize, pack_codes, unpack_codes
@@ -64,5 +65,6 @@ __all__ = [
     "rope_norm",
     "rope_norm_quantize",
     "unpack_codes",
+    "write_and_attend",
     "write_tokens",
 ]

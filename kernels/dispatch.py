@@ -29,6 +29,7 @@ OPS = (
     "rope_norm_quantize",
     "write_tokens",
     "decode_attention",
+    "write_and_attend",
     "causal_attention",
 )
 BACKENDS = ("metal", "cpu", "mlx", "reference")

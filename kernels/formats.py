@@ -154,11 +154,17 @@ class KeyValues(NamedTuple):
         buffer: (B, 2 * n_kv_heads, S, head_dim), heads of keys and then of values, float, or int8 codes.
         key_scale: 0-d float32 that a code is multiplied by, or None for float keys.
         value_scale: 0-d float32 that a value's code is multiplied by, or None.
+        tail: the newest tokens' columns, (B, 2 * n_kv_heads, T, head_dim), of `decode_attention`; None when
+            `buffer` holds all of them. A step that writes a token copies this short array and not the long one,
+            which the step before may still be reading.
+        starts: (B,) int32, columns of each row in `buffer`; the next ones lie in `tail`. None without a tail.
     """
 
     buffer: mx.array
     key_scale: mx.array | None = None
     value_scale: mx.array | None = None
+    tail: mx.array | None = None
+    starts: mx.array | None = None
 
     @property
     def n_kv_heads(self) -> int:

@@ -52,6 +52,13 @@ def decode_attention(
     return _run("decode_attention", queries, kv, lengths, rope)
 
 
+def write_and_attend(
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions
+) -> tuple[mx.array, mx.array]:
+    """See `reference.write_and_attend`."""
+    return _run("write_and_attend", qkv, kv, lengths, options)
+
+
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
     """See `reference.causal_attention`."""
     return _run("causal_attention", queries, kv)
@@ -96,9 +103,13 @@ def _weight_case(dtype: mx.Dtype, rows: int, weight: PackedWeight) -> Case:
     return Case(device(), dtype, rows, weight.mode, weight.granularity, weight.group_size)
 
 
-def _rope_case(qkv: mx.array, offset: int | mx.array, options: HeadOptions) -> Case:
+def _rope_case(qkv: mx.array, _: Any, options: HeadOptions) -> Case:
     rows, head_dim = qkv.shape[0] * qkv.shape[1], options.q_weight.shape[0]
     return Case(device(), qkv.dtype, rows, head_dim=head_dim)
+
+
+def _writing_case(qkv: mx.array, kv: KeyValues, _: Any, options: HeadOptions) -> Case:
+    return _rope_case(qkv, None, options)
 
 
 def _attention_case(queries: mx.array, *_: Any) -> Case:
@@ -118,5 +129,6 @@ _CASES: dict[str, Callable[..., Case]] = {
     "rope_norm_quantize": _rope_case,
     "write_tokens": _write_case,
     "decode_attention": _attention_case,
+    "write_and_attend": _writing_case,
     "causal_attention": _attention_case,
 }

@@ -137,7 +137,8 @@ def decode_attention(
 
     Args:
         queries: (B, n_heads, 1, head_dim), float.
-        kv: int8 buffers of any capacity; columns from a row's length on are never looked at.
+        kv: int8 buffers of any capacity, with a tail or without; columns from a row's length on are never
+            looked at.
         lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
         rope: when given, `queries` are raw, and go through `rope_norm` at position `lengths - 1` first.
 
@@ -146,8 +147,18 @@ def decode_attention(
     """
     if rope is not None:
         queries = rope_norm(queries, rope.weight, lengths - 1, rope.theta, rope.eps)
-    visible = mx.arange(kv.buffer.shape[2]) < lengths[:, None, None, None]
-    return attention(queries, kv, visible)
+    if kv.tail is None or kv.starts is None:
+        return attention(queries, kv, _first_columns(kv.buffer, lengths))
+    buffer = mx.concatenate([kv.buffer, kv.tail], axis=2)
+    visible = mx.concatenate(
+        [_first_columns(kv.buffer, kv.starts), _first_columns(kv.tail, lengths - kv.starts)], axis=-1
+    )
+    return attention(queries, kv._replace(buffer=buffer), visible)
+
+
+def _first_columns(buffer: mx.array, counts: mx.array) -> mx.array:
+    """Which columns of a buffer are among the first `counts` (B,) of their row: (B, 1, 1, capacity)."""
+    return mx.arange(buffer.shape[2]) < counts[:, None, None, None]
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
@@ -216,6 +227,27 @@ def rope_norm_quantize(
     k = rope_norm(k, k_weight, offset, theta, eps)
     codes = [quantize_int8(k, key_scale), quantize_int8(v, value_scale)]
     return q, mx.concatenate(codes, axis=1)
+
+
+def write_and_attend(
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions
+) -> tuple[mx.array, mx.array]:
+    """Between the projections of a block that writes: `rope_norm_quantize`, `write_tokens`, `decode_attention`.
+
+    Args:
+        qkv: queries, keys and values of one new token per row, (B, 1, (n_heads + 2 * n_kv_heads) * head_dim).
+        kv: int8 buffers with a tail that has room for the token, at column `lengths - 1 - starts`.
+        lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
+        options: norms, scales, and what `rope_norm` takes.
+
+    Returns:
+        attention's output (B, n_heads, 1, head_dim) in the dtype of `qkv`; the tail with the new token.
+    """
+    assert kv.tail is not None
+    assert kv.starts is not None
+    queries, codes = rope_norm_quantize(qkv, lengths - 1, options)
+    kv = kv._replace(tail=write_tokens(kv.tail, codes, lengths - kv.starts))
+    return decode_attention(queries, kv, lengths), kv.tail
 
 
 def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> mx.array:

@@ -1,8 +1,8 @@
 """A decode step that is traced once for each shape, and then replayed.
 
 A step is some 400 operations, and calling them one by one from Python takes longer than a fast GPU takes to run
-them. `mx.compile` keeps the graph: what changes from token to token (the token, lengths, buffers of the
-cache, every parameter, and the adapters' numbers) goes in as an argument.
+them. `mx.compile` keeps the graph: what changes from token to token (the token, lengths, buffers and
+tails of the cache, every parameter, and the adapters' numbers) goes in as an argument.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from afm_mlx.kernels import dispatch, write_tokens
+from afm_mlx.kernels import dispatch
 from afm_mlx.model.adapted_layers import adapters_layout
 from afm_mlx.model.kv_cache import KVCache
 from afm_mlx.model.positions_and_masks import Positions
@@ -32,16 +32,16 @@ minutes. A new trace takes less time than the steps that one batch of rows runs 
 
 
 class _TracedCache:
-    """A block's cache while a step is traced; its buffer is an argument of the trace."""
+    """A block's cache while a step is traced; its arrays are arguments of the trace."""
 
-    int8 = True
+    def __init__(self, buffer: mx.array, tail: mx.array, starts: mx.array):
+        self._buffer, self.tail, self._starts = buffer, tail, starts
 
-    def __init__(self, buffer: mx.array, lengths: mx.array):
-        self.buffer = buffer
-        self._lengths = lengths
+    def open_tail(self, heads: int, head_dim: int) -> tuple[mx.array, mx.array, mx.array]:
+        return self._buffer, self.tail, self._starts
 
-    def update(self, codes: mx.array) -> None:
-        self.buffer = write_tokens(self.buffer, codes, self._lengths)
+    def take_tail(self, tail: mx.array) -> None:
+        self.tail = tail
 
 
 class _Traces(threading.local):
@@ -76,7 +76,7 @@ class DecodeStep:
         On a CPU, MLX fuses elementwise operations with a compiler that it looks for at run time. A step of
         packed layers has none to fuse; that of a float model does.
         """
-        if model.training or not all(entry.int8 and entry.buffer is not None for entry in cache):
+        if model.training or not all(entry.int8 for entry in cache):
             return False
         if self._packed[0] != dispatch.generation():  # layers were wrapped or unwrapped, perhaps
             self._packed = (dispatch.generation(), _is_packed(model))
@@ -99,12 +99,15 @@ class DecodeStep:
             model: the model whose step this is.
             inputs: (B, 1) integers.
             lengths: (B,) int32, of `KVCache.decode_lengths`.
-            cache: caches of the writing blocks, each with a buffer.
+            cache: caches of the writing blocks.
             head: see `Model.forward`.
         """
-        for entry in cache:
-            entry.make_room(1)
-        buffers = [entry.buffer for entry in cache]
+        if len({entry.in_tail for entry in cache}) > 1:  # someone looked at one of them, say
+            for entry in cache:
+                entry.settle()
+        config = model.args
+        opened = [entry.open_tail(2 * config.num_kv_heads, config.head_dim) for entry in cache]
+        buffers, tails, (starts, *_) = map(list, zip(*opened, strict=True))
         chosen = (dispatch.device(), dispatch.generation(), adapters_layout(model))
         trace = (*inputs.shape, *buffers[0].shape, head, *chosen)
         mine = self._traces
@@ -113,9 +116,10 @@ class DecodeStep:
         mine.made_for.add(trace)
         if mine.replay is None:
             mine.replay = _compiled(model)
-        result, buffers = mine.replay(inputs, lengths, buffers, head, *chosen, mine.serial)
-        for entry, buffer in zip(cache, buffers, strict=True):
-            entry.take(buffer, 1)
+        given = (inputs, lengths, starts, buffers, tails)
+        result, tails = mine.replay(*given, head, *chosen, mine.serial)
+        for entry, tail in zip(cache, tails, strict=True):
+            entry.take_tail(tail)
         return result
 
 
@@ -132,7 +136,9 @@ def _compiled(model: Model) -> Any:
     def step(
         inputs: mx.array,
         lengths: mx.array,
+        starts: mx.array,
         buffers: list[mx.array],
+        tails: list[mx.array],
         head: str,
         device: str,
         generation: int,
@@ -141,8 +147,8 @@ def _compiled(model: Model) -> Any:
     ) -> tuple[Any, list[mx.array]]:
         # The last four are there because another choice of kernels needs another trace, and so do adapters
         # whose numbers lie elsewhere, and other models.
-        cache = [_TracedCache(buffer, lengths) for buffer in buffers]
+        cache = [_TracedCache(*of, starts) for of in zip(buffers, tails, strict=True)]
         result = model.forward(inputs, Positions(lengths - 1, None, lengths), cache, head)
-        return result, [entry.buffer for entry in cache]
+        return result, [entry.tail for entry in cache]
 
     return mx.compile(step, inputs=[model.state])

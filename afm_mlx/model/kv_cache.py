@@ -2,8 +2,11 @@
 
 One `KVCache` holds one block's, for one row or a batch. Column c of a row holds its c-th token, so rows of
 different lengths lie side by side, each with its own offset; a row joins, leaves, or is trimmed without
-moving the others. One buffer holds keys and values, so that a new token is one write. It grows by `STEP`
-columns and is written in place between growths.
+moving the others. One buffer holds keys and values. It grows by `STEP` columns.
+
+MLX writes a buffer in place only where nobody else holds it, and the step before, which is still running when
+the next one is submitted, does. So decode steps leave the buffer alone: each writes its token into a copy of a
+short tail. Once the tail has `TAIL` columns, they move to the buffer together.
 
 The methods that loops call are those of mlx-lm's caches (`mlx_lm/models/cache.py`), batch ones included, so
 that both this engine and mlx-lm's own loops can drive either kind of model.
@@ -23,6 +26,7 @@ from afm_mlx.model.kv_cache_state import check_state
 from afm_mlx.model.positions_and_masks import causal_mask
 
 STEP = 256  # columns that are added at a time
+TAIL = 64  # columns of the tail: a longer one is copied at more cost, a shorter one moves more often
 KEEP = 4  # first tokens that a sliding window never forgets, as in mlx-lm's rotating cache
 
 
@@ -30,7 +34,7 @@ class KVCache:
     """Keys and values of one block, with one offset per row.
 
     `buffer` is (B, 2 * n_kv_heads, capacity, head_dim), heads of keys and then of values; None before the first
-    token.
+    token. The newest tokens of a batch that decodes may lie in the tail; `settle` moves them to the buffer.
 
     Args:
         int8: whether the block hands over int8 codes; otherwise floats.
@@ -63,6 +67,9 @@ class KVCache:
         self._forgotten = [0] * rows  # of them, those that a sliding window dropped
         self._padding: list[int] | None = None  # of a ragged prompt, until `finalize`
         self.adapter: str | None = None
+        self.tail: Any = None  # (B, 2 * n_kv_heads, TAIL, head_dim) once a decode step began
+        self.in_tail = 0  # tokens of every row that lie there
+        self._starts: Any = None  # (B,) int32, columns of each row that lie in the buffer
 
     @property
     def kind(self) -> tuple[str, int | None, bool]:
@@ -97,8 +104,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer, spare capacity included."""
-        return 0 if self.buffer is None else self.buffer.nbytes
+        """Bytes of the buffer and its tail, spare capacity included."""
+        return sum(array.nbytes for array in (self.buffer, self.tail) if array is not None)
 
     def make_mask(self, length: int) -> mx.array | str | None:
         """The mask for the next `length` tokens, to be asked for before they are written.
@@ -144,45 +151,84 @@ class KVCache:
         length = kv.shape[2]
         if self.buffer is None:
             self.buffer = kv[:, :, :0]
-        self.make_room(length)
-        columns = self._columns
+        self.settle()
+        self._make_room(length)
+        self._write(kv, self._columns)
+        self._lengths = [n + length for n in self._lengths]
+
+    def _write(self, kv: mx.array, columns: list[int]) -> None:
+        """Write tokens into the buffer, row r's from `columns[r]` on."""
+        length = kv.shape[2]
         if len(set(columns)) == 1:
             self.buffer[:, :, columns[0] : columns[0] + length] = kv
         else:
             self.buffer[_ragged_index(tuple(columns), kv.shape[1], length)] = kv
-        self._lengths = [n + length for n in self._lengths]
 
-    def take(self, buffer: mx.array, length: int) -> None:
-        """Take over a buffer in which the next `length` tokens of every row were written elsewhere."""
-        self.buffer = buffer
-        self._lengths = [n + length for n in self._lengths]
+    def open_tail(self, heads: int, head_dim: int) -> tuple[mx.array, mx.array, mx.array]:
+        """What a decode step reads and writes, with room for one more token of every row.
+
+        Not for a sliding window that is about to forget tokens.
+
+        Args:
+            heads: heads of the keys and of the values together.
+            head_dim: their width.
+
+        Returns:
+            the buffer; the tail; starts (B,) int32, columns of each row in the buffer.
+
+        Raises:
+            ContextLengthError: past `max_size`.
+        """
+        self._check_bound(max(self._lengths) + 1)
+        if self.in_tail in (0, TAIL):
+            self.settle()
+            shape = (len(self._lengths), heads, TAIL, head_dim)
+            if self.tail is None:
+                self.tail = mx.zeros(shape, mx.int8)
+            if self.buffer is None:
+                self.buffer = self.tail[:, :, :0]
+            # Steps are traced for each capacity: there are few when they are multiples of one number.
+            self._grow(max(1, self.size()))
+            self._starts = mx.array(self._columns, dtype=mx.int32)
+        return self.buffer, self.tail, self._starts
+
+    def take_tail(self, tail: mx.array) -> None:
+        """Take over the tail of `open_tail` with one more token of every row."""
+        self.tail = tail
+        self.in_tail += 1
+        self._lengths = [n + 1 for n in self._lengths]
+
+    def settle(self) -> None:
+        """Move the tail's tokens to the buffer."""
+        if count := self.in_tail:
+            self._grow(self.size())
+            self._write(self.tail[:, :, :count], [n - count for n in self._columns])
+            self.in_tail = 0
 
     def in_use(self) -> mx.array:
-        """The buffer's columns in use; the buffer must be there."""
+        """The buffer's columns in use, all tokens settled; the buffer must be there."""
+        self.settle()
         return self.buffer[:, :, : self.size()]
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Keys and values of all columns in use; the buffer must be there.
-
-        While one of these views lives, the next write copies the buffer.
-        """
+        """Keys and values of all columns in use; the buffer must be there."""
         keys, values = self.in_use().split(2, axis=1)
         return keys, values
 
-    def make_room(self, length: int) -> None:
-        """Let the buffer, which must be there, hold `length` more tokens of every row.
-
-        Raises:
-            ContextLengthError: past `max_size` without a sliding window.
-        """
+    def _make_room(self, length: int) -> None:
+        """Let the settled buffer hold `length` more tokens of every row."""
         if self.sliding_window:
             self._forget(length)
         elif self._padding is None:
             self._check_bound(max(self._lengths) + length)
-        needed = self.size() + length
-        capacity = self.buffer.shape[2]
-        if needed > capacity:
-            self.buffer = _padded(self.buffer, -(-needed // STEP) * STEP - capacity)
+        if self.size() + length > self.buffer.shape[2]:
+            self._grow(self.size() + length)
+
+    def _grow(self, needed: int) -> None:
+        """Give the buffer a multiple of `STEP` columns, `needed` at least."""
+        columns = -(-max(needed, self.buffer.shape[2]) // STEP) * STEP - self.buffer.shape[2]
+        if columns:
+            self.buffer = _padded(self.buffer, columns)
 
     def _check_bound(self, needed: int) -> None:
         if self.max_size is not None and needed > self.max_size:
@@ -241,6 +287,7 @@ class KVCache:
 
     def extract(self, row: int) -> KVCache:
         """Return a copy of one row, as a cache of its own."""
+        self.settle()
         cache = self._like([row])
         if self.buffer is not None:
             used = self._columns[row]
@@ -250,6 +297,8 @@ class KVCache:
     def filter(self, rows: Any) -> None:
         """Keep only these rows, in this order: a sequence of indices, or an integer array."""
         rows = rows.tolist() if isinstance(rows, mx.array) else list(rows)
+        self.settle()
+        self.tail = None
         if self.buffer is not None:
             self.buffer = self.buffer[mx.array(rows, dtype=mx.int32)]
         self._lengths = [self._lengths[r] for r in rows]
@@ -273,6 +322,8 @@ class KVCache:
                 "[KVCache] rows of one batch need caches of one kind; got (storage, bound, sliding "
                 f"window) of {sorted({cache.kind for cache in caches}, key=str)}."
             )
+        for cache in caches:
+            cache.settle()
         first = caches[0]
         merged = first._like([0])
         bounds = [cache.max_size for cache in caches]
@@ -312,6 +363,10 @@ class KVCache:
     def trim(self, count: int) -> int:
         """Take back the last `count` tokens of every row, or as many as the shortest has."""
         count = min(count, min(self._lengths))
+        if count > self.in_tail:
+            self.settle()
+        else:
+            self.in_tail -= count
         self._lengths = [n - count for n in self._lengths]
         return count
 
@@ -323,6 +378,7 @@ class KVCache:
         Raises:
             ValueError: when a row has fewer tokens, or its first ones were forgotten.
         """
+        self.settle()
         cache = self._like(range(len(self._lengths)))
         if length is not None and length != min(self._lengths):
             if length > min(self._lengths) or not self.is_trimmable():
@@ -345,6 +401,7 @@ class KVCache:
 
     @state.setter
     def state(self, state: Any) -> None:
+        self.tail, self.in_tail = None, 0
         if not state:
             self.buffer = None
             self._lengths, self._forgotten = [0], [0]

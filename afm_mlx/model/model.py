@@ -37,6 +37,7 @@ from afm_mlx.kernels import (
     fake_int8,
     rope_norm,
     rope_norm_quantize,
+    write_and_attend,
 )
 from afm_mlx.model.decode_step import DecodeStep
 from afm_mlx.model.fused_layers import head_argmax, project, project_head, swiglu
@@ -98,29 +99,42 @@ class WritingAttention(nn.Module):
         """Returns `x` (B, L, D) plus the output, and the keys and values that were attended to."""
         qkv = project(self.qkv_proj, x, norm=norm)
         plain = cache is None and (self.training or positions.packed)
-        if self._config.kv_bits and not plain:
-            q, kv = self._int8_heads(qkv, positions, cache)
+        if cache is not None and positions.lengths is not None:
+            y, kv = self._decode(qkv, positions.lengths, cache)
         else:
-            q, k, v = self.heads(qkv, positions)
-            kv = _appended(*self._fake_int8(k, v), cache)
-        if positions.lengths is not None:
-            y = decode_attention(q, kv, positions.lengths)
-        else:
+            if self._config.kv_bits and not plain:
+                q, kv = self._int8_heads(qkv, positions, cache)
+            else:
+                q, k, v = self.heads(qkv, positions)
+                kv = _appended(*self._fake_int8(k, v), cache)
             y = _attention(q, kv, positions.mask)
         return project(self.out_proj, _merge_heads(y), residual=x), kv
+
+    def _decode(
+        self, qkv: mx.array, lengths: mx.array, cache: KVCache
+    ) -> tuple[mx.array, KeyValues]:
+        """Attention of one new token per row, which goes to the tail of an int8 cache."""
+        config, options = self._config, self._head_options()
+        buffer, tail, starts = cache.open_tail(2 * config.num_kv_heads, config.head_dim)
+        kv = KeyValues(buffer, options.key_scale, options.value_scale, tail, starts)
+        y, tail = write_and_attend(qkv, kv, lengths, options)
+        cache.take_tail(tail)
+        return y, kv._replace(tail=tail)
+
+    def _head_options(self) -> HeadOptions:
+        config, scales = self._config, (self.quant_key_scale, self.quant_value_scale)
+        norms = (self.q_norm.weight, self.k_norm.weight)
+        rope = (config.rope_theta, config.rms_norm_eps)
+        return HeadOptions(*norms, *scales, config.num_kv_heads, *rope)
 
     def _int8_heads(
         self, qkv: mx.array, positions: Positions, cache: KVCache | None
     ) -> tuple[mx.array, KeyValues]:
-        config, scales = self._config, (self.quant_key_scale, self.quant_value_scale)
-        norms = (self.q_norm.weight, self.k_norm.weight)
-        rope = (config.rope_theta, config.rms_norm_eps)
-        options = HeadOptions(*norms, *scales, config.num_kv_heads, *rope)
-        q, codes = rope_norm_quantize(qkv, positions.offset, options)
+        scales = (self.quant_key_scale, self.quant_value_scale)
+        q, codes = rope_norm_quantize(qkv, positions.offset, self._head_options())
         if cache is not None and cache.int8:
             cache.update(codes)
-            whole = positions.lengths is not None
-            return q, KeyValues(cache.buffer if whole else cache.in_use(), *scales)
+            return q, KeyValues(cache.in_use(), *scales)
         k, v = (
             dequantize_int8(part, scale, q.dtype)
             for part, scale in zip(codes.split(2, axis=1), scales, strict=True)

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
-from afm_mlx.kernels.formats import KeyValues, PackedWeight, QueryRope
+from afm_mlx.kernels.formats import HeadOptions, KeyValues, PackedWeight, QueryRope
 
 _extension: Any = extension.module()  # None where the rules below let nobody call it
 
@@ -26,11 +26,19 @@ def _packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -
 def _decode_attention(
     queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
 ) -> mx.array:
-    return _extension.decode_attention(queries, *kv, lengths, *(rope or ()))
+    return _extension.decode_attention(queries, *kv[:3], lengths, *kv[3:], *(rope or ()))
+
+
+def _write_and_attend(
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions
+) -> tuple[mx.array, mx.array]:
+    queries, codes = _extension.rope_norm_quantize(qkv, lengths - 1, options)
+    tail = _extension.write_tokens(kv.tail, codes, lengths - kv.starts)
+    return _decode_attention(queries, kv._replace(tail=tail), lengths), tail
 
 
 def _causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
-    return _extension.causal_attention(queries, *kv)
+    return _extension.causal_attention(queries, *kv[:3])
 
 
 # -- which cases they take
@@ -56,6 +64,10 @@ def _rope_obstacle(case: Case) -> str | None:
     return _obstacle(case) or ("head_dim must be even" if case.head_dim % 2 else None)
 
 
+def _writing_obstacle(case: Case) -> str | None:
+    return _attention_obstacle(case) or _rope_obstacle(case)
+
+
 def _variant(op: str, obstacle: Callable[[Case], str | None], run: Any = None) -> Variant:
     """An operation by the extension's function of its name, or by `run` where the arguments differ."""
     own: Any = getattr(_extension, op, None)
@@ -68,6 +80,7 @@ VARIANTS: tuple[Variant, ...] = (
     _variant("packed_embedding", _obstacle, _packed_embedding),
     _variant("packed_argmax", _obstacle),
     _variant("decode_attention", _attention_obstacle, _decode_attention),
+    _variant("write_and_attend", _writing_obstacle, _write_and_attend),
     _variant("causal_attention", _attention_obstacle, _causal_attention),
     _variant("write_tokens", _missing),
     _variant("rope_norm_quantize", _rope_obstacle),

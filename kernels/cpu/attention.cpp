@@ -47,13 +47,15 @@ class Attention {
   };
 
   int64_t length(int64_t batch) const;
+  // Tokens of a row in the buffers; the next ones lie in the tail.
+  int64_t start(int64_t batch) const;
   // Keys that a row of a tile sees.
   int64_t seen(const Tile& tile, int64_t row) const;
   void work(const Piece& piece, Partial& partial) const;
   void quantize(const Tile& tile, int16_t* q, float* scales) const;
-  // `count` tokens from `token` on as rows of `dim_` codes: where they are, or copied with zeros behind.
-  const int8_t* block(const Codes& codes, const Tile& tile, int64_t token, int64_t count, int8_t* copy,
-                      int64_t* stride) const;
+  // `count` tokens from `token` on, all of them in `buffer` or all in `tail`, as rows of `dim_` codes: where they are, or copied with zeros behind.
+  const int8_t* block(const Codes& buffer, const Codes& tail, const Tile& tile, int64_t token, int64_t count,
+                      std::vector<int8_t>* copy, int64_t* stride) const;
   void merge(Partial& into, const Partial& other) const;
   void finish(const Tile& tile, const Partial& partial) const;
 
@@ -98,7 +100,11 @@ Attention::Attention(const AttentionArguments& arguments)
 
 int64_t Attention::length(int64_t batch) const {
   int64_t length = a_.lengths ? a_.lengths[batch] : a_.length;
-  return std::clamp<int64_t>(length, 0, a_.capacity);
+  return std::clamp<int64_t>(length, 0, start(batch) + a_.tail_capacity);
+}
+
+int64_t Attention::start(int64_t batch) const {
+  return a_.starts ? std::clamp<int64_t>(a_.starts[batch], 0, a_.capacity) : a_.capacity;
 }
 
 int64_t Attention::seen(const Tile& tile, int64_t row) const {
@@ -137,11 +143,12 @@ void Attention::work(const Piece& piece, Partial& partial) const {
   std::vector<float> scales(rows), decay(rows);
   std::vector<int32_t> scores(rows * kBlock);
   std::vector<int8_t> copy;
-  if (a_.head_dim != dim_ || a_.keys.step != 1 || a_.values.step != 1) copy.resize(kBlock * dim_);
   quantize(tile, q.data(), scales.data());
-  for (int64_t begin = piece.begin; begin < piece.end; begin += kBlock) {
-    int64_t count = std::min(kBlock, piece.end - begin), stride;
-    const int8_t* keys = block(a_.keys, tile, begin, count, copy.data(), &stride);
+  int64_t start = this->start(tile.batch);
+  for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
+    end = std::min(begin + kBlock, begin < start ? std::min(start, piece.end) : piece.end);
+    int64_t count = end - begin, stride;
+    const int8_t* keys = block(a_.keys, a_.tail_keys, tile, begin, count, &copy, &stride);
     kernels_.score(q.data(), rows, keys, stride, count, dim_, scores.data());
     for (int64_t r = 0; r < rows; ++r) {
       int64_t visible = std::min(count, seen(tile, r) - begin);
@@ -154,7 +161,7 @@ void Attention::work(const Piece& piece, Partial& partial) const {
       int64_t sum = kernels_.weigh(scores.data() + r * kBlock, visible, scales[r], &partial.top[r], &decay[r], row);
       partial.sum[r] = partial.sum[r] * decay[r] + static_cast<float>(sum);
     }
-    const int8_t* values = block(a_.values, tile, begin, count, copy.data(), &stride);
+    const int8_t* values = block(a_.values, a_.tail_values, tile, begin, count, &copy, &stride);
     kernels_.add(weights.data(), rows, values, stride, count, dim_, decay.data(), partial.values.data());
   }
 }
@@ -175,21 +182,25 @@ void Attention::quantize(const Tile& tile, int16_t* q, float* scales) const {
   }
 }
 
-const int8_t* Attention::block(const Codes& codes, const Tile& tile, int64_t token, int64_t count, int8_t* copy,
-                               int64_t* stride) const {
+const int8_t* Attention::block(const Codes& buffer, const Codes& tail, const Tile& tile, int64_t token,
+                               int64_t count, std::vector<int8_t>* copy, int64_t* stride) const {
+  int64_t start = this->start(tile.batch);
+  const Codes& codes = token < start ? buffer : tail;
+  if (token >= start) token -= start;
   const int8_t* from = codes.data + tile.batch * codes.batch_stride + tile.kv_head * codes.head_stride +
                        token * codes.token_stride;
   if (a_.head_dim == dim_ && codes.step == 1) {
     *stride = codes.token_stride;
     return from;
   }
+  copy->resize(kBlock * dim_);
   for (int64_t k = 0; k < count; ++k) {
     for (int64_t d = 0; d < dim_; ++d) {
-      copy[k * dim_ + d] = d < a_.head_dim ? from[k * codes.token_stride + d * codes.step] : 0;
+      (*copy)[k * dim_ + d] = d < a_.head_dim ? from[k * codes.token_stride + d * codes.step] : 0;
     }
   }
   *stride = dim_;
-  return copy;
+  return copy->data();
 }
 
 void Attention::merge(Partial& into, const Partial& other) const {

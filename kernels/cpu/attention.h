@@ -30,6 +30,9 @@ struct AttentionArguments {
   Codes keys, values;
   float key_scale, value_scale;
   int64_t capacity;        // tokens in the buffers
+  Codes tail_keys, tail_values;  // with `starts`: a row's tokens from starts[row] on
+  int64_t tail_capacity;
+  const int32_t* starts;   // (B,) tokens of each row in the buffers; null: all of them
   const int32_t* lengths;  // (B,) tokens that the last query sees, each query before it one fewer; or null
   int64_t length;          // the same for all rows, without `lengths`
   void* out;               // (B, heads, queries, head_dim)

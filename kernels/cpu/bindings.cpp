@@ -134,13 +134,16 @@ NB_MODULE(_afm_cpu, m) {
   m.def("decode_attention",
         [](const afm::mx::array& queries, const afm::mx::array& kv, const afm::mx::array& key_scale,
            const afm::mx::array& value_scale, const afm::mx::array& lengths,
+           const std::optional<afm::mx::array>& codes, const std::optional<afm::mx::array>& starts,
            const std::optional<afm::mx::array>& weight, float theta, float eps) {
+          std::optional<afm::Tail> tail;
+          if (codes && starts) tail = afm::Tail{*codes, *starts};
           std::optional<afm::Rope> rope;
           if (weight) rope = afm::Rope{*weight, theta, eps};
-          return afm::decode_attention(queries, kv, key_scale, value_scale, lengths, rope);
+          return afm::decode_attention(queries, kv, key_scale, value_scale, lengths, tail, rope);
         },
-        "queries"_a, "kv"_a, "key_scale"_a, "value_scale"_a, "lengths"_a, "weight"_a = nb::none(), "theta"_a = 0.0f,
-        "eps"_a = 0.0f);
+        "queries"_a, "kv"_a, "key_scale"_a, "value_scale"_a, "lengths"_a, "tail"_a = nb::none(),
+        "starts"_a = nb::none(), "weight"_a = nb::none(), "theta"_a = 0.0f, "eps"_a = 0.0f);
   m.def("causal_attention", &afm::causal_attention, "queries"_a, "kv"_a, "key_scale"_a, "value_scale"_a);
   m.def("write_tokens", &afm::write_tokens, "buffer"_a, "tokens"_a, "lengths"_a);
   m.def("rope_norm_quantize",

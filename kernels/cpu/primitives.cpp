@@ -52,10 +52,11 @@ Codes heads_from(const View& kv, int64_t first) {
 // Pieces of loops over heads: enough work to be worth a thread's while.
 constexpr int64_t kHeadsPerPiece = 64;
 
-// Inputs: queries, keys and values, key_scale, value_scale[, lengths[, rope's weight]].
+// Inputs: queries, keys and values, key_scale, value_scale[, lengths[, tail, starts][, rope's weight]].
 class AttentionOp : public CpuPrimitive {
  public:
-  AttentionOp(mx::Stream stream, float theta, float eps) : CpuPrimitive(stream), theta_(theta), eps_(eps) {}
+  AttentionOp(mx::Stream stream, float theta = 0.0f, float eps = 0.0f)
+      : CpuPrimitive(stream), theta_(theta), eps_(eps) {}
 
   const char* name() const override { return "AfmAttention"; }
 
@@ -74,16 +75,19 @@ class AttentionOp : public CpuPrimitive {
     for (auto& input : inputs) encoder.set_input_array(input);
     encoder.set_output_array(outputs[0]);
     Task task = {View(inputs[0]), View(inputs[1]), View(inputs[2]), View(inputs[3]),       std::nullopt,
-                 std::nullopt,    theta_,          eps_,            outputs[0].data<char>()};
-    if (inputs.size() > 4) task.lengths.emplace(inputs[4]);
-    if (inputs.size() > 5) task.weight.emplace(inputs[5]);
+                 std::nullopt,    std::nullopt,    std::nullopt,    theta_,
+                 eps_,            outputs[0].data<char>()};
+    size_t count = inputs.size();
+    if (count > 4) task.lengths.emplace(inputs[4]);
+    if (count > 6) task.tail.emplace(inputs[5]), task.starts.emplace(inputs[6]);
+    if (count == 6 || count == 8) task.weight.emplace(inputs.back());
     encoder.dispatch(std::move(task));
   }
 
  private:
   struct Task {
     View queries, kv, key_scale, value_scale;
-    std::optional<View> lengths, weight;
+    std::optional<View> lengths, tail, starts, weight;
     float theta, eps;
     void* out;
 
@@ -104,9 +108,15 @@ class AttentionOp : public CpuPrimitive {
       a.key_scale = key_scale.number();
       a.value_scale = value_scale.number();
       a.capacity = kv.shape[2];
-      std::vector<char> copy;
+      std::vector<char> copy, of_starts;
       a.lengths = lengths ? static_cast<const int32_t*>(lengths->dense(copy)) : nullptr;
       a.length = a.capacity;
+      if (tail) {
+        a.tail_keys = heads_from(*tail, 0);
+        a.tail_values = heads_from(*tail, a.kv_heads);
+        a.tail_capacity = tail->shape[2];
+        a.starts = static_cast<const int32_t*>(starts->dense(of_starts));
+      }
       a.out = out;
       attend(a);
     }
@@ -212,11 +222,21 @@ class RopeNormQuantize : public CpuPrimitive {
 }  // namespace
 
 mx::array decode_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
-                           const mx::array& value_scale, const mx::array& lengths, const std::optional<Rope>& rope) {
+                           const mx::array& value_scale, const mx::array& lengths, const std::optional<Tail>& tail,
+                           const std::optional<Rope>& rope) {
   check_attention(queries, kv, key_scale, value_scale);
   require(lengths.dtype() == mx::int32 && lengths.ndim() == 1 && lengths.shape(0) == queries.shape(0),
           "lengths must be (B,) int32");
   std::vector<mx::array> inputs = {queries, kv, key_scale, value_scale, lengths};
+  if (tail) {
+    const auto& [codes, starts] = *tail;
+    require(codes.dtype() == mx::int8 && codes.ndim() == 4 && codes.shape(0) == kv.shape(0) &&
+                codes.shape(1) == kv.shape(1) && codes.shape(3) == kv.shape(3),
+            "the tail must be int8 codes (B, 2 * n_kv_heads, T, head_dim), as keys and values are");
+    require(starts.dtype() == mx::int32 && starts.shape() == lengths.shape(), "starts must be (B,) int32");
+    inputs.push_back(codes);
+    inputs.push_back(starts);
+  }
   if (rope) {
     number_type(rope->weight, "the norm's weight");
     require(rope->weight.ndim() == 1 && rope->weight.shape(0) == queries.shape(3) && queries.shape(3) % 2 == 0,
@@ -231,7 +251,7 @@ mx::array causal_attention(const mx::array& queries, const mx::array& kv, const 
                            const mx::array& value_scale) {
   check_attention(queries, kv, key_scale, value_scale);
   require(queries.shape(2) <= kv.shape(2), queries.shape(2), " queries for ", kv.shape(2), " keys");
-  return mx::array(queries.shape(), queries.dtype(), std::make_shared<AttentionOp>(cpu_stream(), 0.0f, 0.0f),
+  return mx::array(queries.shape(), queries.dtype(), std::make_shared<AttentionOp>(cpu_stream()),
                    {queries, kv, key_scale, value_scale});
 }
 

@@ -24,9 +24,15 @@ struct Rope {
   float theta, eps;
 };
 
+// The newest columns of a cache, see `KeyValues` in `kernels/formats.py`.
+struct Tail {
+  mx::array codes, starts;
+};
+
 // `kv`: codes of keys, then of values, (B, 2 * n_kv_heads, S, head_dim) int8.
 mx::array decode_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
-                           const mx::array& value_scale, const mx::array& lengths, const std::optional<Rope>& rope);
+                           const mx::array& value_scale, const mx::array& lengths, const std::optional<Tail>& tail,
+                           const std::optional<Rope>& rope);
 
 // The queries are the last tokens of the keys and values, and look at none after their own.
 mx::array causal_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,

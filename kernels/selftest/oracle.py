@@ -149,7 +149,42 @@ def decode_attention(
     if query_rope is not None:
         weight, theta, eps = query_rope
         q = rms_norm(rope(q, lengths - 1, theta), float64(weight), eps)
-    return _attend(q, kv, np.array(lengths)[:, None])
+    return _attend(q, _joined(kv, np.array(lengths)), np.array(lengths)[:, None])
+
+
+def write_and_attend(
+    qkv: mx.array,
+    kv: KeyValues,
+    lengths: mx.array,
+    options: HeadOptions,
+    written: mx.array | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `reference.write_and_attend`; the tail's new column in units of a code, clamped but not rounded.
+
+    Args:
+        qkv, kv, lengths, options: its arguments.
+        written: the tail whose codes are attended to; by default the one that is returned, rounded.
+    """
+    q, codes = rope_norm_quantize(qkv, lengths - 1, options)
+    assert kv.tail is not None
+    tail = float64(kv.tail)
+    column = np.array(lengths - kv.starts) - 1
+    tail[np.arange(len(column)), :, column] = codes[:, :, 0]
+    written = mx.array(np.rint(tail).astype(np.int8)) if written is None else written
+    joined = _joined(kv._replace(tail=written), np.array(lengths))
+    return _attend(q, joined, np.array(lengths)[:, None]), tail
+
+
+def _joined(kv: KeyValues, lengths: np.ndarray) -> KeyValues:
+    """Keys and values whose buffer holds all columns up to each row's length."""
+    if kv.tail is None:
+        return kv
+    buffer, tail, starts = (np.array(array) for array in (kv.buffer, kv.tail, kv.starts))
+    columns = np.zeros((*buffer.shape[:2], lengths.max(), buffer.shape[3]), np.int8)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        columns[row, :, :start] = buffer[row, :, :start]
+        columns[row, :, start:length] = tail[row, :, : length - start]
+    return KeyValues(mx.array(columns), kv.key_scale, kv.value_scale)
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> np.ndarray:

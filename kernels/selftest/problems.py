@@ -65,9 +65,10 @@ class Problem:
     def nbytes(self) -> int:
         """Bytes that one call has to read and write: each array once, of a cache the columns in use."""
         match self.spec.op, *self.args:
-            case "decode_attention", queries, kv, lengths, _:
+            case "decode_attention" | "write_and_attend", x, kv, lengths, _:
                 column = kv.buffer.nbytes // (kv.buffer.shape[0] * kv.buffer.shape[2])
-                return 2 * queries.nbytes + int(lengths.sum().item()) * column
+                written = 2 * kv.tail.nbytes if self.spec.op == "write_and_attend" else 0
+                return 2 * x.nbytes + int(lengths.sum().item()) * column + written
             case "causal_attention", queries, kv:
                 return 2 * queries.nbytes + kv.buffer.nbytes
             case "write_tokens", _, tokens, _:
@@ -256,10 +257,27 @@ def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple:
 
 
 def _draw_decode(spec: Spec, rng: np.random.Generator) -> tuple:
+    rope = QueryRope(_head_norm(spec, rng), _THETA, _EPS) if spec.rope else None
+    queries, kv = _draw_causal(spec, rng)
+    return queries, *_draw_lengths(spec, rng, kv), rope
+
+
+def _draw_lengths(spec: Spec, rng: np.random.Generator, kv: KeyValues) -> tuple[KeyValues, mx.array]:
+    """Keys and values with their tail, and how many columns of them are in use."""
     lengths = rng.integers(1, spec.capacity + 1, spec.batch)
     lengths[:3] = [max(1, spec.capacity - 3), 1, spec.capacity][: spec.batch]
-    rope = QueryRope(_head_norm(spec, rng), _THETA, _EPS) if spec.rope else None
-    return *_draw_causal(spec, rng), _int32(lengths), rope
+    if not spec.tail:
+        return kv, _int32(lengths)
+    # Rows begin their tails together: all have as many tokens there.
+    starts, used = lengths - (lengths == 1), int(rng.integers(1, spec.tail + 1))
+    kv = kv._replace(tail=_codes(spec, rng, spec.tail), starts=_int32(starts))
+    return kv, _int32(starts + used)
+
+
+def _draw_writing(spec: Spec, rng: np.random.Generator) -> tuple:
+    qkv, _, options = _draw_rope(spec, rng)
+    kv = KeyValues(_codes(spec, rng, spec.capacity), options.key_scale, options.value_scale)
+    return qkv, *_draw_lengths(spec, rng, kv), options
 
 
 def _draw_write(spec: Spec, rng: np.random.Generator) -> tuple:
@@ -274,6 +292,7 @@ _DRAWS = {
     "packed_embedding": _draw_embedding,
     "rope_norm_quantize": _draw_rope,
     "decode_attention": _draw_decode,
+    "write_and_attend": _draw_writing,
     "causal_attention": _draw_causal,
     "write_tokens": _draw_write,
 }
@@ -298,6 +317,9 @@ def _bound(spec: Spec, args: tuple) -> float:
             return _attention_bound(spec, queries, kv, int(lengths.max().item()), rope)
         case "causal_attention", queries, kv:
             return _attention_bound(spec, queries, kv, spec.capacity, None)
+        case "write_and_attend", qkv, kv, lengths, options:
+            rope = QueryRope(options.q_weight, options.theta, options.eps)
+            return _attention_bound(spec, qkv, kv, int(lengths.max().item()), rope)
     bound = _product_bound(spec, args[0], args[-1])
     # Both factors are off, the slope of silu is up to 1.1, and the exponential in it is off as well.
     return 3 * bound + _PRECISE * _ULP if spec.op == "packed_swiglu" else bound
@@ -397,15 +419,27 @@ def _check_floats(problem: Problem, results: Sequence[mx.array]) -> float:
 
 
 def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
+    return max(_check_floats(problem, results), _check_codes(problem.wanted[1], results[1]))
+
+
+def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:
+    """The output is that of the codes that were written."""
+    output, tail = results
+    error = _check_codes(problem.wanted[1], tail)
+    wanted, _ = oracle.write_and_attend(*problem.args, written=tail)
+    got = _float64(output, wanted.shape, problem.spec.dtype)
+    return max(error, _relative(got, wanted, _rms(wanted)))
+
+
+def _check_codes(wanted: np.ndarray, codes: mx.array) -> float:
     """Codes may be off by half a code, and by what the error of the number before rounding adds."""
-    wanted = problem.wanted[1]
     wanted_k, wanted_v = np.split(wanted, 2, axis=1)
-    k, v = np.split(_float64(results[1], wanted.shape, mx.int8), 2, axis=1)
+    k, v = np.split(_float64(codes, wanted.shape, mx.int8), 2, axis=1)
     # Values are not computed but divided, in float32.
     if (off := np.abs(v - wanted_v).max()) > 0.5 + 2.0**-14:
         raise ValueError(f"a value's code is off by {off:.3f}; rounding explains 0.5")
     excess = np.maximum(np.abs(k - wanted_k) - 0.5, 0)
-    return max(_check_floats(problem, results), _relative(excess, 0 * excess, _rms(wanted_k)))
+    return _relative(excess, 0 * excess, _rms(wanted_k))
 
 
 def _check_argmax(problem: Problem, results: Sequence[mx.array]) -> float:
@@ -421,4 +455,8 @@ def _check_argmax(problem: Problem, results: Sequence[mx.array]) -> float:
     return max(_relative(values, best, scale), _relative(named, best, scale))
 
 
-_CHECKS = {"rope_norm_quantize": _check_rope, "packed_argmax": _check_argmax}
+_CHECKS = {
+    "rope_norm_quantize": _check_rope,
+    "packed_argmax": _check_argmax,
+    "write_and_attend": _check_writing,
+}

@@ -39,6 +39,7 @@ class Spec(NamedTuple):
         activation_bits: 16 or 8.
         heads, kv_heads, head_dim: heads and their width, for attention and what stands before it.
         capacity: columns of the KV buffers.
+        tail: columns of the buffers' tail, 0 for none.
         rope: whether queries are raw.
     """
 
@@ -62,6 +63,7 @@ class Spec(NamedTuple):
     kv_heads: int = 0
     head_dim: int = 0
     capacity: int = 0
+    tail: int = 0
     rope: bool = False
 
     @property
@@ -75,6 +77,8 @@ class Spec(NamedTuple):
             words.append(f"{self.heads}/{self.kv_heads} heads x {self.head_dim}")
         if self.capacity:
             words.append(f"{self.capacity} columns")
+        if self.tail:
+            words.append(f"tail of {self.tail}")
         words += [n for n in ("norm", "residual", "rope") if getattr(self, n)]
         if self.rank:
             words.append(f"LoRA {self.rank}")
@@ -153,14 +157,19 @@ def _attentions() -> Iterator[Spec]:
         for batch, tokens in ((1, 1), (3, 1), (2, 7)):
             yield Spec("rope_norm_quantize", dtype, batch, tokens, **shape)
         for batch, capacity, rope in ((1, 256, False), (2, 1280, True), (3, 40, True)):
-            yield Spec("decode_attention", dtype, batch, capacity=capacity, rope=rope, **shape)
+            tail = 64 * (batch > 1)
+            decode: _Fields = {"capacity": capacity, "tail": tail, "rope": rope, **shape}
+            yield Spec("decode_attention", dtype, batch, **decode)
+            yield Spec("write_and_attend", dtype, batch, capacity=capacity, tail=64, **shape)
         for batch, tokens, capacity in ((1, 5, 5), (2, 33, 40), (1, 17, 300)):
             yield Spec("causal_attention", dtype, batch, tokens, capacity=capacity, **shape)
     for batch, tokens, capacity in ((1, 1, 256), (3, 1, 40), (2, 7, 9)):
         yield Spec(
             "write_tokens", mx.int8, batch, tokens, kv_heads=2, head_dim=64, capacity=capacity
         )
-    yield Spec("decode_attention", heads=16, kv_heads=2, head_dim=128, capacity=4096, rope=True)
+    of_3b: _Fields = {"heads": 16, "kv_heads": 2, "head_dim": 128, "capacity": 4096, "tail": 64}
+    yield Spec("decode_attention", **of_3b, rope=True)
+    yield Spec("write_and_attend", **of_3b)
 
 
 _HEADS: _Fields = {"heads": 16, "kv_heads": 2, "head_dim": 128}
@@ -193,9 +202,10 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("packed_argmax", dtype, **embedding, norm=True),
         Spec("packed_embedding", dtype, tokens=512, **embedding),
         Spec("rope_norm_quantize", dtype, **_HEADS),
-        Spec("write_tokens", mx.int8, **_HEADS, capacity=512),
-        Spec("decode_attention", dtype, **_HEADS, capacity=512, rope=True),
-        Spec("decode_attention", dtype, **_HEADS, capacity=4096, rope=True),
+        Spec("write_and_attend", dtype, **_HEADS, capacity=512, tail=64),
+        Spec("write_and_attend", dtype, **_HEADS, capacity=4096, tail=64),
+        Spec("decode_attention", dtype, **_HEADS, capacity=512, tail=64, rope=True),
+        Spec("decode_attention", dtype, **_HEADS, capacity=4096, tail=64, rope=True),
         Spec("causal_attention", dtype, tokens=512, **_HEADS, capacity=512),
     ]
 
@@ -223,7 +233,8 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("packed_argmax", dtype, **embedding, norm=True),
         Spec("packed_embedding", dtype, tokens=4, **embedding),
         Spec("rope_norm_quantize", dtype, tokens=2, **_HEADS),
-        Spec("decode_attention", dtype, **_HEADS, capacity=300, rope=True),
+        Spec("decode_attention", dtype, **_HEADS, capacity=300, tail=64, rope=True),
+        Spec("write_and_attend", dtype, **_HEADS, capacity=300, tail=64),
         Spec("causal_attention", dtype, tokens=9, **_HEADS, capacity=20),
         Spec("write_tokens", mx.int8, batch=2, **_HEADS, capacity=20),
         Spec("decode_attention", dtype, batch=2, **_HEADS, capacity=100),
