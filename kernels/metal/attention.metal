@@ -3,6 +3,8 @@
 // Below every score, and finite, so that no difference of two is NaN.
 constant constexpr float LOWEST = -3.0e38f;
 
+constant constexpr int SIMDGROUPS = 8;
+
 inline float4 widened(char4 x) {
   return float4(float(x.x), float(x.y), float(x.z), float(x.w));
 }
@@ -14,10 +16,39 @@ inline float total(float4 x) {
 // Sum over each run of `lanes` lanes, a power of two; every lane of a run gets it.
 template <int lanes>
 inline float run_sum(float x) {
-  for (ushort distance = 1; distance < lanes; distance *= 2) {
+  UNROLL for (ushort distance = 1; distance < lanes; distance *= 2) {
     x += simd_shuffle_xor(x, distance);
   }
   return x;
+}
+
+// Codes of one KV head's keys and values, of which `start` columns lie in a long buffer and the rest in a tail. A
+// column has `stride` times four dimensions.
+struct Columns {
+  const device char4* keys;
+  const device char4* values;
+  const device char4* tail_keys;
+  const device char4* tail_values;
+  int start;
+  int stride;
+};
+
+// Of the KV head `head` of buffers that have `heads` of them for keys, and as many for values.
+inline Columns make_columns(
+    const device int8_t* buffer, const device int8_t* tail, int head, int heads, int row, int capacity,
+    int tail_capacity, int start, int head_dim) {
+  const size_t key = size_t(row) * 2 * heads + head;
+  const size_t value = key + heads;
+  const size_t plane = size_t(capacity) * head_dim;
+  const size_t tail_plane = size_t(tail_capacity) * head_dim;
+  Columns columns;
+  columns.keys = (const device char4*)(buffer + key * plane);
+  columns.values = (const device char4*)(buffer + value * plane);
+  columns.tail_keys = (const device char4*)(tail + key * tail_plane);
+  columns.tail_values = (const device char4*)(tail + value * tail_plane);
+  columns.start = start;
+  columns.stride = head_dim / 4;
+  return columns;
 }
 
 // A lane's share of a key and its value: UNITS times four dimensions.
@@ -26,11 +57,28 @@ struct Codes {
   char4 key[UNITS];
   char4 value[UNITS];
 
-  // Dimensions from `inside` units on belong to no head.
-  void load(const device char4* keys, const device char4* values, int inside) {
-    for (int u = 0; u < UNITS; u++) {
+  // Units `first` .. `first` + UNITS of a column; those from `inside` on belong to no head.
+  void load(Columns columns, int column, int first, int inside) {
+    const bool in_tail = column >= columns.start;
+    const size_t at = size_t(in_tail ? column - columns.start : column) * columns.stride + first;
+    const device char4* keys = (in_tail ? columns.tail_keys : columns.keys) + at;
+    const device char4* values = (in_tail ? columns.tail_values : columns.values) + at;
+    UNROLL for (int u = 0; u < UNITS; u++) {
       key[u] = u < inside ? keys[u] : char4(0, 0, 0, 0);
       value[u] = u < inside ? values[u] : char4(0, 0, 0, 0);
+    }
+  }
+
+  // The same of a column in the threadgroup's memory: a key, then its value.
+  void load(threadgroup const int8_t* column, int stride, int first, int inside) {
+    UNROLL for (int u = 0; u < UNITS; u++) {
+      const int unit = u < inside ? first + u : 0;
+      const char4 k = char4(
+          column[4 * unit], column[4 * unit + 1], column[4 * unit + 2], column[4 * unit + 3]);
+      const int at = 4 * (stride + unit);
+      const char4 v = char4(column[at], column[at + 1], column[at + 2], column[at + 3]);
+      key[u] = u < inside ? k : char4(0, 0, 0, 0);
+      value[u] = u < inside ? v : char4(0, 0, 0, 0);
     }
   }
 };
@@ -41,53 +89,19 @@ template <int UNITS>
 struct Query {
   float4 units[UNITS];
 
-  template <typename Numbers>
-  void load(Numbers numbers, int first_dim, int head_dim) {
-    for (int u = 0; u < UNITS; u++) {
-      const int dim = first_dim + 4 * u;
-      units[u] = float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (dim < head_dim) {
-        units[u] = float4(
-            float(numbers[dim]),
-            float(numbers[dim + 1]),
-            float(numbers[dim + 2]),
-            float(numbers[dim + 3]));
-      }
-    }
-  }
-
-  // Rotary embedding, then RMSNorm over all lanes of the run.
-  template <int lanes, typename Numbers, typename Constants>
-  void rope_norm(Numbers weight, Constants constants, int position, int first_dim, int head_dim) {
-    Query gain;
-    gain.load(weight, first_dim, head_dim);
-    float squares = 0.0f;
-    for (int u = 0; u < UNITS; u++) {
-      const uint pair = (first_dim + 4 * u) / 2;
-      const float2 even = rotated(
-          float2(units[u].x, units[u].y), pair, head_dim, float(position), constants[0]);
-      const float2 odd = rotated(
-          float2(units[u].z, units[u].w), pair + 1, head_dim, float(position), constants[0]);
-      units[u] = float4(even.x, even.y, odd.x, odd.y);
-      squares += total(units[u] * units[u]);
-    }
-    const float mean = run_sum<lanes>(squares) / float(head_dim);
-    scale(metal::precise::rsqrt(mean + constants[1]));
-    for (int u = 0; u < UNITS; u++) {
-      units[u] *= gain.units[u];
-    }
-  }
-
-  void scale(float factor) {
-    for (int u = 0; u < UNITS; u++) {
-      units[u] *= factor;
+  void load(threadgroup const float* numbers, int first, int inside) {
+    UNROLL for (int u = 0; u < UNITS; u++) {
+      const int dim = u < inside ? 4 * (first + u) : 0;
+      const float4 x =
+          float4(numbers[dim], numbers[dim + 1], numbers[dim + 2], numbers[dim + 3]);
+      units[u] = u < inside ? x : float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
 
   template <int lanes>
   float score(thread const char4* key) const {
     float4 products = units[0] * widened(key[0]);
-    for (int u = 1; u < UNITS; u++) {
+    UNROLL for (int u = 1; u < UNITS; u++) {
       products += units[u] * widened(key[u]);
     }
     return run_sum<lanes>(total(products));
@@ -107,7 +121,7 @@ struct OnlineSoftmax {
   void clear() {
     maximum = LOWEST;
     sum = 0.0f;
-    for (int u = 0; u < UNITS; u++) {
+    UNROLL for (int u = 0; u < UNITS; u++) {
       values[u] = float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
@@ -116,7 +130,7 @@ struct OnlineSoftmax {
     const float keep = metal::fast::exp2(maximum - top);
     maximum = top;
     sum *= keep;
-    for (int u = 0; u < UNITS; u++) {
+    UNROLL for (int u = 0; u < UNITS; u++) {
       values[u] *= keep;
     }
   }
@@ -127,7 +141,7 @@ struct OnlineSoftmax {
     }
     const float weight = metal::fast::exp2(score - maximum);
     sum += weight;
-    for (int u = 0; u < UNITS; u++) {
+    UNROLL for (int u = 0; u < UNITS; u++) {
       values[u] += widened(value[u]) * weight;
     }
   }
@@ -136,9 +150,118 @@ struct OnlineSoftmax {
   void merge(ushort distance) {
     rescale(metal::max(maximum, simd_shuffle_xor(maximum, distance)));
     sum += simd_shuffle_xor(sum, distance);
-    for (int u = 0; u < UNITS; u++) {
-      for (int c = 0; c < 4; c++) {
+    UNROLL for (int u = 0; u < UNITS; u++) {
+      UNROLL for (int c = 0; c < 4; c++) {
         values[u][c] += simd_shuffle_xor(values[u][c], distance);
+      }
+    }
+  }
+};
+
+// What a threadgroup of 8 simdgroups does for HEADS query heads of one KV head, over one range of the columns.
+//
+// In a simdgroup, each run of RUN lanes takes a column of its own, every lane UNITS * 4 dimensions of it; the
+// simdgroups take turns over the columns, and their sums are merged at the end.
+template <int DIM, int HEADS, int RUN, int UNITS>
+struct DecodeAttention {
+  static constant constexpr const int KEYS = 32 / RUN;  // per simdgroup and step
+  static constant constexpr const int STEP = SIMDGROUPS * KEYS;
+
+  Query<UNITS> query[HEADS];
+  OnlineSoftmax<UNITS> seen[HEADS];
+  int lane;
+  int simdgroup;
+  int first;   // of the lane's units
+  int inside;  // units from there to the end of a head
+
+  void begin(threadgroup const float* queries, uint lane_, uint simdgroup_) {
+    lane = int(lane_);
+    simdgroup = int(simdgroup_);
+    first = lane % RUN * UNITS;
+    inside = DIM / 4 - first;
+    UNROLL for (int h = 0; h < HEADS; h++) {
+      query[h].load(queries + h * DIM, first, inside);
+      seen[h].clear();
+    }
+  }
+
+  // Columns [begin, end). Lanes past the end go along with the last one, since shuffles need all of them. Codes
+  // are fetched a step ahead.
+  void add(Columns columns, int begin, int end) {
+    int column = begin + simdgroup * KEYS + lane / RUN;
+    Codes<UNITS> next;
+    next.load(columns, metal::clamp(column, 0, metal::max(end - 1, 0)), first, inside);
+    for (int base = begin + simdgroup * KEYS; base < end; base += STEP) {
+      const Codes<UNITS> codes = next;
+      next.load(columns, metal::min(column + STEP, end - 1), first, inside);
+      UNROLL for (int h = 0; h < HEADS; h++) {
+        const float score = query[h].template score<RUN>(codes.key);
+        if (column < end) {
+          seen[h].add(score, codes.value);
+        }
+      }
+      column += STEP;
+    }
+  }
+
+  // One more column, in the threadgroup's memory; the first simdgroup takes it.
+  void add_one(threadgroup const int8_t* fresh) {
+    Codes<UNITS> codes;
+    codes.load(fresh, DIM / 4, first, inside);
+    UNROLL for (int h = 0; h < HEADS; h++) {
+      const float score = query[h].template score<RUN>(codes.key);
+      if (simdgroup == 0 && lane < RUN) {
+        seen[h].add(score, codes.value);
+      }
+    }
+  }
+
+  // Merge all lanes and simdgroups, and write HEADS outputs, `stride` numbers apart: with SPLIT the weighted sum
+  // of codes, the largest score and the sum of weights, else attention's result.
+  template <bool SPLIT, typename O>
+  void finish(
+      device O* out, size_t stride, float value_scale, threadgroup float* sums,
+      threadgroup float* maxima, threadgroup float* weights) {
+    const int dim = 32 * simdgroup + lane;
+    UNROLL for (int h = 0; h < HEADS; h++) {
+      UNROLL for (ushort distance = RUN; distance < 32; distance *= 2) {
+        seen[h].merge(distance);
+      }
+      threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+      UNROLL for (int u = 0; u < UNITS; u++) {
+        if (lane < RUN && u < inside) {
+          UNROLL for (int c = 0; c < 4; c++) {
+            sums[simdgroup * DIM + 4 * (first + u) + c] = seen[h].values[u][c];
+          }
+        }
+      }
+      if (lane == 0) {
+        maxima[simdgroup] = seen[h].maximum;
+        weights[simdgroup] = seen[h].sum;
+      }
+      threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+      if (dim < DIM) {
+        float top = LOWEST;
+        UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
+          top = metal::max(top, maxima[s]);
+        }
+        float sum = 0.0f;
+        float weight = 0.0f;
+        UNROLL for (int s = 0; s < SIMDGROUPS; s++) {
+          const float share = metal::fast::exp2(maxima[s] - top);
+          sum += share * sums[s * DIM + dim];
+          weight += share * weights[s];
+        }
+        device O* target = out + h * stride;
+        if (SPLIT) {
+          target[dim] = static_cast<O>(sum);
+          if (dim == 0) {
+            target[DIM] = static_cast<O>(top);
+            target[DIM + 1] = static_cast<O>(weight);
+          }
+        } else {
+          target[dim] = static_cast<O>(sum / weight * value_scale);
+        }
       }
     }
   }

@@ -32,10 +32,17 @@ _ROPE = Kernel(
     ("queries", "codes"),
     headers=("common", "rope"),
 )
+_COLUMNS = ("kv", "tail", "starts", "lengths")
 _DECODE = Kernel(
     "attention_decode",
-    ("queries", "kv", "lengths", "key_scale", "value_scale", "norm_weight", "constants"),
+    ("queries", *_COLUMNS, "key_scale", "value_scale", "norm_weight", "constants"),
     ("out",),
+    _HEADERS,
+)
+_WRITE = Kernel(
+    "write_and_attend",
+    ("qkv", *_COLUMNS, "q_weight", "k_weight", "key_scale", "value_scale", "constants"),
+    ("out", "new_tail"),
     _HEADERS,
 )
 _MERGE = Kernel("attention_merge", ("partial", "value_scale"), ("out",), _HEADERS)
@@ -171,45 +178,92 @@ def decode_attention(
 
     One dispatch up to `SINGLE_PASS` columns, and beyond for batches that fill the GPU by themselves; else two.
     """
-    batch, n_heads, _, head_dim = queries.shape
-    work = plan(batch, n_heads, kv.n_kv_heads, kv.buffer.shape[2], head_dim)
-    split = work.splits > 1
-    shape = (batch, n_heads, work.splits, head_dim + 2) if split else queries.shape
-    dtype = mx.float32 if split else queries.dtype
     # Without a norm its weight is bound to the queries, and never read.
     norm_weight, theta, eps = rope or (queries, 1.0, 0.0)
-    buffer, *scales = kv
-    (out,) = runtime.launch(
-        _DECODE,
-        [queries, buffer, lengths, *scales, norm_weight, _constants(theta, eps)],
+    scales = (kv.key_scale, kv.value_scale)
+    inputs = [queries, *_columns(kv, lengths), *scales, norm_weight, _constants(theta, eps)]
+    (out,) = _attend(_DECODE, inputs, kv, queries.shape, queries.dtype, rope=rope is not None)
+    return out
+
+
+def write_and_attend(
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions
+) -> tuple[mx.array, mx.array]:
+    """See `reference.write_and_attend`. As many dispatches as `decode_attention` takes."""
+    *arrays, n_kv_heads, theta, eps = options
+    batch, _, width = qkv.shape
+    head_dim = kv.buffer.shape[3]
+    shape = (batch, width // head_dim - 2 * n_kv_heads, 1, head_dim)
+    inputs = [qkv, *_columns(kv, lengths), *arrays, _constants(theta, eps)]
+    out, tail = _attend(_WRITE, inputs, kv, shape, qkv.dtype)
+    return out, tail
+
+
+def _columns(kv: KeyValues, lengths: mx.array) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    """Inputs that tell where columns lie; where there is no tail, it begins behind all that are in use."""
+    if kv.tail is None or kv.starts is None:
+        return kv.buffer, kv.buffer, lengths, lengths
+    return kv.buffer, kv.tail, kv.starts, lengths
+
+
+def _attend(
+    kernel: Kernel,
+    inputs: list[mx.array],
+    kv: KeyValues,
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    **flags: bool,
+) -> list[mx.array]:
+    """Launch a kernel over the columns, and merge what it splits; returns its outputs, the merged one first.
+
+    Args:
+        kernel: the kernel, whose first output is attention's.
+        inputs: its inputs.
+        kv: keys and values.
+        shape: (B, n_heads, 1, head_dim), of attention's output.
+        dtype: type of attention's output.
+        flags: template arguments of this kernel alone.
+    """
+    batch, n_heads, _, head_dim = shape
+    work = plan(batch, n_heads, kv.n_kv_heads, kv.buffer.shape[2], head_dim)
+    split = work.splits > 1
+    writes = [kv.tail] if kernel is _WRITE else []
+    out, *rest = runtime.launch(
+        kernel,
+        inputs,
         template=(
-            ("O", dtype),
+            ("O", mx.float32 if split else dtype),
             ("head_dim", head_dim),
             ("heads", work.heads),
             ("lanes", work.lanes),
             ("units", work.units),
-            ("rope", rope is not None),
             ("split", split),
+            *flags.items(),
         ),
         grid=(256 * n_heads // work.heads, batch, work.splits),
         threadgroup=(256, 1, 1),
-        output_shapes=[shape],
-        output_dtypes=[dtype],
+        output_shapes=[
+            (batch, n_heads, work.splits, head_dim + 2) if split else shape,
+            *(tail.shape for tail in writes),
+        ],
+        output_dtypes=[mx.float32 if split else dtype, *(tail.dtype for tail in writes)],
     )
-    return _merge(out, kv.value_scale, queries) if split else out
+    return [_merge(out, kv.value_scale, shape, dtype) if split else out, *rest]
 
 
-def _merge(partial: mx.array, value_scale: mx.array, queries: mx.array) -> mx.array:
-    batch, n_heads, _, head_dim = queries.shape
+def _merge(
+    partial: mx.array, value_scale: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype
+) -> mx.array:
+    batch, n_heads, _, head_dim = shape
     threads = -(-head_dim // 32) * 32
     (out,) = runtime.launch(
         _MERGE,
         [partial, value_scale],
-        template=(("O", queries.dtype), ("head_dim", head_dim)),
+        template=(("O", dtype), ("head_dim", head_dim)),
         grid=(threads, n_heads, batch),
         threadgroup=(threads, 1, 1),
-        output_shapes=[queries.shape],
-        output_dtypes=[queries.dtype],
+        output_shapes=[shape],
+        output_dtypes=[dtype],
     )
     return out
 
@@ -224,4 +278,5 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("packed_embedding", "metal/embedding", packed_embedding, _obstacle),
     Variant("rope_norm_quantize", "metal/rope_norm_quantize", rope_norm_quantize, _rope_obstacle),
     Variant("decode_attention", "metal/attention", decode_attention, _attention_obstacle),
+    Variant("write_and_attend", "metal/write_and_attend", write_and_attend, _attention_obstacle),
 )

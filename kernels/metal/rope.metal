@@ -1,4 +1,4 @@
-// Rotary embedding of adjacent pairs, and int8 codes.
+// A head with rotary embedding and norm, as the lanes of a simdgroup hold it, and int8 codes.
 
 // One pair (x[2p], x[2p + 1]), turned by the angle position * theta ** (-2p / head_dim).
 //
@@ -16,3 +16,62 @@ inline float2 rotated(float2 x, uint pair, int head_dim, float position, float l
 inline int8_t int8_code(float x, float scale) {
   return static_cast<int8_t>(metal::clamp(metal::rint(x / scale), -128.0f, 127.0f));
 }
+
+// A head of DIM numbers over the 32 lanes of a simdgroup: lane l has the pairs l, l + 32, ...
+template <int DIM>
+struct Head {
+  static constant constexpr const uint PAIRS = DIM / 2;
+  static constant constexpr const uint STEPS = (PAIRS + 31) / 32;
+
+  float2 x[STEPS];
+
+  template <typename Numbers>
+  void load(Numbers numbers, size_t at, uint lane) {
+    UNROLL for (uint i = 0; i < STEPS; i++) {
+      const uint pair = i * 32 + lane;
+      x[i] = pair < PAIRS ? float2(float(numbers[at + 2 * pair]), float(numbers[at + 2 * pair + 1]))
+                          : float2(0.0f, 0.0f);
+    }
+  }
+
+  // Rotary embedding, then RMSNorm; all lanes call it.
+  template <typename Weight, typename Constants>
+  void rope_norm(Weight weight, Constants constants, float position, uint lane) {
+    float squares = 0.0f;
+    UNROLL for (uint i = 0; i < STEPS; i++) {
+      x[i] = rotated(x[i], i * 32 + lane, DIM, position, constants[0]);
+      squares += x[i].x * x[i].x + x[i].y * x[i].y;
+    }
+    const float scale = metal::precise::rsqrt(simd_sum(squares) / float(DIM) + constants[1]);
+    UNROLL for (uint i = 0; i < STEPS; i++) {
+      const uint pair = i * 32 + lane;
+      if (pair < PAIRS) {
+        x[i].x *= scale * float(weight[2 * pair]);
+        x[i].y *= scale * float(weight[2 * pair + 1]);
+      }
+    }
+  }
+
+  // Every number times a factor, as T.
+  template <typename T, typename Out>
+  void store(Out out, size_t at, float factor, uint lane) const {
+    UNROLL for (uint i = 0; i < STEPS; i++) {
+      const uint pair = i * 32 + lane;
+      if (pair < PAIRS) {
+        out[at + 2 * pair] = static_cast<T>(x[i].x * factor);
+        out[at + 2 * pair + 1] = static_cast<T>(x[i].y * factor);
+      }
+    }
+  }
+
+  template <typename Out>
+  void store_codes(Out out, size_t at, float scale, uint lane) const {
+    UNROLL for (uint i = 0; i < STEPS; i++) {
+      const uint pair = i * 32 + lane;
+      if (pair < PAIRS) {
+        out[at + 2 * pair] = int8_code(x[i].x, scale);
+        out[at + 2 * pair + 1] = int8_code(x[i].y, scale);
+      }
+    }
+  }
+};

@@ -75,10 +75,12 @@ def test_codes_are_rounded_half_to_even_and_clamped(metal):
     ],
 )
 def test_decode_attention(metal, rng, dtype, batch, shape, capacity):
-    for rope in (False, True):
-        options = {"capacity": capacity, "rope": rope}
+    for rope, tail in ((False, 0), (True, 5)):
+        options = {"capacity": capacity, "rope": rope, "tail": tail}
         problem = drawn(rng, "decode_attention", dtype, batch, 1, *shape, **options)
         assert_solved(problem, kernels.decode_attention)
+    problem = drawn(rng, "write_and_attend", dtype, batch, 1, *shape, capacity=capacity, tail=7)
+    assert_solved(problem, kernels.write_and_attend)
 
 
 @pytest.mark.parametrize("capacity", [24, LONG])
