@@ -151,7 +151,8 @@ def decode_attention(
         return attention(queries, kv, _first_columns(kv.buffer, lengths))
     buffer = mx.concatenate([kv.buffer, kv.tail], axis=2)
     visible = mx.concatenate(
-        [_first_columns(kv.buffer, kv.starts), _first_columns(kv.tail, lengths - kv.starts)], axis=-1
+        [_first_columns(kv.buffer, kv.starts), _first_columns(kv.tail, lengths - kv.starts)],
+        axis=-1,
     )
     return attention(queries, kv._replace(buffer=buffer), visible)
 

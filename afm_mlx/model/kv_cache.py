@@ -26,7 +26,9 @@ from afm_mlx.model.kv_cache_state import check_state
 from afm_mlx.model.positions_and_masks import causal_mask
 
 STEP = 256  # columns that are added at a time
-TAIL = 64  # columns of the tail: a longer one is copied at more cost, a shorter one moves more often
+TAIL = (
+    64  # columns of the tail: a longer one is copied at more cost, a shorter one moves more often
+)
 KEEP = 4  # first tokens that a sliding window never forgets, as in mlx-lm's rotating cache
 
 

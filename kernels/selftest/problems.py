@@ -262,7 +262,9 @@ def _draw_decode(spec: Spec, rng: np.random.Generator) -> tuple:
     return queries, *_draw_lengths(spec, rng, kv), rope
 
 
-def _draw_lengths(spec: Spec, rng: np.random.Generator, kv: KeyValues) -> tuple[KeyValues, mx.array]:
+def _draw_lengths(
+    spec: Spec, rng: np.random.Generator, kv: KeyValues
+) -> tuple[KeyValues, mx.array]:
     """Keys and values with their tail, and how many columns of them are in use."""
     lengths = rng.integers(1, spec.capacity + 1, spec.batch)
     lengths[:3] = [max(1, spec.capacity - 3), 1, spec.capacity][: spec.batch]

@@ -55,11 +55,15 @@ class Cost:
         bytes_read: of arrays that were there before: weights and caches, once per kernel that reads them,
             a cache at its whole capacity. Numbers that the function computes itself are not counted.
         kernels: dispatches by name of the primitive or custom kernel.
+        inputs: arrays that are bound to the kernels.
+        source_bytes: characters of the custom kernels' sources, which MLX hashes at each launch.
     """
 
     dispatches: int = 0
     bytes_read: int = 0
     kernels: Counter[str] = field(default_factory=Counter)
+    inputs: int = 0
+    source_bytes: int = 0
 
 
 def count_dispatches(function: Callable, *args: Any, **options: Any) -> Cost:
@@ -94,15 +98,15 @@ def decode_cost(
 
     def traced(tokens: mx.array, **arrays: mx.array) -> list[mx.array]:
         for i, entry in enumerate(filled):
-            entry.buffer = arrays.pop(f"cache.{i}")
+            entry.buffer, entry.tail = arrays.pop(f"cache.{i}"), arrays.pop(f"tail.{i}")
         model.update(tree_unflatten(arrays))
         results = run(model, tokens, cache)
         results = list(results) if isinstance(results, (tuple, list)) else [results]
-        return results + [entry.buffer for entry in filled]
+        return results + [entry.tail for entry in filled]
 
     arrays = dict(tree_flatten(model.parameters()))
     for i, entry in enumerate(filled):
-        arrays[f"cache.{i}"] = entry.buffer
+        arrays[f"cache.{i}"], arrays[f"tail.{i}"], _ = entry.open_tail(*entry.buffer.shape[1::2])
     return count_dispatches(traced, tokens, **arrays)
 
 
@@ -145,15 +149,18 @@ class _Count:
             self._view(event)
         elif name in UPDATES:
             target = inputs[0][0]
-            # The cache lets go of its buffer, so an input of the function is taken over as well.
-            self._launch(name, 1 if self._uses[target] == 1 else 2, inputs[1:], outputs)
-            self._stored |= {outputs[0][0]} if target in self._stored else set()
+            # The step before may still be reading the function's inputs, which nobody takes over then.
+            held = target in self._stored or self._uses[target] > 1
+            self._launch(name, 1 + held, inputs[0 if held else 1 :], outputs)
         elif name == "CustomKernel":
             name = _kernel_name(event)
             # Inputs that don't lie in a row are copied first.
             strided = {i for i, *_ in inputs if not self._layouts[i].flags.c_contiguous}
             twice = name.startswith("scaled") and inputs[1][1][2] >= TWO_PASSES
             self._launch(name, 1 + len(strided) + twice, inputs, outputs)
+            self.cost.source_bytes += sum(
+                len(argument) for argument in event["arguments"] if isinstance(argument, str)
+            )
         elif name == "Concatenate":
             self._launch(name, len(inputs), inputs, outputs)
         elif name == "Pad":  # fills, then copies
@@ -168,6 +175,7 @@ class _Count:
     ) -> None:
         self.cost.dispatches += count
         self.cost.kernels[name] += count
+        self.cost.inputs += len(inputs)
         written = sum(math.prod(shape) * dtype.size for _, shape, dtype in outputs)
         for source in {
             source: array for array in inputs if (source := array[0]) in self._stored

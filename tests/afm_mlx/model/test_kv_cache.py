@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from afm_mlx.errors import ContextLengthError
-from afm_mlx.model.kv_cache import KEEP, STEP, KVCache
+from afm_mlx.kernels import write_tokens
+from afm_mlx.model.kv_cache import KEEP, STEP, TAIL, KVCache
 from afm_mlx.model.positions_and_masks import Positions
 from tests.tools.compare import error
 from tests.tools.models import random_config, random_model
@@ -79,6 +80,82 @@ def test_rows_of_different_lengths_lie_side_by_side_join_and_leave(rng):
         alone = batch.extract(place)
         assert alone.lengths == [wanted.shape[2]]
         assert mx.array_equal(alone.in_use(), wanted)
+
+
+def decoded(rng, cache, count):
+    """The columns of `count` tokens per row that decode steps write."""
+    parts = []
+    for _ in range(count):
+        parts.append(columns(rng, len(cache.lengths), 1))
+        _, tail, starts = cache.open_tail(4, 4)
+        length = mx.array([n + 1 for n in cache.lengths], dtype=mx.int32)
+        cache.take_tail(write_tokens(tail, parts[-1], length - starts))
+    return mx.concatenate(parts, axis=2)
+
+
+@pytest.mark.parametrize("count", [1, TAIL - 1, TAIL, TAIL + 1, 2 * TAIL + 3, STEP])
+def test_tokens_of_decode_steps_reach_the_buffer(rng, count):
+    rows = [5, 1, STEP - 1]
+    caches, parts = zip(*(filled(rng, length) for length in rows), strict=True)
+    batch = KVCache.merge(caches)
+    new = decoded(rng, batch, count)
+    assert batch.in_tail in range(1, TAIL + 1)
+    assert batch.lengths == [length + count for length in rows]
+    twins = [batch.extract(row) for row in range(3)] if count % 2 else None
+    found = batch.in_use()
+    assert batch.in_tail == 0
+    for row, part in enumerate(parts):
+        wanted = mx.concatenate([part, new[row : row + 1]], axis=2)
+        assert mx.array_equal(found[row : row + 1, :, : wanted.shape[2]], wanted)
+        if twins:
+            assert mx.array_equal(twins[row].in_use(), wanted)
+
+
+def test_a_tail_follows_what_happens_to_its_rows(rng):
+    """Trimmed within the tail and past it, copied, filtered, written to as a prompt, saved and restored."""
+    for trim in (0, 2, 5, 7):
+        cache, part = filled(rng, 10)
+        seen = mx.concatenate([part, decoded(rng, cache, 5)], axis=2)
+        assert cache.trim(trim) == trim
+        seen = seen[:, :, : 15 - trim]
+        seen = mx.concatenate([seen, decoded(rng, cache, 3)], axis=2)
+        twin = cache.copy()
+        more = decoded(rng, twin, 2)
+        prompt = columns(rng, 1, 4)
+        cache.update(prompt)
+        assert mx.array_equal(twin.in_use(), mx.concatenate([seen, more], axis=2))
+        assert mx.array_equal(cache.in_use(), mx.concatenate([seen, prompt], axis=2))
+        decoded(rng, twin, 2)
+        restored = KVCache()
+        restored.state = twin.state
+        assert mx.array_equal(restored.in_use(), twin.in_use())
+        twin.filter([0, 0])
+        pair = decoded(rng, twin, 1)
+        assert mx.array_equal(twin.in_use()[:, :, -1:], pair)
+    # The first tokens of an empty cache.
+    cache = KVCache()
+    assert mx.array_equal(decoded(rng, cache, 3), cache.in_use())
+    bounded = KVCache(max_size=2)
+    decoded(rng, bounded, 2)
+    with pytest.raises(ContextLengthError, match="bounded to 2 tokens and 3"):
+        bounded.open_tail(4, 4)
+
+
+@pytest.mark.usefixtures("exact_memory")
+def test_decode_steps_never_copy_a_buffer_that_is_held(rng):
+    """Whatever the step before still reads: memory grows by the tail alone."""
+    cache = KVCache()
+    cache.update(mx.zeros((1, 4, 64 * STEP, 64), mx.int8))
+    token, held = mx.ones((1, 4, 1, 64), mx.int8), []
+    for i in range(8):
+        buffer, tail, starts = cache.open_tail(4, 64)
+        held += [buffer, tail]
+        cache.take_tail(write_tokens(tail, token, mx.array([i + 1], dtype=mx.int32)))
+        mx.eval(cache.tail, starts, buffer)
+        if i == 0:
+            before = mx.get_active_memory()
+            mx.reset_peak_memory()
+    assert mx.get_peak_memory() - before <= 8 * tail.nbytes
 
 
 def test_caches_of_different_kinds_do_not_share_a_batch():
