@@ -202,6 +202,7 @@ def model_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("packed_argmax", dtype, **embedding, norm=True),
         Spec("packed_embedding", dtype, tokens=512, **embedding),
         Spec("rope_norm_quantize", dtype, **_HEADS),
+        Spec("write_tokens", mx.int8, **_HEADS, capacity=64),
         Spec("write_and_attend", dtype, **_HEADS, capacity=512, tail=64),
         Spec("write_and_attend", dtype, **_HEADS, capacity=4096, tail=64),
         Spec("decode_attention", dtype, **_HEADS, capacity=512, tail=64, rope=True),
