@@ -47,7 +47,7 @@ class Kernel:
 
 @functools.cache
 def _read(name: str) -> str:
-    """A file without comments and indentation: MLX hashes a kernel's whole text at each launch."""
+    """A file without comments and indentation: MLX goes through all of it at each launch."""
     text = (FOLDER / f"{name}.metal").read_text(encoding="utf-8")
     return "\n".join(line.partition("//")[0].strip() for line in text.splitlines())
 

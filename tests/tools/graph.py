@@ -56,7 +56,7 @@ class Cost:
             a cache at its whole capacity. Numbers that the function computes itself are not counted.
         kernels: dispatches by name of the primitive or custom kernel.
         inputs: arrays that are bound to the kernels.
-        source_bytes: characters of the custom kernels' sources, which MLX hashes at each launch.
+        source_bytes: characters of the custom kernels' sources, which MLX goes through at each launch.
     """
 
     dispatches: int = 0
