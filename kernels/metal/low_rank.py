@@ -1,7 +1,4 @@
-"""Low-rank adapters as the Metal kernels take them: eight buffers of numbers, and a table of where to look.
-
-The inputs are the same whether a product has adapters or not, since a kernel names all of its buffers.
-"""
+"""Low-rank adapters as the Metal kernels take them: buffers of numbers, and a table of where to look."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import mlx.core as mx
 
 from afm_mlx.kernels.formats import MAX_ADAPTERS, LowRank, Part
 from afm_mlx.kernels.metal import runtime
-from afm_mlx.kernels.metal.runtime import Kernel, floats, ints
+from afm_mlx.kernels.metal.runtime import Kernel, floats
 
 INPUTS = (*(f"adapter{i}" for i in range(MAX_ADAPTERS)), "parts", "adapter_scales", "slots")
 _SHRINK = Kernel(
@@ -54,14 +51,14 @@ def _widths(adapters: tuple[LowRank, ...], sections: int) -> list[int]:
     return [sections * rank + sum(others) for rank, *others in zip(first, *second, strict=True)]
 
 
-def arrays(adapters: tuple[LowRank, ...]) -> list[mx.array]:
-    """The arrays that `INPUTS` names.
+def inputs(adapters: tuple[LowRank, ...]) -> dict[str, mx.array | str]:
+    """The arrays that `INPUTS` names, or what stands for them.
+
+    One adapter takes one buffer of numbers, and more take eight, so that not every count makes its own kernel.
 
     Raises:
         ValueError: for more adapters than `MAX_ADAPTERS`, or numbers of different types.
     """
-    if not adapters:
-        return [floats(0.0)] * MAX_ADAPTERS + [ints(0), floats(0.0), ints(0)]
     first = adapters[0]
     dtypes = {numbers.dtype for numbers in first.numbers}
     if len(first.numbers) > MAX_ADAPTERS or len(dtypes) > 1:
@@ -73,9 +70,11 @@ def arrays(adapters: tuple[LowRank, ...]) -> list[mx.array]:
     used = _widths(adapters, 1)
     stand_in = next(n for n, rows in zip(first.numbers, used, strict=True) if rows)
     numbers = [n if rows else stand_in for n, rows in zip(first.numbers, used, strict=True)]
-    numbers += [stand_in] * (MAX_ADAPTERS - len(numbers))
+    rest: list[mx.array | str] = ["adapter0" if len(numbers) == 1 else stand_in]
+    rest *= MAX_ADAPTERS - len(numbers)
     parts = tuple(low_rank.parts for low_rank in adapters)
-    return [*numbers, _table(first.sections, width(adapters), parts), first.scales, first.slots]
+    table = _table(first.sections, width(adapters), parts)
+    return dict(zip(INPUTS, [*numbers, *rest, table, first.scales, first.slots], strict=True))
 
 
 @functools.lru_cache(_TABLES)
@@ -96,9 +95,11 @@ def shrink(
     Rows without an adapter get zeros, and so do the ends of rows whose adapter has a lower rank.
     """
     rows, columns = x.shape[0], width(adapters)
+    own = {"x": x, "norm": "x" if norm is None else norm, "eps": floats(eps)}
+    kernel, arrays = runtime.reduced(_SHRINK, {**own, **inputs(adapters)})
     (hidden,) = runtime.launch(
-        _SHRINK,
-        [x, floats(0.0) if norm is None else norm, floats(eps), *arrays(adapters)],
+        kernel,
+        arrays,
         template=(("PAIR", len(adapters) == 2), ("NORM", norm is not None)),
         grid=(32, columns, rows),
         threadgroup=(32, math.gcd(columns, 8), 1),

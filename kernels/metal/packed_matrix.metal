@@ -31,7 +31,9 @@ const uint column = ((lane / 4) & 2) * 2 + (lane % 2) * 2;
 auto first = make_matrix<F>(codes, scales, biases, out_dims, codes_shape[1], scales_shape[0]);
 auto second = make_matrix<F>(codes2, scales2, biases2, out_dims, codes_shape[1], scales_shape[0]);
 auto vectors = make_vectors<NORM>(x, norm, eps[0]);
+#ifdef LOW_RANK
 auto table = make_parts(parts);
+#endif
 const uint in_dims = first.in_dims();
 
 // Rows past the last repeat it.
@@ -115,7 +117,8 @@ UNROLL for (uint b = 0; b < BLOCKS; b++) {
     UNROLL for (uint r = 0; r < 2; r++) {
       y[r] = sums[r][b].thread_elements()[e] * scale;
       if (SCALED_LATE) y[r] *= (PAIR && r ? second : first).scale(outputs[r], 0);
-      if (LOW_RANK) {
+#ifdef LOW_RANK
+      {
         const uint slot = slots[m * slots_shape[0] / rows];
         const uint matrix = PAIR ? r : 0;
         const uint rank = table.rank(slot, matrix);
@@ -128,6 +131,7 @@ UNROLL for (uint b = 0; b < BLOCKS; b++) {
             numbers + table.b(slot, matrix), rank, outputs[r], hidden + m * table.width() + before,
             0, 1);
       }
+#endif
     }
     if (PAIR) y[0] = silu(y[0]) * y[1];
     UNROLL for (uint r = 0; r < (PAIR ? 1 : 2); r++) {

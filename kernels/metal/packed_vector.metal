@@ -67,7 +67,8 @@ UNROLL for (uint m = 0; m < ROWS; m++) {
   if (NORM) sums[m] *= vectors.inverse_rms(products.squares[m], first.in_dims());
 }
 
-if (LOW_RANK) {
+#ifdef LOW_RANK
+{
   auto table = make_parts(parts);
   // A threadgroup needs the products with A of the sections that its own rows lie in.
   const uint group_end = min(group_start + GROUP_OUTPUTS, out_dims);
@@ -119,6 +120,7 @@ if (LOW_RANK) {
     sums[m] += sum;
   }
 }
+#endif
 
 UNROLL for (uint m = 0; m < ROWS; m++) {
   float y = sums[m];

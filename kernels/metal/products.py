@@ -44,11 +44,19 @@ _INPUTS = (
     *MATRIX_INPUTS,
     *(f"{name}2" for name in MATRIX_INPUTS),
     *VECTOR_INPUTS,
-    *("residual", "hidden"),
-    *low_rank.INPUTS,
+    "residual",
 )
-_VECTOR = Kernel("packed_vector", _INPUTS, ("out",), (*HEADERS, "low_rank"))
-_MATRIX = Kernel("packed_matrix", _INPUTS, ("out",), (*HEADERS, "low_rank"))
+_ADAPTED = {
+    "inputs": (*_INPUTS, "hidden", *low_rank.INPUTS),
+    "outputs": ("out",),
+    "headers": (*HEADERS, "low_rank"),
+    "macros": (("LOW_RANK", "1"),),
+}
+# By file: without adapters and with them.
+_KERNELS = {
+    name: (Kernel(name, _INPUTS, ("out",), HEADERS), Kernel(name, **_ADAPTED))
+    for name in ("packed_vector", "packed_matrix")
+}
 _UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "start"), ("out",), HEADERS)
 
 
@@ -103,15 +111,14 @@ def vector(product: Product, dtype: mx.Dtype) -> mx.array:
         *(("CODE_ROWS", shape.code_rows), ("SPLIT", shape.split)),
     )
     hidden = None if shrinks else _shrink(product)
-    return _launch(_VECTOR, product, hidden, dtype, template, shape)
+    return _launch("packed_vector", product, hidden, dtype, template, shape)
 
 
 def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
     """A product of 1 to `MATRIX_ROWS` vectors: (..., N) of `dtype`."""
     template = (("BLOCKS", -(-product.rows // 8)),)
-    return _launch(
-        _MATRIX, product, _shrink(product), dtype, template, Shape(SIMDGROUPS, 16, False)
-    )
+    shape = Shape(SIMDGROUPS, 16, False)
+    return _launch("packed_matrix", product, _shrink(product), dtype, template, shape)
 
 
 class Shape(NamedTuple):
@@ -169,24 +176,26 @@ def _shrinks_inside(product: Product) -> bool:
 
 
 def _launch(
-    kernel: Kernel,
+    name: str,
     product: Product,
     hidden: mx.array | None,
     dtype: mx.Dtype,
     template: Template,
     shape: Shape,
 ) -> mx.array:
-    """Run `kernel` with threadgroups of a `shape`."""
+    """Run a kernel with threadgroups of a `shape`."""
+    kernel, inputs = runtime.reduced(
+        _KERNELS[name][bool(product.adapters)], _inputs(product, hidden)
+    )
     (out,) = runtime.launch(
         kernel,
-        _inputs(product, hidden),
+        inputs,
         template=(
             ("T", dtype),
             *format_template(product.matrices[0]),
             ("PAIR", len(product.matrices) == 2),
             ("NORM", product.options.norm is not None),
             ("RESIDUAL", product.options.residual is not None),
-            ("LOW_RANK", bool(product.adapters)),
             ("SIMDGROUPS", shape.simdgroups),
             *template,
         ),
@@ -198,18 +207,24 @@ def _launch(
     return out
 
 
-def _inputs(product: Product, hidden: mx.array | None) -> list[mx.array]:
-    """The arrays that `_INPUTS` names; a single matrix stands for the second one, too."""
-    first, last = product.matrices[0], product.matrices[-1]
-    inputs = [
-        product.x.reshape(product.rows, -1),
-        *matrix_arrays(first),
-        *matrix_arrays(last),
-        *vector_arrays(product.options),
-        _or_nothing(product.options.residual),
-        _or_nothing(hidden),
-    ]
-    return [*inputs, *low_rank.arrays(product.adapters)]
+def _inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | str]:
+    """The arrays of a kernel's inputs, and which of them stand for those that a product lacks."""
+    options = product.options
+    first, *second = map(matrix_inputs, product.matrices)
+    # A single matrix stands for the second one, too.
+    of_second = second[0] if second else {name: name for name in MATRIX_INPUTS}
+    return {
+        "x": product.x.reshape(product.rows, -1),
+        **first,
+        **{
+            f"{name}2": f"{x}2" if second and isinstance(x, str) else x
+            for name, x in of_second.items()
+        },
+        "norm": "x" if options.norm is None else options.norm,
+        "eps": floats(options.eps),
+        "residual": "x" if options.residual is None else options.residual,
+        **(_adapter_inputs(product, hidden) if product.adapters else {}),
+    }
 
 
 def has_whole_groups(format_: PackedWeight | Case) -> bool:
@@ -223,7 +238,18 @@ def matrix_arrays(weight: PackedWeight) -> list[mx.array]:
     assert scales is not None
     biases = scales if weight.biases is None else weight.biases
     # MLX passes a 0-d array by reference, others by pointer.
-    return [weight.codes, *(a.reshape(1) if a.ndim == 0 else a for a in (scales, biases))]
+    pointers = {id(a): a.reshape(1) if a.ndim == 0 else a for a in (scales, biases)}
+    return [weight.codes, pointers[id(scales)], pointers[id(biases)]]
+
+
+def _adapter_inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | str]:
+    return {"hidden": "x" if hidden is None else hidden, **low_rank.inputs(product.adapters)}
+
+
+def matrix_inputs(weight: PackedWeight) -> dict[str, mx.array | str]:
+    """`matrix_arrays` by their names; scales stand for biases that a mode lacks."""
+    codes, scales, biases = matrix_arrays(weight)
+    return {"codes": codes, "scales": scales, "biases": "scales" if biases is scales else biases}
 
 
 def vector_arrays(options: ProductOptions) -> list[mx.array]:

@@ -7,8 +7,9 @@ header files. Launches go through `launch`, so that the emulator of the tests ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,20 @@ class Kernel:
         inputs: names of the input buffers, in the order in which `launch` takes them.
         outputs: names of the output buffers.
         headers: files that the body's functions lie in, without suffix, in order.
+        macros: names and their meanings, for the body alone.
     """
 
     name: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     headers: tuple[str, ...] = ("common",)
+    macros: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def function(self) -> str:
+        """The name for MLX, which keeps one text for each name."""
+        kind = f"__{zlib.crc32(repr(self.macros).encode()):08x}"
+        return f"afm_{self.name}{kind if self.macros else ''}"
 
     @property
     def source(self) -> str:
@@ -42,7 +51,35 @@ class Kernel:
 
     @property
     def header(self) -> str:
-        return "\n".join(map(_read, self.headers))
+        return "\n".join([*map(_read, self.headers), self.definitions])
+
+    @property
+    def definitions(self) -> str:
+        """The macros, which come behind the headers, as lines."""
+        return "".join(f"#define {name} {meaning}\n" for name, meaning in self.macros)
+
+
+@functools.cache
+def _reduced(kernel: Kernel, stand_ins: tuple[tuple[str, str], ...]) -> Kernel:
+    inputs = tuple(name for name in kernel.inputs if name not in dict(stand_ins))
+    return replace(kernel, inputs=inputs, macros=kernel.macros + stand_ins)
+
+
+def reduced(kernel: Kernel, inputs: Mapping[str, mx.array | str]) -> tuple[Kernel, list[mx.array]]:
+    """A kernel that takes only the inputs that a call has: each one costs MLX time at every launch.
+
+    Args:
+        kernel: the kernel.
+        inputs: an array for each of its inputs, or the name of the one that stands for it where its body names
+            it but never reads it.
+
+    Returns:
+        the kernel, and the arrays of its inputs.
+    """
+    stand_ins = tuple((name, x) for name, x in inputs.items() if isinstance(x, str))
+    kernel = _reduced(kernel, stand_ins)
+    arrays = [x for name in kernel.inputs if not isinstance(x := inputs[name], str)]
+    return kernel, arrays
 
 
 @functools.cache
@@ -67,7 +104,7 @@ def ints(*values: int) -> mx.array:
 @functools.cache
 def _compiled(kernel: Kernel) -> Any:
     return mx.fast.metal_kernel(
-        name=f"afm_{kernel.name}",
+        name=kernel.function,
         input_names=list(kernel.inputs),
         output_names=list(kernel.outputs),
         source=kernel.source,

@@ -148,6 +148,7 @@ def _project_kernel(kernel: metal_runtime.Kernel) -> Kernel:
         f'#line 1 "{name}.metal"\n{branches.source(name, metal_runtime._read(name))}\n'
         for name in kernel.headers
     )
+    header += kernel.definitions
     source = branches.source(kernel.name, kernel.source)
     names = kernel.inputs, kernel.outputs
     return Kernel(f"afm_{kernel.name}", *names, source, header, of_project=True)
