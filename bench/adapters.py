@@ -39,7 +39,7 @@ SWAP_SECONDS = 1e-3
 LOAD_SECONDS = 0.15
 OF_NONE = 0.87
 OF_ONE = 0.8
-DISPATCHES = 520
+DISPATCHES = 380
 NO_EXTRA = 1.05  # of a step, within what its own noise is
 
 Figures = dict[str, Any]

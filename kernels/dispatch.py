@@ -65,12 +65,14 @@ class Variant(NamedTuple):
         name: "backend/variant", unique.
         run: takes that function's arguments.
         obstacle: why it can't run a case, as a clause for `doctor`; None when it can.
+        merges_parts: whether it takes `AttentionParts` for its vectors.
     """
 
     op: str
     name: str
     run: Callable[..., Any]
     obstacle: Callable[[Case], str | None]
+    merges_parts: bool = False
 
     @property
     def backend(self) -> str:

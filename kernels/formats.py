@@ -181,6 +181,30 @@ class KeyValues(NamedTuple):
         return self.buffer[:, self.n_kv_heads :]
 
 
+class AttentionParts(NamedTuple):
+    """Attention's output as several ranges of the columns give it, for a product that merges them first.
+
+    With part s's sum v_s of weighted codes, largest score t_s in base 2, and sum of weights w_s, the output is
+
+        value_scale * sum_s 2**(t_s - t) v_s / sum_s 2**(t_s - t) w_s,  t = max_s t_s
+
+    Args:
+        numbers: (B, n_heads, parts, head_dim + 2) float32: v_s, t_s and w_s of every part.
+        value_scale: 0-d float32 that a value's code is multiplied by.
+        dtype: type of the output.
+    """
+
+    numbers: mx.array
+    value_scale: mx.array
+    dtype: mx.Dtype
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the merged output, (B, 1, n_heads * head_dim)."""
+        batch, n_heads, _, width = self.numbers.shape
+        return batch, 1, n_heads * (width - 2)
+
+
 class QueryRope(NamedTuple):
     """Arguments of the `rope_norm` that raw queries go through before attention.
 

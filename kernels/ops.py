@@ -11,17 +11,24 @@ import mlx.core as mx
 from afm_mlx.kernels.dispatch import Case, device, select
 from afm_mlx.kernels.formats import (
     PLAIN,
+    AttentionParts,
     HeadOptions,
     KeyValues,
     PackedWeight,
     ProductOptions,
     QueryRope,
 )
+from afm_mlx.kernels.reference import merge_parts
 
 
-def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = PLAIN) -> mx.array:
-    """See `reference.packed_matmul`."""
-    return _run("packed_matmul", x, weight, options)
+def packed_matmul(
+    x: mx.array | AttentionParts, weight: PackedWeight, options: ProductOptions = PLAIN
+) -> mx.array:
+    """See `reference.packed_matmul`; attention's output may come in parts."""
+    variant = select("packed_matmul", _product_case(x, weight))
+    if isinstance(x, AttentionParts) and not variant.merges_parts:
+        x = merge_parts(x)
+    return variant.run(x, weight, options)
 
 
 def packed_swiglu(
@@ -46,17 +53,21 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
 
 
 def decode_attention(
-    queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
-) -> mx.array:
+    queries: mx.array,
+    kv: KeyValues,
+    lengths: mx.array,
+    rope: QueryRope | None = None,
+    whole: bool = True,
+) -> mx.array | AttentionParts:
     """See `reference.decode_attention`."""
-    return _run("decode_attention", queries, kv, lengths, rope)
+    return _run("decode_attention", queries, kv, lengths, rope, whole)
 
 
 def write_and_attend(
-    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions
-) -> tuple[mx.array, mx.array]:
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
+) -> tuple[mx.array | AttentionParts, mx.array]:
     """See `reference.write_and_attend`."""
-    return _run("write_and_attend", qkv, kv, lengths, options)
+    return _run("write_and_attend", qkv, kv, lengths, options, whole)
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
@@ -91,7 +102,7 @@ def _refuse(op: str, **given: object) -> None:
             raise ValueError(f"{op} takes no {name}; packed_matmul does.")
 
 
-def _product_case(x: mx.array, weight: PackedWeight, *_: Any) -> Case:
+def _product_case(x: mx.array | AttentionParts, weight: PackedWeight, *_: Any) -> Case:
     return _weight_case(x.dtype, math.prod(x.shape[:-1]), weight)
 
 
@@ -108,7 +119,9 @@ def _rope_case(qkv: mx.array, _: Any, options: HeadOptions) -> Case:
     return Case(device(), qkv.dtype, rows, head_dim=head_dim)
 
 
-def _writing_case(qkv: mx.array, kv: KeyValues, _: Any, options: HeadOptions) -> Case:
+def _writing_case(
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, *_: Any
+) -> Case:
     return _rope_case(qkv, None, options)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from afm_mlx.kernels.formats import (
     BLOCK,
     PLAIN,
+    AttentionParts,
     HeadOptions,
     KeyValues,
     LowRank,
@@ -131,8 +132,12 @@ def attention(queries: mx.array, kv: KeyValues, mask: mx.array | str | None) -> 
 
 
 def decode_attention(
-    queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
-) -> mx.array:
+    queries: mx.array,
+    kv: KeyValues,
+    lengths: mx.array,
+    rope: QueryRope | None = None,
+    whole: bool = True,
+) -> mx.array | AttentionParts:
     """Attention of one new token per row over a cache's whole buffers, each row up to its own length.
 
     Args:
@@ -141,9 +146,10 @@ def decode_attention(
             looked at.
         lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
         rope: when given, `queries` are raw, and go through `rope_norm` at position `lengths - 1` first.
+        whole: if false, a variant may leave its result in parts, for `packed_matmul` to merge.
 
     Returns:
-        (B, n_heads, 1, head_dim) in the dtype of `queries`.
+        (B, n_heads, 1, head_dim) in the dtype of `queries`; or its parts.
     """
     if rope is not None:
         queries = rope_norm(queries, rope.weight, lengths - 1, rope.theta, rope.eps)
@@ -160,6 +166,14 @@ def decode_attention(
 def _first_columns(buffer: mx.array, counts: mx.array) -> mx.array:
     """Which columns of a buffer are among the first `counts` (B,) of their row: (B, 1, 1, capacity)."""
     return mx.arange(buffer.shape[2]) < counts[:, None, None, None]
+
+
+def merge_parts(parts: AttentionParts) -> mx.array:
+    """Attention's output (B, 1, n_heads * head_dim) of its parts, by the formula of `AttentionParts`."""
+    sums, top, weights = parts.numbers.split([-2, -1], axis=-1)
+    share = mx.power(2.0, top - top.max(axis=2, keepdims=True))
+    merged = (share * sums).sum(axis=2) / (share * weights).sum(axis=2) * parts.value_scale
+    return merged.reshape(parts.shape).astype(parts.dtype)
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
@@ -231,8 +245,8 @@ def rope_norm_quantize(
 
 
 def write_and_attend(
-    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions
-) -> tuple[mx.array, mx.array]:
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
+) -> tuple[mx.array | AttentionParts, mx.array]:
     """Between the projections of a block that writes: `rope_norm_quantize`, `write_tokens`, `decode_attention`.
 
     Args:
@@ -240,9 +254,11 @@ def write_and_attend(
         kv: int8 buffers with a tail that has room for the token, at column `lengths - 1 - starts`.
         lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
         options: norms, scales, and what `rope_norm` takes.
+        whole: see `decode_attention`.
 
     Returns:
-        attention's output (B, n_heads, 1, head_dim) in the dtype of `qkv`; the tail with the new token.
+        attention's output (B, n_heads, 1, head_dim) in the dtype of `qkv`, or its parts; the tail with the new
+        token.
     """
     assert kv.tail is not None
     assert kv.starts is not None

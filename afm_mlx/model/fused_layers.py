@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.kernels import (
+    AttentionParts,
     LowRank,
     PackedWeight,
     Part,
@@ -23,7 +24,7 @@ from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 
 def project(
     layer: nn.Module,
-    x: mx.array,
+    x: mx.array | AttentionParts,
     norm: nn.RMSNorm | None = None,
     residual: mx.array | None = None,
 ) -> mx.array:
@@ -31,7 +32,7 @@ def project(
 
     Args:
         layer: maps (..., K) to (..., N).
-        x: (..., K).
+        x: (..., K); attention's output may come in parts where `merges_parts` says so.
         norm: the norm before the layer; None for no norm.
         residual: (..., N), or None.
 
@@ -41,8 +42,14 @@ def project(
     if _is_fusable(layer):
         adapters = _adapters(layer.low_rank(x.shape[0]))
         return packed_matmul(x, layer.packed, _options(layer, norm, residual, adapters))
+    assert not isinstance(x, AttentionParts)
     y = layer(x if norm is None else norm(x))
     return y if residual is None else residual + y
+
+
+def merges_parts(layer: nn.Module) -> bool:
+    """Whether `project` takes attention's output in parts for this layer."""
+    return _is_fusable(layer)
 
 
 def swiglu(gate: nn.Module, up: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:

@@ -27,6 +27,7 @@ import mlx.nn as nn
 
 from afm_mlx.config import MODEL_TYPE, ModelConfig
 from afm_mlx.kernels import (
+    AttentionParts,
     HeadOptions,
     KeyValues,
     QueryRope,
@@ -40,7 +41,7 @@ from afm_mlx.kernels import (
     write_and_attend,
 )
 from afm_mlx.model.decode_step import DecodeStep
-from afm_mlx.model.fused_layers import head_argmax, project, project_head, swiglu
+from afm_mlx.model.fused_layers import head_argmax, merges_parts, project, project_head, swiglu
 from afm_mlx.model.kv_cache import KVCache
 from afm_mlx.model.kv_cache_placeholder import NoKVCache
 from afm_mlx.model.positions_and_masks import Positions, causal_mask, packed_positions
@@ -51,8 +52,10 @@ def _heads(x: mx.array, head_dim: int) -> mx.array:
     return x.reshape(*x.shape[:2], -1, head_dim).swapaxes(1, 2)
 
 
-def _merge_heads(x: mx.array) -> mx.array:
-    """(B, n, L, head_dim) to (B, L, n * head_dim)."""
+def _merge_heads(x: mx.array | AttentionParts) -> mx.array | AttentionParts:
+    """(B, n, L, head_dim) to (B, L, n * head_dim); attention's parts stay as they are."""
+    if isinstance(x, AttentionParts):
+        return x
     x = x.swapaxes(1, 2)
     return x.reshape(*x.shape[:2], -1)
 
@@ -112,12 +115,13 @@ class WritingAttention(nn.Module):
 
     def _decode(
         self, qkv: mx.array, lengths: mx.array, cache: KVCache
-    ) -> tuple[mx.array, KeyValues]:
+    ) -> tuple[mx.array | AttentionParts, KeyValues]:
         """Attention of one new token per row, which goes to the tail of an int8 cache."""
         config, options = self._config, self._head_options()
         buffer, tail, starts = cache.open_tail(2 * config.num_kv_heads, config.head_dim)
         kv = KeyValues(buffer, options.key_scale, options.value_scale, tail, starts)
-        y, tail = write_and_attend(qkv, kv, lengths, options)
+        whole = not merges_parts(self.out_proj)
+        y, tail = write_and_attend(qkv, kv, lengths, options, whole)
         cache.take_tail(tail)
         return y, kv._replace(tail=tail)
 
@@ -186,7 +190,8 @@ class ReuseAttention(nn.Module):
         q = _heads(project(self.q_proj, x, norm=norm), config.head_dim)
         turn = (self.q_norm.weight, config.rope_theta, config.rms_norm_eps)
         if positions.lengths is not None:
-            y = decode_attention(q, kv, positions.lengths, QueryRope(*turn))
+            whole = not merges_parts(self.out_proj)
+            y = decode_attention(q, kv, positions.lengths, QueryRope(*turn), whole)
         else:
             q = rope_norm(q, turn[0], positions.offset, *turn[1:])
             y = _attention(q, kv, positions.mask)

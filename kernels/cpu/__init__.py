@@ -24,13 +24,17 @@ def _packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) -
 
 
 def _decode_attention(
-    queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
+    queries: mx.array,
+    kv: KeyValues,
+    lengths: mx.array,
+    rope: QueryRope | None = None,
+    whole: bool = True,
 ) -> mx.array:
     return _extension.decode_attention(queries, *kv[:3], lengths, *kv[3:], *(rope or ()))
 
 
 def _write_and_attend(
-    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
 ) -> tuple[mx.array, mx.array]:
     queries, codes = _extension.rope_norm_quantize(qkv, lengths - 1, options)
     tail = _extension.write_tokens(kv.tail, codes, lengths - kv.starts)

@@ -1,28 +1,34 @@
 """The operations around the matrix products on Metal: embedding, RoPE with QK-norm, decode attention.
 
-Attention of a new token is a stream over int8 keys and values. Few query heads per simdgroup keep more
-threadgroups busy while a context is short; four of them halve the conversions per key once it is long.
-Above `SINGLE_PASS` columns a row's keys are split between threadgroups, and a second dispatch merges.
+Attention of a new token is a stream over int8 keys and values, which threadgroups share: each has some query
+heads and one range of the columns. The product behind attention merges the ranges where it can. Where it can't,
+a second dispatch does, which is worth it from `SINGLE_PASS` columns on.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
-from afm_mlx.kernels.formats import HeadOptions, KeyValues, PackedWeight, QueryRope
+from afm_mlx.kernels.formats import AttentionParts, HeadOptions, KeyValues, PackedWeight, QueryRope
 from afm_mlx.kernels.metal import runtime
+from afm_mlx.kernels.metal.attention_merge import merged
+from afm_mlx.kernels.metal.products import MAX_MERGED
 from afm_mlx.kernels.metal.runtime import Kernel
 
 MAX_HEAD_DIM = 256  # threads of a threadgroup, one per dimension when sums are merged
-SINGLE_PASS = 1024  # columns that one dispatch reads; beyond, small batches take a second one
-SPLIT = 512  # columns that are worth a threadgroup of their own
+SINGLE_PASS = 1024  # columns that one dispatch reads where another one would have to merge
+SPLIT = 128  # columns that are worth a threadgroup of their own
 MAX_SPLITS = 64
-THREADGROUPS = 256  # number that fills the largest chip; more splits only cost their merging
+MERGED_ROWS = 2  # rows whose parts a product may merge
+MAX_PARTS = 8  # of those that a product merges: each of its threadgroups reads them all
+# GPU cores of the largest chip of a kind, by the last letter of its architecture's name, as MLX tells them
+# apart: phones, base and Pro, Max, Ultra.
+CORES = {"p": 6, "g": 20, "s": 40, "d": 80}
 
 _EMBEDDING = Kernel("embedding", ("tokens", "codes", "scales", "biases", "table"), ("out",))
 _HEADERS = ("common", "rope", "attention")
@@ -45,7 +51,6 @@ _WRITE = Kernel(
     ("out", "new_tail"),
     _HEADERS,
 )
-_MERGE = Kernel("attention_merge", ("partial", "value_scale"), ("out",), _HEADERS)
 
 
 @functools.cache
@@ -155,13 +160,38 @@ class AttentionPlan(NamedTuple):
 
 
 @functools.cache
-def plan(batch: int, n_heads: int, n_kv_heads: int, capacity: int, head_dim: int) -> AttentionPlan:
-    """The division of work for a cache's shape."""
+def gpu_cores() -> int:
+    """Cores of this machine's GPU, at most; those of a Max where it has another name."""
+    architecture = str(mx.device_info().get("architecture", ""))
+    return CORES.get(architecture[-1:], CORES["s"])
+
+
+@functools.cache
+def plan(
+    batch: int,
+    n_heads: int,
+    n_kv_heads: int,
+    capacity: int,
+    head_dim: int,
+    whole: bool = True,
+    cores: int = CORES["s"],
+) -> AttentionPlan:
+    """The division of work for a cache's shape.
+
+    Args:
+        batch, n_heads, n_kv_heads, capacity, head_dim: of the queries, and of the keys and values.
+        whole: whether a dispatch of its own has to merge what is split.
+        cores: cores of the GPU. Two threadgroups each hide one another's waiting; that is worth no dispatch.
+    """
     group = n_heads // n_kv_heads
-    single = capacity <= SINGLE_PASS
-    heads = max(h for h in range(1, 3 if single else 5) if group % h == 0)
+    # Two query heads share the conversions of a key; four of them, in fewer threadgroups, once there are many.
+    long = capacity > SINGLE_PASS
+    heads = max(h for h in range(1, 5 if long else 3) if group % h == 0)
     threadgroups = batch * n_heads // heads
-    splits = min(-(-capacity // SPLIT), max(1, THREADGROUPS // threadgroups), MAX_SPLITS)
+    most = MAX_SPLITS if whole else MAX_PARTS
+    wanted = cores if whole else 2 * cores
+    splits = min(-(-capacity // SPLIT), max(1, wanted // threadgroups), most)
+    single = splits == 1 or (whole and not long)
     # A lane holds its dimensions of every query and of every sum: 64 registers at most.
     units = min(4, 8 // heads)
     lanes = 1
@@ -172,30 +202,36 @@ def plan(batch: int, n_heads: int, n_kv_heads: int, capacity: int, head_dim: int
 
 
 def decode_attention(
-    queries: mx.array, kv: KeyValues, lengths: mx.array, rope: QueryRope | None = None
-) -> mx.array:
+    queries: mx.array,
+    kv: KeyValues,
+    lengths: mx.array,
+    rope: QueryRope | None = None,
+    whole: bool = True,
+) -> mx.array | AttentionParts:
     """See `reference.decode_attention`.
 
-    One dispatch up to `SINGLE_PASS` columns, and beyond for batches that fill the GPU by themselves; else two.
+    One dispatch; a second one merges what must be whole, beyond `SINGLE_PASS` columns of batches that don't
+    fill the GPU by themselves.
     """
     # Without a norm its weight is bound to the queries, and never read.
     norm_weight, theta, eps = rope or (queries, 1.0, 0.0)
     scales = (kv.key_scale, kv.value_scale)
     inputs = [queries, *_columns(kv, lengths), *scales, norm_weight, _constants(theta, eps)]
-    (out,) = _attend(_DECODE, inputs, kv, queries.shape, queries.dtype, rope=rope is not None)
+    form = (queries.shape, queries.dtype)
+    (out,) = _attend(_DECODE, inputs, kv, *form, whole, rope=rope is not None)
     return out
 
 
 def write_and_attend(
-    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions
-) -> tuple[mx.array, mx.array]:
+    qkv: mx.array, kv: KeyValues, lengths: mx.array, options: HeadOptions, whole: bool = True
+) -> tuple[mx.array | AttentionParts, mx.array]:
     """See `reference.write_and_attend`. As many dispatches as `decode_attention` takes."""
     *arrays, n_kv_heads, theta, eps = options
     batch, _, width = qkv.shape
     head_dim = kv.buffer.shape[3]
     shape = (batch, width // head_dim - 2 * n_kv_heads, 1, head_dim)
     inputs = [qkv, *_columns(kv, lengths), *arrays, _constants(theta, eps)]
-    out, tail = _attend(_WRITE, inputs, kv, shape, qkv.dtype)
+    out, tail = _attend(_WRITE, inputs, kv, shape, qkv.dtype, whole)
     return out, tail
 
 
@@ -212,9 +248,10 @@ def _attend(
     kv: KeyValues,
     shape: tuple[int, ...],
     dtype: mx.Dtype,
+    whole: bool,
     **flags: bool,
-) -> list[mx.array]:
-    """Launch a kernel over the columns, and merge what it splits; returns its outputs, the merged one first.
+) -> list[Any]:
+    """Launch a kernel over the columns; returns its outputs, attention's first.
 
     Args:
         kernel: the kernel, whose first output is attention's.
@@ -222,10 +259,14 @@ def _attend(
         kv: keys and values.
         shape: (B, n_heads, 1, head_dim), of attention's output.
         dtype: type of attention's output.
+        whole: whether to merge what was split.
         flags: template arguments of this kernel alone.
     """
     batch, n_heads, _, head_dim = shape
-    work = plan(batch, n_heads, kv.n_kv_heads, kv.buffer.shape[2], head_dim)
+    # Two rows keep a GPU busy by themselves. A product merges its inputs in its threadgroups' memory.
+    whole = whole or batch > MERGED_ROWS or math.prod(shape) * dtype.size > MAX_MERGED
+    sizes = (batch, n_heads, kv.n_kv_heads, kv.buffer.shape[2], head_dim)
+    work = plan(*sizes, whole, gpu_cores())
     split = work.splits > 1
     writes = [kv.tail] if kernel is _WRITE else []
     out, *rest = runtime.launch(
@@ -248,24 +289,9 @@ def _attend(
         ],
         output_dtypes=[mx.float32 if split else dtype, *(tail.dtype for tail in writes)],
     )
-    return [_merge(out, kv.value_scale, shape, dtype) if split else out, *rest]
-
-
-def _merge(
-    partial: mx.array, value_scale: mx.array | None, shape: tuple[int, ...], dtype: mx.Dtype
-) -> mx.array:
-    batch, n_heads, _, head_dim = shape
-    threads = -(-head_dim // 32) * 32
-    (out,) = runtime.launch(
-        _MERGE,
-        [partial, value_scale],
-        template=(("O", dtype), ("head_dim", head_dim)),
-        grid=(threads, n_heads, batch),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[shape],
-        output_dtypes=[dtype],
-    )
-    return out
+    assert kv.value_scale is not None
+    parts = AttentionParts(out, kv.value_scale, dtype)
+    return [(merged(parts).reshape(shape) if whole else parts) if split else out, *rest]
 
 
 def _attention_obstacle(case: Case) -> str | None:

@@ -14,7 +14,7 @@ from functools import partial
 import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
-from afm_mlx.kernels.formats import PackedWeight, ProductOptions
+from afm_mlx.kernels.formats import AttentionParts, PackedWeight, ProductOptions
 from afm_mlx.kernels.metal import head, products, unpacked
 from afm_mlx.kernels.metal.low_rank import is_pair
 from afm_mlx.kernels.metal.products import MATRIX_ROWS, VALUES, VECTOR_ROWS, Product
@@ -24,7 +24,7 @@ Fused = Callable[[Product, mx.Dtype], mx.array]
 
 
 def packed_matmul(
-    multiply: Fused, x: mx.array, weight: PackedWeight, options: ProductOptions
+    multiply: Fused, x: mx.array | AttentionParts, weight: PackedWeight, options: ProductOptions
 ) -> mx.array:
     """See `reference.packed_matmul`: all of it by one kernel."""
     return multiply(Product(x, (weight,), options), x.dtype)
@@ -77,7 +77,7 @@ def _mlx_obstacle(case: Case) -> str | None:
 _few, _some = _up_to(VECTOR_ROWS), _up_to(MATRIX_ROWS)
 
 VARIANTS: tuple[Variant, ...] = (
-    Variant("packed_matmul", "metal/vector", partial(packed_matmul, products.vector), _few),
+    Variant("packed_matmul", "metal/vector", partial(packed_matmul, products.vector), _few, True),
     Variant("packed_matmul", "metal/matrix", partial(packed_matmul, products.matrix), _some),
     Variant("packed_matmul", "metal/mlx_quantized", unpacked.mlx_matmul, _mlx_obstacle),
     Variant("packed_matmul", "metal/unpacked", unpacked.matmul, other_than_floats),

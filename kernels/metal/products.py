@@ -8,14 +8,16 @@ its own, and not even that where A is so small that every threadgroup can read i
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from afm_mlx.kernels.dispatch import Case
-from afm_mlx.kernels.formats import LowRank, PackedWeight, ProductOptions
+from afm_mlx.kernels.formats import AttentionParts, LowRank, PackedWeight, ProductOptions
 from afm_mlx.kernels.metal import low_rank, runtime
+from afm_mlx.kernels.metal.attention_merge import merged
 from afm_mlx.kernels.metal.runtime import Kernel, Template, floats, ints
 
 VECTOR_ROWS = 4  # vectors whose inputs fit into a lane's registers
@@ -25,8 +27,9 @@ STEP = 32 * VALUES  # inputs of a simdgroup's step
 SIMDGROUPS = 2  # simdgroups of a threadgroup
 # Simdgroups of a threadgroup that share the inputs of the same rows, at most.
 MAX_SPLIT = 8
-# Simdgroups of a threadgroup that multiplies with A as well: the fewer threadgroups do so, the better.
+# Simdgroups of a threadgroup that multiplies with A as well, or merges its inputs: the fewer do so, the better.
 SHRINK_SIMDGROUPS = 8
+MAX_MERGED = 16 << 10  # bytes of a threadgroup's memory for inputs that it merges
 MAX_INNER = 1024  # products with A that fit, as in packed_vector.metal
 # Bytes of A that all threadgroups together may read, from the chip's caches, to save a dispatch of 2-5 us.
 MAX_SHRINK_BYTES = 8 << 20
@@ -46,17 +49,19 @@ _INPUTS = (
     *VECTOR_INPUTS,
     "residual",
 )
-_ADAPTED = {
-    "inputs": (*_INPUTS, "hidden", *low_rank.INPUTS),
-    "outputs": ("out",),
-    "headers": (*HEADERS, "low_rank"),
-    "macros": (("LOW_RANK", "1"),),
-}
-# By file: without adapters and with them.
-_KERNELS = {
-    name: (Kernel(name, _INPUTS, ("out",), HEADERS), Kernel(name, **_ADAPTED))
-    for name in ("packed_vector", "packed_matrix")
-}
+# What only some calls have, by the macro that tells the kernel of it.
+_PARTS = {"PARTS": ("value_scale",)}
+_LOW_RANK = {"LOW_RANK": ("hidden", *low_rank.INPUTS)}
+
+
+def _kernel(name: str, given: dict[str, tuple[str, ...]]) -> Kernel:
+    headers = (*HEADERS, "low_rank") if "LOW_RANK" in given else HEADERS
+    inputs = (*_INPUTS, *itertools.chain.from_iterable(given.values()))
+    return Kernel(name, inputs, ("out",), headers, tuple((macro, "1") for macro in given))
+
+
+_VECTOR = _kernel("packed_vector", _PARTS | _LOW_RANK)
+_MATRIX = _kernel("packed_matrix", _LOW_RANK)
 _UNPACK = Kernel("dequantize", (*MATRIX_INPUTS, "start"), ("out",), HEADERS)
 
 
@@ -64,12 +69,12 @@ class Product(NamedTuple):
     """What a kernel computes in one dispatch: a product, or the SwiGLU of a pair.
 
     Args:
-        x: (..., K) activations.
+        x: (..., K) activations, or attention's output in parts.
         matrices: one matrix, or gate and up of the same format: `silu(x' G^T) * (x' U^T)`.
         options: see `ProductOptions`; a pair's two matrices have the same adapters, see `low_rank.is_pair`.
     """
 
-    x: mx.array
+    x: mx.array | AttentionParts
     matrices: tuple[PackedWeight, ...]
     options: ProductOptions
 
@@ -102,8 +107,12 @@ def _or_nothing(array: mx.array | None) -> mx.array:
 def vector(product: Product, dtype: mx.Dtype) -> mx.array:
     """A product of 1 to `VECTOR_ROWS` vectors: (..., N) of `dtype`."""
     shrinks = _shrinks_inside(product)
+    if isinstance(product.x, AttentionParts) and product.adapters and not shrinks:
+        product = product._replace(x=merged(product.x))  # another kernel multiplies it with A
     if shrinks:
         shape = Shape(SHRINK_SIMDGROUPS, most_code_rows(product.rows), False)
+    elif isinstance(product.x, AttentionParts):
+        shape = Shape(SHRINK_SIMDGROUPS, 4, False)
     else:
         shape = vector_shape(product.rows, product.code_rows, product.x.shape[-1])
     template = (
@@ -111,14 +120,14 @@ def vector(product: Product, dtype: mx.Dtype) -> mx.array:
         *(("CODE_ROWS", shape.code_rows), ("SPLIT", shape.split)),
     )
     hidden = None if shrinks else _shrink(product)
-    return _launch("packed_vector", product, hidden, dtype, template, shape)
+    return _launch(_VECTOR, product, hidden, dtype, template, shape)
 
 
 def matrix(product: Product, dtype: mx.Dtype) -> mx.array:
     """A product of 1 to `MATRIX_ROWS` vectors: (..., N) of `dtype`."""
     template = (("BLOCKS", -(-product.rows // 8)),)
     shape = Shape(SIMDGROUPS, 16, False)
-    return _launch("packed_matrix", product, _shrink(product), dtype, template, shape)
+    return _launch(_MATRIX, product, _shrink(product), dtype, template, shape)
 
 
 class Shape(NamedTuple):
@@ -176,17 +185,21 @@ def _shrinks_inside(product: Product) -> bool:
 
 
 def _launch(
-    name: str,
+    kernel: Kernel,
     product: Product,
     hidden: mx.array | None,
     dtype: mx.Dtype,
     template: Template,
     shape: Shape,
 ) -> mx.array:
-    """Run a kernel with threadgroups of a `shape`."""
-    kernel, inputs = runtime.reduced(
-        _KERNELS[name][bool(product.adapters)], _inputs(product, hidden)
-    )
+    """Run `kernel` with threadgroups of a `shape`."""
+    given = _LOW_RANK if product.adapters else {}
+    if isinstance(product.x, AttentionParts):
+        given = _PARTS | given
+        *_, parts, width = product.x.numbers.shape
+        sizes = (("N_PARTS", parts), ("HEAD_DIM", width - 2), ("K", product.x.shape[2]))
+        template = (*template, *sizes)
+    kernel, inputs = runtime.reduced(_kernel(kernel.name, given), _inputs(product, hidden))
     (out,) = runtime.launch(
         kernel,
         inputs,
@@ -209,16 +222,21 @@ def _launch(
 
 def _inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | str]:
     """The arrays of a kernel's inputs, and which of them stand for those that a product lacks."""
-    options = product.options
+    x, options = product.x, product.options
+    vectors: dict[str, mx.array | str] = {}
+    if isinstance(x, AttentionParts):
+        vectors = {"x": x.numbers, "value_scale": x.value_scale}
+    else:
+        vectors = {"x": x.reshape(product.rows, -1)}
     first, *second = map(matrix_inputs, product.matrices)
     # A single matrix stands for the second one, too.
     of_second = second[0] if second else {name: name for name in MATRIX_INPUTS}
     return {
-        "x": product.x.reshape(product.rows, -1),
+        **vectors,
         **first,
         **{
-            f"{name}2": f"{x}2" if second and isinstance(x, str) else x
-            for name, x in of_second.items()
+            f"{name}2": f"{array}2" if second and isinstance(array, str) else array
+            for name, array in of_second.items()
         },
         "norm": "x" if options.norm is None else options.norm,
         "eps": floats(options.eps),
@@ -272,6 +290,7 @@ def _shrink(product: Product) -> mx.array | None:
     """The products with A, if there are adapters."""
     if not product.adapters:
         return None
+    assert isinstance(product.x, mx.array)
     x = product.x.reshape(product.rows, -1)
     return low_rank.shrink(x, product.options.norm, product.options.eps, product.adapters)
 

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from afm_mlx import kernels
-from afm_mlx.kernels import BITS, HeadOptions, dispatch
-from afm_mlx.kernels.metal import attention
+from afm_mlx.kernels import BITS, AttentionParts, HeadOptions, dispatch
+from afm_mlx.kernels.metal import attention, products
+from afm_mlx.kernels.reference import merge_parts
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
 from tests.metal import machine
 from tests.tools.cases import all_pairs, each
-from tests.tools.compare import assert_same
+from tests.tools.compare import assert_close, assert_same
 from tests.tools.problems import assert_solved, with_args
 
 LONG = attention.SINGLE_PASS + 1  # columns that take two passes
@@ -81,6 +82,69 @@ def test_decode_attention(metal, rng, dtype, batch, shape, capacity):
         assert_solved(problem, kernels.decode_attention)
     problem = drawn(rng, "write_and_attend", dtype, batch, 1, *shape, capacity=capacity, tail=7)
     assert_solved(problem, kernels.write_and_attend)
+
+
+def returning(*results):
+    """A function of any arguments that gives these results."""
+    return lambda *_: results
+
+
+def test_a_product_merges_the_parts_of_attention(metal, rng, monkeypatch):
+    """With adapters that it multiplies with A itself, and with those that another kernel does."""
+    split = attention.SPLIT
+    cases = all_pairs((1, 2), DTYPES, (split + 1, 4 * split, 9 * split), (0, 4), (0, 8))
+    for rows, dtype, capacity, rank, few in cases:
+        monkeypatch.setattr(products, "MAX_SHRINK_BYTES", few << 20)
+        shape = (4, 2, 16)
+        problem = drawn(rng, "write_and_attend", dtype, rows, 1, *shape, capacity=capacity, tail=5)
+        args = problem.args
+        parts, tail = kernels.write_and_attend(*args, False)
+        assert parts.numbers.shape[2] == min(-(-capacity // split), attention.MAX_PARTS)
+        merged = merge_parts(parts)
+        assert_solved(with_args(problem, *args), returning(merged.reshape(rows, 4, 1, 16), tail))
+        spec = Spec("packed_matmul", dtype, rows, 1, 64, 40, 2, "balanced", "row", residual=True)
+        product = make(spec._replace(rank=rank), rng)
+        product = with_args(product, merged, *product.args[1:])
+        got = kernels.packed_matmul(parts, *product.args[1:])
+        assert_solved(product, returning(got), 2 * product.bound)
+
+
+def test_parts_are_merged_before_what_can_not_merge_them(metal, rng):
+    """Too many rows, too much memory of a threadgroup, or a kernel that takes vectors only."""
+    capacity = 2 * attention.SPLIT
+    for rows, dtype, head_dim, in_parts in (
+        (2, mx.float32, 128, True),
+        (3, mx.float16, 128, False),
+        (2, mx.float32, 256, False),
+    ):
+        shape = (16, 2, head_dim)
+        problem = drawn(rng, "decode_attention", dtype, rows, 1, *shape, capacity=capacity)
+        got = kernels.decode_attention(*problem.args, whole=False)
+        assert isinstance(got, AttentionParts) == in_parts, (rows, head_dim)
+    problem = drawn(rng, "decode_attention", mx.float32, 1, 1, 4, 2, 16, capacity=capacity)
+    parts = kernels.decode_attention(*problem.args, whole=False)
+    _, *rest = make(Spec("packed_matmul", mx.float32, 1, 1, 64, 8, 4, "balanced", "row"), rng).args
+    merged = kernels.packed_matmul(parts, *rest)
+    with dispatch.force("reference"):
+        assert_close(kernels.packed_matmul(parts, *rest), merged, 1e-5)
+
+
+def test_splits_follow_the_gpu(monkeypatch):
+    """More of them on more cores, and none for a short context that another dispatch would have to merge."""
+    of_3b = (1, 16, 2, 512, 128)
+    for letter, cores in attention.CORES.items():
+        attention.gpu_cores.cache_clear()
+        monkeypatch.setattr(
+            mx, "device_info", lambda name=letter: {"architecture": f"applegpu_g16{name}"}
+        )
+        assert attention.gpu_cores() == cores
+    attention.gpu_cores.cache_clear()
+    splits = [attention.plan(*of_3b, False, cores).splits for cores in attention.CORES.values()]
+    assert splits == [1, 4, 4, 4]
+    assert attention.plan(*of_3b).splits == 1
+    long = [attention.plan(1, 16, 2, 4096, 128, False, n).splits for n in attention.CORES.values()]
+    assert long == [3, 8, 8, 8]
+    assert attention.plan(1, 16, 2, 4096, 128, True, 80).splits == 20
 
 
 @pytest.mark.parametrize("capacity", [24, LONG])

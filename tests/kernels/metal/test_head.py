@@ -13,7 +13,7 @@ from tests.tools.cases import all_pairs, each
 from tests.tools.problems import assert_solved
 
 
-# A simdgroup has one tile up to 32,768 rows, or 16,384 for 3 or 4 vectors; for more vectors, chunks are of 4,096.
+# A simdgroup has one tile up to 32,768 rows, or 16,384 for 3 or 4 vectors; for more, chunks are of 4,096.
 @each(
     "rows, out_dims",
     [(1, 1), (1, 5), (4, 70), (2, 32768), (2, 40001), (3, 16384), (6, 4096 + 37), (33, 70)],
