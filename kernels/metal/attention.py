@@ -268,7 +268,7 @@ def _attend(
     sizes = (batch, n_heads, kv.n_kv_heads, kv.buffer.shape[2], head_dim)
     work = plan(*sizes, whole, gpu_cores())
     split = work.splits > 1
-    writes = [kv.tail] if kernel is _WRITE else []
+    writes = [kv.tail] if kernel is _WRITE and kv.tail is not None else []
     out, *rest = runtime.launch(
         kernel,
         inputs,

@@ -426,9 +426,9 @@ def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
 
 def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:
     """The output is that of the codes that were written."""
-    output, tail = results
+    (output, tail), (qkv, kv, lengths, options) = results, problem.args
     error = _check_codes(problem.wanted[1], tail)
-    wanted, _ = oracle.write_and_attend(*problem.args, written=tail)
+    wanted, _ = oracle.write_and_attend(qkv, kv, lengths, options, tail)
     got = _float64(output, wanted.shape, problem.spec.dtype)
     return max(error, _relative(got, wanted, _rms(wanted)))
 
