@@ -57,6 +57,10 @@ def probe(tmp_path, monkeypatch):
         found = branches.untaken(tmp_path / "records")
         return np.array(y), [line.removeprefix("probe.metal:") for line in found]
 
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "0123456789abcdef-1.taken").write_bytes(b"\1")  # of other texts
+    with pytest.raises(ValueError, match="no records of these texts"):
+        branches.untaken(tmp_path / "records")
     yield launch
     forget()
     toolchain.runtime().emulator_record_to(None, 0)
@@ -94,9 +98,3 @@ def test_the_text_of_the_project_compiles_with_its_records():
             metal_runtime._read(name).count("\n") for name in names
         ]
         toolchain.check("#include <mlx_prelude.h>\n" + "".join(map(emulator.translate, texts)))
-
-
-def test_records_of_other_texts_are_not_looked_at(tmp_path):
-    (tmp_path / "0123456789abcdef-1.taken").write_bytes(b"\1")
-    with pytest.raises(ValueError, match="no records of these texts"):
-        branches.untaken(tmp_path)

@@ -10,6 +10,7 @@ from afm_mlx import kernels
 from afm_mlx.kernels import BITS, AttentionParts, HeadOptions, dispatch
 from afm_mlx.kernels.metal import attention, products
 from afm_mlx.kernels.reference import merge_parts
+from afm_mlx.kernels.selftest import problems
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, FORMATS, Spec
 from tests.metal import machine
@@ -45,6 +46,11 @@ def test_rope_norm_quantize(metal, rng, dtype, batch, tokens, shape):
     qkv, offsets, options = problem.args
     for offset in (offsets, offsets[0].item()):
         assert_solved(with_args(problem, qkv, offset, options), kernels.rope_norm_quantize)
+    # An angle is as inexact as it is large: near the beginning, sine and cosine have to be right.
+    for offset in (1, 4096):
+        args = qkv, mx.full(offsets.shape, offset, mx.int32), options
+        bound = problems._bound(problem.spec, args)
+        assert_solved(with_args(problem, *args), kernels.rope_norm_quantize, bound)
 
 
 def test_codes_are_rounded_half_to_even_and_clamped(metal):
