@@ -99,6 +99,28 @@ struct ExpandJob {
   int64_t out_stride;
 };
 
+// Some columns of rows of codes times a number each:
+//   out[n] += the sum over i of values[i] * (slopes[s] * code + factor * offsets[s]),
+// with the code of row n and column columns[i], and s = n * stride + columns[i] / group_cols.
+struct ColumnsJob {
+  const uint8_t* codes;  // (rows, row_bytes)
+  int64_t rows;
+  int64_t row_bytes;
+  int bits;
+  const int32_t* columns;  // (count,)
+  const float* values;     // (count,)
+  int64_t count;
+  const float* slopes;
+  const float* offsets;
+  float factor;
+  int64_t stride;
+  int64_t group_cols;
+  float* out;  // (rows,)
+};
+
+// Activations this small count as zero: the reciprocal of their unit overflows.
+constexpr float kNegligible = 0x1p-100f;
+
 struct Kernels {
   const char* name;
 
@@ -120,9 +142,14 @@ struct Kernels {
   // x *= weight / sqrt(mean(x^2) + eps)
   void (*rms_norm)(float* x, const float* weight, float eps, int64_t count);
 
-  // Digits of x in `layout`, the value of one unit in `scale`, and sums[g] = scale * the sum of group g.
+  // The largest magnitude, and how many are below `limit`; a NaN is above all.
+  float (*largest)(const float* x, int64_t count);
+  int64_t (*count_below)(const float* x, int64_t count, float limit);
+  // Digits of x in `layout`, the value of one unit in `scale`, sums[g] = scale * the sum of group g, and in `rest`
+  // (cols,), unless null, what rounding left of x; it may be x itself.
   void (*quantize)(const float* x, int64_t cols, Layout layout, int64_t groups, int8_t* out, float* scale,
-                   float* sums);
+                   float* sums, float* rest);
+  void (*add_columns)(const ColumnsJob& job);
 
   // out[i] = slope[i] * factor * out[i] + offset[i] * sum
   void (*finish)(float* out, const float* slope, float factor, const float* offset, float sum,

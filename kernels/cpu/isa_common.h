@@ -187,10 +187,8 @@ void look_up(const uint8_t* codes, int bits, const float* table, int64_t count, 
 // 127 * 256 + 127: the largest number whose two digits are in [-128, 127].
 constexpr float kLargest16 = 32639;
 constexpr float kLargest8 = 127;
-// Vectors this small count as zero: the reciprocal of their unit overflows.
-constexpr float kNegligible = 0x1p-100f;
 
-inline float largest_magnitude(const float* x, int64_t count) {
+float largest(const float* x, int64_t count) {
   // Bit patterns of magnitudes order like the magnitudes, NaN above all: an integer maximum, which
   // compilers vectorize without being told that there are no NaNs.
   int32_t largest = 0;
@@ -199,6 +197,19 @@ inline float largest_magnitude(const float* x, int64_t count) {
     largest = magnitude > largest ? magnitude : largest;
   }
   return bits_as<float>(largest);
+}
+
+int64_t count_below(const float* x, int64_t count, float limit) {
+  const int32_t bits = bits_as<int32_t>(limit);
+  int64_t below = 0;
+  for (int64_t i = 0; i < count;) {
+    int32_t some = 0;  // as wide as what is compared, for the vectorizer's sake
+    for (const int64_t end = smaller(count, i + (int64_t{1} << 30)); i < end; ++i) {
+      some += (bits_as<int32_t>(x[i]) & 0x7fffffff) < bits;
+    }
+    below += some;
+  }
+  return below;
 }
 
 // The low or the high byte of every `Word`'s p-th int16.
@@ -224,13 +235,13 @@ inline void place_digits(const int16_t* values, Layout layout, int shift, int8_t
 constexpr int kMaxBlockCols = 256;  // 64 bytes of 2-bit codes
 
 void quantize(const float* x, int64_t cols, Layout layout, int64_t groups, int8_t* out, float* scale,
-              float* sums) {
-  const float largest = largest_magnitude(x, cols);
+              float* sums, float* rest) {
+  const float top = largest(x, cols);
   const float limit = layout.digits == 2 ? kLargest16 : kLargest8;
   // An infinity or a NaN among the inputs makes every product a NaN, by way of the scale.
-  const bool usable = largest >= kNegligible && __builtin_isfinite(largest);
-  const float inverse = usable ? limit / largest : 0;
-  *scale = largest < kNegligible ? 0 : (usable ? largest / limit : __builtin_nanf(""));
+  const bool usable = top >= kNegligible && __builtin_isfinite(top);
+  const float inverse = usable ? limit / top : 0;
+  *scale = top < kNegligible ? 0 : (usable ? top / limit : __builtin_nanf(""));
 
   const int64_t step = block_cols(layout);
   const int64_t group = cols / groups;
@@ -244,6 +255,9 @@ void quantize(const float* x, int64_t cols, Layout layout, int64_t groups, int8_
       // Adding 1.5 * 2^23 leaves the integer, rounded half to even, in the low bits.
       const float rounded = usable ? x[k + i] * inverse + 12582912.0f : 12582912.0f;
       values[i] = static_cast<int16_t>(bits_as<int32_t>(rounded));
+    }
+    if (rest != nullptr) {
+      for (int64_t i = 0; i < count; ++i) rest[k + i] = x[k + i] - *scale * static_cast<float>(values[i]);
     }
     for (int64_t i = 0; i < count;) {
       const int64_t g = (k + i) / group;
@@ -262,6 +276,59 @@ void quantize(const float* x, int64_t cols, Layout layout, int64_t groups, int8_
     out += step;
   }
   for (int64_t g = 0; g < groups; ++g) sums[g] *= *scale;
+}
+
+// ---- A few columns, in float
+
+typedef uint32_t Words16 __attribute__((vector_size(64)));
+typedef int32_t Ints16 __attribute__((vector_size(64)));
+
+// Every `step`-th of 16 numbers from p on, or the last of `count` of them again.
+template <class Vector, class T>
+inline Vector strided16(const T* p, int64_t step, int64_t count) {
+  Vector v = {};
+  if (count < 16) {
+    for (int64_t r = 0; r < 16; ++r) v[r] = p[smaller(r, count - 1) * step];
+    return v;
+  }
+  if (step == 1) {
+    std::memcpy(&v, p, sizeof v);
+    return v;
+  }
+  // By name: an array would be stored in parts and loaded as a whole, which processors wait for.
+  return Vector{p[0],        p[step],     p[2 * step],  p[3 * step],  p[4 * step],  p[5 * step],
+                p[6 * step], p[7 * step], p[8 * step],  p[9 * step],  p[10 * step], p[11 * step],
+                p[12 * step], p[13 * step], p[14 * step], p[15 * step]};
+}
+
+void add_columns(const ColumnsJob& job) {
+  const uint32_t mask = (1u << job.bits) - 1;
+  const int64_t row_words = job.row_bytes / 4;
+  // The codes of 16 rows stay in the first-level cache for all columns.
+  for (int64_t row = 0; row < job.rows; row += 16) {
+    const int64_t rows = smaller(16, job.rows - row);
+    const uint32_t* words = reinterpret_cast<const uint32_t*>(job.codes) + row * row_words;
+    const float *slopes = job.slopes + row * job.stride, *offsets = job.offsets + row * job.stride;
+    Floats16 slope = strided16<Floats16>(slopes, job.stride, rows);
+    Floats16 offset = job.factor * strided16<Floats16>(offsets, job.stride, rows), sums = {};
+    for (int64_t i = 0; i < job.count; ++i) {
+      if (job.stride > 1) {
+        const int64_t group = job.columns[i] / job.group_cols;
+        slope = strided16<Floats16>(slopes + group, job.stride, rows);
+        offset = job.factor * strided16<Floats16>(offsets + group, job.stride, rows);
+      }
+      const int64_t bit = int64_t{job.columns[i]} * job.bits;
+      const Words16 codes = strided16<Words16>(words + bit / 32, row_words, rows) >> uint32_t(bit % 32) & mask;
+      sums += job.values[i] * (slope * __builtin_convertvector(reinterpret_cast<Ints16>(codes), Floats16) + offset);
+    }
+    float* out = job.out + row;
+    if (rows == 16) {
+      sums += load16(out);
+      std::memcpy(out, &sums, sizeof sums);
+    } else {
+      for (int64_t r = 0; r < rows; ++r) out[r] += sums[r];
+    }
+  }
 }
 
 // ---- Codes times one vector
@@ -365,7 +432,10 @@ inline Kernels common_kernels(const char* name) {
   k.load = load;
   k.store = store;
   k.rms_norm = rms_norm;
+  k.largest = largest;
+  k.count_below = count_below;
   k.quantize = quantize;
+  k.add_columns = add_columns;
   k.finish = finish;
   k.swiglu = swiglu;
   k.dot = dot;

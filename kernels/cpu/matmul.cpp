@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "activations.h"
 #include "isa.h"
 #include "low_rank.h"
 #include "pool.h"
@@ -14,116 +15,10 @@
 namespace afm {
 namespace {
 
-enum class Path {
-  vector,  // integer kernels, one vector at a time
-  matrix,  // integer kernels, several vectors at a time
-  floats,  // rows are turned into float32: palettes, and groups that no register holds a whole number of
-};
-
 int64_t round_up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-
-int64_t row_bytes(const PackedMatrix& w) { return w.cols * w.bits / 8; }
 
 const uint8_t* codes_of(const PackedMatrix& w, int64_t row) {
   return reinterpret_cast<const uint8_t*>(w.codes) + row * row_bytes(w);
-}
-
-bool is_grouped(const PackedMatrix& w) { return w.groups > 1; }
-
-Path path_of(const PackedMatrix& w, int64_t vectors) {
-  if (w.mode == Mode::palette) return Path::floats;
-  if (!is_grouped(w)) return vectors > 1 && kernels().matrix != nullptr ? Path::matrix : Path::vector;
-  const int64_t bits = w.cols / w.groups * w.bits, reg = 8 * kernels().vector_bytes;
-  const bool fits = bits % reg == 0 || (reg % bits == 0 && bits % 32 == 0);
-  return fits ? Path::vector : Path::floats;
-}
-
-// ---- Activations
-
-// Vectors [start, start + count) of the activations, as the kernels want them.
-struct Prepared {
-  Path path = Path::vector;
-  Layout layout;
-  int64_t count = 0;
-  int64_t digit_bytes = 0;      // of one vector
-  const int8_t* digits = nullptr;
-  const float* scales = nullptr;  // (count,) value of one unit
-  const float* sums = nullptr;    // (count, sum_groups)
-  int64_t sum_groups = 1;
-  const float* floats = nullptr;  // (count, K), for Path::floats and adapters; null where nothing needs them
-
-  const int8_t* vector(int64_t m) const { return digits + m * digit_bytes; }
-};
-
-struct PrepareScratch {
-  Scratch digits, arranged, scales, sums, floats, norm;
-  LowRankScratch low_rank[2];
-};
-
-const float* loaded(Floats from, int64_t count, Scratch& scratch) {
-  if (!from) return nullptr;
-  float* out = scratch.get<float>(count);
-  kernels().load(from, 0, count, out);
-  return out;
-}
-
-// `adapted`: whether adapters need the vectors as floats.
-Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int64_t start, int64_t count,
-                 PrepareScratch& scratch) {
-  const Kernels& k = kernels();
-  const int64_t cols = w.cols;
-  Prepared out;
-  out.path = path_of(w, x.rows);
-  out.count = count;
-  out.layout.bits = w.bits;
-  out.layout.digits = x.digits;
-  out.layout.bytes = out.path == Path::matrix ? 8 * w.bits : k.vector_bytes;
-  out.sum_groups = is_grouped(w) ? w.groups : 1;
-  const bool integers = out.path != Path::floats;
-  out.digit_bytes = integers ? digit_bytes(out.layout, cols) : 0;
-
-  const float* norm = loaded(x.norm, cols, scratch.norm);
-  int8_t* digits = scratch.digits.get<int8_t>(count * out.digit_bytes);
-  float* scales = scratch.scales.get<float>(count);
-  float* sums = scratch.sums.get<float>(count * out.sum_groups);
-  float* floats = adapted || !integers ? scratch.floats.get<float>(count * cols) : nullptr;
-
-  auto prepare_vectors = [&](int64_t begin, int64_t end) {
-    static thread_local Scratch own;
-    for (int64_t m = begin; m < end; ++m) {
-      float* v = floats == nullptr ? own.get<float>(cols) : floats + m * cols;
-      k.load(x.x, (start + m) * x.stride, cols, v);
-      if (norm != nullptr) k.rms_norm(v, norm, x.eps, cols);
-      if (integers) {
-        k.quantize(v, cols, out.layout, out.sum_groups, digits + m * out.digit_bytes, scales + m,
-                   sums + m * out.sum_groups);
-      }
-    }
-  };
-  ThreadPool& pool = ThreadPool::shared();
-  if (count > 1) {
-    pool.parallel_for(count, 4, prepare_vectors, cols);
-  } else {
-    prepare_vectors(0, count);
-  }
-
-  out.digits = digits;
-  if (out.path == Path::matrix && k.arrange != nullptr) {
-    const int64_t step = k.matrix_vectors;
-    const int64_t stride = std::min(step, count) * out.digit_bytes;
-    int8_t* arranged = scratch.arranged.get<int8_t>((count + step - 1) / step * stride);
-    pool.parallel_for((count + step - 1) / step, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t b = begin; b < end; ++b) {
-        k.arrange(digits + b * step * out.digit_bytes, std::min(step, count - b * step),
-                  std::min(step, count), out.digit_bytes, arranged + b * stride);
-      }
-    }, stride);
-    out.digits = arranged;
-  }
-  out.scales = scales;
-  out.sums = sums;
-  out.floats = floats;
-  return out;
 }
 
 // ---- Rows of the matrix
@@ -173,7 +68,7 @@ void expand_row(const PackedMatrix& w, int64_t row, float* out) {
 }
 
 struct RowScratch {
-  Scratch product, second, scales, biases, row, residual;
+  Scratch product, second, further, scales, biases, row, residual;
 };
 
 // out (count, end - begin) = products of all vectors with rows [begin, end)
@@ -189,46 +84,34 @@ void multiply_floats(const Prepared& x, const PackedMatrix& w, int64_t begin, in
   }
 }
 
-void multiply_grouped(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
-                      RowScratch& scratch) {
-  const Kernels& k = kernels();
-  const int64_t rows = end - begin;
-  const int64_t stride = round_up(w.groups, 16) + 16;  // kernels load 16 scales at a time
-  float* scales = scratch.scales.get<float>(rows * stride);
-  load_per_row(w, w.scales, begin, end, stride, scales);
-  float* biases = scales;
+// What turns codes of rows [begin, end) into numbers: slope * code + factor * offset, with those of row n and group g
+// at (n - begin) * stride + g.
+struct Grid {
+  const float* slopes;
+  const float* offsets;
+  float factor = 1;
+  int64_t stride = 1;
+};
+
+Grid grid_of_groups(const PackedMatrix& w, int64_t begin, int64_t end, RowScratch& scratch) {
+  Grid grid;
+  grid.stride = round_up(w.groups, 16) + 16;  // kernels load 16 scales at a time
+  const int64_t count = (end - begin) * grid.stride;
+  float* slopes = scratch.scales.get<float>(count);
+  load_per_row(w, w.scales, begin, end, grid.stride, slopes);
+  grid.slopes = grid.offsets = slopes;
+  grid.factor = -middle(w);
   if (w.mode == Mode::affine) {
-    biases = scratch.biases.get<float>(rows * stride);
-    load_per_row(w, w.biases, begin, end, stride, biases);
+    float* offsets = scratch.biases.get<float>(count);
+    load_per_row(w, w.biases, begin, end, grid.stride, offsets);
+    grid.offsets = offsets;
+    grid.factor = 1;
   }
-  const float factor = w.mode == Mode::affine ? 1 : -middle(w);
-  const int64_t group_bytes = row_bytes(w) / w.groups;
-  for (int64_t m = 0; m < x.count; ++m, out += rows) {
-    k.vector({codes_of(w, begin), rows, row_bytes(w), x.vector(m), x.layout.digits, w.bits, scales, stride,
-              group_bytes, out});
-    const float* sums = x.sums + m * x.sum_groups;
-    for (int64_t n = 0; n < rows; ++n) {
-      const float offset = k.dot(biases + n * stride, sums, w.groups);
-      out[n] = x.scales[m] * out[n] + factor * offset;
-    }
-  }
+  return grid;
 }
 
-void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const PrefetchRows& ahead,
-                   float* out, RowScratch& scratch) {
-  const Kernels& k = kernels();
+Grid grid_of_rows(const PackedMatrix& w, int64_t begin, int64_t end, RowScratch& scratch) {
   const int64_t rows = end - begin;
-  if (x.path == Path::matrix) {
-    uint8_t* bytes = scratch.row.get<uint8_t>(kScratchRows * x.digit_bytes / x.layout.digits);
-    k.matrix({codes_of(w, begin), rows, row_bytes(w), x.digits, x.count, x.digit_bytes, x.layout.digits,
-              w.bits, out, rows, bytes, ahead});
-  } else {
-    Prefetcher(ahead, 0, rows, 1).next_share();
-    for (int64_t m = 0; m < x.count; ++m) {
-      k.vector({codes_of(w, begin), rows, row_bytes(w), x.vector(m), x.layout.digits, w.bits, nullptr, 0, 0,
-                out + m * rows});
-    }
-  }
   float* slopes = scratch.scales.get<float>(rows);
   float* offsets = scratch.biases.get<float>(rows);
   load_per_row(w, w.scales, begin, end, 1, slopes);
@@ -237,8 +120,60 @@ void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int6
   } else {
     for (int64_t n = 0; n < rows; ++n) offsets[n] = -middle(w) * slopes[n];
   }
+  return {slopes, offsets};
+}
+
+void multiply_grouped(const Prepared& x, const Pass& pass, const PackedMatrix& w, const Grid& grid, int64_t begin,
+                      int64_t end, float* out) {
+  const Kernels& k = kernels();
+  const int64_t rows = end - begin, group_bytes = row_bytes(w) / w.groups;
+  for (int64_t i = 0; i < pass.count; ++i, out += rows) {
+    k.vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(i), pass.digits, w.bits, grid.slopes, grid.stride,
+              group_bytes, out});
+    const float* sums = pass.sums + i * x.sum_groups;
+    for (int64_t n = 0; n < rows; ++n) {
+      const float offset = k.dot(grid.offsets + n * grid.stride, sums, w.groups);
+      out[n] = pass.scales[i] * out[n] + grid.factor * offset;
+    }
+  }
+}
+
+void multiply_rows(const Prepared& x, const Pass& pass, const PackedMatrix& w, const Grid& grid, int64_t begin,
+                   int64_t end, const PrefetchRows& ahead, float* out, RowScratch& scratch) {
+  const Kernels& k = kernels();
+  const int64_t rows = end - begin;
+  if (x.path == Path::matrix) {
+    uint8_t* bytes = scratch.row.get<uint8_t>(kScratchRows * pass.digit_bytes / pass.digits);
+    k.matrix({codes_of(w, begin), rows, row_bytes(w), pass.x, pass.count, pass.digit_bytes, pass.digits, w.bits, out,
+              rows, bytes, ahead});
+  } else {
+    Prefetcher(ahead, 0, rows, 1).next_share();
+    for (int64_t i = 0; i < pass.count; ++i) {
+      k.vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(i), pass.digits, w.bits, nullptr, 0, 0,
+                out + i * rows});
+    }
+  }
+  for (int64_t i = 0; i < pass.count; ++i) {
+    k.finish(out + i * rows, grid.slopes, pass.scales[i], grid.offsets, pass.sums[i], rows);
+  }
+}
+
+// out (count, rows) += the products of further passes (pass.count, rows)
+void add_pass(const Pass& pass, int64_t rows, const float* product, float* out) {
+  for (int64_t i = 0; i < pass.count; ++i, product += rows) {
+    float* to = out + pass.vectors[i] * rows;
+    for (int64_t n = 0; n < rows; ++n) to[n] += product[n];
+  }
+}
+
+// out (count, end - begin) += what vectors have apart from their integers
+void add_outliers(const Prepared& x, const PackedMatrix& w, const Grid& grid, int64_t begin, int64_t end, float* out) {
+  const int64_t rows = end - begin, group_cols = w.cols / std::max<int64_t>(w.groups, 1);
   for (int64_t m = 0; m < x.count; ++m) {
-    k.finish(out + m * rows, slopes, x.scales[m], offsets, x.sums[m], rows);
+    const Outliers& apart = x.outliers[m];
+    if (apart.count == 0) continue;
+    kernels().add_columns({codes_of(w, begin), rows, row_bytes(w), w.bits, apart.columns, apart.values, apart.count,
+                           grid.slopes, grid.offsets, grid.factor, grid.stride, group_cols, out + m * rows});
   }
 }
 
@@ -246,8 +181,18 @@ void multiply_rows(const Prepared& x, const PackedMatrix& w, int64_t begin, int6
 void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const PrefetchRows& ahead,
               float* out, RowScratch& scratch) {
   if (x.path == Path::floats) return multiply_floats(x, w, begin, end, out, scratch);
-  if (is_grouped(w)) return multiply_grouped(x, w, begin, end, out, scratch);
-  multiply_rows(x, w, begin, end, ahead, out, scratch);
+  const Grid grid = is_grouped(w) ? grid_of_groups(w, begin, end, scratch) : grid_of_rows(w, begin, end, scratch);
+  for (const Pass& pass : *x.passes) {
+    const bool first = pass.vectors == nullptr;
+    float* product = first ? out : scratch.further.get<float>(pass.count * (end - begin));
+    if (is_grouped(w)) {
+      multiply_grouped(x, pass, w, grid, begin, end, product);
+    } else {
+      multiply_rows(x, pass, w, grid, begin, end, first ? ahead : PrefetchRows{}, product, scratch);
+    }
+    if (!first) add_pass(pass, end - begin, product, out);
+  }
+  if (x.outliers != nullptr) add_outliers(x, w, grid, begin, end, out);
 }
 
 // ---- Sharing the work
@@ -307,9 +252,10 @@ void write(const float* product, int64_t start, int64_t count, int64_t begin, in
 void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const Adapters& adapters, void* y,
             Number type) {
   static thread_local PrepareScratch scratch;
+  static thread_local LowRankScratch low_rank_scratch;
   for_vectors(x, w, [&](int64_t start, int64_t count) {
     const Prepared prepared = prepare(x, w, adapters.count > 0, start, count, scratch);
-    LowRankProduct low_rank(adapters, w, prepared.floats, start, count, x.rows, scratch.low_rank[0]);
+    LowRankProduct low_rank(adapters, w, prepared.floats, start, count, x.rows, low_rank_scratch);
     for_rows(w, count, low_rank, nullptr, [&](int64_t begin, int64_t end) {
       static thread_local RowScratch own;
       const int64_t rows = end - begin;
@@ -331,6 +277,7 @@ void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const 
 void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& up, const Adapters& of_gate,
             const Adapters& of_up, void* y, Number type) {
   static thread_local PrepareScratch scratch, second_scratch;
+  static thread_local LowRankScratch gate_scratch, up_scratch;
   // One set of digits serves both unless bits or groups differ.
   const bool alike =
       gate.groups == up.groups && gate.bits == up.bits && path_of(gate, x.rows) == path_of(up, x.rows);
@@ -338,8 +285,8 @@ void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& 
     const bool adapted = of_gate.count > 0 || of_up.count > 0;
     const Prepared of_g = prepare(x, gate, adapted, start, count, scratch);
     const Prepared of_u = alike ? of_g : prepare(x, up, false, start, count, second_scratch);
-    LowRankProduct gate_low_rank(of_gate, gate, of_g.floats, start, count, x.rows, scratch.low_rank[0]);
-    LowRankProduct up_low_rank(of_up, up, of_g.floats, start, count, x.rows, scratch.low_rank[1]);
+    LowRankProduct gate_low_rank(of_gate, gate, of_g.floats, start, count, x.rows, gate_scratch);
+    LowRankProduct up_low_rank(of_up, up, of_g.floats, start, count, x.rows, up_scratch);
     for_rows(gate, count, gate_low_rank, &up_low_rank, [&](int64_t begin, int64_t end) {
       static thread_local RowScratch own;
       const int64_t rows = end - begin;

@@ -3,9 +3,10 @@
 // Activations become integers once per vector: int16 by default (two int8 digits, 256 * hi + lo), int8 by
 // choice, with one float scale per vector. Codes are integers already, so every processor needs nothing
 // but dot products of unsigned with signed bytes, and those and their sums are exact. An int16 unit is
-// max|x| / 32639; each element moves by at most half of it, a vector by sqrt(K / 12) of it in the l2 norm (the
-// errors being spread evenly). As |x| >= max|x|, that is at most 0.0007 of the vector's norm for K <= 6656, and
-// far less unless one element stands out; bfloat16 rounds by 0.0011 in the mean, and by up to 0.002.
+// max|x| / 32639; each element moves by at most half of it, a vector of K by sqrt(K / 12) of it in the l2 norm (the
+// errors being spread evenly). At least 5/8 of the elements that are not 0 are 1/128 of max|x| or more, as outliers are
+// multiplied apart (see outliers.h): that is at most 0.0015 of the vector's norm, and far less of most vectors; bfloat16
+// rounds by 0.0017 in the mean.
 // A palette is multiplied in float32.
 //
 // All arrays are row-major and contiguous but for the strides named. Nothing here checks shapes: the

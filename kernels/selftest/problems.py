@@ -25,6 +25,7 @@ from afm_mlx.kernels.formats import (
     QueryRope,
 )
 from afm_mlx.kernels.ops import case_of
+from afm_mlx.kernels.packing import pack_codes, unpack_codes
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.specs import Spec
 
@@ -38,6 +39,10 @@ _PRECISE = 4  # table 8.1, `metal::precise`: exp, exp2, sin and cos; rsqrt is co
 _FAST_EXP2 = (3, 2)  # table 8.2, `metal::fast`: exp2(x) by 3 + 2 |x|
 _THETA, _EPS = 500000.0, 1e-5
 _ADAPTERS = 3
+_OUTLIER = 1000.0  # how much larger than the others
+# The largest element of a vector whose outliers are multiplied apart, in units of the root mean square: at
+# least 5/8 of the elements are 1/128 of it or more, or of int8 activations a quarter 1/32.
+_CREST = {16: 128 / (5 / 8) ** 0.5, 8: 32 / (1 / 4) ** 0.5}
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,8 @@ def packed_weight(spec: Spec, rng: np.random.Generator) -> PackedWeight:
     """A random matrix whose products with random vectors have about their size."""
     n, k, bits = spec.out_dims, spec.in_dims, spec.bits
     codes = mx.array(rng.integers(0, 2**32, (n, k * bits // 32), dtype=np.uint32))
+    if spec.outliers:
+        return _weight_without_outliers(spec, codes, rng)
     if spec.mode == "palette":
         tables = next(t for t in (4, 3, 2, 1) if n % t == 0)
         table = _draw(rng.normal(0, k**-0.5, (tables, 2**bits)))
@@ -156,6 +163,27 @@ def packed_weight(spec: Spec, rng: np.random.Generator) -> PackedWeight:
     biases = -(2**bits - 1) / 2 * scales * (1 + rng.normal(0, 0.1, size))
     # MLX's own folders store both in the activations' type.
     return PackedWeight(codes, bits, "affine", _draw(scales, spec.dtype), _draw(biases, spec.dtype))
+
+
+def _weight_without_outliers(spec: Spec, codes: mx.array, rng: np.random.Generator) -> PackedWeight:
+    """An affine matrix on whose grid 0 is a code, and that code in the columns of outliers."""
+    if spec.mode != "affine":
+        raise ValueError(
+            f"outliers need a matrix with weights of 0, which is affine, not {spec.mode}"
+        )
+    zero = 2 ** (spec.bits - 1)
+    numbers = np.array(unpack_codes(codes, spec.bits))
+    numbers[:, _outlier_columns(spec)] = zero
+    groups = (spec.in_dims // spec.group_size,) if spec.granularity == "group" else ()
+    size = (spec.out_dims, *groups)
+    scales = _draw(((4**spec.bits + 2) / 12 * spec.in_dims) ** -0.5 * rng.uniform(0.7, 1.4, size))
+    packed = pack_codes(mx.array(numbers), spec.bits)
+    return PackedWeight(packed, spec.bits, "affine", scales, -zero * scales)
+
+
+def _outlier_columns(spec: Spec) -> np.ndarray:
+    """Spread over the whole vector, one of them last."""
+    return np.arange(1, spec.outliers + 1) * spec.in_dims // spec.outliers - 1
 
 
 def _draw(values: Any, dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -199,8 +227,10 @@ def _low_rank(spec: Spec, rng: np.random.Generator, shared: LowRank | None = Non
 
 
 def _product_options(spec: Spec, rng: np.random.Generator) -> ProductOptions:
+    # Outliers make a norm divide by more: the others are to have their size again.
+    size = (1 + spec.outliers * _OUTLIER**2 / max(1, spec.in_dims)) ** 0.5
     return ProductOptions(
-        norm=_draw(rng.uniform(0.5, 1.5, spec.in_dims), spec.dtype) if spec.norm else None,
+        norm=_draw(size * rng.uniform(0.5, 1.5, spec.in_dims), spec.dtype) if spec.norm else None,
         eps=_EPS,
         residual=_activations(spec, rng, spec.out_dims) if spec.residual else None,
         adapters=(_low_rank(spec, rng),) if spec.rank else (),
@@ -210,6 +240,9 @@ def _product_options(spec: Spec, rng: np.random.Generator) -> ProductOptions:
 
 def _draw_product(spec: Spec, rng: np.random.Generator) -> tuple:
     x = _activations(spec, rng, spec.in_dims)
+    if spec.outliers:
+        columns = mx.array(_outlier_columns(spec))
+        x[..., columns] = _OUTLIER * (x[..., columns] + mx.sign(x[..., columns]))
     return x, packed_weight(spec, rng), _product_options(spec, rng)
 
 
@@ -354,8 +387,10 @@ def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
 
     An integer activation of b bits is off by up to half of `max|x| / (2**(b-1) - 1)`, evenly spread, which
     makes an error of `crest / sqrt(12) / (2**(b-1) - 1)` of a product's size, where `crest` is the ratio
-    of the vector's largest element to its root mean square. Codes that are multiplied without their offset
-    (`sum(x c) s + sum(x) b`) double both kinds of error, and a factor of 2 is left for chance.
+    of the vector's largest element to its root mean square. What is far larger than the others has to be
+    multiplied apart, so that `crest` has a limit, and an outlier adds no more than it does to float32 sums.
+    Codes that are multiplied without their offset (`sum(x c) s + sum(x) b`) double both kinds of error, and a
+    factor of 2 is left for chance.
     """
     u = UNIT_ROUNDOFF[spec.dtype]
     if spec.dtype == mx.float32 and device() == "gpu" and spec.batch * spec.tokens > 1:
@@ -363,10 +398,15 @@ def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
     vectors = oracle.float64(x)
     if options.norm is not None:
         vectors = oracle.rms_norm(vectors, oracle.float64(options.norm), options.eps)
-    crest = (np.abs(vectors).max(-1) / np.sqrt((vectors**2).mean(-1))).max()
+    others = vectors
+    if spec.outliers:
+        others = np.delete(vectors, _outlier_columns(spec), axis=-1)
+    size = np.sqrt((others**2).mean(-1))
+    crest = min((np.abs(others).max(-1) / size).max(), _CREST[spec.activation_bits])
     levels = 2 ** (spec.activation_bits - 1) - 1
     integers = 2 * crest / (12**0.5 * levels)
-    sums = (4 + spec.in_dims**0.5) * 2.0**-24
+    largest = (np.abs(vectors).max(-1) / size).max() if spec.outliers else 0.0
+    sums = (4 + spec.in_dims**0.5 + largest) * 2.0**-24
     return float((5 if spec.rank else 4) * u + 2 * sums + 2 * integers)
 
 

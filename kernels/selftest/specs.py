@@ -37,6 +37,8 @@ class Spec(NamedTuple):
         adapter_dtype: type of the adapters' numbers; None for that of the activations.
         sections: projections that share the matrix, as far as adapters are concerned.
         activation_bits: 16 or 8.
+        outliers: columns of the activations that are 1,000 times the others, and whose weights are 0, so that
+            the others' share of the result is what is seen; not of a balanced matrix, whose grid has no 0.
         heads, kv_heads, head_dim: heads and their width, for attention and what stands before it.
         capacity: columns of the KV buffers.
         tail: columns of the buffers' tail, 0 for none.
@@ -59,6 +61,7 @@ class Spec(NamedTuple):
     sections: int = 1
     adapter_dtype: mx.Dtype | None = None
     activation_bits: int = 16
+    outliers: int = 0
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
@@ -82,6 +85,8 @@ class Spec(NamedTuple):
         words += [n for n in ("norm", "residual", "rope") if getattr(self, n)]
         if self.rank:
             words.append(f"LoRA {self.rank}")
+        if self.outliers:
+            words.append(f"{self.outliers} outliers")
         if self.activation_bits != 16:
             words.append(f"{self.activation_bits}-bit activations")
         return ", ".join([*words, str(self.dtype).removeprefix("mlx.core.")])
@@ -92,7 +97,7 @@ def full_specs() -> list[Spec]:
 
     Dtypes and fusions are spread over the problems instead of multiplying their number.
     """
-    return [*_products(), *_swiglus(), *_heads(), *_lookups(), *_attentions()]
+    return [*_products(), *_outliers(), *_swiglus(), *_heads(), *_lookups(), *_attentions()]
 
 
 def _matrices(
@@ -128,6 +133,19 @@ def _products() -> Iterator[Spec]:
                 sections=3 if matrix[1] == _ALIGNED[0] else 1,
                 activation_bits=draw.choice((16, 16, 16, 8)),
             )
+
+
+def _outliers() -> Iterator[Spec]:
+    """A few outliers and many; in float32, whose rounding doesn't hide what they do to the others."""
+    for granularity, bits in itertools.product(("row", "group"), (2, 4, 8)):
+        matrix: _Fields = {"in_dims": 512, "out_dims": 96, "bits": bits, "mode": "affine"}
+        matrix |= {"granularity": granularity, "group_size": 64 if granularity == "group" else 0}
+        for (batch, tokens), few, exact in itertools.product(
+            ((1, 1), (2, 4)), (True, False), (True, False)
+        ):
+            fields: _Fields = {"outliers": 3 if few else 24, "activation_bits": 16 if exact else 8}
+            fields |= {"norm": few, **matrix}
+            yield Spec("packed_matmul", mx.float32, batch, tokens, **fields)
 
 
 def _swiglus() -> Iterator[Spec]:

@@ -49,6 +49,28 @@ int value_at(const int8_t* x, const Layout& layout, int64_t k) {
   return value;
 }
 
+// A few columns of the codes, with scales as offsets, too.
+void test_columns(const Kernels& k, const uint8_t* codes, int64_t rows, int64_t cols, int bits, int64_t group,
+                  const float* scales, int64_t stride, const float* x) {
+  const int64_t row_bytes = cols * bits / 8, of_row = group > 0 ? stride : 1, group_cols = group > 0 ? group : cols;
+  const int32_t columns[] = {0, static_cast<int32_t>(draw() % cols), static_cast<int32_t>(cols - 1)};
+  float* out = array<float>(rows);
+  for (int64_t n = 0; n < rows; ++n) out[n] = x[n % cols];
+  k.add_columns({codes, rows, row_bytes, bits, columns, x, 3, scales, scales, -1.5f, of_row, group_cols, out});
+  for (int64_t n = 0; n < rows; ++n) {
+    double wanted = x[n % cols];
+    for (int i = 0; i < 3; ++i) {
+      const double scale = scales[n * of_row + columns[i] / group_cols];
+      wanted += x[i] * scale * (code_at(codes + n * row_bytes, bits, columns[i]) - 1.5);
+    }
+    expect(out[n], wanted, 1e-6 * (1 << bits), "columns");
+  }
+  int64_t below = 0;
+  for (int64_t i = 0; i < cols; ++i) below += fabsf(x[i]) < 0.5f;
+  expect(k.count_below(x, cols, 0.5f), below, 0, "below");
+  free(out);
+}
+
 // Quantizes a vector, checks that, and multiplies rows of codes with it; group 0 is one scale per row.
 void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t cols, int64_t group) {
   const int64_t row_bytes = cols * bits / 8, groups = group > 0 ? cols / group : 1;
@@ -66,13 +88,18 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
   int8_t* planes = array<int8_t>(digit_bytes(layout, cols));
   float* sums = array<float>(groups);
   float unit;
-  k.quantize(x, cols, layout, groups, planes, &unit, sums);
+  float* rest = array<float>(cols);
+  memcpy(rest, x, cols * sizeof(float));
+  k.quantize(rest, cols, layout, groups, planes, &unit, sums, draw() % 2 ? rest : nullptr);
+  const bool kept = memcmp(rest, x, cols * sizeof(float)) == 0;
+  expect(k.largest(x, cols), largest, 0, "largest");
   expect(unit, largest / (digits == 2 ? 32639 : 127), 1e-6 * unit, "unit");
   for (int64_t g = 0; g < groups; ++g) {
     double sum = 0;
     for (int64_t i = g * (cols / groups); i < (g + 1) * (cols / groups); ++i) {
       const double back = static_cast<double>(unit) * value_at(planes, layout, i);
       expect(back, x[i], unit * 0.51, "digits");  // half a unit, and float32's error at 32639 units
+      if (!kept) expect(back + rest[i], x[i], 1e-7 * largest, "what is left");
       sum += back;
     }
     expect(sums[g], sum, 1e-5 * largest * cols, "sums");
@@ -90,7 +117,8 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
     }
     expect(out[n], wanted, 1e-6 * gross, "product");
   }
-  free(codes), free(x), free(scales), free(planes), free(sums), free(out);
+  test_columns(k, codes, rows, cols, bits, group, scales, stride, x);
+  free(codes), free(x), free(rest), free(scales), free(planes), free(sums), free(out);
 }
 
 void test_floats(const Kernels& k, int64_t count) {
@@ -183,7 +211,7 @@ int main(int argc, char** argv) {
   }
   for (const int bits : {2, 4, 8}) {
     for (const int digits : {1, 2}) {
-      for (const int64_t rows : {1, 4, 11}) {
+      for (const int64_t rows : {1, 4, 16, 27}) {
         for (const int64_t words : {1, 3, 16, 37, 160}) {
           test_vector(*k, bits, digits, rows, words * 32 / bits, 0);
         }

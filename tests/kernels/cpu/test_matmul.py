@@ -106,10 +106,10 @@ def test_an_identity_shows_what_activations_become(ops, rng, isa):
         off, coarse = (np.linalg.norm(exact(a) - exact(typical)) for a in (y, bfloat16))
         assert off < coarse
         x = mx.array(typical)
-        x[:, int(rng.integers(k))] = 100  # the worst case: one outlier sets the unit
+        x[:, int(rng.integers(k))] = 10  # sets the unit, as it is too small to be multiplied apart
         for activation_bits, largest in LARGEST.items():
             y = ops.packed_matmul(x, identity, ProductOptions(activation_bits=activation_bits))
-            compare.assert_within(y, x, 100 / largest / 2 * (1 + 1e-3), (bits, activation_bits))
+            compare.assert_within(y, x, 10 / largest / 2 * (1 + 1e-3), (bits, activation_bits))
 
 
 def test_the_largest_sums_fit(ops, isa):

@@ -1,12 +1,14 @@
 """What a call reads and writes, and other bytes for the same work."""
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from afm_mlx.kernels import KeyValues, PackedWeight
-from afm_mlx.kernels.selftest import specs
+from afm_mlx.kernels.selftest import oracle, specs
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import Spec
+from tests.tools.compare import exact
 
 MATRIX = {"in_dims": 512, "out_dims": 96, "bits": 2, "mode": "balanced", "granularity": "row"}
 PACKED = 96 * 512 // 4 + 96 * 4
@@ -41,6 +43,30 @@ def test_bytes_of_an_adapter_count_where_a_row_uses_it(rng):
     (low_rank,) = problem.args[-1].adapters
     used = low_rank.numbers[low_rank.slots.item()].nbytes
     assert problem.nbytes == PACKED + 4 * (512 + 96) + used + low_rank.scales.nbytes + 4
+
+
+def test_outliers_show_what_one_scale_for_all_costs_the_others(rng):
+    outliers = [spec for spec in specs.full_specs() if spec.outliers]
+    assert {spec.activation_bits for spec in outliers} == {16, 8}
+    for spec in outliers:
+        problem = make(spec._replace(norm=False), rng)
+        x, weight, options = problem.args
+        vectors = exact(x)
+        typical = np.abs(vectors) < 100
+        assert (~typical).sum() == spec.outliers * spec.batch * spec.tokens
+        levels = 2 ** (spec.activation_bits - 1) - 1
+        for apart in (False, True):
+            rest = np.where(typical | (not apart), vectors, 0)
+            unit = np.abs(rest).max(-1, keepdims=True) / levels
+            rounded = np.where(rest != 0, np.round(rest / unit) * unit, vectors)
+            got = oracle.packed_matmul(mx.array(rounded.astype(np.float32)), weight, options)
+            error = problem.error(mx.array(got.astype(np.float32)))
+            assert (error <= problem.bound) == apart, spec.label
+
+
+def test_a_grid_without_a_zero_is_refused(rng):
+    with pytest.raises(ValueError, match="affine, not balanced"):
+        make(Spec("packed_matmul", **MATRIX, outliers=2), rng)
 
 
 def test_calls_in_turn_read_other_bytes_of_the_same_size(rng):

@@ -1,0 +1,30 @@
+// Elements of a vector that are too large to share a scale with the others.
+//
+// With one scale for all, the largest element sets the unit, and what is far below it is lost. So no more than 3/8
+// of the elements that are not 0 may be below 1/128 of the largest; of int8 activations, half below 1/32. Of a vector
+// that breaks this, up to `kMaxOutliers` of the largest elements are multiplied apart, as few as mend it. Where as many
+// don't mend it, none are, and what rounding leaves of the vector is multiplied in further passes.
+#pragma once
+
+#include <cstdint>
+
+namespace afm {
+
+constexpr int kMaxOutliers = 16;
+
+struct Outliers {
+  int64_t count = 0;
+  int32_t columns[kMaxOutliers];
+  float values[kMaxOutliers];
+};
+
+// What a vector needs besides its integers.
+enum class Extra : uint8_t { none, outliers, passes };
+
+// Says what x (cols,) needs, and finds its outliers where it is those; nothing for an infinity or a NaN.
+Extra find_outliers(const float* x, int64_t cols, int digits, Outliers& found);
+
+// Whether x needs another pass, after `further` of them; each adds one digit, that of 1/254 of the unit before.
+bool needs_pass(const float* x, int64_t cols, int digits, int further);
+
+}  // namespace afm
