@@ -30,7 +30,7 @@ def drawn(rng, op, dtype, batch, tokens, heads, kv_heads, head_dim, **options):
 # -- RoPE, QK-norm, int8 keys and values
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "batch", "tokens", "shape"),
     [
         *((dtype, 1, 1, (16, 2, 128)) for dtype in DTYPES),  # the 3B
