@@ -25,7 +25,7 @@ for (uint tile = 0; tile < TILES; tile++) {
   if (start >= out_dims) break;
   uint rows[CODE_ROWS];
   UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r, out_dims - 1);
-  Products<F, ROWS, CODE_ROWS, (sizeof(x[0]) > 2)> products;
+  Products<F, ROWS, CODE_ROWS, is_exact(sizeof(x[0]), ROWS)> products;
   multiply<F, ROWS, CODE_ROWS, false>(vectors, matrix, matrix, rows, steps_of(lane, 0, 1), products);
   const uint row = min(start + lane / SHARERS, out_dims - 1);
   UNROLL for (uint m = 0; m < ROWS; m++) {

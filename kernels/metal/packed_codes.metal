@@ -148,10 +148,13 @@ Vectors<NORM, X, Norm> make_vectors(X x, Norm norm, float eps) {
   return vectors;
 }
 
-/// What a lane has added up of the products of ROWS vectors with COUNT rows of codes.
+/// Whether the offsets of codes are taken off every code, for inputs of `bytes` bytes in `rows` vectors.
 ///
-/// A code's half has digits to spare for 16-bit inputs: the offsets are taken off the sum of a step. Of float32
-/// inputs (EXACT) they are taken off every code.
+/// Else they are taken off the sum of a step, which rounds less than inputs of 16 bits have been. For more than
+/// two vectors, that is no less work.
+constexpr bool is_exact(uint bytes, int rows) { return bytes > 2 || rows > 2; }
+
+/// What a lane has added up of the products of ROWS vectors with COUNT rows of codes; EXACT: see `is_exact`.
 template <typename F, int ROWS, int COUNT, bool EXACT>
 struct Products {
   static constant constexpr const bool BY_GROUP = F::MODE != PALETTE && F::GRANULARITY == PER_GROUP;

@@ -62,7 +62,7 @@ auto vectors = make_vectors<NORM>(x, norm, eps[0]);
 uint rows[CODE_ROWS];
 UNROLL for (uint r = 0; r < CODE_ROWS; r++) rows[r] = min(start + r % OUTPUTS, out_dims - 1);
 
-Products<F, ROWS, CODE_ROWS, (sizeof(vectors.x[0]) > 2)> products;
+Products<F, ROWS, CODE_ROWS, is_exact(sizeof(vectors.x[0]), ROWS)> products;
 const Steps steps = steps_of(lane, SPLIT ? simdgroup : 0, SPLIT ? SIMDGROUPS : 1);
 multiply<F, ROWS, CODE_ROWS, PAIR>(vectors, first, second, rows, steps, products);
 
