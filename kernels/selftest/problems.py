@@ -402,7 +402,7 @@ def _product_bound(spec: Spec, x: mx.array, options: ProductOptions) -> float:
     if spec.outliers:
         others = np.delete(vectors, _outlier_columns(spec), axis=-1)
     size = np.sqrt((others**2).mean(-1))
-    crest = min((np.abs(others).max(-1) / size).max(), _CREST[spec.activation_bits])
+    crest = min((np.abs(others).max(-1) / size).max(), _CREST.get(spec.activation_bits, np.inf))
     levels = 2 ** (spec.activation_bits - 1) - 1
     integers = 2 * crest / (12**0.5 * levels)
     largest = (np.abs(vectors).max(-1) / size).max() if spec.outliers else 0.0

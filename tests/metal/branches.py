@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from afm_mlx.kernels.metal.runtime import FOLDER
+from afm_mlx.kernels.metal.runtime import FOLDER, _read
 
 from . import toolchain
 from .lint import without_comments
@@ -169,7 +169,7 @@ def sites() -> tuple[Site, ...]:
     """The sites of all files; the index of one is its number in the records."""
     found = []
     for path in sorted(FOLDER.glob("*.metal")):
-        text = path.read_text(encoding="utf-8")
+        text = _read(path.stem)
         code = without_comments(text)
         for kind, begin, end, start in sorted(set(_found(code))):
             if not _is_constant(code, start):
