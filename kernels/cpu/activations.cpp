@@ -14,6 +14,7 @@ class Preparation {
   Preparation(const Activations& x, const PackedMatrix& w, int64_t start, int64_t count, Prepared& out,
               PrepareScratch& scratch)
       : x_(x), cols_(w.cols), start_(start), count_(count), out_(out), scratch_(scratch) {
+    arranged_ = out.path == Path::matrix && kernels().arrange != nullptr && w.mode != Mode::palette;
     layout_.bits = w.bits;
     layout_.bytes = out.path == Path::matrix ? 8 * w.bits : kernels().vector_bytes;
     scratch.passes.clear();
@@ -103,7 +104,7 @@ class Preparation {
   // Puts a pass's digits into the order of `Kernels::matrix`.
   void arrange(Pass& pass, PrepareScratch::OfPass& room) const {
     const Kernels& k = kernels();
-    if (out_.path != Path::matrix || k.arrange == nullptr) return;
+    if (!arranged_) return;
     const int64_t step = k.matrix_vectors, width = std::min(step, pass.count), stride = width * pass.digit_bytes;
     const int64_t blocks = (pass.count + step - 1) / step;
     int8_t* arranged = room.arranged.get<int8_t>(blocks * stride);
@@ -150,13 +151,17 @@ class Preparation {
   Prepared& out_;
   PrepareScratch& scratch_;
   Layout layout_;
+  bool arranged_;
   const float* norm_ = nullptr;
 };
 
 }  // namespace
 
 Path path_of(const PackedMatrix& w, int64_t vectors) {
-  if (w.mode == Mode::palette) return Path::floats;
+  if (w.mode == Mode::palette) {
+    if (w.bits == 8 || kernels().palette_vector == nullptr) return Path::floats;
+    return vectors > 1 ? Path::matrix : Path::vector;
+  }
   if (!is_grouped(w)) return vectors > 1 && kernels().matrix != nullptr ? Path::matrix : Path::vector;
   const int64_t bits = w.cols / w.groups * w.bits, reg = 8 * kernels().vector_bytes;
   const bool fits = bits % reg == 0 || (reg % bits == 0 && bits % 32 == 0);
@@ -170,7 +175,8 @@ Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int6
   out.count = count;
   out.sum_groups = is_grouped(w) ? w.groups : 1;
   const bool integers = out.path != Path::floats;
-  float* floats = adapted || !integers ? scratch.floats.get<float>(count * w.cols) : nullptr;
+  const bool as_floats = adapted || !integers || w.mode == Mode::palette;
+  float* floats = as_floats ? scratch.floats.get<float>(count * w.cols) : nullptr;
   Preparation preparation(x, w, start, count, out, scratch);
   if (integers) {
     preparation.quantize(floats);

@@ -15,7 +15,8 @@ namespace afm {
 enum class Path {
   vector,  // integer kernels, one vector at a time
   matrix,  // integer kernels, several vectors at a time
-  floats,  // rows are turned into float32: palettes, and groups that no register holds a whole number of
+  floats,  // rows are turned into float32: groups that no register holds a whole number of, and palettes that no
+           // kernel takes
 };
 
 inline bool is_grouped(const PackedMatrix& w) { return w.groups > 1; }
@@ -43,7 +44,7 @@ struct Prepared {
   int64_t sum_groups = 1;
   const std::vector<Pass>* passes = nullptr;  // none for Path::floats
   const Outliers* outliers = nullptr;         // (count,); null where no vector has any
-  const float* floats = nullptr;  // (count, K), for Path::floats and adapters; null where nothing needs them
+  const float* floats = nullptr;  // (count, K), for palettes, Path::floats and adapters; else null
 };
 
 // What `Prepared` points to, until the next call.

@@ -68,6 +68,17 @@ struct MatrixJob {
   PrefetchRows ahead;  // of `rows`
 };
 
+constexpr int kTableBytes = 32;
+
+// Codes of a palette times vectors. Its numbers are integers in [0, 65535] as well, two unsigned bytes each:
+// out[v * out_stride + n] = the sum of integer * digit value.
+struct PaletteJob {
+  MatrixJob job;          // one vector lies in the layout of `vector_bytes`, several in that of `matrix`
+  const uint8_t* tables;  // kTableBytes each: 16 high bytes, 16 low ones
+  int64_t rows_per_table;
+  int64_t first;          // rows of the first table that come before these
+};
+
 // Rows of an adapter's A times some vectors:
 //   hidden[v * hidden_stride + r] = scale * the sum over k of numbers[start + r * cols + k] * x[v * x_stride + k]
 struct ShrinkJob {
@@ -134,6 +145,11 @@ struct Kernels {
   // `row_bytes` long. Null where it wants them as they are.
   int64_t matrix_vectors;
   void (*arrange)(const int8_t* rows, int64_t count, int64_t width, int64_t row_bytes, int8_t* out);
+
+  // Palettes of 2 and 4 bits with one vector, and with several, never arranged; null where rows are turned into
+  // float32 instead.
+  void (*palette_vector)(const PaletteJob& job);
+  void (*palette_matrix)(const PaletteJob& job);
 
   // Element types from and to float32; indices count elements.
   void (*load)(Floats from, int64_t start, int64_t count, float* out);

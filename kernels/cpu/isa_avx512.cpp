@@ -110,6 +110,136 @@ void matrix(const MatrixJob& job) {
   return two ? multiply_matrix<8, 2>(job) : multiply_matrix<8, 1>(job);
 }
 
+// ---- Palettes: a byte permutation looks up 64 codes' high bytes, another one their low bytes
+
+inline __m512i load_table(const uint8_t* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline const uint8_t* table_of(const PaletteJob& palette, int64_t row) {
+  return palette.tables + (palette.first + row) / palette.rows_per_table * kTableBytes;
+}
+
+// Two rows at once: their sums, each field's apart, hide the latency of vpdpbusd.
+template <int BITS, int DIGITS>
+inline void multiply_palette_rows(const PaletteJob& palette, const int64_t (&rows)[2], Isa::Lanes* lanes) {
+  constexpr int kFields = 8 / BITS, kApart = kFields * DIGITS > 4 ? 1 : kFields;
+  const MatrixJob& job = palette.job;
+  __m512i sums[2][2][DIGITS][kApart] = {}, tables[2][2];
+  const uint8_t* codes[2];
+  for (int r = 0; r < 2; ++r) {
+    codes[r] = job.codes + rows[r] * job.row_bytes;
+    for (int plane = 0; plane < 2; ++plane) tables[r][plane] = load_table(table_of(palette, rows[r]) + 16 * plane);
+  }
+  const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
+  const int8_t* x = job.x;
+  for (int64_t left = job.row_bytes; left > 0; left -= 64, x += 64 * kFields * DIGITS) {
+#pragma GCC unroll 2
+    for (int r = 0; r < 2; ++r, codes[r - 1] += 64) {
+      Isa::prefetch(codes[r] + kPrefetch);
+      const __m512i v = left >= 64 ? Isa::load(codes[r]) : Isa::load_part(codes[r], left);
+#pragma GCC unroll 4
+      for (int p = 0; p < kFields; ++p) {
+        const __m512i field = _mm512_and_si512(_mm512_srli_epi16(v, BITS * p), mask);
+#pragma GCC unroll 2
+        for (int plane = 0; plane < 2; ++plane) {
+          const __m512i numbers = _mm512_shuffle_epi8(tables[r][plane], field);
+#pragma GCC unroll 2
+          for (int d = 0; d < DIGITS; ++d) {
+            multiply_add_bytes(sums[r][plane][d][p % kApart], numbers, x + (d * kFields + p) * 64);
+          }
+        }
+      }
+    }
+  }
+  for (int r = 0; r < 2; ++r) {
+    __m512 planes[2];
+    for (int plane = 0; plane < 2; ++plane) {
+      __m512 digits[DIGITS];
+      for (int d = 0; d < DIGITS; ++d) {
+        __m512i sum = sums[r][plane][d][0];
+        for (int p = 1; p < kApart; ++p) sum = _mm512_add_epi32(sum, sums[r][plane][d][p]);
+        digits[d] = _mm512_cvtepi32_ps(sum);
+      }
+      planes[plane] = digits[0];
+      if constexpr (DIGITS == 2) planes[plane] = _mm512_fmadd_ps(digits[0], _mm512_set1_ps(256), digits[1]);
+    }
+    lanes[r] = _mm512_fmadd_ps(planes[0], _mm512_set1_ps(256), planes[1]);
+  }
+}
+
+template <int BITS, int DIGITS>
+void multiply_palette_vector(const PaletteJob& palette) {
+  const MatrixJob& job = palette.job;
+  alignas(64) float out[Isa::kLanes];
+  for (int64_t row = 0; row < job.rows; row += Isa::kLanes) {
+    Isa::Lanes lanes[Isa::kLanes] = {};
+    const int64_t count = smaller(Isa::kLanes, job.rows - row);
+    for (int64_t r = 0; r < count; r += 2) {
+      multiply_palette_rows<BITS, DIGITS>(palette, {row + r, row + smaller(r + 1, count - 1)}, lanes + r);
+    }
+    Isa::reduce(lanes, out);
+    std::memcpy(job.out + row, out, count * sizeof(float));
+  }
+}
+
+void palette_vector(const PaletteJob& palette) {
+  const bool two = palette.job.digits == 2, short_codes = palette.job.bits == 2;
+  if (short_codes) return two ? multiply_palette_vector<2, 2>(palette) : multiply_palette_vector<2, 1>(palette);
+  return two ? multiply_palette_vector<4, 2>(palette) : multiply_palette_vector<4, 1>(palette);
+}
+
+// The bytes that rows of codes stand for go where `multiply_matrix` has four rows of codes: the high ones and the low
+// ones of two.
+template <int BITS, int DIGITS>
+void multiply_palette_matrix(const PaletteJob& palette) {
+  constexpr int kTile = 4 / DIGITS, kVectors = 4;
+  const MatrixJob& job = palette.job;
+  const int64_t steps = job.x_row_bytes / (64 * DIGITS);
+  uint8_t* bytes = job.scratch;
+  alignas(64) float out[kVectors * kRows];
+  Prefetcher beside(job.ahead, 0, job.rows, (job.rows + 1) / 2);
+  for (int64_t row = 0; row < job.rows; row += 2) {
+    beside.next_share();
+    const int64_t rows = smaller(2, job.rows - row);
+    for (int64_t r = 0; r < rows; ++r) {
+      uint8_t* high = bytes + 2 * r * steps * 64;
+      uint8_t* low = high + steps * 64;
+      unpack_row<BITS>(job.codes + (row + r) * job.row_bytes, job.row_bytes, high);
+      const uint8_t* table = table_of(palette, row + r);
+      const __m512i of_high = load_table(table), of_low = load_table(table + kTableBytes / 2);
+      for (int64_t s = 0; s < steps * 64; s += 64) {
+        const __m512i codes = _mm512_load_si512(high + s);
+        _mm512_store_si512(high + s, _mm512_shuffle_epi8(of_high, codes));
+        _mm512_store_si512(low + s, _mm512_shuffle_epi8(of_low, codes));
+      }
+    }
+    if (rows < 2) std::memset(bytes + 2 * steps * 64, 0, 2 * steps * 64);
+    for (int64_t m = 0; m < job.vectors; m += kVectors) {
+      const int64_t vectors = smaller(kVectors, job.vectors - m);
+      Isa::Lanes lanes[kVectors * kRows] = {};
+      for (int64_t v = 0; v < vectors; v += kTile) {
+        const int8_t* x[kTile];
+        for (int i = 0; i < kTile; ++i) x[i] = job.x + (m + smaller(v + i, vectors - 1)) * job.x_row_bytes;
+        multiply_tile<DIGITS>(bytes, steps, x, lanes + v * kRows);
+      }
+      Isa::reduce(lanes, out);
+      for (int64_t v = 0; v < vectors; ++v) {
+        for (int64_t r = 0; r < rows; ++r) {
+          const float* planes = out + v * kRows + 2 * r;
+          job.out[(m + v) * job.out_stride + row + r] = 256 * planes[0] + planes[1];
+        }
+      }
+    }
+  }
+}
+
+void palette_matrix(const PaletteJob& palette) {
+  const bool two = palette.job.digits == 2, short_codes = palette.job.bits == 2;
+  if (short_codes) return two ? multiply_palette_matrix<2, 2>(palette) : multiply_palette_matrix<2, 1>(palette);
+  return two ? multiply_palette_matrix<4, 2>(palette) : multiply_palette_matrix<4, 1>(palette);
+}
+
 // Tables of up to 16 numbers fit into a register, and a permutation looks 16 of them up.
 void look_up_in_register(const uint8_t* codes, int bits, const float* table, int64_t count, float* out) {
   if (bits == 8) return look_up(codes, bits, table, count, out);
@@ -139,6 +269,8 @@ const Kernels* avx512_kernels() {
     Kernels k = common_kernels("avx512");
     k.matrix = matrix;
     k.look_up = look_up_in_register;
+    k.palette_vector = palette_vector;
+    k.palette_matrix = palette_matrix;
     return k;
   }();
   return &table;

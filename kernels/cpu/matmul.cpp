@@ -9,6 +9,7 @@
 #include "activations.h"
 #include "isa.h"
 #include "low_rank.h"
+#include "palette.h"
 #include "pool.h"
 #include "scratch.h"
 
@@ -69,19 +70,21 @@ void expand_row(const PackedMatrix& w, int64_t row, float* out) {
 
 struct RowScratch {
   Scratch product, second, further, scales, biases, row, residual;
+  PaletteScratch palette;
 };
+
+// out[m * stride] = product of vector m with row n, in float32
+void multiply_row(const Prepared& x, const PackedMatrix& w, int64_t n, float* out, int64_t stride,
+                  RowScratch& scratch) {
+  float* row = scratch.row.get<float>(w.cols);
+  expand_row(w, n, row);
+  for (int64_t m = 0; m < x.count; ++m) out[m * stride] = kernels().dot(row, x.floats + m * w.cols, w.cols);
+}
 
 // out (count, end - begin) = products of all vectors with rows [begin, end)
 void multiply_floats(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, float* out,
                      RowScratch& scratch) {
-  float* row = scratch.row.get<float>(w.cols);
-  for (int64_t n = begin; n < end; ++n) {
-    expand_row(w, n, row);
-    for (int64_t m = 0; m < x.count; ++m) {
-      out[m * (end - begin) + n - begin] =
-          kernels().dot(row, x.floats + m * w.cols, w.cols);
-    }
-  }
+  for (int64_t n = begin; n < end; ++n) multiply_row(x, w, n, out + n - begin, end - begin, scratch);
 }
 
 // What turns codes of rows [begin, end) into numbers: slope * code + factor * offset, with those of row n and group g
@@ -166,6 +169,50 @@ void add_pass(const Pass& pass, int64_t rows, const float* product, float* out) 
   }
 }
 
+// Products of one pass with rows of a palette.
+void multiply_palette_pass(const Prepared& x, const Pass& pass, const PackedMatrix& w, const Palette& palette,
+                           int64_t begin, int64_t rows, const PrefetchRows& ahead, float* out, RowScratch& scratch) {
+  const Kernels& k = kernels();
+  PaletteJob job = {{codes_of(w, begin), rows, row_bytes(w), pass.x, pass.count, pass.digit_bytes, pass.digits, w.bits,
+                     out, rows, nullptr, ahead},
+                    palette.bytes, palette.rows_per_table, palette.first};
+  if (x.path == Path::matrix) {
+    job.job.scratch = scratch.row.get<uint8_t>(kScratchRows * pass.digit_bytes / pass.digits);
+    k.palette_matrix(job);
+  } else {
+    Prefetcher(ahead, 0, rows, 1).next_share();
+    k.palette_vector(job);
+  }
+  for (int64_t i = 0; i < pass.count; ++i) {
+    k.finish(out + i * rows, palette.slopes, pass.scales[i], palette.offsets, pass.sums[i], rows);
+  }
+}
+
+void multiply_palette(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const PrefetchRows& ahead,
+                      float* out, RowScratch& scratch) {
+  const int64_t rows = end - begin;
+  const Palette palette = palette_of(w, begin, end, scratch.palette);
+  for (const Pass& pass : *x.passes) {
+    const bool first = pass.vectors == nullptr;
+    float* product = first ? out : scratch.further.get<float>(pass.count * rows);
+    multiply_palette_pass(x, pass, w, palette, begin, rows, first ? ahead : PrefetchRows{}, product, scratch);
+    if (!first) add_pass(pass, rows, product, out);
+  }
+  for (int64_t m = 0; x.outliers != nullptr && m < x.count; ++m) {
+    const Outliers& apart = x.outliers[m];
+    for (int64_t i = 0; i < apart.count; ++i) {
+      const int64_t bit = int64_t{apart.columns[i]} * w.bits;
+      for (int64_t n = 0; n < rows; ++n) {
+        const int code = codes_of(w, begin + n)[bit / 8] >> (bit % 8) & ((1 << w.bits) - 1);
+        out[m * rows + n] += apart.values[i] * palette.numbers[(palette.table_of(n) << w.bits) + code];
+      }
+    }
+  }
+  for (int64_t n = 0; palette.coarse && n < rows; ++n) {
+    if (std::isnan(palette.slopes[n])) multiply_row(x, w, begin + n, out + n, rows, scratch);
+  }
+}
+
 // out (count, end - begin) += what vectors have apart from their integers
 void add_outliers(const Prepared& x, const PackedMatrix& w, const Grid& grid, int64_t begin, int64_t end, float* out) {
   const int64_t rows = end - begin, group_cols = w.cols / std::max<int64_t>(w.groups, 1);
@@ -181,6 +228,7 @@ void add_outliers(const Prepared& x, const PackedMatrix& w, const Grid& grid, in
 void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t end, const PrefetchRows& ahead,
               float* out, RowScratch& scratch) {
   if (x.path == Path::floats) return multiply_floats(x, w, begin, end, out, scratch);
+  if (w.mode == Mode::palette) return multiply_palette(x, w, begin, end, ahead, out, scratch);
   const Grid grid = is_grouped(w) ? grid_of_groups(w, begin, end, scratch) : grid_of_rows(w, begin, end, scratch);
   for (const Pass& pass : *x.passes) {
     const bool first = pass.vectors == nullptr;
@@ -278,9 +326,10 @@ void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& 
             const Adapters& of_up, void* y, Number type) {
   static thread_local PrepareScratch scratch, second_scratch;
   static thread_local LowRankScratch gate_scratch, up_scratch;
-  // One set of digits serves both unless bits or groups differ.
-  const bool alike =
-      gate.groups == up.groups && gate.bits == up.bits && path_of(gate, x.rows) == path_of(up, x.rows);
+  // One set of digits serves both unless bits or groups differ, or one is a palette.
+  const bool alike = gate.groups == up.groups && gate.bits == up.bits &&
+                     path_of(gate, x.rows) == path_of(up, x.rows) &&
+                     (gate.mode == Mode::palette) == (up.mode == Mode::palette);
   for_vectors(x, gate, [&](int64_t start, int64_t count) {
     const bool adapted = of_gate.count > 0 || of_up.count > 0;
     const Prepared of_g = prepare(x, gate, adapted, start, count, scratch);

@@ -5,9 +5,9 @@
 // but dot products of unsigned with signed bytes, and those and their sums are exact. An int16 unit is
 // max|x| / 32639; each element moves by at most half of it, a vector of K by sqrt(K / 12) of it in the l2 norm (the
 // errors being spread evenly). At least 5/8 of the elements that are not 0 are 1/128 of max|x| or more, as outliers are
-// multiplied apart (see outliers.h): that is at most 0.0015 of the vector's norm, and far less of most vectors; bfloat16
-// rounds by 0.0017 in the mean.
-// A palette is multiplied in float32.
+// multiplied apart (see outliers.h): that is at most 0.0015 of the vector's norm, and far less of most vectors, where
+// bfloat16 rounds by 0.0017 in the mean.
+// A palette's numbers become integers as well where there is a kernel (see palette.h), or stay in float32.
 //
 // All arrays are row-major and contiguous but for the strides named. Nothing here checks shapes: the
 // callers do. Work is shared among the threads of `ThreadPool::shared()`.

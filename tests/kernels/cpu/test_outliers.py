@@ -148,6 +148,57 @@ def test_units_on_both_sides_of_every_threshold(ops, rng, isas):
                     assert 0.4 < off < 0.51, (isa, activation_bits, numbers, off)
 
 
+def test_palettes_with_outliers(ops, rng, isas):
+    """Their columns have codes whose numbers are 0; rows of one table more or less than a stretch of work."""
+    k = 960
+    for isa in isas():
+        for bits, rows, tables, outliers, activation_bits in all_pairs(
+            (2, 4, 8), (1, 2, 19), (1, 3, 30), (0, 1, 16, 17), (16, 8)
+        ):
+            columns = rng.choice(k, outliers, replace=False)
+            x = rng.standard_normal((rows, k)).astype(np.float32)
+            x[-1:, columns] = 1e4 * rng.choice([-1, 1], outliers)
+            table = rng.standard_normal((tables, 2**bits)).astype(np.float32)
+            table[:, 1] = 0
+            codes = rng.integers(0, 2**bits, (90, k))
+            codes[:, columns] = 1
+            palette = PackedWeight(pack_codes(mx.array(codes), bits), bits, "palette")
+            palette = palette._replace(table=mx.array(table))
+            options = ProductOptions(activation_bits=activation_bits)
+            y = exact(ops.packed_matmul(mx.array(x), palette, options))
+            wanted = x.astype(np.float64) @ oracle.matrix(palette).T
+            allowed = 2.0**-9 if activation_bits == 16 else 0.07
+            assert (relative(y, wanted) <= allowed).all(), (isa, bits, rows, tables, outliers)
+
+
+def test_tables_on_both_sides_of_what_integers_are_good_for(ops, rng, isas):
+    """A number that is far larger than the others of its table, and that no code names, costs them nothing."""
+    k, n = 512, 80
+    for isa in isas():
+        for rows in (1, 6):
+            x = draw(rng, (rows, k))
+            # Of 16 numbers, 6 or 7 below 128 of 65,534 steps; another table has an infinity, one only zeros.
+            for small in (6, 7):
+                table = np.full((5, 16), 0.5) * rng.uniform(0.9, 1, (5, 16))
+                table[1, :small] = rng.uniform(0.8, 0.99, small) * 128 / 65534
+                table[:, 15] = 1
+                table[2, 15], table[3] = np.inf, 0
+                codes = rng.integers(0, 15, (n, k))
+                codes[16:32] = rng.integers(0, small, (16, k))
+                words = pack_codes(mx.array(codes), 4)
+                table = mx.array(table.astype(np.float32))
+                palette = PackedWeight(words, 4, "palette", table=table)
+                y = exact(ops.packed_matmul(x, palette, PLAIN))
+                finite = mx.where(mx.isinf(table), mx.array(0.0), table)
+                wanted = exact(x) @ oracle.matrix(palette._replace(table=finite)).T
+                off = relative(y.T.reshape(5, -1), wanted.T.reshape(5, -1) + 1e-30)
+                assert (off[[0, 2, 4]] < 1e-3).all(), (isa, rows, small)
+                assert (y[:, 48:64] == 0).all(), (isa, rows, small)
+                integers = isa in ("amx", "avx512") and small == 6
+                assert (off[1] > 1e-3) == integers, (isa, rows, small, off)
+                assert off[1] < (0.01 if integers else 1e-4), (isa, rows, small, off)
+
+
 def test_rows_of_a_batch_as_alone(ops, rng, isas):
     """Some rows have outliers, some need further passes, one is no number; adapters take them whole."""
     k, n = 960, 90
