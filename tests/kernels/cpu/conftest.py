@@ -19,6 +19,22 @@ def isa(request):
 
 
 @pytest.fixture
+def isas():
+    """A function that goes through the instruction sets: one test for all of them."""
+    if native is None:
+        pytest.skip(extension.unavailable())
+    before = native.instruction_set()
+
+    def each():
+        for name in native.instruction_sets():
+            assert native.use_instruction_set(name)
+            yield name
+
+    yield each
+    assert native.use_instruction_set(before)
+
+
+@pytest.fixture
 def ops():
     """The operations by their names, as `dispatch` calls them."""
     if native is None:

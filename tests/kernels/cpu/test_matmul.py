@@ -52,12 +52,13 @@ def test_swiglu(ops, rng, isa):
         assert_solved(make(spec, rng), ops.packed_swiglu)
 
 
-def test_largest_products(ops, rng, isa):
-    for rows in (1, 3, 20):  # many pieces, so that threads share them out
-        spec = Spec(
-            "packed_argmax", mx.float32, 1, rows, *matrix(FORMATS[2], 4, 3000, 64), norm=True
-        )
-        assert_solved(make(spec, rng), ops.packed_argmax)
+def test_largest_products(ops, rng, isas):
+    for _ in isas():
+        for rows in (1, 3, 20):  # many pieces, so that threads share them out
+            spec = Spec(
+                "packed_argmax", mx.float32, 1, rows, *matrix(FORMATS[2], 4, 3000, 64), norm=True
+            )
+            assert_solved(make(spec, rng), ops.packed_argmax)
 
 
 def test_rows_as_numbers(ops, rng, isa):
@@ -77,19 +78,20 @@ def test_columns_that_fill_words_only(ops, rng, isa):
             )
 
 
-def test_scales_of_half_types(ops, rng, isa):
-    for format_, dtype, rows in all_pairs(FORMATS, DTYPES[1:], (1, 40)):
-        weight = packed_weight(
-            Spec("packed_matmul", dtype, 1, rows, *matrix(format_, 4, 12, 320)), rng
-        )
-        x = draw(rng, (rows, weight.in_dims))
-        given = [None if part is None else part.astype(dtype) for part in weight[3:]]
-        wide = [None if part is None else part.astype(mx.float32) for part in given]
-        got, wanted = (
-            ops.packed_matmul(x, PackedWeight(*weight[:3], *parts), PLAIN)
-            for parts in (given, wide)
-        )
-        compare.assert_same(got, wanted, (format_, dtype, rows))
+def test_scales_of_half_types(ops, rng, isas):
+    for _ in isas():
+        for format_, dtype, rows in all_pairs(FORMATS, DTYPES[1:], (1, 40)):
+            weight = packed_weight(
+                Spec("packed_matmul", dtype, 1, rows, *matrix(format_, 4, 12, 320)), rng
+            )
+            x = draw(rng, (rows, weight.in_dims))
+            given = [None if part is None else part.astype(dtype) for part in weight[3:]]
+            wide = [None if part is None else part.astype(mx.float32) for part in given]
+            got, wanted = (
+                ops.packed_matmul(x, PackedWeight(*weight[:3], *parts), PLAIN)
+                for parts in (given, wide)
+            )
+            compare.assert_same(got, wanted, (format_, dtype, rows))
 
 
 # -- activations as integers
@@ -112,20 +114,21 @@ def test_an_identity_shows_what_activations_become(ops, rng, isa):
             compare.assert_within(y, x, 10 / largest / 2 * (1 + 1e-3), (bits, activation_bits))
 
 
-def test_the_largest_sums_fit(ops, isa):
+def test_the_largest_sums_fit(ops, isas):
     """Codes at their maximum times digits at theirs: no int16 saturates, no int32 wraps around."""
-    n, k = 17, 16384
-    # Of 32639 units, two digits of 127 each; and the largest whose lower digit is -128.
-    cases = all_pairs(BITS, (1.0, -1.0, -32384 / 32639, 32384 / 32639), (1, 3, 17), (16, 8))
-    for case in cases:
-        bits, value, rows, activation_bits = case
-        codes = pack_codes(mx.full((n, k), 2**bits - 1, dtype=mx.uint32), bits)
-        packed = PackedWeight(codes, bits, "affine", mx.array(1.0), mx.array(0.0))
-        x = mx.full((rows, k), value)
-        x[:, 0] = 1.0
-        wanted = np.full((rows, n), (value * (k - 1) + 1) * (2**bits - 1))
-        y = ops.packed_matmul(x, packed, ProductOptions(activation_bits=activation_bits))
-        compare.assert_close(y, wanted, 1 / LARGEST[activation_bits], case)
+    for _ in isas():
+        n, k = 17, 16384
+        # Of 32639 units, two digits of 127 each; and the largest whose lower digit is -128.
+        cases = all_pairs(BITS, (1.0, -1.0, -32384 / 32639, 32384 / 32639), (1, 3, 17), (16, 8))
+        for case in cases:
+            bits, value, rows, activation_bits = case
+            codes = pack_codes(mx.full((n, k), 2**bits - 1, dtype=mx.uint32), bits)
+            packed = PackedWeight(codes, bits, "affine", mx.array(1.0), mx.array(0.0))
+            x = mx.full((rows, k), value)
+            x[:, 0] = 1.0
+            wanted = np.full((rows, n), (value * (k - 1) + 1) * (2**bits - 1))
+            y = ops.packed_matmul(x, packed, ProductOptions(activation_bits=activation_bits))
+            compare.assert_close(y, wanted, 1 / LARGEST[activation_bits], case)
 
 
 def test_vectors_do_not_disturb_each_other(ops, rng, isa):
@@ -201,21 +204,23 @@ def test_adapters_on_many_threads(ops, rng):
         native.set_threads(before)
 
 
-def test_silu_from_one_end_to_the_other(ops, isa):
+def test_silu_from_one_end_to_the_other(ops, isas):
     """One input, scaled: gate values from -200 to 200, where an exponential over- and underflows."""
-    k = 64
-    codes = pack_codes(mx.zeros((401, k), dtype=mx.uint32) + 1, 2)
-    gates = np.arange(-200, 201).astype(np.float32)
-    gate = PackedWeight(codes, 2, "affine", mx.array(gates), mx.zeros(401))
-    x = mx.zeros((1, k))
-    x[0, 5] = 1
-    y = ops.packed_swiglu(x, gate, gate._replace(scales=mx.ones(401)), PLAIN)
-    g = gates.astype(np.float64)
-    wanted = g / (1 + np.exp(-g))
-    compare.assert_within(exact(y)[0], wanted, 1e-6 * np.abs(wanted) + 1e-30)
+    for _ in isas():
+        k = 64
+        codes = pack_codes(mx.zeros((401, k), dtype=mx.uint32) + 1, 2)
+        gates = np.arange(-200, 201).astype(np.float32)
+        gate = PackedWeight(codes, 2, "affine", mx.array(gates), mx.zeros(401))
+        x = mx.zeros((1, k))
+        x[0, 5] = 1
+        y = ops.packed_swiglu(x, gate, gate._replace(scales=mx.ones(401)), PLAIN)
+        g = gates.astype(np.float64)
+        wanted = g / (1 + np.exp(-g))
+        compare.assert_within(exact(y)[0], wanted, 1e-6 * np.abs(wanted) + 1e-30)
 
 
-def test_ties_go_to_the_lower_row(ops, rng, isa):
-    codes = np.tile(rng.integers(0, 4, 64), (900, 1))
-    packed = PackedWeight(pack_codes(mx.array(codes), 2), 2, "balanced", mx.ones(900))
-    assert ops.packed_argmax(draw(rng, (2, 64)), packed, PLAIN)[0].tolist() == [0, 0]
+def test_ties_go_to_the_lower_row(ops, rng, isas):
+    for _ in isas():
+        codes = np.tile(rng.integers(0, 4, 64), (900, 1))
+        packed = PackedWeight(pack_codes(mx.array(codes), 2), 2, "balanced", mx.ones(900))
+        assert ops.packed_argmax(draw(rng, (2, 64)), packed, PLAIN)[0].tolist() == [0, 0]

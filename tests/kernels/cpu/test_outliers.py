@@ -2,10 +2,8 @@
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from afm_mlx.kernels import BITS, PackedWeight, ProductOptions, pack_codes
-from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.formats import PLAIN
 from afm_mlx.kernels.selftest import oracle
 from afm_mlx.kernels.selftest.problems import make
@@ -23,23 +21,6 @@ OUTLIERS = [
     *((n, 10.0**e) for n in (1, 3, 16) for e in range(1, 6)),
     *((n, 10.0**e) for n in (17, 40) for e in range(1, 5)),
 ]
-
-
-@pytest.fixture
-def isas():
-    """A function that goes through the instruction sets of this machine."""
-    native = extension.module()
-    if native is None:
-        pytest.skip(extension.unavailable())
-    before = native.instruction_set()
-
-    def each():
-        for isa in native.instruction_sets():
-            assert native.use_instruction_set(isa)
-            yield isa
-
-    yield each
-    assert native.use_instruction_set(before)
 
 
 def matrix_with_zeros(rng, n, k, bits, group, columns):

@@ -62,9 +62,6 @@ def test_outliers_show_what_one_scale_for_all_costs_the_others(rng):
             got = oracle.packed_matmul(mx.array(rounded.astype(np.float32)), weight, options)
             error = problem.error(mx.array(got.astype(np.float32)))
             assert (error <= problem.bound) == apart, spec.label
-
-
-def test_a_grid_without_a_zero_is_refused(rng):
     with pytest.raises(ValueError, match="affine, not balanced"):
         make(Spec("packed_matmul", **MATRIX, outliers=2), rng)
 
