@@ -161,7 +161,9 @@ def test_tables_on_both_sides_of_what_integers_are_good_for(ops, rng, isas):
             # Of 16 numbers, 6 or 7 below 128 of 65,534 steps; another table has an infinity, one only zeros.
             for small in (6, 7):
                 table = np.full((5, 16), 0.5) * rng.uniform(0.9, 1, (5, 16))
-                table[1, :small] = rng.uniform(0.8, 0.99, small) * 128 / 65534
+                table[1, :small] = (104 + np.array([0, 1.5, 3.5, 5.5, 7.5, 9.5, 11.5]))[
+                    :small
+                ] / 65534
                 table[:, 15] = 1
                 table[2, 15], table[3] = np.inf, 0
                 codes = rng.integers(0, 15, (n, k))
