@@ -59,7 +59,7 @@ def test_the_others_are_as_precise_as_in_bfloat16(ops, rng, isas):
             numbers = oracle.matrix(weight).T
             rounded = exact(mx.array(vectors.astype(np.float32)).astype(mx.bfloat16))
             wanted = vectors @ numbers
-            allowed = relative(rounded @ numbers, wanted) if activation_bits == 16 else 0.07
+            allowed = relative(rounded @ numbers, wanted) if activation_bits == 16 else 0.15
             assert (relative(y, wanted) <= allowed).all(), (isa, case)
 
 
@@ -148,7 +148,7 @@ def test_palettes_with_outliers(ops, rng, isas):
             options = ProductOptions(activation_bits=activation_bits)
             y = exact(ops.packed_matmul(mx.array(x), palette, options))
             wanted = x.astype(np.float64) @ oracle.matrix(palette).T
-            allowed = 2.0**-9 if activation_bits == 16 else 0.07
+            allowed = 2.0**-9 if activation_bits == 16 else 0.15
             assert (relative(y, wanted) <= allowed).all(), (isa, bits, rows, tables, outliers)
 
 
@@ -157,7 +157,9 @@ def test_tables_on_both_sides_of_what_integers_are_good_for(ops, rng, isas):
     k, n = 512, 80
     for isa in isas():
         for rows in (1, 6):
-            x = draw(rng, (rows, k))
+            x = 2 + draw(
+                rng, (rows, k)
+            )  # products of numbers that are nearly equal are no differences
             # Of 16 numbers, 6 or 7 below 128 of 65,534 steps; another table has an infinity, one only zeros.
             for small in (6, 7):
                 table = np.full((5, 16), 0.5) * rng.uniform(0.9, 1, (5, 16))
