@@ -10,6 +10,7 @@ from afm_mlx.errors import ContextLengthError
 from afm_mlx.kernels import write_tokens
 from afm_mlx.model.kv_cache import KEEP, STEP, TAIL, KVCache
 from afm_mlx.model.positions_and_masks import Positions
+from tests.tools.cases import each
 from tests.tools.compare import error
 from tests.tools.models import random_config, random_model
 
@@ -93,7 +94,7 @@ def decoded(rng, cache, count):
     return mx.concatenate(parts, axis=2)
 
 
-@pytest.mark.parametrize("count", [1, TAIL - 1, TAIL, TAIL + 1, 2 * TAIL + 3, STEP])
+@each("count", [1, TAIL - 1, TAIL, TAIL + 1, 2 * TAIL + 3, STEP])
 def test_tokens_of_decode_steps_reach_the_buffer(rng, count):
     rows = [5, 1, STEP - 1]
     caches, parts = zip(*(filled(rng, length) for length in rows), strict=True)

@@ -65,7 +65,7 @@ def test_codes_are_rounded_half_to_even_and_clamped(metal):
 # -- attention of one new token per row
 
 
-@pytest.mark.parametrize(
+@each(
     ("dtype", "batch", "shape", "capacity"),
     [
         *((dtype, 1, (16, 2, 128), 96) for dtype in DTYPES),  # the 3B
