@@ -111,7 +111,7 @@ def test_log_probabilities_and_caches_go_from_thread_to_thread(rng, model, token
     got += in_thread(turns, two, [got[-1].token], 2)
     assert [r.token for r in got] == [r.token for r in wanted]
     for mine, theirs in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(np.array(mine.logprobs), np.array(theirs.logprobs), atol=1e-4)
+        np.testing.assert_allclose(np.array(mine.logprobs), np.array(theirs.logprobs), atol=1e-3)
     begun = model.make_cache()
     model.prefill(mx.array([[1, 2]]), begun)
     with pytest.raises(RequestError, match="prompt cache has arrays that another thread"):

@@ -170,8 +170,10 @@ def _alike(a: np.ndarray, b: np.ndarray, kind: str | None) -> np.ndarray:
     else:
         return np.zeros(a.shape, bool)
     tiny = [np.abs(x) < _TINY for x in numbers]
-    ulp = np.spacing(np.abs(numbers[0])) * (1 if kind == "float32" else 1 << 16)
-    alike = (tiny[0] & tiny[1]) | (np.abs(numbers[0] - numbers[1]) <= ulp)
+    with np.errstate(invalid="ignore"):  # infinities and NaN are alike in nothing but their bytes
+        ulp = np.spacing(np.abs(numbers[0])) * (1 if kind == "float32" else 1 << 16)
+        near = np.abs(numbers[0] - numbers[1]) <= ulp
+    alike = (tiny[0] & tiny[1]) | near
     return np.repeat(alike, a.size // max(1, numbers[0].size))
 
 

@@ -37,7 +37,7 @@ def test_the_largest_in_any_tile_is_found(metal, rng):
     """A simdgroup of the 3B's head has 5 or 10 tiles. Here, the last simdgroup's last one has a single row."""
     out_dims = 40_001
     for rows in (1, 2, 3):
-        code_rows = products.rows_per_simdgroup(rows, out_dims)
+        code_rows = products.most_code_rows(rows)
         tiles = -(-out_dims // (code_rows * head.CHUNK))
         assert tiles >= 2
         assert out_dims % (tiles * code_rows) % code_rows == 1

@@ -95,9 +95,9 @@ def test_what_metal_can_not_add_is_refused(rng):
 def test_another_adapter_in_the_same_place_is_another_array_and_no_other_table(rng):
     given = draw_low_rank(rng, [0], 64, (24,), [7])
     other = given._replace(numbers=(given.numbers[0] * 2,))
-    (first, *_, table, _, _), (second, *_, same_table, _, _) = (
-        low_rank.inputs((adapters,)) for adapters in (given, other)
-    )
+    of_given, of_other = (low_rank.inputs((adapters,)) for adapters in (given, other))
+    first, second = of_given["adapter0"], of_other["adapter0"]
+    table, same_table = of_given["parts"], of_other["parts"]
     assert (first is given.numbers[0], second is other.numbers[0]) == (True, True)
     assert table is same_table
 
