@@ -53,6 +53,7 @@ _REASONS: dict[str, dict[str, tuple[str, ...]]] = {
     "constants above 1": {
         "int c = 0; c < 4; c++": (_SKIPPED, _ONCE),
         "int s = 0; s < SIMDGROUPS; s++": (_SKIPPED, _ONCE),
+        "uint part = 0; part < SIMDGROUPS; part++": (_SKIPPED, _ONCE),
         "uint i = 0; i < CODES; i++": (_SKIPPED, _ONCE),
         "uint i = 0; i < THREADS / LANES; i++": (_SKIPPED, _ONCE),
     },
@@ -139,6 +140,9 @@ def _operand_after(code: str, at: int) -> int:
 
 def _is_constant(code: str, at: int) -> bool:
     """Whether a statement is one whose expressions are known to the compiler."""
+    for head in re.finditer(r"\bconstexpr\b[^;{}()=]*\([^;{}]*\)[^;{}]*\{", code):
+        if head.end() <= at < _closing(code, head.end() - 1):
+            return True
     start = max(code.rfind(c, 0, at) for c in ";{}") + 1
     return bool(re.match(r"\s*(?:#.*\n\s*)*(?:[\w\s]*\bconstexpr\b|threadgroup\b)", code[start:at]))
 
