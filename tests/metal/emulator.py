@@ -21,7 +21,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -40,6 +40,32 @@ def raw_bytes(array: mx.array) -> bytes:
     """An array's numbers as they lie in memory."""
     flat = mx.reshape(array, (-1,))
     return np.array(flat.view(mx.uint16) if array.dtype == mx.bfloat16 else flat).tobytes()
+
+
+def shape_buffers(name: str, array: mx.array) -> dict[str, np.ndarray]:
+    """What MLX hands over beside an input, by the names of these buffers."""
+    strides = [math.prod(array.shape[i + 1 :]) for i in range(array.ndim)]
+    return {
+        f"{name}_shape": np.array(array.shape, np.int32),
+        f"{name}_strides": np.array(strides, np.int64),
+        f"{name}_ndim": np.array(array.ndim, np.int32),
+    }
+
+
+class Unit(NamedTuple):
+    """A text of MLX as a translation unit for clang.
+
+    Args:
+        text: the unit.
+        instance: the kernel in it, with its template arguments.
+        parameters: the text between the parentheses of its declaration.
+        buffers: names of its buffers in order.
+    """
+
+    text: str
+    instance: str
+    parameters: str
+    buffers: tuple[str, ...]
 
 
 class Kernel:
@@ -66,7 +92,7 @@ class Kernel:
         self.input_names, self.output_names = tuple(input_names), tuple(output_names)
         names = list(self.input_names), list(self.output_names)
         self._of_mlx = mx.fast.metal_kernel(name, *names, source, self.header)
-        self._programs: dict[Any, tuple[Program, list[str]]] = {}
+        self._programs: dict[Any, tuple[Program, tuple[str, ...]]] = {}
 
     def _generated(
         self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence
@@ -87,8 +113,11 @@ class Kernel:
         mx.export_function(events.append, call, *inputs)
         return next(e["arguments"][1] for e in events if e.get("name") == "CustomKernel")
 
-    def _program(self, text: str) -> tuple[Program, list[str]]:
-        """A text of MLX as a program, and the names of its buffers in order."""
+    def unit(
+        self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence
+    ) -> Unit:
+        """The translation unit that MLX would compile for these arguments."""
+        text = self._generated(inputs, output_dtypes, template)
         signature, end, body = text.removeprefix(self.header).partition(") {\n")
         body, _, instantiated = body.partition("\ntemplate [[host_name(")
         found = re.search(r"decltype\((.*)\) ", instantiated) or re.search(r"void (\w+)", signature)
@@ -97,10 +126,8 @@ class Kernel:
         unit = f"#include <mlx_prelude.h>\n{translate(self.header)}{signature}{end}"
         unit += f'#line 1 "{file}"\n{translate(body)}'
         parameters = signature.partition("(\n")[2]
-        program = Program(
-            self.name, unit, found[1], parameters, bfloat_arithmetic=not self.of_project
-        )
-        return program, re.findall(r"(\w+) \[\[buffer\(", parameters)
+        names = tuple(re.findall(r"(\w+) \[\[buffer\(", parameters))
+        return Unit(unit, found[1], parameters, names)
 
     def __call__(
         self,
@@ -117,15 +144,14 @@ class Kernel:
         kinds = tuple((x.dtype, x.ndim > 0, x.size < 8) for x in inputs)
         key = (kinds, tuple(output_dtypes), tuple(template))
         if key not in self._programs:
-            self._programs[key] = self._program(self._generated(inputs, output_dtypes, template))
+            unit = self.unit(inputs, output_dtypes, template)
+            options = {"bfloat_arithmetic": not self.of_project}
+            self._programs[key] = Program(self.name, *unit[:3], **options), unit.buffers
         program, names = self._programs[key]
         values: dict[str, bytes | int] = {}
         for name, x in zip(self.input_names, inputs, strict=True):
-            strides = [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)]
             values[name] = raw_bytes(x)
-            values[f"{name}_shape"] = np.array(x.shape, np.int32).tobytes()
-            values[f"{name}_strides"] = np.array(strides, np.int64).tobytes()
-            values[f"{name}_ndim"] = np.array(x.ndim, np.int32).tobytes()
+            values.update({key: part.tobytes() for key, part in shape_buffers(name, x).items()})
         for name, shape, dtype in zip(self.output_names, output_shapes, output_dtypes, strict=True):
             values[name] = math.prod(shape) * dtype.size
         # A threadgroup that is larger than the grid is cut, as MLX does.
@@ -143,7 +169,7 @@ class Kernel:
 
 
 @functools.cache
-def _project_kernel(kernel: metal_runtime.Kernel) -> Kernel:
+def project_kernel(kernel: metal_runtime.Kernel) -> Kernel:
     header = "".join(
         f'#line 1 "{name}.metal"\n{branches.source(name, metal_runtime._read(name))}\n'
         for name in kernel.headers
@@ -172,7 +198,7 @@ def launch(
         raise EmulatorError(
             f"kernel `{kernel.name}`: grid {grid} isn't a multiple of the threadgroup {threadgroup}"
         )
-    return _project_kernel(kernel)(inputs=inputs, **options)
+    return project_kernel(kernel)(inputs=inputs, **options)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -93,7 +94,29 @@ def _translate(text: str) -> str:
     return translate(_FUNCTION_CONSTANT.sub(r"constant \1 \2 = \1(FUNCTION_CONSTANT_\3);", text))
 
 
-def program(
+class Source(NamedTuple):
+    """A kernel of MLX as a translation unit for clang.
+
+    Args:
+        text: the unit.
+        instance: the kernel in it, with its template arguments.
+        parameters: the text between the parentheses of its declaration.
+        include: folders of the headers that it includes.
+    """
+
+    text: str
+    instance: str
+    parameters: str
+    include: tuple[Path, ...]
+
+
+def program(header: str, function: str, template: str, **options) -> Program:
+    """A kernel of MLX, instantiated and compiled; see `source`."""
+    found = source(header, function, template, **options)
+    return Program(function, *found[:3], include=found.include, strict=False)
+
+
+def source(
     header: str,
     function: str,
     template: str,
@@ -101,7 +124,7 @@ def program(
     constants: Mapping[int, str] | None = None,
     before: tuple[str, ...] = ("utils.h",),
     without_barriers: bool = False,
-) -> Program:
+) -> Source:
     """A kernel of MLX, instantiated.
 
     Args:
@@ -118,15 +141,12 @@ def program(
     if without_barriers:
         text += "#include <metal_stdlib>\n#define threadgroup_barrier(flags)\n"
     text += "".join(f'#include "{KERNELS}/{name}"\n' for name in (*before, header))
-    source = (include / KERNELS / header).read_text(encoding="utf-8")
-    found = re.search(rf"\[\[kernel[^\]]*\]\]\s*void\s+{function}\s*\(", source)
+    kernels = (include / KERNELS / header).read_text(encoding="utf-8")
+    found = re.search(rf"\[\[kernel[^\]]*\]\]\s*void\s+{function}\s*\(", kernels)
     if found is None:
         raise ValueError(f"no kernel `{function}` in {header}")
     depth, end = 1, found.end()
     while depth:
-        depth += {"(": 1, ")": -1}.get(source[end], 0)
+        depth += {"(": 1, ")": -1}.get(kernels[end], 0)
         end += 1
-    parameters = source[found.end() : end - 1]
-    return Program(
-        function, text, f"{function}<{template}>", parameters, include=(include,), strict=False
-    )
+    return Source(text, f"{function}<{template}>", kernels[found.end() : end - 1], (include,))

@@ -75,14 +75,21 @@ struct Launch {
   int lets_equals_race;  // threads may write a byte that another one wrote, if they write the same
 };
 
+// A register machine may leave out and move what only asks where a thread is.
+#ifdef MSL_OPAQUE
+#define EMULATOR_CONST __attribute__((const))
+#else
+#define EMULATOR_CONST
+#endif
+
 extern "C" {
 /// Run a kernel in a process of its own; 0, or 1 with what went wrong in `error`.
 int emulator_run(Launch* launch, char* error, uptr error_size);
 void emulator_collective(const char* name, Site site, void* argument, Resolve resolve);
 void emulator_barrier(const char* name, Site site, unsigned memory);
-void* emulator_threadgroup_variable(int id, const char* name, uptr size);
+EMULATOR_CONST void* emulator_threadgroup_variable(int id, const char* name, uptr size);
 /// Index of the running thread in its simdgroup.
-unsigned emulator_lane();
+EMULATOR_CONST unsigned emulator_lane();
 [[noreturn]] void emulator_fail(const char* message, Site site);
 /// A random number of the running thread, or of the simdgroup whose lanes' arguments are combined: the same one in
 /// every schedule.

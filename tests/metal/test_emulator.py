@@ -359,7 +359,7 @@ def probe(tmp_path, monkeypatch):
 
     def forget():
         metal_runtime._read.cache_clear()
-        emulator._project_kernel.cache_clear()
+        emulator.project_kernel.cache_clear()
 
     yield launch_file
     forget()

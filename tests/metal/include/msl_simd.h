@@ -158,6 +158,19 @@ MSL_UNCHECKED void present(void** arguments, uint lanes) {
   ballot<width>(arguments, lanes);
 }
 
+#ifdef MSL_OPAQUE
+
+/// An instruction that is known by its name alone, and reads and writes no memory.
+template <typename T, typename... Args>
+__attribute__((const, convergent)) T opaque(const char* name, Args... args);
+
+template <typename T>
+inline T run(const char* name, Site, T value, uint operand, emulator::Resolve) {
+  return opaque<T>(name, value, operand);
+}
+
+#else
+
 template <typename T>
 MSL_UNCHECKED T run(const char* name, Site site, T value, uint operand, emulator::Resolve resolve) {
   Lane<T> lane;
@@ -166,6 +179,8 @@ MSL_UNCHECKED T run(const char* name, Site site, T value, uint operand, emulator
   emulator::emulator_collective(name, site, &lane, resolve);
   return lane.result;
 }
+
+#endif
 
 }  // namespace collective
 
@@ -362,8 +377,10 @@ MSL_UNCHECKED inline void same(void** arguments, uint lanes) {
 template <typename P>
 MSL_UNCHECKED inline ulong matrix_offset(
     const char* name, Site site, P pointer, ulong stride, ulong2 origin, bool is_transposed) {
+#ifndef MSL_OPAQUE
   Place place = {ulong(pointer), stride, origin.x, origin.y, is_transposed, site};
   emulator::emulator_collective(name, site, &place, same);
+#endif
   uint lane = emulator::emulator_lane(), row = matrix_row(lane), column = matrix_column(lane);
   if (is_transposed) return (origin.y + column) * stride + origin.x + row;
   return (origin.y + row) * stride + origin.x + column;
@@ -378,9 +395,14 @@ inline void simdgroup_multiply_accumulate(
     thread simdgroup_matrix<B, 8, 8>& b,
     thread simdgroup_matrix<C, 8, 8>& c,
     Site site = Site::here()) {
+#ifdef MSL_OPAQUE
+  d.elements = collective::opaque<vec<D, 2>>(
+      "simdgroup_multiply_accumulate", a.elements, b.elements, c.elements);
+#else
   collective::MultiplyArguments<D, A, B, C> lane = {a.elements, b.elements, c.elements, vec<D, 2>(D(0)), site};
   emulator::emulator_collective("simdgroup_multiply_accumulate", site, &lane, collective::multiply<D, A, B, C>);
   d.elements = lane.d;
+#endif
 }
 
 template <typename D, typename A, typename B>

@@ -3,8 +3,14 @@
 
 #include "../runtime.h"
 
+#ifdef MSL_OPAQUE  // for a register machine, see register_machine.py
+#define MSL_CONSTANT_SPACE 4
+#else
+#define MSL_CONSTANT_SPACE 2
+#endif
+
 #define device __attribute__((address_space(1)))
-#define constant const __attribute__((address_space(2)))
+#define constant const __attribute__((address_space(MSL_CONSTANT_SPACE)))
 #define threadgroup __attribute__((address_space(3)))
 #define thread
 #define kernel
@@ -117,7 +123,7 @@ struct remove_addrspace<__attribute__((address_space(1))) T> {
   typedef T type;
 };
 template <typename T>
-struct remove_addrspace<__attribute__((address_space(2))) T> {
+struct remove_addrspace<__attribute__((address_space(MSL_CONSTANT_SPACE))) T> {
   typedef T type;
 };
 template <typename T>

@@ -1,0 +1,224 @@
+"""How fast Apple GPUs should run the Metal kernels: a model of costs, for chips that nobody here has.
+
+A launch is counted (`Launch`): operations of a lane by class, bytes that a lane loads, bytes that have to
+come from memory. Counting needs a compiler, so it is done beforehand, by `make costs`, and what it finds for
+the presets and for the calls that `doctor` times lies in `prediction.json`. Here counts become seconds:
+
+    seconds = launch + (memory^p + arithmetic^p)^(1/p)
+
+Arithmetic is the cycles of a lane's operations, as published for M1 and M2, over the chip's lanes and clock;
+memory is bytes over the chip's bandwidth. They overlap, and the longer one decides; where both are about as
+long, a GPU reaches neither limit, which a maximum with a soft corner (p = 5) describes. Two numbers are
+fitted, and only on figures of MLX's kernels on one chip: the corner, and the share of the published bandwidth
+that a kernel reaches (docs/benchmarks.md has the table, with figures that nothing was fitted on).
+
+What the model does not know: caches, the latency of loads where few threads run, the processor's part in a
+launch, clocks that fall with heat, and which instructions Apple's compiler makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+DATA = Path(__file__).with_name("prediction.json")
+
+# -- chips
+
+
+class Chip(NamedTuple):
+    """A chip's GPU.
+
+    Args:
+        name: as MLX names the device.
+        cores: of the GPU, 128 lanes each.
+        gigahertz: highest clock of the GPU.
+        bandwidth: of memory as Apple publishes it, in GB/s.
+        generation: Apple's number of the GPU family; from 9 on (M3), integer and float operations run side by
+            side.
+    """
+
+    name: str
+    cores: int
+    gigahertz: float
+    bandwidth: float
+    generation: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.name.removeprefix('Apple ')}, {self.cores} cores"
+
+
+# Clocks: metal-benchmarks and applegpuinfo (M1 to M3), eclecticlight.co (M3 Pro, M4 Pro), hmc-tech.com (M4,
+# M5). Those of M4 Max, M5 Pro and M5 Max are not published by anyone who measured them: their smaller
+# sibling's stand here.
+CHIPS = {
+    "m1": Chip("Apple M1", 8, 1.278, 68, 7),
+    "m1-pro": Chip("Apple M1 Pro", 16, 1.296, 200, 7),
+    "m1-max": Chip("Apple M1 Max", 32, 1.296, 400, 7),
+    "m1-ultra": Chip("Apple M1 Ultra", 64, 1.296, 800, 7),
+    "m2": Chip("Apple M2", 10, 1.398, 100, 8),
+    "m2-pro": Chip("Apple M2 Pro", 19, 1.398, 200, 8),
+    "m2-max": Chip("Apple M2 Max", 38, 1.398, 400, 8),
+    "m2-ultra": Chip("Apple M2 Ultra", 76, 1.398, 800, 8),
+    "m3": Chip("Apple M3", 10, 1.38, 100, 9),
+    "m3-pro": Chip("Apple M3 Pro", 18, 1.38, 150, 9),
+    "m3-max": Chip("Apple M3 Max", 40, 1.38, 400, 9),
+    "m3-max-30": Chip("Apple M3 Max", 30, 1.38, 300, 9),
+    "m3-ultra": Chip("Apple M3 Ultra", 80, 1.38, 819, 9),
+    "m4": Chip("Apple M4", 10, 1.47, 120, 9),
+    "m4-pro": Chip("Apple M4 Pro", 20, 1.578, 273, 9),
+    "m4-max": Chip("Apple M4 Max", 40, 1.578, 546, 9),
+    "m4-max-32": Chip("Apple M4 Max", 32, 1.578, 410, 9),
+    "m5": Chip("Apple M5", 10, 1.62, 153, 10),
+    "m5-pro": Chip("Apple M5 Pro", 20, 1.62, 307, 10),
+    "m5-max": Chip("Apple M5 Max", 40, 1.62, 614, 10),
+    "m5-max-32": Chip("Apple M5 Max", 32, 1.62, 460, 10),
+}
+
+
+def chip_of(device_name: str, bytes_per_second: float | None = None) -> Chip | None:
+    """The chip that MLX names so; None for one that isn't listed.
+
+    Args:
+        device_name: such as "Apple M4 Max".
+        bytes_per_second: measured bandwidth, which tells chips of one name apart: the smallest one that can
+            reach it. Without it, the largest.
+    """
+    found = sorted((c for c in CHIPS.values() if c.name == device_name), key=lambda c: c.bandwidth)
+    if bytes_per_second is not None:
+        found = [c for c in found if c.bandwidth * 1e9 >= bytes_per_second] or found
+        return found[0] if found else None
+    return found[-1] if found else None
+
+
+# -- launches
+
+
+class Launch(NamedTuple):
+    """What one launch of a kernel does.
+
+    Args:
+        kernel: its name.
+        threadgroups: number of them.
+        simdgroups: number of them, 32 lanes each.
+        operations: of one lane, by class.
+        lane_bytes: bytes that one lane loads and stores, from wherever they come.
+        memory_bytes: bytes that have to come from memory or go there, each once.
+    """
+
+    kernel: str
+    threadgroups: int
+    simdgroups: int
+    operations: Mapping[str, int]
+    lane_bytes: int
+    memory_bytes: int
+
+
+class Seconds(NamedTuple):
+    """Time of launches.
+
+    Args:
+        arithmetic: if memory and launches cost nothing.
+        memory: likewise.
+        launch: what launches cost, however little they do.
+        total: of all together.
+    """
+
+    arithmetic: float
+    memory: float
+    launch: float
+    total: float
+
+    def __add__(self, other: object) -> Seconds:
+        assert isinstance(other, Seconds)
+        return Seconds(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, count: int) -> Seconds:
+        return Seconds(*(count * part for part in self))
+
+
+NOTHING = Seconds(0, 0, 0, 0)
+
+# Cycles of 32 lanes, M1 and M2: github.com/philipturner/metal-benchmarks, "Instruction Throughputs".
+# The four schedulers of a core start one of these a cycle each:
+FLOAT = {"float": 1.0, "matrix": 18.0}
+INTEGER = {"bit": 1.0, "integer": 1.0}
+ACCESS = {"load": 1.0, "store": 1.0}
+# A quarter of the lanes does these, while schedulers go on with others:
+COMPLEX = {
+    "convert": 4.0,
+    "shift": 4.0,
+    "multiply": 4.0,
+    "exponent": 4.0,
+    "reciprocal": 6.0,
+    "root": 8.0,
+    "power": 9.0,
+    "sine": 14.3,
+    "divide": 30.0,
+    "shuffle": 2.04,
+    "reduction": 14.5,
+}
+# Cycles that starting a complex operation keeps others waiting: of "EXP2 + 3 FMUL" and the like, same source.
+COMPLEX_START = 2.0
+LANES = 128  # of a core
+SHARES_PIPELINES = 8  # last generation whose integer and float operations share them
+# Taking in a bfloat is a shift for GPUs that don't know the type, and a move for others (a judgement).
+BFLOAT_SHIFT, BFLOAT_MOVE = 4.0, 1.0
+# Simdgroups that a core needs to start an operation every cycle: metal-benchmarks, "ALU Bottlenecks", four at
+# a time.
+BUSY_SIMDGROUPS = 12
+CORE_BYTES = 64  # that a core's lanes load a cycle, from the nearest cache; same source
+GPU_BYTES = 32  # that one core takes from the caches behind it
+# A chain of 3,200 small dependent kernels of MLX takes 8.8 ms: github.com/ml-explore/mlx/issues/4521.
+LAUNCH_SECONDS = 2.75e-6
+# Fitted on the four figures of github.com/ml-explore/mlx/issues/3852 (M4 Pro), see tests/metal/published.py.
+BANDWIDTH_SHARE = 0.9
+CORNER = 5.0
+
+
+def lane_cycles(launch: Launch, generation: int) -> float:
+    """Cycles that one lane's operations take of its core's 128 lanes, when enough simdgroups run."""
+    operations = launch.operations
+
+    def of(prices: Mapping[str, float]) -> float:
+        return sum(price * operations.get(kind, 0) for kind, price in prices.items())
+
+    complex_cycles, starts = of(COMPLEX), of(dict.fromkeys(COMPLEX, COMPLEX_START))
+    floats, integers = of(FLOAT), of(INTEGER)
+    bfloats = operations.get("bfloat", 0)
+    if generation <= SHARES_PIPELINES:
+        complex_cycles += BFLOAT_SHIFT * bfloats
+        main = floats + integers + COMPLEX_START * bfloats
+    else:
+        main = max(floats, integers + BFLOAT_MOVE * bfloats)
+    loads = launch.lane_bytes * LANES / CORE_BYTES
+    return max(complex_cycles, main + of(ACCESS) + starts, loads)
+
+
+def seconds(launches: Sequence[Launch], chip: Chip) -> Seconds:
+    """Time of launches that don't wait for each other, on a chip."""
+    clock = chip.gigahertz * 1e9
+    arithmetic = memory = 0.0
+    for launch in launches:
+        cores = min(chip.cores, launch.threadgroups)
+        slow = max(1.0, BUSY_SIMDGROUPS * cores / launch.simdgroups)
+        cycles = lane_cycles(launch, chip.generation) * launch.simdgroups * 32 / (LANES * cores)
+        arithmetic += slow * cycles / clock
+        rate = min(BANDWIDTH_SHARE * chip.bandwidth * 1e9, cores * GPU_BYTES * clock)
+        memory += launch.memory_bytes / rate
+    total = LAUNCH_SECONDS + (arithmetic**CORNER + memory**CORNER) ** (1 / CORNER)
+    return Seconds(arithmetic, memory, LAUNCH_SECONDS, total)
+
+
+def chain(steps: Iterable[tuple[int, Sequence[Launch]]], others: int, chip: Chip) -> Seconds:
+    """Time of steps, each so many times, that wait for each other.
+
+    Args:
+        steps: how often, and what runs side by side.
+        others: launches that are too small to count.
+        chip: to run on.
+    """
+    launches = Seconds(0, 0, LAUNCH_SECONDS, LAUNCH_SECONDS).times(others)
+    return sum((seconds(step, chip).times(count) for count, step in steps), launches)

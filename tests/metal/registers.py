@@ -1,0 +1,133 @@
+"""Registers that a loop needs, and what a GPU computes once for all threads: read in LLVM IR."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from . import llvm_ir
+from .llvm_ir import Block, Instruction
+
+
+def uniform_names(blocks: Mapping[str, Block]) -> set[str]:
+    """Names of values that are a thread's attributes, or follow from a launch's sizes and addresses alone."""
+    uniform = {"%b"}
+    for _ in range(2):  # blocks may be listed before those that they follow
+        for block in blocks.values():
+            for code in block.code:
+                names = {o for o in code.operands if o.startswith("%")}
+                if names <= uniform and code.op not in ("alloca", "call"):
+                    uniform.add(code.name)
+    attributes = {"%t"}
+    for block in blocks.values():
+        for code in block.code:
+            if (
+                code.operands
+                and code.operands[0] in attributes
+                and code.op in ("getelementptr", "load")
+            ):
+                attributes.add(code.name)
+    return (uniform | attributes) - {""}
+
+
+def _registers_of(type_: str) -> float:
+    """32-bit registers of a value; comparisons and pointers to a buffer's beginning take none."""
+    return 0 if type_ in ("i1", "void") or type_[0] == "{" else max(0.5, llvm_ir.size_of(type_) / 4)
+
+
+def registers(blocks: Mapping[str, Block]) -> float:
+    """Most 32-bit registers that are live at once in a loop, or anywhere where there is none.
+
+    What follows from sizes alone is not counted: Apple's GPUs compute it once for all threads, into registers
+    of its own. An estimate: the order is not that of Apple's compiler.
+    """
+    live_out, uniform = _live_out(blocks), uniform_names(blocks)
+    code = [code for block in blocks.values() for code in block.code]
+    types = {code.name: code.type for code in code if code.name not in uniform}
+    types |= {name: type_ for block in blocks.values() for name, type_ in block.types.items()}
+    loops = {label for label in blocks if _reaches(blocks, label)} or set(blocks)
+    return max(_widest(blocks[label], live_out[label], types) for label in loops)
+
+
+def _live_out(blocks: Mapping[str, Block]) -> dict[str, set[str]]:
+    live_in: dict[str, set[str]] = {label: set() for label in blocks}
+    live_out: dict[str, set[str]] = {label: set() for label in blocks}
+    changed = True
+    while changed:
+        changed = False
+        for label in reversed(blocks):
+            block = blocks[label]
+            out: set[str] = set()
+            for successor in block.successors:
+                phis = blocks[successor].phis
+                out |= live_in[successor] - phis.keys()
+                out |= {v[label] for v in phis.values() if v[label].startswith("%")}
+            live = out | {block.condition} - {""}
+            for code in reversed(block.code):
+                live = (live - {code.name}) | {o for o in code.operands if o.startswith("%")}
+            live |= block.phis.keys()
+            if out != live_out[label] or live != live_in[label]:
+                live_out[label], live_in[label], changed = out, live, True
+    return live_out
+
+
+def _reaches(blocks: Mapping[str, Block], label: str) -> bool:
+    """Whether a block lies in a loop."""
+    seen, todo = set(), list(blocks[label].successors)
+    while todo:
+        at = todo.pop()
+        if at == label:
+            return True
+        if at not in seen:
+            seen.add(at)
+            todo.extend(blocks[at].successors)
+    return False
+
+
+def _widest(block: Block, live: set[str], types: Mapping[str, str]) -> float:
+    """Most registers in a block: in the order of the IR or, where that takes fewer, values as they are used."""
+    return min(_widest_in(order, live, types) for order in (block.code, _as_needed(block, live)))
+
+
+def _as_needed(block: Block, live: set[str]) -> list[Instruction]:
+    """A block's instructions with operands right before the first use."""
+    defined = {code.name: code for code in block.code if code.name}
+    order: list[Instruction] = []
+    done: set[str] = set()
+    ends = [c for c in block.code if not c.name or c.name in live or c.name == block.condition]
+    todo = [(code, False) for code in reversed(ends)]
+    while todo:
+        code, ready = todo.pop()
+        if code.name in done and code.name:
+            continue
+        if ready:
+            order.append(code)
+            done.add(code.name)
+        else:
+            todo.append((code, True))
+            todo.extend(
+                (defined[o], False)
+                for o in reversed(code.operands)
+                if o in defined and o not in done
+            )
+    return order
+
+
+def _widest_in(order: Sequence[Instruction], live: set[str], types: Mapping[str, str]) -> float:
+    addresses = {
+        code.name: code.operands[0]
+        for code in order
+        if code.op == "getelementptr" and not any(o.startswith("%") for o in code.operands[1:])
+    }
+
+    def size(names: set[str]) -> float:
+        # What isn't computed is a parameter, and a constant offset is part of the access.
+        return sum(
+            _registers_of(types[name]) for name in names if name in types and name not in addresses
+        )
+
+    widest = size(live)
+    for code in reversed(order):
+        used = {o for o in code.operands if o.startswith("%")}
+        live = (live - {code.name}) | {addresses.get(o, o) for o in used}
+        widest = max(widest, size(live))
+    return widest
