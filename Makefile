@@ -11,7 +11,7 @@ MINUTES ?= 10
 SEED ?= 0
 COUNT ?= 30
 
-.PHONY: demo test test-slow fuzz faults branches lint format clean metal
+.PHONY: demo test test-slow fuzz faults branches costs lint format clean metal
 
 demo: $(VENV)/.demo metal
 	$(BIN)/afm-mlx generate --prompt "Make this formal:\nhey Hana, can't make it to the Film Lecture"
@@ -41,6 +41,11 @@ branches: $(VENV)/.test
 	rm -rf build/branches
 	AFM_METAL_BRANCHES=$(CURDIR)/build/branches $(PYTEST) tests/kernels/metal
 	$(BIN)/python -m tests.metal.branches build/branches
+
+# After a change of a Metal kernel: counts operations anew for `afm-mlx bench --predict` and `doctor`, and writes the
+# tables of docs/benchmarks.md that follow from them.
+costs: $(VENV)/.test
+	$(BIN)/python -m tests.metal.prediction_data
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import options
+from afm_mlx.cli import bench_prediction, options
 from afm_mlx.cli.argument_table import FLAG, Argument
-from afm_mlx.cli.output import print_json, progress_bar
+from afm_mlx.cli.output import print_json, print_markdown_table, progress_bar
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
@@ -70,6 +70,10 @@ ARGUMENTS = {
         Argument("--kv", ["int8", "float"], "storage of keys and values", "int8"),
         Argument("--threads -t", integer(1, 4096), "threads of the CPU; by default the cores it may use"),
         Argument("--seed", integer(0, options.MAX_SEED), "seed of the random tokens and codes", 0),
+        Argument("--predict", bench_prediction.CHOICES,
+                 "run nothing, and print how fast a cost model takes a Mac's chip to be with a preset "
+                 f"({bench_prediction.PRESET} by default): {', '.join(bench_prediction.CHOICES)}",
+                 metavar="CHIP"),
         Argument("--output -o", ["md", "csv", "json"], "form of the results", "md"),
     ],
 }
@@ -77,6 +81,10 @@ ARGUMENTS = {
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.predict:
+        _check_prediction(args)
+        bench_prediction.run(args)
+        return
     _check(args)
     _limit_threads(args.threads)
     from afm_mlx.measure.bandwidth import measure_bandwidth
@@ -120,6 +128,18 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--preset {args.preset} has no weights of its own. Add --random-weights, or give --model."
         )
+
+
+def _check_prediction(args: argparse.Namespace) -> None:
+    if args.model is not None:
+        raise UsageError("--predict knows presets only, not --model; name one with --preset.")
+    for row in _CASES:
+        default = row.options["type"](row.options["default"])
+        if getattr(args, row.name) != default:
+            raise UsageError(
+                f"{row.flags[0]} can't go with --predict, which is about one row without an adapter, at 512 "
+                "and 4,096 tokens. Leave it out."
+            )
 
 
 def _limit_threads(threads: int | None) -> None:
@@ -202,12 +222,9 @@ def _print_csv(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
 
 
 def _print_markdown(facts: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    table = [list(_COLUMNS), *([show(row) for show in _COLUMNS.values()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for index, line in enumerate(table):
-        print(f"| {' | '.join(cell.rjust(w) for cell, w in zip(line, widths, strict=True))} |")
-        if index == 0:
-            print(f"|{'|'.join('-' * (width + 1) + ':' for width in widths)}|")
+    print_markdown_table(
+        [list(_COLUMNS), *([show(row) for show in _COLUMNS.values()] for row in rows)]
+    )
     runtime = facts["runtime"]
     print(f"\nmodel: {facts['model']}, {facts['weight_bytes'] / 1e9:.3f} GB")
     print(

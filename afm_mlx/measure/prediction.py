@@ -18,9 +18,11 @@ launch, clocks that fall with heat, and which instructions Apple's compiler make
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 DATA = Path(__file__).with_name("prediction.json")
 
@@ -88,8 +90,7 @@ def chip_of(device_name: str, bytes_per_second: float | None = None) -> Chip | N
     """
     found = sorted((c for c in CHIPS.values() if c.name == device_name), key=lambda c: c.bandwidth)
     if bytes_per_second is not None:
-        found = [c for c in found if c.bandwidth * 1e9 >= bytes_per_second] or found
-        return found[0] if found else None
+        found = [c for c in found if c.bandwidth * 1e9 >= bytes_per_second][:1] or found
     return found[-1] if found else None
 
 
@@ -212,13 +213,101 @@ def seconds(launches: Sequence[Launch], chip: Chip) -> Seconds:
     return Seconds(arithmetic, memory, LAUNCH_SECONDS, total)
 
 
-def chain(steps: Iterable[tuple[int, Sequence[Launch]]], others: int, chip: Chip) -> Seconds:
+def chain(
+    steps: Iterable[tuple[int, Sequence[Launch]]], others: int, chip: Chip, other_bytes: float = 0
+) -> Seconds:
     """Time of steps, each so many times, that wait for each other.
 
     Args:
         steps: how often, and what runs side by side.
-        others: launches that are too small to count.
+        others: launches whose operations were not counted: small ones, or MLX's attention.
+        chip: to run on.
+        other_bytes: that those have to read.
+    """
+    read = other_bytes / (BANDWIDTH_SHARE * chip.bandwidth * 1e9)
+    launches = others * LAUNCH_SECONDS
+    uncounted = Seconds(0, read, launches, read + launches)
+    return sum((seconds(step, chip).times(count) for count, step in steps), uncounted)
+
+
+# -- what was counted
+
+CONTEXTS = (512, 4096)
+"""Tokens in the cache, the new one included, that steps were counted for."""
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    return json.loads(DATA.read_text(encoding="utf-8"))
+
+
+def _launch(number: int) -> Launch:
+    return Launch(*_data()["launches"][number])
+
+
+def _steps(stored: Iterable[Sequence[Any]]) -> list[tuple[int, list[Launch]]]:
+    """Steps as the data has them: how often, and one launch or several side by side."""
+    return [
+        (count, [_launch(n) for n in (which if isinstance(which, list) else [which])])
+        for count, which in stored
+    ]
+
+
+class Prediction(NamedTuple):
+    """What a decode step of a preset should take on a chip.
+
+    Args:
+        seconds: of a token.
+        nbytes: that a token has to read: weights, and keys and values of the context.
+        dispatches: of a token.
+        limit: seconds that these bytes take at the chip's published bandwidth.
+        over_mlx: time of MLX's own kernel (`affine_qmv_fast`, groups of 64) on the matrices of the blocks,
+            over that of ours, which do norms, SwiGLU and sums besides; None where MLX has no such kernel.
+    """
+
+    seconds: Seconds
+    nbytes: int
+    dispatches: int
+    limit: float
+    over_mlx: float | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1 / self.seconds.total
+
+    @property
+    def share(self) -> float:
+        """Share of the memory's limit."""
+        return self.limit / self.seconds.total
+
+
+def predict(preset: str, context: int, chip: Chip) -> Prediction:
+    """One row's decode step of a preset in the packed format that `bench --random-weights` fills.
+
+    Args:
+        preset: name in `afm_mlx.config.PRESETS`.
+        context: one of `CONTEXTS`.
         chip: to run on.
     """
-    launches = Seconds(0, 0, LAUNCH_SECONDS, LAUNCH_SECONDS).times(others)
-    return sum((seconds(step, chip).times(count) for count, step in steps), launches)
+    stored = _data()["presets"][preset]
+    step = stored["steps"][str(context)]
+    launches, others, nbytes = _steps(step["launches"]), step["others"], step["bytes"]
+    ours = chain(_steps(step["products"]), 0, chip).total
+    over_mlx = chain(_steps(stored["mlx"]), 0, chip).total / ours if stored["mlx"] else None
+    dispatches = others + sum(count for count, _ in launches)
+    limit = nbytes / (chip.bandwidth * 1e9)
+    counted = sum(count * sum(l.memory_bytes for l in each) for count, each in launches)
+    total = chain(launches, others, chip, max(0, nbytes - counted))
+    return Prediction(total, nbytes, dispatches, limit, over_mlx)
+
+
+def predict_call(op: str, case: str, variant: str, chip: Chip) -> Seconds | None:
+    """A call that `doctor` times; None where nothing was counted for it.
+
+    Args:
+        op, case: of a `Spec`, and its label.
+        variant: name of the variant.
+        chip: to run on.
+    """
+    steps = _data()["calls"].get(f"{op}: {case}", {}).get(variant)
+    return chain(_steps(steps), 0, chip) if steps else None

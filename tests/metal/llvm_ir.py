@@ -56,7 +56,8 @@ class Block:
         phis: for each name, the value by the block that control comes from.
         code: its other instructions, but for the last.
         condition: what the last one asks, "" when it doesn't.
-        successors: where it goes: when true, when false; none at a return.
+        successors: where it goes: when true, when false; none at a return; where no case fits, then the cases'.
+        cases: what the condition is compared with for each successor but the first; none for true and false.
     """
 
     phis: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class Block:
     code: list[Instruction] = field(default_factory=list)
     condition: str = ""
     successors: tuple[str, ...] = ()
+    cases: tuple[int, ...] = ()
 
 
 def split_arguments(text: str) -> list[str]:
@@ -119,7 +121,10 @@ def _add(block: Block, name: str, op: str, rest: str) -> None:
     elif op in ("ret", "unreachable"):
         block.successors = ()
     elif op == "switch":
-        raise NotImplementedError(f"a switch: {rest}")
+        condition = re.match(r"i\d+ ([^,]+),", rest)
+        block.condition = condition[1] if condition else ""
+        block.successors = tuple(re.findall(r"label (%[\w.$-]+)", rest))
+        block.cases = tuple(int(n) for n in re.findall(r"i\d+ (-?\d+), label", rest))
     elif op == "phi":
         block.phis[name] = {
             label: value for value, label in re.findall(r"\[ ([^\]]*?), (%[\w.$-]+) \]", rest)

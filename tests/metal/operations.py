@@ -85,7 +85,7 @@ def _class(code: Instruction, fused: set[str], strings: Mapping[str, str]) -> tu
         return "", lanes
     if code.op not in _CLASSES:
         raise NotImplementedError(
-            f"no class of operations has LLVM's {code.op}; add it to tests/metal/cost.py."
+            f"no class of operations has LLVM's {code.op}; add it to tests/metal/operations.py."
         )
     return _CLASSES[code.op], lanes * wide
 
@@ -101,7 +101,7 @@ def _function(code: Instruction, strings: Mapping[str, str]) -> str:
         if part in name:
             return kind
     raise NotImplementedError(
-        f"no class of operations has the function {name}; add it to tests/metal/cost.py."
+        f"no class of operations has the function {name}; add it to tests/metal/operations.py."
     )
 
 

@@ -8,6 +8,8 @@ Each figure names its source. What was not published (activations' type, a chip'
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 from unittest import mock
@@ -84,9 +86,8 @@ class Model(NamedTuple):
 
         steps = [(part.layers, launches(shapes)) for part in self.parts for shapes in part.steps]
         others = sum(part.layers * part.others for part in self.parts) + 4
-        total = prediction.chain([*steps, (1, launches([self.head]))], others, chip)
-        read = self.token_bytes / (prediction.BANDWIDTH_SHARE * chip.bandwidth * 1e9)
-        return total + Seconds(0, read, 0, read)
+        steps.append((1, launches([self.head])))
+        return prediction.chain(steps, others, chip, self.token_bytes)
 
 
 def transformer(
@@ -212,6 +213,17 @@ def _figures() -> Iterator[Figure]:
 
 
 FIGURES = tuple(_figures())
+
+
+def fit() -> tuple[float, float]:
+    """The share of bandwidth and the corner nearest to the fitted figures, by squares of logarithms."""
+
+    def error(share: float, corner: float) -> float:
+        with mock.patch.multiple(prediction, BANDWIDTH_SHARE=share, CORNER=corner):
+            return sum(math.log1p(figure.off()) ** 2 for figure in FIGURES if figure.fitted)
+
+    grid = itertools.product([i / 100 for i in range(80, 101)], [float(p) for p in range(2, 13)])
+    return min(grid, key=lambda numbers: error(*numbers))
 
 
 def table() -> str:

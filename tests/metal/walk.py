@@ -107,6 +107,9 @@ class Walk:
         if len(block.successors) < 2:
             return block.successors[0] if block.successors else ""
         condition = self._value(block.condition, "i1")
+        if block.cases:
+            place = block.cases.index(condition) + 1 if condition in block.cases else 0
+            return block.successors[place]
         if condition is not None:
             return block.successors[0 if condition else 1]
         # Where lanes may differ, those that go the long way are waited for.

@@ -19,7 +19,11 @@ inline void simdgroup_barrier(mem_flags, Site site = Site::here()) {
 }
 
 // The emulator's own work on lanes' arguments isn't an access of the kernel.
+#ifdef MSL_OPAQUE
+#define MSL_UNCHECKED inline
+#else
 #define MSL_UNCHECKED __attribute__((no_sanitize("thread"), noinline))
+#endif
 
 namespace collective {
 
