@@ -10,6 +10,7 @@ import pytest
 from afm_mlx.errors import DataError
 from afm_mlx.measure.perplexity import cut, load_documents, measure_perplexity, token_losses
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from tests.tools.cases import each
 from tests.tools.models import random_config, random_model
 
 
@@ -32,7 +33,7 @@ def float64_losses(model, piece):
     return losses
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 20])
+@each("batch_size", [1, 3, 20])
 def test_losses_are_those_of_tokens_one_by_one(model, rng, batch_size):
     pieces, seen = random_pieces(rng, rng.integers(2, 12, 7)), []
     expected = [loss for piece in pieces for loss in float64_losses(model, piece)]
@@ -79,7 +80,7 @@ def test_samples_are_drawn_from_the_seed(rng):
     assert cut(documents, 8, 1000) == everything
 
 
-@pytest.mark.parametrize("pieces", [[], [[1]], [[1, 2]]])
+@each("pieces", [[], [[1]], [[1, 2]]])
 def test_too_little_to_score(model, pieces):
     with pytest.raises(DataError, match="at least 2 are needed"):
         measure_perplexity(model, pieces)

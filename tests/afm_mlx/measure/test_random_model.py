@@ -8,10 +8,11 @@ from mlx.utils import tree_flatten
 from afm_mlx.config import PRESETS
 from afm_mlx.measure.random_model import random_packed_model
 from afm_mlx.quantization.rule import QuantizationRule
+from tests.tools.cases import each
 from tests.tools.compare import assert_same_tensors
 
 
-@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
+@each("mode", ["balanced", "affine", "palette"])
 def test_random_models_are_packed_from_the_start(rng, mode):
     config, seed = PRESETS["afm-nano"], int(rng.integers(2**31))
     rules = QuantizationRule(2, mode), QuantizationRule(4, mode)
