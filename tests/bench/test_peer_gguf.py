@@ -13,11 +13,12 @@ from bench.peer_gguf import (
     random_blocks,
     write_gguf,
 )
+from tests.tools.cases import each
 
 gguf = pytest.importorskip("gguf", reason="the extra `bench` is not installed")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@each("format", FORMATS)
 def test_random_blocks_are_weights_of_a_fresh_model(format, rng):
     rows, inputs = 64, 256 * int(rng.integers(1, 4))
     blocks = random_blocks(format, rows, inputs, rng)

@@ -20,7 +20,7 @@ from afm_mlx.kernels.metal import runtime as metal_runtime
 from afm_mlx.measure.prediction import Launch
 
 from . import llvm_ir
-from .emulator import project_kernel, shape_buffers
+from .emulator import Unit, project_kernel, shape_buffers
 from .llvm_ir import Block
 from .operations import operations
 from .register_machine import CostError, optimized
@@ -198,9 +198,8 @@ def count_launch(
 
     Integer inputs of up to 64 numbers, such as a row's length, are computed: control flow depends on them.
     """
-    dtypes, template = options["output_dtypes"], options["template"]
-    metal = project_kernel(kernel)
-    unit = metal.unit(inputs, dtypes, template)
+    dtypes = options["output_dtypes"]
+    unit = _unit(kernel, inputs, options)
     buffers = dict(zip(kernel.outputs, options["output_shapes"], strict=True))
     arguments = {
         name: Argument(name, math.prod(shape) * dtype.size)
@@ -211,7 +210,23 @@ def count_launch(
         arguments[name] = Argument(name, x.nbytes, known)
         arguments |= {k: Argument(k, v.nbytes, v) for k, v in shape_buffers(name, x).items()}
     given = [arguments[name] for name in unit.buffers]
-    text = unit_of(*unit[:3])
     budget = OVER.get(kernel.name, REGISTERS)
     size = options["grid"], options["threadgroup"]
-    return count(kernel.name, text, given, *size, registers_at_most=budget)
+    return count(kernel.name, unit_of(*unit[:3]), given, *size, registers_at_most=budget)
+
+
+def check_launch(
+    kernel: metal_runtime.Kernel,
+    inputs: Sequence[mx.array],
+    options: Mapping[str, Any],
+    registers_at_most: float = REGISTERS,
+) -> None:
+    """Raise `CostError` for what makes the kernel of a launch slow on every GPU, see `count`."""
+    blocks, _ = _parsed(unit_of(*_unit(kernel, inputs, options)[:3]), ())
+    check(kernel.name, blocks, registers_at_most)
+
+
+def _unit(
+    kernel: metal_runtime.Kernel, inputs: Sequence[mx.array], options: Mapping[str, Any]
+) -> Unit:
+    return project_kernel(kernel).unit(inputs, options["output_dtypes"], options["template"])

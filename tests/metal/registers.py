@@ -49,24 +49,28 @@ def registers(blocks: Mapping[str, Block]) -> float:
 
 
 def _live_out(blocks: Mapping[str, Block]) -> dict[str, set[str]]:
+    """Names that are needed behind each block."""
+    used, made = {}, {}
+    for label, block in blocks.items():
+        live = {block.condition} - {""}
+        for code in reversed(block.code):
+            live = (live - {code.name}) | {o for o in code.operands if o.startswith("%")}
+        used[label] = live | block.phis.keys()
+        made[label] = {code.name for code in block.code}
     live_in: dict[str, set[str]] = {label: set() for label in blocks}
     live_out: dict[str, set[str]] = {label: set() for label in blocks}
     changed = True
     while changed:
         changed = False
         for label in reversed(blocks):
-            block = blocks[label]
             out: set[str] = set()
-            for successor in block.successors:
+            for successor in blocks[label].successors:
                 phis = blocks[successor].phis
                 out |= live_in[successor] - phis.keys()
                 out |= {v[label] for v in phis.values() if v[label].startswith("%")}
-            live = out | {block.condition} - {""}
-            for code in reversed(block.code):
-                live = (live - {code.name}) | {o for o in code.operands if o.startswith("%")}
-            live |= block.phis.keys()
-            if out != live_out[label] or live != live_in[label]:
-                live_out[label], live_in[label], changed = out, live, True
+            live = used[label] | (out - made[label])
+            changed |= out != live_out[label] or live != live_in[label]
+            live_out[label], live_in[label] = out, live
     return live_out
 
 
@@ -113,21 +117,26 @@ def _as_needed(block: Block, live: set[str]) -> list[Instruction]:
 
 
 def _widest_in(order: Sequence[Instruction], live: set[str], types: Mapping[str, str]) -> float:
+    # What isn't computed is a parameter, and a constant offset is part of the access.
     addresses = {
         code.name: code.operands[0]
         for code in order
         if code.op == "getelementptr" and not any(o.startswith("%") for o in code.operands[1:])
     }
 
-    def size(names: set[str]) -> float:
-        # What isn't computed is a parameter, and a constant offset is part of the access.
-        return sum(
-            _registers_of(types[name]) for name in names if name in types and name not in addresses
-        )
+    def size(name: str) -> float:
+        return 0 if name in addresses or name not in types else _registers_of(types[name])
 
-    widest = size(live)
+    live = set(live)
+    widest = now = sum(map(size, live))
     for code in reversed(order):
-        used = {o for o in code.operands if o.startswith("%")}
-        live = (live - {code.name}) | {addresses.get(o, o) for o in used}
-        widest = max(widest, size(live))
+        if code.name in live:
+            live.remove(code.name)
+            now -= size(code.name)
+        for operand in code.operands:
+            name = addresses.get(operand, operand)
+            if name.startswith("%") and name not in live:
+                live.add(name)
+                now += size(name)
+        widest = max(widest, now)
     return widest

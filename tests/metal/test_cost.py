@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from afm_mlx.kernels import KeyValues, PackedWeight, ProductOptions
-from afm_mlx.kernels.metal import attention, matmul, products
+from afm_mlx.kernels.metal import attention, head, matmul, products
 from afm_mlx.measure.prediction import Launch
 from tests.metal import llvm_ir, mlx_wheel, published, toolchain
-from tests.metal.cost import Argument, check, count, count_launch, unit_of
+from tests.metal.cost import REGISTERS, Argument, check, check_launch, count, count_launch, unit_of
 from tests.metal.launches import record
 from tests.metal.operations import operations
 from tests.metal.register_machine import CostError
@@ -168,3 +168,20 @@ def test_a_vector_product_and_attention_of_the_project():
     loaded = (full.lane_bytes - half.lane_bytes) * 32 * full.simdgroups
     assert loaded >= nbytes / 2
     assert 1.3 < full.operations["float"] / half.operations["float"] < 2.1
+
+
+# Rows, and the registers that a product of so many may take: what is over the budget is a known fault, and may
+# become less.
+@each("rows, limit", [*((n, REGISTERS) for n in (1, 2, 3, 4, 8)), (16, 140), (24, 184), (32, 228)])
+def test_products_stay_in_registers(rows, limit):
+    n, k = 16384, 2048  # eight rows of codes for a simdgroup, where that many are taken
+    x, options = zeros(rows, k, dtype=mx.bfloat16), ProductOptions(zeros(k, dtype=mx.bfloat16))
+    multiply = products.vector if rows <= products.VECTOR_ROWS else products.matrix
+    for bits in (2, 4):
+        weight = PackedWeight(zeros(n, k * bits // 32, dtype=mx.uint32), bits, "balanced", zeros(n))
+        calls = record(lambda w=weight: matmul.packed_matmul(multiply, x, w, options))
+        calls += record(lambda w=weight: matmul.packed_swiglu(multiply, x, w, w, options))
+        if rows <= products.VECTOR_ROWS:
+            calls += record(lambda w=weight: head.argmax(x, w, options))
+        for call in calls:
+            check_launch(*call, registers_at_most=limit)
