@@ -12,7 +12,8 @@ from .llvm_ir import Block, Instruction
 _FREE = set(
     """
     trunc zext sext bitcast addrspacecast inttoptr ptrtoint freeze fneg extractelement insertelement
-    shufflevector getelementptr """.split()
+    shufflevector getelementptr
+    """.split()
 )
 _CLASSES = {
     **dict.fromkeys("fadd fsub fmul".split(), "float"),
