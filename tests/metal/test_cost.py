@@ -149,10 +149,12 @@ def test_a_vector_product_and_attention_of_the_project():
         lambda: matmul.packed_matmul(products.vector, zeros(1, 2 * k), wide, ProductOptions())
     )
     other = count_launch(*call)
-    assert (
-        other.operations["reduction"] * other.simdgroups
-        < launch.operations["reduction"] * launch.simdgroups
-    )
+
+    def added_up(launch: Launch) -> int:
+        lanes = sum(launch.operations.get(kind, 0) for kind in ("reduction", "shuffle"))
+        return lanes * launch.simdgroups
+
+    assert 0 < added_up(other) < added_up(launch)
     # Attention: work follows the row's length, not the cache's capacity.
     heads, dim, capacity = 16, 128, 512
 
@@ -172,7 +174,7 @@ def test_a_vector_product_and_attention_of_the_project():
 
 # Rows, and the registers that a product of so many may take: what is over the budget is a known fault, and may
 # become less.
-@each("rows, limit", [*((n, REGISTERS) for n in (1, 2, 3, 4, 8)), (16, 140), (24, 184), (32, 228)])
+@each("rows, limit", [*((n, REGISTERS) for n in (1, 2, 3, 4, 8, 16)), (24, 150), (32, 190)])
 def test_products_stay_in_registers(rows, limit):
     n, k = 16384, 2048  # eight rows of codes for a simdgroup, where that many are taken
     x, options = zeros(rows, k, dtype=mx.bfloat16), ProductOptions(zeros(k, dtype=mx.bfloat16))

@@ -81,18 +81,27 @@ namespace metal {
 using emulator::Function;
 using emulator::Site;
 
+#ifdef MSL_OPAQUE
+#define MSL_FUNCTION(NAME, is_fast, x, y, site) emulator::emulator_named(#NAME, is_fast, x, y)
+#define MSL_HALF_FUNCTION(NAME, x, y) emulator::emulator_named(#NAME, true, x, y)
+#else
+#define MSL_FUNCTION(NAME, is_fast, x, y, site) \
+  emulator::emulator_function(Function::NAME, is_fast, x, y, site)
+#define MSL_HALF_FUNCTION(NAME, x, y) emulator::emulator_half_function(Function::NAME, x, y)
+#endif
+
 #define MSL_INEXACT_1(name, NAME, is_fast) \
   inline float name(float x, Site site = Site::here()) { \
-    return emulator::emulator_function(Function::NAME, is_fast, x, 0.0f, site); \
+    return MSL_FUNCTION(NAME, is_fast, x, 0.0f, site); \
   } \
-  inline half name(half x) { return half(emulator::emulator_half_function(Function::NAME, x, 0)); } \
+  inline half name(half x) { return half(MSL_HALF_FUNCTION(NAME, x, 0)); } \
   inline bfloat name(bfloat x, Site site = Site::here()) { return bfloat(name(float(x), site)); } \
   MSL_VECTOR_1(name)
 #define MSL_INEXACT_2(name, NAME, is_fast) \
   inline float name(float x, float y, Site site = Site::here()) { \
-    return emulator::emulator_function(Function::NAME, is_fast, x, y, site); \
+    return MSL_FUNCTION(NAME, is_fast, x, y, site); \
   } \
-  inline half name(half x, half y) { return half(emulator::emulator_half_function(Function::NAME, x, y)); } \
+  inline half name(half x, half y) { return half(MSL_HALF_FUNCTION(NAME, x, y)); } \
   inline bfloat name(bfloat x, bfloat y, Site site = Site::here()) { \
     return bfloat(name(float(x), float(y), site)); \
   } \
@@ -146,6 +155,8 @@ MSL_INEXACT(false)
 #undef MSL_INEXACT
 #undef MSL_INEXACT_1
 #undef MSL_INEXACT_2
+#undef MSL_FUNCTION
+#undef MSL_HALF_FUNCTION
 
 #define MSL_INTEGER(type) \
   inline type min(type x, type y) { return y < x ? y : x; } \
