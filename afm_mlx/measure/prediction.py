@@ -52,9 +52,8 @@ class Chip(NamedTuple):
         return f"{self.name.removeprefix('Apple ')}, {self.cores} cores"
 
 
-# Clocks: metal-benchmarks and applegpuinfo (M1 to M3), eclecticlight.co (M3 Pro, M4 Pro), hmc-tech.com (M4,
-# M5). Those of M4 Max, M5 Pro and M5 Max are not published by anyone who measured them: their smaller
-# sibling's stand here.
+# Clocks: metal-benchmarks (M1, M2) and eclecticlight.co (M3 Pro, M4 Pro), who measured them, and hmc-tech.com
+# (M4, M5). For M3, M3 Max, M4 Max, M5 Pro and M5 Max a sibling's stands here.
 CHIPS = {
     "m1": Chip("Apple M1", 8, 1.278, 68, 7),
     "m1-pro": Chip("Apple M1 Pro", 16, 1.296, 200, 7),
@@ -73,10 +72,10 @@ CHIPS = {
     "m4-pro": Chip("Apple M4 Pro", 20, 1.578, 273, 9),
     "m4-max": Chip("Apple M4 Max", 40, 1.578, 546, 9),
     "m4-max-32": Chip("Apple M4 Max", 32, 1.578, 410, 9),
-    "m5": Chip("Apple M5", 10, 1.62, 153, 10),
-    "m5-pro": Chip("Apple M5 Pro", 20, 1.62, 307, 10),
-    "m5-max": Chip("Apple M5 Max", 40, 1.62, 614, 10),
-    "m5-max-32": Chip("Apple M5 Max", 32, 1.62, 460, 10),
+    "m5": Chip("Apple M5", 10, 1.74, 153, 10),
+    "m5-pro": Chip("Apple M5 Pro", 20, 1.74, 307, 10),
+    "m5-max": Chip("Apple M5 Max", 40, 1.74, 614, 10),
+    "m5-max-32": Chip("Apple M5 Max", 32, 1.74, 460, 10),
 }
 
 

@@ -1,7 +1,7 @@
 """What a kernel costs a GPU: operations of one lane by class, bytes from memory, registers.
 
 The very text that MLX would compile is optimized for a register machine (`register_machine.py`), and one lane
-is walked through it (`llvm_ir.py`) with the grid and the arrays' shapes of a launch, so that every block is
+is walked through it (`walk.py`) with the grid and the arrays' shapes of a launch, so that every block is
 counted as often as it runs. Prices of the classes are `afm_mlx/measure/prediction.py`'s.
 """
 
