@@ -184,16 +184,17 @@ def plan(
         cores: cores of the GPU. Two threadgroups each hide one another's waiting; that is worth no dispatch.
     """
     group = n_heads // n_kv_heads
-    # Two query heads share the conversions of a key; four of them, in fewer threadgroups, once there are many.
-    long = capacity > SINGLE_PASS
-    heads = max(h for h in range(1, 5 if long else 3) if group % h == 0)
+    # Two query heads share the conversions of a key's codes. Four would take twice the registers, and leave the
+    # largest chips idle.
+    heads = max(h for h in (1, 2) if group % h == 0)
     threadgroups = batch * n_heads // heads
     most = MAX_SPLITS if whole else MAX_PARTS
     wanted = cores if whole else 2 * cores
     splits = min(-(-capacity // SPLIT), max(1, wanted // threadgroups), most)
-    single = splits == 1 or (whole and not long)
-    # A lane holds its dimensions of every query and of every sum: 64 registers at most.
-    units = min(4, 8 // heads)
+    single = splits == 1 or (whole and capacity <= SINGLE_PASS)
+    # A lane holds its dimensions of every query and of every sum: 32 registers at most. With twice as many, a
+    # simdgroup would take more than an Apple GPU's instructions can name.
+    units = 4 // heads
     lanes = 1
     while lanes * units * 4 < head_dim:
         lanes *= 2

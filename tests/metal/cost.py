@@ -31,9 +31,6 @@ from .walk import Pointer, Walk
 LANES = 32
 # 32-bit registers of a lane: the most that Apple's instructions can name.
 REGISTERS = 128
-# Kernels that are over it by this estimate, and what they may take: each is a fault to mend, none may be added.
-# Both hold the queries and sums of two to four heads, and the keys and values that their heads share as floats.
-OVER = {"attention_decode": 175.0, "write_and_attend": 180.0}
 # Where `emulator::Thread` holds what, in the order of runtime.h: three numbers each, then one each.
 _THREE = """
 thread_position_in_grid thread_position_in_threadgroup threadgroup_position_in_grid threadgroups_per_grid
@@ -212,9 +209,8 @@ def count_launch(
         arguments[name] = Argument(name, x.nbytes, known)
         arguments |= {k: Argument(k, v.nbytes, v) for k, v in shape_buffers(name, x).items()}
     given = [arguments[name] for name in unit.buffers]
-    budget = OVER.get(kernel.name, REGISTERS)
     size = options["grid"], options["threadgroup"]
-    return count(kernel.name, unit_of(*unit[:3]), given, *size, registers_at_most=budget)
+    return count(kernel.name, unit_of(*unit[:3]), given, *size)
 
 
 def check_launch(

@@ -163,8 +163,8 @@ def test_splits_follow_the_gpu(monkeypatch):
     assert splits == [1, 4, 4, 4]
     assert attention.plan(*of_3b).splits == 1
     long = [attention.plan(1, 16, 2, 4096, 128, False, n).splits for n in attention.CORES.values()]
-    assert long == [3, 8, 8, 8]
-    assert attention.plan(1, 16, 2, 4096, 128, True, 80).splits == 20
+    assert long == [1, 5, 8, 8]
+    assert attention.plan(1, 16, 2, 4096, 128, True, 80).splits == 10
 
 
 @pytest.mark.parametrize("capacity", [24, LONG])
