@@ -11,6 +11,7 @@ of ours and keeps its traceback.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; those of the process by default.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    _replace_missing_streams()
     _show_what_the_terminal_can()
     try:
         with handled_signals():
@@ -59,6 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(_with_advice("interrupted", interrupt), INTERRUPTED)
     except Terminated as stopped:
         return _fail(_with_advice(str(stopped), stopped), stopped.status)
+
+
+def _replace_missing_streams() -> None:
+    """Read nothing from standard streams that the process was started without, and write nothing to them."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nothing = io.TextIOWrapper(io.FileIO(os.devnull, mode), encoding="utf-8")
+            setattr(sys, name, nothing)
 
 
 def _run(argv: list[str]) -> int:

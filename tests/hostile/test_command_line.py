@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import sys
+from unittest import mock
 
 import pytest
 
@@ -72,8 +74,9 @@ def test_commands_that_run(rng, tmp_path, monkeypatch, name):
 
 
 def _run(argv):
-    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2))
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    out, err, nothing = (io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(3))
+    stdin = mock.patch.object(sys, "stdin", nothing)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), stdin:
         status = main(argv)
     err.seek(0)
     text = err.read()

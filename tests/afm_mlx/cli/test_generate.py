@@ -1,10 +1,12 @@
 """`afm-mlx generate`, and its prompt cache files."""
 
 import json
+import sys
 
 import mlx.core as mx
 import pytest
 
+from afm_mlx.cli import main
 from afm_mlx.engine.prompt_cache import save_prompt_cache
 from afm_mlx.loading.load import load
 from tests.tools.cli import answer, example, lines, write_folder
@@ -51,6 +53,15 @@ def test_a_prompt_from_standard_input(folder, generate, fails, say):
     }.items():
         say(data)
         assert says in fails("generate", "--model", folder, "-p", "-")
+
+
+def test_standard_streams_that_are_closed(fails, monkeypatch):
+    """A process may be started without them."""
+    monkeypatch.setattr(sys, "stdin", None)
+    assert "the prompt is empty" in fails("generate", "-p", "-")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+        assert main(["generate", "-p", " "]) == 2
 
 
 def test_prompt_options(folder, generate):
