@@ -46,6 +46,7 @@ class Case(NamedTuple):
         rows: vectors that are multiplied, B * L; tokens that are looked up, attended from or written.
         mode, granularity, group_size: format of the matrix (gate in `packed_swiglu`), see `PackedWeight`.
         head_dim: width of a head, for attention and what stands before it.
+        stored: type of the keys and values there; int8 codes have scales, floats have none.
     """
 
     device: str
@@ -55,6 +56,7 @@ class Case(NamedTuple):
     granularity: str = ""
     group_size: int = 0
     head_dim: int = 0
+    stored: mx.Dtype = mx.int8
 
 
 class Variant(NamedTuple):

@@ -220,13 +220,13 @@ class QueryRope(NamedTuple):
 
 
 class HeadOptions(NamedTuple):
-    """What turns the heads of a fused QKV projection into queries for attention and int8 codes.
+    """What turns the heads of a fused QKV projection into queries for attention, and keys and values.
 
     Args:
         q_weight: weight of the queries' norm, (head_dim,) float.
         k_weight: weight of the keys' norm, (head_dim,) float.
-        key_scale: 0-d float32 that a key's code is multiplied by.
-        value_scale: 0-d float32 that a value's code is multiplied by.
+        key_scale: 0-d float32 that a key's code is multiplied by, or None for float keys.
+        value_scale: 0-d float32 that a value's code is multiplied by, or None.
         n_kv_heads: heads of the keys, and of the values.
         theta: base of the frequencies.
         eps: added to the mean square by both norms.
@@ -234,8 +234,8 @@ class HeadOptions(NamedTuple):
 
     q_weight: mx.array
     k_weight: mx.array
-    key_scale: mx.array
-    value_scale: mx.array
+    key_scale: mx.array | None
+    value_scale: mx.array | None
     n_kv_heads: int
     theta: float
     eps: float

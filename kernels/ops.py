@@ -70,6 +70,12 @@ def write_and_attend(
     return _run("write_and_attend", qkv, kv, lengths, options, whole)
 
 
+def reads_tails(dtype: mx.Dtype, head_dim: int) -> bool:
+    """Whether `decode_attention` reads floats where they lie; the reference copies the buffer and its tail."""
+    case = Case(device(), dtype, 1, head_dim=head_dim, stored=dtype)
+    return select("decode_attention", case).backend != "reference"
+
+
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
     """See `reference.causal_attention`."""
     return _run("causal_attention", queries, kv)
@@ -116,7 +122,8 @@ def _weight_case(dtype: mx.Dtype, rows: int, weight: PackedWeight) -> Case:
 
 def _rope_case(qkv: mx.array, _: Any, options: HeadOptions) -> Case:
     rows, head_dim = qkv.shape[0] * qkv.shape[1], options.q_weight.shape[0]
-    return Case(device(), qkv.dtype, rows, head_dim=head_dim)
+    stored = qkv.dtype if options.key_scale is None else mx.int8
+    return Case(device(), qkv.dtype, rows, head_dim=head_dim, stored=stored)
 
 
 def _writing_case(
@@ -125,9 +132,9 @@ def _writing_case(
     return _rope_case(qkv, None, options)
 
 
-def _attention_case(queries: mx.array, *_: Any) -> Case:
+def _attention_case(queries: mx.array, kv: KeyValues, *_: Any) -> Case:
     rows, head_dim = queries.shape[0] * queries.shape[2], queries.shape[3]
-    return Case(device(), queries.dtype, rows, head_dim=head_dim)
+    return Case(device(), queries.dtype, rows, head_dim=head_dim, stored=kv.buffer.dtype)
 
 
 def _write_case(buffer: mx.array, tokens: mx.array, *_: Any) -> Case:

@@ -142,7 +142,7 @@ def decode_attention(
 
     Args:
         queries: (B, n_heads, 1, head_dim), float.
-        kv: int8 buffers of any capacity, with a tail or without; columns from a row's length on are never
+        kv: buffers of any capacity, with a tail or without; columns from a row's length on are never
             looked at.
         lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
         rope: when given, `queries` are raw, and go through `rope_norm` at position `lengths - 1` first.
@@ -177,11 +177,11 @@ def merge_parts(parts: AttentionParts) -> mx.array:
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> mx.array:
-    """`attention` of L queries that are the last of S tokens over int8 keys and values: a prompt's.
+    """`attention` of L queries that are the last of S tokens: a prompt's.
 
     Args:
         queries: (B, n_heads, L, head_dim), float.
-        kv: int8 codes of S >= L tokens, with scales.
+        kv: floats of S >= L tokens, or int8 codes with scales.
 
     Returns:
         (B, n_heads, L, head_dim) in the dtype of `queries`.
@@ -231,8 +231,8 @@ def rope_norm_quantize(
         options: norms, scales, and what `rope_norm` takes.
 
     Returns:
-        queries (B, n_heads, L, head_dim) in the dtype of `qkv`; codes of keys and then of values,
-        (B, 2 * n_kv_heads, L, head_dim) int8.
+        queries (B, n_heads, L, head_dim) in the dtype of `qkv`; keys and then values,
+        (B, 2 * n_kv_heads, L, head_dim): int8 codes, or of the dtype of `qkv` where there are no scales.
     """
     q_weight, k_weight, key_scale, value_scale, n_kv_heads, theta, eps = options
     heads = qkv.reshape(*qkv.shape[:2], -1, q_weight.shape[0]).swapaxes(1, 2)
@@ -240,6 +240,8 @@ def rope_norm_quantize(
     q, k, v = heads.split([n_heads, n_heads + n_kv_heads], axis=1)
     q = rope_norm(q, q_weight, offset, theta, eps)
     k = rope_norm(k, k_weight, offset, theta, eps)
+    if key_scale is None or value_scale is None:
+        return q, mx.concatenate([k, v], axis=1)
     codes = [quantize_int8(k, key_scale), quantize_int8(v, value_scale)]
     return q, mx.concatenate(codes, axis=1)
 

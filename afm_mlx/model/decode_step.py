@@ -64,7 +64,7 @@ _SERIALS = itertools.count()
 
 
 class DecodeStep:
-    """One new token per row over int8 caches: `Model.forward` as a replayed graph."""
+    """One new token per row over caches with a tail: `Model.forward` as a replayed graph."""
 
     def __init__(self) -> None:
         self._traces = _Traces()
@@ -76,7 +76,7 @@ class DecodeStep:
         On a CPU, MLX fuses elementwise operations with a compiler that it looks for at run time. A step of
         packed layers has none to fuse; that of a float model does.
         """
-        if model.training or not all(entry.int8 for entry in cache):
+        if model.training or len({entry.int8 for entry in cache}) > 1:
             return False
         if self._packed[0] != dispatch.generation():  # layers were wrapped or unwrapped, perhaps
             self._packed = (dispatch.generation(), _is_packed(model))
@@ -109,7 +109,7 @@ class DecodeStep:
         opened = [entry.open_tail(2 * config.num_kv_heads, config.head_dim) for entry in cache]
         buffers, tails, (starts, *_) = map(list, zip(*opened, strict=True))
         chosen = (dispatch.device(), dispatch.generation(), adapters_layout(model))
-        trace = (*inputs.shape, *buffers[0].shape, head, *chosen)
+        trace = (*inputs.shape, *buffers[0].shape, buffers[0].dtype, head, *chosen)
         mine = self._traces
         if trace not in mine.made_for and len(mine.made_for) >= MAX_TRACES:
             mine.drop()

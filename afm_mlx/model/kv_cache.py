@@ -169,7 +169,8 @@ class KVCache:
     def open_tail(self, heads: int, head_dim: int) -> tuple[mx.array, mx.array, mx.array]:
         """What a decode step reads and writes, with room for one more token of every row.
 
-        Not for a sliding window that is about to forget tokens.
+        Not for a sliding window that is about to forget tokens, nor for floats before the first token, which
+        says what type they have.
 
         Args:
             heads: heads of the keys and of the values together.
@@ -186,7 +187,8 @@ class KVCache:
             self.settle()
             shape = (len(self._lengths), heads, TAIL, head_dim)
             if self.tail is None:
-                self.tail = mx.zeros(shape, mx.int8)
+                dtype = mx.int8 if self.buffer is None else self.buffer.dtype
+                self.tail = mx.zeros(shape, dtype)
             if self.buffer is None:
                 self.buffer = self.tail[:, :, :0]
             # Steps are traced for each capacity: there are few when they are multiples of one number.

@@ -36,9 +36,11 @@ from afm_mlx.kernels import (
     decode_attention,
     dequantize_int8,
     fake_int8,
+    reads_tails,
     rope_norm,
     rope_norm_quantize,
     write_and_attend,
+    write_tokens,
 )
 from afm_mlx.model.decode_step import DecodeStep
 from afm_mlx.model.fused_layers import head_argmax, merges_parts, project, project_head, swiglu
@@ -60,16 +62,15 @@ def _merge_heads(x: mx.array | AttentionParts) -> mx.array | AttentionParts:
     return x.reshape(*x.shape[:2], -1)
 
 
-def _attention(queries: mx.array, kv: KeyValues, mask: mx.array | str | None) -> mx.array:
-    """Attention of any number of queries; a prompt's over int8 codes has an operation of its own."""
-    if mask == "causal" and kv.key_scale is not None:
+def _attention(queries: mx.array, kv: KeyValues, positions: Positions) -> mx.array:
+    """Attention of any number of queries; a prompt's has an operation of its own, without gradients."""
+    if isinstance(positions.mask, str) and (positions.cached or kv.key_scale is not None):
         return causal_attention(queries, kv)
-    return attention(queries, kv, mask)
+    return attention(queries, kv, positions.mask)
 
 
-def _appended(keys: mx.array, values: mx.array, cache: KVCache | None) -> KeyValues:
+def _appended(kv: mx.array, cache: KVCache | None) -> KeyValues:
     """Float keys and values of every token so far, the new ones included."""
-    kv = mx.concatenate([keys, values], axis=1)
     if cache is None:
         return KeyValues(kv)
     cache.update(kv)
@@ -105,45 +106,68 @@ class WritingAttention(nn.Module):
         if cache is not None and positions.lengths is not None:
             y, kv = self._decode(qkv, positions.lengths, cache)
         else:
-            if self._config.kv_bits and not plain:
-                q, kv = self._int8_heads(qkv, positions, cache)
+            if cache is not None or (self._config.kv_bits and not plain):
+                q, kv = self._cached_heads(qkv, positions, cache)
             else:
                 q, k, v = self.heads(qkv, positions)
-                kv = _appended(*self._fake_int8(k, v), cache)
-            y = _attention(q, kv, positions.mask)
+                kv = KeyValues(mx.concatenate(self._fake_int8(k, v), axis=1))
+            y = _attention(q, kv, positions)
         return project(self.out_proj, _merge_heads(y), residual=x), kv
 
     def _decode(
         self, qkv: mx.array, lengths: mx.array, cache: KVCache
     ) -> tuple[mx.array | AttentionParts, KeyValues]:
-        """Attention of one new token per row, which goes to the tail of an int8 cache."""
+        """Attention of one new token per row, which goes to the tail of a cache."""
         config, options = self._config, self._head_options()
         buffer, tail, starts = cache.open_tail(2 * config.num_kv_heads, config.head_dim)
-        kv = KeyValues(buffer, options.key_scale, options.value_scale, tail, starts)
         whole = not merges_parts(self.out_proj)
+        if buffer.dtype != mx.int8:
+            q, new = self._float_heads(qkv, lengths - 1)
+            tail = write_tokens(tail, new.astype(tail.dtype), lengths - starts)
+            cache.take_tail(tail)
+            kv = KeyValues(buffer, tail=tail, starts=starts)
+            return decode_attention(q, kv, lengths, whole=whole), kv
+        kv = KeyValues(buffer, options.key_scale, options.value_scale, tail, starts)
         y, tail = write_and_attend(qkv, kv, lengths, options, whole)
         cache.take_tail(tail)
         return y, kv._replace(tail=tail)
 
     def _head_options(self) -> HeadOptions:
-        config, scales = self._config, (self.quant_key_scale, self.quant_value_scale)
+        config = self._config
         norms = (self.q_norm.weight, self.k_norm.weight)
         rope = (config.rope_theta, config.rms_norm_eps)
-        return HeadOptions(*norms, *scales, config.num_kv_heads, *rope)
+        return HeadOptions(*norms, *self._scales(), config.num_kv_heads, *rope)
 
-    def _int8_heads(
+    def _scales(self) -> tuple[mx.array | None, mx.array | None]:
+        if not self._config.kv_bits:
+            return None, None
+        return self.quant_key_scale, self.quant_value_scale
+
+    def _cached_heads(
         self, qkv: mx.array, positions: Positions, cache: KVCache | None
     ) -> tuple[mx.array, KeyValues]:
-        scales = (self.quant_key_scale, self.quant_value_scale)
-        q, codes = rope_norm_quantize(qkv, positions.offset, self._head_options())
         if cache is not None and cache.int8:
+            q, codes = rope_norm_quantize(qkv, positions.offset, self._head_options())
             cache.update(codes)
-            return q, KeyValues(cache.in_use(), *scales)
-        k, v = (
-            dequantize_int8(part, scale, q.dtype)
-            for part, scale in zip(codes.split(2, axis=1), scales, strict=True)
-        )
-        return q, _appended(k, v, cache)
+            return q, KeyValues(cache.in_use(), *self._scales())
+        q, kv = self._float_heads(qkv, positions.offset)
+        return q, _appended(kv, cache)
+
+    def _float_heads(self, qkv: mx.array, offset: int | mx.array) -> tuple[mx.array, mx.array]:
+        """Queries, and float keys and values (B, 2 * num_kv_heads, L, head_dim), rounded to the int8 grid.
+
+        A model without scales has no grid.
+        """
+        options = self._head_options()
+        q, kv = rope_norm_quantize(qkv, offset, options)
+        if options.key_scale is None or options.value_scale is None:
+            return q, kv
+        k, v = kv.split(2, axis=1)
+        floats = [
+            dequantize_int8(k, options.key_scale, q.dtype),
+            dequantize_int8(v, options.value_scale, q.dtype),
+        ]
+        return q, mx.concatenate(floats, axis=1)
 
     def heads(self, qkv: mx.array, positions: Positions) -> tuple[mx.array, mx.array, mx.array]:
         """Float queries, keys and values with RoPE and norm, by operations that have gradients.
@@ -194,7 +218,7 @@ class ReuseAttention(nn.Module):
             y = decode_attention(q, kv, positions.lengths, QueryRope(*turn), whole)
         else:
             q = rope_norm(q, turn[0], positions.offset, *turn[1:])
-            y = _attention(q, kv, positions.mask)
+            y = _attention(q, kv, positions)
         return project(self.out_proj, _merge_heads(y), residual=x)
 
 
@@ -404,9 +428,15 @@ class Model(nn.Module):
             return self.positions(inputs), [None] * len(self.model.layers)
         length = inputs.shape[1]
         first = cache[0]
-        lengths = first.decode_lengths() if length == 1 and first.int8 else None
+        lengths = first.decode_lengths() if length == 1 and self._opens_tail(first) else None
         mask = first.make_mask(length) if lengths is None else None
-        return Positions(first.offset, mask, lengths), cache
+        return Positions(first.offset, mask, lengths, cached=True), cache
+
+    def _opens_tail(self, cache: KVCache) -> bool:
+        """Whether a decode step writes to the cache's tail: of floats where attention copies none for it."""
+        if cache.int8 or cache.buffer is None:
+            return cache.int8
+        return reads_tails(cache.buffer.dtype, self.args.head_dim)
 
     def make_cache(
         self, kv: str = "int8", max_size: int | None = None, sliding_window: bool = False

@@ -16,13 +16,15 @@ class Positions(NamedTuple):
     Args:
         offset: position of the first new token, or of every token in rows that hold several samples.
         mask: None, "causal" or an array, as `afm_mlx.kernels.attention` takes it.
-        lengths: (B,) int32, set when there is one new token per row and int8 codes are read straight from
+        lengths: (B,) int32, set when there is one new token per row and keys and values are read straight from
             the cache's buffers, each row's up to its length.
+        cached: whether keys and values go to a cache, so that nobody asks for gradients.
     """
 
     offset: Offset
     mask: mx.array | str | None
     lengths: mx.array | None = None
+    cached: bool = False
 
     @property
     def packed(self) -> bool:

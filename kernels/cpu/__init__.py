@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.kernels.cpu import extension
-from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
+from afm_mlx.kernels.dispatch import FLOATS, Case, Variant, other_than_floats
 from afm_mlx.kernels.formats import HeadOptions, KeyValues, PackedWeight, QueryRope
 
 _extension: Any = extension.module()  # None where the rules below let nobody call it
@@ -60,6 +60,10 @@ def _obstacle(case: Case) -> str | None:
 def _attention_obstacle(case: Case) -> str | None:
     if reason := _obstacle(case):
         return reason
+    if case.stored not in (mx.int8, *FLOATS):
+        return (
+            f"takes int8 or float keys and values, not {str(case.stored).removeprefix('mlx.core.')}"
+        )
     limit = _extension.max_head_dim
     return f"head_dim is at most {limit}" if case.head_dim > limit else None
 

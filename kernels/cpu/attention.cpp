@@ -51,11 +51,24 @@ class Attention {
   int64_t start(int64_t batch) const;
   // Keys that a row of a tile sees.
   int64_t seen(const Tile& tile, int64_t row) const;
+  // What a score is multiplied by: exp becomes a power of 2.
+  float score_scale() const { return a_.key_scale / std::sqrt(static_cast<float>(a_.head_dim)) * 1.44269504f; }
   void work(const Piece& piece, Partial& partial) const;
+  void work_floats(const Piece& piece, Partial& partial) const;
+  // A tile's query as float32 with RoPE and norm, (head_dim,); `scratch` has room for two of them.
+  void query(const Tile& tile, int64_t row, float* scratch, float* out) const;
   void quantize(const Tile& tile, int16_t* q, float* scales) const;
-  // `count` tokens from `token` on, all of them in `buffer` or all in `tail`, as rows of `dim_` codes: where they are, or copied with zeros behind.
-  const int8_t* block(const Codes& buffer, const Codes& tail, const Tile& tile, int64_t token, int64_t count,
+  // The last key of a block that begins at `token`: a block lies in the buffer or in the tail.
+  int64_t block_end(const Piece& piece, int64_t token, int64_t size) const;
+  // `count` tokens from `token` on, all of them in `buffer` or all in `tail`, as rows of `dim_` codes or floats:
+  // where they are, or copied with zeros behind.
+  const int8_t* block(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token, int64_t count,
                       std::vector<int8_t>* copy, int64_t* stride) const;
+  const float* block_floats(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token, int64_t count,
+                            std::vector<float>* copy, int64_t* stride) const;
+  // Where a token's keys or values lie: those of its head, and the index of the first among their numbers.
+  int64_t place(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token,
+                const Columns** columns) const;
   void merge(Partial& into, const Partial& other) const;
   void finish(const Tile& tile, const Partial& partial) const;
 
@@ -123,7 +136,7 @@ void Attention::run() {
     const Piece& piece = pieces_[i];
     const Tile& tile = tiles_[piece.tile];
     partials[i].reset(new Partial(tile.rows, dim_));
-    work(piece, *partials[i]);
+    a_.floats ? work_floats(piece, *partials[i]) : work(piece, *partials[i]);
     // The thread that ends last merges the tile's pieces.
     if (missing[piece.tile].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
     for (size_t other = 0; other < pieces_.size(); ++other) {
@@ -144,9 +157,8 @@ void Attention::work(const Piece& piece, Partial& partial) const {
   std::vector<int32_t> scores(rows * kBlock);
   std::vector<int8_t> copy;
   quantize(tile, q.data(), scales.data());
-  int64_t start = this->start(tile.batch);
   for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
-    end = std::min(begin + kBlock, begin < start ? std::min(start, piece.end) : piece.end);
+    end = block_end(piece, begin, kBlock);
     int64_t count = end - begin, stride;
     const int8_t* keys = block(a_.keys, a_.tail_keys, tile, begin, count, &copy, &stride);
     kernels_.score(q.data(), rows, keys, stride, count, dim_, scores.data());
@@ -166,37 +178,104 @@ void Attention::work(const Piece& piece, Partial& partial) const {
   }
 }
 
-void Attention::quantize(const Tile& tile, int16_t* q, float* scales) const {
-  int64_t dim = a_.head_dim;
-  std::vector<float> raw(dim), turned(dim), scratch(dim);
-  float scale = a_.key_scale / std::sqrt(static_cast<float>(dim)) * 1.44269504f;  // so that exp is a power of 2
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    int64_t head = tile.kv_head * group_ + r % group_, token = tile.first + r / group_;
-    int64_t start = tile.batch * a_.q_strides[0] + head * a_.q_strides[1] + token * a_.q_strides[2];
-    load_numbers(a_.q, start, a_.q_strides[3], a_.type, raw.data(), dim);
-    if (a_.table) {
-      int64_t position = length(tile.batch) - a_.queries + token;
-      kernels_.turn(raw.data(), a_.table->row(position, scratch.data()), a_.norm, a_.eps, dim, turned.data());
+void Attention::work_floats(const Piece& piece, Partial& partial) const {
+  const Tile& tile = tiles_[piece.tile];
+  int64_t rows = tile.rows;
+  std::vector<float> q(rows * dim_), scores(rows * kBlockFloats), decay(rows), scratch(2 * a_.head_dim), copy;
+  for (int64_t r = 0; r < rows; ++r) query(tile, r, scratch.data(), q.data() + r * dim_);
+  float scale = score_scale();
+  for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
+    end = block_end(piece, begin, kBlockFloats);
+    int64_t count = end - begin, stride;
+    const float* keys = block_floats(a_.keys, a_.tail_keys, tile, begin, count, &copy, &stride);
+    kernels_.score_floats(q.data(), rows, keys, stride, count, dim_, scores.data());
+    for (int64_t r = 0; r < rows; ++r) {
+      int64_t visible = std::min(count, seen(tile, r) - begin);
+      float* row = scores.data() + r * kBlockFloats;
+      if (visible <= 0) {
+        std::fill(row, row + kBlockFloats, 0.0f);
+        decay[r] = 1.0f;
+        continue;
+      }
+      float sum = kernels_.weigh_floats(row, visible, scale, &partial.top[r], &decay[r]);
+      partial.sum[r] = partial.sum[r] * decay[r] + sum;
     }
-    scales[r] = kernels_.to_int16((a_.table ? turned : raw).data(), dim, q + r * dim_) * scale;
+    const float* values = block_floats(a_.values, a_.tail_values, tile, begin, count, &copy, &stride);
+    kernels_.add_floats(scores.data(), rows, values, stride, count, dim_, decay.data(), partial.values.data());
   }
 }
 
-const int8_t* Attention::block(const Codes& buffer, const Codes& tail, const Tile& tile, int64_t token,
-                               int64_t count, std::vector<int8_t>* copy, int64_t* stride) const {
+int64_t Attention::block_end(const Piece& piece, int64_t token, int64_t size) const {
+  int64_t start = this->start(tiles_[piece.tile].batch);
+  return std::min(token + size, token < start ? std::min(start, piece.end) : piece.end);
+}
+
+void Attention::query(const Tile& tile, int64_t row, float* scratch, float* out) const {
+  int64_t dim = a_.head_dim;
+  int64_t head = tile.kv_head * group_ + row % group_, token = tile.first + row / group_;
+  int64_t start = tile.batch * a_.q_strides[0] + head * a_.q_strides[1] + token * a_.q_strides[2];
+  float* raw = a_.table ? scratch : out;
+  load_numbers(a_.q, start, a_.q_strides[3], a_.type, raw, dim);
+  if (a_.table) {
+    int64_t position = length(tile.batch) - a_.queries + token;
+    kernels_.turn(raw, a_.table->row(position, scratch + dim), a_.norm, a_.eps, dim, out);
+  }
+}
+
+void Attention::quantize(const Tile& tile, int16_t* q, float* scales) const {
+  std::vector<float> exact(a_.head_dim), scratch(2 * a_.head_dim);
+  float scale = score_scale();
+  for (int64_t r = 0; r < tile.rows; ++r) {
+    query(tile, r, scratch.data(), exact.data());
+    scales[r] = kernels_.to_int16(exact.data(), a_.head_dim, q + r * dim_) * scale;
+  }
+}
+
+int64_t Attention::place(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token,
+                         const Columns** columns) const {
   int64_t start = this->start(tile.batch);
-  const Codes& codes = token < start ? buffer : tail;
+  *columns = token < start ? &buffer : &tail;
   if (token >= start) token -= start;
-  const int8_t* from = codes.data + tile.batch * codes.batch_stride + tile.kv_head * codes.head_stride +
-                       token * codes.token_stride;
-  if (a_.head_dim == dim_ && codes.step == 1) {
-    *stride = codes.token_stride;
+  const Columns& c = **columns;
+  return tile.batch * c.batch_stride + tile.kv_head * c.head_stride + token * c.token_stride;
+}
+
+const int8_t* Attention::block(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token,
+                               int64_t count, std::vector<int8_t>* copy, int64_t* stride) const {
+  const Columns* codes;
+  int64_t first = place(buffer, tail, tile, token, &codes);
+  const int8_t* from = static_cast<const int8_t*>(codes->data) + first;
+  if (a_.head_dim == dim_ && codes->step == 1) {
+    *stride = codes->token_stride;
     return from;
   }
   copy->resize(kBlock * dim_);
   for (int64_t k = 0; k < count; ++k) {
     for (int64_t d = 0; d < dim_; ++d) {
-      (*copy)[k * dim_ + d] = d < a_.head_dim ? from[k * codes.token_stride + d * codes.step] : 0;
+      (*copy)[k * dim_ + d] = d < a_.head_dim ? from[k * codes->token_stride + d * codes->step] : 0;
+    }
+  }
+  *stride = dim_;
+  return copy->data();
+}
+
+const float* Attention::block_floats(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token,
+                                     int64_t count, std::vector<float>* copy, int64_t* stride) const {
+  const Columns* floats;
+  int64_t first = place(buffer, tail, tile, token, &floats);
+  if (a_.stored == Number::float32 && a_.head_dim == dim_ && floats->step == 1) {
+    *stride = floats->token_stride;
+    return static_cast<const float*>(floats->data) + first;
+  }
+  copy->resize(kBlockFloats * dim_);  // nobody writes behind head_dim: zeros stay there
+  for (int64_t k = 0; k < count; ++k) {
+    int64_t index = first + k * floats->token_stride;
+    float* out = copy->data() + k * dim_;
+    if (a_.stored != Number::float32 && floats->step == 1) {
+      kernels_.widen(static_cast<const uint16_t*>(floats->data) + index, a_.stored == Number::bfloat16, a_.head_dim,
+                     out);
+    } else {
+      load_numbers(floats->data, index, floats->step, a_.stored, out, a_.head_dim);
     }
   }
   *stride = dim_;

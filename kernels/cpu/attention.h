@@ -1,6 +1,6 @@
-// Attention over int8 keys and values with grouped heads; knows nothing of MLX.
+// Attention over int8 or float keys and values with grouped heads; knows nothing of MLX.
 //
-// Queries become int16 with a scale per head, and a head's weights int16 relative to the largest so far, so
+// Over floats it computes in float32. Over int8 codes queries become int16 with a scale per head, and a head's weights int16 relative to the largest so far, so
 // that both products are exact sums of integers. Rounding moves a score by at most |q|_max |k|_1 / 65534 and a
 // weight by 1 / 65534 of the largest one: less than bfloat16 activations would.
 #pragma once
@@ -13,9 +13,9 @@
 
 namespace afm {
 
-// (B, n_kv_heads, S, head_dim) codes anywhere in memory; strides in elements.
-struct Codes {
-  const int8_t* data;
+// (B, n_kv_heads, S, head_dim) keys or values anywhere in memory; strides in elements.
+struct Columns {
+  const void* data;
   int64_t batch_stride, head_stride, token_stride, step;
 };
 
@@ -27,10 +27,12 @@ struct AttentionArguments {
   const RopeTable* table;  // null: queries are turned and normalized already
   const float* norm;       // (head_dim,) weight, with a table
   float eps;
-  Codes keys, values;
+  Columns keys, values;
+  bool floats;  // whether keys and values are floats, of `stored`; otherwise they are int8 codes
+  Number stored;
   float key_scale, value_scale;
   int64_t capacity;        // tokens in the buffers
-  Codes tail_keys, tail_values;  // with `starts`: a row's tokens from starts[row] on
+  Columns tail_keys, tail_values;  // with `starts`: a row's tokens from starts[row] on
   int64_t tail_capacity;
   const int32_t* starts;   // (B,) tokens of each row in the buffers; null: all of them
   const int32_t* lengths;  // (B,) tokens that the last query sees, each query before it one fewer; or null

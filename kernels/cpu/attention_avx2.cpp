@@ -1,6 +1,7 @@
 #if defined(__AVX2__)  // nothing on other processors
 #include <immintrin.h>
 
+#include "attention_floats.h"
 #include "attention_kernel.h"
 
 namespace afm {
@@ -93,9 +94,23 @@ void add(const int16_t* weights, int64_t rows, const int8_t* values, int64_t str
   }
 }
 
+struct Floats {
+  static constexpr int kLanes = 8;
+  typedef __m256 V;
+  static V load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, V x) { _mm256_storeu_ps(p, x); }
+  static V fill(float x) { return _mm256_set1_ps(x); }
+  static V multiply_add(V a, V b, V c) { return _mm256_fmadd_ps(b, c, a); }
+  static void sum_each(V a, V b, V c, V d, float* out) {
+    V pairs = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+  }
+};
+
 }  // namespace
 
-const AttentionKernels kAttentionAvx2 = {turn, to_int16, to_int8, score, weigh, add};
+const AttentionKernels kAttentionAvx2 = {turn,  to_int16,             to_int8,      score,             weigh, add,
+                                         widen, score_floats<Floats>, weigh_floats, add_floats<Floats>};
 
 }  // namespace afm
 #endif

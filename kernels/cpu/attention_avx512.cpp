@@ -1,6 +1,7 @@
 #if defined(__AVX512VNNI__)  // nothing on other processors
 #include <immintrin.h>
 
+#include "attention_floats.h"
 #include "attention_kernel.h"
 
 namespace afm {
@@ -116,9 +117,28 @@ void add(const int16_t* weights, int64_t rows, const int8_t* values, int64_t str
   }
 }
 
+struct Floats {
+  static constexpr int kLanes = 16;
+  typedef __m512 V;
+  static V load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, V x) { _mm512_storeu_ps(p, x); }
+  static V fill(float x) { return _mm512_set1_ps(x); }
+  static V multiply_add(V a, V b, V c) { return _mm512_fmadd_ps(b, c, a); }
+  static void sum_each(V a, V b, V c, V d, float* out) {
+    V ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    V cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    V low = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd)));
+    V high = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd)));
+    V abcd = _mm512_add_ps(low, high);
+    __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  }
+};
+
 }  // namespace
 
-const AttentionKernels kAttentionAvx512 = {turn, to_int16, to_int8, score, weigh, add};
+const AttentionKernels kAttentionAvx512 = {turn,  to_int16,             to_int8,      score,             weigh, add,
+                                         widen, score_floats<Floats>, weigh_floats, add_floats<Floats>};
 
 }  // namespace afm
 #endif

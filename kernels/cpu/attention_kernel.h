@@ -7,6 +7,7 @@
 namespace afm {
 
 constexpr int64_t kBlock = 128;  // keys: scores, weights and what they are made of stay in the first cache
+constexpr int64_t kBlockFloats = 64;  // the same for floats, which are four times as wide
 constexpr int64_t kDimStep = 32;  // kernels work on head dimensions that are multiples of this
 constexpr float kWeightOne = 32767.0f;
 
@@ -26,6 +27,15 @@ struct AttentionKernels {
   // sums[r * dim + d] = decay[r] * sums[r * dim + d] + sum_k weights[r * kBlock + k] * values[k * stride + d]
   void (*add)(const int16_t* weights, int64_t rows, const int8_t* values, int64_t stride, int64_t count,
               int64_t dim, const float* decay, float* sums);
+  // Of float keys and values: `score` and `add` with kBlockFloats for kBlock, and
+  // out = x as float32, of bfloat16 or float16 numbers that lie side by side.
+  void (*widen)(const uint16_t* x, bool is_bfloat16, int64_t count, float* out);
+  void (*score_floats)(const float* q, int64_t rows, const float* keys, int64_t stride, int64_t count, int64_t dim,
+                       float* scores);
+  // As `weigh`, with weights up to 1 in place of the scores; a NaN among the scores is one of the weights.
+  float (*weigh_floats)(float* scores, int64_t count, float scale, float* top, float* decay);
+  void (*add_floats)(const float* weights, int64_t rows, const float* values, int64_t stride, int64_t count,
+                     int64_t dim, const float* decay, float* sums);
 };
 
 // Those in use.
@@ -125,6 +135,53 @@ inline int64_t weigh(const int32_t* __restrict scores, int64_t count, float scal
   for (int64_t k = 0; k < count; ++k) sum += weights[k];
   for (int64_t k = count; k < kBlock; ++k) weights[k] = 0;
   return sum;
+}
+
+inline float float16_to_float32(uint16_t x) {
+  uint32_t sign = static_cast<uint32_t>(x & 0x8000) << 16, rest = static_cast<uint32_t>(x & 0x7fff) << 13;
+  // Exponents differ in their bias by 112; the product is right for subnormal numbers as well.
+  uint32_t finite = __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, rest) * 0x1p112f);
+  return __builtin_bit_cast(float, sign | (rest >= 0x0f800000 ? rest | 0x7f800000 : finite));
+}
+
+inline void widen(const uint16_t* __restrict x, bool is_bfloat16, int64_t count, float* __restrict out) {
+  if (is_bfloat16) {
+    for (int64_t i = 0; i < count; ++i) out[i] = __builtin_bit_cast(float, static_cast<uint32_t>(x[i]) << 16);
+  } else {
+    for (int64_t i = 0; i < count; ++i) out[i] = float16_to_float32(x[i]);
+  }
+}
+
+inline float weigh_floats(float* __restrict scores, int64_t count, float scale, float* top, float* decay) {
+  constexpr int kSums = 16;
+  static_assert(kBlockFloats % kSums == 0);
+  int64_t padded = (count + kSums - 1) / kSums * kSums;
+  for (int64_t k = count; k < padded; ++k) scores[k] = scores[0];
+  float largest[kSums], sums[kSums] = {};
+  for (int j = 0; j < kSums; ++j) largest[j] = scores[j];
+  for (int64_t k = 0; k < padded; k += kSums) {
+    for (int j = 0; j < kSums; ++j) largest[j] = scores[k + j] > largest[j] ? scores[k + j] : largest[j];
+  }
+  for (int j = 1; j < kSums; ++j) largest[0] = largest[j] > largest[0] ? largest[j] : largest[0];
+  float here = largest[0] * scale;
+  float new_top = *top > here ? *top : here;
+  float fall = *top - new_top;
+  *decay = fall > -126.0f ? exp2_fast(fall) : 0.0f;
+  *top = new_top;
+  for (int64_t k = 0; k < padded; ++k) {
+    float exponent = scores[k] * scale - new_top;
+    exponent = exponent < -126.0f ? -126.0f : exponent;  // a NaN stays one
+    exponent = exponent > 0.0f ? 0.0f : exponent;        // rounding may leave a little more than 0
+    scores[k] = exp2_fast(exponent);
+  }
+  for (int64_t k = count; k < kBlockFloats; ++k) scores[k] = 0.0f;
+  for (int64_t k = 0; k < kBlockFloats; k += kSums) {
+    for (int j = 0; j < kSums; ++j) sums[j] += scores[k + j];
+  }
+  for (int width = kSums / 2; width > 0; width /= 2) {
+    for (int j = 0; j < width; ++j) sums[j] += sums[j + width];
+  }
+  return sums[0];
 }
 
 }  // namespace

@@ -1,3 +1,4 @@
+#include "attention_floats.h"
 #include "attention_kernel.h"
 
 namespace afm {
@@ -32,8 +33,25 @@ void add(const int16_t* weights, int64_t rows, const int8_t* values, int64_t str
   }
 }
 
+// Vectors that compilers know on every processor.
+struct Floats {
+  static constexpr int kLanes = 4;
+  typedef float V __attribute__((vector_size(16)));
+  static V load(const float* p) {
+    V x;
+    __builtin_memcpy(&x, p, sizeof x);
+    return x;
+  }
+  static void store(float* p, V x) { __builtin_memcpy(p, &x, sizeof x); }
+  static V fill(float x) { return V{x, x, x, x}; }
+  static V multiply_add(V a, V b, V c) { return a + b * c; }
+  static float sum(V x) { return (x[0] + x[1]) + (x[2] + x[3]); }
+  static void sum_each(V a, V b, V c, V d, float* out) { store(out, V{sum(a), sum(b), sum(c), sum(d)}); }
+};
+
 }  // namespace
 
-const AttentionKernels kAttentionPortable = {turn, to_int16, to_int8, score, weigh, add};
+const AttentionKernels kAttentionPortable = {turn,  to_int16,             to_int8,      score,             weigh, add,
+                                         widen, score_floats<Floats>, weigh_floats, add_floats<Floats>};
 
 }  // namespace afm

@@ -48,7 +48,8 @@ afm::ProductOptions product_options(const nb::tuple& t) {
 
 afm::HeadOptions head_options(const nb::tuple& t) {
   auto array = [&](int i) { return nb::cast<afm::mx::array>(t[i]); };
-  return {array(0), array(1), array(2), array(3), nb::cast<int>(t[4]), nb::cast<float>(t[5]), nb::cast<float>(t[6])};
+  auto scale = [&](int i) { return nb::cast<afm::Scale>(t[i]); };
+  return {array(0), array(1), scale(2), scale(3), nb::cast<int>(t[4]), nb::cast<float>(t[5]), nb::cast<float>(t[6])};
 }
 
 void define_products(nb::module_& m) {
@@ -132,8 +133,8 @@ NB_MODULE(_afm_cpu, m) {
 
   define_products(m);
   m.def("decode_attention",
-        [](const afm::mx::array& queries, const afm::mx::array& kv, const afm::mx::array& key_scale,
-           const afm::mx::array& value_scale, const afm::mx::array& lengths,
+        [](const afm::mx::array& queries, const afm::mx::array& kv, const afm::Scale& key_scale,
+           const afm::Scale& value_scale, const afm::mx::array& lengths,
            const std::optional<afm::mx::array>& codes, const std::optional<afm::mx::array>& starts,
            const std::optional<afm::mx::array>& weight, float theta, float eps) {
           std::optional<afm::Tail> tail;
@@ -142,9 +143,10 @@ NB_MODULE(_afm_cpu, m) {
           if (weight) rope = afm::Rope{*weight, theta, eps};
           return afm::decode_attention(queries, kv, key_scale, value_scale, lengths, tail, rope);
         },
-        "queries"_a, "kv"_a, "key_scale"_a, "value_scale"_a, "lengths"_a, "tail"_a = nb::none(),
+        "queries"_a, "kv"_a, "key_scale"_a.none(), "value_scale"_a.none(), "lengths"_a, "tail"_a = nb::none(),
         "starts"_a = nb::none(), "weight"_a = nb::none(), "theta"_a = 0.0f, "eps"_a = 0.0f);
-  m.def("causal_attention", &afm::causal_attention, "queries"_a, "kv"_a, "key_scale"_a, "value_scale"_a);
+  m.def("causal_attention", &afm::causal_attention, "queries"_a, "kv"_a, "key_scale"_a.none(),
+        "value_scale"_a.none());
   m.def("write_tokens", &afm::write_tokens, "buffer"_a, "tokens"_a, "lengths"_a);
   m.def("rope_norm_quantize",
         [](const afm::mx::array& qkv, const afm::Offset& offset, const nb::tuple& options) {

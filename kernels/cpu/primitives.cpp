@@ -43,10 +43,10 @@ void allocate(mx::array& out) { out.set_data(mx::allocator::malloc(out.nbytes())
 
 namespace {
 
-// Heads of (B, n, S, head_dim) codes anywhere in memory, from one of them on.
-Codes heads_from(const View& kv, int64_t first) {
-  return {static_cast<const int8_t*>(kv.data) + first * kv.strides[1], kv.strides[0], kv.strides[1], kv.strides[2],
-          kv.strides[3]};
+// Heads of (B, n, S, head_dim) keys and values anywhere in memory, from one of them on.
+Columns heads_from(const View& kv, int64_t first) {
+  return {static_cast<const char*>(kv.data) + first * kv.strides[1] * static_cast<int64_t>(kv.dtype.size()),
+          kv.strides[0], kv.strides[1], kv.strides[2], kv.strides[3]};
 }
 
 // Pieces of loops over heads: enough work to be worth a thread's while.
@@ -103,6 +103,8 @@ class AttentionOp : public CpuPrimitive {
       if (weight) a.table = &RopeTable::of(theta, static_cast<int>(a.head_dim));
       a.norm = norm.data();
       a.eps = eps;
+      a.floats = kv.dtype != mx::int8;
+      a.stored = kv.type();
       a.keys = heads_from(kv, 0);
       a.values = heads_from(kv, a.kv_heads);
       a.key_scale = key_scale.number();
@@ -125,32 +127,44 @@ class AttentionOp : public CpuPrimitive {
   float theta_, eps_;
 };
 
-void check_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
-                     const mx::array& value_scale) {
+void check_scales(const Scale& key_scale, const Scale& value_scale) {
+  require(key_scale.has_value() == value_scale.has_value(), "keys and values must have a scale each, or none");
+  if (!key_scale) return;
+  number_type(*key_scale, "the keys' scale");
+  number_type(*value_scale, "the values' scale");
+}
+
+// Inputs of an `AttentionOp` up to the scales.
+std::vector<mx::array> attention_inputs(const mx::array& queries, const mx::array& kv, const Scale& key_scale,
+                                        const Scale& value_scale) {
   number_type(queries, "queries");
-  number_type(key_scale, "the keys' scale");
-  number_type(value_scale, "the values' scale");
+  check_scales(key_scale, value_scale);
   require(queries.ndim() == 4 && kv.ndim() == 4 && kv.shape(1) > 0 && kv.shape(1) % 2 == 0,
           "queries must be (B, n_heads, L, head_dim), and keys and values (B, 2 * n_kv_heads, S, head_dim)");
-  require(kv.dtype() == mx::int8, "keys and values must be int8 codes");
+  require((kv.dtype() == mx::int8) == key_scale.has_value(),
+          "keys and values must be int8 codes with scales, or floats without");
+  if (!key_scale) number_type(kv, "keys and values without scales");
   require(queries.shape(0) == kv.shape(0), "queries have ", queries.shape(0), " rows, keys ", kv.shape(0));
   require(queries.shape(3) == kv.shape(3), "queries have head_dim ", queries.shape(3), ", keys ", kv.shape(3));
   require(queries.shape(3) <= kMaxHeadDim, "head_dim is ", queries.shape(3), "; at most ", kMaxHeadDim);
   require(queries.shape(1) % (kv.shape(1) / 2) == 0, queries.shape(1), " query heads are no multiple of ",
           kv.shape(1) / 2, " KV heads");
+  mx::array one(1.0f);
+  return {queries, kv, key_scale.value_or(one), value_scale.value_or(one)};
 }
 
-// Inputs: qkv, weights of q and k, scales of k and v[, offsets].
+// Inputs: qkv, weights of q and k[, scales of k and v][, offsets].
 class RopeNormQuantize : public CpuPrimitive {
  public:
-  RopeNormQuantize(mx::Stream stream, int offset, int kv_heads, float theta, float eps)
-      : CpuPrimitive(stream), offset_(offset), kv_heads_(kv_heads), theta_(theta), eps_(eps) {}
+  RopeNormQuantize(mx::Stream stream, int offset, int kv_heads, float theta, float eps, bool scaled)
+      : CpuPrimitive(stream), offset_(offset), kv_heads_(kv_heads), theta_(theta), eps_(eps), scaled_(scaled) {}
 
   const char* name() const override { return "AfmRopeNormQuantize"; }
 
   bool is_equivalent(const mx::Primitive& other) const override {
     auto& op = static_cast<const RopeNormQuantize&>(other);
-    return offset_ == op.offset_ && kv_heads_ == op.kv_heads_ && theta_ == op.theta_ && eps_ == op.eps_;
+    return offset_ == op.offset_ && kv_heads_ == op.kv_heads_ && theta_ == op.theta_ && eps_ == op.eps_ &&
+           scaled_ == op.scaled_;
   }
 
   std::vector<mx::Shape> output_shapes(const std::vector<mx::array>& inputs) override {
@@ -166,27 +180,28 @@ class RopeNormQuantize : public CpuPrimitive {
       allocate(output);
       encoder.set_output_array(output);
     }
-    Task task = {View(inputs[0]), View(inputs[1]), View(inputs[2]), View(inputs[3]), View(inputs[4]),
-                 std::nullopt,    offset_,         kv_heads_,       theta_,          eps_,
-                 outputs[0].data<char>(), outputs[1].data<int8_t>()};
-    if (inputs.size() > 5) task.offsets.emplace(inputs[5]);
+    Task task = {View(inputs[0]), View(inputs[1]), View(inputs[2]), std::nullopt, std::nullopt,
+                 std::nullopt,    offset_,         kv_heads_,       theta_,       eps_,
+                 outputs[0].data<char>(), outputs[1].data<char>()};
+    if (scaled_) task.key_scale.emplace(inputs[3]), task.value_scale.emplace(inputs[4]);
+    if (inputs.size() % 2 == 0) task.offsets.emplace(inputs.back());
     encoder.dispatch(std::move(task));
   }
 
  private:
   struct Task {
-    View qkv, q_weight, k_weight, key_scale, value_scale;
-    std::optional<View> offsets;
+    View qkv, q_weight, k_weight;
+    std::optional<View> key_scale, value_scale, offsets;
     int64_t offset, kv_heads;
     float theta, eps;
-    void* q;
-    int8_t* codes;
+    void *q, *kv;
 
     void operator()() const {
       int64_t batch = qkv.shape[0], tokens = qkv.shape[1], dim = q_weight.shape[0];
       int64_t all = qkv.shape[2] / dim, heads = all - 2 * kv_heads;
       std::vector<float> of_q = q_weight.floats(), of_k = k_weight.floats();
-      float scale[2] = {key_scale.number(), value_scale.number()};
+      bool scaled = key_scale.has_value();
+      float scale[2] = {scaled ? key_scale->number() : 1.0f, scaled ? value_scale->number() : 1.0f};
       std::vector<char> copy;
       auto starts = offsets ? static_cast<const int32_t*>(offsets->dense(copy)) : nullptr;
       const RopeTable& table = RopeTable::of(theta, static_cast<int>(dim));
@@ -207,7 +222,12 @@ class RopeNormQuantize : public CpuPrimitive {
             store_numbers(turned.data(), dim, q, ((b * heads + head) * tokens + token) * dim, qkv.type());
           } else {
             int64_t at = ((b * 2 * kv_heads + head - heads) * tokens + token) * dim;
-            kernels.to_int8((is_value ? raw : turned).data(), scale[is_value], dim, codes + at);
+            const float* numbers = (is_value ? raw : turned).data();
+            if (scaled) {
+              kernels.to_int8(numbers, scale[is_value], dim, static_cast<int8_t*>(kv) + at);
+            } else {
+              store_numbers(numbers, dim, kv, at, qkv.type());
+            }
           }
         }
       };
@@ -217,22 +237,23 @@ class RopeNormQuantize : public CpuPrimitive {
 
   int offset_, kv_heads_;
   float theta_, eps_;
+  bool scaled_;
 };
 
 }  // namespace
 
-mx::array decode_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
-                           const mx::array& value_scale, const mx::array& lengths, const std::optional<Tail>& tail,
+mx::array decode_attention(const mx::array& queries, const mx::array& kv, const Scale& key_scale,
+                           const Scale& value_scale, const mx::array& lengths, const std::optional<Tail>& tail,
                            const std::optional<Rope>& rope) {
-  check_attention(queries, kv, key_scale, value_scale);
+  std::vector<mx::array> inputs = attention_inputs(queries, kv, key_scale, value_scale);
   require(lengths.dtype() == mx::int32 && lengths.ndim() == 1 && lengths.shape(0) == queries.shape(0),
           "lengths must be (B,) int32");
-  std::vector<mx::array> inputs = {queries, kv, key_scale, value_scale, lengths};
+  inputs.push_back(lengths);
   if (tail) {
     const auto& [codes, starts] = *tail;
-    require(codes.dtype() == mx::int8 && codes.ndim() == 4 && codes.shape(0) == kv.shape(0) &&
+    require(codes.dtype() == kv.dtype() && codes.ndim() == 4 && codes.shape(0) == kv.shape(0) &&
                 codes.shape(1) == kv.shape(1) && codes.shape(3) == kv.shape(3),
-            "the tail must be int8 codes (B, 2 * n_kv_heads, T, head_dim), as keys and values are");
+            "the tail must be (B, 2 * n_kv_heads, T, head_dim) of the keys' and values' dtype");
     require(starts.dtype() == mx::int32 && starts.shape() == lengths.shape(), "starts must be (B,) int32");
     inputs.push_back(codes);
     inputs.push_back(starts);
@@ -247,12 +268,11 @@ mx::array decode_attention(const mx::array& queries, const mx::array& kv, const 
   return mx::array(queries.shape(), queries.dtype(), std::move(op), std::move(inputs));
 }
 
-mx::array causal_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
-                           const mx::array& value_scale) {
-  check_attention(queries, kv, key_scale, value_scale);
+mx::array causal_attention(const mx::array& queries, const mx::array& kv, const Scale& key_scale,
+                           const Scale& value_scale) {
+  std::vector<mx::array> inputs = attention_inputs(queries, kv, key_scale, value_scale);
   require(queries.shape(2) <= kv.shape(2), queries.shape(2), " queries for ", kv.shape(2), " keys");
-  return mx::array(queries.shape(), queries.dtype(), std::make_shared<AttentionOp>(cpu_stream()),
-                   {queries, kv, key_scale, value_scale});
+  return mx::array(queries.shape(), queries.dtype(), std::make_shared<AttentionOp>(cpu_stream()), std::move(inputs));
 }
 
 std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const Offset& offset, const HeadOptions& options) {
@@ -260,15 +280,15 @@ std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const Offset& of
   number_type(qkv, "qkv");
   number_type(q_weight, "the queries' norm");
   number_type(k_weight, "the keys' norm");
-  number_type(key_scale, "the keys' scale");
-  number_type(value_scale, "the values' scale");
+  check_scales(key_scale, value_scale);
   require(qkv.ndim() == 3, "qkv must be (B, L, (n_heads + 2 * n_kv_heads) * head_dim)");
   require(q_weight.ndim() == 1 && q_weight.shape() == k_weight.shape(), "norms must be (head_dim,) both");
   int dim = q_weight.shape(0);
   require(dim > 0 && dim % 2 == 0, "head_dim must be even, got ", dim);
   require(n_kv_heads > 0 && qkv.shape(2) % dim == 0 && qkv.shape(2) / dim > 2 * n_kv_heads, "qkv of width ",
           qkv.shape(2), " doesn't hold queries and twice ", n_kv_heads, " heads of ", dim);
-  std::vector<mx::array> inputs = {qkv, q_weight, k_weight, key_scale, value_scale};
+  std::vector<mx::array> inputs = {qkv, q_weight, k_weight};
+  if (key_scale) inputs.insert(inputs.end(), {*key_scale, *value_scale});
   int start = 0;
   if (auto array = std::get_if<mx::array>(&offset)) {
     require(array->dtype() == mx::int32 && array->ndim() == 1 && array->shape(0) == qkv.shape(0),
@@ -277,9 +297,9 @@ std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const Offset& of
   } else {
     start = std::get<int>(offset);
   }
-  auto op = std::make_shared<RopeNormQuantize>(cpu_stream(), start, n_kv_heads, theta, eps);
+  auto op = std::make_shared<RopeNormQuantize>(cpu_stream(), start, n_kv_heads, theta, eps, key_scale.has_value());
   auto shapes = op->output_shapes(inputs);
-  return mx::array::make_arrays(std::move(shapes), {qkv.dtype(), mx::int8}, op, inputs);
+  return mx::array::make_arrays(std::move(shapes), {qkv.dtype(), key_scale ? mx::int8 : qkv.dtype()}, op, inputs);
 }
 
 }  // namespace afm

@@ -29,23 +29,26 @@ struct Tail {
   mx::array codes, starts;
 };
 
-// `kv`: codes of keys, then of values, (B, 2 * n_kv_heads, S, head_dim) int8.
-mx::array decode_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
-                           const mx::array& value_scale, const mx::array& lengths, const std::optional<Tail>& tail,
+using Scale = std::optional<mx::array>;
+
+// `kv`: keys, then values, (B, 2 * n_kv_heads, S, head_dim), floats, or int8 codes with scales.
+mx::array decode_attention(const mx::array& queries, const mx::array& kv, const Scale& key_scale,
+                           const Scale& value_scale, const mx::array& lengths, const std::optional<Tail>& tail,
                            const std::optional<Rope>& rope);
 
 // The queries are the last tokens of the keys and values, and look at none after their own.
-mx::array causal_attention(const mx::array& queries, const mx::array& kv, const mx::array& key_scale,
-                           const mx::array& value_scale);
+mx::array causal_attention(const mx::array& queries, const mx::array& kv, const Scale& key_scale,
+                           const Scale& value_scale);
 
 // See `HeadOptions` in `kernels/formats.py`.
 struct HeadOptions {
-  mx::array q_weight, k_weight, key_scale, value_scale;
+  mx::array q_weight, k_weight;
+  Scale key_scale, value_scale;
   int n_kv_heads;
   float theta, eps;
 };
 
-// Queries, and codes of keys and values as in `decode_attention`.
+// Queries, and keys and values as in `decode_attention`.
 std::vector<mx::array> rope_norm_quantize(const mx::array& qkv, const Offset& offset, const HeadOptions& options);
 
 // Columns [lengths - L, lengths) of a buffer (B, heads, capacity, head_dim) become tokens (B, heads, L, head_dim).

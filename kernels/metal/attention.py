@@ -134,10 +134,16 @@ def rope_norm_quantize(
     return queries, codes
 
 
+def _heads_obstacle(case: Case) -> str | None:
+    if case.stored != mx.int8:
+        return f"takes int8 keys and values, not {str(case.stored).removeprefix('mlx.core.')}"
+    return _obstacle(case)
+
+
 def _rope_obstacle(case: Case) -> str | None:
     if case.head_dim % 2 or case.head_dim > MAX_HEAD_DIM:
         return f"takes even head sizes up to {MAX_HEAD_DIM}, not {case.head_dim}"
-    return _obstacle(case)
+    return _heads_obstacle(case)
 
 
 # -- attention of one new token per row
@@ -298,7 +304,7 @@ def _attend(
 def _attention_obstacle(case: Case) -> str | None:
     if case.head_dim % 4 or case.head_dim > MAX_HEAD_DIM:
         return f"takes head sizes that 4 divides up to {MAX_HEAD_DIM}, not {case.head_dim}"
-    return _obstacle(case)
+    return _heads_obstacle(case)
 
 
 VARIANTS: tuple[Variant, ...] = (

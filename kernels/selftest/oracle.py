@@ -130,13 +130,15 @@ def rope(x: np.ndarray, offset: int | mx.array, theta: float) -> np.ndarray:
 def rope_norm_quantize(
     qkv: mx.array, offset: int | mx.array, options: HeadOptions
 ) -> tuple[np.ndarray, np.ndarray]:
-    """See `reference.rope_norm_quantize`; keys and values in units of a code, clamped but not rounded."""
+    """See `reference.rope_norm_quantize`; codes are clamped but not rounded."""
     q_weight, k_weight, *scales, n_kv_heads, theta, eps = options
     heads = float64(qkv).reshape(*qkv.shape[:2], -1, q_weight.shape[0]).swapaxes(1, 2)
     n_heads = heads.shape[1] - 2 * n_kv_heads
     q, k, v = np.split(heads, [n_heads, n_heads + n_kv_heads], axis=1)
     q = rms_norm(rope(q, offset, theta), float64(q_weight), eps)
     k = rms_norm(rope(k, offset, theta), float64(k_weight), eps)
+    if options.key_scale is None:
+        return q, np.concatenate([k, v], axis=1)
     codes = [part / float64(scale) for part, scale in zip((k, v), scales, strict=True)]
     return q, np.clip(np.concatenate(codes, axis=1), -128, 127)
 
@@ -179,12 +181,13 @@ def _joined(kv: KeyValues, lengths: np.ndarray) -> KeyValues:
     """Keys and values whose buffer holds all columns up to each row's length."""
     if kv.tail is None:
         return kv
-    buffer, tail, starts = (np.array(array) for array in (kv.buffer, kv.tail, kv.starts))
-    columns = np.zeros((*buffer.shape[:2], lengths.max(), buffer.shape[3]), np.int8)
+    buffer, tail, starts = float64(kv.buffer), float64(kv.tail), np.array(kv.starts)
+    columns = np.zeros((*buffer.shape[:2], lengths.max(), buffer.shape[3]))
     for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         columns[row, :, :start] = buffer[row, :, :start]
         columns[row, :, start:length] = tail[row, :, : length - start]
-    return KeyValues(mx.array(columns), kv.key_scale, kv.value_scale)
+    # Codes, and floats of up to 32 bits, are float32 without loss.
+    return KeyValues(mx.array(columns.astype(np.float32)), kv.key_scale, kv.value_scale)
 
 
 def causal_attention(queries: mx.array, kv: KeyValues) -> np.ndarray:

@@ -128,6 +128,8 @@ def _with_codes(arg: Any, salt: int) -> Any:
     if isinstance(arg, PackedWeight):
         return arg._replace(codes=arg.codes ^ mx.array(salt, mx.uint32))
     if isinstance(arg, KeyValues):
+        if arg.key_scale is None:
+            return arg._replace(buffer=arg.buffer + mx.array(salt % 128, arg.buffer.dtype))
         return arg._replace(buffer=arg.buffer ^ mx.array(salt % 128, arg.buffer.dtype))
     return arg
 
@@ -271,19 +273,26 @@ def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple:
     offset = _int32(rng.integers(0, 2048, spec.batch))
     q_weight, k_weight = (_head_norm(spec, rng) for _ in range(2))
     # The largest numbers are clamped.
-    key_scale, value_scale = rng.uniform(0.015, 0.03, 2)
-    scales = _draw(key_scale), _draw(value_scale)
+    key_scale, value_scale = (_draw(scale) for scale in rng.uniform(0.015, 0.03, 2))
+    scales: tuple[mx.array | None, mx.array | None] = (key_scale, value_scale)
+    if spec.stored != mx.int8:
+        scales = (None, None)
     return qkv, offset, HeadOptions(q_weight, k_weight, *scales, spec.kv_heads, _THETA, _EPS)
 
 
 def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
+    """Keys and values: codes, or floats of about 1."""
     shape = (spec.batch, 2 * spec.kv_heads, columns, spec.head_dim)
+    if spec.stored != mx.int8:
+        return _draw(rng.standard_normal(shape), spec.stored)
     return mx.array(rng.integers(-128, 128, shape, dtype=np.int8))
 
 
 def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple:
     shape = (spec.batch, spec.heads, spec.tokens, spec.head_dim)
     queries = _draw(rng.standard_normal(shape), spec.dtype)
+    if spec.stored != mx.int8:
+        return queries, KeyValues(_codes(spec, rng, spec.capacity))
     # Uniform codes have a root mean square of 74: keys and values of about 1.
     scales = (_draw(s) for s in rng.uniform(0.8, 1.2, 2) / 74)
     return queries, KeyValues(_codes(spec, rng, spec.capacity), *scales)
@@ -421,10 +430,11 @@ def _attention_bound(
     # Queries that went through a norm are as large as its weight, all others as they were drawn.
     size = oracle.float64(rope.weight if rope else queries)
     norm = float(np.abs(size).max() if rope else np.sqrt((size**2).mean(-1)).max())
-    score = norm * float(oracle.float64(kv.key_scale)) * 74 * (2 * np.log(length + 1)) ** 0.5
+    size_of_keys = 1.0 if kv.key_scale is None else float(oracle.float64(kv.key_scale)) * 74
+    score = norm * size_of_keys * (2 * np.log(length + 1)) ** 0.5
     angle = _angle_error(length) if rope else 0.0
     levels = 2 ** (spec.activation_bits - 1) - 1
-    integers = 2 * (score + length**0.5) / (12**0.5 * levels)
+    integers = 2 * (score + length**0.5) / (12**0.5 * levels) if kv.key_scale is not None else 0.0
     u = UNIT_ROUNDOFF[spec.dtype]
     of_score = (2 + score) * (u + 2.0**-22 + angle)
     return of_score + _weight_error(score, length) + length**0.5 * 2.0**-24 + integers
@@ -461,7 +471,14 @@ def _check_floats(problem: Problem, results: Sequence[mx.array]) -> float:
 
 
 def _check_rope(problem: Problem, results: Sequence[mx.array]) -> float:
-    return max(_check_floats(problem, results), _check_codes(problem.wanted[1], results[1]))
+    error, wanted = _check_floats(problem, results), problem.wanted[1]
+    if problem.spec.stored == mx.int8:
+        return max(error, _check_codes(wanted, results[1]))
+    keys, values = np.split(_float64(results[1], wanted.shape, problem.spec.stored), 2, axis=1)
+    wanted_keys, wanted_values = np.split(wanted, 2, axis=1)
+    if (values != wanted_values).any():
+        raise ValueError("float values are not those that were given")
+    return max(error, _relative(keys, wanted_keys, _rms(wanted_keys)))
 
 
 def _check_writing(problem: Problem, results: Sequence[mx.array]) -> float:

@@ -43,6 +43,7 @@ class Spec(NamedTuple):
         capacity: columns of the KV buffers.
         tail: columns of the buffers' tail, 0 for none.
         rope: whether queries are raw.
+        stored: type of the keys and values: int8 codes, or floats.
     """
 
     op: str
@@ -68,6 +69,7 @@ class Spec(NamedTuple):
     capacity: int = 0
     tail: int = 0
     rope: bool = False
+    stored: mx.Dtype = mx.int8
 
     @property
     def label(self) -> str:
@@ -83,6 +85,8 @@ class Spec(NamedTuple):
         if self.tail:
             words.append(f"tail of {self.tail}")
         words += [n for n in ("norm", "residual", "rope") if getattr(self, n)]
+        if self.stored != mx.int8:
+            words.append(f"{str(self.stored).removeprefix('mlx.core.')} keys and values")
         if self.rank:
             words.append(f"LoRA {self.rank}")
         if self.outliers:
@@ -181,6 +185,11 @@ def _attentions() -> Iterator[Spec]:
             yield Spec("write_and_attend", dtype, batch, capacity=capacity, tail=64, **shape)
         for batch, tokens, capacity in ((1, 5, 5), (2, 33, 40), (1, 17, 300)):
             yield Spec("causal_attention", dtype, batch, tokens, capacity=capacity, **shape)
+        floats: _Fields = {"stored": dtype, **shape}
+        yield Spec("rope_norm_quantize", dtype, 2, 3, **floats)
+        yield Spec("decode_attention", dtype, 2, capacity=1280, tail=64, rope=True, **floats)
+        yield Spec("decode_attention", dtype, 3, capacity=40, **floats)
+        yield Spec("causal_attention", dtype, 2, 33, capacity=40, **floats)
     for batch, tokens, capacity in ((1, 1, 256), (3, 1, 40), (2, 7, 9)):
         yield Spec(
             "write_tokens", mx.int8, batch, tokens, kv_heads=2, head_dim=64, capacity=capacity
@@ -257,4 +266,7 @@ def quick_specs(dtype: mx.Dtype) -> list[Spec]:
         Spec("causal_attention", dtype, tokens=9, **_HEADS, capacity=20),
         Spec("write_tokens", mx.int8, batch=2, **_HEADS, capacity=20),
         Spec("decode_attention", dtype, batch=2, **_HEADS, capacity=100),
+        Spec("rope_norm_quantize", dtype, **_HEADS, stored=dtype),
+        Spec("decode_attention", dtype, **_HEADS, capacity=300, tail=64, stored=dtype),
+        Spec("causal_attention", dtype, tokens=9, **_HEADS, capacity=20, stored=dtype),
     ]

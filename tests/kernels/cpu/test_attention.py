@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from afm_mlx.kernels import HeadOptions
+from afm_mlx.kernels import HeadOptions, KeyValues
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
 from tests.tools.cases import all_pairs
@@ -51,6 +51,56 @@ def test_decode_attention_never_looks_beyond_the_buffer(ops, rng):
     assert not got[1].any()
 
 
+def test_attention_over_floats(ops, rng, isas):
+    """On each side of a block of keys, a piece of work, a tile of queries and the kernels' rows and vectors."""
+    lengths = [1, 3, 63, 64, 65, 511, 513, 1300]
+    for _ in isas():
+        for shape, dtype, stored, length, rope in all_pairs(
+            SHAPES, DTYPES, DTYPES, lengths, (False, True)
+        ):
+            options = {"capacity": length, "stored": stored, "tail": 64 * int(rng.integers(2))}
+            problem = drawn(rng, "decode_attention", dtype, 3, 1, shape, rope=rope, **options)
+            assert_solved(problem, ops.decode_attention)
+        for tokens, shape, dtype, stored in all_pairs((1, 2, 7, 200), SHAPES, DTYPES, DTYPES):
+            capacity = tokens + int(rng.integers(0, 150))
+            options = {"capacity": capacity, "stored": stored}
+            problem = drawn(rng, "causal_attention", dtype, 2, tokens, shape, **options)
+            assert_solved(problem, ops.causal_attention)
+
+
+def test_floats_lie_anywhere_and_may_be_anything(ops, rng, isas):
+    """A step along the head, a transposed cache, large and subnormal numbers; a NaN in sight shows."""
+    for dtype in (dtype for _ in isas() for dtype in DTYPES):
+        sizes = {"capacity": 90, "stored": dtype}
+        queries, kv, *_ = drawn(rng, "decode_attention", dtype, 2, 1, (6, 3, 32), **sizes).args
+
+        def attended(buffer, lengths=(80, 70), queries=queries):
+            return ops.decode_attention(queries, KeyValues(buffer), mx.array(lengths))
+
+        for buffer in (
+            mx.repeat(kv.buffer, 2, axis=3)[..., ::2],
+            mx.contiguous(kv.buffer.swapaxes(1, 2)).swapaxes(1, 2),
+        ):
+            assert_same(attended(buffer), attended(kv.buffer))
+
+        # Equal keys make means of the values, which are all the same.
+        values = mx.array([2.0**-24, -(2.0**-15), 60000.0, 0.0] * 8, dtype=dtype)
+        columns = mx.broadcast_to(values, (1, 1, 5, 32))
+        mean = attended(
+            mx.concatenate([mx.zeros_like(columns), columns], axis=1), [4], queries[:1, :2]
+        )
+        assert mx.allclose(mean, mx.broadcast_to(values, mean.shape), rtol=1e-2, atol=0)
+
+        # Head 0 has keys, head 3 their values; the second row sees 70 columns.
+        for head, column, number in all_pairs((0, 3), (0, 63, 69, 75), (mx.nan, mx.inf)):
+            buffer = kv.buffer[...]
+            buffer[:, head, column] = number
+            finite = mx.isfinite(attended(buffer)).all(axis=(2, 3))
+            assert not finite[0, :2].any()
+            assert finite[1, :2].tolist() == [column >= 70] * 2
+            assert finite[:, 2:].all()
+
+
 def test_causal_attention(ops, rng, isa):
     for tokens, shape, dtype in all_pairs((1, 7, 200), SHAPES[:4], DTYPES):
         capacity = tokens + int(rng.integers(0, 150))
@@ -59,8 +109,9 @@ def test_causal_attention(ops, rng, isa):
 
 
 def test_rope_norm_quantize(ops, rng):
-    for shape, dtype, tokens in all_pairs(SHAPES[:4], DTYPES, (1, 3)):
-        problem = drawn(rng, "rope_norm_quantize", dtype, 2, tokens, shape)
+    for shape, dtype, tokens, floats in all_pairs(SHAPES[:4], DTYPES, (1, 3), (False, True)):
+        options = {"stored": dtype if floats else mx.int8}
+        problem = drawn(rng, "rope_norm_quantize", dtype, 2, tokens, shape, **options)
         assert_solved(problem, ops.rope_norm_quantize)
         qkv, _, options = problem.args
         assert_solved(with_args(problem, qkv, 4000, options), ops.rope_norm_quantize)

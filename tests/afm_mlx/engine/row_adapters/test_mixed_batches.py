@@ -25,6 +25,9 @@ def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_engine, model, pool, ada
     """Ragged prompts; none, several ranks, one on few layers, sums with a name and without."""
     # Keys and values on the boundary of two int8 codes may fall to either side.
     int8 = model.args.kv_bits == 8
+    # So may activations between two of the 16-bit integers that packed layers multiply: ragged prompts have
+    # another attention than a prompt alone.
+    allowed = 0.1 if int8 else 1e-3
     adapters.add(pool, "r32", 32)
     adapters.add(pool, "few", 5, keys="up_proj")
     named, unnamed = {"c": 0.5, "d": -0.3}, {"r32": 0.4, "few": 1}
@@ -47,7 +50,7 @@ def test_a_mixed_batch_is_its_rows_one_by_one(rng, make_engine, model, pool, ada
     differences = []
     for i, mixed in enumerate(together(range(len(rows)))):
         (alone,) = together([i])
-        assert np.abs(mixed - alone).max() < (0.1 if int8 else 1e-4)
+        assert np.abs(mixed - alone).max() < allowed
         wanted = wanted_logprobs(adapters.merged(rows[i][1]), prompts[i], answers[i])
         assert_close(mixed, wanted, 0.05 if int8 else 1e-3, rows[i], least=1)
         if rows[i][1]:
