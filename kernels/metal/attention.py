@@ -54,8 +54,13 @@ _WRITE = Kernel(
 
 
 @functools.cache
-def _constants(theta: float, eps: float) -> mx.array:
-    return mx.array([math.log2(theta), eps], dtype=mx.float32)
+def _constants(head_dim: int, theta: float, eps: float) -> mx.array:
+    """(head_dim / 2 + 1,) float32: the frequency of each pair of a head, `theta ** (-2i / head_dim)`, then eps.
+
+    A kernel's own powers may be off by 4 ulps, which the position multiplies.
+    """
+    frequencies = (theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    return mx.array([*frequencies, eps], dtype=mx.float32)
 
 
 @functools.lru_cache(maxsize=8)
@@ -116,7 +121,7 @@ def rope_norm_quantize(
     offsets = _position(offset) if isinstance(offset, int) else offset.reshape(-1)
     queries, codes = runtime.launch(
         _ROPE,
-        [qkv, offsets, *arrays, _constants(theta, eps)],
+        [qkv, offsets, *arrays, _constants(head_dim, theta, eps)],
         template=(
             ("T", qkv.dtype),
             ("head_dim", head_dim),
@@ -223,7 +228,8 @@ def decode_attention(
     # Without a norm its weight is bound to the queries, and never read.
     norm_weight, theta, eps = rope or (queries, 1.0, 0.0)
     scales = (kv.key_scale, kv.value_scale)
-    inputs = [queries, *_columns(kv, lengths), *scales, norm_weight, _constants(theta, eps)]
+    constants = _constants(queries.shape[-1], theta, eps)
+    inputs = [queries, *_columns(kv, lengths), *scales, norm_weight, constants]
     form = (queries.shape, queries.dtype)
     (out,) = _attend(_DECODE, inputs, kv, *form, whole, rope=rope is not None)
     return out
@@ -237,7 +243,7 @@ def write_and_attend(
     batch, _, width = qkv.shape
     head_dim = kv.buffer.shape[3]
     shape = (batch, width // head_dim - 2 * n_kv_heads, 1, head_dim)
-    inputs = [qkv, *_columns(kv, lengths), *arrays, _constants(theta, eps)]
+    inputs = [qkv, *_columns(kv, lengths), *arrays, _constants(head_dim, theta, eps)]
     out, tail = _attend(_WRITE, inputs, kv, shape, qkv.dtype, whole)
     return out, tail
 

@@ -10,7 +10,7 @@
 // lengths        (B,): columns in use
 // key_scale      0-d, and value_scale
 // norm_weight    (head_dim,) with `rope`
-// constants      log2(theta), eps
+// constants      (head_dim / 2 + 1,): frequency of each pair, then eps
 // out            (B, n_heads, 1, head_dim) O; with `split`, (B, n_heads, splits, head_dim + 2) float:
 //                weighted sum of codes, largest score, sum of weights
 const uint lane = thread_index_in_simdgroup;

@@ -1,12 +1,9 @@
 // A head with rotary embedding and norm, as the lanes of a simdgroup hold it, and int8 codes.
 
-// One pair (x[2p], x[2p + 1]), turned by the angle position * theta ** (-2p / head_dim).
+// One pair (x[2p], x[2p + 1]), turned by an angle.
 //
-// Precise functions: an error of the frequency is multiplied by the position, and the fast sine and cosine promise
-// nothing outside of [-pi, pi].
-inline float2 rotated(float2 x, uint pair, int head_dim, float position, float log2_theta) {
-  const float frequency = metal::precise::exp2(-2.0f * float(pair) / float(head_dim) * log2_theta);
-  const float angle = position * frequency;
+// Precise functions, which are within 4 ulps for any angle; the fast ones promise nothing outside of [-pi, pi].
+inline float2 rotated(float2 x, float angle) {
   const float cosine = metal::precise::cos(angle);
   const float sine = metal::precise::sin(angle);
   return float2(x.x * cosine - x.y * sine, x.x * sine + x.y * cosine);
@@ -34,15 +31,16 @@ struct Head {
     }
   }
 
-  // Rotary embedding, then RMSNorm; all lanes call it.
+  // Rotary embedding, then RMSNorm; all lanes call it. `constants` are a frequency for each pair, then the norm's eps.
   template <typename Weight, typename Constants>
   void rope_norm(Weight weight, Constants constants, float position, uint lane) {
     float squares = 0.0f;
     UNROLL for (uint i = 0; i < STEPS; i++) {
-      x[i] = rotated(x[i], i * 32 + lane, DIM, position, constants[0]);
+      const uint pair = i * 32 + lane;
+      x[i] = rotated(x[i], position * (pair < PAIRS ? constants[pair] : 0.0f));
       squares += x[i].x * x[i].x + x[i].y * x[i].y;
     }
-    const float scale = metal::precise::rsqrt(simd_sum(squares) / float(DIM) + constants[1]);
+    const float scale = metal::precise::rsqrt(simd_sum(squares) / float(DIM) + constants[PAIRS]);
     UNROLL for (uint i = 0; i < STEPS; i++) {
       const uint pair = i * 32 + lane;
       if (pair < PAIRS) {

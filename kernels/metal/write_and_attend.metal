@@ -12,7 +12,7 @@
 // lengths        (B,): columns in use, the new one included
 // q_weight       (head_dim,), and k_weight
 // key_scale      0-d, and value_scale
-// constants      log2(theta), eps
+// constants      (head_dim / 2 + 1,): frequency of each pair, then eps
 // out            (B, n_heads, 1, head_dim) O; with `split`, (B, n_heads, splits, head_dim + 2) float:
 //                weighted sum of codes, largest score, sum of weights
 // new_tail       `tail` with the new column

@@ -370,13 +370,8 @@ def _bound(spec: Spec, args: tuple) -> float:
 
 
 def _angle_error(position: int) -> float:
-    """How far a float32 angle `position * exp2(-a)` may be off.
-
-    The exponential is off by `_PRECISE` ulps, the three roundings of `a` make an error of up to `1.04 a` ulps
-    of it, and the product is rounded: `4.5 + 1.04 a` ulps of an angle of `2**-a * position`, which is the most
-    at a = 0.
-    """
-    return (_PRECISE + 0.5) * _ULP * position
+    """How far an angle may be off: a frequency of at most 1, and its product with the position, are rounded."""
+    return 2 * UNIT_ROUNDOFF[mx.float32] * position
 
 
 def _weight_error(score: float, length: int) -> float:

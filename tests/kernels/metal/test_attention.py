@@ -47,10 +47,23 @@ def test_rope_norm_quantize(metal, rng, dtype, batch, tokens, shape):
     for offset in (offsets, offsets[0].item()):
         assert_solved(with_args(problem, qkv, offset, options), kernels.rope_norm_quantize)
     # An angle is as inexact as it is large: near the beginning, sine and cosine have to be right.
-    for offset in (1, 4096):
+    for offset in (1, 4096, 40_000):
         args = qkv, mx.full(offsets.shape, offset, mx.int32), options
         bound = problems._bound(problem.spec, args)
         assert_solved(with_args(problem, *args), kernels.rope_norm_quantize, bound)
+
+
+def test_angles_are_as_exact_as_float32_has_them(metal):
+    """Frequencies and angles are rounded once each; what sine and cosine are off by does not grow with them."""
+    heads, head_dim, theta, positions = 8, 128, 500000.0, np.array([4096, 40_000])
+    pairs = mx.tile(mx.array([1.0, 0.0]), (2, 1, (heads + 2) * head_dim // 2))
+    ones, scale = mx.ones((head_dim,)), mx.array(1.0)
+    options = HeadOptions(ones, ones, scale, scale, 1, theta, 0.0)
+    queries, _ = kernels.rope_norm_quantize(pairs, mx.array(positions), options)
+    turned = np.array(queries).astype(np.float64).reshape(2, heads, -1, 2)
+    angles = positions[:, None, None] * theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    off = np.angle((turned[..., 0] + 1j * turned[..., 1]) * np.exp(-1j * angles))
+    assert (np.abs(off) <= 2.0**-23 * angles + 2.0**-21).all()
 
 
 def test_codes_are_rounded_half_to_even_and_clamped(metal):
