@@ -1,6 +1,7 @@
 """The KV cache against the plainest thing that could work: lists of columns."""
 
 import copy
+import itertools
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +16,10 @@ from tests.tools.compare import error
 from tests.tools.models import random_config, random_model
 
 
-def columns(rng, rows, length):
-    """Codes of keys and values, two heads each."""
-    return mx.array(rng.integers(-128, 128, (rows, 4, length, 4)).astype(np.int8))
+def columns(rng, rows, length, int8=True):
+    """Codes of keys and values, two heads each; or floats that are no codes."""
+    codes = mx.array(rng.integers(-128, 128, (rows, 4, length, 4)).astype(np.int8))
+    return codes if int8 else codes.astype(mx.bfloat16) + 0.25
 
 
 def test_one_entry_per_block_and_none_for_those_that_store_nothing(rng):
@@ -60,7 +62,8 @@ def test_decode_step_does_not_copy_the_cache(rng):
 
 def filled(rng, length, **options):
     """A cache of random columns, and these."""
-    cache, part = KVCache(**options), columns(rng, 1, length)
+    cache = KVCache(**options)
+    part = columns(rng, 1, length, cache.int8)
     cache.update(part)
     return cache, part
 
@@ -87,17 +90,20 @@ def decoded(rng, cache, count):
     """The columns of `count` tokens per row that decode steps write."""
     parts = []
     for _ in range(count):
-        parts.append(columns(rng, len(cache.lengths), 1))
+        parts.append(columns(rng, len(cache.lengths), 1, cache.int8))
         _, tail, starts = cache.open_tail(4, 4)
         length = mx.array([n + 1 for n in cache.lengths], dtype=mx.int32)
         cache.take_tail(write_tokens(tail, parts[-1], length - starts))
     return mx.concatenate(parts, axis=2)
 
 
-@each("count", [1, TAIL - 1, TAIL, TAIL + 1, 2 * TAIL + 3, STEP])
-def test_tokens_of_decode_steps_reach_the_buffer(rng, count):
+COUNTS = (1, TAIL - 1, TAIL, TAIL + 1, 2 * TAIL + 3, STEP)
+
+
+@each("int8, count", list(itertools.product((True, False), COUNTS)))
+def test_tokens_of_decode_steps_reach_the_buffer(rng, int8, count):
     rows = [5, 1, STEP - 1]
-    caches, parts = zip(*(filled(rng, length) for length in rows), strict=True)
+    caches, parts = zip(*(filled(rng, length, int8=int8) for length in rows), strict=True)
     batch = KVCache.merge(caches)
     new = decoded(rng, batch, count)
     assert batch.in_tail in range(1, TAIL + 1)
@@ -114,20 +120,20 @@ def test_tokens_of_decode_steps_reach_the_buffer(rng, count):
 
 def test_a_tail_follows_what_happens_to_its_rows(rng):
     """Trimmed within the tail and past it, copied, filtered, written to as a prompt, saved and restored."""
-    for trim in (0, 2, 5, 7):
-        cache, part = filled(rng, 10)
+    for int8, trim in itertools.product((True, False), (0, 2, 5, 7)):
+        cache, part = filled(rng, 10, int8=int8)
         seen = mx.concatenate([part, decoded(rng, cache, 5)], axis=2)
         assert cache.trim(trim) == trim
         seen = seen[:, :, : 15 - trim]
         seen = mx.concatenate([seen, decoded(rng, cache, 3)], axis=2)
         twin = cache.copy()
         more = decoded(rng, twin, 2)
-        prompt = columns(rng, 1, 4)
+        prompt = columns(rng, 1, 4, int8)
         cache.update(prompt)
         assert mx.array_equal(twin.in_use(), mx.concatenate([seen, more], axis=2))
         assert mx.array_equal(cache.in_use(), mx.concatenate([seen, prompt], axis=2))
         decoded(rng, twin, 2)
-        restored = KVCache()
+        restored = KVCache(int8)
         restored.state = twin.state
         assert mx.array_equal(restored.in_use(), twin.in_use())
         twin.filter([0, 0])
