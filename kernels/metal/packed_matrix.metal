@@ -49,20 +49,25 @@ UNROLL for (uint r = 0; r < 2; r++) {
 float squares[BLOCKS];
 UNROLL for (uint b = 0; b < BLOCKS; b++) squares[b] = 0.0f;
 
+// Where a thread stores its first input. From there, the others are as far away in every thread: constants,
+// which take no registers.
+const uint offset = thread_id % 8 * LOADED;
+const uint first_place = offset % VALUES / F::PER_WORD * F::PAIRS * 8 + offset / VALUES * 2 +
+                         offset % F::PER_WORD / F::PAIRS;
+threadgroup float* const stored = inputs + first_place * STRIDE + thread_id / 8;
+
 for (uint step = 0; step < in_dims; step += STEP) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
   UNROLL for (uint i = 0; i < LOADED; i++) {
-    const uint offset = thread_id % 8 * LOADED + i;
-    const uint code = offset % F::PER_WORD;
-    const uint f = offset % VALUES / F::PER_WORD * F::PAIRS + code % F::PAIRS;
-    const uint place = f * 8 + offset / VALUES * 2 + code / F::PAIRS;
-    const uint input = step + offset;
+    const uint code = i % F::PER_WORD;
+    const uint place = (i / F::PER_WORD * F::PAIRS + code % F::PAIRS) * 8 + code / F::PAIRS;
+    const uint input = step + offset + i;
     const float factor = input < in_dims ? vectors.factor(input) : 0.0f;
     UNROLL for (uint b = 0; b < BLOCKS; b++) {
       const uint m = 8 * b + thread_id / 8;
       const float value = input < in_dims && m < rows ? float(x[m * in_dims + input]) : 0.0f;
       if (NORM) squares[b] += value * value;
-      inputs[place * STRIDE + m] = value * factor;
+      stored[place * STRIDE + 8 * b] = value * factor;
     }
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);

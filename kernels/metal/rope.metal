@@ -31,7 +31,7 @@ struct Head {
     }
   }
 
-  // Rotary embedding, then RMSNorm; all lanes call it. `constants` are a frequency for each pair, then the norm's eps.
+  // Rotary embedding, then RMSNorm; all lanes call it. `constants` are a frequency for each pair, then the eps.
   template <typename Weight, typename Constants>
   void rope_norm(Weight weight, Constants constants, float position, uint lane) {
     float squares = 0.0f;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from . import llvm_ir
 from .llvm_ir import Block, Instruction
@@ -40,12 +41,44 @@ def registers(blocks: Mapping[str, Block]) -> float:
     What follows from sizes alone is not counted: Apple's GPUs compute it once for all threads, into registers
     of its own. An estimate: the order is not that of Apple's compiler.
     """
-    live_out, uniform = _live_out(blocks), uniform_names(blocks)
+    blocks, uniform = _with_offsets_in_accesses(blocks), uniform_names(blocks)
+    live_out = _live_out(blocks)
     code = [code for block in blocks.values() for code in block.code]
     types = {code.name: code.type for code in code if code.name not in uniform}
     types |= {name: type_ for block in blocks.values() for name, type_ in block.types.items()}
     loops = {label for label in blocks if _reaches(blocks, label)} or set(blocks)
     return max(_widest(blocks[label], live_out[label], types) for label in loops)
+
+
+def _with_offsets_in_accesses(blocks: Mapping[str, Block]) -> dict[str, Block]:
+    """The blocks without addresses that are another one and a constant: that is part of the access.
+
+    LLVM's optimizer computes them ahead of a loop, and its code generator moves them back.
+    """
+    bases = {
+        code.name: code.operands[0]
+        for block in blocks.values()
+        for code in block.code
+        if code.op == "getelementptr" and not any(o.startswith("%") for o in code.operands[1:])
+    }
+
+    def base(name: str) -> str:
+        while name in bases:
+            name = bases[name]
+        return name
+
+    return {
+        label: replace(
+            block,
+            phis={n: {b: base(v) for b, v in of.items()} for n, of in block.phis.items()},
+            code=[
+                code._replace(operands=tuple(map(base, code.operands)))
+                for code in block.code
+                if code.name not in bases
+            ],
+        )
+        for label, block in blocks.items()
+    }
 
 
 def _live_out(blocks: Mapping[str, Block]) -> dict[str, set[str]]:
@@ -117,15 +150,10 @@ def _as_needed(block: Block, live: set[str]) -> list[Instruction]:
 
 
 def _widest_in(order: Sequence[Instruction], live: set[str], types: Mapping[str, str]) -> float:
-    # What isn't computed is a parameter, and a constant offset is part of the access.
-    addresses = {
-        code.name: code.operands[0]
-        for code in order
-        if code.op == "getelementptr" and not any(o.startswith("%") for o in code.operands[1:])
-    }
-
     def size(name: str) -> float:
-        return 0 if name in addresses or name not in types else _registers_of(types[name])
+        return (
+            _registers_of(types[name]) if name in types else 0
+        )  # what isn't computed is a parameter
 
     live = set(live)
     widest = now = sum(map(size, live))
@@ -133,8 +161,7 @@ def _widest_in(order: Sequence[Instruction], live: set[str], types: Mapping[str,
         if code.name in live:
             live.remove(code.name)
             now -= size(code.name)
-        for operand in code.operands:
-            name = addresses.get(operand, operand)
+        for name in code.operands:
             if name.startswith("%") and name not in live:
                 live.add(name)
                 now += size(name)
