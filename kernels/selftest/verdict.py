@@ -55,7 +55,7 @@ class Verdict:
             if values["key"] != self._key:
                 return
             self.failures = {str(name): str(reason) for name, reason in failures.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return  # none yet, or a damaged one: the test runs again
         self.done = running is None
         # Another process may be testing at this moment; but after a restart its number may be anyone's.

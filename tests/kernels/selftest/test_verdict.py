@@ -8,6 +8,7 @@ import pytest
 
 from afm_mlx.kernels.selftest import verdict
 from afm_mlx.kernels.selftest.verdict import ENDED, Verdict
+from tests.tools.cases import each
 
 
 def test_another_process_that_is_testing_now_is_no_failure(cache):
@@ -40,7 +41,7 @@ def test_what_ended_the_process_outlives_an_interrupt(cache):
     assert not Verdict().done
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"failures": 3, "running": null, "pid": 1}'])
+@each("text", ["", "{", "[]", '{"failures": 3, "running": null, "pid": 1}', "[" * 100_000])
 def test_a_damaged_verdict_is_none(cache, text):
     Verdict().end({})
     (path,) = cache.iterdir()
