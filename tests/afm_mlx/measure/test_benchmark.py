@@ -182,8 +182,9 @@ def test_cases_that_can_t_be_run(case, says):
         BenchmarkCase(**case)
 
 
-def test_only_afm_models_have_a_depth_and_a_cost():
+def test_only_afm_models_have_a_depth_and_a_cost(rng):
     zoo = zoo_model("llama", 50, seed=1)
+    assert Bench(zoo, BenchmarkCase(4, 3), "int8", None, rng)._vocab_size == 50
     result = run_case(zoo, BenchmarkCase(4, 3), repetitions=1)
     assert result.cost is None
     assert result.bytes_per_token is result.bytes_per_second is result.memory_ratio is None

@@ -212,6 +212,11 @@ def test_nothing_private_in_a_report(monkeypatch):
         "d": "<host> of <user>, janet",
         "e": "12 GB/s, 4/2 heads, [metal::load] no/yes",
     }
+    # A name of one letter is a word that anything may be, and one of none lies between all words.
+    for user, said in (("", "a jo / 2"), ("a", "a jo / 2"), ("jo", "a <user> / 2")):
+        monkeypatch.setattr(getpass, "getuser", lambda user=user: user)
+        monkeypatch.setenv("HOME", "/")
+        assert doctor.without_private_words("a jo / 2") == said
 
 
 @pytest.mark.parametrize("reason", ["", "no compiler was found"])

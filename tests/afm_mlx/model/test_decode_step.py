@@ -9,6 +9,7 @@ import pytest
 
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu import extension
+from afm_mlx.model import decode_step
 from afm_mlx.model.kv_cache import STEP
 from afm_mlx.quantization.packed_layers import set_activation_bits
 from tests.tools.adapters import ragged_cache
@@ -57,6 +58,13 @@ def test_steps_equal_those_without_a_trace(rng, model, untraced, lengths):
         assert mx.array_equal(a, b)
     assert cache[0].lengths == twin[0].lengths == [length + 5 for length in lengths]
     assert mx.array_equal(cache[0].in_use(), twin[0].in_use())
+
+
+def test_too_many_traces_make_room_for_a_new_one(rng, model, monkeypatch):
+    monkeypatch.setattr(decode_step, "MAX_TRACES", 2)
+    for rows, kept in ((1, 1), (2, 2), (1, 2), (3, 1), (1, 2)):
+        steps(model, prefilled(model, rng, *[3] * rows), 1)
+        assert len(model._step._traces.made_for) == kept, rows
 
 
 def test_greedy_takes_the_largest_logit(rng, model):

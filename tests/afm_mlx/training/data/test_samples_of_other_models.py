@@ -33,6 +33,13 @@ ENDLESS = (
 )
 
 
+# A turn's newline and the one behind it are one token.
+LINES = (
+    "{%- for m in messages -%}{{ '\n\n' if not loop.first }}{{ m.role }}: {{ m.content }}{{ '\n' }}"
+    "{%- endfor -%}{{ '\n\nassistant:' if add_generation_prompt }}"
+)
+
+
 @pytest.fixture(scope="module")
 def zoo_tokenizer():
     """A function (chat template) -> a tokenizer as mlx-lm loads them: byte-level BPE."""
@@ -90,6 +97,12 @@ def test_an_answers_first_newlines_are_targets(zoo_tokenizer, tmp_path):
     answer = {"role": "assistant", "content": "\n\n\nfox"}
     sample = load_one(tmp_path, tokenizer, [USER, answer])
     assert targets(sample, tokenizer) == "\n\n\n\nfox<|im_end|>"
+
+
+def test_a_token_of_two_turns_is_no_target(zoo_tokenizer, tmp_path):
+    tokenizer = zoo_tokenizer(LINES)
+    sample = load_one(tmp_path, tokenizer, CONVERSATION)
+    assert targets(sample, tokenizer) == " The fox. A dog,\n\n  a <n> cat.\n"
 
 
 def test_thoughts_that_a_template_takes_out_of_past_answers(zoo_tokenizer, tmp_path):
