@@ -14,7 +14,7 @@ class Preparation {
   Preparation(const Activations& x, const PackedMatrix& w, int64_t start, int64_t count, Prepared& out,
               PrepareScratch& scratch)
       : x_(x), cols_(w.cols), start_(start), count_(count), out_(out), scratch_(scratch) {
-    arranged_ = out.path == Path::matrix && kernels().arrange != nullptr && w.mode != Mode::palette;
+    arranged_ = out.path == Path::matrix && kernels().arrange != nullptr && w.mode != Mode::palette && !is_grouped(w);
     layout_.bits = w.bits;
     layout_.bytes = out.path == Path::matrix ? 8 * w.bits : kernels().vector_bytes;
     scratch.passes.clear();
@@ -163,9 +163,10 @@ Path path_of(const PackedMatrix& w, int64_t vectors) {
     return vectors > 1 ? Path::matrix : Path::vector;
   }
   if (!is_grouped(w)) return vectors > 1 && kernels().matrix != nullptr ? Path::matrix : Path::vector;
-  const int64_t bits = w.cols / w.groups * w.bits, reg = 8 * kernels().vector_bytes;
-  const bool fits = bits % reg == 0 || (reg % bits == 0 && bits % 32 == 0);
-  return fits ? Path::vector : Path::floats;
+  const int64_t bits = w.cols / w.groups * w.bits;
+  auto fits = [&](int64_t reg) { return bits % reg == 0 || (reg % bits == 0 && bits % 32 == 0); };
+  if (vectors > 1 && kernels().grouped_matrix != nullptr && fits(64 * w.bits)) return Path::matrix;
+  return fits(8 * kernels().vector_bytes) ? Path::vector : Path::floats;
 }
 
 Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int64_t start, int64_t count,

@@ -68,6 +68,16 @@ struct MatrixJob {
   PrefetchRows ahead;  // of `rows`
 };
 
+// The same with a scale for every `group_bytes` of codes: out = sums of scale * code * digit value. A group is a whole
+// number of blocks of 64 codes, or a block is a whole number of groups, each of them some multiple of four bytes.
+// Vectors are never arranged: vector v is at x + v * x_row_bytes, with blocks 64 codes long (see Layout).
+struct GroupedJob {
+  MatrixJob job;
+  const float* scales;  // as in VectorJob
+  int64_t scale_stride;
+  int64_t group_bytes;
+};
+
 constexpr int kTableBytes = 32;
 
 // Codes of a palette times vectors. Its numbers are integers in [0, 65535] as well, two unsigned bytes each:
@@ -145,6 +155,9 @@ struct Kernels {
   // `row_bytes` long. Null where it wants them as they are.
   int64_t matrix_vectors;
   void (*arrange)(const int8_t* rows, int64_t count, int64_t width, int64_t row_bytes, int8_t* out);
+
+  // For two vectors and more where rows have several scales; null where `vector` is called for each.
+  void (*grouped_matrix)(const GroupedJob& job);
 
   // Palettes of 2 and 4 bits with one vector, and with several, never arranged; null where rows are turned into
   // float32 instead.

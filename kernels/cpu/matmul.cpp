@@ -127,12 +127,20 @@ Grid grid_of_rows(const PackedMatrix& w, int64_t begin, int64_t end, RowScratch&
 }
 
 void multiply_grouped(const Prepared& x, const Pass& pass, const PackedMatrix& w, const Grid& grid, int64_t begin,
-                      int64_t end, float* out) {
+                      int64_t end, const PrefetchRows& ahead, float* out, RowScratch& scratch) {
   const Kernels& k = kernels();
   const int64_t rows = end - begin, group_bytes = row_bytes(w) / w.groups;
+  if (x.path == Path::matrix) {
+    uint8_t* bytes = scratch.row.get<uint8_t>(kScratchRows * pass.digit_bytes / pass.digits);
+    k.grouped_matrix({{codes_of(w, begin), rows, row_bytes(w), pass.x, pass.count, pass.digit_bytes, pass.digits, w.bits,
+                       out, rows, bytes, ahead}, grid.slopes, grid.stride, group_bytes});
+  } else {
+    for (int64_t i = 0; i < pass.count; ++i) {
+      k.vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(i), pass.digits, w.bits, grid.slopes, grid.stride,
+                group_bytes, out + i * rows});
+    }
+  }
   for (int64_t i = 0; i < pass.count; ++i, out += rows) {
-    k.vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(i), pass.digits, w.bits, grid.slopes, grid.stride,
-              group_bytes, out});
     const float* sums = pass.sums + i * x.sum_groups;
     for (int64_t n = 0; n < rows; ++n) {
       const float offset = k.dot(grid.offsets + n * grid.stride, sums, w.groups);
@@ -234,7 +242,7 @@ void multiply(const Prepared& x, const PackedMatrix& w, int64_t begin, int64_t e
     const bool first = pass.vectors == nullptr;
     float* product = first ? out : scratch.further.get<float>(pass.count * (end - begin));
     if (is_grouped(w)) {
-      multiply_grouped(x, pass, w, grid, begin, end, product);
+      multiply_grouped(x, pass, w, grid, begin, end, first ? ahead : PrefetchRows{}, product, scratch);
     } else {
       multiply_rows(x, pass, w, grid, begin, end, first ? ahead : PrefetchRows{}, product, scratch);
     }
