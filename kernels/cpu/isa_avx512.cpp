@@ -6,15 +6,12 @@
 #include "isa_avx512.h"
 #include "isa_common.h"
 
+#include "isa_avx512_grouped.h"
+
 namespace afm {
 namespace {
 
 constexpr int kRows = 4;  // times four digits of vectors: 16 sums in flight, and loads at half their limit
-
-// sums += codes * digits; see multiply_add_bytes.
-inline void multiply_add_registers(__m512i& sums, __m512i codes, __m512i digits) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(digits));
-}
 
 // A row of codes as bytes, 64 columns at a time, the last ones filled up with zeros.
 template <int BITS>
@@ -268,6 +265,7 @@ const Kernels* avx512_kernels() {
   static const Kernels table = [] {
     Kernels k = common_kernels("avx512");
     k.matrix = matrix;
+    k.grouped_matrix = grouped_matrix;
     k.look_up = look_up_in_register;
     k.palette_vector = palette_vector;
     k.palette_matrix = palette_matrix;

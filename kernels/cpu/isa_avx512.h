@@ -20,6 +20,11 @@ inline void multiply_add_bytes(__m512i& sums, __m512i codes, const int8_t* digit
   asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "m"(*reinterpret_cast<const Line*>(digits)));
 }
 
+// sums += codes * digits; see multiply_add_bytes.
+inline void multiply_add_registers(__m512i& sums, __m512i codes, __m512i digits) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(digits));
+}
+
 // 64 codes, a byte each, in the order of Layout: field 0 of all bytes, field 1 of all bytes, ...
 template <int BITS>
 inline __m512i unpack(const uint8_t* p) {

@@ -69,7 +69,7 @@ void expand_row(const PackedMatrix& w, int64_t row, float* out) {
 }
 
 struct RowScratch {
-  Scratch product, second, further, scales, biases, row, residual;
+  Scratch product, second, further, scales, biases, row, residual, blocks, vectors;
   PaletteScratch palette;
 };
 
@@ -126,6 +126,23 @@ Grid grid_of_rows(const PackedMatrix& w, int64_t begin, int64_t end, RowScratch&
   return {slopes, offsets};
 }
 
+// out (pass.count, rows) = unit of each vector * out + what the grid's offsets add
+void add_offsets(const Pass& pass, int64_t groups, const Grid& grid, int64_t rows, float* out, RowScratch& scratch) {
+  const Kernels& k = kernels();
+  // An adapter's B lies in blocks of 16 rows, and hidden values are multiplied with it as sums are with offsets.
+  float* blocks = scratch.blocks.get<float>(round_up(rows, kBlock) * groups);
+  for (int64_t n = 0; n < rows; ++n) {
+    float* to = blocks + n / kBlock * kBlock * groups + n % kBlock;
+    for (int64_t g = 0; g < groups; ++g) to[g * kBlock] = grid.factor * grid.offsets[n * grid.stride + g];
+  }
+  int32_t* all = scratch.vectors.get<int32_t>(pass.count);
+  for (int64_t i = 0; i < pass.count; ++i) {
+    all[i] = static_cast<int32_t>(i);
+    for (int64_t n = 0; n < rows; ++n) out[i * rows + n] *= pass.scales[i];
+  }
+  k.expand({{blocks, Number::float32}, 0, groups, 0, rows, pass.sums, groups, all, pass.count, out, rows});
+}
+
 void multiply_grouped(const Prepared& x, const Pass& pass, const PackedMatrix& w, const Grid& grid, int64_t begin,
                       int64_t end, const PrefetchRows& ahead, float* out, RowScratch& scratch) {
   const Kernels& k = kernels();
@@ -134,13 +151,11 @@ void multiply_grouped(const Prepared& x, const Pass& pass, const PackedMatrix& w
     uint8_t* bytes = scratch.row.get<uint8_t>(kScratchRows * pass.digit_bytes / pass.digits);
     k.grouped_matrix({{codes_of(w, begin), rows, row_bytes(w), pass.x, pass.count, pass.digit_bytes, pass.digits, w.bits,
                        out, rows, bytes, ahead}, grid.slopes, grid.stride, group_bytes});
-  } else {
-    for (int64_t i = 0; i < pass.count; ++i) {
-      k.vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(i), pass.digits, w.bits, grid.slopes, grid.stride,
-                group_bytes, out + i * rows});
-    }
+    return add_offsets(pass, w.groups, grid, rows, out, scratch);
   }
   for (int64_t i = 0; i < pass.count; ++i, out += rows) {
+    k.vector({codes_of(w, begin), rows, row_bytes(w), pass.vector(i), pass.digits, w.bits, grid.slopes, grid.stride,
+              group_bytes, out});
     const float* sums = pass.sums + i * x.sum_groups;
     for (int64_t n = 0; n < rows; ++n) {
       const float offset = k.dot(grid.offsets + n * grid.stride, sums, w.groups);

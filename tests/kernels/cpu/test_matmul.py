@@ -45,6 +45,32 @@ def test_products(ops, rng, isa, bits):
         assert_solved(make(spec, rng), ops.packed_matmul)
 
 
+def test_groups_with_several_vectors(ops, rng, isas):
+    """Groups from four bytes of codes to five blocks of 64 codes; tails of columns, of rows and of vectors."""
+    cases = all_pairs(
+        BITS,
+        (8, 16, 32, 64, 128, 192, 320),
+        (2, 3, 35),  # groups of a row
+        (1, 16, 17, 33, 70),
+        (*range(2, 8), 9, 11, 13, 65),  # the last: more than are multiplied at once
+        (16, 8),
+        ("balanced", "affine"),
+    )
+    for _ in isas():
+        for bits, group, groups, n, vectors, activation_bits, mode in cases:
+            fields = (max(group, 32 // bits) * groups, n, bits, mode, "group", group)
+            spec = Spec("packed_matmul", mx.float32, 1, vectors, *fields)
+            assert_solved(
+                make(spec._replace(activation_bits=activation_bits), rng), ops.packed_matmul
+            )
+
+
+def test_a_layer_of_a_real_model_in_groups(ops, rng):
+    """The down projection of a model of four billion weights."""
+    spec = Spec("packed_matmul", mx.float32, 1, 20, 9728, 2560, 4, "affine", "group", 64)
+    assert_solved(make(spec, rng), ops.packed_matmul)
+
+
 def test_swiglu(ops, rng, isa):
     for rows, dtype, activation_bits, rank in all_pairs(ROWS, DTYPES, (16, 8), (0, 8)):
         spec = Spec("packed_swiglu", dtype, *rows, *matrix(FORMATS[2], 2, 70, 128), rank=rank)
@@ -119,11 +145,13 @@ def test_the_largest_sums_fit(ops, isas):
     for _ in isas():
         n, k = 17, 16384
         # Of 32639 units, two digits of 127 each; and the largest whose lower digit is -128.
-        cases = all_pairs(BITS, (1.0, -1.0, -32384 / 32639, 32384 / 32639), (1, 3, 17), (16, 8))
+        values = (1.0, -1.0, -32384 / 32639, 32384 / 32639)
+        cases = all_pairs(BITS, values, (1, 3, 17), (16, 8), (1, 2, 64))
         for case in cases:
-            bits, value, rows, activation_bits = case
+            bits, value, rows, activation_bits, groups = case
             codes = pack_codes(mx.full((n, k), 2**bits - 1, dtype=mx.uint32), bits)
-            packed = PackedWeight(codes, bits, "affine", mx.array(1.0), mx.array(0.0))
+            scales = mx.ones((n, groups))
+            packed = PackedWeight(codes, bits, "affine", scales, mx.zeros_like(scales))
             x = mx.full((rows, k), value)
             x[:, 0] = 1.0
             wanted = np.full((rows, n), (value * (k - 1) + 1) * (2**bits - 1))

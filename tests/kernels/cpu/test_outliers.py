@@ -205,7 +205,9 @@ def test_rows_of_a_batch_as_alone(ops, rng, isas):
                 if row == 7:
                     assert mx.isnan(mx.stack([together[row], alone])).all().item()
                 else:
-                    compare.assert_close(together[row], alone, 1e-6, (isa, granularity, row))
+                    # Groups' sums are floats, which several vectors add up in another order than one.
+                    allowed = 5e-6 if size else 1e-6
+                    compare.assert_close(together[row], alone, allowed, (isa, granularity, row))
             options = ProductOptions(adapters=(low_rank,))
             wanted = oracle.packed_matmul(x, weight, options)
             got = exact(ops.packed_matmul(x, weight, options))
