@@ -159,7 +159,7 @@ class Preparation {
 
 Path path_of(const PackedMatrix& w, int64_t vectors) {
   if (w.mode == Mode::palette) {
-    if (w.bits == 8 || kernels().palette_vector == nullptr) return Path::floats;
+    if (w.bits > kernels().palette_bits) return Path::floats;
     return vectors > 1 ? Path::matrix : Path::vector;
   }
   if (!is_grouped(w)) return vectors > 1 && kernels().matrix != nullptr ? Path::matrix : Path::vector;

@@ -1,5 +1,6 @@
 // Which instruction sets this machine runs, and which one is in use.
 #include "isa.h"
+#include "palette_vbmi.h"
 
 #include <atomic>
 #include <cstdlib>
@@ -84,6 +85,14 @@ const std::vector<const Kernels*>& tables() {
 std::atomic<const Kernels*> chosen{nullptr};
 
 }  // namespace
+
+bool has_vbmi() {
+#if defined(__x86_64__)
+  return has_avx512() && __builtin_cpu_supports("avx512vbmi");
+#else
+  return false;
+#endif
+}
 
 const Kernels& kernels() {
   const Kernels* table = chosen.load(std::memory_order_relaxed);

@@ -3,6 +3,7 @@
 // Every isa_*.cpp is compiled with flags of its own and is empty where the compiler lacks them:
 //   isa_amx.cpp     -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mamx-tile -mamx-int8
 //   isa_avx512.cpp  -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma
+//   palette_vbmi.cpp   the same and -mavx512vbmi
 //   isa_avx2.cpp    -mavx2 -mfma -mf16c
 //   isa_neon.cpp    -march=armv8.2-a+dotprod (nothing on macOS)
 //   isa_portable.cpp, isa.cpp, matmul.cpp: nothing
@@ -78,13 +79,14 @@ struct GroupedJob {
   int64_t group_bytes;
 };
 
-constexpr int kTableBytes = 32;
+// Bytes of a palette's table: of all numbers the high bytes, then the low ones, each filled up to a register of 16.
+static constexpr int table_bytes(int bits) { return bits == 8 ? 512 : 32; }
 
 // Codes of a palette times vectors. Its numbers are integers in [0, 65535] as well, two unsigned bytes each:
 // out[v * out_stride + n] = the sum of integer * digit value.
 struct PaletteJob {
   MatrixJob job;          // one vector lies in the layout of `vector_bytes`, several in that of `matrix`
-  const uint8_t* tables;  // kTableBytes each: 16 high bytes, 16 low ones
+  const uint8_t* tables;  // `table_bytes` each
   int64_t rows_per_table;
   int64_t first;          // rows of the first table that come before these
 };
@@ -159,8 +161,9 @@ struct Kernels {
   // For two vectors and more where rows have several scales; null where `vector` is called for each.
   void (*grouped_matrix)(const GroupedJob& job);
 
-  // Palettes of 2 and 4 bits with one vector, and with several, never arranged; null where rows are turned into
-  // float32 instead.
+  // Palettes with one vector, and with several, never arranged; of at most so many bits, 0 where no palette is taken.
+  // Rows of others are turned into float32.
+  int palette_bits;
   void (*palette_vector)(const PaletteJob& job);
   void (*palette_matrix)(const PaletteJob& job);
 

@@ -7,6 +7,7 @@
 #include "isa_common.h"
 
 #include "isa_avx512_grouped.h"
+#include "palette_vbmi.h"
 
 namespace afm {
 namespace {
@@ -107,14 +108,14 @@ void matrix(const MatrixJob& job) {
   return two ? multiply_matrix<8, 2>(job) : multiply_matrix<8, 1>(job);
 }
 
-// ---- Palettes: a byte permutation looks up 64 codes' high bytes, another one their low bytes
+// ---- Palettes: a byte permutation looks up 64 codes' high bytes, another one their low bytes; at 8 bits four do
 
 inline __m512i load_table(const uint8_t* p) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
 inline const uint8_t* table_of(const PaletteJob& palette, int64_t row) {
-  return palette.tables + (palette.first + row) / palette.rows_per_table * kTableBytes;
+  return palette.tables + (palette.first + row) / palette.rows_per_table * table_bytes(palette.job.bits);
 }
 
 // Two rows at once: their sums, each field's apart, hide the latency of vpdpbusd.
@@ -180,10 +181,31 @@ void multiply_palette_vector(const PaletteJob& palette) {
   }
 }
 
+// What one vector and several have in common at 8 bits: looking up takes longer than multiplying.
+void palette_matrix(const PaletteJob& palette);
+
 void palette_vector(const PaletteJob& palette) {
+  if (palette.job.bits == 8) return palette_matrix(palette);
   const bool two = palette.job.digits == 2, short_codes = palette.job.bits == 2;
   if (short_codes) return two ? multiply_palette_vector<2, 2>(palette) : multiply_palette_vector<2, 1>(palette);
   return two ? multiply_palette_vector<4, 2>(palette) : multiply_palette_vector<4, 1>(palette);
+}
+
+// The high and the low bytes, `size` each, that a row of codes stands for.
+template <int BITS>
+inline void expand_row_bytes(const uint8_t* codes, int64_t row_bytes, const uint8_t* table, int64_t size, uint8_t* high,
+                             uint8_t* low) {
+  if constexpr (BITS == 8) {
+    static const ExpandBytes expand = vbmi_expand_bytes();
+    return expand(codes, row_bytes, table, high, low);
+  }
+  unpack_row<BITS>(codes, row_bytes, high);
+  const __m512i of_high = load_table(table), of_low = load_table(table + 16);
+  for (int64_t i = 0; i < size; i += 64) {
+    const __m512i unpacked = _mm512_load_si512(high + i);
+    _mm512_store_si512(high + i, _mm512_shuffle_epi8(of_high, unpacked));
+    _mm512_store_si512(low + i, _mm512_shuffle_epi8(of_low, unpacked));
+  }
 }
 
 // The bytes that rows of codes stand for go where `multiply_matrix` has four rows of codes: the high ones and the low
@@ -202,14 +224,8 @@ void multiply_palette_matrix(const PaletteJob& palette) {
     for (int64_t r = 0; r < rows; ++r) {
       uint8_t* high = bytes + 2 * r * steps * 64;
       uint8_t* low = high + steps * 64;
-      unpack_row<BITS>(job.codes + (row + r) * job.row_bytes, job.row_bytes, high);
-      const uint8_t* table = table_of(palette, row + r);
-      const __m512i of_high = load_table(table), of_low = load_table(table + kTableBytes / 2);
-      for (int64_t s = 0; s < steps * 64; s += 64) {
-        const __m512i codes = _mm512_load_si512(high + s);
-        _mm512_store_si512(high + s, _mm512_shuffle_epi8(of_high, codes));
-        _mm512_store_si512(low + s, _mm512_shuffle_epi8(of_low, codes));
-      }
+      expand_row_bytes<BITS>(job.codes + (row + r) * job.row_bytes, job.row_bytes, table_of(palette, row + r), steps * 64,
+                             high, low);
     }
     if (rows < 2) std::memset(bytes + 2 * steps * 64, 0, 2 * steps * 64);
     for (int64_t m = 0; m < job.vectors; m += kVectors) {
@@ -234,6 +250,7 @@ void multiply_palette_matrix(const PaletteJob& palette) {
 void palette_matrix(const PaletteJob& palette) {
   const bool two = palette.job.digits == 2, short_codes = palette.job.bits == 2;
   if (short_codes) return two ? multiply_palette_matrix<2, 2>(palette) : multiply_palette_matrix<2, 1>(palette);
+  if (palette.job.bits == 8) return two ? multiply_palette_matrix<8, 2>(palette) : multiply_palette_matrix<8, 1>(palette);
   return two ? multiply_palette_matrix<4, 2>(palette) : multiply_palette_matrix<4, 1>(palette);
 }
 
@@ -267,6 +284,7 @@ const Kernels* avx512_kernels() {
     k.matrix = matrix;
     k.grouped_matrix = grouped_matrix;
     k.look_up = look_up_in_register;
+    k.palette_bits = has_vbmi() && vbmi_expand_bytes() != nullptr ? 8 : 4;
     k.palette_vector = palette_vector;
     k.palette_matrix = palette_matrix;
     return k;

@@ -197,10 +197,9 @@ void multiply_palette_pass(const Prepared& x, const Pass& pass, const PackedMatr
                            int64_t begin, int64_t rows, const PrefetchRows& ahead, float* out, RowScratch& scratch) {
   const Kernels& k = kernels();
   PaletteJob job = {{codes_of(w, begin), rows, row_bytes(w), pass.x, pass.count, pass.digit_bytes, pass.digits, w.bits,
-                     out, rows, nullptr, ahead},
+                     out, rows, scratch.row.get<uint8_t>(kScratchRows * pass.digit_bytes / pass.digits), ahead},
                     palette.bytes, palette.rows_per_table, palette.first};
   if (x.path == Path::matrix) {
-    job.job.scratch = scratch.row.get<uint8_t>(kScratchRows * pass.digit_bytes / pass.digits);
     k.palette_matrix(job);
   } else {
     Prefetcher(ahead, 0, rows, 1).next_share();

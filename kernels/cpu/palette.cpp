@@ -14,7 +14,7 @@ struct Line {
 };
 
 // The integers of `count` numbers as high and low bytes. A 0 stays one, so that it costs nothing beside outliers.
-Line quantize_table(const float* numbers, int count, uint8_t* bytes) {
+Line quantize_table(const float* numbers, int count, uint8_t* high, uint8_t* low) {
   float least = numbers[0], most = numbers[0];
   for (int i = 1; i < count; ++i) {
     least = numbers[i] < least ? numbers[i] : least;
@@ -37,8 +37,8 @@ Line quantize_table(const float* numbers, int count, uint8_t* bytes) {
   const float lowest = spans_zero ? -unit * static_cast<float>(static_cast<int32_t>(0.5f - least * inverse)) : least;
   for (int i = 0; i < count; ++i) {
     const int32_t integer = static_cast<int32_t>(std::max((numbers[i] - lowest) * inverse, 0.0f) + 0.5f);
-    bytes[i] = static_cast<uint8_t>(integer >> 8);
-    bytes[kTableBytes / 2 + i] = static_cast<uint8_t>(integer);
+    high[i] = static_cast<uint8_t>(integer >> 8);
+    low[i] = static_cast<uint8_t>(integer);
   }
   return {unit, lowest};
 }
@@ -51,15 +51,17 @@ Palette palette_of(const PackedMatrix& w, int64_t begin, int64_t end, PaletteScr
   palette.rows_per_table = w.rows / w.tables;
   palette.first = begin % palette.rows_per_table;
   const int64_t first_table = begin / palette.rows_per_table, tables = palette.table_of(rows - 1) + 1;
-  uint8_t* bytes = scratch.bytes.get<uint8_t>(tables * kTableBytes);
+  const int64_t size = table_bytes(w.bits);
+  uint8_t* bytes = scratch.bytes.get<uint8_t>(tables * size);
   float* numbers = scratch.numbers.get<float>(tables * count);
   float* slopes = scratch.slopes.get<float>(rows);
   float* offsets = scratch.offsets.get<float>(rows);
   kernels().load(w.table, first_table * count, tables * count, numbers);
-  std::fill(bytes, bytes + tables * kTableBytes, uint8_t{0});
+  std::fill(bytes, bytes + tables * size, uint8_t{0});
   palette.coarse = false;
   for (int64_t t = 0, row = 0; t < tables; ++t) {
-    const Line line = quantize_table(numbers + t * count, static_cast<int>(count), bytes + t * kTableBytes);
+    uint8_t* high = bytes + t * size;
+    const Line line = quantize_table(numbers + t * count, static_cast<int>(count), high, high + size / 2);
     palette.coarse = palette.coarse || std::isnan(line.slope);
     for (; row < rows && palette.table_of(row) == t; ++row) {
       slopes[row] = line.slope;

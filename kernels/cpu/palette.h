@@ -12,7 +12,7 @@ namespace afm {
 
 // Tables of some rows: a number is slope * integer + offset, with an integer in [0, 65535] for each code.
 struct Palette {
-  const uint8_t* bytes;  // (tables, kTableBytes)
+  const uint8_t* bytes;  // (tables, table_bytes(bits))
   const float* numbers;  // (tables, 2**bits)
   const float* slopes;   // (rows,)
   const float* offsets;  // (rows,)
