@@ -26,19 +26,18 @@ class Preparation {
   }
 
   // All vectors as floats (count, K).
-  void load(float* floats) {
-    each(count_, [&](int64_t m) { load(m, floats + m * cols_); });
+  void load(float* floats, const TakeFloats* take) {
+    each_vector(floats, take, [&](int64_t m, float* v) { load(m, v); });
   }
 
   // All vectors as integers; as floats, too, unless `floats` is null.
-  void quantize(float* floats) {
+  void quantize(float* floats, const TakeFloats* take) {
     std::vector<Extra>& extras = scratch_.extras;
     extras.resize(count_);
     scratch_.outliers.resize(count_);
     const Pass pass = add_pass(count_, x_.digits);
-    each(count_, [&](int64_t m) {
-      static thread_local Scratch own;
-      const float* v = load(m, floats != nullptr ? floats + m * cols_ : own.get<float>(cols_));
+    each_vector(floats, take, [&](int64_t m, float* own) {
+      const float* v = load(m, own);
       extras[m] = find_outliers(v, cols_, x_.digits, scratch_.outliers[m]);
       if (extras[m] == Extra::outliers) v = without(scratch_.outliers[m], v);
       quantize_into(pass, m, v, nullptr);
@@ -50,6 +49,20 @@ class Preparation {
   }
 
  private:
+  // Calls work(m, room for vector m as floats), which is in `floats` unless that is null, and then `take`, if any.
+  template <class Work>
+  void each_vector(float* floats, const TakeFloats* take, Work work) {
+    auto some = [&](int64_t begin, int64_t end) {
+      static thread_local Scratch own;
+      float* room = floats != nullptr ? floats + begin * cols_ : own.get<float>((end - begin) * cols_);
+      for (int64_t m = begin; m < end; ++m) work(m, room + (m - begin) * cols_);
+      if (take != nullptr) (*take)(room, begin, end - begin);
+    };
+    if (take == nullptr) return each(count_, [&](int64_t m) { some(m, m + 1); });
+    ThreadPool& pool = ThreadPool::shared();
+    pool.parallel_for(count_, std::clamp<int64_t>(count_ / (2 * pool.threads()), 4, kTogether), some, cols_);
+  }
+
   template <class Work>
   void each(int64_t count, Work work) {
     auto body = [&](int64_t begin, int64_t end) {
@@ -170,19 +183,20 @@ Path path_of(const PackedMatrix& w, int64_t vectors) {
 }
 
 Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int64_t start, int64_t count,
-                 PrepareScratch& scratch) {
+                 PrepareScratch& scratch, const TakeFloats& take) {
   Prepared out;
   out.path = path_of(w, x.rows);
   out.count = count;
   out.sum_groups = is_grouped(w) ? w.groups : 1;
   const bool integers = out.path != Path::floats;
-  const bool as_floats = adapted || !integers || w.mode == Mode::palette;
+  const bool together = adapted && count > kTogether;
+  const bool as_floats = (adapted && !together) || !integers || w.mode == Mode::palette;
   float* floats = as_floats ? scratch.floats.get<float>(count * w.cols) : nullptr;
   Preparation preparation(x, w, start, count, out, scratch);
   if (integers) {
-    preparation.quantize(floats);
+    preparation.quantize(floats, together ? &take : nullptr);
   } else {
-    preparation.load(floats);
+    preparation.load(floats, together ? &take : nullptr);
   }
   out.floats = floats;
   return out;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <vector>
 
 #include "isa.h"
@@ -44,7 +45,7 @@ struct Prepared {
   int64_t sum_groups = 1;
   const std::vector<Pass>* passes = nullptr;  // none for Path::floats
   const Outliers* outliers = nullptr;         // (count,); null where no vector has any
-  const float* floats = nullptr;  // (count, K), for palettes, Path::floats and adapters; else null
+  const float* floats = nullptr;  // (count, K), for palettes, Path::floats and adapters of few vectors
 };
 
 // What `Prepared` points to, until the next call.
@@ -60,8 +61,15 @@ struct PrepareScratch {
   Scratch floats, norm, spread, rests;
 };
 
-// `adapted`: whether adapters need the vectors as floats.
+// Vectors that adapters take at a time, from the second-level cache.
+constexpr int64_t kTogether = 16;
+
+// Takes vectors [first, first + n) of the `count` as floats (n, K) while they are in the caches.
+using TakeFloats = std::function<void(const float* x, int64_t first, int64_t n)>;
+
+// `adapted`: whether adapters need the vectors as floats. More than kTogether of them are handed to `take`, which has
+// to be there then, some at a time and by any thread; fewer stay in `Prepared`.
 Prepared prepare(const Activations& x, const PackedMatrix& w, bool adapted, int64_t start, int64_t count,
-                 PrepareScratch& scratch);
+                 PrepareScratch& scratch, const TakeFloats& take = {});
 
 }  // namespace afm

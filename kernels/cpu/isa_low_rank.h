@@ -70,9 +70,90 @@ inline void shrink_vectors(const ShrinkJob& job, const int32_t* vectors) {
   }
 }
 
+// Many vectors: numbers of A become floats once for all of them, so many columns at a time that these and the vectors'
+// stay in the first-level cache. Sums wait in memory meanwhile, and grow in the same order.
+constexpr int kManyVectors = 16;
+constexpr int64_t kManyColumns = 256;
+constexpr int kManyRows = Isa::kShrinkVectors == 4 ? 8 : 4;  // times two vectors: the same number of sums
+
+// `count` numbers as floats, zeros behind up to a whole register.
+template <Number TYPE>
+inline void widen(const void* numbers, int64_t start, int64_t count, float* out) {
+  int64_t k = 0;
+  for (; k + Isa::kLanes <= count; k += Isa::kLanes) Isa::store(out + k, lanes_at<TYPE>(numbers, start + k));
+  if (k == count) return;
+  for (int64_t i = k; i < k + Isa::kLanes; ++i) out[i] = 0;
+  load({numbers, TYPE}, start + k, count - k, out + k);
+}
+
+// sums[i * kManyRows + r] += a[r] * x[i] over `count` columns
+inline void shrink_columns(const float* a, int64_t count, const float* const* x, Isa::Lanes* sums) {
+  Isa::Lanes own[2 * kManyRows];
+#pragma GCC unroll 16
+  for (int s = 0; s < 2 * kManyRows; ++s) own[s] = sums[s];
+  for (int64_t k = 0; k < count; k += Isa::kLanes) {
+    const Isa::Lanes first = Isa::from_floats(x[0] + k), second = Isa::from_floats(x[1] + k);
+#pragma GCC unroll 8
+    for (int r = 0; r < kManyRows; ++r) {
+      const Isa::Lanes row = Isa::from_floats(a + r * kManyColumns + k);
+      own[r] = Isa::multiply_add(row, first, own[r]);
+      own[kManyRows + r] = Isa::multiply_add(row, second, own[kManyRows + r]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int s = 0; s < 2 * kManyRows; ++s) sums[s] = own[s];
+}
+
+// Columns [k, k + count) of all vectors, two by two; an odd one's partner is itself.
+inline void shrink_chunk(const ShrinkJob& job, const int32_t* vectors, int64_t n, const float* a, int64_t k,
+                         int64_t count, Isa::Lanes* sums) {
+  const int64_t whole = count / Isa::kLanes * Isa::kLanes;
+  for (int64_t i = 0; i < n; i += 2, sums += 2 * kManyRows) {
+    const float* x[2];
+    for (int64_t v = 0; v < 2; ++v) x[v] = job.x + vectors[smaller(i + v, n - 1)] * job.x_stride + k;
+    shrink_columns(a, whole, x, sums);
+    if (whole == count) continue;
+    float rest[2][Isa::kLanes] = {};
+    for (int v = 0; v < 2; ++v) std::memcpy(rest[v], x[v] + whole, (count - whole) * sizeof(float));
+    const float* last[2] = {rest[0], rest[1]};
+    shrink_columns(a + whole, Isa::kLanes, last, sums);
+  }
+}
+
+// For up to kManyVectors vectors.
+template <Number TYPE>
+void shrink_many(const ShrinkJob& job, const int32_t* vectors, int64_t n) {
+  alignas(64) float a[kManyRows * kManyColumns];
+  Isa::Lanes sums[kManyVectors * kManyRows];
+  alignas(64) float out[(2 * kManyRows + Isa::kLanes - 1) / Isa::kLanes * Isa::kLanes];
+  for (int64_t row = 0; row < job.rows; row += kManyRows) {
+    const int64_t rows = smaller(kManyRows, job.rows - row);
+    for (auto& sum : sums) sum = Isa::zero();
+    for (int64_t k = 0; k < job.cols; k += kManyColumns) {
+      const int64_t count = smaller(kManyColumns, job.cols - k);
+      for (int64_t r = 0; r < kManyRows; ++r) {  // rows past the last repeat it
+        const int64_t from = job.start + (row + smaller(r, rows - 1)) * job.cols + k;
+        widen<TYPE>(job.numbers.data, from, count, a + r * kManyColumns);
+      }
+      shrink_chunk(job, vectors, n, a, k, count, sums);
+    }
+    for (int64_t i = 0; i < n; i += 2) {
+      for (int s = 0; s < 2 * kManyRows; s += Isa::kLanes) Isa::reduce(sums + i * kManyRows + s, out + s);
+      for (int64_t v = 0; v < smaller(2, n - i); ++v) {
+        float* hidden = job.hidden + vectors[i + v] * job.hidden_stride + row;
+        for (int64_t r = 0; r < rows; ++r) hidden[r] = job.scale * out[v * kManyRows + r];
+      }
+    }
+  }
+}
+
 template <Number TYPE>
 void typed_shrink(const ShrinkJob& job) {
   int64_t i = 0;
+  for (; i + kManyVectors / 2 <= job.count; i += kManyVectors) {
+    shrink_many<TYPE>(job, job.vectors + i, smaller(kManyVectors, job.count - i));
+  }
+  if (i >= job.count) return;
   if constexpr (Isa::kShrinkVectors == 4) {
     for (; i + 4 <= job.count; i += 4) shrink_vectors<TYPE, 4>(job, job.vectors + i);
   }
@@ -138,10 +219,34 @@ inline void expand_vectors(const ExpandJob& job, int64_t block, const int32_t* v
   expand_tile<TYPE, VECTORS, BLOCKS>(job, start, hidden, out, begin, smaller(BLOCKS * kBlock, job.end - first));
 }
 
+// Many vectors: numbers of B become floats once for all of them, kManyBlocks blocks at a time, as far as they fit into
+// the first-level cache.
+constexpr int64_t kManyRank = 64;
+constexpr int kManyBlocks = Isa::kExpandVectors == 8 ? kExpandBlocks : 1;
+
+template <Number TYPE>
+int64_t expand_many(const ExpandJob& job, int64_t block, int64_t blocks) {
+  alignas(64) float b[kManyBlocks * kManyRank * kBlock];
+  for (; block + kManyBlocks <= blocks; block += kManyBlocks) {
+    const int64_t numbers = job.rank * kBlock;
+    widen<TYPE>(job.numbers.data, job.start + block * numbers, kManyBlocks * numbers, b);
+    ExpandJob of_floats = job;
+    of_floats.numbers = {b, Number::float32};
+    of_floats.start = -block * numbers;
+    int64_t i = 0;
+    for (; i + 4 <= job.count; i += 4) {
+      expand_vectors<Number::float32, 4, kManyBlocks>(of_floats, block, job.vectors + i);
+    }
+    for (; i < job.count; ++i) expand_vectors<Number::float32, 1, kManyBlocks>(of_floats, block, job.vectors + i);
+  }
+  return block;
+}
+
 template <Number TYPE>
 void typed_expand(const ExpandJob& job) {
   const int64_t blocks = (job.end + kBlock - 1) / kBlock;
   int64_t block = job.begin / kBlock;
+  if (job.count >= kManyVectors && job.rank <= kManyRank) block = expand_many<TYPE>(job, block, blocks);
   if (job.count == 1) {
     for (; block + kExpandBlocks <= blocks; block += kExpandBlocks) {
       expand_vectors<TYPE, 1, kExpandBlocks>(job, block, job.vectors);

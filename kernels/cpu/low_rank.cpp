@@ -5,21 +5,26 @@
 namespace afm {
 namespace {
 
-constexpr int64_t kVectors = 16;           // vectors of a piece: they stay in the second-level cache
-constexpr int64_t kPieceBytes = 32 << 10;  // bytes of A in a piece that has few vectors
+constexpr int64_t kVectors = 16;           // vectors of a call of `shrink`
+constexpr int64_t kPieceBytes = 32 << 10;  // bytes of A in a piece
 constexpr int64_t kRows = 4;               // rows of A that `shrink` takes at a time
 
 int64_t divide_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 
 }  // namespace
 
-LowRankProduct::LowRankProduct(const Adapters& adapters, const PackedMatrix& weight, const float* x, int64_t start,
-                               int64_t count, int64_t vectors, LowRankScratch& scratch)
-    : adapters_(adapters), rows_(weight.rows), cols_(weight.cols), x_(x) {
+LowRankProduct::LowRankProduct(const Adapters& adapters, const PackedMatrix& weight, int64_t start, int64_t count,
+                               int64_t vectors, LowRankScratch& scratch)
+    : adapters_(adapters), rows_(weight.rows), cols_(weight.cols) {
+  left_.set(0);
   if (adapters.count == 0) return;
   sort(start, count, vectors, scratch);
-  cut();
   hidden_ = scratch.hidden.get<float>(count * width_);
+}
+
+void LowRankProduct::read(const float* x) {
+  x_ = x;
+  cut();
   left_.set(pieces_);
 }
 
@@ -37,7 +42,7 @@ void LowRankProduct::sort(int64_t start, int64_t count, int64_t vectors, LowRank
       if (adapters_.slots[row] == slot) order[found++] = static_cast<int32_t>(m);
     }
     if (found == first) continue;
-    groups_[n_groups_++] = {&adapter, adapters_.scales[slot], first, found - first, 0, 0, 0};
+    groups_[n_groups_++] = {&adapter, adapters_.scales[slot], first, found - first, 0, 0};
     width_ = std::max(width_, adapters_.n_sections * adapter.rank);
   }
 }
@@ -47,10 +52,9 @@ void LowRankProduct::cut() {
     Group& group = groups_[g];
     const int64_t rows = inner_rows(group), row_bytes = cols_ * size_of(group.adapter->numbers.type);
     const int64_t few = std::max(kPieceBytes / row_bytes / kRows * kRows, kRows);
-    group.row_step = group.count > kVectors ? rows : std::min(few, rows);
-    group.row_pieces = divide_up(rows, group.row_step);
+    group.row_step = std::min(few, rows);
     group.first_piece = pieces_;
-    pieces_ += group.row_pieces * divide_up(group.count, kVectors);
+    pieces_ += divide_up(rows, group.row_step);
   }
 }
 
@@ -58,13 +62,33 @@ void LowRankProduct::shrink(int64_t piece) {
   int g = n_groups_ - 1;
   while (groups_[g].first_piece > piece) --g;
   const Group& group = groups_[g];
-  piece -= group.first_piece;
-  const int64_t vector = piece / group.row_pieces * kVectors, row = piece % group.row_pieces * group.row_step;
-  const Adapter& adapter = *group.adapter;
-  kernels().shrink({adapter.numbers, adapter.a + row * cols_, std::min(group.row_step, inner_rows(group) - row), cols_,
-                    x_, cols_, order_ + group.first + vector, std::min(kVectors, group.count - vector), group.scale,
-                    hidden_ + row, width_});
+  const int64_t row = (piece - group.first_piece) * group.row_step;
+  shrink(group, row, std::min(group.row_step, inner_rows(group) - row), x_, order_ + group.first, group.count, hidden_);
   left_.count_down();
+}
+
+void LowRankProduct::shrink(const float* x, int64_t first, int64_t n) const {
+  for (int g = 0; g < n_groups_; ++g) {
+    const Group& group = groups_[g];
+    const int32_t *end = order_ + group.first + group.count, *next = order_ + group.first;
+    next = std::lower_bound(next, end, first);
+    while (next < end && *next < first + n) {
+      int32_t vectors[kVectors];
+      int64_t count = 0;
+      for (; count < kVectors && next < end && *next < first + n; ++next) {
+        vectors[count++] = static_cast<int32_t>(*next - first);
+      }
+      shrink(group, 0, inner_rows(group), x, vectors, count, hidden_ + first * width_);
+    }
+  }
+}
+
+// hidden = scale * A x for rows [row, row + rows) of A and some vectors.
+void LowRankProduct::shrink(const Group& group, int64_t row, int64_t rows, const float* x, const int32_t* vectors,
+                            int64_t count, float* hidden) const {
+  const Adapter& adapter = *group.adapter;
+  kernels().shrink({adapter.numbers, adapter.a + row * cols_, rows, cols_, x, cols_, vectors, count, group.scale,
+                    hidden + row, width_});
 }
 
 PrefetchRows LowRankProduct::ahead(int64_t begin) const {

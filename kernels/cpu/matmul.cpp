@@ -324,8 +324,10 @@ void matmul(const Activations& x, const PackedMatrix& w, Floats residual, const 
   static thread_local PrepareScratch scratch;
   static thread_local LowRankScratch low_rank_scratch;
   for_vectors(x, w, [&](int64_t start, int64_t count) {
-    const Prepared prepared = prepare(x, w, adapters.count > 0, start, count, scratch);
-    LowRankProduct low_rank(adapters, w, prepared.floats, start, count, x.rows, low_rank_scratch);
+    LowRankProduct low_rank(adapters, w, start, count, x.rows, low_rank_scratch);
+    const TakeFloats take = [&](const float* v, int64_t first, int64_t n) { low_rank.shrink(v, first, n); };
+    const Prepared prepared = prepare(x, w, !low_rank.empty(), start, count, scratch, take);
+    if (count <= kTogether) low_rank.read(prepared.floats);
     for_rows(w, count, low_rank, nullptr, [&](int64_t begin, int64_t end) {
       static thread_local RowScratch own;
       const int64_t rows = end - begin;
@@ -353,11 +355,19 @@ void swiglu(const Activations& x, const PackedMatrix& gate, const PackedMatrix& 
                      path_of(gate, x.rows) == path_of(up, x.rows) &&
                      (gate.mode == Mode::palette) == (up.mode == Mode::palette);
   for_vectors(x, gate, [&](int64_t start, int64_t count) {
-    const bool adapted = of_gate.count > 0 || of_up.count > 0;
-    const Prepared of_g = prepare(x, gate, adapted, start, count, scratch);
+    LowRankProduct gate_low_rank(of_gate, gate, start, count, x.rows, gate_scratch);
+    LowRankProduct up_low_rank(of_up, up, start, count, x.rows, up_scratch);
+    const TakeFloats take = [&](const float* v, int64_t first, int64_t n) {
+      gate_low_rank.shrink(v, first, n);
+      up_low_rank.shrink(v, first, n);
+    };
+    const bool adapted = !gate_low_rank.empty() || !up_low_rank.empty();
+    const Prepared of_g = prepare(x, gate, adapted, start, count, scratch, take);
     const Prepared of_u = alike ? of_g : prepare(x, up, false, start, count, second_scratch);
-    LowRankProduct gate_low_rank(of_gate, gate, of_g.floats, start, count, x.rows, gate_scratch);
-    LowRankProduct up_low_rank(of_up, up, of_g.floats, start, count, x.rows, up_scratch);
+    if (count <= kTogether) {
+      gate_low_rank.read(of_g.floats);
+      up_low_rank.read(of_g.floats);
+    }
     for_rows(gate, count, gate_low_rank, &up_low_rank, [&](int64_t begin, int64_t end) {
       static thread_local RowScratch own;
       const int64_t rows = end - begin;

@@ -160,9 +160,9 @@ void test_floats(const Kernels& k, int64_t count) {
   free(x), free(y), free(z), free(table), free(codes);
 }
 
-// Both matrices of an adapter, for some of five vectors: rows [begin, end) of B.
+// Both matrices of an adapter, for a few or many of 23 vectors: rows [begin, end) of B.
 void test_low_rank(const Kernels& k, Number type, int64_t rank, int64_t cols, int64_t begin, int64_t end) {
-  const int64_t vectors = 5, of_a = rank * cols, of_b = (end + kBlock - 1) / kBlock * kBlock * rank;
+  const int64_t vectors = 23, of_a = rank * cols, of_b = (end + kBlock - 1) / kBlock * kBlock * rank;
   float *plain = array<float>(of_a + of_b), *x = array<float>(vectors * cols), *hidden = array<float>(vectors * rank);
   for (int64_t i = 0; i < of_a + of_b; ++i) plain[i] = draw_float();
   for (int64_t i = 0; i < vectors * cols; ++i) x[i] = draw_float();
@@ -171,7 +171,9 @@ void test_low_rank(const Kernels& k, Number type, int64_t rank, int64_t cols, in
   k.load({stored, type}, 0, of_a + of_b, plain);
   float *out = array<float>(vectors * (end - begin)), *before = array<float>(vectors * (end - begin));
   for (int64_t i = 0; i < vectors * (end - begin); ++i) out[i] = before[i] = draw_float();
-  const int32_t chosen[] = {3, 0, 4, 1}, all = static_cast<int32_t>(1 + draw() % 4);
+  const int32_t all = static_cast<int32_t>(draw() % 2 ? 1 + draw() % 4 : 8 + draw() % 14);
+  int32_t chosen[22];
+  for (int32_t i = 0; i < 22; ++i) chosen[i] = (3 + 7 * i) % 23;
   k.shrink({{stored, type}, 0, rank, cols, x, cols, chosen, all, 0.5f, hidden, rank});
   k.expand({{stored, type}, of_a, rank, begin, end, hidden, rank, chosen, all, out, end - begin});
   for (int32_t v = 0; v < vectors; ++v) {
@@ -225,7 +227,7 @@ int main(int argc, char** argv) {
   for (const int64_t count : {4, 16, 79, 640}) test_floats(*k, count);
   for (const Number type : {Number::float32, Number::bfloat16, Number::float16}) {
     for (const int64_t rank : {1, 4, 7, 16}) {
-      test_low_rank(*k, type, rank, 64, 0, 48);
+      test_low_rank(*k, type, rank, 300, 0, 48);
       test_low_rank(*k, type, rank, 21, 5, 12);  // within a block
       test_low_rank(*k, type, rank, 3, 9, 41);
     }

@@ -192,25 +192,44 @@ def test_adapters_of_all_ranks_and_types(ops, rng, isa):
 
 
 def test_what_an_adapter_adds_does_not_depend_on_the_batch(ops, rng, isa):
-    """Of a matrix of zeros only that is left: bit for bit that of each row alone, whatever is beside it."""
-    n, k, batch = 90, 204, 21
-    codes = mx.zeros((n, k // 4), mx.uint32)
-    zeros = PackedWeight(codes, 8, "affine", mx.zeros(()), mx.zeros(()))
-    slots = rng.integers(-1, 8, batch).tolist()
-    low_rank = draw_low_rank(rng, slots, k, (n,), [16, 5, 0, 1, 32, 8, 16, 3])
-    x = draw(rng, (batch, 1, k))
-    together = ops.packed_matmul(x, zeros, ProductOptions(adapters=(low_rank,)))
-    for row in rng.choice(batch, 6, replace=False).tolist():
-        slot = max(slots[row], 0)
-        alone = LowRank(
-            (low_rank.numbers[slot],),
-            (low_rank.parts[slot],),
-            low_rank.scales[slot : slot + 1],
-            mx.array([0 if slots[row] >= 0 else -1]),
-            low_rank.sections,
-        )
-        wanted = ops.packed_matmul(x[row : row + 1], zeros, ProductOptions(adapters=(alone,)))
-        compare.assert_same(together[row], wanted[0], row)
+    """Of a matrix of zeros only that is left: bit for bit that of each vector alone, whatever is beside it.
+
+    Few vectors of each adapter, and so many that its numbers become floats once for all of them.
+    """
+    few = (21, 1, 204, rng.integers(-1, 8, 21).tolist(), [16, 5, 0, 1, 32, 8, 16, 3])
+    many = (4, 29, 564, [0, 1, -1, 1], [24, 68])
+    for batch, tokens, k, slots, ranks in (few, many):
+        n = 90
+        codes = mx.zeros((n, k // 4), mx.uint32)
+        zeros = PackedWeight(codes, 8, "affine", mx.zeros(()), mx.zeros(()))
+        x = draw(rng, (batch, tokens, k))
+        low_rank = draw_low_rank(rng, slots, k, (37, n), ranks)
+        together = ops.packed_matmul(x, zeros, ProductOptions(adapters=(low_rank,)))
+        for row in rng.choice(batch, min(batch, 6), replace=False).tolist():
+            slot, token = max(slots[row], 0), int(rng.integers(tokens))
+            alone = LowRank(
+                (low_rank.numbers[slot],),
+                (low_rank.parts[slot],),
+                low_rank.scales[slot : slot + 1],
+                mx.array([0 if slots[row] >= 0 else -1]),
+                low_rank.sections,
+            )
+            vector = x[row : row + 1, token : token + 1]
+            wanted = ops.packed_matmul(vector, zeros, ProductOptions(adapters=(alone,)))
+            compare.assert_same(together[row, token], wanted[0, 0], (batch, row, token))
+
+
+def test_few_vectors_come_out_as_among_many(ops, rng, isa):
+    """Kernels for up to 16 vectors take columns in parts, those for more take whole rows: the same bits."""
+    for bits in BITS:
+        spec = Spec("packed_matmul", mx.float32, 1, 19, *matrix(FORMATS[2], bits, 37, 4640))
+        x, weight, _ = make(spec, rng).args
+        for activation_bits in (16, 8):
+            options = ProductOptions(activation_bits=activation_bits)
+            wanted = ops.packed_matmul(x, weight, options)
+            for count in (2, 3, 7, 16):
+                got = ops.packed_matmul(x[:, :count], weight, options)
+                compare.assert_same(got, wanted[:, :count], (bits, activation_bits, count))
 
 
 def test_adapters_on_many_threads(ops, rng):
