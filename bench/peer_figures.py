@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from afm_mlx.config import ModelConfig
-from bench.peer_models import EXACT, INT8, LLAMA, MLX_LM, matrix_flops
+from bench.peer_models import EXACT, INT8, LLAMA, MLX_LM, Medians, PeerModel
 from bench.targets import Target
 
 _FIGURES = ("prefill", "decode", "batch", "deep")
 _DERIVED = ("prefill GFLOP/s", "decode GB/s", "load s", "resident GB")
-
-Medians = dict[str, dict[str, float]]
-"""Figures by peer and measurement; tokens per second unless the name says otherwise."""
 
 
 def best_of_llama(medians: Medians, figure: str) -> float | None:
@@ -21,20 +17,35 @@ def best_of_llama(medians: Medians, figure: str) -> float | None:
     return max(found, default=None)
 
 
-def targets(medians: Medians, limit: float) -> list[Target]:
-    """Every target with what was measured.
+def _ratio(top: float | None, bottom: float | None) -> float | None:
+    return None if top is None or not bottom else top / bottom
+
+
+def zoo_targets(medians: Medians, limit: float) -> list[Target]:
+    """The targets of a model that llama.cpp runs as it is: to be no slower than its best.
 
     Args:
         medians: figures of all peers.
         limit: measured bandwidth in bytes per second.
     """
+    found = []
+    for name in (EXACT, INT8):
+        mine = medians.get(name, {})
+        for figure in ("decode", "prefill", "batch"):
+            ratio = _ratio(mine.get(figure), best_of_llama(medians, figure))
+            found.append(Target(f"{name}: {figure} over llama.cpp's best", ratio, 1))
+        ratio = _ratio(mine.get("decode"), medians.get(MLX_LM, {}).get("decode"))
+        found.append(Target(f"{name}: decode over mlx-lm", ratio, 1))
+    return found
 
-    def ratio(top: float | None, bottom: float | None) -> float | None:
-        return None if top is None or not bottom else top / bottom
+
+def afm_targets(medians: Medians, limit: float) -> list[Target]:
+    """The targets of an AFM model; see `zoo_targets`."""
 
     def of(name: str, figure: str) -> float | None:
         return medians.get(name, {}).get(figure)
 
+    ratio = _ratio
     found = []
     for name, decode in ((EXACT, 1.2), (INT8, 1.8)):
         llama = {figure: best_of_llama(medians, figure) for figure in ("decode", "prefill")}
@@ -66,7 +77,7 @@ def targets(medians: Medians, limit: float) -> list[Target]:
     return found
 
 
-def table(medians: Medians, config: ModelConfig) -> list[list[str]]:
+def table(medians: Medians, model: PeerModel) -> list[list[str]]:
     """The figures in rows, the header first."""
 
     def cell(value: float | None, scale: float = 1, digits: int = 1) -> str:
@@ -77,7 +88,7 @@ def table(medians: Medians, config: ModelConfig) -> list[list[str]]:
         read = m.get("decode_bytes_per_step", m["weight_bytes"])
         prefill, decode = m.get("prefill"), m.get("decode")
         cells = [
-            cell(None if prefill is None else prefill * matrix_flops(config, name), 1e-9),
+            cell(None if prefill is None else prefill * 2 * model.prompt_weights(name), 1e-9),
             cell(None if decode is None else decode * read, 1e-9, 2),
             cell(m.get("load_seconds"), 1, 2),
             cell(m.get("memory_peak_resident_bytes"), 1e-9, 2),

@@ -1,19 +1,12 @@
-"""A GGUF file with the matrix shapes of an AFM model, for llama.cpp, which can't run AFM itself.
+"""GGUF files with random weights, for llama.cpp: any model of its `llama` or `qwen3` architecture.
 
-The architecture is llama's, with as many blocks, the same widths and heads, and the tied 4-bit embedding.
-How it differs from AFM, and by how much, is counted by `matrix_parameters`:
-
-- every block projects, stores and reads keys and values of its own; AFM's last blocks reuse others'
-- a prompt runs through every block; AFM's runs through the blocks that write keys and values
-- no norm of queries and keys; keys and values are float16
-
-Weights are random codes under scales that keep activations in a trained model's range.
+Weights are random codes under scales that keep activations in a trained model's range; norms are 1.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -25,7 +18,64 @@ FORMATS: dict[str, tuple[int, int, dict[int, float]]] = {
     "Q2_K": (84, 256, {80: 0.5 / 7.5, 82: 0.75 / 7.5}),
     # codes less 8, times d
     "Q4_0": (18, 32, {0: 0.22}),
+    # codes times d and a 6-bit scale, less dmin times a 6-bit minimum
+    "Q4_K": (144, 256, {0: 1 / 258, 2: 7.5 / 258}),
 }
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """A model as llama.cpp has it, with a tied embedding.
+
+    Args:
+        architecture: "llama", or "qwen3", which has a norm of queries and keys besides.
+        num_layers: blocks, each with keys and values of its own.
+        hidden_dim, ffn_dim: widths.
+        num_heads, num_kv_heads, head_dim: of attention.
+        vocab_size: rows of the embedding.
+        context_length: tokens that the model is said to see.
+        rope_theta, rms_norm_eps: constants of RoPE and of the norms.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_dim: int
+    ffn_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    rope_theta: float
+    rms_norm_eps: float
+
+    @property
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """(rows, inputs) of a block's matrices by llama.cpp's names."""
+        d, ffn = self.hidden_dim, self.ffn_dim
+        queries, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return {
+            "attn_q": (queries, d),
+            "attn_k": (kv, d),
+            "attn_v": (kv, d),
+            "attn_output": (d, queries),
+            "ffn_gate": (ffn, d),
+            "ffn_up": (ffn, d),
+            "ffn_down": (d, ffn),
+        }
+
+    @property
+    def norms(self) -> dict[str, int]:
+        """Widths of a block's norms by llama.cpp's names."""
+        norms = {"attn_norm": self.hidden_dim, "ffn_norm": self.hidden_dim}
+        if self.architecture == "qwen3":
+            norms |= {"attn_q_norm": self.head_dim, "attn_k_norm": self.head_dim}
+        return norms
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Weights of all blocks' matrices; the embedding not counted."""
+        return self.num_layers * sum(rows * inputs for rows, inputs in self.matrices.values())
 
 
 def quantized_bytes(format: str, rows: int, inputs: int) -> int:
@@ -53,31 +103,12 @@ def random_blocks(format: str, rows: int, inputs: int, rng: np.random.Generator)
     return blocks.reshape(rows, -1)
 
 
-def matrix_shapes(config: Any) -> dict[str, tuple[int, int]]:
-    """(rows, inputs) of a block's matrices by llama.cpp's names, for an AFM `ModelConfig`."""
-    d, kv, ffn = config.hidden_dim, config.num_kv_heads * config.head_dim, config.ffn_dim
-    return {
-        "attn_q": (d, d),
-        "attn_k": (kv, d),
-        "attn_v": (kv, d),
-        "attn_output": (d, d),
-        "ffn_gate": (ffn, d),
-        "ffn_up": (ffn, d),
-        "ffn_down": (d, ffn),
-    }
-
-
-def matrix_parameters(config: Any) -> int:
-    """Weights of all blocks' matrices in the llama architecture; the embedding not counted."""
-    return config.num_layers * sum(r * k for r, k in matrix_shapes(config).values())
-
-
-def write_gguf(path: Path, config: Any, body: str, embedding: str = "Q4_0", seed: int = 0) -> None:
+def write_gguf(path: Path, shapes: Shapes, body: str, embedding: str, seed: int = 0) -> None:
     """Write the model.
 
     Args:
         path: of the file.
-        config: an AFM `ModelConfig`.
+        shapes: of the model.
         body: format of the blocks' matrices, a key of `FORMATS`.
         embedding: format of the embedding, which is the head too.
         seed: of the codes.
@@ -85,32 +116,34 @@ def write_gguf(path: Path, config: Any, body: str, embedding: str = "Q4_0", seed
     import gguf
 
     rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.context_length)
-    writer.add_embedding_length(config.hidden_dim)
-    writer.add_feed_forward_length(config.ffn_dim)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
+    writer = gguf.GGUFWriter(path, shapes.architecture)
+    writer.add_block_count(shapes.num_layers)
+    writer.add_context_length(shapes.context_length)
+    writer.add_embedding_length(shapes.hidden_dim)
+    writer.add_feed_forward_length(shapes.ffn_dim)
+    writer.add_head_count(shapes.num_heads)
+    writer.add_head_count_kv(shapes.num_kv_heads)
+    writer.add_key_length(shapes.head_dim)
+    writer.add_value_length(shapes.head_dim)
+    writer.add_rope_dimension_count(shapes.head_dim)
+    writer.add_rope_freq_base(shapes.rope_theta)
+    writer.add_layer_norm_rms_eps(shapes.rms_norm_eps)
+    writer.add_vocab_size(shapes.vocab_size)
     writer.add_tokenizer_model("no_vocab")
 
     def matrix(name: str, format: str, rows: int, inputs: int) -> None:
         kind = gguf.GGMLQuantizationType[format]
         writer.add_tensor(name, random_blocks(format, rows, inputs, rng), raw_dtype=kind)
 
-    def norm(name: str) -> None:
-        writer.add_tensor(name, np.ones(config.hidden_dim, dtype=np.float32))
+    def norm(name: str, width: int) -> None:
+        writer.add_tensor(name, np.ones(width, dtype=np.float32))
 
-    matrix("token_embd.weight", embedding, config.vocab_size, config.hidden_dim)
-    norm("output_norm.weight")
-    for block in range(config.num_layers):
-        norm(f"blk.{block}.attn_norm.weight")
-        norm(f"blk.{block}.ffn_norm.weight")
-        for name, (rows, inputs) in matrix_shapes(config).items():
+    matrix("token_embd.weight", embedding, shapes.vocab_size, shapes.hidden_dim)
+    norm("output_norm.weight", shapes.hidden_dim)
+    for block in range(shapes.num_layers):
+        for name, width in shapes.norms.items():
+            norm(f"blk.{block}.{name}.weight", width)
+        for name, (rows, inputs) in shapes.matrices.items():
             matrix(f"blk.{block}.{name}.weight", body, rows, inputs)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

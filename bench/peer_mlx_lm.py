@@ -1,7 +1,8 @@
-"""A worker that measures mlx-lm's own `afm7`: 2-bit affine groups of 128, and a 4-bit embedding.
+"""A worker that measures mlx-lm, on a folder that it can load, or on its own `afm7`.
 
-mlx-lm can't quantize this architecture (its fused layer takes no `mode`), so the quantized layers are put in
-here, with random codes. Nothing of afm-mlx is imported: MLX runs with the BLAS that it came with.
+mlx-lm can't quantize `afm7` (its fused layer takes no `mode`), so the quantized layers are put in here, with
+random codes: 2-bit affine groups of 128, and a 4-bit embedding. Nothing of afm-mlx is imported: MLX runs with
+the BLAS that it came with.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models import afm7
+from mlx_lm.utils import load_model
 
 from bench.peer_protocol import Answer, peak_resident, serve
 
@@ -62,8 +65,17 @@ def _filled(layer: Any, shape: tuple[int, ...]) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", type=json.loads, required=True, help="ModelArgs as JSON")
-    model = quantized_model(parser.parse_args().sizes)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--folder", type=Path, help="a folder that mlx-lm loads")
+    source.add_argument("--sizes", type=json.loads, help="ModelArgs of `afm7` as JSON")
+    options = parser.parse_args()
+    start = time.perf_counter()
+    if options.folder is not None:
+        model, _ = load_model(options.folder)
+        model.eval()
+    else:
+        model = quantized_model(options.sizes)
+    load_seconds = time.perf_counter() - start
 
     def generate(prompt: int, tokens: int) -> list[float]:
         """When each token came, and the start before them."""
@@ -92,7 +104,9 @@ def main() -> None:
     def memory() -> Answer:
         return {"peak_resident_bytes": peak_resident(), "peak_memory_bytes": mx.get_peak_memory()}
 
-    hello = {"weight_bytes": sum(a.nbytes for _, a in tree_flatten(model.parameters()))}
+    hello: Answer = {"weight_bytes": sum(a.nbytes for _, a in tree_flatten(model.parameters()))}
+    if options.folder is not None:
+        hello["load_seconds"] = load_seconds
     measurements = {"warm_up": warm_up, "prefill": prefill, "decode": decode, "memory": memory}
     serve(hello, measurements)
 

@@ -8,21 +8,39 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
+from afm_mlx.config import is_afm_config, read_config_json
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.benchmark import Bench, BenchmarkCase, BenchmarkResult, run_case, step_cost
+from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import set_activation_bits
 from bench.peer_protocol import Answer, peak_resident, serve
+
+
+def load(folder: Path) -> tuple[nn.Module, float]:
+    """The model of a folder, without a tokenizer, and the seconds that it took."""
+    if is_afm_config(read_config_json(folder / "config.json")):
+        start = time.perf_counter()
+        return load_model(folder), time.perf_counter() - start
+    # What is imported is no part of the loading, here and in the other programs.
+    import mlx_lm.utils  # noqa: F401
+
+    from afm_mlx.loading.mlx_lm_models import open_mlx_lm_model, read_model
+
+    start = time.perf_counter()
+    model, _ = open_mlx_lm_model(folder)
+    read_model(model, folder)
+    return model, time.perf_counter() - start
 
 
 class Ours:
     """A model, and the cases that have been warmed up."""
 
     def __init__(self, folder: Path, activation_bits: int):
-        start = time.perf_counter()
-        self.model = load_model(folder)
-        self.load_seconds = time.perf_counter() - start
+        self.model, self.load_seconds = load(folder)
         set_activation_bits(self.model, activation_bits)
         self._warm: set[BenchmarkCase] = set()
 
@@ -45,22 +63,28 @@ class Ours:
     def decode(self, tokens: int, rows: int, depth: int) -> Answer:
         case = BenchmarkCase(1, tokens + 2, rows, depth)
         _, seconds = self.run(case)
+        answer = {"tokens_per_second": rows * tokens / seconds}
+        if not is_afm(self.model):
+            return answer
         cost = step_cost(self.model, case, "int8")
-        return {
-            "tokens_per_second": rows * tokens / seconds,
+        return answer | {
             "bytes_per_step": cost.weight_bytes + cost.kv_bytes,
             "operations_per_step": cost.operations,
         }
 
     def memory(self, prompt: int, tokens: int) -> Answer:
         result: BenchmarkResult = run_case(self.model, BenchmarkCase(prompt, tokens), 1)
-        assert result.cost is not None
-        return {
+        answer = {
             "peak_memory_bytes": result.peak_memory,
             "peak_resident_bytes": result.peak_resident or peak_resident(),
-            "cache_bytes": result.cost.cache_bytes,
-            "weight_bytes": result.cost.weight_bytes,
+            "weight_bytes": weight_bytes(self.model),
         }
+        return answer if result.cost is None else answer | {"cache_bytes": result.cost.cache_bytes}
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of every parameter, as they lie in memory."""
+    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
 
 
 def main() -> None:
@@ -72,7 +96,7 @@ def main() -> None:
     hello: dict[str, Any] = {
         "load_seconds": ours.load_seconds,
         "device": str(mx.default_device()),
-        "weight_bytes": step_cost(ours.model, BenchmarkCase(), "int8").weight_bytes,
+        "weight_bytes": weight_bytes(ours.model),
     }
     names = ("warm_up", "prefill", "decode", "memory")
     serve(hello, {name: getattr(ours, name) for name in names})

@@ -1,9 +1,9 @@
 """Speed beside llama.cpp and mlx-lm: the same matrix shapes, the same threads, the same run.
 
 Every peer is a process of its own. They take turns (A B C, A B C, ...), so that a machine that slows down
-slows all of them, and each figure is the median of its rounds. llama.cpp can't run AFM: `peer_gguf` says
-what it runs instead. It needs a Python with llama-cpp-python; a peer that is not there is left out, and the
-reason is printed.
+slows all of them, and each figure is the median of its rounds. It needs a Python with llama-cpp-python; a peer
+that is not there is left out, and the reason is printed. llama.cpp can't run AFM: `peer_afm` says what it runs
+instead. A model of mlx-lm's zoo, `peer_zoo`, it runs as it is.
 
     python -m bench.peers --llama-python /path/to/python --output results
 """
@@ -16,20 +16,29 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.config import PRESETS, ModelConfig
+from afm_mlx.config import PRESETS
 from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
 from afm_mlx.measure.process import threads_in_use
 from bench.bystanders import Bystanders
-from bench.peer_figures import Medians, plot, table, targets
-from bench.peer_models import EXACT, INT8, LLAMA, MLX_LM, commands, shrunk
+from bench.peer_afm import afm_model
+from bench.peer_figures import plot, table
+from bench.peer_models import EXACT, INT8, LLAMA, MLX_LM, Medians, PeerModel, commands
 from bench.peer_protocol import Peer, PeerError
+from bench.peer_zoo import CONFIGS, zoo_model
 from bench.targets import Target, markdown, target_rows
+
+MODELS: dict[str, Callable[[int | None], PeerModel]] = {
+    **{name: partial(afm_model, name) for name in PRESETS},
+    **{name: partial(zoo_model, name) for name in CONFIGS},
+}
+"""The models by name, each made with as many blocks as asked for, or all of them."""
 
 
 @dataclass(frozen=True)
@@ -134,17 +143,36 @@ def _note(text: str) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> None:
-    config = PRESETS[options.preset]
-    if options.layers:
-        config = shrunk(config, options.layers)
+    """Measure every model that was asked for, one after the other."""
     plan = Plan(
         options.prompt, options.tokens, options.rows, options.depth, options.deep, options.rounds
     )
     threads = options.threads or threads_in_use()
-    capacity = max(plan.prompt, plan.depth + plan.rows * plan.tokens) + 256
-    found = commands(config, folder, threads, capacity, options.llama_python)
     if options.llama_python is None:
         _note("llama.cpp is left out: --llama-python is missing")
+    found = {}
+    for name in options.model:
+        model = MODELS[name](options.layers)
+        files = folder / f"{name}-{model.shapes.num_layers}"
+        found[name] = compare(model, plan, threads, options, files)
+    if options.output is not None:
+        facts = {"plan": dataclasses.asdict(plan), "threads": threads, "models": found}
+        (options.output / "peers.json").write_text(json.dumps(facts, indent=2))
+
+
+def compare(
+    model: PeerModel, plan: Plan, threads: int, options: argparse.Namespace, folder: Path
+) -> dict[str, Any]:
+    """Measure one model, print and plot what came out, and return all of it.
+
+    Args:
+        model, plan: what is measured.
+        threads: of every peer.
+        options: of the command line.
+        folder: the model's files, which are written where they are missing.
+    """
+    capacity = max(plan.prompt, plan.depth + plan.rows * plan.tokens) + 256
+    found = commands(model, folder, threads, capacity, options.llama_python)
     for name in options.skip:
         found = {known: command for known, command in found.items() if not known.startswith(name)}
     bystanders = Bystanders()
@@ -154,44 +182,35 @@ def run(options: argparse.Namespace, folder: Path) -> None:
         hellos = {name: peer.hello for name, peer in peers.items()}
     limit = max(before, measure_bandwidth(threads))
     others = bystanders.processors()
-    met = targets(medians, limit.bytes_per_second)
-    report(options, config, plan, threads, limit, medians, met)
+    met = model.targets(medians, limit.bytes_per_second)
+    title = f"{model.title}, {threads} threads"
+    report(title, plan, limit, table(medians, model), met)
     if others is not None:
-        print(f"\nother processes kept {others:.2f} processors busy meanwhile")
+        print(f"\nother processes kept {others:.2f} processors busy meanwhile\n")
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
-        facts = {
-            "preset": options.preset,
-            "config": config.to_dict(),
-            "plan": dataclasses.asdict(plan),
-            "threads": threads,
-            "bandwidth": limit._asdict(),
-            "processors_busy_with_others": others,
-            "peers": {n: {"hello": hellos[n], "answers": answers[n]} for n in hellos},
-            "medians": medians,
-            "targets": [dataclasses.asdict(t) | {"met": t.met} for t in met],
-        }
-        (options.output / "peers.json").write_text(json.dumps(facts, indent=2))
-        title = f"{options.preset}, {config.num_layers} blocks, {threads} threads"
         try:
-            plot(options.output / "peers.png", medians, limit.bytes_per_second, title)
+            path = options.output / f"peers-{model.name}.png"
+            plot(path, medians, limit.bytes_per_second, title)
         except ImportError:
             _note("no plot: matplotlib is not installed; the extra `bench` has it")
+    return {
+        "config": model.config,
+        "bandwidth": limit._asdict(),
+        "processors_busy_with_others": others,
+        "peers": {n: {"hello": hellos[n], "answers": answers[n]} for n in hellos},
+        "medians": medians,
+        "targets": [dataclasses.asdict(t) | {"met": t.met} for t in met],
+    }
 
 
 def report(
-    options: argparse.Namespace,
-    config: ModelConfig,
-    plan: Plan,
-    threads: int,
-    limit: Bandwidth,
-    medians: Medians,
-    met: list[Target],
+    title: str, plan: Plan, limit: Bandwidth, figures: list[list[str]], met: list[Target]
 ) -> None:
-    print(f"{options.preset}, {config.num_layers} blocks, {threads} threads, {plan.rounds} rounds")
+    print(f"{title}, {plan.rounds} rounds")
     print(f"prompt {plan.prompt}, batch {plan.rows}, depth {plan.depth} and {plan.deep}")
     print(f"memory limit {limit.bytes_per_second / 1e9:.1f} GB/s ({limit.how})\n")
-    print(markdown(table(medians, config)))
+    print(markdown(figures))
     print()
     print(markdown(target_rows(met)))
 
@@ -199,7 +218,15 @@ def report(
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     plan = Plan()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--preset", choices=list(PRESETS), default="afm-3b")
+    known = list(MODELS)
+    models = ["afm-3b", "qwen3-4b"]
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        choices=known,
+        default=models,
+        help="the 3B and the zoo model by default",
+    )
     parser.add_argument("--layers", type=int, help="fewer blocks, for a quick look")
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
     parser.add_argument("--skip", nargs="*", default=[], help="peers, by how their names start")
@@ -214,7 +241,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         parser.add_argument(f"--{name}", type=int, default=getattr(plan, name), help=text)
     parser.add_argument("--work", type=Path, help="keep the models there, and use those it has")
-    parser.add_argument("--output", type=Path, help="folder for peers.json and peers.png")
+    parser.add_argument("--output", type=Path, help="folder for peers.json and the plots")
     return parser.parse_args(argv)
 
 

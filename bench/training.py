@@ -24,7 +24,7 @@ from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.measure.process import threads_in_use
 from afm_mlx.training.methods.training_memory import MemoryEstimate, estimate_memory
 from bench.bystanders import Bystanders
-from bench.peer_models import shrunk
+from bench.peer_afm import shrunk
 from bench.peer_protocol import Peer, PeerError
 from bench.targets import Target, markdown, target_rows
 from bench.training_worker import RANK, Case

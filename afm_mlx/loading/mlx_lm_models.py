@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from afm_mlx.checkpoint.stored_layers import (
     place_stored_layers,
     quantization_of,
     repack_mlx_layers,
+    settle_floats,
     settle_scales,
 )
 from afm_mlx.checkpoint.weights import load_weights
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, named
+from afm_mlx.kernels.cpu.memory import prefer_huge_pages
+from afm_mlx.kernels.selftest.checks import ensure_checked
 from afm_mlx.quantization.packed_layers import PackedLinear
 
 
@@ -46,7 +50,34 @@ def load_mlx_lm_folder(
     """
     from mlx_lm import utils
 
-    try:
+    model, config = open_mlx_lm_model(folder, model_config, adapter, trust_remote_code)
+    with _errors_of_mlx_lm(folder):
+        tokenizer = utils.load_tokenizer(
+            folder, dict(tokenizer_config or {}), eos_token_ids=config.get("eos_token_id")
+        )
+    if not lazy:
+        read_model(model, folder)
+    return model, tokenizer, config
+
+
+def open_mlx_lm_model(
+    folder: Path,
+    model_config: Mapping[str, Any] | None = None,
+    adapter: Path | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of `load_mlx_lm_folder` without its tokenizer, ready to run and its arrays unread.
+
+    Returns:
+        The model and the content of config.json.
+
+    Raises:
+        CheckpointError: see `load_mlx_lm_folder`.
+    """
+    from mlx_lm import utils
+
+    ensure_checked()
+    with _errors_of_mlx_lm(folder):
         if adapter is not None and (path := adapter / TENSORS_NAME).is_file():
             # mlx-lm would take tensors of integers, NaN and infinity.
             stored = read_header(path)
@@ -58,24 +89,36 @@ def load_mlx_lm_folder(
             model = utils.load_adapters(model, str(adapter))
         else:
             repack_mlx_layers(model)
-        tokenizer = utils.load_tokenizer(
-            folder, dict(tokenizer_config or {}), eos_token_ids=config.get("eos_token_id")
-        )
+    settle_scales(model)
+    settle_floats(model)
+    model.eval()
+    if adapter is not None and ours:
+        attach_adapter(model, adapter)
+    return model, config
+
+
+def read_model(model: nn.Module, folder: Path) -> None:
+    """Read the arrays of a model that was opened.
+
+    Raises:
+        CheckpointError: when a file can't be read, and for NaN and infinity; names the tensor.
+    """
+    prefer_huge_pages(read_parameters(model, folder).values())
+
+
+@contextmanager
+def _errors_of_mlx_lm(folder: Path) -> Iterator[None]:
+    """Turn whatever a damaged folder makes mlx-lm raise into an error that names the folder."""
+    try:
+        yield
     except AFMError:
         raise
-    except Exception as error:  # whatever a damaged config makes mlx-lm raise
+    except Exception as error:
         reason = named(" ".join(str(error).split()) or type(error).__name__)
         raise CheckpointError(
             f"mlx-lm can't load {folder}: {reason}. Check that the folder is whole, "
             "and that mlx-lm knows its model_type."
         ) from error
-    settle_scales(model)
-    model.eval()
-    if adapter is not None and ours:
-        attach_adapter(model, adapter)
-    if not lazy:
-        read_parameters(model, folder)
-    return model, tokenizer, config
 
 
 def load_mlx_lm_model(

@@ -17,6 +17,7 @@ share of what is possible.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import re
@@ -288,7 +289,7 @@ class Bench:
         prompts = self._rng.integers(0, self._vocab_size, (case.batch, case.prompt_tokens))
         start = time.perf_counter()
         for prompt in prompts.tolist():
-            cache = [layer.copy() for layer in filled] if filled else None
+            cache = [_copy_of(layer) for layer in filled] if filled else None
             request = Request(prompt, max_tokens=generated, cache=cache, logprobs=False)
             engine.submit(request)
             # A request that keeps its cache gets a copy of all keys and values at the end.
@@ -311,10 +312,7 @@ class Bench:
         4,096 tokens for every run would take longer than all the rest.
         """
         if not self.is_afm:
-            raise RequestError(
-                f"depth is {self.case.depth}: only the cache of an AFM model can be filled beforehand. "
-                "Use a longer prompt."
-            )
+            return self._filled_zoo_cache(engine)
         config = self._model.args
         cache = engine.make_cache()
         shape = (1, 2 * config.num_kv_heads, self.case.depth, config.head_dim)
@@ -327,6 +325,35 @@ class Bench:
             layer.update(kv)
         mx.eval([layer.state for layer in cache])
         return cache
+
+    def _filled_zoo_cache(self, engine: Engine) -> list[Any]:
+        from mlx_lm.models.cache import KVCache
+
+        cache, example = engine.make_cache(), engine.make_cache()
+        if other := next((type(layer) for layer in cache if type(layer) is not KVCache), None):
+            raise RequestError(
+                f"depth is {self.case.depth}, and this model has a {other.__name__}: only caches of AFM models "
+                "and mlx-lm's KVCache can be filled beforehand. Use a longer prompt."
+            )
+        self._model(mx.zeros((1, 1), mx.int32), cache=example)
+        numbers: dict[tuple[int, ...], mx.array] = {}
+        for layer, like in zip(cache, example, strict=True):
+            parts = []
+            for part in (like.keys, like.values):
+                heads, width = part.shape[1], part.shape[3]
+                shape = (1, heads, self.case.depth, width)
+                if shape not in numbers:
+                    drawn = self._rng.standard_normal(shape, dtype=np.float32)
+                    numbers[shape] = mx.array(drawn).astype(part.dtype)
+                parts.append(numbers[shape])
+            layer.update_and_fetch(*parts)
+        mx.eval([layer.state for layer in cache])
+        return cache
+
+
+def _copy_of(layer: Any) -> Any:
+    """A copy of a block's cache; what mlx-lm's share is never written to, because they are merged first."""
+    return layer.copy() if hasattr(layer, "copy") else copy.copy(layer)
 
 
 def step_cost(model: Any, case: BenchmarkCase, kv: str) -> StepCost:

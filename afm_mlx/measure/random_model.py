@@ -27,9 +27,31 @@ def random_packed_model(
     Weights have the variance of a fresh model's, norms are 1, and the scales of keys and values fit
     normed activations, so that sums stay in the range that a trained model has.
     """
+    model = Model(config)
+    fill_with_random_codes(model, rule, embedding_rule, seed)
+    if config.kv_bits:
+        for layer in model.model.layers:
+            # A normed value rarely passes 4 standard deviations.
+            layer.self_attn.quant_key_scale = mx.array(4 / 127)
+            layer.self_attn.quant_value_scale = mx.array(4 / 127)
+    mx.eval(model.parameters())
+    prefer_huge_pages(array for _, array in tree_flatten(model.parameters()))
+    return model.eval()
+
+
+def fill_with_random_codes(
+    model: nn.Module, rule: QuantizationRule, embedding_rule: QuantizationRule, seed: int = 0
+) -> None:
+    """Replace linear layers and embeddings of any model by packed ones of random codes, and set norms to 1.
+
+    Args:
+        model: a model whose float weights are not evaluated, and never are.
+        rule: rule of linear layers.
+        embedding_rule: rule of embeddings.
+        seed: seed of the codes.
+    """
     rng = np.random.default_rng(seed)
     dtype = activation_dtype()
-    model = Model(config)
     leaves: list[tuple[str, nn.Module]] = []
     for path, module in model.named_modules():
         if type(module) is nn.Linear:
@@ -41,14 +63,6 @@ def random_packed_model(
         elif isinstance(module, nn.RMSNorm):
             module.weight = mx.ones(module.weight.shape, dtype)
     replace_modules(model, leaves)
-    if config.kv_bits:
-        for layer in model.model.layers:
-            # A normed value rarely passes 4 standard deviations.
-            layer.self_attn.quant_key_scale = mx.array(4 / 127)
-            layer.self_attn.quant_value_scale = mx.array(4 / 127)
-    mx.eval(model.parameters())
-    prefer_huge_pages(array for _, array in tree_flatten(model.parameters()))
-    return model.eval()
 
 
 def _random_packed(

@@ -191,13 +191,17 @@ class PackedEmbedding(_Packed):
         self, packed: PackedWeight, dtype: mx.Dtype = mx.float32, activation_bits: int = 16
     ):
         super().__init__(packed)
-        self._dtype = str(dtype).rpartition(".")[2]  # a Dtype can't be copied or pickled
+        self.dtype = dtype
         self.activation_bits = activation_bits
 
     @property
     def dtype(self) -> mx.Dtype:
         """Type of the rows that a lookup returns."""
         return getattr(mx, self._dtype)
+
+    @dtype.setter
+    def dtype(self, dtype: mx.Dtype) -> None:
+        self._dtype = str(dtype).rpartition(".")[2]  # a Dtype can't be copied or pickled
 
     def __call__(self, tokens: mx.array) -> mx.array:
         """(...) integers to (..., K)."""

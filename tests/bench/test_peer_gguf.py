@@ -1,18 +1,9 @@
-"""llama.cpp's model: random blocks of every format, and a file with the same matrices as AFM's."""
+"""Files for llama.cpp: random blocks of every format, and the tensors and keys that it reads."""
 
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
-from afm_mlx.model.model import Model
-from bench.peer_gguf import (
-    FORMATS,
-    matrix_parameters,
-    matrix_shapes,
-    quantized_bytes,
-    random_blocks,
-    write_gguf,
-)
+from bench.peer_gguf import FORMATS, Shapes, quantized_bytes, random_blocks, write_gguf
 from tests.tools.cases import each
 
 gguf = pytest.importorskip("gguf", reason="the extra `bench` is not installed")
@@ -26,6 +17,7 @@ def test_random_blocks_are_weights_of_a_fresh_model(format, rng):
     values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[format])
     assert values.shape == (rows, inputs)
     assert 0.6 < values.std() * inputs**0.5 < 1.6
+    assert abs(values.mean()) < 0.5 * values.std()
     assert len(np.unique(values[0])) >= 4
     with pytest.raises(
         ValueError, match=rf"{format} stores \d+ weights in a block, which 72 inputs"
@@ -33,23 +25,34 @@ def test_random_blocks_are_weights_of_a_fresh_model(format, rng):
         random_blocks(format, 3, 72, rng)
 
 
-@pytest.mark.parametrize("body", ["TQ2_0", "Q2_K"])
-def test_the_file_holds_the_same_matrices(body, config, tmp_path):
-    write_gguf(tmp_path / "model.gguf", config, body)
-    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+@each(
+    ("architecture", "body", "embedding"),
+    [
+        ("llama", "TQ2_0", "Q4_0"),
+        ("llama", "Q2_K", "Q4_0"),
+        ("qwen3", "Q4_0", "Q4_0"),
+        ("qwen3", "Q4_K", "Q4_K"),
+    ],
+)
+def test_the_file_holds_what_its_architecture_reads(architecture, body, embedding, rng, tmp_path):
+    heads, kv_heads = 4, int(rng.choice([1, 2, 4]))
+    shapes = Shapes(architecture, 2, 256, 512, heads, kv_heads, 128, 32, 99, 1e4, 1e-6)
+    path = tmp_path / f"{architecture}-{body}.gguf"
+    write_gguf(path, shapes, body, embedding)
+    reader = gguf.GGUFReader(path)
     tensors = {t.name: t for t in reader.tensors}
-    matrices = {name: t for name, t in tensors.items() if "norm" not in name}
+    # All that gguf knows this architecture to have, but a head of its own and scales of RoPE.
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = {gguf.TENSOR_NAMES[t] for t in gguf.MODEL_TENSORS[kind]}
+    wanted = {n.format(bid=b) for n in known for b in range(2) if "_exps" not in n}
+    left_out = {"output", "rope_freqs"} | {n for n in wanted if "gate_inp" in n or "rot_embd" in n}
+    assert {n.removesuffix(".weight") for n in tensors} == wanted - left_out
     assert {t.tensor_type.name for n, t in tensors.items() if "norm" in n} == {"F32"}
-    assert matrices.pop("token_embd.weight").tensor_type.name == "Q4_0"
+    matrices = {name: t for name, t in tensors.items() if "norm" not in name}
+    assert matrices.pop("token_embd.weight").tensor_type.name == embedding
     assert {t.tensor_type.name for t in matrices.values()} == {body}
-    for name, (rows, inputs) in matrix_shapes(config).items():
-        for block in range(config.num_layers):
-            assert list(matrices[f"blk.{block}.{name}.weight"].shape) == [inputs, rows]
-    stored = sum(int(t.n_elements) for t in matrices.values())
-    assert stored == matrix_parameters(config)
-    # Those of the AFM model, and a key and a value projection in each block that has none.
-    arrays = tree_flatten(Model(config).parameters())
-    blocks = sum(a.size for name, a in arrays if a.ndim == 2 and "layers" in name)
-    width = config.num_kv_heads * config.head_dim
-    assert stored == blocks + config.num_kv_reuse_layers * 2 * config.hidden_dim * width
-    assert reader.get_field("llama.attention.head_count_kv").contents() == config.num_kv_heads
+    assert list(matrices["blk.1.attn_q.weight"].shape) == [256, heads * 128]
+    assert list(matrices["blk.1.attn_k.weight"].shape) == [256, kv_heads * 128]
+    assert sum(int(t.n_elements) for t in matrices.values()) == shapes.matrix_parameters
+    for key, value in (("head_count_kv", kv_heads), ("key_length", 128), ("value_length", 128)):
+        assert reader.get_field(f"{architecture}.attention.{key}").contents() == value

@@ -1,41 +1,43 @@
-"""What the peers run has AFM's shapes, and as many operations as it is said to have."""
+"""How the peers of a model are started, and that the model of each is written once."""
 
-import mlx.core as mx
-import numpy as np
-from mlx.utils import tree_flatten
+import pytest
 
-from afm_mlx.model.model import Model
-from bench.peer_gguf import matrix_parameters
-from bench.peer_mlx_lm import quantized_model
-from bench.peer_models import EXACT, MLX_LM, matrix_flops, shrunk
-from tests.tools.models import random_config
+from bench import peer_models
+from bench.peer_models import EXACT, INT8, MLX_LM, commands
+from bench.peers import MODELS
+from tests.tools.cases import each
 
 
-def test_operations_of_a_prompt_token(config):
-    arrays = [(n, a) for n, a in tree_flatten(Model(config).parameters()) if a.ndim == 2]
-    writing = sum(a.size for name, a in arrays if name.startswith("model.layers"))
-    reuse = sum(a.size for name, a in arrays if name.startswith("model.kv_reuse_layers"))
-    assert matrix_flops(config, EXACT) == 2 * writing
-    assert matrix_flops(config, MLX_LM) == 2 * (writing + reuse)
-    assert matrix_flops(config, "llama.cpp Q2_K") == 2 * matrix_parameters(config)
+@each("name", ["afm-3b", "qwen3-4b"])
+def test_every_program_is_given_the_same_model(name, tmp_path, monkeypatch, rng):
+    written = []
+    model = MODELS[name](int(rng.integers(1, 4)))
+
+    def write_folder(folder):
+        written.append(folder.name)
+        folder.mkdir()
+
+    def write_gguf(path, shapes, body, embedding):
+        assert (path.stem, shapes) == (body, model.shapes)
+        written.append(path.name)
+        path.touch()
+
+    monkeypatch.setattr(peer_models, "write_gguf", write_gguf)
+    object.__setattr__(model, "write_folder", write_folder)
+    folder = tmp_path / name
+    folder.mkdir()
+    assert list(commands(model, folder, 3, 700, None)) == [EXACT, INT8, MLX_LM]
+    found = commands(model, folder, 3, 700, "python-of-llama")
+    assert list(found) == [EXACT, INT8, *(f.peer for f in model.formats), MLX_LM]
+    assert len(found) == 6
+    assert written == ["afm-mlx", *dict.fromkeys(f"{f.body}.gguf" for f in model.formats)]
+    for format in model.formats:
+        command = found[format.peer]
+        assert command[0] == "python-of-llama"
+        assert command[command.index("--capacity") + 1] == "700"
+        assert ("--no-repack" in command) == (not format.repack)
 
 
-def test_mlx_lms_model_is_packed_and_runs(config):
-    ours_only = ("model_type", "kv_bits", "context_length")
-    model = quantized_model({k: v for k, v in config.to_dict().items() if k not in ours_only})
-    shapes = {n: a.shape for n, a in tree_flatten(Model(config).parameters()) if a.ndim == 2}
-    for name, array in tree_flatten(model.parameters()):
-        if name.endswith(".weight") and array.ndim == 2:
-            bits = 4 if "embedding" in name else 2
-            assert array.dtype == mx.uint32
-            assert array.shape == (shapes[name][0], shapes[name][1] * bits // 32)
-    logits = model(mx.array([[1, 2, 3]]), cache=model.make_cache())
-    assert logits.shape == (1, 3, config.vocab_size)
-    assert np.isfinite(np.array(logits)).all()
-
-
-def test_shrunk_keeps_the_share_of_reuse(rng):
-    config = random_config(rng, num_layers=56, num_kv_reuse_layers=21)
-    for layers, reuse in ((8, 3), (1, 0)):
-        small = shrunk(config, layers)
-        assert (small.num_layers, small.num_kv_reuse_layers) == (layers, reuse)
+def test_models_that_nobody_has():
+    with pytest.raises(KeyError):
+        MODELS["afm-4b"]

@@ -9,7 +9,7 @@ import pytest
 
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure.bandwidth import Bandwidth
-from bench import peers
+from bench import peer_afm, peer_zoo, peers
 from bench.peer_models import EXACT, HERE, INT8, MLX_LM
 from bench.peer_protocol import Peer, PeerError
 
@@ -92,25 +92,31 @@ def test_peers_take_turns_and_medians_are_over_rounds(rng, capsys):
     assert medians[EXACT]["deep"] == np.median(deep)
 
 
-def test_the_whole_comparison_on_a_small_model(config, tmp_path, monkeypatch, capsys):
+def test_the_whole_comparison_on_small_models(config, zoo_sizes, tmp_path, monkeypatch, capsys):
     """Ours exact and int8, each in a process of its own; what it writes is what it prints."""
-    monkeypatch.setitem(peers.PRESETS, "afm-3b", config)
+    monkeypatch.setitem(peer_afm.PRESETS, "afm-3b", config)
+    zoo = peer_zoo.CONFIGS["qwen3-4b"] | zoo_sizes
+    monkeypatch.setitem(peer_zoo.CONFIGS, "qwen3-4b", zoo)
     monkeypatch.setattr(peers, "measure_bandwidth", lambda threads: Bandwidth(1e9, "by hand"))
     sizes = ["--prompt", "8", "--tokens", "3", "--rows", "2", "--depth", "4", "--deep", "16"]
     sizes += ["--rounds", "1", "--threads", "1", "--skip", MLX_LM]
     peers.main([*sizes, "--work", str(tmp_path / "work"), "--output", str(tmp_path / "out")])
     out = capsys.readouterr().out
-    facts = json.loads((tmp_path / "out" / "peers.json").read_text())
-    assert set(facts["medians"]) == {EXACT, INT8}
-    for figures in facts["medians"].values():
-        assert {"prefill", "decode", "batch", "deep", "load_seconds"} <= set(figures)
-        assert figures["decode_bytes_per_step"] > figures["weight_bytes"]
-        assert f"{figures['prefill']:.1f}" in out
-    assert facts["config"] == config.to_dict()
-    assert "1.0 GB/s (by hand)" in out
-    if sys.platform == "linux":
-        assert 0 <= facts["processors_busy_with_others"] < 1000
+    facts = json.loads((tmp_path / "out" / "peers.json").read_text())["models"]
+    assert list(facts) == ["afm-3b", "qwen3-4b"]
     has_plot = importlib.util.find_spec("matplotlib") is not None  # of the extra `bench`
-    assert (tmp_path / "out" / "peers.png").exists() == has_plot
-    model = load_model(tmp_path / "work" / "afm-mlx")
+    for name, own in facts.items():
+        assert set(own["medians"]) == {EXACT, INT8}
+        for figures in own["medians"].values():
+            assert {"prefill", "decode", "batch", "deep", "load_seconds"} <= set(figures)
+            assert f"{figures['prefill']:.1f}" in out
+        if sys.platform == "linux":
+            assert 0 <= own["processors_busy_with_others"] < 1000
+        assert (tmp_path / "out" / f"peers-{name}.png").exists() == has_plot
+    assert facts["afm-3b"]["config"] == config.to_dict()
+    assert facts["qwen3-4b"]["config"] == zoo
+    for figures in facts["afm-3b"]["medians"].values():
+        assert figures["decode_bytes_per_step"] > figures["weight_bytes"]
+    assert "1.0 GB/s (by hand)" in out
+    model = load_model(tmp_path / "work" / f"afm-3b-{config.num_layers}" / "afm-mlx")
     assert (model.model.embedding.bits, model.layers[0].mlp.up_proj.bits) == (4, 2)

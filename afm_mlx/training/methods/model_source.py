@@ -21,10 +21,8 @@ from afm_mlx.loading.load import load_model
 from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.model.model import Model
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, activation_dtype
+from afm_mlx.quantization.packed_layers import activation_dtype
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
-
-_QUANTIZED = (PackedLinear, PackedEmbedding, nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 @dataclass(frozen=True)
@@ -86,12 +84,7 @@ class ModelSource:
         """The model in eval mode; on a CPU all its floats are float32, whose gradients are quick there."""
         if self.is_afm:
             return load_model(self.folder, self.values)
-        model, *_ = load_mlx_lm_folder(self.folder)
-        packed = any(isinstance(module, _QUANTIZED) for module in model.modules())
-        if activation_dtype() == mx.float32 and not packed:
-            model.set_dtype(mx.float32)
-            mx.eval(model.parameters())
-        return model
+        return load_mlx_lm_folder(self.folder)[0]
 
     def is_same(self, other: ModelSource) -> bool:
         """Whether both load the same weights."""

@@ -5,13 +5,16 @@ import json
 import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx.utils import tree_flatten
 
 from afm_mlx.converters.convert import convert
 from afm_mlx.engine.generation import generate
 from afm_mlx.errors import AFMError, CheckpointError
 from afm_mlx.kernels import dispatch
+from afm_mlx.loading import mlx_lm_models
 from afm_mlx.loading.load import load
-from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.quantization.packed_layers import PackedLinear, activation_dtype
+from tests.tools.cases import each
 from tests.tools.compare import assert_close, error
 from tests.tools.engines import naive_greedy
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
@@ -67,6 +70,33 @@ def test_a_folder_of_the_zoo_runs_in_our_loop(folder):
     (end,) = tokenizer.eos_token_ids
     shown = tokens[: tokens.index(end)] if end in tokens else tokens
     assert text.split() == [f"w{token}" for token in shown]
+
+
+@each(
+    "packed",
+    [{}, {"q_mode": "affine", "q_group_size": 32}, {"q_mode": "palette"}, {"q_bits": 3}],
+)
+def test_half_types_are_computed_with_in_the_activations_type(folder, tmp_path, packed):
+    name = "-".join(map(str, packed.values()))
+    options = packed | {"quantize": bool(packed), "dtype": "bfloat16"}
+    half = convert(folder, tmp_path / f"half-{name}", **options)
+    stored = mx.load(str(half / "model.safetensors"))
+    assert stored["model.norm.weight"].dtype == mx.bfloat16
+    model, _ = load(half)
+    assert model(TOKENS).dtype == activation_dtype()
+    assert model.model.embed_tokens(TOKENS).dtype == activation_dtype()
+
+
+def test_kernels_are_checked_first_and_weights_get_huge_pages(folder, monkeypatch):
+    done = []
+    monkeypatch.setattr(mlx_lm_models, "ensure_checked", lambda: done.append("checked"))
+    monkeypatch.setattr(
+        mlx_lm_models, "prefer_huge_pages", lambda arrays: done.append(len([*arrays]))
+    )
+    model, _ = load(folder, lazy=True)
+    assert done == ["checked"]
+    load(folder)
+    assert done[1:] == ["checked", len(tree_flatten(model.parameters()))]
 
 
 def test_what_mlx_lm_cannot_load_is_named(folder):

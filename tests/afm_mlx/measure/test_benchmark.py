@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import RotatingKVCache
 
 from afm_mlx.adapters.attach import adapter_arrays
 from afm_mlx.engine.engine import Engine
@@ -182,11 +183,22 @@ def test_cases_that_can_t_be_run(case, says):
         BenchmarkCase(**case)
 
 
-def test_only_afm_models_have_a_depth_and_a_cost(rng):
+def test_models_of_the_zoo_have_a_depth_and_no_cost(rng, monkeypatch):
     zoo = zoo_model("llama", 50, seed=1)
     assert Bench(zoo, BenchmarkCase(4, 3), "int8", None, rng)._vocab_size == 50
-    result = run_case(zoo, BenchmarkCase(4, 3), repetitions=1)
+    lengths = []
+
+    class Watched(Engine):
+        def submit(self, request):
+            lengths.append([layer.offset for layer in request.cache])
+            return super().submit(request)
+
+    monkeypatch.setattr(benchmark, "Engine", Watched)
+    depth = int(rng.integers(1, 300))
+    result = run_case(zoo, BenchmarkCase(4, 3, batch=2, depth=depth), repetitions=1)
+    assert lengths == [[depth, depth]] * 2 * 2  # rows, warm-up and the measured run
     assert result.cost is None
     assert result.bytes_per_token is result.bytes_per_second is result.memory_ratio is None
-    with pytest.raises(RequestError, match="depth is 7: only the cache of an AFM model"):
+    monkeypatch.setattr(zoo, "make_cache", lambda: [RotatingKVCache(9)] * 2, raising=False)
+    with pytest.raises(RequestError, match="depth is 7, and this model has a RotatingKVCache"):
         run_case(zoo, BenchmarkCase(4, 3, depth=7), repetitions=1)

@@ -1,0 +1,39 @@
+"""The zoo model: one folder that this package and mlx-lm load, and the same shapes for llama.cpp."""
+
+import mlx.core as mx
+import mlx_lm.utils
+import numpy as np
+from mlx.utils import tree_flatten
+
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from bench.peer_ours import load, weight_bytes
+from bench.peer_zoo import CONFIGS, llama_shapes, write_folder, zoo_model
+from tests.tools.compare import assert_close
+
+
+def test_the_folder_is_mlx_lms_and_runs_packed(tmp_path, rng, zoo_sizes):
+    config = CONFIGS["qwen3-4b"] | zoo_sizes
+    write_folder(config, tmp_path / "zoo")
+    shapes = llama_shapes(config)
+    ours, seconds = load(tmp_path / "zoo")
+    theirs, _ = mlx_lm.utils.load_model(tmp_path / "zoo")
+    assert seconds > 0
+    packed = [m for m in ours.modules() if isinstance(m, PackedLinear | PackedEmbedding)]
+    assert {(m.bits, m.group_size) for m in packed} == {(4, 64)}
+    weights = sum(m.packed.in_dims * m.packed.out_dims for m in packed)
+    assert weights == shapes.matrix_parameters + shapes.vocab_size * shapes.hidden_dim
+    assert weight_bytes(ours) >= weights // 2
+    stored = dict(tree_flatten(theirs.parameters()))
+    assert {str(a.dtype) for a in stored.values()} == {"mlx.core.uint32", "mlx.core.bfloat16"}
+    theirs.set_dtype(mx.float32)
+    tokens = mx.array(rng.integers(0, config["vocab_size"], (1, 5)))
+    logits = np.array(theirs(tokens))
+    assert 0.3 < logits.std() < 3
+    assert_close(ours(tokens), mx.array(logits), 1e-2)
+
+
+def test_the_zoo_model_has_the_published_size():
+    shapes = zoo_model("qwen3-4b").shapes
+    norms = 36 * sum(shapes.norms.values()) + 2560
+    assert shapes.matrix_parameters + 151936 * 2560 + norms == 4022468096
+    assert zoo_model("qwen3-4b", 3).shapes.num_layers == 3
