@@ -11,7 +11,6 @@ import mlx.core as mx
 from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.engine.request import Row
 from afm_mlx.engine.row_adapters import batch_adapters
-from afm_mlx.errors import RequestError
 
 
 @dataclass
@@ -80,18 +79,13 @@ class Prefill:
     cancelled: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, admitted: Sequence[tuple[Row, list[Any]]]) -> Prefill:
-        """Make the prefill of rows, each with its own cache.
+    def of(cls, rows: Sequence[Row], cache: list[Any]) -> Prefill:
+        """Make the prefill of B rows.
 
-        Raises:
-            RequestError: for caches that can't be batched.
+        Args:
+            rows: the rows.
+            cache: one entry per block, of all rows.
         """
-        rows, caches = [row for row, _ in admitted], [cache for _, cache in admitted]
-        if not all(hasattr(layer, "merge") for layer in caches[0]):
-            raise RequestError(
-                f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
-            )
-        cache = [layers[0].merge(list(layers)) for layers in zip(*caches, strict=True)]
         prompts = [list(row.request.prompt[:-1]) for row in rows]
         lengths = [len(prompt) for prompt in prompts]
         longest = max(lengths)
@@ -106,7 +100,7 @@ class Prefill:
         for row, length in zip(rows, lengths, strict=True):
             row.position += length
         last = mx.array([row.request.prompt[-1] for row in rows], dtype=mx.int32)
-        return cls(RowBatch(rows, cache, last, batch_adapters(rows)), tokens)
+        return cls(RowBatch(list(rows), cache, last, batch_adapters(rows)), tokens)
 
 
 @dataclass

@@ -261,7 +261,8 @@ class Engine:
 
     def _advance_prefill(self) -> None:
         if self._prefill is None and (admitted := self._next_rows()):
-            self._prefill = Prefill.of(admitted)
+            rows, caches = map(list, zip(*admitted, strict=True))
+            self._prefill = Prefill.of(rows, self._caches.merged(caches))
         prefill = self._prefill
         if prefill is None:
             return

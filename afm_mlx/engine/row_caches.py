@@ -14,6 +14,7 @@ import mlx.nn as nn
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import KVCache
 from afm_mlx.model.model import is_afm
+from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 Cache = list[Any]
 
@@ -33,6 +34,9 @@ class RowCaches:
         self.sliding = sliding_window
         self._is_afm = is_afm(model)
         self._limit = max_kv_size or model.args.context_length if self._is_afm else max_kv_size
+        blocks = getattr(model, "layers", [])
+        marks = [getattr(block, "takes_zoo_kv_cache", False) for block in blocks]
+        self._takes_zoo_kv_cache = bool(marks) and all(marks)
 
     def make(self) -> Cache:
         """See `Engine.make_cache`."""
@@ -64,6 +68,24 @@ class RowCaches:
         if not cache[0].empty() and len(getattr(cache[0], "lengths", [0])) != 1:
             raise RequestError("A prompt cache holds one row; extract one from the batch.")
         return list(cache)
+
+    def merged(self, caches: Sequence[Cache]) -> Cache:
+        """One batch of rows, one entry per block.
+
+        Raises:
+            RequestError: for caches that can't be batched.
+        """
+        if not all(hasattr(layer, "merge") for layer in caches[0]):
+            raise RequestError(
+                f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
+            )
+        blocks = list(zip(*caches, strict=True))
+        if self._takes_zoo_kv_cache:
+            from mlx_lm.models.cache import KVCache as MlxKVCache
+
+            if all(type(entry) is MlxKVCache for entries in blocks for entry in entries):
+                return [ZooKVCache.of_rows(entries) for entries in blocks]
+        return [entries[0].merge(list(entries)) for entries in blocks]
 
     def bound(self, cache: Cache) -> int | None:
         """Tokens after which a row has to end; None with a sliding window, and for models of mlx-lm's zoo.

@@ -10,5 +10,7 @@
 | `fused_layers.py` | a layer with what stands before and after it, as one operation |
 | `adapted_layers.py` | how layers ask for adapters and add them |
 | `decode_step.py` | a step that is traced once, and replayed |
+| `zoo_blocks.py` | blocks of mlx-lm's Llama and Qwen3 in our operations, on the CPU |
+| `zoo_kv_cache.py` | what these blocks attend to while their rows run in a batch |
 | `wired_memory.py` | memory that macOS keeps resident while a model runs |
 """

@@ -6,6 +6,8 @@ layer (float, MLX's quantized ones, a wrapper with adapters or LoRA) is called b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -45,6 +47,14 @@ def project(
     assert not isinstance(x, AttentionParts)
     y = layer(x if norm is None else norm(x))
     return y if residual is None else residual + y
+
+
+def project_each(layers: Sequence[nn.Module], x: mx.array, norm: nn.RMSNorm) -> list[mx.array]:
+    """`layer(norm(x))` for several layers; the norm is computed once where they don't do it themselves."""
+    if all(map(_is_fusable, layers)):
+        return [project(layer, x, norm=norm) for layer in layers]
+    x = norm(x)
+    return [project(layer, x) for layer in layers]
 
 
 def merges_parts(layer: nn.Module) -> bool:

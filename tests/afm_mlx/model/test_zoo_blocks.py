@@ -1,0 +1,154 @@
+"""Blocks of mlx-lm's models in our operations: the same numbers, tokens and caches as mlx-lm's own."""
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.request import Request
+from afm_mlx.kernels import dispatch
+from afm_mlx.model import zoo_kv_cache
+from afm_mlx.model.kv_cache import STEP, TAIL
+from afm_mlx.model.zoo_blocks import LlamaBlock, Qwen3Block, take_blocks
+from afm_mlx.model.zoo_kv_cache import ZooKVCache
+from afm_mlx.quantization.quantize_model import quantize_model
+from afm_mlx.quantization.rule import QuantizationRule
+from tests.tools.cases import all_pairs, each
+from tests.tools.compare import assert_close
+from tests.tools.engines import naive_greedy
+from tests.tools.models import WordTokenizer
+from tests.tools.zoo import zoo_model
+
+VOCAB = 64
+
+pytestmark = pytest.mark.skipif(
+    dispatch.device() != "cpu", reason="a GPU keeps mlx-lm's own blocks, which have kernels there"
+)
+
+
+def both(kind, rng, packed=None, biased=False):
+    """A model with mlx-lm's blocks, and the same with ours."""
+    model = zoo_model(kind, VOCAB, int(rng.integers(2**31)))
+    for block in model.layers if biased else ():
+        for layer in (*block.self_attn.children().values(), *block.mlp.children().values()):
+            if "weight" in layer and layer.weight.ndim == 2:
+                layer.bias = mx.array(rng.standard_normal(layer.weight.shape[0]), mx.float32)
+    for block in model.layers:
+        for norm in (block.input_layernorm, block.post_attention_layernorm):
+            norm.weight = mx.array(rng.uniform(0.5, 1.5, norm.weight.shape), mx.float32)
+    if packed:
+        rule = QuantizationRule(4, packed, "group" if packed == "affine" else None)
+        rule = QuantizationRule(4, "affine", "group", 32) if packed == "affine" else rule
+        quantize_model(model, {}, rule, rule)
+    ours = copy.deepcopy(model)
+    take_blocks(ours)
+    wanted = {"llama": LlamaBlock, "qwen3": Qwen3Block}[kind]
+    assert {type(block) for block in ours.layers} == {wanted}
+    return model, ours
+
+
+@each(
+    ("kind", "packed", "biased", "cache"),
+    all_pairs(
+        ["llama", "qwen3"],
+        [None, "affine", "balanced"],
+        [False, True],
+        [None, "mlx-lm's", "ours"],
+    ),
+)
+def test_logits_are_those_of_mlx_lms_blocks(rng, kind, packed, biased, cache):
+    theirs, ours = both(kind, rng, packed, biased)
+    rows, lengths = int(rng.integers(1, 4)), [int(rng.integers(2, 9)), 1, 1, 3, 1]
+    caches = [None, None]
+    if cache is not None:
+        caches = [make_prompt_cache(model) for model in (theirs, ours)]
+    if cache == "ours":
+        caches[1] = [ZooKVCache(rows) for _ in ours.layers]
+    with dispatch.force("reference"):  # products of other kernels round otherwise
+        for length in lengths if cache is not None else lengths[:1]:
+            tokens = mx.array(rng.integers(0, VOCAB, (rows, length)))
+            wanted, got = (m(tokens, cache=c) for m, c in zip((theirs, ours), caches, strict=True))
+            assert_close(got, wanted, 1e-4)
+
+
+def test_while_training_there_are_gradients(rng):
+    theirs, ours = both("qwen3", rng)
+    tokens = mx.array(rng.integers(0, VOCAB, (2, 5)))
+    grads = []
+    for model in (theirs.train(), ours.train()):
+        value = mx.value_and_grad(lambda p, m=model: (m.update(p), m(tokens).square().mean())[1])
+        grads.append(value(model.trainable_parameters())[1]["model"]["layers"][0])
+    for path in (("self_attn", "q_proj"), ("mlp", "up_proj")):
+        wanted, got = (grad[path[0]][path[1]]["weight"] for grad in grads)
+        assert_close(got, wanted, 1e-4)
+
+
+def test_rows_of_different_lengths_get_the_tokens_of_mlx_lms_blocks(rng):
+    """Ragged prompts, rows that join and leave, and more tokens than the tail and a step of columns hold."""
+    theirs, ours = both(str(rng.choice(["llama", "qwen3"])), rng)
+    lengths = [int(rng.integers(1, 30)), STEP - TAIL, 2, int(rng.integers(1, 200))]
+    counts = [TAIL + 20, 2 * TAIL, int(rng.integers(1, 9)), 5]
+    engine = Engine(ours, WordTokenizer(VOCAB, ends=()), max_batch=3)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in lengths]
+    kept = make_prompt_cache(ours)
+    ids, tokens = [], {}
+    for i, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        cache = kept if i == 0 else None
+        ids.append(engine.submit(Request(prompt, max_tokens=count, cache=cache)))
+    for response in engine.run():
+        assert response.error is None
+        if engine._batch.cache:
+            assert {type(entry) for entry in engine._batch.cache} == {ZooKVCache}
+        tokens.setdefault(response.row, []).append(response.token)
+    for id, prompt, count in zip(ids, prompts, counts, strict=True):
+        assert tokens[id] == naive_greedy(theirs, prompt, count)
+    # The caller's cache is mlx-lm's, and holds what mlx-lm's own blocks write.
+    fed = [*prompts[0], *tokens[ids[0]][:-1]]
+    wanted = make_prompt_cache(theirs)
+    theirs(mx.array([fed]), cache=wanted)
+    for mine, own in zip(kept, wanted, strict=True):
+        assert type(mine) is type(own)
+        assert mine.offset == own.offset == len(fed)
+        for got, right in zip(mine.keys_and_values(), own.keys_and_values(), strict=True):
+            assert_close(got, right, 1e-3)
+    more = Request([3, 5], max_tokens=4, cache=kept)
+    engine.submit(more)
+    assert [r.token for r in engine.run()] == naive_greedy(theirs, [*fed, 3, 5], 4)
+
+
+def test_other_models_keep_their_caches(rng):
+    model = zoo_model("qwen2", VOCAB, 1)
+    take_blocks(model)
+    engine = Engine(model, WordTokenizer(VOCAB, ends=()))
+    engine.submit(Request([1, 2, 3], max_tokens=3))
+    engine.step()
+    assert type(engine._batch.cache[0]).__name__ == "BatchKVCache"
+    _, ours = both("qwen3", rng)
+    bounded = Engine(ours, WordTokenizer(VOCAB, ends=()), max_kv_size=16)
+    bounded.submit(Request([1, 2, 3], max_tokens=3))
+    bounded.step()
+    assert type(bounded._batch.cache[0]).__name__ == "BatchRotatingKVCache"
+    for options in ({"return_array": True}, {"window_size": 4}):
+        with pytest.raises(ValueError, match="allowed are False and None"):
+            ZooKVCache().make_mask(3, **options)
+
+
+def test_attention_is_the_kernels(rng, monkeypatch):
+    _, ours = both("llama", rng)
+    seen = []
+
+    def spy(name):
+        run = getattr(zoo_kv_cache, name)
+        monkeypatch.setattr(zoo_kv_cache, name, lambda *args: (seen.append(name), run(*args))[1])
+
+    spy("decode_attention")
+    spy("causal_attention")
+    cache = [ZooKVCache() for _ in ours.layers]
+    for tokens in ([[1, 2, 3]], [[4]]):
+        ours(mx.array(tokens), cache=cache)
+    blocks = len(ours.layers)
+    assert seen == ["causal_attention"] * blocks + ["decode_attention"] * blocks
+    assert np.isfinite(np.array(ours(mx.array([[5]]), cache=cache))).all()
