@@ -18,7 +18,8 @@ from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.weights import check_weights
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
-from afm_mlx.kernels import BITS, PackedWeight
+from afm_mlx.kernels import BITS, PackedWeight, dispatch
+from afm_mlx.kernels.cpu import extension
 from afm_mlx.quantization.packed_layers import (
     PARTS,
     PackedEmbedding,
@@ -29,6 +30,7 @@ from afm_mlx.quantization.packed_layers import (
 from afm_mlx.quantization.quantize_model import replace_modules
 from afm_mlx.quantization.rule import RULE_KEYS, QuantizationRule
 
+_PACKED = (PackedLinear, PackedEmbedding)
 _MLX_MODES = ("mxfp4", "mxfp8", "nvfp4")
 _MLX_BITS = (1, 3, 5, 6)
 _MLX_MOST_BITS, _MLX_MOST_IN_GROUP = 8, 128
@@ -317,15 +319,13 @@ def repack_mlx_layers(model: nn.Module) -> None:
 
 
 def settle_scales(model: nn.Module) -> None:
-    """Give the scales of packed layers the type that kernels take.
+    """Give the scales of packed layers the type that kernels take: affine ones keep theirs, others are float32.
 
-    That is float32 on the CPU, and for all but affine matrices; on a GPU, affine scales keep theirs.
+    Where there are no kernels, on a CPU without the extension, affine ones are float32 too, as activations are.
     """
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    plain = dispatch.device() == "cpu" and extension.module() is None
     for module in model.modules():
-        if not isinstance(module, PackedLinear | PackedEmbedding):
-            continue
-        if module.mode == "affine" and not on_cpu:
+        if not isinstance(module, _PACKED) or (module.mode == "affine" and not plain):
             continue
         for part in PARTS[1:]:
             if part in module:
@@ -333,10 +333,18 @@ def settle_scales(model: nn.Module) -> None:
 
 
 def settle_floats(model: nn.Module) -> None:
-    """On a CPU, have a model compute in float32: half types are 10 to 100 times slower there in MLX."""
+    """On a CPU, have a model compute in float32: half types are 10 to 100 times slower there in MLX.
+
+    What packed layers are packed to stays as it is.
+    """
     if activation_dtype() != mx.float32:
         return
-    model.set_dtype(mx.float32)
+
+    def computes(module: nn.Module, name: str, value: Any) -> bool:
+        packed = isinstance(module, _PACKED) and name in PARTS
+        return nn.Module.valid_parameter_filter(module, name, value) and not packed
+
+    model.apply(lambda x: x.astype(mx.float32) if _is_float(x) else x, computes)
     for module in model.modules():
         if isinstance(module, PackedEmbedding):
             module.dtype = mx.float32

@@ -7,9 +7,11 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 
+from afm_mlx.checkpoint import stored_layers
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint, model_fingerprint
 from afm_mlx.checkpoint.stored_layers import (
     quantization_of,
+    settle_floats,
     settle_scales,
     stored_rule,
     stored_settings,
@@ -166,18 +168,36 @@ def test_a_quantization_that_is_no_object_is_refused():
         quantization_of({"quantization": "2-bit"}, "here")
 
 
-@pytest.mark.parametrize("mode", ["balanced", "affine", "palette"])
-@pytest.mark.parametrize("device", [mx.cpu, mx.gpu])
-def test_scales_are_float32_but_for_affine_ones_on_a_gpu(rng, monkeypatch, mode, device):
+@each(
+    ("mode", "device", "kernels", "dtype"),
+    [
+        ("balanced", mx.cpu, True, mx.float32),
+        ("balanced", mx.gpu, True, mx.float32),
+        ("palette", mx.cpu, True, mx.float32),
+        ("palette", mx.gpu, True, mx.float32),
+        ("affine", mx.cpu, True, mx.float16),
+        ("affine", mx.cpu, False, mx.float32),
+        ("affine", mx.gpu, True, mx.float16),
+        ("affine", mx.gpu, False, mx.float16),
+    ],
+)
+def test_scales_are_float32_but_for_affine_ones_of_kernels(
+    rng, monkeypatch, mode, device, kernels, dtype
+):
     model = random_model(random_config(rng, **SIZES), rng)
     quantize_model(model, {}, QuantizationRule(2, mode))
     model.set_dtype(mx.float16)
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    monkeypatch.setattr(stored_layers.extension, "module", lambda: object() if kernels else None)
     settle_scales(model)
+    settle_floats(model)
     layer = model.model.layers[0].mlp.up_proj
     parts = {layer[part].dtype for part in ("scales", "biases", "table") if part in layer}
-    kept = mode == "affine" and device == mx.gpu
-    assert parts == {mx.float16 if kept else mx.float32}
+    assert parts == {dtype}
+    floats = mx.float32 if device == mx.cpu else mx.float16
+    assert model.model.output_norm.weight.dtype == floats
+    if device == mx.cpu:
+        assert model.model.embedding.dtype == mx.float32
 
 
 def test_a_layers_own_settings():
