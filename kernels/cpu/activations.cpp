@@ -15,6 +15,8 @@ class Preparation {
               PrepareScratch& scratch)
       : x_(x), cols_(w.cols), start_(start), count_(count), out_(out), scratch_(scratch) {
     arranged_ = out.path == Path::matrix && kernels().arrange != nullptr && w.mode != Mode::palette && !is_grouped(w);
+    may_be_words_ = out.path == Path::matrix && kernels().words;
+    always_words_ = w.bits == 8 || w.mode == Mode::palette || is_grouped(w);
     layout_.bits = w.bits;
     layout_.bytes = out.path == Path::matrix ? 8 * w.bits : kernels().vector_bytes;
     scratch.passes.clear();
@@ -89,12 +91,15 @@ class Preparation {
     return rest;
   }
 
+  bool words(int digits) const { return may_be_words_ && (digits == 2 || always_words_); }
+
   // Room for the integers of `count` vectors.
   Pass add_pass(int64_t count, int digits) {
     const size_t index = scratch_.passes.size();
     if (scratch_.of_passes.size() <= index) scratch_.of_passes.emplace_back();
     PrepareScratch::OfPass& room = scratch_.of_passes[index];
     layout_.digits = digits;
+    layout_.words = words(digits);
     Pass pass;
     pass.count = count;
     pass.digits = digits;
@@ -110,6 +115,7 @@ class Preparation {
   void quantize_into(const Pass& pass, int64_t i, const float* v, float* rest) {
     Layout layout = layout_;
     layout.digits = pass.digits;
+    layout.words = words(pass.digits);
     kernels().quantize(v, cols_, layout, out_.sum_groups, const_cast<int8_t*>(pass.vector(i)),
                        const_cast<float*>(pass.scales) + i, const_cast<float*>(pass.sums) + i * out_.sum_groups, rest);
   }
@@ -164,7 +170,7 @@ class Preparation {
   Prepared& out_;
   PrepareScratch& scratch_;
   Layout layout_;
-  bool arranged_;
+  bool arranged_, may_be_words_, always_words_;
   const float* norm_ = nullptr;
 };
 

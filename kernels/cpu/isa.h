@@ -22,17 +22,20 @@ namespace afm {
 // j * (8 / bits) + p, so the digits that meet field p of all bytes lie together:
 //   out[((block * digits + digit) * (8 / bits) + p) * bytes + j], the high digit first.
 // The last block is filled up with zeros.
+// With `words`, integers of 16 bits stand in place of digits, in blocks of 64 columns: where codes have 2 or 4 bits,
+// integer 16 * p + j of a block belongs to its column 4 * j + p; at 8 bits they lie in order.
 struct Layout {
   int bits = 2;
   int bytes = 64;
   int digits = 2;
+  bool words = false;
 };
 
 // Columns of a block, and bytes that the digits of `cols` of them take.
 static inline int64_t block_cols(const Layout& layout) { return layout.bytes * (8 / layout.bits); }
 static inline int64_t digit_bytes(const Layout& layout, int64_t cols) {
   const int64_t step = block_cols(layout);
-  return (cols + step - 1) / step * step * layout.digits;
+  return (cols + step - 1) / step * step * (layout.words ? 2 : layout.digits);
 }
 
 // Rows of codes times one vector.
@@ -157,6 +160,10 @@ struct Kernels {
   // `row_bytes` long. Null where it wants them as they are.
   int64_t matrix_vectors;
   void (*arrange)(const int8_t* rows, int64_t count, int64_t width, int64_t row_bytes, int8_t* out);
+
+  // Whether the kernels of several vectors want `Layout::words`; `matrix` never does for one digit and codes of 2 or
+  // 4 bits.
+  bool words;
 
   // For two vectors and more where rows have several scales; null where `vector` is called for each.
   void (*grouped_matrix)(const GroupedJob& job);

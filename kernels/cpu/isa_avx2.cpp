@@ -4,6 +4,8 @@
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 
+#include <type_traits>
+
 namespace afm {
 namespace {
 
@@ -115,9 +117,194 @@ struct Isa {
 #include "isa_common.h"
 
 namespace afm {
+namespace {
+
+// ---- What isa_tile.h asks for
+
+// GCC 12 copies the sums of a loop once per step around their intrinsics, and loads the same numbers once per use.
+inline void add_words32(__m256i& sums, __m256i v) { asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(v)); }
+inline void add_words16(__m256i& sums, __m256i v) { asm("vpaddw %1, %0, %0" : "+x"(sums) : "x"(v)); }
+inline __m256i load_once(const uint8_t* p) {
+  __m256i v = Isa::load(p);
+  asm("" : "+x"(v));
+  return v;
+}
+inline __m256i load_digits(const int8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline __m256i widen(const uint8_t* p) {
+  return _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline __m256i load_table(const uint8_t* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+inline void store_words(uint8_t* p, __m256i v) { _mm256_store_si256(reinterpret_cast<__m256i*>(p), v); }
+
+// Codes as int16, times integers of 16 bits in the order of Layout::words: `vpmaddwd` adds up in twos, in int32. What
+// 1,024 columns add up to is 128 * 255 * 32639 at most in each of 8 lanes, half of what fits.
+template <int BITS>
+struct Words {
+  static constexpr int kVectors = 2, kNumberBytes = 2, kShift = 0, kByteShift = 0;
+  static constexpr int64_t kXBytes = 128, kStripBlocks = 16;
+
+  static void unpack(const uint8_t* codes, uint8_t* out) {
+    if constexpr (BITS == 8) {
+      for (int i = 0; i < 4; ++i) store_words(out + 32 * i, widen(codes + 16 * i));
+    } else {
+      const __m256i v = BITS == 4 ? Isa::load(codes) : widen(codes);
+#pragma GCC unroll 4
+      for (int p = 0; p < 4; ++p) {
+        store_words(out + 32 * p,
+                    _mm256_and_si256(_mm256_srli_epi16(v, BITS * p), _mm256_set1_epi16((1 << BITS) - 1)));
+      }
+    }
+  }
+  // Bytes as an index look up what belongs to them; the upper byte of a word has its highest bit set, which makes it 0.
+  static void look_up(const uint8_t* codes, const uint8_t* table, uint8_t* out, int64_t gap) {
+    const __m256i high = load_table(table), low = load_table(table + table_bytes(BITS) / 2);
+    const __m256i v = BITS == 4 ? Isa::load(codes) : widen(codes);
+#pragma GCC unroll 4
+    for (int p = 0; p < 4; ++p) {
+      const __m256i code = _mm256_and_si256(_mm256_srli_epi16(v, BITS * p), _mm256_set1_epi16((1 << BITS) - 1));
+      const __m256i index = _mm256_or_si256(code, _mm256_set1_epi16(static_cast<short>(0x8000)));
+      store_words(out + 32 * p, _mm256_shuffle_epi8(high, index));
+      store_words(out + gap + 32 * p, _mm256_shuffle_epi8(low, index));
+    }
+  }
+  static void multiply(const uint8_t* lines, int64_t line_bytes, int64_t blocks, const int8_t* const* x,
+                       Isa::Lanes* lanes) {
+    __m256i sums[kVectors][4];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] = _mm256_setzero_si256();
+    for (int64_t at = 0; at < blocks * 128; at += 32) {
+      const __m256i first = load_digits(x[0] + at), second = load_digits(x[1] + at);
+#pragma GCC unroll 4
+      for (int r = 0; r < 4; ++r) {
+        const __m256i numbers = load_once(lines + r * line_bytes + at);
+        add_words32(sums[0][r], _mm256_madd_epi16(numbers, first));
+        add_words32(sums[1][r], _mm256_madd_epi16(numbers, second));
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) lanes[i] = _mm256_cvtepi32_ps(sums[i / 4][i % 4]);
+  }
+};
+
+// Codes of 2 or 4 bits as bytes, times one digit: `vpmaddubsw` adds up in twos, in int16, where 32 of those sums fit
+// at 2 bits (32 * 2 * 3 * 128), 8 at 4 bits.
+template <int BITS>
+struct Pairs {
+  static constexpr int kVectors = 2, kNumberBytes = 1, kShift = 0;
+  static constexpr int64_t kXBytes = 64, kStripBlocks = 32;
+
+  static void unpack(const uint8_t* codes, uint8_t* out) {
+    const __m256i mask = _mm256_set1_epi8((1 << BITS) - 1);
+    __m256i v[2];
+    if constexpr (BITS == 4) {
+      v[0] = Isa::load(codes);
+      v[1] = _mm256_srli_epi16(v[0], 4);
+    } else {
+      const __m256i all = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+      v[0] = _mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 0, 2, 2));
+      v[1] = _mm256_srlv_epi64(all, _mm256_setr_epi64x(4, 4, 6, 6));
+    }
+    for (int i = 0; i < 2; ++i) store_words(out + 32 * i, _mm256_and_si256(v[i], mask));
+  }
+  static void multiply(const uint8_t* lines, int64_t line_bytes, int64_t blocks, const int8_t* const* x,
+                       Isa::Lanes* lanes) {
+    constexpr int64_t kBytes16 = 32 * (BITS == 2 ? 32 : 8);
+    __m256i sums[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) sums[i] = _mm256_setzero_si256();
+    for (int64_t at = 0; at < blocks * 64;) {
+      __m256i pairs[kVectors][4];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) pairs[i / 4][i % 4] = _mm256_setzero_si256();
+      const int64_t end = at + kBytes16 < blocks * 64 ? at + kBytes16 : blocks * 64;
+      for (; at < end; at += 32) {
+        const __m256i first = load_digits(x[0] + at), second = load_digits(x[1] + at);
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) {
+          const __m256i numbers = load_once(lines + r * line_bytes + at);
+          add_words16(pairs[0][r], _mm256_maddubs_epi16(numbers, first));
+          add_words16(pairs[1][r], _mm256_maddubs_epi16(numbers, second));
+        }
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        sums[i] = _mm256_add_epi32(sums[i], _mm256_madd_epi16(pairs[i / 4][i % 4], _mm256_set1_epi16(1)));
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) lanes[i] = _mm256_cvtepi32_ps(sums[i]);
+  }
+};
+
+// A palette's integers less 32,768, so that they are int16, times integers of 16 bits, in the order in which bytes are
+// interleaved. Two such products just fit into int32; their sums are float32.
+template <int BITS, int DIGITS>
+struct PaletteRow {
+  static constexpr int kFields = 8 / BITS, kPlane = kFields * Isa::kBytes, kShift = 32768;
+
+  static const int8_t* prepare(const int8_t* x, int64_t bytes, int8_t* words) {
+    const __m256i zero = _mm256_setzero_si256();
+    int8_t* out = words;
+    for (int64_t block = 0; block < bytes; block += DIGITS * kPlane) {
+      for (int at = 0; at < kPlane; at += Isa::kBytes, out += 2 * Isa::kBytes) {
+        const __m256i low = load_digits(x + block + (DIGITS - 1) * kPlane + at);
+        const __m256i above = DIGITS == 2 ? load_digits(x + block + at) : zero;
+        const __m256i high = _mm256_add_epi8(above, _mm256_cmpgt_epi8(zero, low));  // a low digit's sign is carried
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), _mm256_unpacklo_epi8(low, high));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + Isa::kBytes), _mm256_unpackhi_epi8(low, high));
+      }
+    }
+    return words;
+  }
+
+  static Isa::Lanes multiply(const uint8_t* codes, int64_t row_bytes, const uint8_t* table, const int8_t* x) {
+    const __m256i top = _mm256_set1_epi8(static_cast<char>(0x80)), mask = _mm256_set1_epi8((1 << BITS) - 1);
+    const __m256i of_high = _mm256_xor_si256(load_table(table), top), of_low = load_table(table + table_bytes(BITS) / 2);
+    __m256 sums[2] = {Isa::zero(), Isa::zero()};
+    for (int64_t left = row_bytes; left > 0; left -= Isa::kBytes, codes += Isa::kBytes, x += 2 * kPlane) {
+      Isa::prefetch(codes + kPrefetch);
+      const __m256i v = left >= Isa::kBytes ? Isa::load(codes) : Isa::load_part(codes, left);
+#pragma GCC unroll 4
+      for (int p = 0; p < kFields; ++p) {
+        const __m256i field = _mm256_and_si256(_mm256_srli_epi16(v, BITS * p), mask);
+        const __m256i low = _mm256_shuffle_epi8(of_low, field), high = _mm256_shuffle_epi8(of_high, field);
+        const __m256i words[2] = {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+          const __m256i products = _mm256_madd_epi16(words[i], load_digits(x + (2 * p + i) * Isa::kBytes));
+          sums[i] = _mm256_add_ps(sums[i], _mm256_cvtepi32_ps(products));
+        }
+      }
+    }
+    return _mm256_add_ps(sums[0], sums[1]);
+  }
+};
+
+// What codes become beside several vectors, see isa_tile.h.
+template <int BITS, int DIGITS>
+using Tile = std::conditional_t<DIGITS == 1 && BITS != 8, Pairs<BITS>, Words<BITS>>;
+template <int BITS, int DIGITS>
+using WideTile = Words<BITS>;
+
+}  // namespace
+}  // namespace afm
+
+#include "isa_tile.h"
+
+namespace afm {
 
 const Kernels* avx2_kernels() {
-  static const Kernels table = common_kernels("avx2");
+  static const Kernels table = [] {
+    Kernels k = common_kernels("avx2");
+    k.words = true;
+    k.matrix = matrix;
+    k.palette_bits = 4;
+    k.palette_vector = palette_vector;
+    k.palette_matrix = palette_matrix;
+    return k;
+  }();
   return &table;
 }
 

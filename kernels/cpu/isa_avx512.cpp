@@ -230,10 +230,6 @@ inline __m512i load_table(const uint8_t* p) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-inline const uint8_t* table_of(const PaletteJob& palette, int64_t row) {
-  return palette.tables + (palette.first + row) / palette.rows_per_table * table_bytes(palette.job.bits);
-}
-
 // Two rows at once: their sums, each field's apart, hide the latency of vpdpbusd.
 template <int BITS, int DIGITS>
 inline void multiply_palette_rows(const PaletteJob& palette, const int64_t (&rows)[2], Isa::Lanes* lanes) {

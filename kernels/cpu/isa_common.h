@@ -232,6 +232,13 @@ inline void place_digits(const int16_t* values, Layout layout, int shift, int8_t
   }
 }
 
+// 64 numbers in the order of Layout::words.
+inline void place_words(const int16_t* values, int bits, int8_t* out) {
+  alignas(64) int16_t words[64];
+  for (int i = 0; i < 64; ++i) words[i] = values[bits == 8 ? i : i % 16 * 4 + i / 16];
+  std::memcpy(out, words, sizeof words);
+}
+
 constexpr int kMaxBlockCols = 256;  // 64 bytes of 2-bit codes
 
 void quantize(const float* x, int64_t cols, Layout layout, int64_t groups, int8_t* out, float* scale,
@@ -265,6 +272,11 @@ void quantize(const float* x, int64_t cols, Layout layout, int64_t groups, int8_
       int32_t sum = 0;
       for (; i < end; ++i) sum += values[i];
       sums[g] += static_cast<float>(sum);
+    }
+    if (layout.words) {
+      place_words(values, layout.bits, out);
+      out += 2 * step;
+      continue;
     }
     if (layout.digits == 2) {
       // The low digit is the low byte as it stands; what it lacks of [0, 255] is carried into the high one.
@@ -414,6 +426,10 @@ void vector(const VectorJob& job) {
   if (job.bits == 2) return two ? multiply_vector<2, 2>(job) : multiply_vector<2, 1>(job);
   if (job.bits == 4) return two ? multiply_vector<4, 2>(job) : multiply_vector<4, 1>(job);
   return two ? multiply_vector<8, 2>(job) : multiply_vector<8, 1>(job);
+}
+
+inline const uint8_t* table_of(const PaletteJob& palette, int64_t row) {
+  return palette.tables + (palette.first + row) / palette.rows_per_table * table_bytes(palette.job.bits);
 }
 
 }  // namespace

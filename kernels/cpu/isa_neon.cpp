@@ -103,9 +103,121 @@ struct Isa {
 #include "isa_common.h"
 
 namespace afm {
+namespace {
+
+// ---- What isa_tile.h asks for
+
+// Field p of the codes, or a byte of them less 128.
+template <int BITS>
+inline uint8x16_t field_of(uint8x16_t codes, int p) {
+  if constexpr (BITS == 8) return veorq_u8(codes, vdupq_n_u8(128));
+  return vandq_u8(vshlq_u8(codes, vdupq_n_s8(static_cast<int8_t>(-BITS * p))), vdupq_n_u8((1 << BITS) - 1));
+}
+
+inline uint8x16_t signed_table(const uint8_t* p) { return veorq_u8(vld1q_u8(p), vdupq_n_u8(128)); }
+
+// Codes as signed bytes, times digits.
+template <int BITS, int DIGITS>
+struct Tile {
+  static constexpr int kVectors = 4 / DIGITS, kNumberBytes = 1, kShift = BITS == 8 ? 128 : 0, kByteShift = 128;
+  static constexpr int64_t kXBytes = 64 * DIGITS, kStripBlocks = 32;
+  static constexpr int kFields = 8 / BITS, kParts = 4 / kFields;  // registers of codes in a block
+
+  static void unpack(const uint8_t* codes, uint8_t* out) {
+    for (int i = 0; i < kParts; ++i) {
+      const uint8x16_t v = vld1q_u8(codes + 16 * i);
+      for (int p = 0; p < kFields; ++p) vst1q_u8(out + 16 * (p * kParts + i), field_of<BITS>(v, p));
+    }
+  }
+  static void look_up(const uint8_t* codes, const uint8_t* table, uint8_t* out, int64_t gap) {
+    const uint8x16_t high = signed_table(table), low = signed_table(table + table_bytes(BITS) / 2);
+    for (int i = 0; i < kParts; ++i) {
+      const uint8x16_t v = vld1q_u8(codes + 16 * i);
+      for (int p = 0; p < kFields; ++p) {
+        const uint8x16_t field = field_of<BITS>(v, p);
+        vst1q_u8(out + 16 * (p * kParts + i), vqtbl1q_u8(high, field));
+        vst1q_u8(out + gap + 16 * (p * kParts + i), vqtbl1q_u8(low, field));
+      }
+    }
+  }
+  static void multiply(const uint8_t* lines, int64_t line_bytes, int64_t blocks, const int8_t* const* x,
+                       Isa::Lanes* lanes) {
+    int32x4_t sums[4][4];  // of a digit of a vector, and a line
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = vdupq_n_s32(0);
+    for (int64_t b = 0; b < blocks; ++b) {
+#pragma GCC unroll 4
+      for (int q = 0; q < 64; q += 16) {
+        int8x16_t numbers[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; ++r) numbers[r] = vreinterpretq_s8_u8(vld1q_u8(lines + r * line_bytes + 64 * b + q));
+#pragma GCC unroll 4
+        for (int d = 0; d < 4; ++d) {
+          const int8x16_t digits = vld1q_s8(x[d / DIGITS] + (b * DIGITS + d % DIGITS) * 64 + q);
+#pragma GCC unroll 4
+          for (int r = 0; r < 4; ++r) sums[d][r] = vdotq_s32(sums[d][r], numbers[r], digits);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < kVectors * 4; ++i) {
+      const int first = i / 4 * DIGITS;
+      lanes[i] = vcvtq_f32_s32(sums[first][i % 4]);
+      if constexpr (DIGITS == 2) lanes[i] = vfmaq_n_f32(vcvtq_f32_s32(sums[first + 1][i % 4]), lanes[i], 256);
+    }
+  }
+};
+template <int BITS, int DIGITS>
+using WideTile = Tile<BITS, DIGITS>;
+
+// The high and low bytes of a palette's integers as signed bytes, times digits.
+template <int BITS, int DIGITS>
+struct PaletteRow {
+  static constexpr int kFields = 8 / BITS, kPlane = kFields * Isa::kBytes, kShift = 257 * 128;
+
+  static const int8_t* prepare(const int8_t* x, int64_t, int8_t*) { return x; }
+
+  static Isa::Lanes multiply(const uint8_t* codes, int64_t row_bytes, const uint8_t* table, const int8_t* x) {
+    const uint8x16_t of_high = signed_table(table), of_low = signed_table(table + table_bytes(BITS) / 2);
+    int32x4_t sums[DIGITS + 1] = {};  // what counts 1, 256 and 65,536
+    for (int64_t left = row_bytes; left > 0; left -= Isa::kBytes, codes += Isa::kBytes, x += DIGITS * kPlane) {
+      Isa::prefetch(codes + kPrefetch);
+      const uint8x16_t v = left >= Isa::kBytes ? Isa::load(codes) : Isa::load_part(codes, left);
+#pragma GCC unroll 4
+      for (int p = 0; p < kFields; ++p) {
+        const uint8x16_t field = field_of<BITS>(v, p);
+        const int8x16_t high = vreinterpretq_s8_u8(vqtbl1q_u8(of_high, field));
+        const int8x16_t low = vreinterpretq_s8_u8(vqtbl1q_u8(of_low, field));
+#pragma GCC unroll 2
+        for (int d = 0; d < DIGITS; ++d) {
+          const int8x16_t digits = vld1q_s8(x + (DIGITS - 1 - d) * kPlane + p * Isa::kBytes);
+          sums[d] = vdotq_s32(sums[d], low, digits);
+          sums[d + 1] = vdotq_s32(sums[d + 1], high, digits);
+        }
+      }
+    }
+    Isa::Lanes total = vcvtq_f32_s32(sums[DIGITS]);
+    for (int d = DIGITS - 1; d >= 0; --d) total = vfmaq_n_f32(vcvtq_f32_s32(sums[d]), total, 256);
+    return total;
+  }
+};
+
+}  // namespace
+}  // namespace afm
+
+#include "isa_tile.h"
+
+namespace afm {
 
 const Kernels* neon_kernels() {
-  static const Kernels table = common_kernels("neon");
+  static const Kernels table = [] {
+    Kernels k = common_kernels("neon");
+    k.matrix = matrix;
+    k.palette_bits = 4;
+    k.palette_vector = palette_vector;
+    k.palette_matrix = palette_matrix;
+    return k;
+  }();
   return &table;
 }
 

@@ -38,9 +38,14 @@ int code_at(const uint8_t* row, int bits, int64_t k) {
   return (row[k * bits / 8] >> (k * bits % 8)) & ((1 << bits) - 1);
 }
 
-// Digits in `layout` back to the integer of column k.
+// Digits or integers in `layout` back to the integer of column k.
 int value_at(const int8_t* x, const Layout& layout, int64_t k) {
   const int fields = 8 / layout.bits;
+  if (layout.words) {
+    int16_t word;
+    memcpy(&word, x + 2 * (layout.bits == 8 ? k : k / 64 * 64 + k % 4 * 16 + k % 64 / 4), sizeof word);
+    return word;
+  }
   const int64_t step = block_cols(layout), block = k / step, at = k % step;
   int value = 0;
   for (int d = 0; d < layout.digits; ++d) {
@@ -119,6 +124,68 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
   }
   test_columns(k, codes, rows, cols, bits, group, scales, stride, x);
   free(codes), free(x), free(rest), free(scales), free(planes), free(sums), free(out);
+}
+
+// Codes times some vectors: as they are, or of palettes whose first table has been used for one row already. Where they
+// are `largest`, so is every number, but for signs.
+void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_t rows, int64_t cols, int64_t vectors,
+                 bool largest) {
+  const int64_t row_bytes = cols * bits / 8, rows_per_table = 3;
+  uint8_t* codes = array<uint8_t>(rows * row_bytes);
+  uint8_t* tables = array<uint8_t>((rows / rows_per_table + 2) * table_bytes(bits));
+  for (int64_t i = 0; i < rows * row_bytes; ++i) codes[i] = static_cast<uint8_t>(largest ? 255 : draw());
+  for (int64_t i = 0; i < (rows / rows_per_table + 2) * table_bytes(bits); ++i) {
+    tables[i] = static_cast<uint8_t>(largest ? draw() % 2 * 255 : draw());
+  }
+  const bool several = vectors > 1, words = several && k.words && (of_palette || digits == 2 || bits == 8);
+  const Layout layout = {bits, several ? 8 * bits : k.vector_bytes, digits, words};
+  const int64_t x_row_bytes = digit_bytes(layout, cols);
+  float *x = array<float>(cols), *out = array<float>(vectors * rows);
+  int8_t* planes = static_cast<int8_t*>(aligned_alloc(64, static_cast<size_t>(vectors * x_row_bytes + 63) / 64 * 64));
+  const float sign = draw() % 2 ? 1.0f : -1.0f;
+  float unit, sum;
+  for (int64_t v = 0; v < vectors; ++v) {
+    for (int64_t i = 0; i < cols; ++i) x[i] = largest ? sign : draw_float();
+    k.quantize(x, cols, layout, 1, planes + v * x_row_bytes, &unit, &sum, nullptr);
+  }
+  const size_t room = static_cast<size_t>(kScratchRows * x_row_bytes + 63) / 64 * 64;
+  uint8_t* scratch = static_cast<uint8_t*>(aligned_alloc(64, room));
+  const MatrixJob job = {codes, rows, row_bytes, planes, vectors, x_row_bytes, digits, bits, out, rows, scratch, {}};
+  if (of_palette) {
+    (several ? k.palette_matrix : k.palette_vector)({job, tables, rows_per_table, 1});
+  } else {
+    k.matrix(job);
+  }
+  for (int64_t v = 0; v < vectors; ++v) {
+    for (int64_t n = 0; n < rows; ++n) {
+      const uint8_t* table = tables + (n + 1) / rows_per_table * table_bytes(bits);
+      double wanted = 0, gross = 1;
+      for (int64_t i = 0; i < cols; ++i) {
+        const int code = code_at(codes + n * row_bytes, bits, i);
+        const int value = value_at(planes + v * x_row_bytes, layout, i);
+        const double number = of_palette ? 256 * table[code] + table[table_bytes(bits) / 2 + code] : code;
+        wanted += number * value;
+        gross += (of_palette ? 32768 : number) * abs(value);
+      }
+      expect(out[v * rows + n], wanted, 1e-6 * gross, of_palette ? "palette" : "matrix");
+    }
+  }
+  free(codes), free(tables), free(x), free(out), free(planes), free(scratch);
+}
+
+// Tails of rows, of columns and of vectors, one strip and several.
+void test_matrices(const Kernels& k, int bits, int digits) {
+  for (const bool of_palette : {false, true}) {
+    if (of_palette ? bits > k.palette_bits : k.matrix == nullptr) continue;
+    for (const int64_t words : {1, 16, 37, 210}) {
+      const int64_t cols = words * 32 / bits;
+      for (const int64_t vectors : {1, 2, 5, 8}) {
+        if (!of_palette && vectors == 1) continue;
+        test_matrix(k, of_palette, bits, digits, 1 + draw() % 8, cols, vectors, false);
+        test_matrix(k, of_palette, bits, digits, 8 + draw() % 8, cols, vectors, vectors % 2 == 1);
+      }
+    }
+  }
 }
 
 void test_floats(const Kernels& k, int64_t count) {
@@ -204,6 +271,10 @@ int main(int argc, char** argv) {
   state = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
 #if defined(__aarch64__)
   const Kernels* k = neon_kernels();
+#elif defined(__AVX512VNNI__)
+  const Kernels* k = avx512_kernels();
+#elif defined(__AVX2__)
+  const Kernels* k = avx2_kernels();
 #else
   const Kernels* k = portable_kernels();
 #endif
@@ -213,6 +284,7 @@ int main(int argc, char** argv) {
   }
   for (const int bits : {2, 4, 8}) {
     for (const int digits : {1, 2}) {
+      test_matrices(*k, bits, digits);
       for (const int64_t rows : {1, 4, 16, 27}) {
         for (const int64_t words : {1, 3, 16, 37, 160}) {
           test_vector(*k, bits, digits, rows, words * 32 / bits, 0);
