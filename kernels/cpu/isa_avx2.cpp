@@ -1,4 +1,5 @@
-// AVX2: `vpmaddubsw` multiplies 32 codes with 32 digits and adds them up in twos, in int16.
+// AVX2: `vpmaddubsw` multiplies 32 codes with 32 digits and adds them up in twos, in int16; `vpmaddwd`
+// does the same with 16 of each that are int16 already, in int32.
 #include "isa.h"
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
@@ -142,7 +143,7 @@ inline void store_words(uint8_t* p, __m256i v) { _mm256_store_si256(reinterpret_
 // 1,024 columns add up to is 128 * 255 * 32639 at most in each of 8 lanes, half of what fits.
 template <int BITS>
 struct Words {
-  static constexpr int kVectors = 2, kNumberBytes = 2, kShift = 0, kByteShift = 0;
+  static constexpr int kVectors = 2, kNumberBytes = 2, kShift = 0, kByteShift = 0, kUnitCols = BITS == 8 ? 16 : 64;
   static constexpr int64_t kXBytes = 128, kStripBlocks = 16;
 
   static void unpack(const uint8_t* codes, uint8_t* out) {
@@ -171,10 +172,20 @@ struct Words {
   }
   static void multiply(const uint8_t* lines, int64_t line_bytes, int64_t blocks, const int8_t* const* x,
                        Isa::Lanes* lanes) {
+    multiply_bytes(lines, line_bytes, 0, blocks * 128, x, lanes);
+  }
+  static void multiply_unit(const uint8_t* lines, int64_t line_bytes, const int8_t* const* x, int unit,
+                            Isa::Lanes* lanes) {
+    multiply_bytes(lines, line_bytes, unit * kUnitCols * 2, (unit + 1) * kUnitCols * 2, x, lanes);
+  }
+
+ private:
+  static void multiply_bytes(const uint8_t* lines, int64_t line_bytes, int64_t begin, int64_t end,
+                             const int8_t* const* x, Isa::Lanes* lanes) {
     __m256i sums[kVectors][4];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) sums[i / 4][i % 4] = _mm256_setzero_si256();
-    for (int64_t at = 0; at < blocks * 128; at += 32) {
+    for (int64_t at = begin; at < end; at += 32) {
       const __m256i first = load_digits(x[0] + at), second = load_digits(x[1] + at);
 #pragma GCC unroll 4
       for (int r = 0; r < 4; ++r) {
@@ -287,6 +298,8 @@ template <int BITS, int DIGITS>
 using Tile = std::conditional_t<DIGITS == 1 && BITS != 8, Pairs<BITS>, Words<BITS>>;
 template <int BITS, int DIGITS>
 using WideTile = Words<BITS>;
+template <int BITS, int DIGITS>
+using GroupTile = Words<BITS>;
 
 }  // namespace
 }  // namespace afm
@@ -300,6 +313,7 @@ const Kernels* avx2_kernels() {
     Kernels k = common_kernels("avx2");
     k.words = true;
     k.matrix = matrix;
+    k.grouped_matrix = grouped_matrix;
     k.palette_bits = 4;
     k.palette_vector = palette_vector;
     k.palette_matrix = palette_matrix;

@@ -116,12 +116,14 @@ inline uint8x16_t field_of(uint8x16_t codes, int p) {
 
 inline uint8x16_t signed_table(const uint8_t* p) { return veorq_u8(vld1q_u8(p), vdupq_n_u8(128)); }
 
-// Codes as signed bytes, times digits.
-template <int BITS, int DIGITS>
-struct Tile {
+// Codes as signed bytes, times digits. What 8 bits lack is added by whoever asks for it, or, where a row has GROUPS,
+// here.
+template <int BITS, int DIGITS, bool GROUPS>
+struct Bytes {
   static constexpr int kVectors = 4 / DIGITS, kNumberBytes = 1, kShift = BITS == 8 ? 128 : 0, kByteShift = 128;
   static constexpr int64_t kXBytes = 64 * DIGITS, kStripBlocks = 32;
   static constexpr int kFields = 8 / BITS, kParts = 4 / kFields;  // registers of codes in a block
+  static constexpr int kUnitCols = 16 * kFields;
 
   static void unpack(const uint8_t* codes, uint8_t* out) {
     for (int i = 0; i < kParts; ++i) {
@@ -142,18 +144,31 @@ struct Tile {
   }
   static void multiply(const uint8_t* lines, int64_t line_bytes, int64_t blocks, const int8_t* const* x,
                        Isa::Lanes* lanes) {
-    int32x4_t sums[4][4];  // of a digit of a vector, and a line
+    multiply_registers<1>(lines, line_bytes, blocks, x, 0, lanes);
+  }
+  static void multiply_unit(const uint8_t* lines, int64_t line_bytes, const int8_t* const* x, int unit,
+                            Isa::Lanes* lanes) {
+    multiply_registers<kParts>(lines, line_bytes, 1, x, 16 * unit, lanes);
+  }
+
+ private:
+  // Every STEP-th register of the blocks, from byte `first` on.
+  template <int STEP>
+  static void multiply_registers(const uint8_t* lines, int64_t line_bytes, int64_t blocks, const int8_t* const* x,
+                                 int first, Isa::Lanes* lanes) {
+    int32x4_t sums[4][4], lacking[4];  // of a digit of a vector, and a line
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = vdupq_n_s32(0);
+    for (int i = 0; i < 16; ++i) sums[i / 4][i % 4] = lacking[i / 4] = vdupq_n_s32(0);
     for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 4
-      for (int q = 0; q < 64; q += 16) {
+      for (int q = first; q < 64; q += 16 * STEP) {
         int8x16_t numbers[4];
 #pragma GCC unroll 4
         for (int r = 0; r < 4; ++r) numbers[r] = vreinterpretq_s8_u8(vld1q_u8(lines + r * line_bytes + 64 * b + q));
 #pragma GCC unroll 4
         for (int d = 0; d < 4; ++d) {
           const int8x16_t digits = vld1q_s8(x[d / DIGITS] + (b * DIGITS + d % DIGITS) * 64 + q);
+          if constexpr (BITS == 8 && GROUPS) lacking[d] = vdotq_s32(lacking[d], digits, vdupq_n_s8(-128));
 #pragma GCC unroll 4
           for (int r = 0; r < 4; ++r) sums[d][r] = vdotq_s32(sums[d][r], numbers[r], digits);
         }
@@ -161,14 +176,20 @@ struct Tile {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kVectors * 4; ++i) {
-      const int first = i / 4 * DIGITS;
-      lanes[i] = vcvtq_f32_s32(sums[first][i % 4]);
-      if constexpr (DIGITS == 2) lanes[i] = vfmaq_n_f32(vcvtq_f32_s32(sums[first + 1][i % 4]), lanes[i], 256);
+      const int high = i / 4 * DIGITS, low = high + DIGITS - 1;
+      lanes[i] = vcvtq_f32_s32(vsubq_s32(sums[low][i % 4], lacking[low]));
+      if constexpr (DIGITS == 2) {
+        lanes[i] = vfmaq_n_f32(lanes[i], vcvtq_f32_s32(vsubq_s32(sums[high][i % 4], lacking[high])), 256);
+      }
     }
   }
 };
 template <int BITS, int DIGITS>
-using WideTile = Tile<BITS, DIGITS>;
+using Tile = Bytes<BITS, DIGITS, false>;
+template <int BITS, int DIGITS>
+using GroupTile = Bytes<BITS, DIGITS, true>;
+template <int BITS, int DIGITS>
+using WideTile = Bytes<BITS, DIGITS, false>;
 
 // The high and low bytes of a palette's integers as signed bytes, times digits.
 template <int BITS, int DIGITS>
@@ -213,6 +234,7 @@ const Kernels* neon_kernels() {
   static const Kernels table = [] {
     Kernels k = common_kernels("neon");
     k.matrix = matrix;
+    k.grouped_matrix = grouped_matrix;
     k.palette_bits = 4;
     k.palette_vector = palette_vector;
     k.palette_matrix = palette_matrix;

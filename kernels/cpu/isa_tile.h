@@ -1,10 +1,11 @@
 // Rows of codes times several vectors; part of the units that include it after `isa_common.h`, and compiled like them.
 //
-// Codes become numbers that the processor multiplies, kLines rows and a strip of columns at a time, and meet all vectors
-// while they are in the first-level cache. Four lines of them and some vectors have their sums in registers. A strip is
+// Codes become numbers that the processor multiplies, kLines rows and a strip of columns at a time, and meet all
+// vectors while they are in the first-level cache. Four lines of them and some vectors have their sums in registers. A strip is
 // so short that no sum overflows: what comes out of it is added up in float32.
 //
-// The unit defines Tile<BITS, DIGITS> for codes with one scale per row, and WideTile<BITS, DIGITS> for palettes:
+// The unit defines Tile<BITS, DIGITS> for codes with one scale per row, WideTile<BITS, DIGITS> for palettes, and
+// GroupTile<BITS, DIGITS> for codes with several scales per row, which takes nothing off:
 //   kVectors        vectors that meet four lines at once
 //   kNumberBytes    bytes of a number
 //   kXBytes         bytes that 64 columns of a vector take
@@ -14,6 +15,8 @@
 //   look_up(codes, table, out, gap)  of a palette: those of their high bytes, and of the low ones gap bytes behind
 //   multiply(lines, line_bytes, blocks, x, lanes)
 //                   lanes[4 * v + r]: those of line r and vector v, over `blocks` times 64 columns
+//   kUnitCols, multiply_unit(lines, line_bytes, x, unit, lanes)
+//                   of a GroupTile: the same over one of a block's units, where a lane adds up neighbouring columns
 // and for a palette's codes times one vector, PaletteRow<BITS, DIGITS>:
 //   kPlane          digits of a plane, see Layout
 //   kShift          what is taken off every number, and added again here
@@ -36,6 +39,10 @@ struct CodeLines {
   const MatrixJob& job;
 
   void unpack(int64_t, const uint8_t* codes, uint8_t* out, int64_t) const { Tile::unpack(codes, out); }
+  void multiply(const uint8_t* numbers, int64_t line_bytes, int64_t, int64_t count, const int8_t* const* x, int64_t,
+                int64_t, Isa::Lanes* lanes) const {
+    Tile::multiply(numbers, line_bytes, count, x, lanes);
+  }
   static void add(const Floats4& sums, int64_t rows, float* out) {
     if (rows >= kTileLines) {
       Floats4 v;
@@ -44,6 +51,55 @@ struct CodeLines {
       std::memcpy(out, &v, sizeof v);
     } else {
       for (int64_t r = 0; r < rows; ++r) out[r] += sums[r];
+    }
+  }
+};
+
+// Lines of codes with several scales each.
+template <class TILE, int BITS>
+struct GroupLines : CodeLines<TILE, BITS> {
+  using Tile = TILE;
+  static constexpr int kShift = 0;
+  const GroupedJob& grouped;
+
+  GroupLines(const GroupedJob& of) : CodeLines<TILE, BITS>{of.job}, grouped(of) {}
+
+  // Blocks [begin, begin + count) of rows [row, row + rows): groups end at any of them, or several times within one.
+  void multiply(const uint8_t* numbers, int64_t line_bytes, int64_t begin, int64_t count, const int8_t* const* x,
+                int64_t row, int64_t rows, Isa::Lanes* lanes) const {
+    constexpr int kSums = Tile::kVectors * kTileLines;
+    const int64_t group_cols = grouped.group_bytes * (8 / BITS);
+    const float* scales[kTileLines];  // rows past the last repeat it
+    for (int64_t r = 0; r < kTileLines; ++r) {
+      scales[r] = grouped.scales + (row + smaller(r, rows - 1)) * grouped.scale_stride;
+    }
+    Isa::Lanes sums[kSums];
+    for (int i = 0; i < kSums; ++i) lanes[i] = Isa::zero();
+    const int8_t* part[Tile::kVectors];
+    for (int64_t b = 0; b < count;) {
+      const uint8_t* at = numbers + b * 64 * Tile::kNumberBytes;
+      for (int v = 0; v < Tile::kVectors; ++v) part[v] = x[v] + b * Tile::kXBytes;
+      if (group_cols >= 64) {
+        const int64_t blocks = group_cols / 64, group = (begin + b) / blocks;
+        const int64_t some = smaller(count - b, (group + 1) * blocks - (begin + b));
+        Tile::multiply(at, line_bytes, some, part, sums);
+        for (int i = 0; i < kSums; ++i) {
+          lanes[i] = Isa::multiply_add(sums[i], Isa::set1(scales[i % kTileLines][group]), lanes[i]);
+        }
+        b += some;
+        continue;
+      }
+      for (int unit = 0; unit < 64 / Tile::kUnitCols; ++unit) {
+        const int64_t group = ((begin + b) * 64 + unit * Tile::kUnitCols) / group_cols;
+        const int within = static_cast<int>(Tile::kUnitCols / group_cols);
+        Tile::multiply_unit(at, line_bytes, part, unit, sums);
+        Isa::Lanes scale[kTileLines];
+        for (int r = 0; r < kTileLines; ++r) {
+          scale[r] = within > 1 ? Isa::spread(scales[r] + group, within) : Isa::set1(scales[r][group]);
+        }
+        for (int i = 0; i < kSums; ++i) lanes[i] = Isa::multiply_add(sums[i], scale[i % kTileLines], lanes[i]);
+      }
+      ++b;
     }
   }
 };
@@ -58,6 +114,10 @@ struct PaletteLines {
 
   void unpack(int64_t row, const uint8_t* codes, uint8_t* out, int64_t gap) const {
     Tile::look_up(codes, table_of(palette, row), out, gap);
+  }
+  void multiply(const uint8_t* numbers, int64_t line_bytes, int64_t, int64_t count, const int8_t* const* x, int64_t,
+                int64_t, Isa::Lanes* lanes) const {
+    Tile::multiply(numbers, line_bytes, count, x, lanes);
   }
   static void add(const Floats4& sums, int64_t rows, float* out) {
     out[0] += 256 * sums[0] + sums[1];
@@ -97,12 +157,13 @@ inline void unpack_strip(const Lines& lines, int64_t row, int64_t begin, int64_t
 
 // `count` blocks of numbers times all vectors, added to rows [row, row + rows) of the products.
 template <class Lines>
-inline void multiply_strip(const MatrixJob& job, const uint8_t* numbers, int64_t line_bytes, int64_t begin,
-                           int64_t count, int64_t row, int64_t rows) {
+inline void multiply_strip(const Lines& lines, const uint8_t* numbers, int64_t line_bytes, int64_t begin, int64_t count,
+                           int64_t row, int64_t rows) {
   using Tile = typename Lines::Tile;
+  const MatrixJob& job = lines.job;
   constexpr int kVectors = Tile::kVectors;
   alignas(64) float sums[kVectors * kTileLines];
-  Isa::Lanes lanes[kVectors * kTileLines];
+  Isa::Lanes products[kVectors * kTileLines];
   for (int64_t m = 0; m < job.vectors; m += kVectors) {
     const int64_t vectors = smaller(kVectors, job.vectors - m);
     const int8_t* x[kVectors];
@@ -110,8 +171,9 @@ inline void multiply_strip(const MatrixJob& job, const uint8_t* numbers, int64_t
       x[v] = job.x + (m + smaller(v, vectors - 1)) * job.x_row_bytes + begin * Tile::kXBytes;
     }
     for (int64_t r = 0; r < rows; r += kTileLines / Lines::kPerRow) {
-      Tile::multiply(numbers + r * Lines::kPerRow * line_bytes, line_bytes, count, x, lanes);
-      for (int i = 0; i < kVectors * kTileLines; i += Isa::kLanes) Isa::reduce(lanes + i, sums + i);
+      const uint8_t* first = numbers + r * Lines::kPerRow * line_bytes;
+      lines.multiply(first, line_bytes, begin, count, x, row + r, rows - r, products);
+      for (int i = 0; i < kVectors * kTileLines; i += Isa::kLanes) Isa::reduce(products + i, sums + i);
       for (int64_t v = 0; v < vectors; ++v) {
         Floats4 of_vector;
         std::memcpy(&of_vector, sums + kTileLines * v, sizeof of_vector);
@@ -146,7 +208,7 @@ void multiply_lines(const Lines& lines) {
       for (int64_t r = 0; r < rows; ++r) {
         unpack_strip(lines, row + r, begin, count, numbers + r * Lines::kPerRow * kLineBytes, kLineBytes);
       }
-      multiply_strip<Lines>(job, numbers, kLineBytes, begin, count, row, rows);
+      multiply_strip(lines, numbers, kLineBytes, begin, count, row, rows);
     }
   }
 }
@@ -161,6 +223,18 @@ void matrix(const MatrixJob& job) {
   if (job.bits == 2) return two ? multiply_matrix<2, 2>(job) : multiply_matrix<2, 1>(job);
   if (job.bits == 4) return two ? multiply_matrix<4, 2>(job) : multiply_matrix<4, 1>(job);
   return two ? multiply_matrix<8, 2>(job) : multiply_matrix<8, 1>(job);
+}
+
+template <int BITS, int DIGITS>
+void multiply_grouped_matrix(const GroupedJob& grouped) {
+  multiply_lines(GroupLines<GroupTile<BITS, DIGITS>, BITS>(grouped));
+}
+
+void grouped_matrix(const GroupedJob& job) {
+  const bool two = job.job.digits == 2;
+  if (job.job.bits == 2) return two ? multiply_grouped_matrix<2, 2>(job) : multiply_grouped_matrix<2, 1>(job);
+  if (job.job.bits == 4) return two ? multiply_grouped_matrix<4, 2>(job) : multiply_grouped_matrix<4, 1>(job);
+  return two ? multiply_grouped_matrix<8, 2>(job) : multiply_grouped_matrix<8, 1>(job);
 }
 
 // ---- Palettes

@@ -126,10 +126,10 @@ void test_vector(const Kernels& k, int bits, int digits, int64_t rows, int64_t c
   free(codes), free(x), free(rest), free(scales), free(planes), free(sums), free(out);
 }
 
-// Codes times some vectors: as they are, or of palettes whose first table has been used for one row already. Where they
-// are `largest`, so is every number, but for signs.
+// Codes times some vectors: as they are, with scales of groups unless these are 0, or of palettes whose first table has
+// been used for one row already. Where they are `largest`, so is every number, but for signs.
 void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_t rows, int64_t cols, int64_t vectors,
-                 bool largest) {
+                 bool largest, int64_t group = 0) {
   const int64_t row_bytes = cols * bits / 8, rows_per_table = 3;
   uint8_t* codes = array<uint8_t>(rows * row_bytes);
   uint8_t* tables = array<uint8_t>((rows / rows_per_table + 2) * table_bytes(bits));
@@ -137,7 +137,7 @@ void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_
   for (int64_t i = 0; i < (rows / rows_per_table + 2) * table_bytes(bits); ++i) {
     tables[i] = static_cast<uint8_t>(largest ? draw() % 2 * 255 : draw());
   }
-  const bool several = vectors > 1, words = several && k.words && (of_palette || digits == 2 || bits == 8);
+  const bool several = vectors > 1, words = several && k.words && (of_palette || group > 0 || digits == 2 || bits == 8);
   const Layout layout = {bits, several ? 8 * bits : k.vector_bytes, digits, words};
   const int64_t x_row_bytes = digit_bytes(layout, cols);
   float *x = array<float>(cols), *out = array<float>(vectors * rows);
@@ -150,9 +150,14 @@ void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_
   }
   const size_t room = static_cast<size_t>(kScratchRows * x_row_bytes + 63) / 64 * 64;
   uint8_t* scratch = static_cast<uint8_t*>(aligned_alloc(64, room));
+  const int64_t stride = group > 0 ? (cols / group + 15) / 16 * 16 + 16 : 0;
+  float* scales = array<float>(rows * stride);
+  for (int64_t i = 0; i < rows * stride; ++i) scales[i] = i % stride < cols / group ? draw_float() : 0;
   const MatrixJob job = {codes, rows, row_bytes, planes, vectors, x_row_bytes, digits, bits, out, rows, scratch, {}};
   if (of_palette) {
     (several ? k.palette_matrix : k.palette_vector)({job, tables, rows_per_table, 1});
+  } else if (group > 0) {
+    k.grouped_matrix({job, scales, stride, group * bits / 8});
   } else {
     k.matrix(job);
   }
@@ -163,17 +168,19 @@ void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_
       for (int64_t i = 0; i < cols; ++i) {
         const int code = code_at(codes + n * row_bytes, bits, i);
         const int value = value_at(planes + v * x_row_bytes, layout, i);
-        const double number = of_palette ? 256 * table[code] + table[table_bytes(bits) / 2 + code] : code;
+        double number = of_palette ? 256 * table[code] + table[table_bytes(bits) / 2 + code] : code;
+        if (group > 0) number *= scales[n * stride + i / group];
         wanted += number * value;
-        gross += (of_palette ? 32768 : number) * abs(value);
+        gross += (of_palette ? 32768 : fabs(number)) * abs(value);
       }
       expect(out[v * rows + n], wanted, 1e-6 * gross, of_palette ? "palette" : "matrix");
     }
   }
-  free(codes), free(tables), free(x), free(out), free(planes), free(scratch);
+  free(codes), free(tables), free(x), free(out), free(planes), free(scratch), free(scales);
 }
 
-// Tails of rows, of columns and of vectors, one strip and several.
+// Tails of rows, of columns and of vectors, one strip and several; groups from four bytes of codes to more than a
+// strip.
 void test_matrices(const Kernels& k, int bits, int digits) {
   for (const bool of_palette : {false, true}) {
     if (of_palette ? bits > k.palette_bits : k.matrix == nullptr) continue;
@@ -185,6 +192,11 @@ void test_matrices(const Kernels& k, int bits, int digits) {
         test_matrix(k, of_palette, bits, digits, 8 + draw() % 8, cols, vectors, vectors % 2 == 1);
       }
     }
+  }
+  for (const int64_t words : {1, 2, 4, 8, 2 * bits, 4 * bits, 10 * bits, 70 * bits}) {
+    if (k.grouped_matrix == nullptr || (words < 2 * bits && 2 * bits % words > 0)) continue;
+    const int64_t group = words * 32 / bits, groups = words > 8 * bits ? 2 : 3 + draw() % 40;
+    test_matrix(k, false, bits, digits, 1 + draw() % 20, groups * group, 2 + draw() % 6, draw() % 2 == 0, group);
   }
 }
 
@@ -271,8 +283,6 @@ int main(int argc, char** argv) {
   state = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
 #if defined(__aarch64__)
   const Kernels* k = neon_kernels();
-#elif defined(__AVX512VNNI__)
-  const Kernels* k = avx512_kernels();
 #elif defined(__AVX2__)
   const Kernels* k = avx2_kernels();
 #else
