@@ -1,12 +1,16 @@
 """The zoo model: one folder that this package and mlx-lm load, and the same shapes for llama.cpp."""
 
+import sys
+
 import mlx.core as mx
 import mlx_lm.utils
 import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from bench.peer_models import MLX_LM
 from bench.peer_ours import load, weight_bytes
+from bench.peer_protocol import Peer
 from bench.peer_zoo import CONFIGS, llama_shapes, write_folder, zoo_model
 from tests.tools.compare import assert_close
 
@@ -30,6 +34,20 @@ def test_the_folder_is_mlx_lms_and_runs_packed(tmp_path, rng, zoo_sizes):
     logits = np.array(theirs(tokens))
     assert 0.3 < logits.std() < 3
     assert_close(ours(tokens), mx.array(logits), 1e-2)
+
+
+def test_mlx_lm_is_measured_on_the_same_folder(tmp_path, zoo_sizes):
+    write_folder(CONFIGS["qwen3-4b"] | zoo_sizes, tmp_path / "zoo")
+    arguments = zoo_model("qwen3-4b").mlx_lm_arguments(tmp_path / "zoo")
+    peer = Peer(MLX_LM, [sys.executable, "-m", "bench.peer_mlx_lm", *arguments], threads=1)
+    try:
+        stored = (tmp_path / "zoo" / "model.safetensors").stat().st_size
+        assert peer.hello["weight_bytes"] > stored  # its floats are float32
+        assert peer.hello["load_seconds"] > 0
+        assert peer.measure("prefill", tokens=2)["tokens_per_second"] > 0
+        assert peer.measure("decode", tokens=2, rows=1, depth=2)["tokens_per_second"] > 0
+    finally:
+        peer.close()
 
 
 def test_the_zoo_model_has_the_published_size():
