@@ -1,7 +1,5 @@
 """How the peers of a model are started, and that the model of each is written once."""
 
-import pytest
-
 from bench import peer_models
 from bench.peer_models import EXACT, INT8, MLX_LM, commands
 from bench.peers import MODELS
@@ -36,8 +34,3 @@ def test_every_program_is_given_the_same_model(name, tmp_path, monkeypatch, rng)
         assert command[0] == "python-of-llama"
         assert command[command.index("--capacity") + 1] == "700"
         assert ("--no-repack" in command) == (not format.repack)
-
-
-def test_models_that_nobody_has():
-    with pytest.raises(KeyError):
-        MODELS["afm-4b"]
