@@ -40,8 +40,8 @@ def both(kind, rng, packed=None, biased=False):
         for norm in (block.input_layernorm, block.post_attention_layernorm):
             norm.weight = mx.array(rng.uniform(0.5, 1.5, norm.weight.shape), mx.float32)
     if packed:
-        rule = QuantizationRule(4, packed, "group" if packed == "affine" else None)
-        rule = QuantizationRule(4, "affine", "group", 32) if packed == "affine" else rule
+        groups = ("group", 32) if packed == "affine" else ()
+        rule = QuantizationRule(4, packed, *groups)
         quantize_model(model, {}, rule, rule)
     ours = copy.deepcopy(model)
     take_blocks(ours)
