@@ -14,7 +14,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from bench.targets import Target, markdown, target_rows
 SWAP_SECONDS = 1e-3
 LOAD_SECONDS = 0.15
 OF_NONE = 0.87
+PROMPT_OF_NONE = 0.92
 OF_ONE = 0.8
 DISPATCHES = 380
 NO_EXTRA = 1.05  # of a step, within what its own noise is
@@ -120,19 +121,40 @@ def loads(model: Any, rank: int, trials: int) -> Figures:
     return {"bytes": nbytes, "load_seconds": seconds[1:], "write_seconds": writing[1:]}
 
 
-def decoding(model: Any, cases: dict[str, BenchmarkCase], rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of cases that take turns, by their names."""
-    rates: dict[str, list[float]] = {name: [] for name in cases}
+def in_turn(
+    model: Any, cases: dict[str, BenchmarkCase], rounds: int
+) -> Iterator[tuple[str, Bench, bool]]:
+    """Every case, round after round, while its adapters are the model's.
+
+    Returns:
+        Name, benchmark, and whether the round counts: the first is a warm-up.
+    """
     active, batches = bind(model), {name: _batch(model, case) for name, case in cases.items()}
     for turn in range(rounds + 1):
         for name, case in cases.items():
-            bench = Bench(model, case, "int8", None, np.random.default_rng(turn))
             with active.using(batches[name]):
-                bench.run(4)
-                _, seconds = bench.run(case.generated_tokens)
-            if turn:  # the first round is a warm-up
-                rates[name].append(case.batch * (case.generated_tokens - 2) / seconds)
+                yield name, Bench(model, case, "int8", None, np.random.default_rng(turn)), turn > 0
     unbind(model)
+
+
+def decoding(model: Any, cases: dict[str, BenchmarkCase], rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of cases that take turns, by their names."""
+    rates: dict[str, list[float]] = {name: [] for name in cases}
+    for name, bench, counts in in_turn(model, cases, rounds):
+        bench.run(4)
+        _, seconds = bench.run(bench.case.generated_tokens)
+        if counts:
+            rates[name].append(bench.case.batch * (bench.case.generated_tokens - 2) / seconds)
+    return rates
+
+
+def prompts(model: Any, cases: dict[str, BenchmarkCase], rounds: int) -> dict[str, list[float]]:
+    """Tokens per second of one row's prompt, up to the first token, of cases that take turns."""
+    rates: dict[str, list[float]] = {name: [] for name in cases}
+    for name, bench, counts in in_turn(model, cases, rounds):
+        first, _ = bench.run(3)
+        if counts:
+            rates[name].append(bench.case.prompt_tokens / first)
     return rates
 
 
@@ -182,6 +204,11 @@ def targets(figures: Figures) -> list[Target]:
             OF_NONE,
         ),
         Target(
+            "prompt with rank 16, over none",
+            _ratio(figures["prompts"]["rank 16"], figures["prompts"]["none"]),
+            PROMPT_OF_NONE,
+        ),
+        Target(
             "8 rows with 8 adapters, over with one",
             _ratio(rates["8 rows, 8 adapters"], rates["8 rows, 1 adapter"]),
             OF_ONE,
@@ -214,6 +241,14 @@ def measure(preset: str, rank: int, rounds: int, generated: int) -> Figures:
         },
         "loads": loads(model, 32, rounds),
         "operations": operations(model),
+        "prompts": prompts(
+            model,
+            {
+                "none": BenchmarkCase(512, 3),
+                f"rank {rank}": BenchmarkCase(512, 3, adapter_rank=rank),
+            },
+            rounds,
+        ),
         "decoding": decoding(
             model,
             {
@@ -245,9 +280,10 @@ def main(argv: list[str] | None = None) -> None:
     figures = measure(options.preset, 16, options.rounds, options.generated)
     others = bystanders.processors()
     print(f"{options.preset}, random weights of 2 bits, {threads_in_use()} threads\n")
-    rows = [["decoding", "tokens/s, median", "least", "most"]]
-    for name, rates in figures["decoding"].items():
-        rows.append([name, *(f"{f(rates):.1f}" for f in (statistics.median, min, max))])
+    rows = [["", "tokens/s, median", "least", "most"]]
+    for kind, words in (("decoding", "decoding, "), ("prompts", "prompt of 512, ")):
+        for name, rates in figures[kind].items():
+            rows.append([words + name, *(f"{f(rates):.1f}" for f in (statistics.median, min, max))])
     print(markdown(rows))
     for pair, found in figures["swaps"].items():
         first = _milliseconds(found["first_ever_seconds"])

@@ -29,6 +29,8 @@ def test_every_figure_is_measured(measured):
         "8 rows, 8 adapters",
     }
     assert all(len(rates) == 1 and rates[0] > 0 for rates in figures["decoding"].values())
+    assert set(figures["prompts"]) == {"none", "rank 16"}
+    assert all(len(rates) == 1 and rates[0] > 0 for rates in figures["prompts"].values())
     for found in figures["swaps"].values():
         assert all(found[f"{name}_seconds"] > 0 for name in ("swap", "kept", "after_swap"))
         assert len(found["first_ever_seconds"]) == 2
@@ -37,7 +39,12 @@ def test_every_figure_is_measured(measured):
     assert figures["loads"]["bytes"] > 2_000_000
     counts = figures["operations"]
     assert counts["none"] <= counts["rank 16"] <= counts["8 rows, 8 ranks"]
-    for name in ("8 rows, 8 adapters", "swap of a resident adapter", "operations a step"):
+    for name in (
+        "8 rows, 8 adapters",
+        "prompt of 512, rank 16",
+        "swap of a resident adapter",
+        "operations a step",
+    ):
         assert name in printed
 
 
@@ -47,6 +54,10 @@ def test_targets_are_judged_by_the_figures(measured):
     judged = {t.name: t.met for t in adapters.targets(figures | {"decoding": slow})}
     assert judged["decode with rank 16, over none"] is False
     assert judged["8 rows with 8 adapters, over with one"] is True
+    quick = figures | {"prompts": {"none": [100.0, 50.0, 100.0], "rank 16": [93.0, 40.0, 93.0]}}
+    (prompt,) = [t for t in adapters.targets(quick) if t.name == "prompt with rank 16, over none"]
+    assert prompt.value == pytest.approx(0.93)
+    assert prompt.met is True
     late = figures["loads"] | {"load_seconds": [0.1, 0.2, 0.3]}
     (load,) = [t for t in adapters.targets(figures | {"loads": late}) if "first load" in t.name]
     assert load.value == pytest.approx(200)
