@@ -66,6 +66,8 @@ class Attention {
                       std::vector<int8_t>* copy, int64_t* stride) const;
   const float* block_floats(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token, int64_t count,
                             std::vector<float>* copy, int64_t* stride) const;
+  // A token's codes, where they are.
+  const int8_t* codes_at(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token) const;
   // Where a token's keys or values lie: those of its head, and the index of the first among their numbers.
   int64_t place(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token,
                 const Columns** columns) const;
@@ -161,7 +163,9 @@ void Attention::work(const Piece& piece, Partial& partial) const {
     end = block_end(piece, begin, kBlock);
     int64_t count = end - begin, stride;
     const int8_t* keys = block(a_.keys, a_.tail_keys, tile, begin, count, &copy, &stride);
-    kernels_.score(q.data(), rows, keys, stride, count, dim_, scores.data());
+    const CodesAhead ahead = {codes_at(a_.values, a_.tail_values, tile, begin),
+                              end < piece.end ? codes_at(a_.keys, a_.tail_keys, tile, end) : nullptr};
+    kernels_.score(q.data(), rows, keys, stride, count, dim_, ahead, scores.data());
     for (int64_t r = 0; r < rows; ++r) {
       int64_t visible = std::min(count, seen(tile, r) - begin);
       int16_t* row = weights.data() + r * kBlock;
@@ -238,6 +242,12 @@ int64_t Attention::place(const Columns& buffer, const Columns& tail, const Tile&
   if (token >= start) token -= start;
   const Columns& c = **columns;
   return tile.batch * c.batch_stride + tile.kv_head * c.head_stride + token * c.token_stride;
+}
+
+const int8_t* Attention::codes_at(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token) const {
+  const Columns* codes;
+  const int64_t first = place(buffer, tail, tile, token, &codes);
+  return static_cast<const int8_t*>(codes->data) + first;
 }
 
 const int8_t* Attention::block(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token,

@@ -23,8 +23,9 @@ inline __m256i multiply_add(__m256i sum, __m256i x, __m256i y) {
 }
 
 void score(const int16_t* q, int64_t rows, const int8_t* keys, int64_t stride, int64_t count, int64_t dim,
-           int32_t* scores) {
+           CodesAhead ahead, int32_t* scores) {
   for (int64_t first = 0; first < count; first += 4) {
+    prefetch_four(ahead, first, stride, dim);
     const int8_t* key[4];
     // A block's tail repeats its last key: kBlock is a multiple of four, and nobody reads those scores.
     for (int64_t i = 0; i < 4; ++i) key[i] = keys + (first + i < count ? first + i : count - 1) * stride;

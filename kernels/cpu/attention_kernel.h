@@ -11,6 +11,12 @@ constexpr int64_t kBlockFloats = 64;  // the same for floats, which are four tim
 constexpr int64_t kDimStep = 32;  // kernels work on head dimensions that are multiples of this
 constexpr float kWeightOne = 32767.0f;
 
+// Codes that come after those at hand, as many tokens, as far apart; null for none.
+struct CodesAhead {
+  const int8_t* values;
+  const int8_t* keys;
+};
+
 struct AttentionKernels {
   // out = rms_norm(rope(x)) * weight; `turns` holds dim / 2 cosines, then as many sines.
   void (*turn)(const float* x, const float* turns, const float* weight, float eps, int64_t dim, float* out);
@@ -18,9 +24,9 @@ struct AttentionKernels {
   float (*to_int16)(const float* x, int64_t count, int16_t* out);
   // out = clamp(round(x / scale), -128, 127), halves to even.
   void (*to_int8)(const float* x, float scale, int64_t count, int8_t* out);
-  // scores[r * kBlock + k] = sum_d q[r * dim + d] * keys[k * stride + d]
+  // scores[r * kBlock + k] = sum_d q[r * dim + d] * keys[k * stride + d]; asks memory for what is `ahead` meanwhile.
   void (*score)(const int16_t* q, int64_t rows, const int8_t* keys, int64_t stride, int64_t count, int64_t dim,
-                int32_t* scores);
+                CodesAhead ahead, int32_t* scores);
   // weights[k] = round(32767 * 2 ** (scale * scores[k] - top)) for k < count, 0 up to kBlock, with `top` the
   // largest exponent so far. Returns the weights' sum; `top` and the factor for older sums are updated.
   int64_t (*weigh)(const int32_t* scores, int64_t count, float scale, float* top, float* decay, int16_t* weights);
@@ -48,6 +54,16 @@ extern const AttentionKernels kAttentionAvx512;
 // Every source file has its own copy of what follows, and its compiler makes vectors of the loops: they are
 // written for that, with sums in an order that it may use.
 namespace {
+
+// Asks for four tokens' codes from the `first` on.
+inline void prefetch_four(CodesAhead ahead, int64_t first, int64_t stride, int64_t dim) {
+  for (int64_t k = first; k < first + 4; ++k) {
+    for (int64_t d = 0; d < dim; d += 64) {
+      if (ahead.values != nullptr) __builtin_prefetch(ahead.values + k * stride + d, 0, 2);
+      if (ahead.keys != nullptr) __builtin_prefetch(ahead.keys + k * stride + d, 0, 2);
+    }
+  }
+}
 
 // Adding 1.5 * 2**23 rounds a float below 2**22 to an integer, halves to even, and leaves it in the lowest bits.
 constexpr float kRound = 12582912.0f;

@@ -5,7 +5,7 @@ namespace afm {
 namespace {
 
 void score(const int16_t* q, int64_t rows, const int8_t* keys, int64_t stride, int64_t count, int64_t dim,
-           int32_t* scores) {
+           CodesAhead, int32_t* scores) {
   for (int64_t k = 0; k < count; ++k) {
     const int8_t* key = keys + k * stride;
     for (int64_t r = 0; r < rows; ++r) {
