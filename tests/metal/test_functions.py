@@ -60,7 +60,9 @@ def assert_off_by(got, wanted, allowed, what):
     assert (np.abs(error) <= allowed).all(), what
     # A square root is a product, of errors that needn't both be large.
     if np.max(allowed) >= 1 and "sqrt" not in what.replace("rsqrt", ""):
-        assert (np.abs(error) >= allowed - 1).all(), what
+        # Beyond a power of two numbers lie twice as far apart, and what is rounded to them may be nearer.
+        crossed = np.frexp(got)[1] != np.frexp(wanted)[1]
+        assert ((np.abs(error) >= allowed - 1) | crossed).all(), what
         assert 0.3 < (error > 0).mean() < 0.7, what
 
 
