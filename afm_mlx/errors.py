@@ -89,6 +89,10 @@ class RequestError(AFMError):
     """A generation request that can't be honoured as it was asked."""
 
 
+class ConstraintError(AFMError):
+    """A schema, pattern or grammar that can't be honoured; or an answer that could not be brought to its end."""
+
+
 class LogitsError(AFMError):
     """Logits from which no token can be chosen: NaN, infinite, or none left."""
 

@@ -1,0 +1,1 @@
+"""The API of Apple's `apple-fm-sdk`, on this engine."""
