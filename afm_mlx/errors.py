@@ -90,7 +90,7 @@ class RequestError(AFMError):
 
 
 class ConstraintError(AFMError):
-    """A schema, pattern or grammar that can't be honoured; or an answer that could not be brought to its end."""
+    """A schema, pattern or grammar that can't be honoured; or an answer that could not be finished."""
 
 
 class LogitsError(AFMError):

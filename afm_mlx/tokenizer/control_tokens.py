@@ -36,6 +36,7 @@ class ControlTokens:
 
     Attributes:
         names: ids of the control tokens that the vocabulary finds in text, by name.
+        ids: ids of all control tokens.
     """
 
     def __init__(self, vocabulary: Vocabulary, special_ids: Iterable[int]) -> None:
@@ -50,13 +51,13 @@ class ControlTokens:
             name = vocabulary.name(token)
             if is_bracketed(name) and not vocabulary.is_hidden(token):
                 self.names[name] = token
-        self._ids = special | set(self.names.values())
+        self.ids = frozenset(special | set(self.names.values()))
         self._name = _pattern(tuple(self.names), "")
         self._firsts = {name[0] for name in self.names}
 
     def ids_in(self, tokens: Iterable[int]) -> list[int]:
         """The control tokens among ids, in order."""
-        ids = self._ids
+        ids = self.ids
         return [token for token in tokens if token in ids]
 
     def written_in(self, text: str, mark: str = "") -> list[int]:

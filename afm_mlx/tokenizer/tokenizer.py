@@ -311,6 +311,11 @@ class Tokenizer(MLXLMTokenizer):
         return list(dict.fromkeys(token for token in ids if token is not None))
 
     @property
+    def control_ids(self) -> frozenset[int]:
+        """The tokens that only a chat's template writes: markers, special ids, added names in brackets."""
+        return self._controls.ids
+
+    @property
     def all_special_tokens(self) -> list[str]:
         return self.convert_ids_to_tokens(self.all_special_ids)
 

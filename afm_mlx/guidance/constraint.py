@@ -1,0 +1,113 @@
+"""What an answer must look like: a grammar of llguidance, checked before anything is generated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from afm_mlx.errors import ConstraintError, shown
+from afm_mlx.guidance.schema import schema_grammar
+
+MAX_TEXT = 1 << 20
+"""Characters of a grammar, pattern or list of choices at most."""
+LIMITS = LLParserLimits(verbose_errors=False)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What an answer must look like. Made by one of the class methods, each of which checks what it is given.
+
+    Args:
+        grammar: what llguidance takes.
+        what: the kind of constraint, for messages.
+    """
+
+    grammar: str
+    what: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool) -> Constraint:
+        """A JSON text, as `json.dumps` writes it, that is valid under a JSON schema (draft 2020-12).
+
+        Properties come in the order of `x-order`, or else as the schema lists them.
+
+        Raises:
+            ConstraintError: for a keyword that can't be honoured, with its place in the schema.
+        """
+        return cls(schema_grammar(schema), "JSON schema")
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that a regular expression matches as a whole (syntax of Rust's `regex`, no look-around).
+
+        Raises:
+            ConstraintError: for a pattern that is none.
+        """
+        _check_text(pattern, "regular expression")
+        return cls(LLMatcher.grammar_from_regex(pattern), "regular expression").checked()
+
+    @classmethod
+    def choices(cls, choices: Sequence[str]) -> Constraint:
+        """One of several texts.
+
+        Raises:
+            ConstraintError: for anything but non-empty strings, at least one.
+        """
+        texts = [] if isinstance(choices, str) else list(choices)
+        if not texts or not all(isinstance(text, str) and text for text in texts):
+            raise ConstraintError(
+                f"choices is {shown(choices)}; a list of non-empty strings is needed, with at least one."
+            )
+        _check_text("".join(texts), "list of choices")
+        alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        lark = f"start: CHOICE\nCHOICE: {alternatives}"
+        return cls(LLMatcher.grammar_from_lark(lark), "list of choices").checked()
+
+    @classmethod
+    def lark(cls, grammar: str) -> Constraint:
+        """A text of a grammar in llguidance's Lark syntax, whose rule `start` is the whole text.
+
+        Raises:
+            ConstraintError: for a grammar that is none.
+        """
+        _check_text(grammar, "grammar")
+        return cls(LLMatcher.grammar_from_lark(grammar), "grammar").checked()
+
+    @classmethod
+    def gbnf(cls, grammar: str) -> Constraint:
+        """A text of a grammar in llama.cpp's GBNF syntax, whose rule `root` is the whole text.
+
+        Raises:
+            ConstraintError: for a grammar that is none.
+        """
+        _check_text(grammar, "grammar")
+        try:
+            lark = gbnf_to_lark(grammar)
+        except Exception as error:  # whatever the converter meets
+            raise ConstraintError(f"The GBNF grammar can't be read ({error}).") from None
+        return cls.lark(lark)
+
+    def checked(self) -> Constraint:
+        """The constraint itself.
+
+        Raises:
+            ConstraintError: when llguidance refuses its grammar.
+        """
+        refused, messages = LLMatcher.validate_grammar_with_warnings(self.grammar, limits=LIMITS)
+        if refused:
+            raise ConstraintError(f"The {self.what} can't be honoured: {' '.join(messages)}")
+        return self
+
+
+def _check_text(text: Any, what: str) -> None:
+    if not isinstance(text, str) or not text:
+        raise ConstraintError(f"The {what} is {shown(text)}; a text is needed that is not empty.")
+    if len(text) > MAX_TEXT:
+        raise ConstraintError(
+            f"The {what} has {len(text)} characters; at most {MAX_TEXT} are taken."
+        )

@@ -1,0 +1,116 @@
+"""The state of one row under a constraint: the tokens that are allowed next, and those that are forced."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from afm_mlx.errors import ConstraintError
+from afm_mlx.guidance.constraint import LIMITS, Constraint
+from afm_mlx.guidance.vocabulary import ll_tokenizer
+
+_COMPILED = 64  # grammars
+
+
+class Matcher:
+    """The state of one row under a constraint.
+
+    Args:
+        constraint: what the row's answer must look like.
+        tokenizer: the model's.
+
+    Attributes:
+        vocab_size: tokens of the tokenizer; a model may have more logits.
+
+    Raises:
+        ConstraintError: when the grammar can't be compiled within llguidance's limits.
+    """
+
+    def __init__(self, constraint: Constraint, tokenizer: Any) -> None:
+        self._what = constraint.what
+        inner = ll_tokenizer(tokenizer)
+        self.vocab_size = inner.vocab_size
+        self._matcher = _compiled(constraint, inner).deep_copy()
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer may end here."""
+        return self._matcher.is_accepting()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the answer is complete and nothing can follow."""
+        return self._matcher.is_stopped()
+
+    def accept(self, token: int) -> None:
+        """Take the next token of the answer.
+
+        Raises:
+            ConstraintError: when it is not allowed, or the grammar has become too complex to follow.
+        """
+        if not self._matcher.consume_token(token):
+            self._raise()
+
+    def forced(self) -> list[int]:
+        """The tokens that the grammar forces next, accepted as of now; often none.
+
+        Raises:
+            ConstraintError: when the grammar has become too complex to follow.
+        """
+        tokens = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        if (tokens and not self._matcher.consume_tokens(tokens)) or self._matcher.is_error():
+            self._raise()
+        return tokens
+
+    def _raise(self) -> None:
+        reason = self._matcher.get_error() or self._matcher.stop_reason()
+        raise ConstraintError(f"The {self._what} can't be followed any further: {reason}")
+
+
+def fill_masks(matchers: Sequence[Matcher]) -> np.ndarray:
+    """The tokens that each row may have next. An error shows in a matcher's next `accept` or `forced`.
+
+    Args:
+        matchers: states of N rows, of one tokenizer.
+
+    Returns:
+        (N, ceil(vocab_size / 32)) uint32; bit t % 32 of word t // 32 is set where token t is allowed.
+    """
+    inner = [matcher._matcher for matcher in matchers]
+    words = -(-matchers[0].vocab_size // 32)
+    masks = np.zeros((len(inner), words), np.uint32)
+    if len(inner) == 1:  # llguidance's threads would cost more than they save
+        inner[0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+    else:
+        rows = [(matcher, i) for i, matcher in enumerate(inner)]
+        _executor().unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(inner))
+    return masks
+
+
+_grammars: OrderedDict[tuple[int, str], tuple[LLTokenizer, LLMatcher]] = OrderedDict()
+_executors: list[LLExecutor] = []
+
+
+def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
+    """A matcher at the start of a grammar; the last `_COMPILED` are kept."""
+    key = (id(tokenizer), constraint.grammar)
+    kept = _grammars.pop(key, None)
+    if kept is None or kept[0] is not tokenizer:
+        matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise ConstraintError(f"The {constraint.what} can't be honoured: {matcher.get_error()}")
+        kept = tokenizer, matcher
+    _grammars[key] = kept
+    while len(_grammars) > _COMPILED:
+        _grammars.popitem(last=False)
+    return kept[1]
+
+
+def _executor() -> LLExecutor:
+    if not _executors:
+        _executors.append(LLExecutor())
+    return _executors[0]

@@ -1,0 +1,124 @@
+"""llguidance's view of a tokenizer: the bytes of each token, and how it encodes forced text.
+
+llguidance reads `tokenizer.json` itself, but for SentencePiece that goes wrong: it encodes forced text with the
+dummy prefix, and then allows nothing that the grammar has. So it is given the bytes of each piece, and an
+encoder that encodes behind a newline, where there is no prefix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from llguidance import LLTokenizer, TokenizerWrapper
+
+from afm_mlx.errors import ConstraintError
+from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
+from afm_mlx.tokenizer.tokenizer import Tokenizer
+
+
+class _Pieces:
+    """What llguidance asks of a tokenizer.
+
+    Args:
+        tokens: bytes of each token; of a special token, its name.
+        special: ids of the tokens that no text has.
+        eos_token_id: id of a token that ends an answer.
+        encode: text to ids, as the text is encoded inside an answer.
+    """
+
+    bos_token_id = None
+
+    def __init__(
+        self,
+        tokens: list[bytes],
+        special: list[int],
+        eos_token_id: int,
+        encode: Callable[[str], list[int]],
+    ) -> None:
+        self.tokens, self.special_token_ids = tokens, special
+        self.eos_token_id = eos_token_id
+        self._encode = encode
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+
+
+def ll_tokenizer(tokenizer: Any) -> LLTokenizer:
+    """llguidance's tokenizer for one of ours or of mlx-lm's zoo, made once.
+
+    Raises:
+        ConstraintError: for a tokenizer that can't be constrained.
+    """
+    key = getattr(tokenizer, "_tokenizer", tokenizer)  # inside mlx-lm's wrapper, which is made anew
+    ends = tuple(sorted(tokenizer.eos_token_ids))
+    made = _made.setdefault(key, {})
+    if ends not in made:  # callers may add ends of answers
+        pieces = _own_pieces(tokenizer) if type(tokenizer) is Tokenizer else _zoo_pieces(key, ends)
+        made[ends] = LLTokenizer(pieces, eos_token=list(ends))
+    return made[ends]
+
+
+_made: WeakKeyDictionary[Any, dict[tuple[int, ...], LLTokenizer]] = WeakKeyDictionary()
+
+
+def _own_pieces(tokenizer: Tokenizer) -> TokenizerWrapper:
+    special = set(tokenizer.all_special_ids) | set(tokenizer.control_ids)
+    tokens = []
+    for token in range(len(tokenizer)):
+        piece = tokenizer.piece(token)
+        if piece.kind in (PieceKind.CONTROL, PieceKind.UNKNOWN):
+            special.add(token)
+        if token in special:
+            tokens.append(tokenizer.convert_ids_to_tokens(token).encode())
+        elif piece.kind is PieceKind.BYTE:
+            tokens.append(bytes([piece.byte]))
+        else:
+            tokens.append(piece.text.replace(SPACE, " ").replace(NEWLINE, "\n").encode())
+    return TokenizerWrapper(
+        _Pieces(tokens, sorted(special), tokenizer.eos_token_id, behind_newline(tokenizer.encode))
+    )
+
+
+def behind_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
+    """An encoder without the dummy prefix: it encodes behind a newline, which is a piece of its own."""
+    newline = encode("\n")
+
+    def encode_behind(text: str) -> list[int]:
+        ids = encode("\n" + text)
+        if ids[: len(newline)] != newline:
+            raise ConstraintError(
+                "The tokenizer joins a newline with what follows, so forced text can't be encoded. Use the "
+                "tokenizer.model that belongs to the model."
+            )
+        return ids[len(newline) :]
+
+    return encode_behind
+
+
+def _zoo_pieces(tokenizer: Any, ends: tuple[int, ...]) -> TokenizerWrapper | str:
+    """For a tokenizer of transformers: its own file where that is read well, else its pieces."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConstraintError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer, so the text of its tokens is not known, "
+            "and answers can't be constrained. Use a model folder with a tokenizer.json."
+        )
+    text = backend.to_str()
+    content = json.loads(text)
+    if "ByteLevel" in json.dumps(content.get("decoder")):
+        return text
+    added = {token["id"]: token for token in content["added_tokens"]}
+    special = [token for token, entry in added.items() if entry["special"]]
+    tokens = []
+    for token in range(backend.get_vocab_size()):
+        name = backend.id_to_token(token) or ""
+        is_byte = len(name) == 6 and name.startswith("<0x") and name.endswith(">")
+        tokens.append(bytes([int(name[3:5], 16)]) if is_byte else name.replace(SPACE, " ").encode())
+
+    def encode(text: str) -> list[int]:
+        return backend.encode(text, add_special_tokens=False).ids
+
+    return TokenizerWrapper(_Pieces(tokens, special, ends[0], behind_newline(encode)))
