@@ -10,7 +10,7 @@ from llguidance import LLMatcher
 
 from afm_mlx.errors import ConstraintError
 
-OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+OPTIONS: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as `json.dumps` writes it: AFM was trained on that, and white space can't fill an answer."""
 
 
