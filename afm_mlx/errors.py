@@ -93,6 +93,19 @@ class ConstraintError(AFMError):
     """A schema, pattern or grammar that can't be honoured; or an answer that could not be finished."""
 
 
+class IncompleteError(ConstraintError):
+    """An answer that ended before its constraint was met.
+
+    Args:
+        message: see `AFMError`.
+        text: the answer so far.
+    """
+
+    def __init__(self, message: str = "", text: str = ""):
+        super().__init__(message)
+        self.text = text
+
+
 class LogitsError(AFMError):
     """Logits from which no token can be chosen: NaN, infinite, or none left."""
 

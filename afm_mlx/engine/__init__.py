@@ -3,7 +3,7 @@
 | file | what it holds |
 | --- | --- |
 | `engine.py`, `batch.py` | the loop; the rows that run together |
-| `request.py` | what the engine is asked for, what it answers, and the state of a row |
+| `request.py`, `row.py` | what the engine is asked for and what it answers; the state of a row |
 | `row_adapters.py`, `row_caches.py` | each row's adapter and cache |
 | `sampling.py`, `samplers.py`, `logits_processors.py` | from logits to the next token |
 | `prompt_cache.py`, `prompt_reuse.py` | caches of prompts: in files, and from one prompt to the next |

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.adapters.active import BatchAdapters
-from afm_mlx.engine.request import Row
+from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import batch_adapters
 
 
@@ -61,14 +61,27 @@ class RowBatch:
         for layer in self.cache:
             layer.filter(indices)
 
+    def take_out(self, index: int) -> tuple[Row, list[Any]]:
+        """Take a row out that is to come back: it keeps its adapter. Returns the row and its cache."""
+        row = self.rows[index]
+        if len(self.rows) == 1:
+            cache, self.rows, self.cache = self.cache, [], []
+            self.inputs, self.adapters = self.inputs[:0], None
+            return row, cache
+        cache = [layer.extract(index) for layer in self.cache]
+        lease, row.lease = row.lease, None  # not to be released
+        self.keep([i for i in range(len(self.rows)) if i != index])
+        row.lease = lease
+        return row, cache
+
 
 @dataclass
 class Prefill:
-    """Prompts on their way into the cache, padded on the right to the longest.
+    """Known tokens on their way into the cache, padded on the right to the longest: prompts, and forced tokens.
 
     Args:
-        batch: the rows of the prompts.
-        tokens: (B, longest prompt - 1); the last token of a prompt is its row's first decode step.
+        batch: the rows of the tokens.
+        tokens: (B, most known tokens - 1); the last known token is its row's next decode step.
         done: columns of `tokens` that are in the cache.
         cancelled: ids of rows that nobody waits for any more.
     """
@@ -86,21 +99,45 @@ class Prefill:
             rows: the rows.
             cache: one entry per block, of all rows.
         """
-        prompts = [list(row.request.prompt[:-1]) for row in rows]
-        lengths = [len(prompt) for prompt in prompts]
+        known = [row.known for row in rows]
+        lengths = [len(tokens) - 1 for tokens in known]
         longest = max(lengths)
         padding = [longest - length for length in lengths]
         if any(padding):
             for layer in cache:
                 layer.prepare(lengths=lengths, right_padding=padding)
         tokens = mx.array(
-            [prompt + [0] * pad for prompt, pad in zip(prompts, padding, strict=True)],
-            dtype=mx.int32,
+            [ids[:-1] + [0] * pad for ids, pad in zip(known, padding, strict=True)], dtype=mx.int32
         ).reshape(len(rows), longest)
+        last = mx.array([ids[-1] for ids in known], dtype=mx.int32)
         for row, length in zip(rows, lengths, strict=True):
             row.position += length
-        last = mx.array([row.request.prompt[-1] for row in rows], dtype=mx.int32)
+            row.known = []
         return cls(RowBatch(list(rows), cache, last, batch_adapters(rows)), tokens)
+
+
+@dataclass
+class Feed:
+    """Rows that were fed, and whose next tokens are not yet chosen.
+
+    Args:
+        rows: the B rows.
+        logits: (B, vocab_size).
+    """
+
+    rows: list[Row]
+    logits: mx.array
+
+    @property
+    def waits(self) -> bool:
+        """Whether the tokens before have to be read back first, because constraints depend on them."""
+        return any(row.matcher is not None for row in self.rows)
+
+    def keep(self, indices: list[int]) -> Feed | None:
+        """Those of these rows only; None when there are none."""
+        if not indices:
+            return None
+        return Feed([self.rows[i] for i in indices], self.logits[mx.array(indices, mx.int32)])
 
 
 @dataclass
@@ -112,21 +149,25 @@ class Flight:
         tokens: (B,) token ids.
         peaks: (B,) largest logits.
         logprobs: (B, vocab_size), None when no row asked for them.
+        told: ids of the rows whose token was known before, and told to the caller.
     """
 
     rows: list[Row]
     tokens: mx.array
     peaks: mx.array
     logprobs: mx.array | None
+    told: frozenset[int] = frozenset()
 
     def logprobs_of(self, index: int) -> mx.array | None:
         if self.logprobs is None or not self.rows[index].request.logprobs:
             return None
         return self.logprobs[index]
 
-    def keep(self, indices: list[int]) -> Flight:
-        """The tokens of these rows only."""
+    def keep(self, indices: list[int]) -> Flight | None:
+        """The tokens of these rows only; None when there are none."""
+        if not indices:
+            return None
         index = mx.array(indices, dtype=mx.int32)
         logprobs = None if self.logprobs is None else self.logprobs[index]
         rows, peaks = [self.rows[i] for i in indices], self.peaks[index]
-        return Flight(rows, self.tokens[index], peaks, logprobs)
+        return Flight(rows, self.tokens[index], peaks, logprobs, self.told)

@@ -8,6 +8,10 @@ and only then reads back the tokens of the step before, so the device is never w
 A prompt is prefilled but for its last token, by the writing blocks alone; that token is the row's first
 step. So the reuse blocks and the head run for one token per row and step, whatever the path.
 
+A row under a constraint needs its token before the next one can be drawn: it is read back, and what is allowed
+next is found, while the device computes the logits. Tokens that the constraint forces are not drawn; when they
+are many, they go into the cache like a prompt.
+
 A row may run with an adapter of a pool (`AdapterPool`); it waits until that is loaded, and others don't. Rows
 of one batch may have different ones, `MAX_ADAPTERS` at most.
 
@@ -27,12 +31,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.batch import Flight, Prefill, RowBatch
-from afm_mlx.engine.request import Request, Response, Row
+from afm_mlx.engine.batch import Feed, Flight, Prefill, RowBatch
+from afm_mlx.engine.request import Request, Response
+from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import RowAdapters, can_start, must_not_overtake
 from afm_mlx.engine.row_caches import RowCaches, hand_back
 from afm_mlx.engine.sampling import no_token, sample
 from afm_mlx.errors import ContextLengthError, RequestError
+from afm_mlx.guidance.matcher import Matcher
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.heap import hold_heaps_down
 from afm_mlx.model.model import is_afm
@@ -42,6 +48,9 @@ from afm_mlx.threads import Home
 CPU_STEP = 128
 # Seconds that a step waits for an adapter when there is nothing else to do; then new requests have their turn.
 LOADING_STEP = 0.01
+# So many forced tokens are fed at once instead of one per step: in a row that runs alone; and in a batch, where
+# the other rows wait for them, and the row's cache is taken out and put back.
+FORCED_ALONE, FORCED_IN_BATCH = 2, 8
 
 
 class Engine:
@@ -98,9 +107,12 @@ class Engine:
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
         self._ids = itertools.count()
         self._waiting: deque[tuple[Row, list[Any]]] = deque()
-        self._refused: list[Response] = []  # errors of rows that could not start
+        self._early: list[
+            Response
+        ] = []  # of rows that could not start, or begin with forced tokens
         self._prefill: Prefill | None = None
         self._batch = RowBatch()
+        self._feed: Feed | None = None
         self._flight: Flight | None = None
 
     # -- requests
@@ -117,12 +129,15 @@ class Engine:
 
         Raises:
             RequestError: for what can't be honoured.
+            ConstraintError: for a constraint that can't.
             ContextLengthError: when the prompt alone does not fit.
         """
-        return self._home.call(self._submit, request)
-
-    def _submit(self, request: Request) -> int:
         request.validate(self.model.args.vocab_size if self._is_afm else None)
+        # In the caller's thread: it may take a while, and the rows go on.
+        matcher = request.constraint and Matcher(request.constraint, self.tokenizer)
+        return self._home.call(self._submit, request, matcher)
+
+    def _submit(self, request: Request, matcher: Matcher | None) -> int:
         given = request.cache
         cache = self._caches.make() if given is None else self._caches.checked(given)
         self._home.take_in([layer.state for layer in given or ()], "The prompt cache")
@@ -135,13 +150,19 @@ class Engine:
             )
         lease = self._adapters.lease(request.adapter)
         detokenizer, seed = self.tokenizer.detokenizer, _seed_of(request)
-        row = Row(next(self._ids), request, detokenizer, position, seed, bound=bound, lease=lease)
+        row = Row(
+            next(self._ids), request, detokenizer, position, seed, matcher, bound=bound, lease=lease
+        )
         # A load's error is the row's response, however early it comes.
         known = lease is None or lease.ready
         if known and (error := self._adapters.refusal(row, cache)) is not None:
             row.release()
             raise error
-        self._waiting.append((row, cache))
+        self._early += self._forced(row)
+        if self._early and self._early[-1].row == row.id and self._early[-1].finish_reason:
+            row.release()
+        else:
+            self._waiting.append((row, cache))
         return row.id
 
     def cancel(self, row_id: int) -> None:
@@ -161,7 +182,9 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether any row is under way."""
-        return bool(self._waiting or self._prefill or self._batch.rows or self._flight)
+        return bool(
+            self._early or self._waiting or self._prefill or self._batch.rows or self._flight
+        )
 
     def run(self) -> Iterator[Response]:
         """Step until every row has finished."""
@@ -177,7 +200,7 @@ class Engine:
     def _step(self) -> list[Response]:
         # 1) Prompts: waiting rows are admitted, a chunk goes into the cache, and whole ones join the batch.
         self._advance_prefill()
-        responses, self._refused = self._refused, []
+        responses, self._early = self._early, []
         # 2) The tokens of the step before are read back first where they end a row: it must not be fed again.
         previous, self._flight = self._flight, None
         if previous and any(row.ends for row in previous.rows):
@@ -185,33 +208,54 @@ class Engine:
             previous = None
         # 3) Every row is fed its last token; nothing waits for the result.
         if self._batch.rows:
-            self._flight = self._forward()
+            self._forward()
         # 4) The tokens of the step before are read back while the device computes the next ones.
         if previous:
             responses += self._read(previous)
-        # 5) With nothing to compute, rows may still wait for their adapters.
+        # 5) Rows under a constraint had to wait for those.
+        if self._feed is not None:
+            self._flight = self._choose(self._feed)
+        # 6) With nothing to compute, rows may still wait for their adapters.
         if not (responses or self._prefill or self._batch.rows):
             self._adapters.wait((row for row, _ in self._waiting), LOADING_STEP)
         self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
         return responses
 
-    def _forward(self) -> Flight:
-        """Submit the next token of every row."""
+    def _forward(self) -> None:
+        """Feed every row its last token: the next tokens are in flight then, or the logits in the feed."""
         batch = self._batch
-        logprobs = None
+        for row in batch.rows:
+            row.position += 1
         with self._adapters.using(batch.adapters):
             if self._is_afm and not any(row.needs_logits for row in batch.rows):
                 tokens, peaks = self.model.greedy(batch.inputs[:, None], batch.cache)
                 tokens = tokens.astype(mx.int32)
-            else:
-                logits = self.model(batch.inputs[:, None], cache=batch.cache)[:, -1]
-                tokens, peaks, logprobs = sample(batch.rows, logits, batch.inputs)
-        mx.async_eval(tokens, peaks)
-        for row in batch.rows:
-            row.position += 1
-            row.sampled += 1
-        batch.inputs = tokens
-        return Flight(list(batch.rows), tokens, peaks, logprobs)
+                for row in batch.rows:
+                    row.sampled += 1
+                self._flight = self._submitted(Flight(list(batch.rows), tokens, peaks, None))
+                return
+            logits = self.model(batch.inputs[:, None], cache=batch.cache)[:, -1]
+        feed = Feed(list(batch.rows), logits)
+        if feed.waits:
+            mx.async_eval(logits)
+            self._feed = feed
+        else:
+            self._flight = self._choose(feed)
+
+    def _choose(self, feed: Feed) -> Flight:
+        """Submit the next token of every row that was fed."""
+        self._feed = None
+        known = {i: row.known.pop(0) for i, row in enumerate(feed.rows) if row.known}
+        tokens, peaks, logprobs = sample(feed.rows, feed.logits, self._batch.inputs, known)
+        told = frozenset(feed.rows[i].id for i in known)
+        for row in feed.rows:
+            row.sampled += row.id not in told
+        return self._submitted(Flight(feed.rows, tokens, peaks, logprobs, told))
+
+    def _submitted(self, flight: Flight) -> Flight:
+        mx.async_eval(flight.tokens, flight.peaks)
+        self._batch.inputs = flight.tokens
+        return flight
 
     def _read(self, flight: Flight) -> list[Response]:
         """Wait for tokens that were submitted, and take the rows that end with them out of the batch."""
@@ -219,7 +263,7 @@ class Engine:
         responses, finished = [], set()
         read_back = zip(flight.rows, flight.tokens.tolist(), flight.peaks.tolist(), strict=True)
         for i, (row, token, peak) in enumerate(read_back):
-            if row.id not in alive:  # cancelled
+            if row.id not in alive or row.id in flight.told:  # cancelled, or told before
                 continue
             if not math.isfinite(peak) and row.error is None:
                 text, _ = row.show(ended=True)
@@ -227,34 +271,60 @@ class Engine:
                 responses.append(Response(row.id, -1, text, None, "error", cause))
                 finished.add(row.id)
                 continue
-            is_newest = row.sampled == len(row.tokens) + 1  # nothing was submitted after it
-            full = row.is_full and is_newest
-            text, reason = row.accept(token, self.tokenizer.eos_token_ids, full)
-            error = row.error
-            if reason == "error" and error is None:
-                error = ContextLengthError(
-                    f"The context of {row.bound} tokens is full after {len(row.tokens)} new ones. Ask for "
-                    "fewer, raise max_kv_size, or ask for a sliding window."
-                )
-            logprobs = flight.logprobs_of(i)
-            responses.append(Response(row.id, token, text, logprobs, reason, error))
+            text, reason = row.accept(token, self.tokenizer.eos_token_ids)
+            error = row.error if reason == "error" else None
+            responses.append(Response(row.id, token, text, flight.logprobs_of(i), reason, error))
+            if reason is None and (forced := self._forced(row)):
+                responses += forced
+                reason = forced[-1].finish_reason
             if reason is not None:
                 finished.add(row.id)
         if finished:
             self._leave(finished)
+        self._fast_forward()
         return responses
+
+    # -- forced tokens
+
+    def _forced(self, row: Row) -> list[Response]:
+        """The responses of tokens that the row's constraint forces; the row is still to be fed them."""
+        responses = []
+        for token, text, reason in row.force(self.tokenizer.eos_token_ids):
+            error = row.error if reason == "error" else None
+            logprobs = None
+            if row.request.logprobs:  # it had no alternative
+                vocab_size = self.model.args.vocab_size
+                logprobs = mx.where(mx.arange(vocab_size) == token, 0.0, -math.inf)
+            responses.append(Response(row.id, token, text, logprobs, reason, error))
+        return responses
+
+    def _fast_forward(self) -> None:
+        """Take a row out of the batch whose forced tokens are many, for a prefill."""
+        if self._prefill is not None or self._caches.sliding:
+            return
+        rows = self._batch.rows
+        least = FORCED_ALONE if len(rows) == 1 else FORCED_IN_BATCH
+        index = next((i for i, row in enumerate(rows) if len(row.known) >= least), None)
+        if index is None:
+            return
+        if self._feed is None:  # its last token is not yet fed
+            rows[index].known.insert(0, rows[index].tokens[-1 - len(rows[index].known)])
+        others = [i for i in range(len(rows)) if i != index]
+        self._feed = self._feed and self._feed.keep(others)
+        row, cache = self._batch.take_out(index)
+        self._prefill = Prefill.of([row], cache)
 
     def _leave(self, finished: set[int]) -> None:
         """Take finished rows out of the batch, and hand their caches back to the callers."""
         for i, row in enumerate(self._batch.rows):
             if row.id in finished and row.request.cache is not None:
                 mine = [layer.extract(i) for layer in self._batch.cache]
-                hand_back(mine, row.request.cache, surplus=row.sampled - len(row.tokens))
+                hand_back(mine, row.request.cache, row.surplus)
                 mx.async_eval([layer.state for layer in row.request.cache])  # for any thread
                 row.request.cache[0].adapter = self._adapters.fingerprint(row)
         keep = [i for i, row in enumerate(self._batch.rows) if row.id not in finished]
-        if self._flight:
-            self._flight = self._flight.keep(keep) if keep else None
+        self._flight = self._flight and self._flight.keep(keep)
+        self._feed = self._feed and self._feed.keep(keep)
         self._batch.keep(keep)
 
     # -- prompts
@@ -277,7 +347,7 @@ class Engine:
             mx.clear_cache()
             prefill.done += chunk.shape[1]
         for row in prefill.batch.rows:
-            if row.request.on_prefill:
+            if row.request.on_prefill and not row.sampled:
                 whole = len(row.request.prompt)
                 row.request.on_prefill(min(prefill.done, whole), whole)
         if prefill.done >= total:
@@ -304,7 +374,7 @@ class Engine:
                 overtaken.append(row)
             elif (error := self._adapters.refusal(row, cache)) is not None:
                 row.release()
-                self._refused.append(Response(row.id, -1, "", None, "error", error))
+                self._early.append(Response(row.id, -1, "", None, "error", error))
             else:
                 taken.append((row, cache))
                 side_by_side.append(row)

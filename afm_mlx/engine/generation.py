@@ -16,6 +16,7 @@ from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row_caches import fit_empty, kind_of
 from afm_mlx.errors import RequestError, shown
+from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
 
@@ -98,6 +99,8 @@ def stream_generate(
     logprobs: bool = True,
     adapter: AdapterChoice | None = None,
     adapters: AdapterPool | None = None,
+    constraint: Constraint | None = None,
+    at_limit: str = "error",
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt and yield the answer as it grows.
 
@@ -121,6 +124,8 @@ def stream_generate(
         logprobs: whether responses carry log-probabilities; without them, greedy decoding skips the logits.
         adapter: name of an adapter in the pool, or weights of several by their names; None for none of them.
         adapters: the pool that `adapter` is in.
+        constraint: what the answer must look like, such as `Constraint.json_schema(schema)`.
+        at_limit: "error", or "complete" for the shortest end of an answer that is cut off; see `Request`.
 
     Raises:
         AFMError: what the request or the prompt has that can't be honoured.
@@ -148,6 +153,8 @@ def stream_generate(
         on_prefill=prompt_progress_callback,
         logprobs=logprobs,
         adapter=adapter,
+        constraint=constraint,
+        at_limit=at_limit,
     )
     engine.submit(request)
     with wired_memory(model):
@@ -274,6 +281,7 @@ def batch_generate(
     kv_bits: int | None = None,
     adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     adapters: AdapterPool | None = None,
+    constraint: Constraint | Sequence[Constraint | None] | None = None,
     **request: Any,
 ) -> BatchResponse:
     """Continue many prompts at once.
@@ -287,6 +295,7 @@ def batch_generate(
         cache: the prompt cache of the only prompt, or one or None for each; updated in place.
         adapter: as for `stream_generate`, for all or for each; different ones run side by side.
         adapters: the pool that `adapter` is in.
+        constraint: as for `stream_generate`, for all or for each.
         request: other fields of `Request`, the same for all prompts.
 
     Raises:
@@ -294,6 +303,7 @@ def batch_generate(
     """
     max_new = _for_each("max_tokens", max_tokens, len(prompts))
     names = _for_each("adapter", adapter, len(prompts))
+    constraints = _for_each("constraint", constraint, len(prompts))
     caches = _caches(cache, len(prompts))
     engine = Engine(
         model,
@@ -306,9 +316,11 @@ def batch_generate(
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
     options = {"logprobs": False, **request}  # nothing here returns them
     rows = {
-        engine.submit(Request(ids, most, cache=own, adapter=name, **options)): index
-        for index, (ids, most, own, name) in enumerate(
-            zip(encoded, max_new, caches, names, strict=True)
+        engine.submit(
+            Request(ids, most, cache=own, adapter=name, constraint=must, **options)
+        ): index
+        for index, (ids, most, own, name, must) in enumerate(
+            zip(encoded, max_new, caches, names, constraints, strict=True)
         )
     }
     with wired_memory(model):

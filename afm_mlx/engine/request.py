@@ -1,24 +1,24 @@
-"""What a caller asks the engine for, what comes back, and the state of one row between the two."""
+"""What a caller asks the engine for, and what comes back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from afm_mlx.errors import RequestError
+from afm_mlx.errors import RequestError, shown
+from afm_mlx.guidance.constraint import Constraint
 
 if TYPE_CHECKING:
-    from afm_mlx.adapters.lease import Lease
     from afm_mlx.adapters.registry import AdapterChoice
-    from afm_mlx.adapters.resident import ResidentAdapter
 
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
-_MASK64 = 2**64 - 1
+MASK64 = 2**64 - 1
+AT_LIMIT = ("error", "complete")
 
 
 @dataclass
@@ -42,6 +42,10 @@ class Request:
             most likely token needs no logits.
         adapter: name of an adapter in the engine's pool, or weights of several by their names, which are
             added up; None for the model alone, or with the adapter that is attached to it.
+        constraint: what the answer must look like; None for any text.
+        at_limit: what becomes of an answer that max_tokens or a full context ends before its constraint is met:
+            "error" makes that an `IncompleteError`, as it is after a stop string; "complete" appends the
+            shortest text that meets the constraint, however many tokens that has.
     """
 
     prompt: Sequence[int]
@@ -54,6 +58,8 @@ class Request:
     on_prefill: Callable[[int, int], None] | None = None
     logprobs: bool = True
     adapter: AdapterChoice | None = None
+    constraint: Constraint | None = None
+    at_limit: str = "error"
 
     def validate(self, vocab_size: int | None) -> None:
         """Raise `RequestError` for a request that no model could answer."""
@@ -72,8 +78,17 @@ class Request:
             )
         if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(f"stop is {self.stop!r}; a list of non-empty strings is needed.")
-        if self.seed is not None and not 0 <= self.seed <= _MASK64:
+        if self.seed is not None and not 0 <= self.seed <= MASK64:
             raise RequestError(f"seed is {self.seed}; allowed is 0 to 2**64 - 1.")
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise RequestError(
+                f"constraint is {shown(self.constraint)}; a Constraint is needed, such as "
+                "Constraint.json_schema(schema)."
+            )
+        if self.at_limit not in AT_LIMIT:
+            raise RequestError(
+                f"at_limit is {shown(self.at_limit)}; allowed are {', '.join(AT_LIMIT)}."
+            )
 
 
 @dataclass
@@ -97,132 +112,3 @@ class Response:
     logprobs: mx.array | None
     finish_reason: str | None = None
     error: Exception | None = None
-
-
-@dataclass
-class Row:
-    """A request under way.
-
-    Args:
-        id: the id that `Engine.submit` returned.
-        request: the request as it was submitted.
-        detokenizer: turns tokens into text.
-        position: tokens in the cache.
-        seed: seed of the row's random stream.
-        tokens: the answer so far, as far as it was read back.
-        sampled: number of tokens that were drawn, read back or not.
-        error: raised by the row's own sampler or logits processor.
-        lease: lease of the row's adapter; None without an adapter.
-        overtaken: number of later rows with adapters that started while this one could not.
-        bound: tokens that the cache may hold; None where nothing but the request ends the row.
-    """
-
-    id: int
-    request: Request
-    detokenizer: Any
-    position: int
-    seed: int = 0
-    tokens: list[int] = field(default_factory=list)
-    sampled: int = 0
-    error: Exception | None = None
-    lease: Lease | None = None
-    overtaken: int = 0
-    bound: int | None = None
-
-    def __post_init__(self) -> None:
-        self._stop = StopStrings(self.request.stop)
-        self._context: mx.array | None = None
-
-    @property
-    def adapter(self) -> ResidentAdapter | None:
-        """The row's adapter; None without one, and until it is loaded."""
-        return None if self.lease is None else self.lease.resident
-
-    def release(self) -> None:
-        """Give the adapter back."""
-        if self.lease is not None:
-            self.lease.release()
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether the next token, or its response, depends on more than which logit is the largest."""
-        request = self.request
-        return bool(request.sampler or request.logits_processors or request.logprobs)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the cache has no room for another token."""
-        return self.bound is not None and self.position >= self.bound
-
-    @property
-    def ends(self) -> bool:
-        """Whether the row can't be fed the token that was drawn last."""
-        return self.sampled == self.request.max_tokens or self.error is not None or self.is_full
-
-    @property
-    def step_seed(self) -> int:
-        """Seed of the next draw: counted from the row's own, so that nothing has to be read back."""
-        return (self.seed + self.sampled * 0x9E3779B97F4A7C15) & _MASK64
-
-    def context(self, token: mx.array) -> mx.array:
-        """Prompt and answer so far with `token` (1,) appended, for logits processors."""
-        if self._context is None:
-            self._context = mx.array(list(self.request.prompt[:-1]), dtype=mx.int32)
-        self._context = mx.concatenate([self._context, token.astype(mx.int32)])
-        return self._context
-
-    def accept(self, token: int, end_tokens: set[int], full: bool) -> tuple[str, str | None]:
-        """Take a token that was read back.
-
-        Args:
-            token: id of the token.
-            end_tokens: ids that end an answer.
-            full: whether the context has no room to go on after it.
-
-        Returns:
-            The text to show, and the finish reason.
-        """
-        self.tokens.append(token)
-        reason: str | None = "stop"
-        if token not in end_tokens:
-            self.detokenizer.add_token(token)
-            reason = "length" if len(self.tokens) == self.request.max_tokens else None
-        if self.error is not None or (full and reason is None):
-            reason = "error"
-        text, stopped = self.show(ended=reason is not None)
-        return text, "stop" if stopped else reason
-
-    def show(self, ended: bool) -> tuple[str, bool]:
-        """Returns the text to show next, all of it once the answer has ended; and whether it stops there."""
-        if ended:
-            self.detokenizer.finalize()
-        text, stopped = self._stop.feed(self.detokenizer.last_segment)
-        return text + self._stop.flush() if ended and not stopped else text, stopped
-
-
-class StopStrings:
-    """Holds back text that may turn out to be the start of a stop string."""
-
-    def __init__(self, stop: Sequence[str]):
-        self._stop = tuple(stop)
-        self._held = ""
-
-    def feed(self, text: str) -> tuple[str, bool]:
-        """Returns the text that is safe to show, and whether a stop string was completed."""
-        if not self._stop:
-            return text, False
-        held = self._held + text
-        found = [at for at in (held.find(s) for s in self._stop) if at >= 0]
-        if found:
-            self._held = ""
-            return held[: min(found)], True
-        longest = max(
-            (n for s in self._stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0
-        )
-        self._held = held[len(held) - longest :]
-        return held[: len(held) - longest], False
-
-    def flush(self) -> str:
-        """What was held back, once no more text comes."""
-        held, self._held = self._held, ""
-        return held

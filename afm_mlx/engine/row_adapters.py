@@ -14,7 +14,7 @@ from afm_mlx.adapters.lease import Lease
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.adapters.scheduler import PATIENCE
-from afm_mlx.engine.request import Row
+from afm_mlx.engine.row import Row
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS
 

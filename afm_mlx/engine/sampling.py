@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import mlx.core as mx
+import numpy as np
 
-from afm_mlx.engine.request import Request, Row
+from afm_mlx.engine.request import Request
+from afm_mlx.engine.row import Row
 from afm_mlx.errors import LogitsError
+from afm_mlx.guidance.matcher import fill_masks
 
 
 def sample(
-    rows: Sequence[Row], logits: mx.array, inputs: mx.array
+    rows: Sequence[Row],
+    logits: mx.array,
+    inputs: mx.array,
+    known: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Draw one token per row, each by its own processors, sampler and random stream.
 
@@ -23,6 +30,7 @@ def sample(
         rows: the B rows.
         logits: (B, vocab_size) logits.
         inputs: (B,) tokens that the logits follow.
+        known: the token of each row, by its index, that a constraint has forced; nothing is drawn for it.
 
     Returns:
         Tokens (B,) int32; each row's largest logit, (B,), NaN or infinity where any logit is NaN or +infinity;
@@ -34,6 +42,7 @@ def sample(
         logits = mx.concatenate(
             [_process(row, logits[i : i + 1], inputs[i : i + 1]) for i, row in enumerate(rows)]
         )
+    logits = _constrained(rows, logits, known)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     tokens = mx.argmax(logits, axis=-1)
     if any(row.request.sampler for row in rows):
@@ -42,11 +51,35 @@ def sample(
                 _draw(row, logprobs[i : i + 1], tokens[i : i + 1]) for i, row in enumerate(rows)
             ]
         tokens = mx.concatenate(drawn)
+    if known:
+        forced = mx.array([known.get(i, -1) for i in range(len(rows))], mx.int32)
+        tokens = mx.where(forced < 0, tokens.astype(mx.int32), forced)
     return tokens.astype(mx.int32), mx.max(logits, axis=-1), logprobs
+
+
+def _constrained(rows: Sequence[Row], logits: mx.array, known: Mapping[int, int]) -> mx.array:
+    """The logits (B, vocab_size) without those of tokens that a row's constraint forbids."""
+    held = {i: r.matcher for i, r in enumerate(rows) if r.matcher is not None and i not in known}
+    if not held:
+        return logits
+    bits = np.unpackbits(fill_masks(list(held.values())).view(np.uint8), axis=1, bitorder="little")
+    width = min(
+        bits.shape[1], logits.shape[1]
+    )  # embeddings may have more rows than there are tokens
+    allowed = np.ones(logits.shape, np.bool_)
+    for bits_of_row, i in zip(bits, held, strict=True):
+        allowed[i] = False
+        allowed[i, :width] = bits_of_row[:width]
+    return mx.where(mx.array(allowed), logits, -math.inf)
 
 
 def no_token(peak: float, request: Request) -> LogitsError:
     """The error that says why no token can be chosen from logits whose largest is NaN or infinite."""
+    if peak == -math.inf and request.constraint is not None:
+        return LogitsError(
+            f"The {request.constraint.what} allows no token here whose logit is above -infinity. Leave out "
+            "logits processors that ban tokens."
+        )
     if peak == -math.inf:
         return LogitsError(
             "Every token is banned: all logits are -infinity. The logits processors of a request have to leave "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -24,17 +25,17 @@ class Matcher:
         tokenizer: the model's.
 
     Attributes:
-        vocab_size: tokens of the tokenizer; a model may have more logits.
+        what: the kind of constraint, for messages.
+        tokenizer: llguidance's; a model may have more logits than it has tokens.
 
     Raises:
         ConstraintError: when the grammar can't be compiled within llguidance's limits.
     """
 
     def __init__(self, constraint: Constraint, tokenizer: Any) -> None:
-        self._what = constraint.what
-        inner = ll_tokenizer(tokenizer)
-        self.vocab_size = inner.vocab_size
-        self._matcher = _compiled(constraint, inner).deep_copy()
+        self.what = constraint.what
+        self.tokenizer: LLTokenizer = ll_tokenizer(tokenizer)
+        self._matcher = _compiled(constraint, self.tokenizer).deep_copy()
 
     @property
     def is_complete(self) -> bool:
@@ -56,23 +57,22 @@ class Matcher:
             self._raise()
 
     def forced(self) -> list[int]:
-        """The tokens that the grammar forces next, accepted as of now; often none.
+        """The tokens that the grammar forces next, still to be accepted; often none."""
+        return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
 
-        Raises:
-            ConstraintError: when the grammar has become too complex to follow.
-        """
-        tokens = [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
-        if (tokens and not self._matcher.consume_tokens(tokens)) or self._matcher.is_error():
-            self._raise()
-        return tokens
+    def copy(self) -> Matcher:
+        """An independent matcher in the same state."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     def _raise(self) -> None:
         reason = self._matcher.get_error() or self._matcher.stop_reason()
-        raise ConstraintError(f"The {self._what} can't be followed any further: {reason}")
+        raise ConstraintError(f"The {self.what} can't be followed any further: {reason}")
 
 
 def fill_masks(matchers: Sequence[Matcher]) -> np.ndarray:
-    """The tokens that each row may have next. An error shows in a matcher's next `accept` or `forced`.
+    """The tokens that each row may have next. A matcher's error shows in its next `accept`.
 
     Args:
         matchers: states of N rows, of one tokenizer.
@@ -81,7 +81,7 @@ def fill_masks(matchers: Sequence[Matcher]) -> np.ndarray:
         (N, ceil(vocab_size / 32)) uint32; bit t % 32 of word t // 32 is set where token t is allowed.
     """
     inner = [matcher._matcher for matcher in matchers]
-    words = -(-matchers[0].vocab_size // 32)
+    words = -(-matchers[0].tokenizer.vocab_size // 32)
     masks = np.zeros((len(inner), words), np.uint32)
     if len(inner) == 1:  # llguidance's threads would cost more than they save
         inner[0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)

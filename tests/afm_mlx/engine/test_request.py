@@ -2,7 +2,8 @@
 
 import pytest
 
-from afm_mlx.engine.request import Request, StopStrings
+from afm_mlx.engine.request import Request
+from afm_mlx.engine.row import StopStrings
 from afm_mlx.errors import RequestError
 from tests.tools.cases import each
 

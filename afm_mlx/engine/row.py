@@ -1,0 +1,226 @@
+"""The state of one request under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from afm_mlx.engine.request import MASK64, Request
+from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, shown
+from afm_mlx.guidance.completion import shortest_completion
+from afm_mlx.guidance.matcher import Matcher
+
+if TYPE_CHECKING:
+    from afm_mlx.adapters.lease import Lease
+    from afm_mlx.adapters.resident import ResidentAdapter
+
+
+@dataclass
+class Row:
+    """A request under way.
+
+    Args:
+        id: the id that `Engine.submit` returned.
+        request: the request as it was submitted.
+        detokenizer: turns tokens into text.
+        start: tokens in the cache before the prompt.
+        matcher: the state of the answer under the request's constraint; None without one.
+        position: tokens in the cache.
+        seed: seed of the row's random stream.
+        known: tokens that are known and not yet fed to the model: the prompt, and what a constraint forces.
+        tokens: the answer so far, as far as it was read back.
+        sampled: number of the answer's tokens, read back or not.
+        error: raised by the row's own sampler or logits processor.
+        lease: lease of the row's adapter; None without an adapter.
+        overtaken: number of later rows with adapters that started while this one could not.
+        bound: tokens that the cache may hold; None where nothing but the request ends the row.
+    """
+
+    id: int
+    request: Request
+    detokenizer: Any
+    start: int
+    seed: int = 0
+    matcher: Matcher | None = None
+    known: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    sampled: int = 0
+    error: Exception | None = None
+    lease: Lease | None = None
+    overtaken: int = 0
+    bound: int | None = None
+
+    def __post_init__(self) -> None:
+        self.position = self.start
+        self.known = list(self.request.prompt)
+        self._stop = StopStrings(self.request.stop)
+        self._context: mx.array | None = None
+
+    @property
+    def adapter(self) -> ResidentAdapter | None:
+        """The row's adapter; None without one, and until it is loaded."""
+        return None if self.lease is None else self.lease.resident
+
+    def release(self) -> None:
+        """Give the adapter back."""
+        if self.lease is not None:
+            self.lease.release()
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether the next token, or its response, depends on more than which logit is the largest."""
+        request = self.request
+        is_plain = not (request.sampler or request.logits_processors or request.logprobs)
+        return self.matcher is not None or not is_plain
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the cache has no room for another token."""
+        return self.bound is not None and self.position >= self.bound
+
+    @property
+    def surplus(self) -> int:
+        """Tokens in the cache past prompt and answer, whose last token is not fed."""
+        return max(0, self.position - self._needed)
+
+    @property
+    def _needed(self) -> int:
+        return self.start + len(self.request.prompt) + len(self.tokens) - 1
+
+    @property
+    def ends(self) -> bool:
+        """Whether the row can't be fed the token that was drawn last."""
+        return self.sampled == self.request.max_tokens or self.error is not None or self.is_full
+
+    @property
+    def step_seed(self) -> int:
+        """Seed of the next draw: counted from the row's own, so that nothing has to be read back."""
+        return (self.seed + self.sampled * 0x9E3779B97F4A7C15) & MASK64
+
+    def context(self, token: mx.array) -> mx.array:
+        """Prompt and answer so far with `token` (1,) appended, for logits processors."""
+        if self.matcher is not None:  # all of it was read back
+            return mx.array([*self.request.prompt, *self.tokens], dtype=mx.int32)
+        if self._context is None:
+            self._context = mx.array(list(self.request.prompt[:-1]), dtype=mx.int32)
+        self._context = mx.concatenate([self._context, token.astype(mx.int32)])
+        return self._context
+
+    def accept(self, token: int, end_tokens: set[int]) -> tuple[str, str | None]:
+        """Take the answer's next token.
+
+        Args:
+            token: id of the token.
+            end_tokens: ids that end an answer.
+
+        Returns:
+            The text to show, and the finish reason.
+        """
+        self.tokens.append(token)
+        is_end = token in end_tokens
+        if not is_end:
+            self.detokenizer.add_token(token)
+        if self.matcher is not None and self.error is None:
+            try:
+                self.matcher.accept(token)
+                is_end = is_end or self.matcher.is_stopped
+            except ConstraintError as error:
+                self.error = error
+        reason: str | None = "stop"
+        if not is_end:
+            reason = "length" if len(self.tokens) == self.request.max_tokens else None
+            if reason is None and self.error is None and self._has_no_room:
+                self.error = ContextLengthError(
+                    f"The context of {self.bound} tokens is full after {len(self.tokens)} new ones. Ask for "
+                    "fewer, raise max_kv_size, or ask for a sliding window."
+                )
+        if self.error is not None:
+            reason = "error"
+        text, stopped = self.show(ended=reason is not None)
+        reason = "stop" if stopped else reason
+        if reason is None or self.matcher is None or self.matcher.is_complete:
+            return text, reason
+        return self._cut(text, reason)
+
+    def force(self, end_tokens: set[int]) -> list[tuple[int, str, str | None]]:
+        """Take the tokens that the constraint forces next; the model is to be fed them.
+
+        Returns:
+            For each token its id, and what `accept` returns; often none.
+        """
+        taken: list[tuple[int, str, str | None]] = []
+        if self.matcher is None:
+            return taken
+        for token in self.matcher.forced():
+            taken.append((token, *self.accept(token, end_tokens)))
+            if taken[-1][2] is not None:
+                break
+        self.known += [token for token, _, _ in taken]
+        self.sampled = len(self.tokens)
+        return taken
+
+    @property
+    def _has_no_room(self) -> bool:
+        return self.bound is not None and self._needed >= self.bound
+
+    def _cut(self, text: str, reason: str) -> tuple[str, str]:
+        """An answer that ends before its constraint is met: the text to show, and the finish reason."""
+        assert self.matcher is not None
+        causes = {
+            "length": f"it had {len(self.tokens)} tokens",
+            "stop": "a stop string came",
+            "error": "the context was full",
+        }
+        if not isinstance(self.error, ContextLengthError | None):
+            return text, "error"
+        if reason != "stop" and self.request.at_limit == "complete":
+            completion = shortest_completion(self.matcher)
+            if completion is not None:
+                self.error = None
+                return text + completion, "length"
+        answer = self.detokenizer.text
+        self.error = IncompleteError(
+            f"The answer ended when {causes[reason]}, before its constraint ({self.matcher.what}) was met. "
+            'Raise max_tokens, or ask for the shortest completion with at_limit="complete". So far it is: '
+            f"{shown(answer)}",
+            answer,
+        )
+        return text, "error"
+
+    def show(self, ended: bool) -> tuple[str, bool]:
+        """Returns the text to show next, all of it once the answer has ended; and whether it stops there."""
+        if ended:
+            self.detokenizer.finalize()
+        text, stopped = self._stop.feed(self.detokenizer.last_segment)
+        return text + self._stop.flush() if ended and not stopped else text, stopped
+
+
+class StopStrings:
+    """Holds back text that may turn out to be the start of a stop string."""
+
+    def __init__(self, stop: Sequence[str]):
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """Returns the text that is safe to show, and whether a stop string was completed."""
+        if not self._stop:
+            return text, False
+        held = self._held + text
+        found = [at for at in (held.find(s) for s in self._stop) if at >= 0]
+        if found:
+            self._held = ""
+            return held[: min(found)], True
+        longest = max(
+            (n for s in self._stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0
+        )
+        self._held = held[len(held) - longest :]
+        return held[: len(held) - longest], False
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        return held

@@ -1,0 +1,91 @@
+"""Answers that may or must call tools: the name and the arguments of a call are those of a declared tool.
+
+The form is the one that AFM was trained on; text may come before the calls:
+
+    <executable_start> ```function
+    [{"name": NAME, "arguments": {...}}, ...]```<executable_end>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher
+
+from afm_mlx.errors import ConstraintError, did_you_mean, shown
+from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.schema import schema_grammar
+from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
+
+CHOICES = ("auto", "none", "required", "one")
+MAX_CALLS = 16
+"""Calls in one answer at most."""
+
+_TEXT = r"TEXT: /(.|\n)*/"
+
+
+def tool_call_constraint(tools: Sequence[Mapping[str, Any]], choice: str = "auto") -> Constraint:
+    """The constraint of an answer in a chat with tools.
+
+    Args:
+        tools: definitions in OpenAI's form, `{"type": "function", "function": {"name", "parameters", ...}}`;
+            `parameters` may be called `arguments`, and none stands for any JSON object.
+        choice: "auto" lets the model write text, calls, or both; "none" text only; "required" calls only; "one"
+            exactly one call; the name of a tool exactly one call of that tool.
+
+    Raises:
+        ConstraintError: for definitions or a choice that can't be honoured.
+    """
+    if choice == "none" or (not tools and choice == "auto"):
+        return Constraint(LLMatcher.grammar_from_lark(f"start: TEXT\n{_TEXT}"), "text")
+    arguments = {
+        name: schema for name, schema in _arguments(tools).items() if choice in (*CHOICES, name)
+    }
+    if not arguments:
+        raise ConstraintError(
+            f"tool_choice is {shown(choice)}; allowed are {', '.join(CHOICES)}, or the name of a tool"
+            f"{did_you_mean(choice, _arguments(tools))}."
+        )
+    start = "start: TEXT calls?" if choice == "auto" else "start: calls"
+    more = "" if choice not in ("auto", "required") else f' (", " call){{0,{MAX_CALLS - 1}}}'
+    lines = [
+        start,
+        _TEXT if choice == "auto" else "",
+        f'calls: {EXECUTABLE_START} " ```function\\n[" call{more} "]```" {EXECUTABLE_END}',
+        "call: " + " | ".join(f"call_{i}" for i in range(len(arguments))),
+    ]
+    for i, name in enumerate(arguments):
+        opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ', ensure_ascii=False)
+        lines.append(f'call_{i}: {opening} @arguments_{i} "}}"')
+    grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(lines)}]
+    for i, schema in enumerate(arguments.values()):
+        grammars += _named(schema_grammar(schema), f"arguments_{i}")
+    return Constraint(json.dumps({"grammars": grammars}), "tool calls")
+
+
+def _arguments(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The schema of each tool's arguments, by the tool's name."""
+    found: dict[str, Any] = {}
+    for index, tool in enumerate(tools):
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+            raise ConstraintError(
+                f"tools[{index}] is {shown(tool)}; a definition is needed, such as "
+                '{"type": "function", "function": {"name": "...", "parameters": {...}}}.'
+            )
+        if name in found:
+            raise ConstraintError(
+                f"tools[{index}] has the name {shown(name)} of another tool; each needs its own."
+            )
+        schema = function.get("parameters", function.get("arguments"))
+        found[name] = {"type": "object"} if schema is None else schema
+    return found
+
+
+def _named(grammar: str, name: str) -> list[dict[str, Any]]:
+    """The parts of a grammar, whose first one has a name by which another grammar embeds it."""
+    first, *rest = json.loads(grammar)["grammars"]
+    return [{**first, "name": name}, *rest]
