@@ -4,6 +4,7 @@
 | --- | --- |
 | `engine.py`, `batch.py` | the loop; the rows that run together |
 | `request.py`, `row.py` | what the engine is asked for and what it answers; the state of a row |
+| `healing.py` | prompts that end within a word |
 | `row_adapters.py`, `row_caches.py` | each row's adapter and cache |
 | `sampling.py`, `samplers.py`, `logits_processors.py` | from logits to the next token |
 | `prompt_cache.py`, `prompt_reuse.py` | caches of prompts: in files, and from one prompt to the next |

@@ -32,6 +32,7 @@ import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.batch import Feed, Flight, Prefill, RowBatch
+from afm_mlx.engine.healing import healed
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import RowAdapters, can_start, must_not_overtake
@@ -43,6 +44,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.heap import hold_heaps_down
 from afm_mlx.model.model import is_afm
 from afm_mlx.threads import Home
+from afm_mlx.tokenizer.tokenizer import Tokenizer
 
 # On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B.
 CPU_STEP = 128
@@ -134,10 +136,11 @@ class Engine:
         """
         request.validate(self.model.args.vocab_size if self._is_afm else None)
         # In the caller's thread: it may take a while, and the rows go on.
+        request, repeated = healed(request, self.tokenizer)
         matcher = request.constraint and Matcher(request.constraint, self.tokenizer)
-        return self._home.call(self._submit, request, matcher)
+        return self._home.call(self._submit, request, matcher, len(repeated))
 
-    def _submit(self, request: Request, matcher: Matcher | None) -> int:
+    def _submit(self, request: Request, matcher: Matcher | None, hidden: int) -> int:
         given = request.cache
         cache = self._caches.make() if given is None else self._caches.checked(given)
         self._home.take_in([layer.state for layer in given or ()], "The prompt cache")
@@ -149,9 +152,16 @@ class Engine:
                 "raise max_kv_size, or ask for a sliding window."
             )
         lease = self._adapters.lease(request.adapter)
-        detokenizer, seed = self.tokenizer.detokenizer, _seed_of(request)
         row = Row(
-            next(self._ids), request, detokenizer, position, seed, matcher, bound=bound, lease=lease
+            next(self._ids),
+            request,
+            self._detokenizer(matcher),
+            position,
+            _seed_of(request),
+            matcher,
+            lease=lease,
+            bound=bound,
+            hidden=hidden,
         )
         # A load's error is the row's response, however early it comes.
         known = lease is None or lease.ready
@@ -164,6 +174,11 @@ class Engine:
         else:
             self._waiting.append((row, cache))
         return row.id
+
+    def _detokenizer(self, matcher: Matcher | None) -> Any:
+        if matcher is not None and isinstance(self.tokenizer, Tokenizer):
+            return self.tokenizer.inner_detokenizer  # a constraint's text may begin with a space
+        return self.tokenizer.detokenizer
 
     def cancel(self, row_id: int) -> None:
         """Drop a row, wherever it is; unknown and finished ids are ignored."""

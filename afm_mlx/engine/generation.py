@@ -101,6 +101,7 @@ def stream_generate(
     adapters: AdapterPool | None = None,
     constraint: Constraint | None = None,
     at_limit: str = "error",
+    heal: bool | None = None,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt and yield the answer as it grows.
 
@@ -126,6 +127,7 @@ def stream_generate(
         adapters: the pool that `adapter` is in.
         constraint: what the answer must look like, such as `Constraint.json_schema(schema)`.
         at_limit: "error", or "complete" for the shortest end of an answer that is cut off; see `Request`.
+        heal: whether a prompt may end within a word; None for yes if it is text and there is a constraint.
 
     Raises:
         AFMError: what the request or the prompt has that can't be honoured.
@@ -155,6 +157,7 @@ def stream_generate(
         adapter=adapter,
         constraint=constraint,
         at_limit=at_limit,
+        heal=heal if heal is not None else constraint is not None and isinstance(prompt, str),
     )
     engine.submit(request)
     with wired_memory(model):

@@ -46,6 +46,7 @@ class Request:
         at_limit: what becomes of an answer that max_tokens or a full context ends before its constraint is met:
             "error" makes that an `IncompleteError`, as it is after a stop string; "complete" appends the
             shortest text that meets the constraint, however many tokens that has.
+        heal: whether the prompt may end within a word: its last token is then generated again, see `healing`.
     """
 
     prompt: Sequence[int]
@@ -60,6 +61,7 @@ class Request:
     adapter: AdapterChoice | None = None
     constraint: Constraint | None = None
     at_limit: str = "error"
+    heal: bool = False
 
     def validate(self, vocab_size: int | None) -> None:
         """Raise `RequestError` for a request that no model could answer."""

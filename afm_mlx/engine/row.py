@@ -37,6 +37,7 @@ class Row:
         lease: lease of the row's adapter; None without an adapter.
         overtaken: number of later rows with adapters that started while this one could not.
         bound: tokens that the cache may hold; None where nothing but the request ends the row.
+        hidden: characters at the beginning of the answer that repeat the end of the prompt.
     """
 
     id: int
@@ -52,10 +53,12 @@ class Row:
     lease: Lease | None = None
     overtaken: int = 0
     bound: int | None = None
+    hidden: int = 0
 
     def __post_init__(self) -> None:
         self.position = self.start
         self.known = list(self.request.prompt)
+        self._unseen = self.hidden
         self._stop = StopStrings(self.request.stop)
         self._context: mx.array | None = None
 
@@ -181,7 +184,7 @@ class Row:
             if completion is not None:
                 self.error = None
                 return text + completion, "length"
-        answer = self.detokenizer.text
+        answer = self.detokenizer.text[self.hidden :]
         self.error = IncompleteError(
             f"The answer ended when {causes[reason]}, before its constraint ({self.matcher.what}) was met. "
             'Raise max_tokens, or ask for the shortest completion with at_limit="complete". So far it is: '
@@ -194,7 +197,9 @@ class Row:
         """Returns the text to show next, all of it once the answer has ended; and whether it stops there."""
         if ended:
             self.detokenizer.finalize()
-        text, stopped = self._stop.feed(self.detokenizer.last_segment)
+        segment = self.detokenizer.last_segment
+        more, self._unseen = segment[self._unseen :], max(0, self._unseen - len(segment))
+        text, stopped = self._stop.feed(more)
         return text + self._stop.flush() if ended and not stopped else text, stopped
 
 

@@ -92,6 +92,17 @@ class Constraint:
             raise ConstraintError(f"The GBNF grammar can't be read ({error}).") from None
         return cls.lark(lark)
 
+    @classmethod
+    def text(cls) -> Constraint:
+        """Any text, and no control token but the end."""
+        return cls(LLMatcher.grammar_from_lark("start: /(.|\\n)*/"), "text")
+
+    def behind(self, text: str) -> Constraint:
+        """The same behind a text: what is generated repeats the text, and goes on as the constraint says."""
+        opening = f"start: {json.dumps(text, ensure_ascii=False)} @rest"
+        grammars = [{"lark_grammar": opening}, *named_grammars(self.grammar, "rest")]
+        return Constraint(json.dumps({"grammars": grammars}), self.what)
+
     def checked(self) -> Constraint:
         """The constraint itself.
 
@@ -102,6 +113,13 @@ class Constraint:
         if refused:
             raise ConstraintError(f"The {self.what} can't be honoured: {' '.join(messages)}")
         return self
+
+
+def named_grammars(grammar: str, name: str) -> list[dict[str, Any]]:
+    """The parts of a grammar, whose first one has a name by which other grammars embed it."""
+    parts = json.loads(grammar)["grammars"] if grammar[:1] == "{" else [{"lark_grammar": grammar}]
+    first, *rest = parts
+    return [{**first, "name": name}, *rest]
 
 
 def _check_text(text: Any, what: str) -> None:

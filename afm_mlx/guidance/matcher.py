@@ -15,6 +15,7 @@ from afm_mlx.guidance.constraint import LIMITS, Constraint
 from afm_mlx.guidance.vocabulary import ll_tokenizer
 
 _COMPILED = 64  # grammars
+_SIDE_BY_SIDE = 16  # rows; with fewer, llguidance's threads cost more than they save
 
 
 class Matcher:
@@ -83,8 +84,9 @@ def fill_masks(matchers: Sequence[Matcher]) -> np.ndarray:
     inner = [matcher._matcher for matcher in matchers]
     words = -(-matchers[0].tokenizer.vocab_size // 32)
     masks = np.zeros((len(inner), words), np.uint32)
-    if len(inner) == 1:  # llguidance's threads would cost more than they save
-        inner[0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
+    if len(inner) < _SIDE_BY_SIDE:
+        for matcher, mask in zip(inner, masks, strict=True):
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     else:
         rows = [(matcher, i) for i, matcher in enumerate(inner)]
         _executor().unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(inner))

@@ -12,10 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llguidance import LLMatcher
-
 from afm_mlx.errors import ConstraintError, did_you_mean, shown
-from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.constraint import Constraint, named_grammars
 from afm_mlx.guidance.schema import schema_grammar
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
@@ -39,7 +37,7 @@ def tool_call_constraint(tools: Sequence[Mapping[str, Any]], choice: str = "auto
         ConstraintError: for definitions or a choice that can't be honoured.
     """
     if choice == "none" or (not tools and choice == "auto"):
-        return Constraint(LLMatcher.grammar_from_lark(f"start: TEXT\n{_TEXT}"), "text")
+        return Constraint.text()
     arguments = {
         name: schema for name, schema in _arguments(tools).items() if choice in (*CHOICES, name)
     }
@@ -61,7 +59,7 @@ def tool_call_constraint(tools: Sequence[Mapping[str, Any]], choice: str = "auto
         lines.append(f'call_{i}: {opening} @arguments_{i} "}}"')
     grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(lines)}]
     for i, schema in enumerate(arguments.values()):
-        grammars += _named(schema_grammar(schema), f"arguments_{i}")
+        grammars += named_grammars(schema_grammar(schema), f"arguments_{i}")
     return Constraint(json.dumps({"grammars": grammars}), "tool calls")
 
 
@@ -83,9 +81,3 @@ def _arguments(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         schema = function.get("parameters", function.get("arguments"))
         found[name] = {"type": "object"} if schema is None else schema
     return found
-
-
-def _named(grammar: str, name: str) -> list[dict[str, Any]]:
-    """The parts of a grammar, whose first one has a name by which another grammar embeds it."""
-    first, *rest = json.loads(grammar)["grammars"]
-    return [{**first, "name": name}, *rest]

@@ -124,9 +124,14 @@ class StreamingDetokenizer:
     `tokenizer.decode(tokens)`, for any ids.
     """
 
-    def __init__(self, tokenizer: PieceSource) -> None:
+    def __init__(self, tokenizer: PieceSource, spacing: Spacing | None = None) -> None:
+        """Begin a sequence.
+
+        Args:
+            spacing: which leading spaces are dropped; the tokenizer's own when not given.
+        """
         self._piece: Callable[[int], Piece] = tokenizer.piece
-        self._spacing = tokenizer.spacing
+        self._spacing = spacing or tokenizer.spacing
         self.reset()
 
     def reset(self) -> None:

@@ -16,7 +16,13 @@ from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.tokenizer.chat import Chat
 from afm_mlx.tokenizer.chat_template import ChatTemplate
 from afm_mlx.tokenizer.control_tokens import ControlTokens
-from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, StreamingDetokenizer
+from afm_mlx.tokenizer.detokenizer import (
+    NEWLINE,
+    SPACE,
+    Piece,
+    Spacing,
+    StreamingDetokenizer,
+)
 from afm_mlx.tokenizer.mlx_lm_protocol import MLXLMTokenizer
 from afm_mlx.tokenizer.tokenizer_config import (
     read_bytes,
@@ -263,6 +269,11 @@ class Tokenizer(MLXLMTokenizer):
     def detokenizer(self) -> StreamingDetokenizer:
         """A new streaming detokenizer, for one sequence."""
         return StreamingDetokenizer(self)
+
+    @property
+    def inner_detokenizer(self) -> StreamingDetokenizer:
+        """A new streaming detokenizer for text behind other text: a space at its beginning is one."""
+        return StreamingDetokenizer(self, Spacing(dummy_prefix=False, strip_all=False))
 
     def piece(self, token: int) -> Piece:
         """The vocabulary entry of one id.
