@@ -1,8 +1,7 @@
 """What constraints cost at the 3B's shape: a step with one, with eight, and before the first token.
 
-The model has random weights, its tokenizer 153,600 pieces. What is compared takes turns, step by step, so that a
-machine's moods hit both
-alike. Answers are drawn at temperature 1, with and without constraints.
+The model has random weights, its tokenizer 153,600 pieces. What is compared takes turns, step by step, so that
+a machine's moods hit both alike. Answers are drawn at temperature 1, with and without constraints.
 
     python -m bench.constraints --output results
 """

@@ -142,11 +142,15 @@ class Row:
                 )
         if self.error is not None:
             reason = "error"
+        is_cut = reason is not None and self.matcher is not None and not self.matcher.is_complete
+        if is_cut and self._completed():
+            self.error, reason, is_cut = None, "length", False
         text, stopped = self.show(ended=reason is not None)
         reason = "stop" if stopped else reason
-        if reason is None or self.matcher is None or self.matcher.is_complete:
-            return text, reason
-        return self._cut(text, reason)
+        if is_cut or (stopped and self.matcher is not None and not self.matcher.is_complete):
+            self._cut_off(reason or "")
+            reason = "error"
+        return text, reason
 
     def force(self, end_tokens: set[int]) -> list[tuple[int, str, str | None]]:
         """Take the tokens that the constraint forces next; the model is to be fed them.
@@ -169,29 +173,37 @@ class Row:
     def _has_no_room(self) -> bool:
         return self.bound is not None and self._needed >= self.bound
 
-    def _cut(self, text: str, reason: str) -> tuple[str, str]:
-        """An answer that ends before its constraint is met: the text to show, and the finish reason."""
+    def _completed(self) -> bool:
+        """Append the shortest text that meets the constraint, if the request wants that and there is one."""
+        if self.request.at_limit != "complete" or not self._is_at_limit:
+            return False
+        assert self.matcher is not None
+        completion = shortest_completion(self.matcher)
+        for token in completion or ():
+            self.detokenizer.add_token(token)
+        return completion is not None
+
+    @property
+    def _is_at_limit(self) -> bool:
+        """Whether nothing ends the row but a limit: of tokens, or of the context."""
+        return self.error is None or isinstance(self.error, ContextLengthError)
+
+    def _cut_off(self, reason: str) -> None:
+        """Make the error of an answer that ends before its constraint is met."""
         assert self.matcher is not None
         causes = {
             "length": f"it had {len(self.tokens)} tokens",
             "stop": "a stop string came",
             "error": "the context was full",
         }
-        if not isinstance(self.error, ContextLengthError | None):
-            return text, "error"
-        if reason != "stop" and self.request.at_limit == "complete":
-            completion = shortest_completion(self.matcher)
-            if completion is not None:
-                self.error = None
-                return text + completion, "length"
-        answer = self.detokenizer.text[self.hidden :]
-        self.error = IncompleteError(
-            f"The answer ended when {causes[reason]}, before its constraint ({self.matcher.what}) was met. "
-            'Raise max_tokens, or ask for the shortest completion with at_limit="complete". So far it is: '
-            f"{shown(answer)}",
-            answer,
-        )
-        return text, "error"
+        if self._is_at_limit:
+            answer = self.detokenizer.text[self.hidden :]
+            self.error = IncompleteError(
+                f"The answer ended when {causes[reason]}, before its constraint ({self.matcher.what}) was met. "
+                'Raise max_tokens, or ask for the shortest completion with at_limit="complete". So far it is: '
+                f"{shown(answer)}",
+                answer,
+            )
 
     def show(self, ended: bool) -> tuple[str, bool]:
         """Returns the text to show next, all of it once the answer has ended; and whether it stops there."""

@@ -24,37 +24,39 @@ _PREFERRED = b'"}]),:. \n01etrufalsn-{[(aA'
 
 @dataclass(frozen=True)
 class _Text:
-    """A text that may become the completion: its bytes, those of them that were forced, and the state."""
+    """A text that may become the completion: tokens, bytes, how many of these were forced, and the state."""
 
-    text: bytes
+    tokens: tuple[int, ...]
+    length: int
     forced: int
     state: Matcher
 
     def then(self, tokens: Sequence[int], forced: bool = False) -> _Text:
         """This text and these tokens, whose state is this one's from now on."""
-        more = self.state.tokenizer.decode_bytes(list(tokens))
+        more = len(self.state.tokenizer.decode_bytes(list(tokens)))
         for token in tokens:
             self.state.accept(token)
-        return _Text(self.text + more, self.forced + forced * len(more), self.state)
+        whole = (*self.tokens, *tokens)
+        return _Text(whole, self.length + more, self.forced + forced * more, self.state)
 
 
-def shortest_completion(matcher: Matcher) -> str | None:
-    """The text that is missing; None when none was found within `MAX_BYTES`.
+def shortest_completion(matcher: Matcher) -> list[int] | None:
+    """The tokens of the text that is missing; None when none was found within `MAX_BYTES`.
 
     Args:
         matcher: the state of the answer so far; it stays as it is.
     """
     tokens = _tokens_of_one_byte(matcher.tokenizer)
     waiting: dict[int, list[_Text]] = defaultdict(list)
-    waiting[0] = [_Text(b"", 0, matcher.copy())]
+    waiting[0] = [_Text((), 0, 0, matcher.copy())]
     for length in range(MAX_BYTES):
         places: set[tuple[bytes, int]] = set()
         for known in sorted(waiting.pop(length, ()), key=lambda known: -known.forced):
-            if known.state.is_complete and (whole := _decoded(known.text)) is not None:
-                return whole
+            if known.state.is_complete:
+                return list(known.tokens)
             if forced := known.state.forced():
                 longer = known.then(forced, forced=True)
-                waiting[len(longer.text)].append(longer)
+                waiting[longer.length].append(longer)
                 continue
             mask = fill_masks([known.state])
             place = mask.tobytes(), known.forced
@@ -68,13 +70,6 @@ def shortest_completion(matcher: Matcher) -> str | None:
         if not waiting:
             return None
     return None
-
-
-def _decoded(text: bytes) -> str | None:
-    try:
-        return text.decode()
-    except UnicodeDecodeError:
-        return None  # ends within a character
 
 
 def _tokens_of_one_byte(tokenizer: LLTokenizer) -> list[int]:
