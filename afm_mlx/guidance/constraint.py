@@ -64,7 +64,7 @@ class Constraint:
                 f"choices is {shown(choices)}; a list of non-empty strings is needed, with at least one."
             )
         _check_text("".join(texts), "list of choices")
-        alternatives = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+        alternatives = " | ".join(map(literal, texts))
         lark = f"start: CHOICE\nCHOICE: {alternatives}"
         return cls(LLMatcher.grammar_from_lark(lark), "list of choices").checked()
 
@@ -99,7 +99,7 @@ class Constraint:
 
     def behind(self, text: str) -> Constraint:
         """The same behind a text: what is generated repeats the text, and goes on as the constraint says."""
-        opening = f"start: {json.dumps(text, ensure_ascii=False)} @rest"
+        opening = f"start: {literal(text)} @rest"
         grammars = [{"lark_grammar": opening}, *named_grammars(self.grammar, "rest")]
         return Constraint(json.dumps({"grammars": grammars}), self.what)
 
@@ -113,6 +113,12 @@ class Constraint:
         if refused:
             raise ConstraintError(f"The {self.what} can't be honoured: {' '.join(messages)}")
         return self
+
+
+def literal(text: str) -> str:
+    """A text in a Lark grammar; Lark's own strings have no escape for some characters."""
+    plain = (c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
+    return f"/{''.join(plain)}/"
 
 
 def named_grammars(grammar: str, name: str) -> list[dict[str, Any]]:

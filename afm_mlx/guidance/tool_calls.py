@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from afm_mlx.errors import ConstraintError, did_you_mean, shown
-from afm_mlx.guidance.constraint import Constraint, named_grammars
+from afm_mlx.guidance.constraint import Constraint, literal, named_grammars
 from afm_mlx.guidance.schema import schema_grammar
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
@@ -55,7 +55,7 @@ def tool_call_constraint(tools: Sequence[Mapping[str, Any]], choice: str = "auto
         "call: " + " | ".join(f"call_{i}" for i in range(len(arguments))),
     ]
     for i, name in enumerate(arguments):
-        opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ', ensure_ascii=False)
+        opening = literal(f'{{"name": {json.dumps(name)}, "arguments": ')
         lines.append(f'call_{i}: {opening} @arguments_{i} "}}"')
     grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(lines)}]
     for i, schema in enumerate(arguments.values()):

@@ -41,9 +41,15 @@ class _Pieces:
         self.tokens, self.special_token_ids = tokens, special
         self.eos_token_id = eos_token_id
         self._encode = encode
+        self._id_of = {text: token for token, text in enumerate(tokens) if len(text) == 1}
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._encode(text if isinstance(text, str) else text.decode("utf-8", "replace"))
+        whole = text.encode() if isinstance(text, str) else text
+        ids = self._encode(whole.decode("utf-8", "replace"))
+        if b"".join(self.tokens[token] for token in ids) == whole:
+            return ids
+        # Encoding changed it: SentencePiece takes the visible space for a space, and `<n>` for a newline.
+        return [self._id_of[whole[i : i + 1]] for i in range(len(whole))]
 
 
 def ll_tokenizer(tokenizer: Any) -> LLTokenizer:

@@ -1,0 +1,94 @@
+"""Constraints of every kind: what they accept, and what is refused before anything is generated."""
+
+import re
+
+import numpy as np
+import pytest
+
+from afm_mlx.errors import ConstraintError
+from afm_mlx.guidance.constraint import MAX_TEXT, Constraint
+from afm_mlx.guidance.matcher import Matcher, fill_masks
+from tests.tools.cases import each
+from tests.tools.constraints import CONSTRAINTS, bytes_of, nano_tokenizer
+
+
+def is_whole(constraint, text):
+    """Whether a constraint takes a text, and lets it end there."""
+    matcher, tokenizer = Matcher(constraint, nano_tokenizer()), nano_tokenizer()
+    ids = tokenizer.encode("\n" + text)[len(tokenizer.encode("\n")) :]
+    try:
+        for token in ids:
+            matcher.accept(token)
+    except ConstraintError:
+        return False
+    return matcher.is_complete
+
+
+def random_answer(rng, constraint, most=300):
+    """A text of random allowed tokens; None when it does not end."""
+    matcher, tokenizer = Matcher(constraint, nano_tokenizer()), nano_tokenizer()
+    tokens = []
+    while not matcher.is_stopped and len(tokens) < most:
+        bits = np.unpackbits(fill_masks([matcher])[0].view(np.uint8), bitorder="little")
+        token = int(rng.choice(np.flatnonzero(bits)))
+        matcher.accept(token)
+        if token in tokenizer.eos_token_ids:
+            break
+        tokens.append(token)
+    text = b"".join(bytes_of(tokenizer, token) for token in tokens)
+    return text.decode() if matcher.is_stopped else None
+
+
+@each(
+    "constraint, taken, refused",
+    [
+        (lambda: Constraint.regex(r"\d{2}-[a-z]+"), ["12-ab"], ["1-ab", "12-", "12-a1"]),
+        (lambda: Constraint.choices(["New", "New York", '"a"\\', "日▁本<n>"]),
+         ["New", "New York", '"a"\\'], ["", "Ne", "York", "日 本\n"]),
+        (lambda: Constraint.lark('start: "a" start "b" | "c"'), ["c", "aacbb"], ["aacb", ""]),
+        (lambda: Constraint.gbnf('root ::= "x" item*\nitem ::= [0-9] "," '), ["x", "x1,2,"], ["x1", "1,"]),
+        (lambda: Constraint.text(), ["", "any text\n"], []),
+        (lambda: Constraint.text().behind('so "'), ['so "', 'so "far'], ["so", "far"]),
+        (lambda: Constraint.json_schema({"type": "integer"}).behind("is "), ["is 12"], ["12", "is a"]),
+        (lambda: Constraint.regex("[ab]").behind("\n"), ["\na"], ["a"]),
+        (lambda: Constraint.json_schema({"type": "object"}), ["{}", '{"a": [1, 2]}'], ['{"a":1}', "[]", "{ }"]),
+    ],
+)  # fmt: skip
+def test_texts_are_taken_or_not(constraint, taken, refused):
+    made = constraint()
+    assert [text for text in taken if not is_whole(made, text)] == []
+    assert [text for text in refused if is_whole(made, text)] == []
+
+
+def test_random_answers_meet_their_constraint(rng):
+    patterns = {"regex": r"[a-f]{2,9}(-[0-9]+){0,2}", "choices": "New York|New Orleans|Newark|日本"}
+    for name, pattern in patterns.items():
+        for _ in range(20):
+            answer = random_answer(rng, CONSTRAINTS[name]())
+            assert answer is None or re.fullmatch(pattern, answer)
+
+
+@each(
+    "make, words",
+    [
+        (lambda: Constraint.regex("("), ["regular expression", "unclosed group"]),
+        (lambda: Constraint.regex("(?=a)b"), ["regular expression", "look-around"]),
+        (lambda: Constraint.regex(r"(a)\1"), ["regular expression"]),
+        (lambda: Constraint.regex(""), ["not empty"]),
+        (lambda: Constraint.regex(7), ["7"]),
+        (lambda: Constraint.regex("a" * (MAX_TEXT + 1)), [str(MAX_TEXT)]),
+        (lambda: Constraint.choices("ab"), ["list"]),
+        (lambda: Constraint.choices([]), ["at least one"]),
+        (lambda: Constraint.choices(["a", ""]), ["non-empty"]),
+        (lambda: Constraint.choices(["a", 1]), ["strings"]),
+        (lambda: Constraint.lark("start: b"), ["unknown name"]),
+        (lambda: Constraint.lark("begin: b"), ["grammar"]),
+        (lambda: Constraint.gbnf("root = x"), ["GBNF"]),
+        (lambda: Constraint.gbnf(""), ["not empty"]),
+        (lambda: Constraint.gbnf("start ::= x"), ["grammar"]),
+    ],
+)
+def test_what_is_no_constraint_is_refused(make, words):
+    with pytest.raises(ConstraintError) as refused:
+        make()
+    assert all(word in str(refused.value) for word in words), refused.value
