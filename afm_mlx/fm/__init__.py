@@ -1,1 +1,129 @@
-"""The API of Apple's `apple-fm-sdk`, on this engine."""
+"""The API of Apple's `apple-fm-sdk`, on this engine.
+
+    from afm_mlx import fm
+
+    session = fm.LanguageModelSession("Answer in one sentence.")
+    print(await session.respond("What is the capital of France?"))
+
+Models and sessions are loaded when they are first used; all else costs next to nothing to import.
+
+| file | what it holds |
+| --- | --- |
+| `generable_utils.py` | the decorator `generable` |
+| `generable.py` | what was generated, as JSON and as instances |
+| `generation_schema.py`, `generation_property.py`, `generation_guide.py` | schemas, fields, their limits |
+| `generation_options.py`, `prompt.py` | options of a request; prompts |
+| `tool.py`, `function_tool.py` | tools written as classes, and made of functions |
+| `transcript.py`, `transcript_format.py` | a session's history |
+| `errors.py` | the SDK's errors |
+| `stand_in.py` | scripts that import `apple_fm_sdk` |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from afm_mlx.fm.errors import (
+    AssetsUnavailableError,
+    ConcurrentRequestsError,
+    DecodingFailureError,
+    ExceededContextWindowSizeError,
+    FoundationModelsError,
+    GenerationError,
+    GenerationErrorCode,
+    GuardrailViolationError,
+    InvalidGenerationSchemaError,
+    RateLimitedError,
+    RefusalError,
+    ToolCallError,
+    UnsupportedGuideError,
+    UnsupportedLanguageOrLocaleError,
+)
+from afm_mlx.fm.generable import (
+    ConvertibleFromGeneratedContent,
+    ConvertibleToGeneratedContent,
+    Generable,
+    GeneratedContent,
+    GenerationID,
+)
+
+# Behind the module of this name, which would take the function's place.
+from afm_mlx.fm.generable_utils import generable
+from afm_mlx.fm.generation_guide import GenerationGuide, GuideType, guide
+from afm_mlx.fm.generation_options import GenerationOptions, SamplingMode, SamplingModeType
+from afm_mlx.fm.generation_schema import GenerationSchema
+from afm_mlx.fm.prompt import (
+    Attachment,
+    ImageAttachment,
+    ImagePromptError,
+    Prompt,
+    PromptComponent,
+    PromptError,
+)
+from afm_mlx.fm.tool import Tool
+from afm_mlx.fm.transcript import Transcript
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LanguageModelSession": "session",
+    "SystemLanguageModel": "core",
+    "SystemLanguageModelGuardrails": "core",
+    "SystemLanguageModelUnavailableReason": "core",
+    "SystemLanguageModelUseCase": "core",
+}
+
+__all__ = [
+    "AssetsUnavailableError",
+    "Attachment",
+    "ConcurrentRequestsError",
+    "ConvertibleFromGeneratedContent",
+    "ConvertibleToGeneratedContent",
+    "DecodingFailureError",
+    "ExceededContextWindowSizeError",
+    "FoundationModelsError",
+    "Generable",
+    "GeneratedContent",
+    "GenerationError",
+    "GenerationErrorCode",
+    "GenerationGuide",
+    "GenerationID",
+    "GenerationOptions",
+    "GenerationSchema",
+    "GuardrailViolationError",
+    "GuideType",
+    "ImageAttachment",
+    "ImagePromptError",
+    "InvalidGenerationSchemaError",
+    "LanguageModelSession",
+    "Prompt",
+    "PromptComponent",
+    "PromptError",
+    "RateLimitedError",
+    "RefusalError",
+    "SamplingMode",
+    "SamplingModeType",
+    "SystemLanguageModel",
+    "SystemLanguageModelGuardrails",
+    "SystemLanguageModelUnavailableReason",
+    "SystemLanguageModelUseCase",
+    "Tool",
+    "ToolCallError",
+    "Transcript",
+    "UnsupportedGuideError",
+    "UnsupportedLanguageOrLocaleError",
+    "generable",
+    "guide",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,281 @@
+"""Tools, written as classes or made of functions."""
+
+import asyncio
+import dataclasses
+import gc
+import threading
+import weakref
+from typing import Annotated, Any, Literal
+
+import jsonschema
+import msgspec
+import pytest
+
+from afm_mlx import fm
+from afm_mlx.fm.function_tool import described_arguments
+from tests.tools.cases import each
+
+
+@fm.generable("Of a weather report")
+class Arguments:
+    city: str = fm.guide("Where")
+
+
+class Weather(fm.Tool):
+    name = "get_weather"
+    description = "Weather of a city"
+
+    @property
+    def arguments_schema(self):
+        return Arguments.generation_schema()
+
+    async def call(self, args):
+        return f"Rain in {args.value(str, for_property='city')}"
+
+
+def call(tool, **arguments):
+    return asyncio.run(tool.call(fm.GeneratedContent(arguments)))
+
+
+def test_a_tool_is_called_and_defined():
+    tool = Weather()
+    assert call(tool, city="Oslo") == "Rain in Oslo"
+    assert tool.tool_definition == {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather of a city",
+            "parameters": Arguments.generation_schema().to_dict(),
+        },
+    }
+
+
+@fm.generable
+class NoGuide:
+    city: str = fm.guide(minimum=3)
+
+
+@fm.generable
+class NoType:
+    city: set
+
+
+async def _call(self, args):
+    return ""
+
+
+@each(
+    "attributes, error",
+    [
+        ({"name": None}, TypeError),
+        ({"description": ["a"]}, TypeError),
+        ({"arguments_schema": {}}, TypeError),
+        ({"call": lambda self, args: ""}, TypeError),
+        (
+            {"arguments_schema": property(lambda self: NoGuide.generation_schema())},
+            fm.UnsupportedGuideError,
+        ),
+        (
+            {"arguments_schema": property(lambda self: NoType.generation_schema())},
+            fm.InvalidGenerationSchemaError,
+        ),
+    ],
+)
+def test_a_tool_with_something_wrong_is_not_made(attributes, error):
+    with pytest.raises(error):
+        type("Wrong", (Weather,), attributes)()
+
+
+def test_a_tool_with_something_missing_is_not_made():
+    whole = {
+        "name": "a",
+        "description": "b",
+        "arguments_schema": Weather.arguments_schema,
+        "call": _call,
+    }
+    assert type("Whole", (fm.Tool,), whole)().name == "a"
+    for missing in whole:
+        rest = {name: value for name, value in whole.items() if name != missing}
+        error = AssertionError if missing in ("name", "description") else TypeError
+        with pytest.raises(error, match=missing):
+            type("Lacking", (fm.Tool,), rest)()
+
+
+def test_a_tool_is_freed_when_dropped():
+    tools = [Weather(), fm.Tool.from_function(search)]
+    seen = [weakref.ref(tool) for tool in tools]
+    gc.disable()
+    try:
+        del tools
+        assert [one() for one in seen] == [None, None]
+    finally:
+        gc.enable()
+
+
+@dataclasses.dataclass
+class Period:
+    days: int
+    hours: int = 0
+
+
+def search(
+    text: str,
+    period: Period,
+    limit: int = 3,
+    order: Literal["new", "old"] = "new",
+    author: str | None = None,
+    least: Annotated[float, msgspec.Meta(ge=0)] = 0.5,
+) -> Any:
+    """Search the
+    archive.
+
+    Slowly.
+
+    Args:
+        text: the words,
+            all of them.
+        limit (int): how many.
+    """
+    return {"text": text, "days": period.days, "limit": limit, "order": order, "by": author}
+
+
+def test_a_function_becomes_a_tool():
+    definition = fm.Tool.from_function(search).tool_definition["function"]
+    assert definition["name"] == "search"
+    assert definition["description"] == "Search the archive."
+    assert definition["parameters"] == {
+        "title": "search",
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "description": "the words, all of them."},
+            "period": {"$ref": "#/$defs/Period"},
+            "limit": {"type": "integer", "description": "how many."},
+            "order": {"enum": ["new", "old"]},
+            "author": {"type": "string"},
+            "least": {"type": "number", "minimum": 0},
+        },
+        "required": ["text", "period"],
+        "additionalProperties": False,
+        "x-order": ["text", "period", "limit", "order", "author", "least"],
+        "$defs": {
+            "Period": {
+                "title": "Period",
+                "type": "object",
+                "properties": {
+                    "days": {"type": "integer"},
+                    "hours": {"type": "integer", "default": 0},
+                },
+                "required": ["days"],
+                "additionalProperties": False,
+                "x-order": ["days", "hours"],
+            }
+        },
+    }
+    jsonschema.Draft202012Validator.check_schema(definition["parameters"])
+
+
+def test_a_function_is_called_with_its_own_types():
+    tool = fm.Tool.from_function(search)
+    found = call(tool, text="ä", period={"days": 2}, limit=1)
+    assert found == '{"text": "ä", "days": 2, "limit": 1, "order": "new", "by": null}'
+    with pytest.raises(msgspec.ValidationError, match="days"):
+        call(tool, text="a", period={"days": "two"})
+
+
+@fm.generable("A place to sit")
+class Seat:
+    row: int = fm.guide("Which row", range=(1, 20))
+    beside: "list[Seat]"
+
+
+def test_a_function_may_take_generable_classes():
+    def book(seats: list[Seat], other: Seat | None = None) -> str:
+        """Book seats."""
+        return f"{seats} {other}"
+
+    tool = fm.Tool.from_function(book)
+
+    parameters = tool.tool_definition["function"]["parameters"]
+    assert parameters["properties"] == {
+        "seats": {"type": "array", "items": {"$ref": "#/$defs/Seat"}},
+        "other": {"$ref": "#/$defs/Seat"},
+    }
+    seat = Seat.generation_schema().to_dict()
+    seat["properties"]["beside"]["items"]["$ref"] = "#/$defs/Seat"
+    assert parameters["$defs"] == {"Seat": seat}
+    one = Seat(3, [])
+    assert call(tool, seats=[one.generated_content.value()]) == f"{[one]} None"
+
+
+def test_functions_run_where_they_may_block():
+    def where() -> str:
+        """Name the thread."""
+        return threading.current_thread().name
+
+    async def where_async() -> str:
+        """Name the thread."""
+        return where()
+
+    here = threading.current_thread().name
+    assert call(fm.Tool.from_function(where)) != here
+    assert call(fm.Tool.from_function(where_async)) == here
+
+
+def test_results_are_text():
+    def give(kind: str):
+        """Give something."""
+        return {"text": "a", "list": [1], "none": None, "object": Weather}[kind]
+
+    tool = fm.Tool.from_function(give)
+    assert [call(tool, kind=kind) for kind in ("text", "list", "none")] == ["a", "[1]", "null"]
+    assert call(tool, kind="object") == str(Weather)
+
+
+def test_functions_that_say_too_little_are_refused():
+    def silent(a: int):
+        return a
+
+    def untyped(a):
+        """Say."""
+
+    def several(*rest: int):
+        """Say."""
+
+    def placed(a: int, /):
+        """Say."""
+
+    def strange(a: threading.Thread):
+        """Say."""
+
+    def unknown(a: "Nowhere"):  # noqa: F821  the fault
+        """Say."""
+
+    with pytest.raises(TypeError, match="made of a function"):
+        fm.Tool.from_function(3)
+    cases = {
+        unknown: "can't be resolved",
+        silent: "no docstring",
+        untyped: "no annotation",
+        several: "by name",
+        placed: "by name",
+        strange: "without a schema",
+    }
+    for function, message in cases.items():
+        with pytest.raises(TypeError, match=message):
+            fm.Tool.from_function(function)
+
+
+@each(
+    "text, expected",
+    [
+        ("Say.", {}),
+        ("Say.\n\nArgs:\n    a: one", {"a": "one"}),
+        (
+            "Say.\n\nArgs:\n    a (int, optional): one: two\n        three\n\n    b: four\n\nRaises:\n    c: x",
+            {"a": "one: two three", "b": "four"},
+        ),
+        ("Args:\n  a_b: x\n  c:\n    y\n\nMore.\n  d: z", {"a_b": "x", "c": "y"}),
+    ],
+)
+def test_google_style_arguments_are_read(text, expected):
+    assert described_arguments(text) == expected

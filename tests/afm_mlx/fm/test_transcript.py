@@ -1,0 +1,241 @@
+"""Transcripts: the framework's JSON, what requests add to it, and the chat that a tokenizer gets of it."""
+
+import asyncio
+import copy
+import gc
+import json
+import re
+import weakref
+
+import pytest
+
+from afm_mlx import fm
+from afm_mlx.fm.transcript import Transcript
+from afm_mlx.tokenizer.chat_messages import checked_messages
+from afm_mlx.tokenizer.chat_template import ChatTemplate
+from tests.tools.cases import each
+
+
+@fm.generable("A report")
+class Report:
+    sky: str
+
+
+async def _weather(city: str) -> str:
+    """Weather of a city."""
+    return city
+
+
+TOOL = fm.Tool.from_function(_weather).tool_definition
+UUID = re.compile(r"[0-9A-F]{8}(-[0-9A-F]{4}){3}-[0-9A-F]{12}")
+
+
+def read(document):
+    return asyncio.run(Transcript.from_dict(document))
+
+
+def written(transcript):
+    return asyncio.run(transcript.to_dict())
+
+
+def entries(transcript):
+    return written(transcript)["transcript"]["entries"]
+
+
+@pytest.fixture
+def transcript():
+    """One request that was answered with two calls and an object."""
+    made = Transcript()
+    made.add_instructions("Be brief.", [TOOL])
+    made.add_prompt("Weather?", Report.generation_schema().response_format())
+    first, second = made.add_tool_calls(
+        [
+            {"name": "_weather", "arguments": {"city": "Århus"}},
+            {"name": "_weather", "arguments": '{"city": "Ulm"}'},
+        ]
+    )
+    made.add_tool_output(first, "_weather", "rain")
+    made.add_tool_output(second, "_weather", "sun")
+    made.add_response(fm.GeneratedContent({"sky": "mixed"}), ["afm"], source="Report")
+    made.add_prompt("Thanks")
+    made.add_response("Bye", ["afm"])
+    return made
+
+
+def test_entries_have_the_form_of_the_framework(transcript):
+    document = written(transcript)
+    assert (document["type"], document["version"]) == ("FoundationModels.Transcript", 1)
+    found = document["transcript"]["entries"]
+    ids = [entry.pop("id") for entry in found]
+    text_ids = [
+        part.pop("id")
+        for entry in found
+        for part in entry.get("contents", [])
+        if entry["role"] != "response"
+    ]
+    call_ids = [call.pop("id") for call in found[2]["toolCalls"]]
+    assert all(UUID.fullmatch(one) for one in ids + text_ids)
+    assert ids[3:5] == call_ids
+    assert len(set(ids)) == len(ids)
+
+    def text(value):
+        return [{"type": "text", "text": value}]
+
+    schema = Report.generation_schema().response_format()["json_schema"]
+    answer = {"source": "Report", "content": {"sky": "mixed"}}
+    tool = {"role": "tool", "toolName": "_weather"}
+    assert found == [
+        {"role": "instructions", "contents": text("Be brief."), "tools": [TOOL]},
+        {
+            "role": "user",
+            "contents": text("Weather?"),
+            "options": {},
+            "responseFormat": {"type": "jsonSchema", "jsonSchema": schema},
+        },
+        {
+            "role": "response",
+            "toolCalls": [
+                {"name": "_weather", "arguments": '{"city": "Århus"}'},
+                {"name": "_weather", "arguments": '{"city": "Ulm"}'},
+            ],
+        },
+        {**tool, "toolCallID": call_ids[0], "contents": text("rain")},
+        {**tool, "toolCallID": call_ids[1], "contents": text("sun")},
+        {
+            "role": "response",
+            "contents": [{"type": "structure", "id": "0", "structure": answer}],
+            "assets": ["afm"],
+        },
+        {"role": "user", "contents": text("Thanks"), "options": {}},
+        {"role": "response", "contents": [{**text("Bye")[0], "id": "0"}], "assets": ["afm"]},
+    ]
+
+
+def test_what_was_read_is_written_with_all_that_is_unknown():
+    document = {
+        "version": 2,
+        "type": "FoundationModels.Transcript",
+        "more": [1],
+        "transcript": {
+            "kept": None,
+            "entries": [
+                {
+                    "role": "user",
+                    "id": "A",
+                    "contents": [{"type": "image", "at": 3}],
+                    "new": {"x": 1},
+                }
+            ],
+        },
+    }
+    before = copy.deepcopy(document)
+    transcript = read(document)
+    document["transcript"]["entries"].clear()
+    assert written(transcript) == before
+    transcript.add_prompt("Next")
+    assert written(transcript)["transcript"]["kept"] is None
+    assert [entry["role"] for entry in entries(transcript)] == ["user", "user"]
+    written(transcript)["transcript"]["entries"].clear()
+    assert len(entries(transcript)) == 2
+    with pytest.raises(fm.DecodingFailureError, match=r"Entry 0 .* 'image'"):
+        transcript.messages()
+
+
+@each(
+    "transcript",
+    [
+        None,
+        {"entries": []},
+        {"entries": [{"role": "user"}]},
+        {"entries": [{"role": "user", "id": "A"}]},
+        {"entries": [{"id": "A", "contents": []}]},
+        {"entries": [{"role": "pope", "id": "A", "contents": []}]},
+        {"entries": [{"role": "user", "id": "A", "contents": [{"type": "text"}]}]},
+        {"entries": [{"role": "user", "id": "A", "contents": [{"type": "structure"}]}]},
+        {
+            "entries": [
+                {"role": "response", "id": "A", "toolCalls": [{"name": "a", "arguments": {}}]}
+            ]
+        },
+        {"entries": {}},
+        [],
+    ],
+)
+def test_what_is_no_transcript_is_refused(transcript):
+    document = {"type": "FoundationModels.Transcript", "version": 1, "transcript": transcript}
+    if transcript == {"entries": []}:
+        assert written(read(document)) == document
+        return
+    with pytest.raises(fm.DecodingFailureError, match="This is no transcript"):
+        read(document)
+
+
+def test_a_request_is_seen_when_it_is_complete(transcript):
+    before = written(transcript)
+    draft = transcript.copy()
+    draft.add_prompt("More?")
+    draft.add_response("No.")
+    assert written(transcript) == before
+    assert len(entries(draft)) == 10
+    transcript.extend(draft)
+    assert entries(transcript) == entries(draft)
+    assert entries(transcript)[:8] == before["transcript"]["entries"]
+
+
+def test_messages_are_what_chat_templates_take(transcript):
+    messages, tools = transcript.messages()
+
+    assert tools == [TOOL]
+    calls = [
+        {"function": {"name": "_weather", "arguments": '{"city": "Århus"}'}},
+        {"function": {"name": "_weather", "arguments": '{"city": "Ulm"}'}},
+    ]
+    assert messages == [
+        {"role": "system", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": "Weather?",
+            "response_format": Report.generation_schema().response_format(),
+        },
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": "rain"},
+        {"role": "tool", "content": "sun"},
+        {"role": "assistant", "content": '{"sky": "mixed"}'},
+        {"role": "user", "content": "Thanks"},
+        {"role": "assistant", "content": "Bye"},
+    ]
+    text = ChatTemplate().render(
+        checked_messages(messages), tools=tools, arguments_are_decoded=True
+    )
+    assert '[{"name": "_weather", "arguments": {"city": "Århus"}}, ' in text
+    assert "name: Report\ndescription: A report\nschema: {" in text
+    assert "system tools: {" in text
+
+
+def test_no_instructions_are_no_message():
+    transcript = Transcript()
+    assert transcript.messages() == ([], [])
+    transcript.add_instructions("", [TOOL])
+    transcript.add_prompt("Hi")
+    assert transcript.messages() == ([{"role": "user", "content": "Hi"}], [TOOL])
+    assert read(written(transcript)).messages() == transcript.messages()
+
+
+def test_what_is_given_and_returned_is_not_shared(transcript):
+    before = json.dumps(written(transcript))
+    messages, tools = transcript.messages()
+    tools[0]["function"].clear()
+    messages[1]["response_format"]["json_schema"].clear()
+    assert json.dumps(written(transcript)) == before
+
+
+def test_a_transcript_is_freed_when_dropped(transcript):
+    draft = transcript.copy()
+    seen = weakref.ref(draft)
+    transcript.extend(draft)
+    gc.disable()
+    try:
+        del draft
+        assert seen() is None
+    finally:
+        gc.enable()
