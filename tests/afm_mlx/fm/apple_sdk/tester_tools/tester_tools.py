@@ -1,0 +1,132 @@
+"""The tools that the tests of Apple's SDK call; its sdist has the tests, but not these."""
+
+import asyncio
+import json
+
+import apple_fm_sdk as fm
+
+OPERATIONS = {
+    "add": lambda a, b: a + b,
+    "subtract": lambda a, b: a - b,
+    "multiply": lambda a, b: a * b,
+    "divide": lambda a, b: a / b if b else "Error: b is 0",
+}
+USERS = {1: "Alice", 2: "Bob"}
+BREADS = ["baguette", "focaccia", "rye", "sourdough"]
+
+
+@fm.generable("Two numbers and what to do with them")
+class CalculatorParams:
+    operation: str = fm.guide("What to do", anyOf=list(OPERATIONS))
+    a: float = fm.guide("The first number")
+    b: float = fm.guide("The second number")
+
+
+@fm.generable("Whose data is asked for")
+class UserInfoParams:
+    user_id: int = fm.guide("The user's number")
+
+
+@fm.generable("A list and what to do with it")
+class ListParams:
+    items: list[str] = fm.guide("The list")
+    action: str = fm.guide("What to do", anyOf=["count", "sum", "join"])
+
+
+@fm.generable("Whether to fail")
+class ErrorParams:
+    should_fail: bool = fm.guide("True fails")
+
+
+@fm.generable("What to say, and when")
+class DelayParams:
+    delay: float = fm.guide("Seconds", range=(0.0, 5.0))
+    message: str = fm.guide("What is said")
+
+
+@fm.generable("Which breads are wanted")
+class BreadParams:
+    searchTerm: str = fm.guide("A part of a bread's name")
+    limit: int = fm.guide("How many at most", range=(1, 6))
+
+
+class SimpleCalculatorTool(fm.Tool):
+    name = "simple_calculator"
+    description = "Perform basic arithmetic operations"
+
+    @property
+    def arguments_schema(self):
+        return CalculatorParams.generation_schema()
+
+    async def call(self, args):
+        operation, a, b = (args.value(for_property=name) for name in ("operation", "a", "b"))
+        return f"{a} {operation} {b}: {OPERATIONS[operation](a, b)}"
+
+
+class GetUserInfoTool(fm.Tool):
+    name = "get_user_info"
+    description = "Get what is known about a user"
+
+    @property
+    def arguments_schema(self):
+        return UserInfoParams.generation_schema()
+
+    async def call(self, args):
+        return json.dumps({"name": USERS.get(args.value(int, for_property="user_id"))})
+
+
+class ProcessListTool(fm.Tool):
+    name = "process_list"
+    description = "Count, add up or join a list"
+
+    @property
+    def arguments_schema(self):
+        return ListParams.generation_schema()
+
+    async def call(self, args):
+        items = args.value(list, for_property="items")
+        action = {"count": len, "sum": sum, "join": ", ".join}[
+            args.value(str, for_property="action")
+        ]
+        return f"Result: {action(items)}"
+
+
+class ErrorRaisingTool(fm.Tool):
+    name = "error_raising_tool"
+    description = "Fails when it is told to"
+
+    @property
+    def arguments_schema(self):
+        return ErrorParams.generation_schema()
+
+    async def call(self, args):
+        if args.value(bool, for_property="should_fail"):
+            raise ValueError("Intentional error for testing")
+        return "Success"
+
+
+class AsyncDelayTool(fm.Tool):
+    name = "async_delay_tool"
+    description = "Says something after a while"
+
+    @property
+    def arguments_schema(self):
+        return DelayParams.generation_schema()
+
+    async def call(self, args):
+        await asyncio.sleep(args.value(float, for_property="delay"))
+        return args.value(str, for_property="message")
+
+
+class SearchBreadDatabaseTool(fm.Tool):
+    name = "searchBreadDatabaseTool"
+    description = "Searches a database of breads"
+
+    @property
+    def arguments_schema(self):
+        return BreadParams.generation_schema()
+
+    async def call(self, args):
+        term = args.value(str, for_property="searchTerm").lower()
+        found = [bread for bread in BREADS if term in bread]
+        return json.dumps(found[: args.value(int, for_property="limit")])
