@@ -12,9 +12,9 @@ from typing import Annotated, Any, get_args, get_type_hints
 import msgspec
 
 from afm_mlx.errors import shown
-from afm_mlx.fm.generable import Generable, GeneratedContent
+from afm_mlx.fm.generable import Generable, GeneratedContent, as_instances
 from afm_mlx.fm.generable_utils import generation_schema, referenced_classes
-from afm_mlx.fm.generation_property import Schema, without_none
+from afm_mlx.fm.generation_property import Schema, inner_types, without_none
 from afm_mlx.fm.generation_schema import GenerationSchema
 from afm_mlx.fm.tool import Tool
 
@@ -47,7 +47,8 @@ class FunctionTool(Tool):
                 f"The function {self.name} has no docstring. Its first paragraph tells the model what the "
                 "tool is for: write one."
             )
-        self._arguments = _arguments_type(function, described_arguments(text))
+        self._hints = _annotations(function)
+        self._arguments = _arguments_type(function, self._hints, described_arguments(text))
         super().__init__()
 
     @property
@@ -59,10 +60,10 @@ class FunctionTool(Tool):
         """The function's result for these arguments; JSON, when it is no text.
 
         Raises:
-            Exception: `msgspec.ValidationError` for arguments of other types, and what the function raises.
+            ValueError: for an argument of another type.
+            Exception: what the function raises.
         """
-        given = msgspec.structs.asdict(msgspec.convert(args.value(), self._arguments))
-        given = {name: value for name, value in given.items() if value is not msgspec.UNSET}
+        given = {name: self._converted(name, value) for name, value in args.value().items()}
         if inspect.iscoroutinefunction(self._function):
             result = await self._function(**given)
         else:
@@ -74,6 +75,16 @@ class FunctionTool(Tool):
             return json.dumps(plain, ensure_ascii=False)
         except TypeError:  # an object of some class
             return str(result)
+
+    def _converted(self, name: str, value: Any) -> Any:
+        """An argument as the function's annotation has it; Python says which ones are missing or too many."""
+        hint = self._hints.get(name, Any)
+        if isinstance(inner_types(hint)[-1], Generable):
+            return as_instances(hint, value, name)
+        try:
+            return msgspec.convert(value, hint)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"The argument {name!r}: {error}.") from None
 
 
 class _FunctionSchema(GenerationSchema):
@@ -112,14 +123,19 @@ class _FunctionSchema(GenerationSchema):
         return schema
 
 
-def _arguments_type(function: Callable[..., Any], descriptions: dict[str, str]) -> type:
-    """A struct with a field for each parameter; those with a default may be absent."""
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
     try:
-        hints = get_type_hints(function, include_extras=True)
+        return get_type_hints(function, include_extras=True)
     except NameError as error:
         raise TypeError(
             f"An annotation of {function.__name__} can't be resolved: {error}."
         ) from None
+
+
+def _arguments_type(
+    function: Callable[..., Any], hints: dict[str, Any], descriptions: dict[str, str]
+) -> type:
+    """A struct with a field for each parameter; those with a default may be absent."""
     fields: list[Any] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

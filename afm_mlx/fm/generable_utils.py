@@ -156,7 +156,7 @@ def referenced_classes(cls: Any) -> list[Any]:
     found = [cls]
     for one in found:
         for property in one._generable_properties:
-            for inner in inner_types(property):
+            for inner in inner_types(property.type_class):
                 is_class = isinstance(inner, type) and isinstance(inner, Generable)
                 if is_class and not any(is_same_class(inner, known) for known in found):
                     found.append(inner)

@@ -42,7 +42,7 @@ class Property:
 
     def check_lists(self) -> None:
         """Raise `TypeError` for a list that doesn't say what its elements are."""
-        if any(t is list or (get_origin(t) is list and not get_args(t)) for t in inner_types(self)):
+        if list in inner_types(self.type_class):
             raise TypeError(
                 f"The field {self.name!r} has the type {self.type_class}, a list of what is not said. "
                 "Write list[str], for example."
@@ -74,11 +74,12 @@ def without_none(type_class: Any) -> tuple[Any, bool]:
     return type_class, False
 
 
-def inner_types(property: Property) -> list[Any]:
-    """The type of a field, that of its elements, of their elements, ...; options taken off."""
-    found = [without_none(property.type_class)[0]]
-    while get_origin(found[-1]) is list and get_args(found[-1]):
-        found.append(without_none(get_args(found[-1])[0])[0])
+def inner_types(type_class: Any) -> list[Any]:
+    """A type, that of its elements, of their elements, ...; options taken off."""
+    found = [without_none(type_class)[0]]
+    while get_origin(found[-1]) is list:
+        (element,) = get_args(found[-1]) or (list,)  # typing.List says nothing of its elements
+        found.append(without_none(element)[0])
     return found
 
 

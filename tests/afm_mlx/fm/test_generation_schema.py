@@ -1,6 +1,7 @@
 """Schemas of generable classes, in the JSON dialect of Apple's framework."""
 
 import gc
+import typing
 import weakref
 
 import jsonschema
@@ -196,7 +197,7 @@ def test_fields_that_no_value_fits_are_refused(type_class, guides):
 
 
 def test_a_list_says_what_its_elements_are():
-    for type_class in (list, list | None, list[list]):
+    for type_class in (list, list | None, list[list], typing.List):  # noqa: UP006
         with pytest.raises(TypeError, match=r"'x'.*list\[str\]"):
             fm.GenerationSchema(Cat, None, [Property("x", type_class)])
 

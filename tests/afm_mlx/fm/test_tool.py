@@ -178,14 +178,17 @@ def test_a_function_is_called_with_its_own_types():
     tool = fm.Tool.from_function(search)
     found = call(tool, text="ä", period={"days": 2}, limit=1)
     assert found == '{"text": "ä", "days": 2, "limit": 1, "order": "new", "by": null}'
-    with pytest.raises(msgspec.ValidationError, match="days"):
+    with pytest.raises(ValueError, match=r"'period'.*`int`.*days"):
         call(tool, text="a", period={"days": "two"})
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'text'"):
+        call(tool, period={"days": 2})
 
 
 @fm.generable("A place to sit")
 class Seat:
     row: int = fm.guide("Which row", range=(1, 20))
     beside: "list[Seat]"
+    note: str | None
 
 
 def test_a_function_may_take_generable_classes():
@@ -203,7 +206,7 @@ def test_a_function_may_take_generable_classes():
     seat = Seat.generation_schema().to_dict()
     seat["properties"]["beside"]["items"]["$ref"] = "#/$defs/Seat"
     assert parameters["$defs"] == {"Seat": seat}
-    one = Seat(3, [])
+    one = Seat(3, [], None)
     assert call(tool, seats=[one.generated_content.value()]) == f"{[one]} None"
 
 
