@@ -48,7 +48,7 @@ def generable(arg: Any = None) -> Any:
         GenerableDecoratorError: for a class without annotated fields, a mutable default, or annotations
             that name unknown types.
     """
-    if isinstance(arg, type):
+    if arg is not None and not isinstance(arg, str):
         return _apply_generable_decorator(arg, None, sys._getframe(1))
 
     def decorate(cls: type[T]) -> Any:

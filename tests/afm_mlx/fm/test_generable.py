@@ -112,6 +112,12 @@ def test_classes_of_a_function_know_each_other():
 
 
 def test_what_is_no_generable_class_is_refused():
+    with pytest.raises(fm.InvalidGenerationSchemaError, match="only be applied to classes"):
+
+        @fm.generable
+        def function():
+            pass
+
     with pytest.raises(fm.InvalidGenerationSchemaError) as no_fields:
 
         @fm.generable
