@@ -152,13 +152,12 @@ def _arguments_type(
         if parameter.default is parameter.empty:
             fields.append((name, Annotated[hint, *described] if described else hint))
             continue
-        if (
-            parameter.default is None
-        ):  # None is what the function takes for absent, so it is never written
+        # A function whose default is None takes None for absent: the model leaves it out instead.
+        if parameter.default is None:
             hint = without_none(hint)[0]
         hint = hint | msgspec.UnsetType
         fields.append((name, Annotated[hint, *described] if described else hint, msgspec.UNSET))
-    return msgspec.defstruct(function.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+    return msgspec.defstruct(function.__name__, fields, kw_only=True)
 
 
 def _generable_classes(types: Iterable[Any]) -> list[Any]:

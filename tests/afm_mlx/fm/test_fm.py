@@ -27,6 +27,11 @@ def test_the_package_is_light_and_stands_in_for_apples():
     subprocess.run([sys.executable, "-c", SCRIPT], check=True, timeout=60)
 
 
+def test_names_that_there_are_not_are_refused():
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = fm.Nothing
+
+
 def test_another_package_of_that_name_is_not_replaced(monkeypatch):
     from afm_mlx.fm.stand_in import stand_in
 
@@ -57,4 +62,5 @@ def test_errors_have_the_hierarchy_of_the_sdk():
     failed = fm.ToolCallError("search", cause)
     assert (failed.tool_name, failed.underlying_error) == ("search", cause)
     assert "search" in str(failed)
-    assert fm.GenerationErrorCode.UNKNOWN_ERROR == 255
+    assert [code.value for code in fm.GenerationErrorCode] == [*range(11), 255]
+    assert fm.GenerationErrorCode.INVALID_SCHEMA == 10

@@ -14,6 +14,7 @@ def test_options_become_json_with_numbers():
         "temperature": 0.5,
         "maximum_response_tokens": 7,
     }
+    assert fm.SamplingMode.random(top=1).top == 1
     threshold = fm.SamplingMode.random(probability_threshold=1)
     assert fm.GenerationOptions(threshold).to_dict() == {"sampling": {"mode": "random", "top_p": 1}}
     assert fm.GenerationOptions(fm.SamplingMode("greedy")) == fm.GenerationOptions(

@@ -28,7 +28,7 @@ class Cat:
     food: str = fm.guide(anyOf=["fish", "mice"])
     kind: str = fm.guide(constant="cat")
     moods: list[str] = fm.guide(anyOf=["calm", "wild"], min_items=1, max_items=2)
-    marks: list[float] = fm.guide(element=Guide.range((0, 1)))
+    marks: list[float] = fm.guide(element=Guide.range((1, 1)))
     rows: list[list[int]] = fm.guide(element=Guide.count(2))
     kittens: list["Cat"] | None
     best: Paw | None = fm.guide("The favourite")
@@ -68,7 +68,7 @@ CAT = {
             "minItems": 1,
             "maxItems": 2,
         },
-        "marks": {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}},
+        "marks": {"type": "array", "items": {"type": "number", "minimum": 1, "maximum": 1}},
         "rows": {
             "type": "array",
             "items": {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2},
@@ -89,6 +89,7 @@ def test_a_class_gives_its_schema():
     schema = Cat.generation_schema()
     assert schema.to_dict() == CAT
     assert schema.name == "Cat"
+    assert [nested.name for nested in schema.dynamic_nested_types] == ["Paw"]
     assert list(schema.to_dict()["properties"]) == CAT["x-order"]
     assert Cat.generation_schema("Another").to_dict()["description"] == "Another"
     jsonschema.Draft202012Validator.check_schema(CAT)
@@ -96,7 +97,7 @@ def test_a_class_gives_its_schema():
 
 def test_instances_follow_their_class_schema():
     paw = Paw(True, 5)
-    cat = Cat("Mio", 4, [paw] * 4, "fish", "cat", ["calm"], [0.5], [[1, 2]], [], paw)
+    cat = Cat("Mio", 4, [paw] * 4, "fish", "cat", ["calm"], [1], [[1, 2]], [], paw)
     validator = jsonschema.Draft202012Validator(Cat.generation_schema().to_dict())
     value = cat.generated_content.value()
     assert validator.is_valid(value)

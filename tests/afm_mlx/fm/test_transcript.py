@@ -180,6 +180,9 @@ def test_a_request_is_seen_when_it_is_complete(transcript):
     transcript.extend(draft)
     assert entries(transcript) == entries(draft)
     assert entries(transcript)[:8] == before["transcript"]["entries"]
+    other = Transcript()
+    other.extend(transcript)
+    assert entries(other) == entries(draft)
 
 
 def test_messages_are_what_chat_templates_take(transcript):
