@@ -168,8 +168,12 @@ class Engine:
         if known and (error := self._adapters.refusal(row, cache)) is not None:
             row.release()
             raise error
-        self._early += self._forced(row)
-        if self._early and self._early[-1].row == row.id and self._early[-1].finish_reason:
+        early = self._forced(row)
+        if row.error is not None and not early:
+            row.release()
+            raise row.error
+        self._early += early
+        if early and early[-1].finish_reason is not None:
             row.release()
         else:
             self._waiting.append((row, cache))

@@ -161,7 +161,12 @@ class Row:
         taken: list[tuple[int, str, str | None]] = []
         if self.matcher is None:
             return taken
-        for token in self.matcher.forced():
+        try:
+            forced = self.matcher.forced()
+        except ConstraintError as error:
+            self.error = error  # the next token ends the row
+            return taken
+        for token in forced:
             taken.append((token, *self.accept(token, end_tokens)))
             if taken[-1][2] is not None:
                 break

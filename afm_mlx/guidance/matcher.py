@@ -30,7 +30,7 @@ class Matcher:
         tokenizer: llguidance's; a model may have more logits than it has tokens.
 
     Raises:
-        ConstraintError: when the grammar can't be compiled within llguidance's limits.
+        ConstraintError: when the grammar can't be compiled within llguidance's limits, or no text meets it.
     """
 
     def __init__(self, constraint: Constraint, tokenizer: Any) -> None:
@@ -58,8 +58,17 @@ class Matcher:
             self._raise()
 
     def forced(self) -> list[int]:
-        """The tokens that the grammar forces next, still to be accepted; often none."""
-        return [] if self._matcher.is_stopped() else self._matcher.compute_ff_tokens()
+        """The tokens that the grammar forces next, still to be accepted; often none.
+
+        Raises:
+            ConstraintError: when there is no end to them, or the grammar has become too complex to follow.
+        """
+        if self._matcher.is_stopped():
+            return []
+        tokens = self._matcher.compute_ff_tokens()
+        if self._matcher.is_error():
+            self._raise()
+        return tokens
 
     def copy(self) -> Matcher:
         """An independent matcher in the same state."""
@@ -103,8 +112,13 @@ def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
     kept = _grammars.pop(key, None)
     if kept is None or kept[0] is not tokenizer:
         matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=LIMITS)
-        if matcher.is_error():
-            raise ConstraintError(f"The {constraint.what} can't be honoured: {matcher.get_error()}")
+        probe = matcher.deep_copy()  # some errors show at the first token only
+        probe.compute_ff_tokens()
+        probe.compute_bitmask()
+        if probe.is_error():
+            raise ConstraintError(
+                f"The {constraint.what} can't be honoured: {probe.get_error() or probe.stop_reason()}"
+            )
         kept = tokenizer, matcher
     _grammars[key] = kept
     while len(_grammars) > _COMPILED:
