@@ -1,10 +1,10 @@
 """Snapshots of unfinished answers: a JSON text's beginning as typed values.
 
-All types have one form. An instance of a class with fields, whichever library's it is, is shown as an instance
-of a dataclass with the same attributes, `PartialPerson` for `Person`, in which what is missing is None. A
-`TypedDict` and other objects are dicts, which lack what is missing; lists, tuples and sets are lists. Strings are
-as long as the text has them, where the type is `str`; what else is not complete yet (a number whose digits may go
-on, a word of an enumeration, a date) is missing.
+All types have one form. An instance of a class with fields, whichever library's it is, is shown as an
+instance of a dataclass with the same attributes, `PartialPerson` for `Person`, in which what is missing is
+None. A `TypedDict` and other objects are dicts, which lack what is missing; lists, tuples and sets are lists.
+Strings are as long as the text has them, where the type is `str`; what else is not complete yet (a number
+whose digits may go on, a word of an enumeration, a date) is missing.
 """
 
 from __future__ import annotations

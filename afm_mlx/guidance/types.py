@@ -90,8 +90,9 @@ def answer_type(kind: Any) -> AnswerType:
 
     Args:
         kind: a dataclass, `TypedDict`, `NamedTuple`, enumeration, class of msgspec or attrs, model or
-            `TypeAdapter` of pydantic; `Literal`, `list`, `tuple`, `dict`, `Optional` and unions of such, with the
-            limits of `Annotated[..., msgspec.Meta(...)]`; or a function, whose arguments then are the answer.
+            `TypeAdapter` of pydantic; `Literal`, `list`, `tuple`, `dict`, `Optional` and unions of such,
+            with the limits of `Annotated[..., msgspec.Meta(...)]`; or a function, whose arguments then are
+            the answer.
 
     Raises:
         ConstraintError: for a type that JSON can't give, with what to use instead.
