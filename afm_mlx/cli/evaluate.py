@@ -1,4 +1,6 @@
-"""Measure how many tasks of a test set a model solves, and its perplexity on held-out text."""
+"""Measure how many tasks of a test set a model solves, with and without constraints, and its perplexity on
+held-out text.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from afm_mlx.measure.perplexity import Perplexity
 
 TEST_SET = "evaluation.jsonl"
-
+_CONSTRAINED = {"never": [False], "always": [True], "both": [False, True]}
 
 _HARNESS = (
     "tasks of lm-evaluation-harness are not available in this version; mlx_lm.evaluate runs them"
@@ -29,11 +31,14 @@ ARGUMENTS = {
     "options": [
         *options.LOADING,
         Argument("--data", None,
-                 'lines of {"task", "messages", "tools"?, "answer"}; by default the model folder\'s '
-                 f"{TEST_SET}, which the embedded model has",
+                 'lines of {"task", "messages", "tools"?, "answer", "compare"?}; by default the model '
+                 f"folder's {TEST_SET}, which the embedded model has",
                  metavar="FILE.jsonl"),
         Argument("--limit", integer(1), "examples per task; all by default"),
         Argument("--batch-size", integer(1, MAX_ROWS), "examples side by side", 16),
+        Argument("--constrained", ["never", "always", "both"],
+                 "answer under the schema of the example's response format, or so that calls are calls of its "
+                 "tools; both measures with and without", "never"),
         Argument("--show-errors", integer(0), "print N wrong answers", 0, metavar="N"),
         options.JSON,
         unavailable("--tasks", _HARNESS, nargs="+"),
@@ -56,65 +61,105 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"--data is missing, and {args.model} has no {TEST_SET} of its own.")
     examples = load_examples(data, args.limit)
     model, tokenizer = options.load_model(args)
-    with progress_bar("answering", "example") as progress:
-        evaluation = evaluate(
-            model, tokenizer, examples, batch_size=args.batch_size, progress=progress
-        )
+    evaluations = {}
+    for constrained in _CONSTRAINED[args.constrained]:
+        with progress_bar("answering", "example") as progress:
+            evaluations[constrained] = evaluate(
+                model,
+                tokenizer,
+                examples,
+                batch_size=args.batch_size,
+                constrained=constrained,
+                progress=progress,
+            )
     perplexity = None
     if (folder / HELD_OUT).is_file():
         pieces = cut(load_documents(folder / HELD_OUT, tokenizer))
         with progress_bar("perplexity", "sample") as progress:
             perplexity = measure_perplexity(model, pieces, args.batch_size, progress)
     if args.json:
-        print_json(_as_json(args, data, evaluation, perplexity))
+        print_json(_as_json(args, data, evaluations, perplexity))
     else:
-        _print(args, data, evaluation, perplexity)
+        _print(args, data, evaluations, perplexity)
 
 
 def _as_json(
-    args: argparse.Namespace, data: Path, evaluation: Evaluation, perplexity: Perplexity | None
+    args: argparse.Namespace,
+    data: Path,
+    evaluations: dict[bool, Evaluation],
+    perplexity: Perplexity | None,
 ) -> dict[str, Any]:
+    def scores(evaluation: Evaluation) -> dict[str, Any]:
+        return {
+            "tasks": {task: score(result) for task, result in evaluation.tasks.items()},
+            "overall": score(evaluation.overall),
+            "seconds": evaluation.seconds,
+            "errors": [
+                {
+                    "where": mistake.example.where,
+                    "task": mistake.example.task,
+                    "expected": mistake.example.answer,
+                    "got": mistake.answer,
+                }
+                for mistake in evaluation.mistakes[: args.show_errors]
+            ],
+        }
+
     def score(score: TaskScore) -> dict[str, Any]:
         return dataclasses.asdict(score) | {"accuracy": score.accuracy}
 
+    (first, evaluation), *others = evaluations.items()
     return {
         "model": args.model,
         "data": str(data),
-        "tasks": {task: score(result) for task, result in evaluation.tasks.items()},
-        "overall": score(evaluation.overall),
-        "seconds": evaluation.seconds,
+        "constrained": first,
+        **scores(evaluation),
+        **({"under_constraints": scores(others[0][1])} if others else {}),
         "perplexity": perplexity
         and {
             "perplexity": perplexity.perplexity,
             "standard_error": perplexity.standard_error,
             "tokens": perplexity.tokens,
         },
-        "errors": [
-            {
-                "where": mistake.example.where,
-                "task": mistake.example.task,
-                "expected": mistake.example.answer,
-                "got": mistake.answer,
-            }
-            for mistake in evaluation.mistakes[: args.show_errors]
-        ],
     }
 
 
 def _print(
-    args: argparse.Namespace, data: Path, evaluation: Evaluation, perplexity: Perplexity | None
+    args: argparse.Namespace,
+    data: Path,
+    evaluations: dict[bool, Evaluation],
+    perplexity: Perplexity | None,
 ) -> None:
-    for mistake in evaluation.mistakes[: args.show_errors]:
-        print(f"{mistake.example.where} ({mistake.example.task})")
-        print(f"  expected: {mistake.example.answer!r}")
-        print(f"  got:      {mistake.answer!r}")
+    for constrained, evaluation in evaluations.items():
+        for mistake in evaluation.mistakes[: args.show_errors]:
+            under = ", constrained" if constrained else ""
+            print(f"{mistake.example.where} ({mistake.example.task}{under})")
+            print(f"  expected: {mistake.example.answer!r}")
+            print(f"  got:      {mistake.answer!r}")
     print(f"Model: {args.model}")
-    print(f"Data: {data} ({len(evaluation.answers)} examples in {evaluation.seconds:.1f} seconds)")
-    scores = {**evaluation.tasks, "all": evaluation.overall}
-    rows = [(task, s.correct, s.total, f"{s.accuracy:.1%}") for task, s in scores.items()]
-    print_table([("task", "correct", "of", "accuracy"), *rows])
+    seconds = " and ".join(f"{evaluation.seconds:.1f}" for evaluation in evaluations.values())
+    count = len(next(iter(evaluations.values())).answers)
+    print(f"Data: {data} ({count} examples in {seconds} seconds)")
+    print_table(_table(evaluations))
     if perplexity is not None:
         print(
             f"Perplexity: {perplexity.perplexity:.3f} ± {perplexity.standard_error:.3f} "
             f"({perplexity.tokens} tokens of {HELD_OUT})"
         )
+
+
+def _table(evaluations: dict[bool, Evaluation]) -> list[tuple[Any, ...]]:
+    """A row for each task; where both are measured, the last two columns are those under constraints."""
+    titles: list[Any] = ["task", "correct", "of", "accuracy"]
+    if len(evaluations) == 2:
+        titles += ["constrained", "accuracy"]
+    first, *others = (
+        {**evaluation.tasks, "all": evaluation.overall} for evaluation in evaluations.values()
+    )
+    rows = [tuple(titles)]
+    for task, score in first.items():
+        row = [task, score.correct, score.total, f"{score.accuracy:.1%}"]
+        for other in others:
+            row += [other[task].correct, f"{other[task].accuracy:.1%}"]
+        rows.append(tuple(row))
+    return rows

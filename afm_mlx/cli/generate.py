@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.cli import options
+from afm_mlx.cli import constraints, options
 from afm_mlx.cli.argument_table import FLAG, Argument, flag_of, unavailable
+from afm_mlx.cli.constraints import Asked
 from afm_mlx.cli.output import print_answer, print_json
 from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
 from afm_mlx.errors import CacheFileError
@@ -48,28 +49,38 @@ ARGUMENTS = {
         unavailable("--use-default-chat-template",
                     "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
     ],
+    "what the answer must look like, at most one of the first four": constraints.ARGUMENTS,
     "sampling": options.sampling(seed=None),
     "keys and values": options.CACHE,
 }
 # fmt: on
+ALTERNATIVES = constraints.ALTERNATIVES
 
 
 def run(args: argparse.Namespace) -> None:
     text = _prompt_text(args)
+    asked = constraints.asked_of(args)
+    if asked is not None and args.prefill_response is not None:
+        raise UsageError(
+            "--prefill-response can't be combined with what the answer must look like, which is said of the "
+            "whole answer."
+        )
     model, tokenizer = options.load_model(args)
     for token in args.extra_eos_token:
         tokenizer.add_eos_token(token)
-    prompt = _encode(args, text, tokenizer)
+    prompt = _encode(args, text, tokenizer, asked)
     generate = _generate if args.prompt_cache_file is None else _generate_with_file
     generate(
         args,
         model,
         tokenizer,
         prompt,
+        asked,
         max_tokens=args.max_tokens,
         sampler=options.sampler_of(args, model, tokenizer),
         seed=args.seed,
         stop=args.stop,
+        at_limit=args.at_limit,
         **options.cache_options(args, model),
     )
 
@@ -90,14 +101,17 @@ def _prompt_text(args: argparse.Namespace) -> str:
     return text
 
 
-def _encode(args: argparse.Namespace, text: str, tokenizer: Any) -> list[int]:
+def _encode(args: argparse.Namespace, text: str, tokenizer: Any, asked: Asked | None) -> list[int]:
     if args.ignore_chat_template or not tokenizer.has_chat_template:
         why = "--ignore-chat-template leaves out" if args.ignore_chat_template else "is missing"
         for name in ("system_prompt", "prefill_response", "chat_template_config"):
             if getattr(args, name) is not None:
                 raise UsageError(f"{flag_of(name)} needs the chat template, which {why}.")
         return tokenizer.encode(text, add_special_tokens=True)
-    messages = [{"role": "user", "content": text}]
+    message: dict[str, Any] = {"role": "user", "content": text}
+    if asked is not None and asked.response_format is not None:
+        message["response_format"] = asked.response_format
+    messages = [message]
     if args.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": args.system_prompt})
     if args.prefill_response is not None:
@@ -113,10 +127,18 @@ def _encode(args: argparse.Namespace, text: str, tokenizer: Any) -> list[int]:
 
 
 def _generate(
-    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], **arguments: Any
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    prompt: list[int],
+    asked: Asked | None,
+    **arguments: Any,
 ) -> None:
     from afm_mlx.engine.generation import stream_generate, summary
 
+    if asked is not None:
+        is_text = args.ignore_chat_template or not tokenizer.has_chat_template
+        arguments |= {"constraint": asked.constraint, "heal": is_text}
     framed = args.verbose and not args.json
     text, tokens = "", list[int]()
     response: Any = None
@@ -132,10 +154,13 @@ def _generate(
         # An error's one line, too, starts at the beginning of a line.
         if text and not args.json:
             print()
+    if asked is not None and asked.check is not None:
+        asked.check(text)
     if args.json:
         facts = {name: getattr(response, name) for name in _FACTS}
         facts["peak_memory_gb"] = response.peak_memory
-        print_json({"text": text, "tokens": tokens, **facts})
+        parsed = {} if args.json_schema is None else {"value": json.loads(text)}
+        print_json({"text": text, **parsed, "tokens": tokens, **facts})
     elif framed and response is not None:
         print(_RULE)
         print(summary(response))
@@ -145,7 +170,12 @@ def _generate(
 
 
 def _generate_with_file(
-    args: argparse.Namespace, model: Any, tokenizer: Any, prompt: list[int], **arguments: Any
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    prompt: list[int],
+    asked: Asked | None,
+    **arguments: Any,
 ) -> None:
     from afm_mlx.engine.prompt_cache import save_prompt_cache
     from afm_mlx.engine.prompt_reuse import PromptCaches
@@ -155,7 +185,7 @@ def _generate_with_file(
     if is_there := path.exists():
         caches.keep(*_read_cache(path, model))
     with caches.continuing(prompt) as run:
-        _generate(args, model, tokenizer, run.rest, prompt_cache=run.cache, **arguments)
+        _generate(args, model, tokenizer, run.rest, asked, prompt_cache=run.cache, **arguments)
     if not is_there:
         of_prompt = [layer.copy(len(prompt)) for layer in run.cache]
         save_prompt_cache(path, of_prompt, model, metadata={"tokens": json.dumps(prompt)})

@@ -40,10 +40,12 @@ def arguments_type(function: Callable[..., Any]) -> Any:
         hint = hints[parameter.name]
         is_required = parameter.default is inspect.Parameter.empty
         fields[parameter.name] = hint if is_required else NotRequired[hint]
-    kind: Any = TypedDict(name, fields)  # type: ignore[operator]
+    typed_dict: Any = TypedDict
+    kind = typed_dict(name, fields)
     if isinstance(library_of(kind), Pydantic):
         # Before Python 3.12 pydantic refuses that of typing.
-        kind = import_module("typing_extensions").TypedDict(name, fields)
+        typed_dict = import_module("typing_extensions").TypedDict
+        kind = typed_dict(name, fields)
     kind.__doc__ = inspect.getdoc(function)
     return kind
 

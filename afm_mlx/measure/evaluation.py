@@ -1,10 +1,11 @@
-"""How many tasks of a test set a model solves: greedy answers, compared word for word.
+"""How many tasks of a test set a model solves: greedy answers, with and without constraints.
 
 A test set is a JSONL file with one example per line:
 
-    {"task": "...", "messages": [...], "tools": [...]?, "answer": "..."}
+    {"task": "...", "messages": [...], "tools": [...]?, "answer": "...", "compare": "..."?}
 
-An answer is right when it equals the expected one, leading and trailing white space aside.
+Answers are compared as `compare` says, see `comparison`: by default as calls of tools where the expected answer
+has such, as JSON where a message has a `response_format`, and else as text.
 """
 
 from __future__ import annotations
@@ -20,10 +21,21 @@ import mlx.nn as nn
 
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
-from afm_mlx.errors import AFMError, ContextLengthError, DataError
+from afm_mlx.errors import AFMError, ContextLengthError, DataError, IncompleteError, shown
+from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.jsonl import read_jsonl
+from afm_mlx.measure.comparison import (
+    COMPARISONS,
+    TEXT,
+    can_be_compared,
+    is_right,
+    natural_comparison,
+)
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.progress import Progress
+
+_CUT_OFF = (ContextLengthError, IncompleteError)
 
 
 @dataclass(frozen=True)
@@ -35,6 +47,20 @@ class Example:
     tools: list[dict[str, Any]] | None
     answer: str
     where: str
+    compare: str = TEXT
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the chat asks of the answer: the schema of its response format, or calls of its tools, if any.
+
+        Raises:
+            ConstraintError: for a schema or tools that can't be honoured.
+        """
+        asked = _response_format(self.messages)
+        if asked is not None:
+            return Constraint.json_schema(asked["json_schema"]["schema"])
+        tools = self.tools or _dict(next(iter(self.messages), None)).get("tools")
+        return tool_call_constraint(tools, "auto") if tools else None
 
 
 @dataclass(frozen=True)
@@ -46,7 +72,7 @@ class GradedAnswer:
 
     @property
     def is_right(self) -> bool:
-        return self.answer.strip() == self.example.answer.strip()
+        return is_right(self.answer, self.example.answer, self.example.compare)
 
 
 @dataclass(frozen=True)
@@ -116,7 +142,31 @@ def _example(where: str, record: Any) -> Example:
                 f"{where}: {key!r} is {got}; an example has 'task' (a string), 'messages' (a list), "
                 "'answer' (a string) and, if need be, 'tools' (a list)."
             )
-    return Example(record["task"], record["messages"], record.get("tools"), record["answer"], where)
+    answer, has_format = record["answer"], _response_format(record["messages"]) is not None
+    compare = record.get("compare", natural_comparison(answer, has_format))
+    if compare not in COMPARISONS:
+        raise DataError(
+            f"{where}: 'compare' is {shown(compare)}; allowed are {', '.join(COMPARISONS)}."
+        )
+    if not can_be_compared(answer, compare):
+        raise DataError(
+            f"{where}: the answer is to be compared as {compare}, and is {shown(answer)}."
+        )
+    return Example(record["task"], record["messages"], record.get("tools"), answer, where, compare)
+
+
+def _response_format(messages: list[Any]) -> dict[str, Any] | None:
+    """The response format that was asked for last."""
+    for message in reversed(messages):
+        asked = _dict(_dict(message).get("response_format"))
+        if asked.get("type") == "json_schema" and "schema" in _dict(asked.get("json_schema")):
+            return asked
+    return None
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    """The value itself where it is a dict: messages are checked when they are encoded."""
+    return value if isinstance(value, dict) else {}
 
 
 def evaluate(
@@ -125,6 +175,7 @@ def evaluate(
     examples: Sequence[Example],
     *,
     batch_size: int = 16,
+    constrained: bool = False,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Let a model answer every example.
@@ -135,6 +186,7 @@ def evaluate(
         model, tokenizer: what `load` returns.
         examples: examples of `load_examples`.
         batch_size: examples that are answered side by side.
+        constrained: whether answers are generated under each example's constraint, if it has one.
         progress: called with answers done and answers in all.
 
     Raises:
@@ -144,14 +196,14 @@ def evaluate(
         raise DataError("The examples are chats, and the model's folder has no chat template.")
     start = time.perf_counter()
     engine = Engine(model, tokenizer, max_batch=batch_size)
-    rows = {_submit(engine, tokenizer, example): i for i, example in enumerate(examples)}
+    rows = {_submit(engine, tokenizer, e, constrained): i for i, e in enumerate(examples)}
     answers = [""] * len(examples)
     done = 0
     with wired_memory(model):
         for response in engine.run():
             answers[rows[response.row]] += response.text
-            # An answer that fills the context is cut off, and wrong.
-            if response.error is not None and not isinstance(response.error, ContextLengthError):
+            # An answer that is too long, or fills the context, is cut off, and wrong.
+            if response.error is not None and not isinstance(response.error, _CUT_OFF):
                 raise response.error
             if response.finish_reason is not None:
                 done += 1
@@ -161,12 +213,13 @@ def evaluate(
     return Evaluation(graded, time.perf_counter() - start)
 
 
-def _submit(engine: Engine, tokenizer: Any, example: Example) -> int:
+def _submit(engine: Engine, tokenizer: Any, example: Example, constrained: bool) -> int:
     try:
         prompt = tokenizer.apply_chat_template(
             example.messages, tools=example.tools, add_generation_prompt=True
         )
         most = 2 * len(tokenizer.encode(example.answer)) + 8
-        return engine.submit(Request(prompt, max_tokens=most, logprobs=False))
+        constraint = example.constraint if constrained else None
+        return engine.submit(Request(prompt, most, logprobs=False, constraint=constraint))
     except AFMError as error:
         raise DataError(f"{example.where}: {error}") from None

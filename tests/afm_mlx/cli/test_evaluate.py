@@ -31,6 +31,30 @@ def test_tasks_are_scored_and_held_out_text_is_too(folder, done, fails):
     assert f"Perplexity: {facts['perplexity']['perplexity']:.3f} ±" in done(*argv)
 
 
+def test_with_and_without_constraints(folder, done, write_config, tmp_path):
+    schema = {"type": "string", "enum": ["fox"]}
+    asked = {"type": "json_schema", "json_schema": {"name": "Animal", "schema": schema}}
+    message = {"role": "user", "content": "Who?", "response_format": asked}
+    record = {"task": "a", "messages": [message], "answer": '"fox"'}
+    file = lines(tmp_path / "e.jsonl", record, example("b", "Who?", "fox"))
+    argv = ("evaluate", "--model", folder, "--data", file)
+    table = done(*argv, "--constrained", "both").partition("seconds)\n")[2].splitlines()
+    assert [row.split() for row in table] == [
+        ["task", "correct", "of", "accuracy", "constrained", "accuracy"],
+        ["a", "0", "1", "0.0%", "1", "100.0%"],
+        ["b", "0", "1", "0.0%", "0", "0.0%"],
+        ["all", "0", "2", "0.0%", "1", "50.0%"],
+    ]
+    both = json.loads(done(*argv, "--constrained", "both", "--json", "--show-errors", 1))
+    config = write_config("constrained: always")
+    under = json.loads(done(*argv, "-c", config, "--json", "--show-errors", 1))
+    assert (both["constrained"], under["constrained"]) == (False, True)
+    assert both["overall"]["correct"] == 0
+    assert both["under_constraints"]["tasks"] == under["tasks"]
+    assert under["tasks"]["a"] == {"correct": 1, "total": 1, "accuracy": 1.0}
+    assert [e["task"] for e in both["errors"] + under["errors"]] == ["a", "b"]
+
+
 def test_bad_examples_are_one_line(folder, fails, tmp_path):
     for record, says in [
         ({"task": "a", "messages": []}, "e.jsonl:1: 'answer' is missing"),

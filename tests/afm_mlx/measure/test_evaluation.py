@@ -1,6 +1,7 @@
 """Evaluation: batched greedy answers against answers one by one."""
 
 import json
+import re
 
 import pytest
 
@@ -79,3 +80,79 @@ def test_the_limit_is_per_task_and_lines_are_counted(tmp_path):
     file.write_text("\n\n".join(map(json.dumps, lines)))
     assert [e.task for e in load_examples(file, limit=2)] == ["a", "b", "a", "b"]
     assert load_examples(file)[-1].where == f"{file}:11"
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "N", "schema": SCHEMA}}
+CALL = '<executable_start> ```function\n[{"name": "look_up", "arguments": {}}]```<executable_end>'
+
+
+def record(**changes):
+    message = {"role": "user", "content": "What?", "response_format": FORMAT}
+    return {"task": "a", "messages": [message], "answer": '{"n": 1}', **changes}
+
+
+def loaded(tmp_path, *records):
+    file = tmp_path / "examples.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    return load_examples(file)
+
+
+def test_what_is_compared_and_what_an_answer_must_look_like(tmp_path):
+    plain = [{"role": "user", "content": "What?"}]
+    of_system = [{"role": "system", "content": "", "tools": TOOLS}, *plain]
+    examples = loaded(
+        tmp_path,
+        record(),
+        record(compare="text"),
+        record(messages=plain, tools=TOOLS, answer=CALL),
+        record(messages=of_system, answer="It is."),
+        record(messages=plain, compare="json"),
+    )
+    assert [e.compare for e in examples] == ["json", "text", "calls", "text", "json"]
+    made = [e.constraint and e.constraint.what for e in examples]
+    assert made == ["JSON schema", "JSON schema", "tool calls", "tool calls", None]
+
+
+def test_lines_that_can_not_be_compared_are_named(tmp_path):
+    for changes, says in [
+        ({"compare": "yaml"}, "1: 'compare' is 'yaml'; allowed are text, json, calls"),
+        ({"compare": "calls"}, "1: the answer is to be compared as calls, and is '{\"n\": 1}'"),
+        ({"compare": "json", "answer": "{"}, "1: the answer is to be compared as json"),
+    ]:
+        with pytest.raises(DataError, match=re.escape(says)):
+            loaded(tmp_path, record(**changes))
+
+
+def test_under_constraints_a_random_model_gives_what_the_chat_asks_for(rng, tokenizer, tmp_path):
+    must = {"type": "object", "properties": {"n": {"const": 41}}, "required": ["n"]}
+    asked = {
+        **FORMAT,
+        "json_schema": {"name": "N", "schema": must | {"additionalProperties": False}},
+    }
+    message = {"role": "user", "content": "What?", "response_format": asked}
+    free = [{"role": "user", "content": "What?"}]
+    examples = loaded(
+        tmp_path,
+        record(messages=[message], answer='{"n":41.0}'),
+        record(task="b", messages=free, answer="Nothing."),
+    )
+    model = random_model(config(rng, 512), rng)
+    without, under = (evaluate(model, tokenizer, examples, constrained=c) for c in (False, True))
+    assert (without.overall.correct, under.overall.correct) == (0, 1)
+    assert under.answers[0].answer == '{"n": 41}'
+    assert under.answers[1] == without.answers[1]
+
+
+def test_an_answer_that_is_cut_off_before_its_constraint_is_met_is_wrong(rng, tokenizer, tmp_path):
+    schema = {"type": "array", "items": {"const": "x"}, "minItems": 50}
+    asked = {"type": "json_schema", "json_schema": {"name": "N", "schema": schema}}
+    message = {"role": "user", "content": "What?", "response_format": asked}
+    examples = loaded(tmp_path, record(messages=[message], answer='["x"]'))
+    result = evaluate(random_model(config(rng, 512), rng), tokenizer, examples, constrained=True)
+    assert result.overall.correct == 0
+    assert result.answers[0].answer.startswith('["x", "x"')
+    bad = {"type": "json_schema", "json_schema": {"name": "N", "schema": {"type": "thing"}}}
+    examples = loaded(tmp_path, record(messages=[{**message, "response_format": bad}]))
+    with pytest.raises(DataError, match=r"examples.jsonl:1: .*thing"):
+        evaluate(random_model(config(rng, 512), rng), tokenizer, examples, constrained=True)
