@@ -62,7 +62,12 @@ class RowBatch:
             layer.filter(indices)
 
     def take_out(self, index: int) -> tuple[Row, list[Any]]:
-        """Take a row out that is to come back: it keeps its adapter. Returns the row and its cache."""
+        """Take a row out that is to come back: it keeps its adapter.
+
+        Returns:
+            The row; and its cache, which is the batch's own where there are no other rows, else as callers know
+            caches (`RowCaches.merged` makes a batch of it).
+        """
         row = self.rows[index]
         if len(self.rows) == 1:
             cache, self.rows, self.cache = self.cache, [], []

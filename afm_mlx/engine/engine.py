@@ -331,7 +331,7 @@ class Engine:
         others = [i for i in range(len(rows)) if i != index]
         self._feed = self._feed and self._feed.keep(others)
         row, cache = self._batch.take_out(index)
-        self._prefill = Prefill.of([row], cache)
+        self._prefill = Prefill.of([row], self._caches.merged([cache]) if others else cache)
 
     def _leave(self, finished: set[int]) -> None:
         """Take finished rows out of the batch, and hand their caches back to the callers."""

@@ -70,7 +70,8 @@ def naive_constrained(model, tokenizer, request, count=400):
         logits = mx.array(model(mx.array([[*request.prompt, *tokens]]))[0, -1], mx.float32)
         bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
         allowed = np.zeros(logits.shape, np.bool_)
-        allowed[: len(tokenizer)] = bits[: len(tokenizer)]
+        count = ll_tokenizer(tokenizer).vocab_size
+        allowed[:count] = bits[:count]
         if take(int(mx.argmax(mx.where(mx.array(allowed), logits, -math.inf)).item())):
             return tokens
     return tokens

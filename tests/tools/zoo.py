@@ -68,3 +68,39 @@ def word_tokenizer_json(vocab_size: int) -> dict:
             "unk_token": "w0",
         },
     }
+
+
+def zoo_tokenizer(byte_level: bool) -> Any:
+    """A small tokenizer of transformers in mlx-lm's wrapper: of bytes, or of pieces with a prefix and bytes."""
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(
+        models.BPE(byte_fallback=not byte_level, unk_token=None if byte_level else "<unk>")
+    )
+    special = ["<unk>", "<end>"]
+    if byte_level:
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=400,
+            special_tokens=special,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
+        names = [f"<0x{byte:02X}>" for byte in range(256)]
+        trainer = trainers.BpeTrainer(
+            vocab_size=600, special_tokens=special, initial_alphabet=["\n"]
+        )
+        special += names
+    made.train_from_iterator(["some words, and some more words\n" * 9], trainer)
+    if not byte_level:
+        made.add_tokens(names)
+    return TokenizerWrapper(
+        PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unk>")
+    )

@@ -30,6 +30,7 @@ from tests.tools.constraints import (
     wide_model,
 )
 from tests.tools.engines import run, tokens_of
+from tests.tools.zoo import zoo_model, zoo_tokenizer
 
 
 @pytest.fixture
@@ -326,6 +327,23 @@ def test_constraints_of_many_prompts_and_with_an_adapter(rng, model, tokenizer):
             request = Request(prompt, 30, constraint=constraint)
             wanted = naive_constrained(model, tokenizer, request)
             assert tokens == [t for t in wanted if t not in tokenizer.eos_token_ids]
+
+
+def test_models_of_mlx_lms_zoo_are_constrained_too(rng):
+    tokenizer = zoo_tokenizer(byte_level=True)
+    model = zoo_model("llama", len(tokenizer._tokenizer) + 3, seed=int(rng.integers(99)))
+    engine = Engine(model, tokenizer)
+    prompts = [rng.integers(2, 250, n).tolist() for n in (3, 9)]
+    names = ("schema", "forced")
+    requests = [
+        Request(p, 60, constraint=CONSTRAINTS[n](), at_limit="complete", logprobs=bool(i))
+        for i, (p, n) in enumerate(zip(prompts, names, strict=True))
+    ]
+    for request in requests:
+        engine.submit(request)
+    for row, responses in run(engine).items():
+        tokens = [r.token for r in responses]
+        assert tokens == naive_constrained(model, tokenizer, requests[row])
 
 
 @each(

@@ -8,9 +8,11 @@ from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.matcher import Matcher
 from afm_mlx.guidance.vocabulary import behind_newline, ll_tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
+from tests.tools.cases import each
 from tests.tools.constraints import bytes_of, nano_tokenizer
 from tests.tools.models import WordTokenizer
 from tests.tools.tokenizers import plain_text, train_tiny_spm
+from tests.tools.zoo import zoo_tokenizer
 
 
 @pytest.fixture(params=["nano", "bpe", "unigram", "tokenizer.json"])
@@ -68,44 +70,9 @@ def test_tokenizers_that_do_not_say_what_their_tokens_are(rng):
         joined("abc")
 
 
-def hub_tokenizer(folder, byte_level):
-    """A tokenizer of transformers, as mlx-lm loads them for models of its zoo."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    made = Tokenizer(
-        models.BPE(byte_fallback=not byte_level, unk_token=None if byte_level else "<unk>")
-    )
-    special = ["<unk>", "<end>"]
-    if byte_level:
-        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = decoders.ByteLevel()
-        trainer = trainers.BpeTrainer(
-            vocab_size=400,
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )
-    else:
-        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
-        made.decoder = decoders.Sequence(
-            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        )
-        names = [f"<0x{byte:02X}>" for byte in range(256)]
-        trainer = trainers.BpeTrainer(
-            vocab_size=600, special_tokens=special, initial_alphabet=["\n"]
-        )
-        special += names
-    made.train_from_iterator(["some words, and some more words\n" * 9], trainer)
-    if not byte_level:
-        made.add_tokens(names)
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", unk_token="<unk>")
-
-
-@pytest.mark.parametrize("byte_level", [True, False])
-def test_tokenizers_of_mlx_lms_zoo(tmp_path, byte_level):
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
-
-    tokenizer = TokenizerWrapper(hub_tokenizer(tmp_path, byte_level))
+@each("byte_level", [True, False])
+def test_tokenizers_of_mlx_lms_zoo(byte_level):
+    tokenizer = zoo_tokenizer(byte_level)
     matcher = Matcher(Constraint.choices(["some more words"]), tokenizer)
     forced = matcher.forced()
     assert ll_tokenizer(tokenizer).decode_bytes(forced) == b"some more words"
