@@ -51,7 +51,7 @@ class MLXThread:
         Once Python has begun to end, a daemon thread never returns from here: it ends with the process.
 
         Raises:
-            RequestError: in any other thread, once Python has begun to end.
+            RequestError: in any other thread, and in the MLX thread itself, once Python has begun to end.
         """
         with self._starting:
             if not self._ended:
@@ -60,7 +60,7 @@ class MLXThread:
                 future: Future[Result] = Future()
                 self._jobs.put((future, functools.partial(function, *args, **kwargs)))
                 return future
-        if threading.current_thread().daemon:
+        if threading.current_thread().daemon and not self.is_current():  # which `end` waits for
             threading.Event().wait()
         raise RequestError("Python is ending, and MLX runs no more: let threads end before.")
 

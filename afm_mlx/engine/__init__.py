@@ -9,6 +9,7 @@
 | `sampling.py`, `samplers.py`, `logits_processors.py` | from logits to the next token |
 | `prompt_cache.py`, `prompt_reuse.py` | caches of prompts: in files, and from one prompt to the next |
 | `generation.py`, `async_generation.py` | `generate`, `stream_generate`, `batch_generate` |
+| `async_engine.py` | one engine for all tasks of asyncio |
 """
 
 from afm_mlx.engine.engine import Engine

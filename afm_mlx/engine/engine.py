@@ -196,7 +196,24 @@ class Engine:
         if self._prefill and any(row.id == row_id for row in self._prefill.batch.rows):
             # Padded rows are only taken apart once they are whole.
             self._prefill.cancelled.add(row_id)
+            if all(row.id in self._prefill.cancelled for row in self._prefill.batch.rows):
+                self._prefill.batch.release()
+                self._prefill = None
         self._batch.drop({row_id})
+
+    def drop_started(self) -> list[int]:
+        """Drop every row that has started, after a step that raised; returns the ids of those that still wait.
+
+        Nothing is handed back to their caches, whatever state the step has left them in.
+        """
+        return self._home.call(self._drop_started)
+
+    def _drop_started(self) -> list[int]:
+        self._batch.release()
+        if self._prefill:
+            self._prefill.batch.release()
+        self._batch, self._prefill, self._flight, self._refused = RowBatch(), None, None, []
+        return [row.id for row, _ in self._waiting]
 
     @property
     def busy(self) -> bool:

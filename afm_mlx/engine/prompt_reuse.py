@@ -7,7 +7,7 @@ from scratch is fed, even where an answer is not tokenized as it was generated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -42,17 +42,15 @@ class PromptCaches:
 
     def __init__(self, new_cache: Callable[[], list[Any]]):
         self._new_cache = new_cache
-        self._kept: dict[str | None, tuple[list[Any], list[int]]] = {}  # caches, and tokens in them
+        self._kept: dict[Hashable, tuple[list[Any], list[int]]] = {}  # caches, and tokens in them
 
-    def keep(self, cache: list[Any], tokens: Sequence[int], adapter: str | None = None) -> None:
+    def keep(self, cache: list[Any], tokens: Sequence[int], adapter: Hashable = None) -> None:
         """Keep a cache for the adapter's next prompt, if it is known to hold these tokens and no others."""
         if tokens_in(cache) == len(tokens):
             self._kept[adapter] = cache, list(tokens)
 
     @contextmanager
-    def continuing(
-        self, prompt: Sequence[int], adapter: str | None = None
-    ) -> Iterator[Continuation]:
+    def continuing(self, prompt: Sequence[int], adapter: Hashable = None) -> Iterator[Continuation]:
         """Lend the cache that holds most of a prompt, and keep it with what was fed to it.
 
         It is an empty cache where the adapter has none, or has one that can't be trimmed: a sliding window that
@@ -63,7 +61,8 @@ class PromptCaches:
 
         Args:
             prompt: all tokens, those that the cache may hold included; at least one.
-            adapter: name of the adapter that the prompt is run with; None for none.
+            adapter: name of the adapter that the prompt is run with, or whatever tells it from others; None for
+                none.
         """
         cache, reused = self._take(prompt, adapter)
         run = Continuation(cache, list(prompt[reused:]))
@@ -75,7 +74,7 @@ class PromptCaches:
             raise
         self._keep_fed(prompt, run, adapter)
 
-    def _take(self, prompt: Sequence[int], adapter: str | None) -> tuple[list[Any], int]:
+    def _take(self, prompt: Sequence[int], adapter: Hashable) -> tuple[list[Any], int]:
         """Return a cache, and how many tokens of the prompt it holds; the last one always remains to be fed."""
         cache, held = self._kept.pop(adapter, ([], []))
         pairs = zip(held, prompt[:-1], strict=False)
@@ -87,7 +86,7 @@ class PromptCaches:
             entry.trim(surplus)
         return cache, common
 
-    def _keep_fed(self, prompt: Sequence[int], run: Continuation, adapter: str | None) -> None:
+    def _keep_fed(self, prompt: Sequence[int], run: Continuation, adapter: Hashable) -> None:
         # The last token of an answer was not fed, as a rule.
         self.keep(run.cache, [*prompt, *run.answer][: tokens_in(run.cache)], adapter)
 

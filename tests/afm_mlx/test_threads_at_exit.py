@@ -12,6 +12,7 @@ SCRIPT = """
 import asyncio, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
 import afm_mlx
+from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
 
@@ -44,6 +45,25 @@ async def tasks():
     pieces = afm_mlx.stream_generate_async(model, tokenizer, "hello", max_tokens=10)
     await asyncio.gather(asyncio.to_thread(stream, 5), anext(pieces))
 
+async def rows(wait):
+    engine = AsyncEngine(model, tokenizer)
+    responses = [engine.stream(Request([1, 2, 3], 10**6)) for _ in range(2)]
+    await asyncio.gather(*map(anext, responses))
+    begun.set()
+    await wait()
+
+def rows_of_a_daemon():
+    start(lambda: asyncio.run(rows(asyncio.Event().wait)), daemon=True)
+    begun.wait()
+
+def rows_of_a_loop_that_is_closed():
+    loop = asyncio.new_event_loop()
+    globals()["kept"] = loop.create_task(rows(asyncio.Event().wait))
+    while not begun.is_set():
+        loop.run_until_complete(asyncio.sleep(0.001))
+    loop.close()
+    kept._log_destroy_pending = False
+
 def after():
     for daemon in (True, False):
         start(stream, 5, daemon=daemon).join()
@@ -73,6 +93,7 @@ print("the end")
 """
 
 ENDS = ["after", "while_it_runs", "while_daemons_run", "half_way", "loaded_in_a_thread", "tasks"]
+ENDS += ["rows_of_a_daemon", "rows_of_a_loop_that_is_closed"]
 
 
 def ends(ways):

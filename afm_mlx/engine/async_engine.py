@@ -1,0 +1,222 @@
+"""One engine for all tasks of asyncio: their requests run as rows of one batch, in MLX's thread.
+
+    engine = AsyncEngine(model, tokenizer)
+    async for response in engine.stream(Request(prompt)):
+        print(response.text, end="")
+
+The event loop hands requests over and is woken with responses; it never waits for a computation. Each step of
+the engine is a job of its own in MLX's thread, so that rows join and leave between any two, and other work in
+that thread has its turn. There are no jobs while there are no rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import mlx.nn as nn
+
+from afm_mlx import threads
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.prompt_reuse import Continuation, PromptCaches
+from afm_mlx.engine.request import Request, Response
+from afm_mlx.errors import RequestError
+from afm_mlx.model.wired_memory import wired_memory
+
+
+class StepError(RuntimeError):
+    """A step of the engine failed, and the rows that took part in it with it; the cause says why."""
+
+
+class AsyncEngine:
+    """An `Engine` for asyncio: tasks of any event loop, in any thread, share its batch.
+
+    Samplers, logits processors and callbacks of requests run in MLX's thread.
+
+    Args:
+        model, tokenizer: what `load` returns.
+        options: those of `Engine`. What it can't honour is raised by the first request.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, **options: Any):
+        self._model, self._tokenizer, self._options = model, tokenizer, options
+        # All below is MLX's thread's own.
+        self._engine: Engine | None = None
+        self._streams: dict[int, _Stream] = {}  # by row
+        self._turn_is_queued = False
+
+    @property
+    def rows(self) -> int:
+        """Number of requests that wait or run."""
+        return len(self._streams)
+
+    async def stream(
+        self, request: Request, caches: PromptCaches | None = None
+    ) -> AsyncIterator[Response]:
+        """Yield the responses of one request, as they come.
+
+        The row is cancelled when the iterator is closed, or the task that runs it is cancelled: it is gone
+        before the next step. An iterator that was left by `break` is closed once nobody holds it;
+        `contextlib.aclosing` closes it at once.
+
+        Args:
+            request: the request.
+            caches: where the beginning of the prompt may be found, and what is computed is kept for the next
+                prompt. The request then has its whole prompt and no cache of its own.
+
+        Raises:
+            AFMError: when the request can't be honoured, or the row can't go on; that comes after the response
+                that has the text so far.
+            StepError: when a whole step failed.
+        """
+        stream = _Stream(request, caches)
+        threads.submit(self._begin, stream)
+        try:
+            while not stream.ended:
+                await stream.arrived.wait()
+                stream.arrived.clear()
+                for response in stream.taken():
+                    yield response
+                    del response  # it may hold an error, whose traceback holds this frame
+        finally:
+            # Once Python has begun to end, there is nothing left to free.
+            with contextlib.suppress(RequestError):
+                threads.submit(self._cancel, stream)
+
+    # -- in MLX's thread
+
+    def _begin(self, stream: _Stream) -> None:
+        if self._engine is None:
+            try:
+                with wired_memory(self._model):
+                    self._engine = Engine(self._model, self._tokenizer, **self._options)
+            except Exception as error:
+                stream.fail(error)
+                return
+        try:
+            stream.row = self._engine.submit(stream.opened())
+        except Exception as error:
+            stream.fail(error)
+            return
+        self._streams[stream.row] = stream
+        self._queue_turn()
+
+    def _cancel(self, stream: _Stream) -> None:
+        if self._streams.pop(stream.row, None) is not None and self._engine is not None:
+            self._engine.cancel(stream.row)
+            stream.close(asyncio.CancelledError())
+
+    def _queue_turn(self) -> None:
+        if not self._turn_is_queued:
+            self._turn_is_queued = True
+            threads.submit(self._turn)
+
+    def _turn(self) -> None:
+        """Take one step, hand out what came of it, and queue the next one behind whatever waits."""
+        self._turn_is_queued = False
+        engine = self._engine
+        assert engine is not None
+        try:
+            self._hand_out(engine.step())
+        except Exception as error:
+            self._fail(self._streams.keys() - engine.drop_started(), error)
+        if engine.busy:
+            self._queue_turn()
+
+    def _hand_out(self, responses: Iterable[Response]) -> None:
+        for response in responses:
+            stream = self._streams[response.row]
+            if response.finish_reason is not None:
+                del self._streams[response.row]
+                stream.put(response)
+                stream.close(response.error)
+            elif not stream.put(response):
+                self._cancel(stream)
+
+    def _fail(self, rows: Iterable[int], cause: Exception) -> None:
+        for row in rows:
+            error = StepError(f"A step of the engine failed ({type(cause).__name__}: {cause}).")
+            error.__cause__ = cause
+            self._streams.pop(row).fail(error)
+
+
+class _Stream:
+    """One request on its way: what MLX's thread puts in, an event loop takes out.
+
+    Args:
+        request, caches: see `AsyncEngine.stream`.
+
+    Attributes:
+        row: id of the row; -1 until there is one.
+        arrived: set when there is something to take.
+        ended: whether all was taken.
+    """
+
+    def __init__(self, request: Request, caches: PromptCaches | None):
+        self.row = -1
+        self.arrived = asyncio.Event()
+        self.ended = False
+        self._loop = asyncio.get_running_loop()
+        self._request, self._caches = request, caches
+        self._lent = contextlib.ExitStack()
+        self._run: Continuation | None = None
+        self._items: deque[Response] = deque()
+
+    # -- in MLX's thread
+
+    def opened(self) -> Request:
+        """The request as the engine takes it: the cache that was found for it, and the rest of the prompt."""
+        request = self._request
+        if self._caches is None or len(request.prompt) == 0:
+            return request
+        if request.cache is not None:
+            raise RequestError("The request has a cache, and caches to choose one from, too.")
+        adapter = request.adapter
+        key = tuple(sorted(adapter.items())) if isinstance(adapter, Mapping) else adapter
+        run = self._lent.enter_context(self._caches.continuing(request.prompt, key))
+        self._run = run
+        return replace(request, prompt=run.rest, cache=run.cache)
+
+    def put(self, response: Response) -> bool:
+        """Hand a response over; returns whether there is still a loop to take it."""
+        if self._run is not None and response.token >= 0:
+            self._run.answer.append(response.token)
+        self._items.append(response)
+        try:
+            self._loop.call_soon_threadsafe(self.arrived.set)
+        except RuntimeError:  # it was closed
+            return False
+        return True
+
+    def fail(self, error: Exception) -> None:
+        """End with an error that no response of the engine's carries."""
+        self.close(error)
+        self.put(Response(self.row, -1, "", None, "error", error))
+
+    def close(self, error: BaseException | None) -> None:
+        """Give the cache back, with what it holds after success, an error or a cancellation."""
+        self._run = None
+        self._lent.__exit__(None if error is None else type(error), error, None)
+
+    # -- in the event loop
+
+    def taken(self) -> Iterable[Response]:
+        """What has arrived since.
+
+        Raises:
+            Exception: the row's error, behind its last response.
+        """
+        while self._items:
+            response = self._items.popleft()
+            error, self.ended = response.error, response.finish_reason is not None
+            try:
+                if error is None or response.text or response.token >= 0:
+                    yield response
+                if error is not None:
+                    raise error
+            finally:
+                del response, error  # an error's traceback holds this frame

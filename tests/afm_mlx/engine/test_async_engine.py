@@ -1,0 +1,264 @@
+"""One engine for many tasks: their answers are those of single runs, whatever joins, leaves or fails."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from contextlib import aclosing
+
+import pytest
+
+from afm_mlx import threads
+from afm_mlx.engine.async_engine import AsyncEngine, StepError
+from afm_mlx.engine.generation import generate
+from afm_mlx.engine.prompt_reuse import PromptCaches
+from afm_mlx.engine.request import Request
+from afm_mlx.errors import ContextLengthError, RequestError
+from tests.tools.engines import some_prompt
+
+
+@pytest.fixture
+def engine(model, tokenizer):
+    return AsyncEngine(model, tokenizer)
+
+
+async def answer(engine, prompt, count=12, caches=None, **options):
+    text = ""
+    request = Request(prompt, count, logprobs=False, **options)
+    async for response in engine.stream(request, caches):
+        text += response.text
+    return text
+
+
+async def idle(engine):
+    """Wait for the jobs that are queued in MLX's thread, and those that they queue."""
+    for _ in range(3):
+        await asyncio.wrap_future(threads.submit(int))
+    return engine.rows
+
+
+def test_tasks_of_several_loops_share_a_batch_and_have_the_answers_of_single_runs(
+    rng, model, tokenizer, engine
+):
+    prompts = [some_prompt(rng, n) for n in (3, 14, 1, 7, 5, 9)]
+    limits = [*rng.integers(1, 30, 5).tolist(), 60]
+    wanted = [
+        generate(model, tokenizer, p, max_tokens=n) for p, n in zip(prompts, limits, strict=True)
+    ]
+    most = 0
+
+    async def one(index):
+        nonlocal most
+        text = ""
+        async for response in engine.stream(Request(prompts[index], limits[index])):
+            most = max(most, engine.rows)
+            text += response.text
+        return text
+
+    async def some(indices):
+        return await asyncio.gather(*map(one, indices))
+
+    found = {}
+    other = threading.Thread(target=lambda: found.update(other=asyncio.run(some([4, 5]))))
+    other.start()
+    assert asyncio.run(some([0, 1, 2, 3])) == wanted[:4]
+    other.join()
+    assert found["other"] == wanted[4:]
+    assert most >= 3
+
+
+def test_a_row_is_gone_when_its_iterator_is_left_or_its_task_cancelled(rng, engine):
+    async def leave(how):
+        responses = engine.stream(Request(some_prompt(rng, 4), -1))
+        if how == "never begun":
+            return
+        if how == "closed":
+            async with aclosing(responses):
+                await anext(responses)
+            return
+        async for _ in responses:
+            if how == "broken off":
+                break
+            if how == "failed":
+                raise KeyError
+
+    async def main():
+        for how in (
+            "never begun",
+            "closed",
+            "broken off",
+            "failed",
+            "cancelled",
+            "cancelled at once",
+        ):
+            company = asyncio.create_task(answer(engine, some_prompt(rng, 3), 10**6))
+            task = asyncio.create_task(leave(how))
+            if "cancelled" in how:
+                while how == "cancelled" and engine.rows < 2:
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            del task  # its exception holds the frame that holds the iterator
+            await asyncio.sleep(0)  # asyncio closes what nobody holds
+            assert await idle(engine) == 1
+            company.cancel()
+            await asyncio.gather(company, return_exceptions=True)
+            assert await idle(engine) == 0
+            assert not engine._engine.busy
+            assert not engine._turn_is_queued  # nothing goes on while there are no rows
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_prompt_is_not_read_to_its_end(rng, model, tokenizer):
+    engine = AsyncEngine(model, tokenizer, prefill_step_size=1)
+    read = []
+
+    async def main():
+        request = Request(some_prompt(rng, 60), on_prefill=lambda done, _: read.append(done))
+        task = asyncio.create_task(anext(engine.stream(request)))
+        while not read:
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await idle(engine)
+
+    asyncio.run(main())
+    assert read[-1] < 59
+    assert not engine._engine.busy
+
+
+def test_the_event_loop_goes_on_while_the_engine_computes(rng, model, tokenizer, monkeypatch):
+    """Steps that take 20 ms each, and a task that counts how long the loop was away at most."""
+    engine = AsyncEngine(model, tokenizer)
+    longest, ticks = 0.0, 0
+
+    async def tick():
+        nonlocal longest, ticks
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(1e-3)
+            longest, ticks = max(longest, time.perf_counter() - before), ticks + 1
+
+    async def main():
+        task = asyncio.create_task(tick())
+        slow = [lambda tokens, logits: (time.sleep(0.02), logits)[1]]
+        await answer(engine, some_prompt(rng, 4), 12, logits_processors=slow)
+        task.cancel()
+
+    asyncio.run(main())
+    assert ticks > 12 * 2
+    assert longest < 12 * 0.02 / 2
+
+
+def test_requests_that_cant_be_honoured_fail_alone(rng, model, tokenizer, engine):
+    prompt = some_prompt(rng, 5)
+    wanted = generate(model, tokenizer, prompt, max_tokens=12)
+
+    async def main():
+        bad = [
+            answer(engine, []),
+            answer(engine, prompt, adapter="unknown"),
+            answer(engine, prompt * 400),
+            answer(engine, prompt, logits_processors=[lambda tokens, logits: logits / 0]),
+            answer(AsyncEngine(model, tokenizer, max_batch=0), prompt),
+        ]
+        good = answer(engine, prompt)
+        *errors, text = await asyncio.gather(*bad, good, return_exceptions=True)
+        assert text == wanted
+        kinds = [RequestError, RequestError, ContextLengthError]
+        assert [type(e) for e in errors[:3]] == kinds
+        assert "hold" in str(errors[3])
+        assert "max_batch" in str(errors[4])
+
+    asyncio.run(main())
+
+
+def test_the_text_so_far_comes_before_the_error(rng, model, tokenizer):
+    engine = AsyncEngine(model, tokenizer, max_kv_size=8)
+    text = ""
+
+    async def main():
+        nonlocal text
+        async for response in engine.stream(Request(some_prompt(rng, 5), -1)):
+            text += response.text
+
+    with pytest.raises(ContextLengthError, match="full after 4"):
+        asyncio.run(main())
+    assert len(text.split()) == 4
+
+
+def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on(rng, model, tokenizer):
+    """A callback fails while one row is prefilled, one decodes, and one waits."""
+    engine = AsyncEngine(model, tokenizer, max_batch=2)
+    prompts = [some_prompt(rng, 4) for _ in range(3)]
+    wanted = generate(model, tokenizer, prompts[2], max_tokens=12)
+
+    def fails(done, whole):
+        raise KeyError("callback")
+
+    async def main():
+        decoding = engine.stream(Request(prompts[0], 10**6))
+        await anext(decoding)
+        prefilled = asyncio.create_task(answer(engine, prompts[1], on_prefill=fails))
+        waits = asyncio.create_task(answer(engine, prompts[2]))
+        for failed in (prefilled, decoding):
+            with pytest.raises(StepError, match="KeyError: 'callback'"):
+                await failed if failed is prefilled else [r async for r in failed]
+        assert await waits == wanted
+        assert await answer(engine, prompts[2]) == wanted
+
+    asyncio.run(main())
+
+
+def test_a_prompt_goes_on_from_what_the_caches_hold(rng, model, tokenizer, engine):
+    """After answers, failures and cancellations alike."""
+    prompt = some_prompt(rng, 9)
+    caches = PromptCaches(model.make_cache)
+    fed = []
+
+    async def turn(prompt, count=3, **options):
+        seen = []
+        text = await answer(
+            engine, prompt, count, caches, on_prefill=lambda done, n: seen.append(n), **options
+        )
+        fed.append(seen[-1])
+        return [*prompt, *tokenizer.encode(text)]
+
+    async def main():
+        first = await turn(prompt)
+        assert fed == [9]
+        async with aclosing(engine.stream(Request([*first, 1, 2], -1), caches)) as responses:
+            await anext(responses)
+        second = await turn([*first, 1, 2])
+        assert fed == [9, 3]
+        with pytest.raises(ZeroDivisionError):
+            await turn([*second, 3], logits_processors=[lambda tokens, logits: 1 / 0])
+        assert await turn([*second, 3]) == await turn([*second, 3])
+        assert fed == [9, 3, 1, 1]
+        with pytest.raises(RequestError, match="caches to choose one"):
+            await answer(engine, prompt, caches=caches, cache=model.make_cache())
+
+    asyncio.run(main())
+    scratch = generate(model, tokenizer, prompt, max_tokens=3)
+    assert asyncio.run(answer(engine, prompt, 3, caches)) == scratch
+
+
+def test_a_dropped_engine_is_freed_without_the_garbage_collector(rng, model, tokenizer):
+    async def main():
+        engine = AsyncEngine(model, tokenizer)
+        await answer(engine, some_prompt(rng, 3))
+        with pytest.raises(RequestError):
+            await answer(engine, [])
+        await idle(engine)
+        return weakref.ref(engine), weakref.ref(engine._engine)
+
+    gc.disable()
+    try:
+        parts = asyncio.run(main())
+        threads.submit(int).result()
+        assert [part() for part in parts] == [None, None]
+    finally:
+        gc.enable()
