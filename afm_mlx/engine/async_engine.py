@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from afm_mlx import threads
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prompt_reuse import Continuation, PromptCaches
 from afm_mlx.engine.request import Request, Response
+from afm_mlx.engine.row import Prepared
 from afm_mlx.errors import RequestError
 from afm_mlx.model.wired_memory import wired_memory
 
@@ -56,7 +57,7 @@ class AsyncEngine:
 
     async def stream(
         self, request: Request, caches: PromptCaches | None = None
-    ) -> AsyncIterator[Response]:
+    ) -> AsyncGenerator[Response, None]:
         """Yield the responses of one request, as they come.
 
         The row is cancelled when the iterator is closed, or the task that runs it is cancelled: it is gone
@@ -73,7 +74,15 @@ class AsyncEngine:
                 that has the text so far.
             StepError: when a whole step failed.
         """
-        stream = _Stream(request, caches)
+        engine = self._engine
+        if engine is None:
+            engine = await asyncio.wrap_future(threads.submit(self._made))
+        # A constraint takes a while to be compiled, and neither the loop nor the other rows wait for that.
+        is_slow = request.constraint is not None or request.heal
+        prepared = (
+            await asyncio.to_thread(engine.prepare, request) if is_slow else engine.prepare(request)
+        )
+        stream = _Stream(prepared, caches)
         threads.submit(self._begin, stream)
         try:
             while not stream.ended:
@@ -87,18 +96,25 @@ class AsyncEngine:
             with contextlib.suppress(RequestError):
                 threads.submit(self._cancel, stream)
 
+    def prompt_caches(self) -> PromptCaches:
+        """Caches, still empty, of the prompts of one conversation, for `stream`."""
+        return PromptCaches(self._new_cache)
+
     # -- in MLX's thread
 
-    def _begin(self, stream: _Stream) -> None:
+    def _made(self) -> Engine:
+        """The engine, which belongs to the thread that makes it."""
         if self._engine is None:
-            try:
-                with wired_memory(self._model):
-                    self._engine = Engine(self._model, self._tokenizer, **self._options)
-            except Exception as error:
-                stream.fail(error)
-                return
+            with wired_memory(self._model):
+                self._engine = Engine(self._model, self._tokenizer, **self._options)
+        return self._engine
+
+    def _new_cache(self) -> list[Any]:
+        return self._made().make_cache()
+
+    def _begin(self, stream: _Stream) -> None:
         try:
-            stream.row = self._engine.submit(stream.opened())
+            stream.row = self._made().submit_prepared(stream.opened())
         except Exception as error:
             stream.fail(error)
             return
@@ -106,8 +122,8 @@ class AsyncEngine:
         self._queue_turn()
 
     def _cancel(self, stream: _Stream) -> None:
-        if self._streams.pop(stream.row, None) is not None and self._engine is not None:
-            self._engine.cancel(stream.row)
+        if self._streams.pop(stream.row, None) is not None:
+            self._made().cancel(stream.row)
             stream.close(asyncio.CancelledError())
 
     def _queue_turn(self) -> None:
@@ -118,8 +134,7 @@ class AsyncEngine:
     def _turn(self) -> None:
         """Take one step, hand out what came of it, and queue the next one behind whatever waits."""
         self._turn_is_queued = False
-        engine = self._engine
-        assert engine is not None
+        engine = self._made()
         try:
             self._hand_out(engine.step())
         except Exception as error:
@@ -148,7 +163,8 @@ class _Stream:
     """One request on its way: what MLX's thread puts in, an event loop takes out.
 
     Args:
-        request, caches: see `AsyncEngine.stream`.
+        prepared: the request.
+        caches: see `AsyncEngine.stream`.
 
     Attributes:
         row: id of the row; -1 until there is one.
@@ -156,30 +172,29 @@ class _Stream:
         ended: whether all was taken.
     """
 
-    def __init__(self, request: Request, caches: PromptCaches | None):
+    def __init__(self, prepared: Prepared, caches: PromptCaches | None):
         self.row = -1
         self.arrived = asyncio.Event()
         self.ended = False
         self._loop = asyncio.get_running_loop()
-        self._request, self._caches = request, caches
+        self._prepared, self._caches = prepared, caches
         self._lent = contextlib.ExitStack()
         self._run: Continuation | None = None
         self._items: deque[Response] = deque()
 
     # -- in MLX's thread
 
-    def opened(self) -> Request:
-        """The request as the engine takes it: the cache that was found for it, and the rest of the prompt."""
-        request = self._request
-        if self._caches is None or len(request.prompt) == 0:
-            return request
+    def opened(self) -> Prepared:
+        """The request, with the cache that was found for it and the rest of its prompt."""
+        request, adapter = self._prepared.request, self._prepared.request.adapter
+        if self._caches is None:
+            return self._prepared
         if request.cache is not None:
             raise RequestError("The request has a cache, and caches to choose one from, too.")
-        adapter = request.adapter
         key = tuple(sorted(adapter.items())) if isinstance(adapter, Mapping) else adapter
         run = self._lent.enter_context(self._caches.continuing(request.prompt, key))
         self._run = run
-        return replace(request, prompt=run.rest, cache=run.cache)
+        return replace(self._prepared, request=replace(request, prompt=run.rest, cache=run.cache))
 
     def put(self, response: Response) -> bool:
         """Hand a response over; returns whether there is still a loop to take it."""

@@ -47,11 +47,6 @@ class RowBatch:
         """Take rows out, by their ids, and release their adapters."""
         self.keep([i for i, row in enumerate(self.rows) if row.id not in ids])
 
-    def release(self) -> None:
-        """Release the adapters of all rows, which are to be dropped together."""
-        for row in self.rows:
-            row.release()
-
     def keep(self, indices: list[int]) -> None:
         """Take out all rows but these, and release their adapters."""
         if len(indices) == len(self.rows):

@@ -34,7 +34,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.batch import Feed, Flight, Prefill, RowBatch
 from afm_mlx.engine.healing import healed
 from afm_mlx.engine.request import Request, Response
-from afm_mlx.engine.row import Row
+from afm_mlx.engine.row import Prepared, Row
 from afm_mlx.engine.row_adapters import RowAdapters, can_start, must_not_overtake
 from afm_mlx.engine.row_caches import RowCaches, hand_back
 from afm_mlx.engine.sampling import no_token, sample
@@ -134,11 +134,24 @@ class Engine:
             ConstraintError: for a constraint that can't.
             ContextLengthError: when the prompt alone does not fit.
         """
-        request.validate(self.model.args.vocab_size if self._is_afm else None)
         # In the caller's thread: it may take a while, and the rows go on.
+        return self.submit_prepared(self.prepare(request))
+
+    def prepare(self, request: Request) -> Prepared:
+        """Check a request and compile its constraint: what of `submit` takes a while, and any thread can do.
+
+        Raises:
+            RequestError, ConstraintError: as `submit` does.
+        """
+        request.validate(self.model.args.vocab_size if self._is_afm else None)
         request, repeated = healed(request, self.tokenizer)
-        matcher = request.constraint and Matcher(request.constraint, self.tokenizer)
-        return self._home.call(self._submit, request, matcher, len(repeated))
+        constraint = request.constraint
+        matcher = None if constraint is None else Matcher(constraint, self.tokenizer)
+        return Prepared(request, matcher, len(repeated))
+
+    def submit_prepared(self, prepared: Prepared) -> int:
+        """Queue a request that `prepare` has checked; see `submit`."""
+        return self._home.call(self._submit, prepared.request, prepared.matcher, prepared.hidden)
 
     def _submit(self, request: Request, matcher: Matcher | None, hidden: int) -> int:
         given = request.cache
@@ -193,27 +206,34 @@ class Engine:
             if row.id == row_id:
                 row.release()
         self._waiting = deque(pair for pair in self._waiting if pair[0].id != row_id)
+        self._early = [response for response in self._early if response.row != row_id]
         if self._prefill and any(row.id == row_id for row in self._prefill.batch.rows):
             # Padded rows are only taken apart once they are whole.
             self._prefill.cancelled.add(row_id)
             if all(row.id in self._prefill.cancelled for row in self._prefill.batch.rows):
-                self._prefill.batch.release()
+                self._prefill.batch.drop(self._prefill.cancelled)
                 self._prefill = None
         self._batch.drop({row_id})
 
     def drop_started(self) -> list[int]:
-        """Drop every row that has started, after a step that raised; returns the ids of those that still wait.
+        """Drop every row of which anything was computed or told, after a step that raised.
 
         Nothing is handed back to their caches, whatever state the step has left them in.
+
+        Returns:
+            The ids of the rows that still wait.
         """
         return self._home.call(self._drop_started)
 
     def _drop_started(self) -> list[int]:
-        self._batch.release()
-        if self._prefill:
-            self._prefill.batch.release()
-        self._batch, self._prefill, self._flight, self._refused = RowBatch(), None, None, []
-        return [row.id for row, _ in self._waiting]
+        untouched = [pair for pair in self._waiting if not pair[0].sampled]
+        started = [row for row, _ in self._waiting if row.sampled] + self._batch.rows
+        started += self._prefill.batch.rows if self._prefill else []
+        for row in started:
+            row.release()
+        self._waiting, self._early = deque(untouched), []
+        self._batch, self._prefill, self._flight, self._feed = RowBatch(), None, None, None
+        return [row.id for row, _ in untouched]
 
     @property
     def busy(self) -> bool:
@@ -383,10 +403,12 @@ class Engine:
             mx.clear_cache()
             prefill.done += chunk.shape[1]
         for row in prefill.batch.rows:
-            if row.request.on_prefill and not row.sampled:
+            if row.request.on_prefill and not row.is_prompt_fed:
                 whole = len(row.request.prompt)
                 row.request.on_prefill(min(prefill.done, whole), whole)
         if prefill.done >= total:
+            for row in prefill.batch.rows:
+                row.is_prompt_fed = True
             for layer in prefill.batch.cache:
                 layer.finalize()
             prefill.batch.drop(prefill.cancelled)

@@ -18,6 +18,21 @@ if TYPE_CHECKING:
     from afm_mlx.adapters.resident import ResidentAdapter
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A request that was checked, see `Engine.prepare`.
+
+    Args:
+        request: the request, without what is to be generated again of its prompt.
+        matcher: the state of the answer under its constraint; None without one.
+        hidden: characters at the answer's beginning that repeat the prompt's end.
+    """
+
+    request: Request
+    matcher: Matcher | None
+    hidden: int
+
+
 @dataclass
 class Row:
     """A request under way.
@@ -36,6 +51,7 @@ class Row:
         error: raised by the row's own sampler or logits processor.
         lease: lease of the row's adapter; None without an adapter.
         overtaken: number of later rows with adapters that started while this one could not.
+        is_prompt_fed: whether all of the prompt is in the cache.
         bound: tokens that the cache may hold; None where nothing but the request ends the row.
         hidden: characters at the beginning of the answer that repeat the end of the prompt.
     """
@@ -52,6 +68,7 @@ class Row:
     error: Exception | None = None
     lease: Lease | None = None
     overtaken: int = 0
+    is_prompt_fed: bool = False
     bound: int | None = None
     hidden: int = 0
 

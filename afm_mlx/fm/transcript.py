@@ -19,7 +19,7 @@ class Transcript:
     """What was said in a session, in order: instructions, prompts, answers, calls of tools and their results.
 
     Entries are the framework's JSON, kept as they were read. A request makes a `copy`, adds to it while it is
-    answered, and hands it to `extend` when the answer is complete: until then nothing of it is seen.
+    answered, and hands it to `replace` when the answer is complete: until then nothing of it is seen.
     """
 
     _KIND: ClassVar[str] = "FoundationModels.Transcript"
@@ -30,7 +30,6 @@ class Transcript:
             "version": 1,
             "transcript": {"entries": []},
         }
-        self._copied = 0
 
     @property
     def _entries(self) -> list[Entry]:
@@ -60,12 +59,25 @@ class Transcript:
         document = self._document
         entries = list(self._entries)
         other._document = {**document, "transcript": {**document["transcript"], "entries": entries}}
-        other._copied = len(entries)
         return other
 
-    def extend(self, other: Transcript) -> None:
-        """Add, in one step, what was added to a copy since it was made."""
-        self._entries.extend(other._entries[other._copied :])
+    def replace(self, other: Transcript) -> None:
+        """Take over, in one step, all entries of a copy, from which older ones may have been taken out."""
+        self._entries[:] = other._entries
+
+    def turns(self) -> tuple[list[Entry], list[list[Entry]]]:
+        """What comes before the first prompt, and the turns: each a prompt and all that follows it."""
+        starts = [i for i, entry in enumerate(self._entries) if entry["role"] == "user"]
+        ends = [*starts[1:], len(self._entries)]
+        before = self._entries[: starts[0]] if starts else self._entries
+        turns = [self._entries[i:j] for i, j in zip(starts, ends, strict=True)] if starts else []
+        return list(before), turns
+
+    def with_entries(self, entries: Sequence[Entry]) -> Transcript:
+        """A transcript with these entries in place of its own."""
+        other = self.copy()
+        other._entries[:] = entries
+        return other
 
     def add_instructions(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Add the session's instructions.
@@ -108,11 +120,12 @@ class Transcript:
             part = {"type": "structure", "structure": structure, "id": "0"}
         self._add("response", contents=[part], assets=list(assets))
 
-    def add_tool_calls(self, calls: Sequence[Mapping[str, Any]]) -> list[str]:
+    def add_tool_calls(self, calls: Sequence[Mapping[str, Any]], text: str = "") -> list[str]:
         """Add calls of tools that the model wants made.
 
         Args:
             calls: `name` and `arguments` (JSON: a dict, or text) of each.
+            text: what the model said before them.
 
         Returns:
             The calls' ids, for `add_tool_output`.
@@ -121,7 +134,8 @@ class Transcript:
             {"id": _new_id(), "name": c["name"], "arguments": _json_text(c["arguments"])}
             for c in calls
         ]
-        self._add("response", toolCalls=made)
+        said = {"contents": [{"type": "text", "text": text, "id": "0"}]} if text else {}
+        self._add("response", **said, toolCalls=made)
         return [call["id"] for call in made]
 
     def add_tool_output(self, call_id: str, name: str, text: str) -> None:

@@ -177,7 +177,7 @@ def test_a_request_is_seen_when_it_is_complete(transcript):
     draft.add_response("No.")
     assert written(transcript) == before
     assert len(entries(draft)) == 10
-    transcript.extend(draft)
+    transcript.replace(draft)
     assert entries(transcript) == entries(draft)
     assert entries(transcript)[:8] == before["transcript"]["entries"]
     other = Transcript()
@@ -235,7 +235,7 @@ def test_what_is_given_and_returned_is_not_shared(transcript):
 def test_a_transcript_is_freed_when_dropped(transcript):
     draft = transcript.copy()
     seen = weakref.ref(draft)
-    transcript.extend(draft)
+    transcript.replace(draft)
     gc.disable()
     try:
         del draft

@@ -1,0 +1,144 @@
+"""What a request wants for an answer: text, or JSON under a schema, as an instance of a class or as content."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jiter
+
+from afm_mlx.errors import ConstraintError, shown
+from afm_mlx.fm.errors import DecodingFailureError, GenerationError, InvalidGenerationSchemaError
+from afm_mlx.fm.generable import Generable, GeneratedContent, GenerationID
+from afm_mlx.fm.generation_schema import GenerationSchema
+from afm_mlx.guidance.constraint import Constraint
+
+_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
+_NUMBER_AT_END = re.compile(r"-?\d[\d.eE+-]*$")
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """What an answer has to be. Made by `answer_form`.
+
+    Args:
+        response_format: the schema as chat messages have it; None for text.
+        constraint: what the answer's tokens must follow; None for text.
+        generating: the class of which the answer is an instance, or an instance of it; None for content.
+    """
+
+    response_format: Mapping[str, Any] | None = None
+    constraint: Constraint | None = None
+    generating: Any = None
+
+    @property
+    def is_text(self) -> bool:
+        return self.constraint is None
+
+    @property
+    def name(self) -> str:
+        """The schema's name; empty for text."""
+        return self.response_format["json_schema"]["name"] if self.response_format else ""
+
+    def content(self, text: str) -> GeneratedContent:
+        """A whole answer as content.
+
+        Raises:
+            DecodingFailureError: when it is no JSON, because a stop string has cut it for example.
+        """
+        try:
+            return GeneratedContent.from_json(text)
+        except (ValueError, RecursionError) as error:
+            raise DecodingFailureError(f"The answer is no JSON ({error}): {shown(text)}") from None
+
+    def value(self, content: GeneratedContent) -> Any:
+        """A whole answer as the caller wants it."""
+        if self.generating is None:
+            return content
+        return self.generating._from_generated_content(content)
+
+    def so_far(self, text: str, is_complete: bool = False) -> Any:
+        """The JSON value of an answer, or of the beginning of one; None where there is nothing yet.
+
+        A number at the end of a beginning is left out: more digits may come.
+        """
+        if is_complete:
+            return json.loads(text)
+        if '"' not in _STRINGS.sub("", text):
+            text = _NUMBER_AT_END.sub("", text)
+        if not text.strip():
+            return None
+        return jiter.from_json(text.encode(), partial_mode="trailing-strings")
+
+    def snapshot(self, value: Any, id: GenerationID, is_complete: bool) -> Any:
+        """An answer, or the beginning of one, as a snapshot.
+
+        Args:
+            value: its JSON value, as far as it is known.
+            id: of all snapshots of one answer.
+            is_complete: whether it is all of the answer.
+        """
+        made = GeneratedContent if is_complete else GeneratedContent.partial
+        content = made(value, id)
+        if self.generating is None:
+            return content
+        return self.generating.PartiallyGenerated._from_generated_content(content)
+
+
+async def answer_form(
+    generating: Any = None,
+    schema: GenerationSchema | None = None,
+    json_schema: Mapping[str, Any] | None = None,
+) -> AnswerForm:
+    """The form of an answer, checked before anything is generated; at most one argument is given.
+
+    Args:
+        generating: a generable class.
+        schema: a schema.
+        json_schema: a schema in JSON.
+
+    Raises:
+        ValueError: for more than one of them, and for a class that is not generable.
+        TypeError: for a JSON schema that JSON can't hold.
+        GenerationError: for a JSON schema that is none.
+        UnsupportedGuideError, InvalidGenerationSchemaError: for a schema that can't be honoured.
+    """
+    if sum(given is not None for given in (generating, schema, json_schema)) > 1:
+        raise ValueError(
+            "Cannot specify more than one of 'generating', 'schema' and 'json_schema'."
+        )
+    if generating is not None:
+        if not isinstance(generating, Generable):
+            name = getattr(generating, "__name__", type(generating).__name__)
+            raise ValueError(f"{name} is not a Generable type. Use the @generable decorator.")
+        schema = generating.generation_schema()
+    if schema is not None:
+        response_format = schema.response_format()
+    elif json_schema is not None:
+        response_format = _json_response_format(json_schema)
+    else:
+        return AnswerForm()
+    try:
+        # A large schema takes a while.
+        constraint = await asyncio.to_thread(
+            Constraint.json_schema, response_format["json_schema"]["schema"]
+        )
+    except ConstraintError as error:
+        raise InvalidGenerationSchemaError(f"Invalid generation schema: {error}") from error
+    return AnswerForm(response_format, constraint, generating)
+
+
+def _json_response_format(schema: Any) -> dict[str, Any]:
+    copied = json.loads(json.dumps(schema))  # raises for what JSON can't hold
+    if not isinstance(copied, dict):
+        raise GenerationError(
+            f"The schema has the wrong format: {shown(schema)}; a dict with a JSON schema is needed."
+        )
+    name = copied.get("title")
+    described = {"description": copied["description"]} if "description" in copied else {}
+    json_schema = {"name": name if isinstance(name, str) else "Response", **described}
+    return {"type": "json_schema", "json_schema": {**json_schema, "schema": copied}}

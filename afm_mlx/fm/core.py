@@ -1,0 +1,142 @@
+"""The model that sessions run on: what it is, whether it is there, and how many tokens something takes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.errors import AFMError, shown
+from afm_mlx.fm.error_translation import translated
+from afm_mlx.fm.generation_schema import GenerationSchema
+from afm_mlx.fm.prompt import Prompt, prompt_text
+from afm_mlx.fm.shared_model import shared_model
+from afm_mlx.fm.tool import Tool
+from afm_mlx.fm.transcript import Transcript
+
+
+class SystemLanguageModelUnavailableReason(IntEnum):
+    """Why a model can't be used."""
+
+    APPLE_INTELLIGENCE_NOT_ENABLED = 0
+    DEVICE_NOT_ELIGIBLE = 1
+    MODEL_NOT_READY = 2
+    UNKNOWN = 0xFF
+
+
+class SystemLanguageModelUseCase(IntEnum):
+    """What a model is to be used for."""
+
+    GENERAL = 0
+    CONTENT_TAGGING = 1
+
+
+class SystemLanguageModelGuardrails(IntEnum):
+    """How much a model may say."""
+
+    DEFAULT = 0
+    PERMISSIVE_CONTENT_TRANSFORMATIONS = 1
+
+
+class SystemLanguageModel:
+    """A language model. All that name the same one share it, and their sessions' requests run as one batch.
+
+    It is loaded when it is first needed, and freed with the last object that uses it.
+
+    Args:
+        use_case, guardrails: kept; the models that run here are the same for all of them, and have no
+            guardrails.
+        model: folder, hub id or name of a model, or a model and its tokenizer, as `afm_mlx.load` returns them.
+            None takes what the environment variable AFM_MLX_MODEL names, or else the embedded `afm-nano`.
+        adapters: folders of the model's adapters by their names, or an `AdapterPool` of a model that is given.
+            Those that come with a model need not be named.
+
+    Raises:
+        AssetsUnavailableError: for adapters that can't be used.
+    """
+
+    def __init__(
+        self,
+        use_case: SystemLanguageModelUseCase = SystemLanguageModelUseCase.GENERAL,
+        guardrails: SystemLanguageModelGuardrails = SystemLanguageModelGuardrails.DEFAULT,
+        *,
+        model: str | Path | tuple[Any, Any] | None = None,
+        adapters: AdapterPool | Mapping[str, str | Path] | None = None,
+    ):
+        self.use_case = _known(SystemLanguageModelUseCase.GENERAL, use_case)
+        self.guardrails = _known(SystemLanguageModelGuardrails.DEFAULT, guardrails)
+        with translated():
+            self._shared = shared_model(model, adapters)
+
+    def is_available(self) -> tuple[bool, SystemLanguageModelUnavailableReason | None]:
+        """Whether the model's files are there, and why not. A hub id's files are fetched first."""
+        try:
+            _ = self._shared.context_size
+        except AFMError:
+            return False, SystemLanguageModelUnavailableReason.MODEL_NOT_READY
+        return True, None
+
+    @property
+    def context_size(self) -> int:
+        """Tokens that instructions, tools, schemas, prompts and answers may have together.
+
+        Raises:
+            AssetsUnavailableError: when the model's files are not there.
+        """
+        with translated():
+            return self._shared.context_size
+
+    async def token_count(
+        self,
+        value: Prompt | GenerationSchema | Transcript | list[Tool] | None = None,
+        *,
+        instructions: str | None = None,
+    ) -> int:
+        """Tokens that something takes in the model's context, without those that separate messages.
+
+        Args:
+            value: a prompt, a schema, a list of tools, or a transcript, which is counted as a whole.
+            instructions: instructions instead.
+
+        Raises:
+            ValueError: for both, and for neither.
+            PromptError: for what is none of these.
+            AssetsUnavailableError: when the model can't be loaded.
+        """
+        if (value is None) == (instructions is None):
+            raise ValueError("token_count() takes either a value or instructions.")
+        with translated():
+            await self._shared.load()
+            if isinstance(value, Transcript):
+                messages, tools = value.messages()
+                return len(self._shared.encode_chat(messages, tools)) if messages or tools else 0
+            empty = {"role": "system", "content": ""}, {"role": "user", "content": ""}
+            system, user = map(dict, empty)
+            tools = []
+            if instructions is not None:
+                system["content"] = instructions
+            elif isinstance(value, GenerationSchema):
+                user["response_format"] = value.response_format()  # type: ignore[assignment]
+            elif isinstance(value, list) and all(isinstance(tool, Tool) for tool in value):
+                tools = [tool.tool_definition for tool in value]  # type: ignore[union-attr]
+            else:
+                user["content"] = prompt_text(value)  # type: ignore[arg-type]
+            count = self._shared.encode_chat
+            return len(count([system, user], tools)) - len(count(empty))
+
+
+Choice = TypeVar("Choice", bound=IntEnum)
+
+
+def _known(default: Choice, given: Any) -> Choice:
+    """A member of the default's enumeration; the default in place of any other, with a warning."""
+    try:
+        return type(default)(getattr(given, "value", given))
+    except ValueError:
+        warnings.warn(
+            f"{shown(given)} is no {type(default).__name__}; {default.name} is used.", stacklevel=3
+        )
+        return default

@@ -1,0 +1,214 @@
+"""Models of this process: each is loaded once, and runs the rows of all sessions in one batch."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from afm_mlx import threads
+from afm_mlx.adapters.active import active_adapters
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.config import ModelConfig, is_afm_config, read_config_json
+from afm_mlx.engine.async_engine import AsyncEngine
+from afm_mlx.errors import RequestError, shown
+from afm_mlx.loading.load import load
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_model
+from afm_mlx.model.model import is_afm
+
+Message = Mapping[str, Any]
+
+
+class SharedModel:
+    """A model with its tokenizer, its adapters, and the engine that all of its sessions use.
+
+    It is loaded when it is first needed, in MLX's thread.
+
+    Args:
+        source: folder, hub id or name; or a model and its tokenizer, as `load` returns them.
+        pool: the model's adapters; None makes a pool.
+    """
+
+    def __init__(self, source: str | tuple[Any, Any], pool: AdapterPool | None):
+        self._source, self._pool = source, pool
+        self._loading: Future[None] | None = None
+        self._lock = threading.Lock()
+        self._adapters: dict[str, Path] = {}  # those that were asked for by a folder
+        self._context: int | None = None
+        self._tokenizer: Any = None
+        self._engine: AsyncEngine | None = None
+
+    @property
+    def name(self) -> str:
+        """The model's name: the last part of its path or id."""
+        if isinstance(self._source, str):
+            return Path(self._source).name
+        folder = getattr(self._source[1], "name_or_path", "")
+        return Path(folder).name or type(self._source[0]).__name__
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine, once the model is loaded."""
+        assert self._engine is not None
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, once the model is loaded."""
+        return self._tokenizer
+
+    @property
+    def context_size(self) -> int:
+        """Tokens that prompt and answer may have together; where the model doesn't say, a very large number.
+
+        Raises:
+            AFMError: when the model can't be found.
+        """
+        if self._context is None:
+            self._context = self._found_context()
+        return self._context
+
+    def _found_context(self) -> int:
+        if isinstance(self._source, str):
+            path = resolve_model(self._source) / "config.json"
+            values = read_config_json(path)
+            if is_afm_config(values):
+                return ModelConfig.from_dict(values, source=str(path)).context_length
+            known = values.get("max_position_embeddings")
+        else:
+            args = self._source[0].args
+            name = "context_length" if is_afm(self._source[0]) else "max_position_embeddings"
+            known = getattr(args, name, None)
+        return known if isinstance(known, int) else sys.maxsize
+
+    # -- loading
+
+    async def load(self) -> None:
+        """Load the model, unless it is there.
+
+        Raises:
+            AFMError: what is wrong with it.
+        """
+        with self._lock:
+            failed = (
+                self._loading is not None and self._loading.done() and self._loading.exception()
+            )
+            if self._loading is None or failed:
+                self._loading = threads.submit(self._load)
+            loading = self._loading
+        # A task that is cancelled leaves the others their model.
+        await asyncio.shield(asyncio.wrap_future(loading))
+
+    def _load(self) -> None:
+        folder = None
+        if isinstance(self._source, str):
+            folder = resolve_model(self._source)
+            model, self._tokenizer = load(folder)
+        else:
+            model, self._tokenizer = self._source
+        if self._pool is None:
+            pool = _made_pool(model, folder)
+            with self._lock:
+                for name, path in self._adapters.items():
+                    if pool is None:
+                        raise RequestError(
+                            f"The adapter {shown(name)} can't be used: the model has one that all rows use. "
+                            "Take that off (detach_adapter)."
+                        )
+                    pool.register(name, path)
+                self._pool = pool
+        self._engine = AsyncEngine(model, self._tokenizer, adapters=self._pool)
+
+    def register(self, adapters: Mapping[str, str | Path]) -> None:
+        """Give adapters of the model names.
+
+        Raises:
+            RequestError: for a name that another adapter has.
+            AFMError: for a path that isn't there.
+        """
+        for name, path in adapters.items():
+            folder = Path(os.path.expanduser(path)).resolve()
+            with self._lock:
+                if self._adapters.setdefault(name, folder) != folder:
+                    raise RequestError(
+                        f"The adapter {shown(name)} is {self._adapters[name]} already, and can't be {folder}, "
+                        "too. Take another name."
+                    )
+                if self._pool is not None and name not in self._pool.registered:
+                    self._pool.register(name, folder)
+                elif not folder.exists():
+                    del self._adapters[name]
+                    raise RequestError(f"The adapter {shown(name)}: there is no {folder}.")
+
+    # -- tokens
+
+    def encode_chat(
+        self, messages: Sequence[Message], tools: Sequence[Message] = (), **options: Any
+    ) -> list[int]:
+        """Token ids of a conversation, as the model's chat template writes it.
+
+        Args:
+            messages, tools, options: those of `Tokenizer.apply_chat_template`.
+
+        Raises:
+            TokenizerError: for what can't be encoded.
+        """
+        given = {"tools": list(tools)} if tools else {}
+        return list(self._tokenizer.apply_chat_template(list(messages), **given, **options))
+
+
+def _made_pool(model: Any, folder: Path | None) -> AdapterPool | None:
+    """A pool with the adapters that come with a model; None when the model has one that all rows use."""
+    active = active_adapters(model)
+    if active is not None and active.batch is not None:
+        return None
+    pool = AdapterPool(model, base_folder=folder)
+    for name, path in (model_adapters(folder) if folder else {}).items():
+        pool.register(name, path)
+    return pool
+
+
+_models: weakref.WeakValueDictionary[Any, SharedModel] = weakref.WeakValueDictionary()
+_models_lock = threading.Lock()
+
+
+def shared_model(
+    source: str | Path | tuple[Any, Any] | None,
+    adapters: AdapterPool | Mapping[str, str | Path] | None,
+) -> SharedModel:
+    """The model of this process that a source names: the one that others use already, if there is one.
+
+    Args:
+        source: folder, hub id, name, or a model and its tokenizer; None takes the environment's or the embedded
+            one.
+        adapters: folders of adapters by their names; or a pool, which needs the model that it was made for.
+
+    Raises:
+        RequestError: for adapters that can't be used.
+    """
+    pool = adapters if isinstance(adapters, AdapterPool) else None
+    key: Any
+    if isinstance(source, tuple):
+        key = (id(source[0]), id(source[1]), id(pool))
+    else:
+        source = str(source or os.environ.get("AFM_MLX_MODEL") or EMBEDDED_MODEL)
+        path = Path(os.path.expanduser(source))
+        key = str(path.resolve()) if path.is_dir() else source
+        if pool is not None:
+            raise RequestError(
+                "A pool of adapters belongs to one model: give model=(model, tokenizer) with it, or "
+                "adapters={name: folder}."
+            )
+    with _models_lock:
+        found = _models.get(key)
+        if found is None:
+            found = _models[key] = SharedModel(source, pool)
+    if adapters is not None and pool is None:
+        found.register(adapters)  # type: ignore[arg-type]
+    return found

@@ -1,0 +1,71 @@
+"""Calls of tools: made side by side, each with a text as its result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from afm_mlx.fm.errors import ToolCallError
+from afm_mlx.fm.generable import GeneratedContent
+from afm_mlx.fm.tool import Tool
+
+
+async def run_calls(
+    calls: Sequence[Mapping[str, Any]],
+    tools: Mapping[str, Tool],
+    context: contextvars.Context,
+    raises: bool,
+) -> list[str]:
+    """Make calls at the same time.
+
+    Args:
+        calls: `name` and `arguments` (a JSON object) of each.
+        tools: the tools by their names.
+        context: the context that the calls run in.
+        raises: whether a tool that fails ends the request; else the model reads why as the tool's result.
+
+    Returns:
+        The results, as texts.
+
+    Raises:
+        ToolCallError: for the first tool that failed, once all the others have ended.
+    """
+    tasks = [
+        asyncio.create_task(_run(call, tools, raises), context=context.copy()) for call in calls
+    ]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+async def _run(call: Mapping[str, Any], tools: Mapping[str, Tool], raises: bool) -> str:
+    name = call["name"]
+    try:
+        if name not in tools:
+            raise LookupError(f"there is no tool {name!r}; there are {', '.join(tools)}.")
+        return _text(await tools[name].call(GeneratedContent(call["arguments"])))
+    except Exception as error:
+        if raises:
+            raise ToolCallError(name, error) from error
+        return f"Tool error: {error}"
+
+
+def _text(result: Any) -> str:
+    """A result as text; JSON, where it is more than that."""
+    if isinstance(result, str):
+        return result
+    if isinstance(result, GeneratedContent):
+        return result.to_json()
+    if isinstance(result, dict | list):
+        try:
+            return json.dumps(result, ensure_ascii=False)
+        except (TypeError, ValueError):
+            return str(result)
+    return str(result)

@@ -1,0 +1,359 @@
+"""Sessions: what they answer, in which order, what they remember, and what they leave behind."""
+
+import asyncio
+import gc
+import time
+import weakref
+
+import pytest
+
+from afm_mlx import fm
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.engine.generation import generate
+from tests.afm_mlx.fm.conftest import nano_adapters
+from tests.tools.cases import each
+
+FORMAL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
+TOPICS = "List the topics of this text: Taxes are due on June 13. We fly to Broburg on April 13."
+GREEDY = fm.GenerationOptions(sampling=fm.SamplingMode.greedy())
+
+
+def entries(session):
+    return asyncio.run(session.transcript.to_dict())["transcript"]["entries"]
+
+
+def roles(session):
+    return [entry["role"] for entry in entries(session)]
+
+
+def expected(nano, *texts, instructions=None, adapters=None, adapter=None):
+    """What the model answers to a chat, without any session."""
+    model, tokenizer = nano
+    roles = ("user", "assistant") * len(texts)
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
+    if instructions:
+        messages.insert(0, {"role": "system", "content": instructions})
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return generate(model, tokenizer, prompt, 300, adapters=adapters, adapter=adapter)
+
+
+def test_turns_are_answered_as_the_whole_chat_would_be(nano, model):
+    session = fm.LanguageModelSession("Be brief.", model)
+    assert roles(session) == ["instructions"]
+    first = asyncio.run(session.respond(FORMAL))
+    assert first == expected(nano, FORMAL, instructions="Be brief.")
+    second = asyncio.run(session.respond(TOPICS, options=GREEDY))
+    assert second == expected(nano, FORMAL, first, TOPICS, instructions="Be brief.")
+    assert roles(session) == ["instructions", "user", "response", "user", "response"]
+    assert entries(session)[-1]["contents"][0]["text"] == second
+    assert entries(session)[-1]["assets"] == ["afm-nano"]
+
+
+def test_a_turn_computes_new_tokens_only(nano, model):
+    session = fm.LanguageModelSession("Be brief.", model)
+
+    async def main():
+        await session.respond(FORMAL)
+        before, known = session.last_answer, await session.token_count()
+        assert before.computed_tokens == before.prompt_tokens
+        assert known == before.prompt_tokens + len(before.tokens)
+        await session.respond(TOPICS)
+        new = session.last_answer.prompt_tokens - known
+        assert session.last_answer.computed_tokens == new + 1  # an answer's last token is not fed
+
+    asyncio.run(main())
+
+
+def test_a_stream_gives_the_whole_text_so_far(nano, model):
+    session = fm.LanguageModelSession(model=model)
+
+    async def main():
+        seen = []
+        async for text in session.stream_response(FORMAL, GREEDY):
+            seen.append(text)
+            assert session.is_responding
+            assert not (await session.transcript.to_dict())["transcript"]["entries"]
+        return seen
+
+    seen = asyncio.run(main())
+    assert seen[-1] == expected(nano, FORMAL)
+    assert len(seen) > 5
+    assert all(b.startswith(a) and b != a for a, b in zip(seen, seen[1:], strict=False))
+    assert roles(session) == ["user", "response"]
+    assert not session.is_responding
+
+
+def test_requests_of_a_session_wait_in_their_order_and_those_of_others_do_not(nano, model):
+    one, other = fm.LanguageModelSession(model=model), fm.LanguageModelSession(model=model)
+    ended = []
+
+    async def ask(session, prompt):
+        ended.append((session is one, await session.respond(prompt)))
+
+    async def main():
+        prompts = [FORMAL, TOPICS, "Hi"]
+        tasks = [asyncio.create_task(ask(one, prompt)) for prompt in prompts]
+        tasks.append(asyncio.create_task(ask(other, TOPICS)))
+        while not one.is_responding:
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    mine = [entry["contents"][0]["text"] for entry in entries(one)]
+    assert mine[::2] == [FORMAL, TOPICS, "Hi"]
+    assert mine[1::2] == [text for is_one, text in ended if is_one]
+    assert (False, expected(nano, TOPICS)) in ended
+    assert ended[-1][0]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "broken off", "failed", "timed out"])
+def test_a_request_that_is_left_changes_nothing_and_frees_its_row(nano, model, how):
+    session = fm.LanguageModelSession(model=model)
+    endless = fm.GenerationOptions(temperature=5.0)
+
+    async def leave():
+        if how == "timed out":
+            await asyncio.wait_for(session.respond(FORMAL, options=endless), 0.01)
+        async for _ in session.stream_response(FORMAL, endless):
+            if how == "broken off":
+                break
+            if how == "failed":
+                raise KeyError
+            await asyncio.sleep(0)
+
+    async def main():
+        await session.respond("Hi")
+        before = await session.transcript.to_dict()
+        task = asyncio.create_task(leave())
+        if how == "cancelled":
+            while not session.is_responding:
+                await asyncio.sleep(0)
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        del task
+        deadline = time.monotonic() + 10
+        while session.is_responding or model._shared.engine.rows:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(1e-3)
+        assert await session.transcript.to_dict() == before
+        return await session.respond(TOPICS)
+
+    answer = asyncio.run(main())
+    assert answer == expected(nano, "Hi", entries(session)[1]["contents"][0]["text"], TOPICS)
+
+
+def test_the_event_loop_goes_on_and_loops_come_and_go(model):
+    """A session is used in one loop after the other, and in none at the same time as in another."""
+    session = fm.LanguageModelSession(model=model)
+    ticks = 0
+
+    async def tick():
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(1e-3)
+            ticks += 1
+
+    async def main():
+        task = asyncio.create_task(tick())
+        await asyncio.gather(session.respond(FORMAL), session.respond("Hi"))
+        task.cancel()
+
+    async def elsewhere():
+        async for _ in session.stream_response("Hi"):
+            with pytest.raises(fm.ConcurrentRequestsError, match="another event loop"):
+                await asyncio.to_thread(lambda: asyncio.run(session.respond("Hi")))
+            return
+
+    asyncio.run(main())
+    assert ticks > 3
+    asyncio.run(main())
+    asyncio.run(elsewhere())
+
+
+def test_who_would_wait_for_himself_is_told(model):
+    session = fm.LanguageModelSession(model=model)
+
+    async def main():
+        async for _ in session.stream_response("Hi"):
+            with pytest.raises(fm.ConcurrentRequestsError, match="waits for this one"):
+                await session.respond("Hi")
+
+    asyncio.run(main())
+    assert roles(session) == ["user", "response"]
+
+
+def test_options_are_honoured(nano, model):
+    async def answer(options=None, **more):
+        session = fm.LanguageModelSession(model=model)
+        return await session.respond(FORMAL, options=options, **more), session.last_answer
+
+    async def main():
+        whole, _ = await answer()
+        for greedy in (
+            GREEDY,
+            fm.GenerationOptions(GREEDY.sampling, temperature=2.0),
+            fm.GenerationOptions(temperature=0),
+            fm.GenerationOptions(fm.SamplingMode.random(top=1), temperature=5.0),
+            fm.GenerationOptions(fm.SamplingMode.random(probability_threshold=0.0), 5.0),
+        ):
+            assert (await answer(greedy))[0] == whole
+        drawn = [fm.GenerationOptions(fm.SamplingMode.random(seed=s), 3.0, 8) for s in (1, 1, -2)]
+        texts = [(await answer(options))[0] for options in drawn]
+        assert texts[0] == texts[1] != texts[2]
+        text, details = await answer(fm.GenerationOptions(maximum_response_tokens=5))
+        assert len(details.tokens) == 5
+        assert details.finish_reason == "length"
+        assert whole.startswith(text)
+        text, details = await answer(stop="Film")
+        assert text == whole.partition("Film")[0]
+        assert details.finish_reason == "stop"
+        text, details = await answer(logprobs=3)
+        assert text == whole
+        assert [item.token for item in details.logprobs] == details.tokens
+        for item in details.logprobs:
+            assert item.top[0] == (item.token, item.text, item.logprob)
+            assert len(item.top) == 3
+            assert item.logprob > item.top[1][2] > item.top[2][2]
+
+    asyncio.run(main())
+
+
+def test_adapters_are_chosen_for_sessions_and_for_requests(nano, model):
+    pool = AdapterPool(nano[0])
+    for name, folder in nano_adapters().items():
+        pool.register(name, folder)
+
+    async def main():
+        session = fm.LanguageModelSession(model=model, adapter="redact")
+        first = await session.respond(FORMAL)
+        assert first == expected(nano, FORMAL, adapters=pool, adapter="redact")
+        plain = await session.respond("Hi", adapter=None)
+        assert plain == expected(nano, FORMAL, first, "Hi")
+        both = {"redact": 0.5, "todo": 0.5}
+        mixed = await session.respond(TOPICS, adapter=both)
+        assert mixed == expected(
+            nano, FORMAL, first, "Hi", plain, TOPICS, adapters=pool, adapter=both
+        )
+        await session.respond("Hi")
+        assert session.last_answer.computed_tokens < session.last_answer.prompt_tokens
+        assets = [e["assets"] for e in session.transcript._entries if e["role"] == "response"]
+        assert assets == [
+            ["afm-nano", "redact"],
+            ["afm-nano"],
+            ["afm-nano", "redact", "todo"],
+            ["afm-nano", "redact"],
+        ]
+        with pytest.raises(fm.GenerationError, match="unknown"):
+            await session.respond("Hi", adapter="unknown")
+
+    asyncio.run(main())
+
+
+@each(
+    "prompt, options, error, message",
+    [
+        ("word " * 2000, {}, fm.ExceededContextWindowSizeError, "context window"),
+        ("Hi", {"options": {"temperature": 1}}, TypeError, "GenerationOptions"),
+        ("half \ud800", {}, fm.GenerationError, "surrogate"),
+        (3, {}, fm.PromptError, "int"),
+        ("Hi", {"tool_choice": "required"}, ValueError, "has no tools"),
+        ("Hi", {"stop": [""]}, fm.GenerationError, "non-empty"),
+        ("Hi", {"at_limit": "later"}, fm.GenerationError, "at_limit"),
+    ],
+)
+def test_what_cant_be_honoured_leaves_the_session_usable(model, prompt, options, error, message):
+    session = fm.LanguageModelSession(model=model)
+    with pytest.raises(error, match=message):
+        asyncio.run(session.respond(prompt, **options))
+    assert not entries(session)
+    assert asyncio.run(session.respond("Hi"))
+
+
+@each("prompt", ["", "  \n ", "\0", ["one", "two"], "<turn_end><turn_start> system"])
+def test_unusual_prompts_are_answered(model, prompt):
+    options = fm.GenerationOptions(maximum_response_tokens=4)
+    session = fm.LanguageModelSession(model=model)
+    assert isinstance(asyncio.run(session.respond(prompt, options=options)), str)
+
+
+@each(
+    "options, message",
+    [
+        ({"context_policy": "forget"}, "drop_oldest"),
+        ({"tool_errors": "hide"}, "allowed are model, raise"),
+        ({"max_tool_rounds": -1}, "max_tool_rounds"),
+    ],
+)
+def test_sessions_refuse_what_they_dont_know(model, options, message):
+    with pytest.raises(ValueError, match=message):
+        fm.LanguageModelSession(model=model, **options)
+
+
+def test_a_transcript_goes_on_in_another_session(nano, model):
+    async def main():
+        first = fm.LanguageModelSession("Be brief.", model)
+        await first.respond(FORMAL)
+        saved = await first.transcript.to_dict()
+        transcript = await fm.Transcript.from_dict(saved)
+        second = fm.LanguageModelSession.from_transcript(transcript, model, adapter="redact")
+        assert second.transcript is transcript
+        answer = await second.respond(TOPICS, adapter=None)
+        assert answer == await first.respond(TOPICS)
+        assert len(await read(transcript)) == 5
+        assert await read(await fm.Transcript.from_dict(await transcript.to_dict())) == await read(
+            transcript
+        )
+
+    async def read(transcript):
+        return (await transcript.to_dict())["transcript"]["entries"]
+
+    asyncio.run(main())
+
+
+def test_a_text_is_completed_as_it_is(nano, model):
+    session = fm.LanguageModelSession("Be brief.", model)
+    text = "Return the number of seconds si"
+    options = fm.GenerationOptions(maximum_response_tokens=12)
+    answer = asyncio.run(session.complete(text, options))
+    assert answer == generate(*nano, text, max_tokens=12, heal=True)
+    assert roles(session) == ["instructions"]
+
+
+def test_prewarming_leaves_less_to_compute(nano, model):
+    async def main():
+        session = fm.LanguageModelSession("Be brief.", model)
+        await session.prewarm("Make this formal:\n")
+        answer = await session.respond(FORMAL)
+        assert answer == expected(nano, FORMAL, instructions="Be brief.")
+        start = await session.token_count()
+        assert session.last_answer.computed_tokens < session.last_answer.prompt_tokens - 10
+        other = fm.LanguageModelSession(model=model)
+        assert await other.token_count() == 0
+        await other.prewarm()
+        assert await other.token_count("Hi") > await model.token_count("Hi")
+        await other.respond("Hi")
+        assert other.last_answer.computed_tokens < other.last_answer.prompt_tokens
+        assert start > 40
+
+    asyncio.run(main())
+
+
+def test_sessions_and_models_are_freed_when_dropped(nano):
+    async def main():
+        model = fm.SystemLanguageModel()
+        session = fm.LanguageModelSession("Be brief.", model)
+        await session.respond("Hi")
+        async for _ in session.stream_response(FORMAL):
+            break
+        with pytest.raises(fm.ExceededContextWindowSizeError):
+            await session.respond("word " * 2000)
+        shared = model._shared
+        return [weakref.ref(x) for x in (session, session.transcript, model, shared, shared.engine)]
+
+    freed = asyncio.run(main())
+    for _ in range(2):
+        gc.collect()
+    deadline = time.monotonic() + 10
+    while any(each() is not None for each in freed) and time.monotonic() < deadline:
+        time.sleep(0.01)  # MLX's thread is about to drop the last job
+    assert [each() for each in freed] == [None] * 5
