@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import jiter
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.fm.errors import DecodingFailureError, GenerationError, InvalidGenerationSchemaError
 from afm_mlx.fm.generable import Generable, GeneratedContent, GenerationID
-from afm_mlx.fm.generation_schema import GenerationSchema
+from afm_mlx.fm.generation_schema import GenerationSchema, with_whole_patterns
 from afm_mlx.guidance.constraint import Constraint
 
 _STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
@@ -48,12 +49,11 @@ class AnswerForm:
         """A whole answer as content.
 
         Raises:
-            DecodingFailureError: when it is no JSON, because a stop string has cut it for example.
+            DecodingFailureError: when it is no JSON, because a stop string has cut it for example, or has a
+                number that no float can hold.
         """
-        try:
-            return GeneratedContent.from_json(text)
-        except (ValueError, RecursionError) as error:
-            raise DecodingFailureError(f"The answer is no JSON ({error}): {shown(text)}") from None
+        with _decoding(text):
+            return GeneratedContent(json.loads(text))
 
     def value(self, content: GeneratedContent) -> Any:
         """A whole answer as the caller wants it."""
@@ -66,13 +66,12 @@ class AnswerForm:
 
         A number at the end of a beginning is left out: more digits may come.
         """
-        if is_complete:
-            return json.loads(text)
-        if '"' not in _STRINGS.sub("", text):
-            text = _NUMBER_AT_END.sub("", text)
-        if not text.strip():
-            return None
-        return jiter.from_json(text.encode(), partial_mode="trailing-strings")
+        with _decoding(text):
+            if is_complete:
+                return json.loads(text)
+            if '"' not in _STRINGS.sub("", text):
+                text = _NUMBER_AT_END.sub("", text)
+            return jiter.from_json(text.encode(), partial_mode="trailing-strings") if text else None
 
     def snapshot(self, value: Any, id: GenerationID, is_complete: bool) -> Any:
         """An answer, or the beginning of one, as a snapshot.
@@ -83,10 +82,21 @@ class AnswerForm:
             is_complete: whether it is all of the answer.
         """
         made = GeneratedContent if is_complete else GeneratedContent.partial
-        content = made(value, id)
+        with _decoding(value):
+            content = made(value, id)
         if self.generating is None:
             return content
         return self.generating.PartiallyGenerated._from_generated_content(content)
+
+
+@contextmanager
+def _decoding(what: Any) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DecodingFailureError(
+            f"The answer can't be decoded ({error}): {shown(what)}"
+        ) from None
 
 
 async def answer_form(
@@ -118,15 +128,15 @@ async def answer_form(
         schema = generating.generation_schema()
     if schema is not None:
         response_format = schema.response_format()
+        followed = with_whole_patterns(response_format["json_schema"]["schema"])
     elif json_schema is not None:
         response_format = _json_response_format(json_schema)
+        followed = response_format["json_schema"]["schema"]
     else:
         return AnswerForm()
     try:
         # A large schema takes a while.
-        constraint = await asyncio.to_thread(
-            Constraint.json_schema, response_format["json_schema"]["schema"]
-        )
+        constraint = await asyncio.to_thread(Constraint.json_schema, followed)
     except ConstraintError as error:
         raise InvalidGenerationSchemaError(f"Invalid generation schema: {error}") from error
     return AnswerForm(response_format, constraint, generating)

@@ -56,16 +56,18 @@ async def made_to_fit(
 
     # Fewer turns have fewer tokens; if even the last one alone has too many, it alone stays.
     first = bisect_left(range(len(turns) - 1), -target, key=lambda n: -count(without(n)))
-    if first == 0 or summarize is None:
-        return without(first)
+    kept = without(first)
+    if first == 0 or summarize is None or count(kept) > context_size - 2 * room:
+        return kept
     summary = await _summary(
         draft, before, turns[:first], count, context_size - room, summarize, room
     )
-    kept = draft.with_entries(before)
-    if summary:
-        kept.add_prompt(SUMMARY_PROMPT)
-        kept.add_response(summary)
-    return draft.with_entries([*_joined([before, *kept.turns()[1], *turns[first:]])])
+    if not summary:
+        return kept
+    said = draft.with_entries(before)
+    said.add_prompt(SUMMARY_PROMPT)
+    said.add_response(summary)
+    return draft.with_entries([*_joined([before, *said.turns()[1], *turns[first:]])])
 
 
 async def _summary(

@@ -113,3 +113,18 @@ class GenerationSchema:
 def is_same_class(a: type, b: type) -> bool:
     """Whether two classes are one, or a decorator such as `dataclass(slots=True)` made one of the other."""
     return a is b or (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
+
+
+def with_whole_patterns(schema: Any) -> Any:
+    """A schema of this dialect in which patterns have to match all of a string, as guides mean them.
+
+    To JSON schema, any part of it is enough.
+    """
+    if isinstance(schema, list):
+        return [with_whole_patterns(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {key: with_whole_patterns(value) for key, value in schema.items()}
+    if isinstance(schema.get("pattern"), str):
+        changed["pattern"] = f"^(?:{schema['pattern']})$"
+    return changed

@@ -13,12 +13,13 @@ from typing import Any
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.prompt_reuse import PromptCaches
 from afm_mlx.engine.request import Request
-from afm_mlx.errors import ConstraintError, ContextLengthError
+from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError
 from afm_mlx.fm.answer import Answer
 from afm_mlx.fm.answer_form import AnswerForm
 from afm_mlx.fm.context_window import made_to_fit
 from afm_mlx.fm.error_translation import translated
 from afm_mlx.fm.errors import DecodingFailureError, GenerationError
+from afm_mlx.fm.generation_schema import with_whole_patterns
 from afm_mlx.fm.shared_model import SharedModel
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.tool_calls import run_calls
@@ -132,7 +133,8 @@ class Turn:
                 f"{EXECUTABLE_START} and {EXECUTABLE_END}. Make the session without tools."
             )
         try:
-            return await asyncio.to_thread(tool_call_constraint, self._definitions, choice)
+            definitions = with_whole_patterns(self._definitions)
+            return await asyncio.to_thread(tool_call_constraint, definitions, choice)
         except ConstraintError as error:
             raise GenerationError(str(error)) from error
 
@@ -177,11 +179,16 @@ class Turn:
                 on_prefill=on_prefill,
                 **self._asked.options,
             )
-            async with aclosing(self._shared.engine.stream(request, self._caches)) as responses:
-                async for response in responses:
-                    answer.take(response, self._shared.tokenizer, self._asked.logprobs)
-                    if response.text:
-                        yield answer.text
+            try:
+                async with aclosing(self._shared.engine.stream(request, self._caches)) as responses:
+                    async for response in responses:
+                        answer.take(response, self._shared.tokenizer, self._asked.logprobs)
+                        if response.text:
+                            yield answer.text
+            except IncompleteError as error:
+                if len(prompt) + len(answer.tokens) < size:
+                    raise
+                raise ContextLengthError(str(error)) from error
 
     def _prompt(self, history: Transcript) -> list[int]:
         messages, _ = history.messages()

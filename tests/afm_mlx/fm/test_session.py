@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import time
 import weakref
 
@@ -78,7 +79,7 @@ def test_a_stream_gives_the_whole_text_so_far(nano, model):
     seen = asyncio.run(main())
     assert seen[-1] == expected(nano, FORMAL)
     assert len(seen) > 5
-    assert all(b.startswith(a) and b != a for a, b in zip(seen, seen[1:], strict=False))
+    assert all(b.startswith(a) and b != a for a, b in itertools.pairwise(seen))
     assert roles(session) == ["user", "response"]
     assert not session.is_responding
 

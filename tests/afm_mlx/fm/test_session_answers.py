@@ -1,0 +1,166 @@
+"""Answers under a schema: instances, content, snapshots of both, and what is refused before anything is
+generated."""
+
+import asyncio
+import itertools
+import json
+import re
+from typing import Optional
+
+import pytest
+
+from afm_mlx import fm
+from afm_mlx.engine.generation import generate
+from afm_mlx.guidance.constraint import Constraint
+from tests.tools.cases import each
+
+PROMPT = "Pull out the event.\nThe Dance Planning takes place at Hall Prom on Sunday."
+
+
+@fm.generable("An event")
+class Event:
+    title: str
+    day: str
+    place: str
+
+
+@fm.generable
+class Count:
+    name: str = fm.guide(regex="[a-z]{1,5}")
+    number: int = fm.guide(range=(1, 3))
+    sizes: list[int] = fm.guide(count=2)
+    comment: Optional[str] = None  # noqa: UP045
+
+
+def test_a_class_gives_an_instance_and_a_schema_gives_content(nano, model, chats):
+    (chat,) = [c for c in chats["extract_event"] if c["messages"][1]["content"] == PROMPT]
+    json_schema = chat["messages"][1]["response_format"]["json_schema"]
+    plain = {"title": "Event", "description": "An event", **json_schema["schema"]}
+
+    async def main():
+        def new():
+            return fm.LanguageModelSession(model=model)
+
+        wanted = {"title": "Dance Planning", "day": "Sunday", "place": "Hall Prom"}
+        session = new()
+        event = await session.respond(PROMPT, Event)
+        assert event == Event(**wanted)
+        schema = Event.generation_schema()
+        by_schema = await new().respond(PROMPT, schema=schema)
+        by_json = await new().respond(PROMPT, json_schema=plain)
+        assert by_schema.value() == by_json.value() == wanted
+        assert by_schema.is_complete
+        prompt, response = (await session.transcript.to_dict())["transcript"]["entries"]
+        assert prompt["responseFormat"]["jsonSchema"]["schema"] == schema.to_dict()
+        assert response["contents"][0]["structure"] == {"source": "Event", "content": wanted}
+        # The model reads the schema, unless it is not to.
+        model_, tokenizer = nano
+        for include in (True, False):
+            message = {"role": "user", "content": PROMPT}
+            if include:
+                message["response_format"] = schema.response_format()
+            ids = tokenizer.apply_chat_template([message], add_generation_prompt=True)
+            constraint = Constraint.json_schema(schema.to_dict())
+            text = generate(model_, tokenizer, ids, 200, constraint=constraint)
+            options = {"schema": schema, "include_schema_in_prompt": include}
+            assert (await new().respond(PROMPT, **options)).value() == json.loads(text)
+
+    asyncio.run(main())
+
+
+def test_options_and_guides_are_honoured_together(model):
+    """At a temperature at which nothing but the schema gives the answer its form."""
+
+    async def main():
+        made = []
+        for seed in (4, 4, 5):
+            session = fm.LanguageModelSession(model=model)
+            options = fm.GenerationOptions(fm.SamplingMode.random(seed=seed), 3.0)
+            made.append(await session.respond("Count", generating=Count, options=options))
+            assert 1 <= made[-1].number <= 3
+            assert len(made[-1].sizes) == 2
+            assert re.fullmatch("[a-z]{1,5}", made[-1].name)
+        assert made[0] == made[1] != made[2]
+
+    asyncio.run(main())
+
+
+def test_snapshots_grow_to_the_answer(model):
+    async def snapshots(**how):
+        session = fm.LanguageModelSession(model=model)
+        return [s async for s in session.stream_response(PROMPT, **how)], session
+
+    async def main():
+        whole = await fm.LanguageModelSession(model=model).respond(PROMPT, Event)
+        seen, session = await snapshots(generating=Event)
+        assert {type(s) for s in seen} == {Event.PartiallyGenerated}
+        assert len({s.id for s in seen}) == 1
+        last = seen[-1]
+        assert (last.title, last.day, last.place) == (whole.title, whole.day, whole.place)
+        assert seen[0].day is None
+        for one, other in itertools.pairwise(seen):
+            assert (other.title or "").startswith(one.title or "")
+        assert len((await session.transcript.to_dict())["transcript"]["entries"]) == 2
+        seen, _ = await snapshots(schema=Event.generation_schema())
+        assert [s.is_complete for s in seen] == [False] * (len(seen) - 1) + [True]
+        assert seen[-1].value() == {"title": last.title, "day": last.day, "place": last.place}
+        numbers = {"type": "object", "properties": {"n": {"const": 1234}}, "required": ["n"]}
+        seen, _ = await snapshots(json_schema=numbers)
+        assert [s.value().get("n") for s in seen if s.value()] == [
+            1234
+        ] * 2  # never some of its digits
+        seen, _ = await snapshots(json_schema={"const": 12})
+        assert [s.value() for s in seen] == [12]
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_is_cut_off_is_an_error_or_completed(model):
+    short = fm.GenerationOptions(maximum_response_tokens=8)
+
+    async def main():
+        session = fm.LanguageModelSession(model=model)
+        with pytest.raises(fm.DecodingFailureError, match="So far it is") as caught:
+            await session.respond(PROMPT, Event, options=short)
+        assert caught.value.__cause__.text.startswith('{"title": ')
+        with pytest.raises(fm.DecodingFailureError):
+            await session.respond(PROMPT, Event, stop="Planning")
+        assert not (await session.transcript.to_dict())["transcript"]["entries"]
+        event = await session.respond(PROMPT, Event, options=short, at_limit="complete")
+        assert event.title.startswith("Dance")
+        assert event.place == ""
+
+    asyncio.run(main())
+
+
+@fm.generable
+class Guided:
+    name: str = fm.guide(minimum=3)
+
+
+class Plain:
+    name: str
+
+
+@each(
+    "how, error, message",
+    [
+        ({"generating": Plain}, ValueError, "Plain is not a Generable type"),
+        ({"generating": Event, "schema": Event.generation_schema()}, ValueError, "more than one"),
+        ({"generating": Event, "json_schema": {}}, ValueError, "more than one"),
+        ({"generating": Guided}, fm.UnsupportedGuideError, "minimum"),
+        ({"json_schema": {"x": {1}}}, TypeError, "not JSON serializable"),
+        ({"json_schema": '{"type": "string"}'}, fm.GenerationError, "format"),
+        ({"json_schema": {"type": "strin"}}, fm.InvalidGenerationSchemaError, "strin"),
+        (
+            {"json_schema": {"type": "string", "pattern": "("}},
+            fm.InvalidGenerationSchemaError,
+            "unclosed group",
+        ),
+    ],
+)
+def test_what_no_answer_can_be_is_refused_at_once(model, how, error, message):
+    session = fm.LanguageModelSession(model=model)
+    with pytest.raises(error, match=message):
+        asyncio.run(session.respond("Hi", **how))
+    assert session.last_answer is None
