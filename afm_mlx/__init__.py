@@ -19,28 +19,39 @@ if TYPE_CHECKING:
     from afm_mlx.engine.generation import batch_generate, generate, stream_generate
     from afm_mlx.engine.logits_processors import make_logits_processors
     from afm_mlx.engine.samplers import make_sampler
+    from afm_mlx.engine.typed_generation import generate_as, stream_generate_as
+    from afm_mlx.guidance.constraint import Constraint
+    from afm_mlx.guidance.types import answer_type
     from afm_mlx.loading.load import load
 
 __all__ = [
     "AdapterPool",
+    "Constraint",
     "__version__",
+    "answer_type",
     "batch_generate",
     "generate",
+    "generate_as",
     "load",
     "make_logits_processors",
     "make_sampler",
     "stream_generate",
+    "stream_generate_as",
     "stream_generate_async",
 ]
 
 _HOME = {
     "AdapterPool": "adapters.pool",
+    "Constraint": "guidance.constraint",
+    "answer_type": "guidance.types",
     "batch_generate": "engine.generation",
     "generate": "engine.generation",
+    "generate_as": "engine.typed_generation",
     "load": "loading.load",
     "make_logits_processors": "engine.logits_processors",
     "make_sampler": "engine.samplers",
     "stream_generate": "engine.generation",
+    "stream_generate_as": "engine.typed_generation",
     "stream_generate_async": "engine.async_generation",
 }
 

@@ -106,7 +106,7 @@ def _of_schema(text: str) -> Asked:
     if text.endswith(".json"):
         return _of_file(Path(text))
     kind = _type(text)
-    if hasattr(kind, "generation_schema"):  # generable, as Apple's SDK has it
+    if hasattr(kind, "generation_schema"):  # of afm_mlx.fm
         schema = kind.generation_schema().to_dict()
         return Asked(Constraint.json_schema(schema), _response_format(schema))
     answers = answer_type(kind)

@@ -10,6 +10,7 @@
 | `prompt_cache.py`, `prompt_reuse.py` | caches of prompts: in files, and from one prompt to the next |
 | `generation.py`, `async_generation.py` | `generate`, `stream_generate`, `batch_generate` |
 | `async_engine.py` | one engine for all tasks of asyncio |
+| `typed_generation.py` | answers that are instances of Python types |
 """
 
 from afm_mlx.engine.engine import Engine

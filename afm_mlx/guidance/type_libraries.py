@@ -99,11 +99,16 @@ def library_of(kind: Any) -> Msgspec | Pydantic:
     """The library that reads a type.
 
     Raises:
-        ConstraintError: when parts of it are msgspec's and others pydantic's.
+        ConstraintError: when parts of it are msgspec's and others pydantic's, or it has generable classes.
     """
     if _is_adapter(kind):
         return Pydantic(kind)
     owners = set(_owners(kind, set()))
+    if "generable" in owners:
+        raise ConstraintError(
+            f"{kind!r} has a generable class, whose guides a session knows: "
+            "await afm_mlx.fm.LanguageModelSession().respond(prompt, generating=...)."
+        )
     if len(owners) > 1:
         raise ConstraintError(
             f"{kind!r} has parts of msgspec (Struct, Meta) and of pydantic (BaseModel, Field), and neither "
@@ -125,7 +130,9 @@ def _owners(hint: Any, seen: set[int]) -> Iterator[str]:
     for kind in (get_origin(hint) or hint, get_origin(bare(hint)) or bare(hint)):
         if not isinstance(kind, type):
             continue
-        if issubclass(kind, msgspec.Struct):
+        if hasattr(kind, "_generable"):
+            yield "generable"
+        elif issubclass(kind, msgspec.Struct):
             yield "msgspec"
         elif any(hasattr(kind, name) for name in _PYDANTICS):
             yield "pydantic"

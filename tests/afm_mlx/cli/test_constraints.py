@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 import neighbours
+from afm_mlx import fm
 
 class Animals:
     @dataclass
@@ -20,14 +21,9 @@ class Animals:
         name: Literal["fox", "dog"]
         friend: Animals.Animal | None = None
 
+@fm.generable
 class Generable:
-    @staticmethod
-    def generation_schema():
-        return Generable
-
-    @staticmethod
-    def to_dict():
-        return {"const": 7}
+    size: int = fm.guide(range=(7, 7))
 
 @dataclass
 class Even:
@@ -78,7 +74,7 @@ def test_answers_look_as_they_must(generate, write_config):
     for argv, pattern in [
         (("--json-schema", "schema.json"), r'\{"x": (1|22), "y": (3|44)\}'),
         (("--json-schema", "any.json"), "null"),
-        (("--json-schema", "code/kinds.py:Generable"), "7"),
+        (("--json-schema", "code/kinds.py:Generable"), r'\{"size": 7\}'),
         (("--regex", r"[a-c]{3}\.", "--temp", 5), r"[a-c]{3}\."),
         (("--choices", "yes", "no, never", "--temp", 5), "yes|no, never"),
         (("--grammar", "g.lark"), "ab{2,4}"),

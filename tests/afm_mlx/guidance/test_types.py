@@ -16,6 +16,7 @@ import pydantic
 import pydantic.dataclasses
 import pytest
 
+from afm_mlx import fm
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.types import answer_type
 from tests.tools.answer_types import accepts, random_text, random_type
@@ -188,6 +189,11 @@ class Shape(msgspec.Struct, tag=True):
     size: int
 
 
+@fm.generable
+class Guided:
+    size: int = fm.guide(range=(1, 3))
+
+
 @each(
     "kind, says",
     [
@@ -201,6 +207,7 @@ class Shape(msgspec.Struct, tag=True):
         (Person | Place, "may not contain more than one dataclass.* Allowed are .*tag=True"),
         ("Person", "'Person' can't be a type of answers: .* Allowed are dataclasses"),
         (7, "7 can't be a type of answers"),
+        (list[Guided], "has a generable class, whose guides a session knows"),
         (list[Shape | Event], "parts of msgspec .* and of pydantic"),
         (Annotated[Event, msgspec.Meta(description="x")], "use one of them"),
     ],
