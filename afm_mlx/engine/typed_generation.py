@@ -31,16 +31,16 @@ def generate_as(
         person = generate_as(Person, model, tokenizer, "Who wrote Emma?", max_tokens=100)
 
     Args:
-        kind: what `answer_type` takes: a dataclass, `TypedDict`, class of msgspec or pydantic, function, ...; or what
-            it returns. A function's answer is a dict of its arguments.
+        kind: what `answer_type` takes (a dataclass, `TypedDict`, class of msgspec or pydantic, function, ...),
+            or what it returns. A function's answer is a dict of its arguments.
         model, tokenizer: what `load` returns.
-        messages: the chat, or a user's only message. The last user's message is given the type's schema to show,
-            unless it has a `response_format`. Without a chat template a text is continued as it is.
+        messages: the chat, or a user's only message. The last user's message is given the type's schema to
+            show, unless it has a `response_format`. Without a chat template a text is continued as it is.
         options: those of `stream_generate`.
 
     Raises:
-        AFMError: as `stream_generate` does; `ConstraintError` for a type that can't be generated, and for a value
-            that its code refuses; `IncompleteError` for an answer that is cut off.
+        AFMError: as `stream_generate` does; `ConstraintError` for a type that can't be generated, and for a
+            value that its code refuses; `IncompleteError` for an answer that is cut off.
     """
     *_, answer = stream_generate_as(kind, model, tokenizer, messages, **options)
     return answer
@@ -51,7 +51,7 @@ def stream_generate_as(
 ) -> Iterator[Any]:
     """Answer a chat with an instance of a type, and show how far it is.
 
-    Yields snapshots, whenever there is more to see, see `AnswerType.partial`; and the instance, as the last item.
+    Yields a snapshot whenever there is more to see (`AnswerType.partial`), and the instance as the last item.
 
     Args:
         kind, model, tokenizer, messages, options: as for `generate_as`.
@@ -79,8 +79,9 @@ def _prompt(answers: AnswerType, tokenizer: Any, messages: Messages) -> str | li
         return messages
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
-    messages = [dict(message) for message in messages]
-    asking = next((m for m in reversed(messages) if m.get("role") == "user"), None)
-    if asking is not None:
-        asking.setdefault("response_format", answers.response_format)
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    chat = list(messages)
+    for i, message in reversed(list(enumerate(chat))):
+        if isinstance(message, Mapping) and message.get("role") == "user":
+            chat[i] = {"response_format": answers.response_format, **message}
+            break
+    return tokenizer.apply_chat_template(chat, add_generation_prompt=True)

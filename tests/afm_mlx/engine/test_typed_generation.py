@@ -95,8 +95,9 @@ def test_what_can_not_be_generated(model, tokenizer):
     with pytest.raises(IncompleteError) as error:
         generate_as(Animal, model, tokenizer, "Who?", max_tokens=3)
     assert error.value.text.startswith('{"')
-    with pytest.raises(TokenizerError, match="messages is empty"):
-        generate_as(Animal, model, tokenizer, [])
+    for messages, says in [([], "messages is empty"), ([5], r"messages\[0\] must be a dict")]:
+        with pytest.raises(TokenizerError, match=says):
+            generate_as(Animal, model, tokenizer, messages)
 
 
 def test_without_a_chat_template_a_text_is_continued(model, tokenizer, monkeypatch):
