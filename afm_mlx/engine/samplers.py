@@ -133,9 +133,13 @@ class FilteredSampler:
 
 
 def most_likely(logprobs: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """The `count` highest of `logprobs` (..., vocab_size), in no order, and their tokens, both (..., count)."""
+    """The `count` highest of `logprobs` (..., vocab_size), and their tokens, which rise, both (..., count).
+
+    The order does not depend on the last bit of a log-probability, and so a seed draws the same in company,
+    where products are rounded otherwise than alone.
+    """
     count = min(count, logprobs.shape[-1])
-    tokens = mx.argpartition(logprobs, kth=-count, axis=-1)[..., -count:]
+    tokens = mx.sort(mx.argpartition(logprobs, kth=-count, axis=-1)[..., -count:], axis=-1)
     return mx.take_along_axis(logprobs, tokens, axis=-1), tokens
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.errors import AFMError, shown
 from afm_mlx.fm.error_translation import translated
+from afm_mlx.fm.errors import AssetsUnavailableError
 from afm_mlx.fm.generation_schema import GenerationSchema
 from afm_mlx.fm.prompt import Prompt, prompt_text
 from afm_mlx.fm.shared_model import shared_model
@@ -68,7 +69,7 @@ class SystemLanguageModel:
     ):
         self.use_case = _known(SystemLanguageModelUseCase.GENERAL, use_case)
         self.guardrails = _known(SystemLanguageModelGuardrails.DEFAULT, guardrails)
-        with translated():
+        with translated(AssetsUnavailableError):
             self._shared = shared_model(model, adapters)
 
     def is_available(self) -> tuple[bool, SystemLanguageModelUnavailableReason | None]:
@@ -86,7 +87,7 @@ class SystemLanguageModel:
         Raises:
             AssetsUnavailableError: when the model's files are not there.
         """
-        with translated():
+        with translated(AssetsUnavailableError):
             return self._shared.context_size
 
     async def token_count(
@@ -108,8 +109,9 @@ class SystemLanguageModel:
         """
         if (value is None) == (instructions is None):
             raise ValueError("token_count() takes either a value or instructions.")
-        with translated():
+        with translated(AssetsUnavailableError):
             await self._shared.load()
+        with translated():
             if isinstance(value, Transcript):
                 messages, tools = value.messages()
                 return len(self._shared.encode_chat(messages, tools)) if messages or tools else 0

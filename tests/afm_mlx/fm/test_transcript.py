@@ -181,7 +181,7 @@ def test_a_request_is_seen_when_it_is_complete(transcript):
     assert entries(transcript) == entries(draft)
     assert entries(transcript)[:8] == before["transcript"]["entries"]
     other = Transcript()
-    other.extend(transcript)
+    other.replace(transcript)
     assert entries(other) == entries(draft)
 
 

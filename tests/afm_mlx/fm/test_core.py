@@ -1,0 +1,152 @@
+"""Models: which one, whether it is there, what it is shared by, and how many tokens something takes."""
+
+import asyncio
+import gc
+import shutil
+import weakref
+from types import SimpleNamespace
+
+import pytest
+
+from afm_mlx import fm
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
+from tests.afm_mlx.fm.conftest import nano_adapters
+from tests.tools.cases import each
+
+FOLDER = resolve_model(EMBEDDED_MODEL)
+
+
+def test_the_model_is_the_embedded_one_or_the_environments(monkeypatch, tmp_path):
+    model = fm.SystemLanguageModel()
+    assert model.is_available() == (True, None)
+    assert model.context_size == 1024
+    assert model._shared.name == "afm-nano"
+
+    monkeypatch.setenv("AFM_MLX_MODEL", str(tmp_path / "nowhere"))
+    missing = fm.SystemLanguageModel()
+    not_ready = fm.SystemLanguageModelUnavailableReason.MODEL_NOT_READY
+    assert missing.is_available() == (False, not_ready)
+    with pytest.raises(fm.AssetsUnavailableError, match="nowhere"):
+        _ = missing.context_size
+    with pytest.raises(fm.AssetsUnavailableError, match="nowhere"):
+        asyncio.run(fm.LanguageModelSession(model=missing).respond("Hi"))
+    with pytest.raises(fm.AssetsUnavailableError, match="nowhere"):
+        asyncio.run(missing.token_count("Hi"))
+    # It is found once it is there.
+    shutil.copytree(FOLDER, tmp_path / "nowhere")
+    assert missing.is_available() == (True, None)
+    assert asyncio.run(missing.token_count("Hi")) > 0
+
+
+def test_who_names_the_same_model_shares_it(nano):
+    one, other = fm.SystemLanguageModel(), fm.SystemLanguageModel(model="afm-nano")
+    by_path = fm.SystemLanguageModel(model=FOLDER)
+    by_objects = fm.SystemLanguageModel(model=nano)
+    assert one._shared is other._shared is not by_path._shared
+    assert by_objects._shared is fm.SystemLanguageModel(model=nano)._shared
+
+    async def main():
+        await asyncio.gather(*(model._shared.load() for model in (one, other)))
+        assert one._shared.engine is other._shared.engine
+        assert "todo" in one._shared.engine._made().adapters.registered  # it comes with the model
+
+    asyncio.run(main())
+    shared = weakref.ref(one._shared)
+    del one
+    assert shared() is other._shared
+    del other
+    gc.collect()
+    assert shared() is None
+
+
+def test_use_cases_and_guardrails_are_kept_and_unknown_ones_replaced():
+    class Other:
+        value = 999
+
+    tagging = fm.SystemLanguageModelUseCase.CONTENT_TAGGING
+    permissive = fm.SystemLanguageModelGuardrails.PERMISSIVE_CONTENT_TRANSFORMATIONS
+    model = fm.SystemLanguageModel(tagging, permissive)
+    assert (model.use_case, model.guardrails) == (1, 1)
+    with pytest.warns(UserWarning, match="GENERAL is used"):
+        assert fm.SystemLanguageModel(Other).use_case == fm.SystemLanguageModelUseCase.GENERAL
+
+
+def test_adapters_are_names_of_folders_or_a_pool(nano, tmp_path):
+    folders = nano_adapters()
+    model = fm.SystemLanguageModel(model=nano, adapters=folders)
+    fm.SystemLanguageModel(model=nano, adapters=folders)
+    for adapters, message in (
+        ({"todo": folders["triage"]}, "Take another name"),
+        ({"new": tmp_path / "nowhere"}, "nowhere"),
+    ):
+        with pytest.raises(fm.AssetsUnavailableError, match=message):
+            fm.SystemLanguageModel(model=nano, adapters=adapters)
+    pool = AdapterPool(nano[0])
+    pool.register("mine", folders["todo"])
+    with pytest.raises(fm.AssetsUnavailableError, match="belongs to one model"):
+        fm.SystemLanguageModel(adapters=pool)
+    pooled = fm.SystemLanguageModel(model=nano, adapters=pool)
+    assert pooled._shared is not model._shared
+    answers = [
+        asyncio.run(fm.LanguageModelSession(model=m, adapter=name).respond("Buy milk on Monday"))
+        for m, name in ((model, "todo"), (pooled, "mine"))
+    ]
+    assert answers[0] == answers[1]
+
+
+@fm.generable
+class Small:
+    name: str
+
+
+@fm.generable
+class Large:
+    name: str
+    others: list[Small]
+
+
+def a_tool(name: str) -> str:
+    """Find someone"""
+    return name
+
+
+def test_tokens_are_counted(model):
+    async def main():
+        count = model.token_count
+        tool, other = fm.Tool.from_function(a_tool), fm.Tool.from_function(a_tool)
+        rising = [
+            [
+                await count(""),
+                await count("Hi"),
+                await count("Hi there"),
+                await count(["Hi", "there you"]),
+            ],
+            [await count(instructions=text) for text in ("", "Be brief", "Be brief and kind")],
+            [await count(tools) for tools in ([], [tool], [tool, other])],
+            [await count(each.generation_schema()) for each in (Small, Large)],
+        ]
+        session = fm.LanguageModelSession(model=model)
+        sizes = [await count(session.transcript)]
+        for text in ("Hi", "Hi there"):
+            await session.respond(text, options=fm.GenerationOptions(maximum_response_tokens=3))
+            sizes.append(await count(session.transcript))
+            assert sizes[-1] == await session.token_count()
+        for counts in [*rising, sizes]:
+            assert sorted(set(counts)) == counts
+        assert [counts[0] for counts in rising[:3]] == [0, 0, 0]
+        assert sizes[0] == 0
+        assert await count("Hi 👋 世界") == await count("Hi 👋 世界") > 0
+        for arguments in ({}, {"value": "Hi", "instructions": "Hi"}):
+            with pytest.raises(ValueError, match="either"):
+                await count(**arguments)
+        with pytest.raises(fm.PromptError):
+            await count(3)
+
+    asyncio.run(main())
+
+
+@each("context, wanted", [(64, 64), (None, 2**63 - 1)])
+def test_models_of_the_zoo_say_their_context_or_not(nano, context, wanted):
+    other = SimpleNamespace(args=SimpleNamespace(max_position_embeddings=context))
+    assert fm.SystemLanguageModel(model=(other, nano[1])).context_size == wanted
