@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,8 +34,9 @@ from afm_mlx.engine.batch import Feed, Flight, Prefill, RowBatch
 from afm_mlx.engine.healing import healed
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row import Prepared, Row
-from afm_mlx.engine.row_adapters import RowAdapters, can_start, must_not_overtake
+from afm_mlx.engine.row_adapters import RowAdapters
 from afm_mlx.engine.row_caches import RowCaches, hand_back
+from afm_mlx.engine.waiting_rows import WaitingRows
 from afm_mlx.engine.sampling import no_token, sample
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.guidance.matcher import Matcher
@@ -108,10 +108,10 @@ class Engine:
         self._is_afm = is_afm(model)
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
         self._ids = itertools.count()
-        self._waiting: deque[tuple[Row, list[Any]]] = deque()
+        self._waiting = WaitingRows(self._adapters)
         self._early: list[
             Response
-        ] = []  # of rows that could not start, or begin with forced tokens
+        ] = []  # of rows that can't start, or that begin with forced tokens
         self._prefill: Prefill | None = None
         self._batch = RowBatch()
         self._feed: Feed | None = None
@@ -189,7 +189,7 @@ class Engine:
         if early and early[-1].finish_reason is not None:
             row.release()
         else:
-            self._waiting.append((row, cache))
+            self._waiting.append(row, cache)
         return row.id
 
     def _detokenizer(self, matcher: Matcher | None) -> Any:
@@ -202,10 +202,7 @@ class Engine:
         self._home.call(self._cancel, row_id)
 
     def _cancel(self, row_id: int) -> None:
-        for row, _ in self._waiting:
-            if row.id == row_id:
-                row.release()
-        self._waiting = deque(pair for pair in self._waiting if pair[0].id != row_id)
+        self._waiting.drop({row_id})
         self._early = [response for response in self._early if response.row != row_id]
         if self._prefill and any(row.id == row_id for row in self._prefill.batch.rows):
             # Padded rows are only taken apart once they are whole.
@@ -226,14 +223,12 @@ class Engine:
         return self._home.call(self._drop_started)
 
     def _drop_started(self) -> list[int]:
-        untouched = [pair for pair in self._waiting if not pair[0].sampled]
-        started = [row for row, _ in self._waiting if row.sampled] + self._batch.rows
-        started += self._prefill.batch.rows if self._prefill else []
-        for row in started:
+        self._waiting.drop({row.id for row in self._waiting if row.sampled})
+        for row in self._batch.rows + (self._prefill.batch.rows if self._prefill else []):
             row.release()
-        self._waiting, self._early = deque(untouched), []
+        self._early = []
         self._batch, self._prefill, self._flight, self._feed = RowBatch(), None, None, None
-        return [row.id for row, _ in untouched]
+        return [row.id for row in self._waiting]
 
     @property
     def busy(self) -> bool:
@@ -273,7 +268,7 @@ class Engine:
             self._flight = self._choose(self._feed)
         # 6) With nothing to compute, rows may still wait for their adapters.
         if not (responses or self._prefill or self._batch.rows):
-            self._adapters.wait((row for row, _ in self._waiting), LOADING_STEP)
+            self._adapters.wait(self._waiting, LOADING_STEP)
         self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
         return responses
 
@@ -420,25 +415,8 @@ class Engine:
         room = self.max_batch - len(self._batch.rows)
         if self._caches.sliding:
             room = min(room, 1)  # a window takes no padding
-        taken: list[tuple[Row, list[Any]]] = []
-        left: deque[tuple[Row, list[Any]]] = deque()
-        side_by_side = list(self._batch.rows)
-        overtaken: list[Row] = []
-        for row, cache in self._waiting:
-            if len(taken) == room:
-                left.append((row, cache))
-            elif not can_start(row, side_by_side) or must_not_overtake(row, overtaken):
-                left.append((row, cache))
-                overtaken.append(row)
-            elif (error := self._adapters.refusal(row, cache)) is not None:
-                row.release()
-                self._early.append(Response(row.id, -1, "", None, "error", error))
-            else:
-                taken.append((row, cache))
-                side_by_side.append(row)
-                for other in overtaken:
-                    other.overtaken += row.lease is not None
-        self._waiting = left
+        taken, refused = self._waiting.take(room, self._batch.rows)
+        self._early += [Response(row.id, -1, "", None, "error", error) for row, error in refused]
         return taken
 
 
