@@ -76,15 +76,16 @@ class _Snapshots:
             complete: the same, without what is not complete; `_MISSING` when that is all of it.
             hint: its type.
         """
-        members = members_of(hint)
         if isinstance(value, dict):
-            return self._object(value, complete, members)
+            return self._object(value, complete, members_of(hint))
         if isinstance(value, list):
-            return self._list(value, complete, members)
-        if complete is _MISSING:
-            is_text = isinstance(value, str) and (str in members or Any in members)
-            return value if is_text else _MISSING
-        return self._library.decoded(json.dumps(value), hint)
+            return self._list(value, complete, members_of(hint))
+        if complete is not _MISSING:
+            # Most values are what their type says.
+            is_one = type(value) is hint
+            return value if is_one else self._library.decoded(json.dumps(value), hint)
+        is_text = isinstance(value, str) and any(m in (str, Any) for m in members_of(hint))
+        return value if is_text else _MISSING
 
     def _object(self, value: dict[str, Any], complete: Any, members: list[Any]) -> Any:
         done = {} if complete is _MISSING else complete

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cached_property
-from typing import Any, Protocol, get_args, get_origin
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, get_args, get_origin
 
 import msgspec
 from msgspec import inspect
@@ -16,25 +16,39 @@ _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")  # packages
 _PYDANTICS = ("__get_pydantic_core_schema__", "__pydantic_fields__")  # attributes of its classes
 
 
-class Library(Protocol):
-    """A type as a library sees it."""
+class Library(ABC):
+    """A type as a library sees it.
 
+    Args:
+        kind: the type.
+    """
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+        self._readers: dict[int, tuple[Any, Callable[[str | bytes], Any]]] = {}  # by types' ids
+
+    @abstractmethod
     def schema(self) -> dict[str, Any]:
-        """Its JSON schema."""
+        """The type's JSON schema."""
+
+    @abstractmethod
+    def reader(self, kind: Any) -> Callable[[str | bytes], Any]:
+        """What makes instances of a type from JSON; its `ValueError` names the field that does not fit."""
 
     def decoded(self, text: str | bytes, kind: Any = ...) -> Any:
-        """An instance of it from JSON; or of `kind`, a type inside it.
+        """An instance from JSON, of the type or of `kind`, which is inside it.
 
         Raises:
             ValueError: which names the field that does not fit.
         """
+        kind = self.kind if kind is ... else kind
+        if id(kind) not in self._readers:
+            self._readers[id(kind)] = kind, self.reader(kind)
+        return self._readers[id(kind)][1](text)
 
 
-class Msgspec:
+class Msgspec(Library):
     """A type of Python's, or of msgspec's."""
-
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
 
     def schema(self) -> dict[str, Any]:
         parts = list(_parts(inspect.type_info(self.kind), "", set()))
@@ -51,36 +65,35 @@ class Msgspec:
             properties.update(in_order)
         return {**schema, "$defs": definitions} if definitions else schema
 
-    def decoded(self, text: str | bytes, kind: Any = ...) -> Any:
-        return msgspec.json.decode(text, type=self.kind if kind is ... else kind)
+    def reader(self, kind: Any) -> Callable[[str | bytes], Any]:
+        return msgspec.json.Decoder(kind).decode
 
 
-class Pydantic:
+class Pydantic(Library):
     """A type that has something of pydantic's in it; or a `TypeAdapter`."""
 
-    def __init__(self, kind: Any) -> None:
-        self.kind = kind
-
-    @cached_property
-    def _adapter(self) -> Any:
-        return self.kind if _is_adapter(self.kind) else _adapter_of(self.kind)
-
     def schema(self) -> dict[str, Any]:
-        return self._adapter.json_schema()
+        return _adapter_of(self.kind).json_schema()
 
-    def decoded(self, text: str | bytes, kind: Any = ...) -> Any:
-        adapter = self._adapter if kind is ... else _adapter_of(kind)
-        try:
-            return adapter.validate_json(text)
-        except ValueError as error:
-            errors = getattr(error, "errors", None)
-            if errors is None:
-                raise
-            found = (f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in errors())
-            raise ValueError("; ".join(found)) from None
+    def reader(self, kind: Any) -> Callable[[str | bytes], Any]:
+        adapter = _adapter_of(kind)
+
+        def read(text: str | bytes) -> Any:
+            try:
+                return adapter.validate_json(text)
+            except ValueError as error:
+                errors = getattr(error, "errors", None)
+                if errors is None:
+                    raise
+                found = (f"{'.'.join(map(str, e['loc'])) or 'it'}: {e['msg']}" for e in errors())
+                raise ValueError("; ".join(found)) from None
+
+        return read
 
 
 def _adapter_of(kind: Any) -> Any:
+    if _is_adapter(kind):
+        return kind
     try:
         from pydantic import TypeAdapter
     except ImportError:
@@ -95,7 +108,7 @@ def _is_adapter(kind: Any) -> bool:
     return type(kind).__name__ == "TypeAdapter" and type(kind).__module__.startswith("pydantic")
 
 
-def library_of(kind: Any) -> Msgspec | Pydantic:
+def library_of(kind: Any) -> Library:
     """The library that reads a type.
 
     Raises:

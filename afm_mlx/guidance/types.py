@@ -12,7 +12,7 @@ from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.function_arguments import arguments_type
 from afm_mlx.guidance.snapshots import snapshot
-from afm_mlx.guidance.type_libraries import Msgspec, Pydantic, library_of
+from afm_mlx.guidance.type_libraries import Library, library_of
 from afm_mlx.guidance.type_schema import as_afm_reads_it
 
 ALLOWED = (
@@ -37,7 +37,7 @@ class AnswerType:
     name: str
     description: str | None
     schema: dict[str, Any]
-    _library: Msgspec | Pydantic
+    _library: Library
 
     @property
     def response_format(self) -> dict[str, Any]:

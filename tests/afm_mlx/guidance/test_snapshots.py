@@ -203,6 +203,7 @@ def greet(name: Name, times: int = 1, *, loud: bool = False): ...
         (str, '"ab', "ab"),
         (Literal["a", "ab"], '"a', None),
         (Any, '{"a": ["b', {"a": ["b"]}),
+        (dict, '{"a": [1, 2', {"a": [1]}),
         (list[str], '["\\u00e', [""]),
         (list[str], '["\\u12', [""]),
         (list[str], '["a 12', ["a 12"]),
