@@ -173,6 +173,12 @@ def test_pydantic_is_imported_for_its_own_types_only():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_a_list_of_fields_has_no_more_than_those():
+    answers = answer_type(msgspec.defstruct("Pair", [("x", int), ("y", int, 0)], array_like=True))
+    for text, is_one in {"[1, 2]": True, "[1]": True, "[]": False, "[1, 2, 3]": False}.items():
+        assert accepts(answers.constraint, text) is is_one
+
+
 def test_a_set_is_a_list():
     answers = answer_type(set[str])
     assert answers.schema == {"type": "array", "items": {"type": "string"}}

@@ -26,6 +26,8 @@ TURNED = {"arguments": {"b": [True, "x"], "a": 1.0}, "name": "f"}
         ("json", "[0, 1]", "[false, true]", False),
         ("json", '{"a": 1, "b": null}', '{"a": 1}', False),
         ("json", '{"a": "x"}', '{"a": "x "}', False),
+        ("json", '{"a": 1}', "[1]", False),
+        ("json", "[1]", '{"a": 1}', False),
         ("json", '{"a": 1', '{"a": 1}', False),
         ("json", "[" * 100_000, "[]", False),
         ("calls", calls(TURNED), calls(CALL), True),
