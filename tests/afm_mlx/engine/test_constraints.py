@@ -76,9 +76,9 @@ def test_what_is_allowed_is_what_another_matcher_allows(rng, model, tokenizer):
     pattern = r"[a-f]{2,9}(-[0-9]+){0,2}"
     prompt = a_prompt(rng)
     engine = Engine(model, tokenizer)
-    engine.submit(Request(prompt, 25, constraint=Constraint.regex(pattern), at_limit="complete"))
+    engine.submit(Request(prompt, 10, constraint=Constraint.regex(pattern), at_limit="complete"))
     tokens = tokens_of(run(engine))[0]
-    wanted = naive_by_regex(model, tokenizer, prompt, pattern, 25)
+    wanted = naive_by_regex(model, tokenizer, prompt, pattern, 10)
     assert tokens == wanted[: len(tokens)]
     assert wanted[len(tokens) :] in ([], [tokenizer.eos_token_id], [tokenizer.separator_id])
 
