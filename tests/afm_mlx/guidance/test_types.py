@@ -60,6 +60,7 @@ class Place:
         street: its name, without
             the number
         number: of the house
+        floor: which no place has
     """
 
     street: str
