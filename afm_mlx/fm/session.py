@@ -44,7 +44,8 @@ class LanguageModelSession:
     Args:
         instructions: what the model is told before all else; None and "" for nothing.
         model: the model; None for `SystemLanguageModel()`.
-        tools: tools that the model may call. A function with annotations and a docstring is one, too.
+        tools: tools that the model may call. A function with annotations and a docstring is one, too. Of
+            several that look the same to the model, the first is called.
         adapter: the adapter that answers: the name of one of the model's, or weights of several by their names,
             which are added up. None for the model alone.
         context_policy: what happens when the history leaves too little room for an answer: "error" raises
@@ -59,7 +60,7 @@ class LanguageModelSession:
         last_answer: tokens, log-probabilities and counts of the last answer; None before there is one.
 
     Raises:
-        ValueError: for a policy or a number that is not allowed, and two tools of one name.
+        ValueError: for a policy or a number that is not allowed, and two different tools of one name.
     """
 
     def __init__(
@@ -366,7 +367,9 @@ def _by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:
     found: dict[str, Tool] = {}
     for given in tools:
         tool = given if isinstance(given, Tool) else Tool.from_function(given)
-        if tool.name in found:
-            raise ValueError(f"Two tools have the name {shown(tool.name)}; each needs its own.")
-        found[tool.name] = tool
+        first = found.setdefault(tool.name, tool)
+        if first.tool_definition != tool.tool_definition:
+            raise ValueError(
+                f"Two different tools have the name {shown(tool.name)}; each needs its own."
+            )
     return found

@@ -46,12 +46,13 @@ def test_who_names_the_same_model_shares_it(nano):
     assert one._shared is other._shared is not by_path._shared
     assert by_objects._shared is fm.SystemLanguageModel(model=nano)._shared
 
-    async def main():
-        await asyncio.gather(*(model._shared.load() for model in (one, other)))
-        assert one._shared.engine is other._shared.engine
-        assert "todo" in one._shared.engine._made().adapters.registered  # it comes with the model
+    async def load(*models):
+        await asyncio.gather(*(model._shared.load() for model in models))
+        adapters = [model._shared.engine._made().adapters for model in models]
+        assert adapters[0] is adapters[1]
+        assert "todo" in adapters[0].registered  # it comes with the model
 
-    asyncio.run(main())
+    asyncio.run(load(one, other))
     shared = weakref.ref(one._shared)
     del one
     assert shared() is other._shared

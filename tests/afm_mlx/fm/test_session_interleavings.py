@@ -15,7 +15,14 @@ from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import dequantize_model
 from tests.afm_mlx.fm.conftest import nano_adapters
 
-TASKS = ("summarize_thread", "rewrite_tone", "suggest_reply", "tag_topics", "extract_event", "call_tool")
+TASKS = (
+    "summarize_thread",
+    "rewrite_tone",
+    "suggest_reply",
+    "tag_topics",
+    "extract_event",
+    "call_tool",
+)
 
 
 @pytest.fixture(scope="module")
@@ -96,8 +103,8 @@ def drawn_adapter(rng):
 
 
 async def talk(model, session, pauses):
-    """Take a session's turns; returns what became of each: an answer, an error, or None when it was
-    cancelled.""" instructions, definitions, turns = session
+    """Take a session's turns; returns what became of each (None: cancelled), and the transcript."""
+    instructions, definitions, turns = session
     tools = [Listed(definition, next(pauses)) for definition in definitions]
     session = fm.LanguageModelSession(instructions, model, tools, max_tool_rounds=1)
     outcomes = []
@@ -154,9 +161,7 @@ def check(floats, chats, rng, count):
                 for (prompt, how, _, streams), outcome in zip(turns, outcomes, strict=True)
                 if outcome is not None
             ]
-            alone = asyncio.run(
-                talk(shared, (instructions, tools, kept), iter([0.0] * 100))
-            )
+            alone = asyncio.run(talk(shared, (instructions, tools, kept), iter([0.0] * 100)))
             assert alone == ([o for o in outcomes if o is not None], transcript)
             cancelled += len(turns) - len(kept)
             answered += len(kept)

@@ -181,8 +181,14 @@ def test_calls_are_made_as_often_as_they_may_be(model):
         session = fm.LanguageModelSession(model=model, tools=[TrackOrder()])
         with pytest.raises(ValueError, match="one, track_order"):
             await session.respond("Hi", tool_choice="other")
-        with pytest.raises(ValueError, match="Two tools have the name 'track_order'"):
-            fm.LanguageModelSession(model=model, tools=[TrackOrder(), TrackOrder()])
+        tools = [TrackOrder(), TrackOrder("never")]
+        session = fm.LanguageModelSession(model=model, tools=tools)
+        await session.respond(PROMPT)
+        assert [tool.calls for tool in tools] == [["V6036"], []]
+        tools[1].description = "Another"
+        tools[1].__dict__.pop("tool_definition")
+        with pytest.raises(ValueError, match="different tools have the name 'track_order'"):
+            fm.LanguageModelSession(model=model, tools=tools)
 
     asyncio.run(main())
 
