@@ -9,6 +9,11 @@ Models and sessions are loaded when they are first used; all else costs next to 
 
 | file | what it holds |
 | --- | --- |
+| `session.py`, `session_lock.py` | sessions; one request at a time |
+| `turn.py`, `answer_form.py`, `tool_calls.py` | a request under way: its answers and its calls of tools |
+| `context_window.py` | what becomes of a history that is too long |
+| `core.py`, `shared_model.py` | models; each is loaded once and runs all of its sessions in one batch |
+| `request_options.py`, `answer.py`, `error_translation.py` | between the engine's terms and the SDK's |
 | `generable_utils.py` | the decorator `generable` |
 | `generable.py` | what was generated, as JSON and as instances |
 | `generation_schema.py`, `generation_property.py`, `generation_guide.py` | schemas, fields, their limits |
@@ -16,7 +21,7 @@ Models and sessions are loaded when they are first used; all else costs next to 
 | `tool.py`, `function_tool.py` | tools written as classes, and made of functions |
 | `transcript.py`, `transcript_format.py` | a session's history |
 | `errors.py` | the SDK's errors |
-| `stand_in.py` | scripts that import `apple_fm_sdk` |
+| `stand_in.py`, `__main__.py` | scripts that import `apple_fm_sdk` |
 """
 
 from __future__ import annotations

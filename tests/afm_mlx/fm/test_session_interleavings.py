@@ -124,9 +124,7 @@ async def answered(session, prompt, how, streams):
         if not streams:
             answer = await session.respond(prompt, **how)
         else:
-            answer = None
-            async for answer in session.stream_response(prompt, **how):
-                pass
+            answer = [part async for part in session.stream_response(prompt, **how)][-1]
         return answer.value() if isinstance(answer, fm.GeneratedContent) else answer
     except fm.GenerationError as error:
         return f"{type(error).__name__}: {error}"
@@ -168,11 +166,11 @@ def check(floats, chats, rng, count):
     assert not shared._shared.engine.rows
     assert not shared._shared.engine._made().busy
     assert not any(entry["rows"] or entry["waiting"] for entry in pool.describe()["adapters"])
-    assert cancelled and answered > cancelled
+    assert answered > cancelled > 0
 
 
 def test_sessions_side_by_side_answer_as_alone(floats, chats, rng):
-    check(floats, chats, rng, 12)
+    check(floats, chats, rng, 8)
 
 
 @pytest.mark.slow
