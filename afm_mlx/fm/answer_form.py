@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jiter
@@ -28,17 +28,33 @@ class AnswerForm:
 
     Args:
         response_format: the schema as chat messages have it; None for text.
-        constraint: what the answer's tokens must follow; None for text.
+        followed: the schema that the answer follows; None for text.
         generating: the class of which the answer is an instance, or an instance of it; None for content.
+        constraint: what the answer's tokens must follow; None for text, and until `compiled`.
     """
 
     response_format: Mapping[str, Any] | None = None
-    constraint: Constraint | None = None
+    followed: Mapping[str, Any] | None = None
     generating: Any = None
+    constraint: Constraint | None = None
 
     @property
     def is_text(self) -> bool:
-        return self.constraint is None
+        return self.followed is None
+
+    async def compiled(self) -> AnswerForm:
+        """The same with its constraint, which takes a while for a large schema.
+
+        Raises:
+            InvalidGenerationSchemaError: for a schema that can't be honoured.
+        """
+        if self.followed is None:
+            return self
+        try:
+            constraint = await asyncio.to_thread(Constraint.json_schema, self.followed)
+        except ConstraintError as error:
+            raise InvalidGenerationSchemaError(f"Invalid generation schema: {error}") from error
+        return replace(self, constraint=constraint)
 
     @property
     def name(self) -> str:
@@ -99,12 +115,12 @@ def _decoding(what: Any) -> Iterator[None]:
         ) from None
 
 
-async def answer_form(
+def answer_form(
     generating: Any = None,
     schema: GenerationSchema | None = None,
     json_schema: Mapping[str, Any] | None = None,
 ) -> AnswerForm:
-    """The form of an answer, checked before anything is generated; at most one argument is given.
+    """The form of an answer, its arguments checked; at most one is given.
 
     Args:
         generating: a generable class.
@@ -134,12 +150,7 @@ async def answer_form(
         followed = response_format["json_schema"]["schema"]
     else:
         return AnswerForm()
-    try:
-        # A large schema takes a while.
-        constraint = await asyncio.to_thread(Constraint.json_schema, followed)
-    except ConstraintError as error:
-        raise InvalidGenerationSchemaError(f"Invalid generation schema: {error}") from error
-    return AnswerForm(response_format, constraint, generating)
+    return AnswerForm(response_format, followed, generating)
 
 
 def _json_response_format(schema: Any) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class LanguageModelSession:
             PromptError: for a prompt that is none.
             FoundationModelsError: when there can't be an answer. The session stays as it was.
         """
-        form = await answer_form(generating, schema, json_schema)
+        form = answer_form(generating, schema, json_schema)
         last: tuple[str, Any] = ("", None)
         async with aclosing(self._answered(prompt, form, options, **more)) as texts:
             async for last in texts:  # noqa: B007
@@ -199,7 +199,7 @@ class LanguageModelSession:
         Raises:
             Exception: as `respond` does.
         """
-        form = await answer_form(generating, schema, json_schema)
+        form = answer_form(generating, schema, json_schema)
         more: dict[str, Any] = {
             "include_schema_in_prompt": include_schema_in_prompt,
             "adapter": adapter,
@@ -248,6 +248,7 @@ class LanguageModelSession:
         )
         async with self._lock.held():
             caches = await self._ready()
+            asked.form = form = await form.compiled()
             draft = self.transcript.copy()
             draft.add_prompt(text, form.response_format if include_schema_in_prompt else None)
             turn = Turn(self._model._shared, caches, draft, self._tools, asked)

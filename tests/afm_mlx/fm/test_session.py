@@ -88,21 +88,26 @@ def test_requests_of_a_session_wait_in_their_order_and_those_of_others_do_not(na
     one, other = fm.LanguageModelSession(model=model), fm.LanguageModelSession(model=model)
     ended = []
 
-    async def ask(session, prompt):
-        ended.append((session is one, await session.respond(prompt)))
+    async def ask(session, prompt, **how):
+        ended.append((session is one, await session.respond(prompt, **how)))
 
     async def main():
         prompts = [FORMAL, TOPICS, "Hi"]
-        tasks = [asyncio.create_task(ask(one, prompt)) for prompt in prompts]
+        # A schema that takes a while to be compiled, before and after prompts that need none.
+        fields = {f"f{i}": {"type": "integer"} for i in range(100)}
+        either = {"anyOf": [{"const": 1}, {"type": "object", "properties": fields}]}
+        slow = {"json_schema": either, "include_schema_in_prompt": False}
+        tasks = [asyncio.create_task(ask(one, "1", **slow))]
+        tasks += [asyncio.create_task(ask(one, prompt)) for prompt in prompts]
         tasks.append(asyncio.create_task(ask(other, TOPICS)))
         while not one.is_responding:
             await asyncio.sleep(0)
         await asyncio.gather(*tasks)
 
     asyncio.run(main())
-    mine = [entry["contents"][0]["text"] for entry in entries(one)]
-    assert mine[::2] == [FORMAL, TOPICS, "Hi"]
-    assert mine[1::2] == [text for is_one, text in ended if is_one]
+    mine = [entry["contents"][0].get("text") for entry in entries(one)]
+    assert mine[::2] == ["1", FORMAL, TOPICS, "Hi"]
+    assert mine[3::2] == [text for is_one, text in ended if is_one][1:]
     assert (False, expected(nano, TOPICS)) in ended
     assert ended[-1][0]
 
@@ -201,6 +206,9 @@ def test_options_are_honoured(nano, model):
         drawn = [fm.GenerationOptions(fm.SamplingMode.random(seed=s), 3.0, 8) for s in (1, 1, -2)]
         texts = [(await answer(options))[0] for options in drawn]
         assert texts[0] == texts[1] != texts[2]
+        seeded = fm.SamplingMode.random(seed=8)
+        draws = [(await answer(fm.GenerationOptions(seeded, t)))[0] for t in (None, 1.0, 3.0)]
+        assert draws[0] == draws[1] != draws[2]
         text, details = await answer(fm.GenerationOptions(maximum_response_tokens=5))
         assert len(details.tokens) == 5
         assert details.finish_reason == "length"
