@@ -1,0 +1,317 @@
+"""What a formula means: its cases.
+
+`Expansion` turns formulas into cases, schema by schema. It does so in two ways. The strict one never allows too
+much: its cases hold valid documents only, and those of a complement invalid ones only. The wide one never
+allows too little: it only serves to tell that two schemas have no document in common, so that `oneOf` needs no
+complements.
+
+Schemas of properties and items are not expanded here, but where the grammar comes to them. References, `allOf`,
+`anyOf`, `oneOf`, `not` and `if` are, as they are about the same value; a schema that comes back to itself this
+way has no meaning and is refused.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from afm_mlx.errors import ConstraintError
+from afm_mlx.guidance.schema.cases import (
+    Arrays,
+    Case,
+    Layer,
+    Numbers,
+    Objects,
+    Strings,
+    every_case,
+    met,
+    unevaluating,
+)
+from afm_mlx.guidance.schema.complements import complement_parts, plain_complement
+from afm_mlx.guidance.schema.drafts import known
+from afm_mlx.guidance.schema.formulas import (
+    FALSE,
+    TRUE,
+    Formula,
+    conjunction,
+    disjunction,
+    negation,
+)
+from afm_mlx.guidance.schema.keywords import constants, typed_case, types
+from afm_mlx.guidance.schema.patterns import is_like
+from afm_mlx.guidance.schema.references import Document, Node
+from afm_mlx.guidance.schema.refusals import MAX_CASES, Budget, pointer, refuse
+
+MAX_IN_PLACE = 50
+"""Schemas about the same value, one inside the other or referred to by it, at most."""
+_SUBSETS = 4
+"""Alternatives of `anyOf` whose combinations are looked at for what they evaluate together, at most."""
+_LOOK = 3
+"""Levels of required properties that are looked at to tell that two objects differ."""
+
+
+class Expansion:
+    """Formulas of one document as cases.
+
+    Args:
+        document: what the formulas are about.
+        budget: bounds the work.
+        is_wide: whether the cases may allow too much, instead of too little.
+
+    Attributes:
+        dropped: places of keywords whose complement can't be expressed.
+    """
+
+    def __init__(self, document: Document, budget: Budget, is_wide: bool = False) -> None:
+        self.document = document
+        self.dropped: list[str] = []
+        self._budget, self._is_wide = budget, is_wide
+        self._known: dict[Formula, tuple[Case, ...]] = {TRUE: tuple(every_case()), FALSE: ()}
+        self._open: dict[Formula, None] = {}
+        self._void: set[Formula] = set()
+        self._wide = self if is_wide else Expansion(document, budget, is_wide=True)
+
+    def cases(self, formula: Formula) -> tuple[Case, ...]:
+        """The cases of a formula.
+
+        Raises:
+            ConstraintError: for what can't be honoured, with its place.
+        """
+        if (known_cases := self._known.get(formula)) is not None:
+            return known_cases
+        place = self.document.place(formula)
+        if formula in self._open:
+            refuse(
+                place,
+                "a schema that refers to itself",
+                "without an end no document can be valid. Mend the reference.",
+            )
+        if len(self._open) >= MAX_IN_PLACE:
+            refuse(
+                place,
+                "a schema",
+                f"more than {MAX_IN_PLACE} schemas in one another say something about the same value.",
+            )
+        self._open[formula] = None
+        try:
+            result = self._expanded(formula, place)
+        finally:
+            del self._open[formula]
+        if len(result) > MAX_CASES:
+            refuse(
+                place,
+                f"{len(result)} alternatives",
+                f"at most {MAX_CASES} are followed. Use fewer nested alternatives.",
+            )
+        self._known[formula] = result
+        return result
+
+    def _expanded(self, formula: Formula, place: str) -> tuple[Case, ...]:
+        if formula[0] == "and":
+            # What can't be true together ends the work early; alternatives come last.
+            parts = sorted(formula[1], key=lambda part: part[0] == "or")
+            result = list(self.cases(parts[0]))
+            for part in parts[1:]:
+                result = self._product(result, self.cases(part), place)
+            return tuple(result)
+        if formula[0] == "or":
+            return tuple(dict.fromkeys(case for part in formula[1] for case in self.cases(part)))
+        node = self.document.nodes[formula[1]]
+        if node.value is False:
+            return () if formula[2] else tuple(every_case())
+        return tuple(self._inside(node) if formula[2] else self._outside(node))
+
+    def _product(self, a: list[Case], b: tuple[Case, ...], place: str) -> list[Case]:
+        self._budget.spend(place, len(a) * len(b))
+        found = (met(x, y) for x in a for y in b)
+        result = list(
+            dict.fromkeys(case for case in found if case is not None and not self._is_void(case))
+        )
+        if len(result) > MAX_CASES:
+            refuse(
+                place,
+                f"{len(result)} alternatives",
+                f"at most {MAX_CASES} are followed. Use fewer nested alternatives.",
+            )
+        return result
+
+    def _inside(self, node: Node) -> list[Case]:
+        """The cases of a schema."""
+        document, value = self.document, known(node.value, node.draft, strictly=self._is_wide)
+        result = [
+            typed_case(name, value, node, document, self._is_wide)
+            for name in types(value, node.place)
+        ]
+        result = [case for case in result if not self._is_void(case)]
+        for key in ("const", "enum"):
+            if key in value:
+                result = self._product(result, self._listed(node, key), node.place)
+        for formula in self._in_place(node, value):
+            result = self._product(result, self.cases(formula), node.place)
+        if not self._is_wide:
+            for key in ("unevaluatedProperties", "unevaluatedItems"):
+                if key in value:
+                    rest = document.below(node, key)
+                    result = [_with_unevaluated(case, rest, key) for case in result]
+        return result
+
+    def _listed(self, node: Node, key: str) -> tuple[Case, ...]:
+        """The cases of values that a schema lists."""
+        cases, formulas = constants(node, self.document, key)
+        return (*cases, *(case for formula in formulas for case in self.cases(formula)))
+
+    def _unlisted(self, node: Node, key: str) -> list[Case]:
+        """The cases of all but the values that a schema lists."""
+        cases, formulas = constants(node, self.document, key)
+        nested: list[Case] = [Arrays(), Objects()]
+        for formula in formulas:
+            nested = self._product(nested, self.cases(negation(formula)), node.place)
+        return [*plain_complement(cases), *nested]
+
+    def _outside(self, node: Node) -> list[Case]:
+        """The cases of a schema's complement: of each keyword's, in turn."""
+        value = known(node.value, node.draft, strictly=not self._is_wide)
+        cases, dropped = complement_parts(node, value, self.document, self._is_wide)
+        self.dropped += dropped
+        result = [case for case in cases if not self._is_void(case)]
+        for key in ("const", "enum"):
+            if key in value:
+                result += self._unlisted(node, key)
+        for formula in self._in_place(node, value):
+            result += self.cases(negation(formula))
+        result = [unevaluating(case) for case in result]
+        return list(dict.fromkeys(result))
+
+    def _in_place(self, node: Node, value: dict) -> list[Formula]:
+        """What a schema says by way of other schemas about the same value: all of it holds."""
+        document = self.document
+        result = [
+            document.referred(node, key)
+            for key in ("$ref", "$dynamicRef", "$recursiveRef")
+            if key in value
+        ]
+        for key in ("allOf", "anyOf", "oneOf"):
+            if key not in value:
+                continue
+            if not isinstance(value[key], list) or not value[key]:
+                refuse(
+                    pointer(node.place, key),
+                    value[key],
+                    "it is a list of schemas, with one at least.",
+                )
+            parts = [document.below(node, key, i) for i in range(len(value[key]))]
+            if key == "allOf":
+                result += parts
+            else:
+                result.append(self._any_of(parts) if key == "anyOf" else self._one_of(parts, node))
+        if "not" in value:
+            result.append(negation(document.below(node, "not")))
+        if "if" in value and (document.has_unevaluated or "then" in value or "else" in value):
+            condition = document.below(node, "if")
+            then = document.below(node, "then") if "then" in value else TRUE
+            other = document.below(node, "else") if "else" in value else TRUE
+            result.append(
+                disjunction(conjunction(condition, then), conjunction(negation(condition), other))
+                if condition != TRUE
+                else then
+            )
+        return result + self._dependent(node, value)
+
+    def _any_of(self, parts: list[Formula]) -> Formula:
+        """One part or more. What several evaluate together matters only to `unevaluatedProperties`."""
+        if not self.document.has_unevaluated or len(parts) > _SUBSETS:
+            return disjunction(*parts)
+        subsets = [s for size in range(1, len(parts) + 1) for s in combinations(parts, size)]
+        return ("or", tuple(dict.fromkeys(conjunction(*subset) for subset in subsets)))
+
+    def _one_of(self, parts: list[Formula], node: Node) -> Formula:
+        """Exactly one part: each with the complements of those that it shares documents with."""
+        if self._is_wide:
+            return disjunction(*parts)
+        self._budget.spend(node.place, len(parts) ** 2 // 8)
+        shared: list[list[Formula]] = [[] for _ in parts]
+        for i, j in combinations(range(len(parts)), 2):
+            if not self.are_disjoint(parts[i], parts[j]):
+                shared[i].append(negation(parts[j]))
+                shared[j].append(negation(parts[i]))
+        return disjunction(
+            *(conjunction(part, *others) for part, others in zip(parts, shared, strict=True))
+        )
+
+    def _dependent(self, node: Node, value: dict) -> list[Formula]:
+        """What holds of objects that have a property."""
+        document, result = self.document, []
+        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+            given = value.get(key, {})
+            if not isinstance(given, dict):
+                refuse(pointer(node.place, key), given, "it is an object.")
+            for name, wanted in given.items():
+                wanted = [wanted] if isinstance(wanted, str) else wanted
+                has = document.made(node, {"type": "object", "required": [name]}, key, name)
+                if isinstance(wanted, list):
+                    then = document.made(
+                        node, {"type": "object", "required": wanted}, key, name, "then"
+                    )
+                else:
+                    then = document.below(node, key, name)
+                result.append(disjunction(negation(has), conjunction(has, then)))
+        return result
+
+    def are_disjoint(self, a: Formula, b: Formula) -> bool:
+        """Whether no document can be valid under both formulas."""
+        return self._wide.is_void(conjunction(a, b), 0)
+
+    def is_void(self, formula: Formula, depth: int) -> bool:
+        """Whether a formula can be seen to have no case."""
+        if formula == TRUE or depth >= _LOOK:
+            return False
+        if formula in self._void or formula == FALSE:
+            return True
+        if formula in self._open:
+            return False
+        try:
+            cases = self.cases(formula)
+        except ConstraintError:
+            return False  # it is refused where it is used, if it is
+        if all(self._is_void(case, depth + 1) for case in cases):
+            self._void.add(formula)
+            return True
+        return False
+
+    def _is_void(self, case: Case, depth: int = 0) -> bool:
+        """Whether a case can be seen to have no value."""
+        if isinstance(case, Numbers | Strings):
+            return case.is_void()
+        if isinstance(case, Arrays):
+            if case.most is not None and case.least > case.most:
+                return True
+            return any(
+                self.is_void(case.item(i), depth)
+                for i in range(min(case.least, len(case.prefix) + 1))
+            )
+        if not isinstance(case, Objects):
+            return False
+        if case.most is not None and max(case.least, len(case.required)) > case.most:
+            return True
+        return any(self.is_void(case.value(name, is_like), depth) for name in case.required)
+
+
+def _with_unevaluated(case: Case, rest: Formula, key: str) -> Case:
+    """A case, with a schema for all that no keyword has looked at."""
+    if isinstance(case, Arrays) and key == "unevaluatedItems" and case.evaluated is not None:
+        allowed = disjunction(rest, *case.evaluated_by)
+        others = Arrays(prefix=(TRUE,) * case.evaluated, items=allowed, evaluated=None)
+        return case.meet(others) or case
+    if isinstance(case, Objects) and key == "unevaluatedProperties":
+        evaluating = [layer for layer in case.layers if layer.is_evaluating]
+        if any(layer.is_rest_evaluated for layer in evaluating):
+            return case
+        names = dict.fromkeys(name for layer in evaluating for name, _ in layer.properties)
+        patterns = dict.fromkeys(text for layer in evaluating for text, _ in layer.patterns)
+        own = Layer(
+            properties=tuple((name, TRUE) for name in names),
+            patterns=tuple((text, TRUE) for text in patterns),
+            rest=rest,
+            is_rest_evaluated=True,
+        )
+        return case.meet(Objects(layers=(own,))) or case
+    return case

@@ -1,0 +1,347 @@
+"""Patterns of JSON schemas (ECMA 262) as sets of strings.
+
+`jsonschema` searches with Python's `re`, other validators with ECMA's rules; these differ in what `\\d`, `\\w`,
+`\\s`, `.` and `$` hold. A pattern therefore has two sets: what matches by either rule (`narrow`), for strings
+that must match, and what may match by one of them (`wide`), for strings that must not.
+
+Look-ahead is an intersection, or that with a complement, of what follows to the end; it is taken outside of
+repetitions, and as `(?:(?!x).)*$`. Look-behind, word borders, back-references, flags and Unicode properties are
+no sets that llguidance could follow, or not the same by both rules, and raise `ValueError`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from afm_mlx.guidance.schema.regular import (
+    ANY,
+    EMPTY,
+    LAST,
+    Expr,
+    Ranges,
+    both,
+    cat,
+    complement,
+    inverted,
+    joined,
+    literal,
+    matches,
+    union,
+)
+
+MAX_PATTERN = 5_000  # characters
+MAX_DEPTH = 40  # nested groups
+MAX_ALTERNATIVES = 64  # of groups that hold anchors, multiplied out
+MAX_REPEAT = 100_000
+
+_DIGIT: Ranges = ((0x30, 0x39),)
+_WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
+_BEYOND: Ranges = ((0x80, LAST),)
+# White space by both rules, and by either: Python has 0x1c to 0x1f and 0x85, ECMA has 0xfeff.
+_SPACE: Ranges = (
+    *((0x9, 0xD), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
+    *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)),
+)
+_ANY_SPACE = joined([*_SPACE, (0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)])
+_CLASSES = {
+    "d": (_DIGIT, joined([*_DIGIT, *_BEYOND])),
+    "w": (_WORD, joined([*_WORD, *_BEYOND])),
+    "s": (_SPACE, _ANY_SPACE),
+}
+_DOT = (
+    inverted(((0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029))),
+    inverted(((0xA, 0xA),)),
+)
+_ESCAPES = {"n": 0xA, "r": 0xD, "t": 0x9, "f": 0xC, "v": 0xB, "0": 0}
+
+
+@lru_cache(maxsize=2048)
+def searched(pattern: str, *, wide: bool) -> Expr:
+    """The strings in which a pattern is found.
+
+    Args:
+        pattern: ECMA 262, of what Python's `re` reads the same way.
+        wide: what matches by one of the rules, instead of by both.
+
+    Raises:
+        ValueError: for a pattern that is none, or that can't be honoured; it says why.
+    """
+    return _found(_parsed(pattern), wide)
+
+
+@lru_cache(maxsize=16384)
+def is_like(pattern: str, text: str) -> bool | None:
+    """Whether a pattern is found in a text; None when that depends on the rules.
+
+    Raises:
+        ValueError: as `searched`, or when llguidance can't tell within its limits.
+    """
+    narrow, wide = (matches(searched(pattern, wide=wide), text) for wide in (False, True))
+    return narrow if narrow == wide else None
+
+
+@lru_cache(maxsize=2048)
+def _parsed(pattern: str) -> Any:
+    if len(pattern) > MAX_PATTERN:
+        raise ValueError(f"it has more than {MAX_PATTERN} characters")
+    parser = _Parser(pattern)
+    tree = parser.alternatives(0)
+    if parser.at < len(pattern):
+        raise ValueError("it has a ) without its (")
+    return tree
+
+
+# A tree: ("set", narrow, wide), ("seq", items), ("or", items), ("many", item, low, high), ("start",), ("end",),
+# ("ahead", item, is_negated).
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self.at = 0
+
+    def alternatives(self, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"its groups are nested more than {MAX_DEPTH} deep")
+        options = [self._sequence(depth)]
+        while self._take("|"):
+            options.append(self._sequence(depth))
+        return options[0] if len(options) == 1 else ("or", tuple(options))
+
+    def _sequence(self, depth: int) -> Any:
+        items = []
+        while self.at < len(self._text) and self._text[self.at] not in "|)":
+            items.append(self._repeated(self._atom(depth)))
+        return ("seq", tuple(items))
+
+    def _atom(self, depth: int) -> Any:
+        c = self._next()
+        if c == "(":
+            return self._group(depth)
+        if c == "[":
+            return self._class()
+        if c == ".":
+            return ("set", *_DOT)
+        if c in "^$":
+            return ("start",) if c == "^" else ("end",)
+        if c == "\\":
+            return self._escape()
+        if c in "*+?":
+            raise ValueError(f"nothing stands before its {c}")
+        return _one(ord(c))
+
+    def _group(self, depth: int) -> Any:
+        kind = None
+        if self._take("?"):
+            kind = self._next()
+            if kind in "P<" and self._text[self.at - 1 : self.at + 1] not in ("<=", "<!"):
+                if kind == "P" and self._next() != "<":
+                    raise ValueError("it has a back-reference")
+                while self._next() != ">":
+                    pass
+            elif kind not in ":=!":
+                raise ValueError("it has look-behind or flags")
+        inside = self.alternatives(depth + 1)
+        if not self._take(")"):
+            raise ValueError("it has a ( without its )")
+        return ("ahead", inside, kind == "!") if kind in ("=", "!") else inside
+
+    def _repeated(self, item: Any) -> Any:
+        while (bounds := self._bounds()) is not None:
+            low, high = bounds
+            if max(low, high or 0) > MAX_REPEAT or (high is not None and high < low):
+                raise ValueError(
+                    f"it repeats {{{low},{high}}}; at most {MAX_REPEAT} times, in order"
+                )
+            if self._take("+"):
+                raise ValueError("it has a possessive quantifier")
+            self._take("?")  # lazy: the same strings
+            item = ("many", item, low, high)
+        return item
+
+    def _bounds(self) -> tuple[int, int | None] | None:
+        for sign, bounds in {"*": (0, None), "+": (1, None), "?": (0, 1)}.items():
+            if self._take(sign):
+                return bounds
+        end = self._text.find("}", self.at)
+        inside = self._text[self.at + 1 : end]
+        numbers = inside.split(",")
+        if self._text[self.at : self.at + 1] != "{" or end < 0 or len(numbers) > 2:
+            return None
+        if not all(n.isascii() and n.isdigit() for n in numbers[: 1 if numbers[-1] == "" else 2]):
+            return None
+        if len(inside) > 20:
+            raise ValueError("it has a number of repetitions that is too large")
+        self.at = end + 1
+        low = int(numbers[0])
+        return low, low if len(numbers) == 1 else int(numbers[1]) if numbers[1] else None
+
+    def _escape(self) -> Any:
+        c = self._next()
+        if c.lower() in _CLASSES:
+            narrow, wide = _CLASSES[c.lower()]
+            return (
+                ("set", narrow, wide) if c.islower() else ("set", inverted(wide), inverted(narrow))
+            )
+        if c in "AZ":
+            return ("start",) if c == "A" else ("end",)
+        return _one(self._code(c))
+
+    def _code(self, c: str) -> int:
+        """The character that an escape stands for."""
+        if c in _ESCAPES and not (c == "0" and self._text[self.at : self.at + 1].isdigit()):
+            return _ESCAPES[c]
+        if c in "xu":
+            if c == "u" and self._take("{"):
+                raise ValueError("it has \\u{...}, which Python's re does not read")
+            digits = self._text[self.at : self.at + (2 if c == "x" else 4)]
+            self.at += len(digits)
+            return int(digits, 16)
+        if c.isascii() and c.isalnum():
+            raise ValueError(
+                f"it has \\{c}, which is a word border, a back-reference, a Unicode property or nothing"
+            )
+        return ord(c)
+
+    def _class(self) -> Any:
+        is_inverted = self._take("^")
+        if self._text[self.at : self.at + 1] == "]":
+            raise ValueError("it has an empty class")
+        narrow: list[tuple[int, int]] = []
+        wide: list[tuple[int, int]] = []
+        while not self._take("]"):
+            a = self._member()
+            if (
+                len(a) == 3
+                or self._text[self.at : self.at + 1] != "-"
+                or self._text[self.at + 1 : self.at + 2] == "]"
+            ):
+                low = high = a
+            else:
+                self.at += 1
+                low, high = a, self._member()
+                if len(high) == 3:
+                    raise ValueError("it has a range that ends in a class")
+            if len(low) == 3:
+                narrow, wide = [*narrow, *low[1]], [*wide, *low[2]]
+                continue
+            if high[0] < low[0]:
+                raise ValueError("it has a range that runs backwards")
+            narrow, wide = [*narrow, (low[0], high[0])], [*wide, (low[0], high[0])]
+        sets = joined(narrow), joined(wide)
+        return ("set", inverted(sets[1]), inverted(sets[0])) if is_inverted else ("set", *sets)
+
+    def _member(self) -> Any:
+        """A character, as a tuple of one, or a set."""
+        c = self._next()
+        if c == "\\":
+            c = self._next()
+            if c == "b":
+                return (0x08,)
+            if c.lower() in _CLASSES:
+                self.at -= 1
+                return self._escape()
+            return (self._code(c),)
+        if c == "[" and self._text[self.at : self.at + 1] in (":", "=", "."):
+            raise ValueError("it has a POSIX class")
+        return (ord(c),)
+
+    def _next(self) -> str:
+        if self.at >= len(self._text):
+            raise ValueError("it ends too early")
+        self.at += 1
+        return self._text[self.at - 1]
+
+    def _take(self, c: str) -> bool:
+        if self._text[self.at : self.at + 1] != c:
+            return False
+        self.at += 1
+        return True
+
+
+def _one(code: int) -> Any:
+    return ("set", ((code, code),), ((code, code),))
+
+
+def _found(tree: Any, wide: bool) -> Expr:
+    """Strings with a match that may start and end anywhere."""
+    return union(*(_whole(items, wide, cut=False) for items in _spread(tree)))
+
+
+def _ahead(tree: Any, wide: bool) -> Expr:
+    """Strings whose start matches."""
+    return union(*(_whole(items, wide, cut=True) for items in _spread(tree)))
+
+
+def _whole(items: list[Any], wide: bool, cut: bool) -> Expr:
+    """Strings in which a sequence is found; with `cut` at their start."""
+    is_first = bool(items) and items[0] == ("start",)
+    while items and items[0] == ("start",):
+        items = items[1:]
+    is_last = bool(items) and items[-1] == ("end",)
+    while items and items[-1] == ("end",):
+        items = items[:-1]
+    rest = (("rep", literal("\n"), 0, 1) if wide else EMPTY) if is_last else ANY
+    for i in range(len(items) - 1, -1, -1):
+        item = items[i]
+        if item[0] == "ahead":
+            seen = _ahead(item[1], wide is not item[2])
+            rest = both(rest, complement(seen) if item[2] else seen)
+        elif i == len(items) - 1 and is_last and (tempered := _tempered(item, wide)):
+            rest = cat(tempered, rest)
+        else:
+            rest = cat(_plain(item, wide), rest)
+    return rest if is_first or cut else cat(ANY, rest)
+
+
+def _tempered(item: Any, wide: bool) -> Expr | None:
+    """`(?:(?!x).)*` at the end: no x within."""
+    if item[0] != "many" or item[3] is not None or item[1][0] != "seq" or len(item[1][1]) != 2:
+        return None
+    ahead, one = item[1][1]
+    if ahead[0] != "ahead" or not ahead[2] or one[0] != "set" or _has_anchor(ahead[1]):
+        return None
+    return both(
+        ("rep", _plain(one, wide), item[2], None),
+        complement(cat(ANY, _plain(ahead[1], not wide), ANY)),
+    )
+
+
+def _spread(tree: Any) -> list[list[Any]]:
+    """A tree as alternatives of sequences, whose groups are opened where they hold anchors or look-ahead."""
+    if not _has_anchor(tree):
+        return [[tree]]
+    if tree[0] == "or":
+        options = [items for option in tree[1] for items in _spread(option)]
+    elif tree[0] == "seq":
+        options = [[]]
+        for item in tree[1]:
+            parts = _spread(item)
+            options = [[*items, *part] for items in options for part in parts]
+            if len(options) > MAX_ALTERNATIVES:
+                break
+    else:
+        options = [[tree]]
+    if len(options) > MAX_ALTERNATIVES:
+        raise ValueError("its anchors and alternatives multiply beyond bounds")
+    return options
+
+
+def _has_anchor(tree: Any) -> bool:
+    if tree[0] in ("start", "end", "ahead"):
+        return True
+    return tree[0] != "set" and any(map(_has_anchor, [tree[1]] if tree[0] == "many" else tree[1]))
+
+
+def _plain(tree: Any, wide: bool) -> Expr:
+    kind = tree[0]
+    if kind == "set":
+        return ("chars", tree[2 if wide else 1])
+    if kind == "many":
+        return ("rep", _plain(tree[1], wide), tree[2], tree[3])
+    if kind == "seq":
+        return cat(*(_plain(item, wide) for item in tree[1]))
+    if kind == "or":
+        return union(*(_plain(item, wide) for item in tree[1]))
+    raise ValueError("it has an anchor or look-ahead in the middle or in a repetition")

@@ -1,0 +1,52 @@
+"""Refusals, and the budget that bounds the work on one schema."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from afm_mlx.errors import ConstraintError, shown
+
+MAX_STEPS = 30_000
+"""Intersections of two cases for one schema at most: a few seconds."""
+MAX_CASES = 600
+"""Alternatives of one schema at most."""
+
+
+def refuse(place: str, got: Any, reason: str) -> NoReturn:
+    """Refuse a schema.
+
+    Args:
+        place: JSON pointer of what can't be honoured.
+        got: its value.
+        reason: why it can't be honoured, and what to do.
+
+    Raises:
+        ConstraintError: always.
+    """
+    raise ConstraintError(f"The JSON schema can't be honoured: {place} is {shown(got)}; {reason}")
+
+
+class Budget:
+    """Counts steps of one schema, so that a hostile one ends in a refusal."""
+
+    def __init__(self, steps: int = MAX_STEPS) -> None:
+        self._left = steps
+
+    def spend(self, place: str, steps: int = 1) -> None:
+        """Count steps.
+
+        Raises:
+            ConstraintError: when there were more than `MAX_STEPS`.
+        """
+        self._left -= steps
+        if self._left < 0:
+            raise ConstraintError(
+                f"The JSON schema can't be honoured: its alternatives multiply beyond {MAX_STEPS} steps at "
+                f"{place}. Use fewer nested anyOf, oneOf, allOf, not and dependencies."
+            )
+
+
+def pointer(place: str, *keys: str | int) -> str:
+    """The JSON pointer of what lies below a place."""
+    tokens = (str(key).replace("~", "~0").replace("/", "~1") for key in keys)
+    return "/".join([place, *tokens])

@@ -1,0 +1,222 @@
+"""Sets of strings as regular expressions with `and` and `not`, and their JSON text in llguidance's Lark syntax.
+
+An expression is a tuple: `("chars", ranges)`, `("cat", parts)`, `("alt", parts)`, `("rep", part, low, high)`,
+`("and", parts)`, `("not", part)`; ranges are inclusive pairs of code points. It says what the *decoded* string
+is. The JSON text of a string has one form only (no `\\u0061` for `a`), so that intersections and complements of
+texts are those of strings.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+Expr = tuple[Any, ...]
+Ranges = tuple[tuple[int, int], ...]
+
+LAST = 0x10FFFF
+EMPTY: Expr = ("cat", ())
+NOTHING: Expr = ("alt", ())
+CHAR: Expr = ("chars", ((0, LAST),))
+ANY: Expr = ("rep", CHAR, 0, None)
+"""All strings."""
+
+_SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
+_RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0xD7FF), (0xE000, LAST))
+_LIMITS = LLParserLimits(verbose_errors=False)
+
+
+def literal(text: str) -> Expr:
+    """The set of one string."""
+    return ("cat", tuple(("chars", ((ord(c), ord(c)),)) for c in text))
+
+
+def cat(*parts: Expr) -> Expr:
+    """Strings of the parts, one after the other."""
+    flat: list[Expr] = []
+    for part in parts:
+        flat.extend(part[1] if part[0] == "cat" else [part])
+    return flat[0] if len(flat) == 1 else ("cat", tuple(flat))
+
+
+def union(*parts: Expr) -> Expr:
+    """Strings of any part."""
+    distinct = tuple(dict.fromkeys(parts))
+    return distinct[0] if len(distinct) == 1 else ("alt", distinct)
+
+
+def both(*parts: Expr) -> Expr:
+    """Strings of all parts."""
+    distinct = tuple(part for part in dict.fromkeys(parts) if part != ANY)
+    if not distinct:
+        return ANY
+    return distinct[0] if len(distinct) == 1 else ("and", distinct)
+
+
+def complement(part: Expr) -> Expr:
+    """Strings that are not of a part."""
+    return part[1] if part[0] == "not" else ("not", part)
+
+
+def overlap(a: Ranges, b: Ranges) -> Ranges:
+    """Code points of both."""
+    met = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
+    return tuple(sorted((low, high) for low, high in met if low <= high))
+
+
+def joined(ranges: list[tuple[int, int]]) -> Ranges:
+    """Ranges in order, those that touch made one."""
+    result: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if result and low <= result[-1][1] + 1:
+            result[-1] = (result[-1][0], max(high, result[-1][1]))
+        else:
+            result.append((low, high))
+    return tuple(result)
+
+
+def inverted(ranges: Ranges) -> Ranges:
+    """Code points of no range."""
+    result, start = [], 0
+    for low, high in joined(list(ranges)):
+        if start < low:
+            result.append((start, low - 1))
+        start = high + 1
+    return (*result, (start, LAST)) if start <= LAST else tuple(result)
+
+
+def quoted(expr: Expr) -> str:
+    """The JSON texts of the strings, as the right side of a Lark terminal."""
+    return f'"\\"" {_lark(expr, False)} "\\""'
+
+
+def quoted_text(text: str) -> str:
+    """The JSON text of one string, in the form that `quoted` gives it."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def lark_string(text: str) -> str:
+    """A Lark string of one text."""
+    return json.dumps(text)
+
+
+def _lark(expr: Expr, negated: bool) -> str:
+    """Lark for the inside of a JSON string."""
+    kind = expr[0]
+    if kind == "and":
+        return f"({' & '.join(_lark(part, negated) for part in expr[1])})"
+    if kind == "not":
+        return f"(~{_lark(expr[1], not negated)} & {_lark(ANY, negated)})"
+    if _is_plain(expr):
+        regex = _regex(expr, negated)
+        return f"/{regex}/" if regex else '""'
+    if kind == "rep":
+        high = "" if expr[3] is None else expr[3]
+        return f"({_lark(expr[1], negated)}){{{expr[2]},{high}}}"
+    parts = [_lark(part, negated) for part in expr[1]]
+    return f"({' '.join(parts)})" if kind == "cat" else f"({' | '.join(parts)})"
+
+
+@lru_cache(maxsize=4096)
+def _is_plain(expr: Expr) -> bool:
+    """Whether an expression has neither `and` nor `not`."""
+    if expr[0] in ("and", "not"):
+        return False
+    return expr[0] == "chars" or all(
+        _is_plain(part) for part in ([expr[1]] if expr[0] == "rep" else expr[1])
+    )
+
+
+def _regex(expr: Expr, negated: bool) -> str:
+    kind = expr[0]
+    if kind == "chars":
+        return _chars(expr[1], negated)
+    if kind == "cat":
+        return "".join(_regex(part, negated) for part in expr[1])
+    if kind == "alt":
+        return (
+            f"(?:{'|'.join(_regex(part, negated) for part in expr[1])})" if expr[1] else "[^\\s\\S]"
+        )
+    high = "" if expr[3] is None else expr[3]
+    return f"(?:{_regex(expr[1], negated)}){{{expr[2]},{high}}}"
+
+
+@lru_cache(maxsize=4096)
+def _chars(ranges: Ranges, negated: bool) -> str:
+    """One character's JSON text. Control characters without a short escape are left out where others do.
+
+    A complement must name them, or it would hold them.
+    """
+    raw = overlap(ranges, _RAW)
+    forms = []
+    if raw:
+        inside = "".join(_point(a) + (f"-{_point(b)}" if b > a else "") for a, b in raw)
+        forms.append(f"[{inside}]")
+    short = [c for c in _SHORT if any(a <= c <= b for a, b in ranges)]
+    if short:
+        escapes = "".join(f"\\x{{{ord(_SHORT[c]):x}}}" for c in short)
+        forms.append(f"\\x{{5c}}[{escapes}]")
+    if negated or not forms:
+        control = [c for c in (*range(0x20), 0x7F) if c not in _SHORT]
+        codes = [f"{c:02x}" for c in control if any(a <= c <= b for a, b in ranges)]
+        if codes:
+            forms.append(f"\\x{{5c}}u00(?:{'|'.join(codes)})")
+    if not forms:
+        return "[^\\s\\S]"
+    return forms[0] if len(forms) == 1 else f"(?:{'|'.join(forms)})"
+
+
+def _point(code: int) -> str:
+    c = chr(code)
+    return c if c.isascii() and c.isalnum() else f"\\x{{{code:x}}}"
+
+
+@lru_cache(maxsize=1)
+def _bytes() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+@lru_cache(maxsize=2048)
+def _matcher(terminal: str) -> LLMatcher:
+    lark = f"start: X\nX: {terminal}"
+    return LLMatcher(_bytes(), LLMatcher.grammar_from_lark(lark), log_level=0, limits=_LIMITS)
+
+
+@lru_cache(maxsize=4096)
+def is_empty(terminal: str) -> bool | None:
+    """Whether no text is of a Lark terminal; None when llguidance can't tell within its limits."""
+    matcher = _matcher(terminal).deep_copy()
+    if matcher.is_error():
+        return None
+    mask = matcher.compute_bitmask()
+    error = matcher.get_error() if matcher.is_error() else ""
+    if error:
+        return True if "NoExtension" in error else None
+    return not any(mask)
+
+
+def matches(expr: Expr, text: str) -> bool:
+    """Whether a string is of an expression.
+
+    Raises:
+        ValueError: when llguidance can't tell within its limits.
+    """
+    return has_text(f'"\\"" {_lark(expr, True)} "\\""', quoted_text(text))
+
+
+@lru_cache(maxsize=8192)
+def has_text(terminal: str, text: str) -> bool:
+    """Whether a text is of a Lark terminal.
+
+    Raises:
+        ValueError: when llguidance can't tell within its limits.
+    """
+    matcher = _matcher(terminal).deep_copy()
+    tokens = list(text.encode())
+    taken = 0 if matcher.is_error() else matcher.try_consume_tokens(tokens)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error())
+    return taken == len(tokens) and matcher.is_accepting()

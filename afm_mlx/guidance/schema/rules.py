@@ -1,0 +1,224 @@
+"""Rules of a grammar as expressions, without those that no text fulfils, and as Lark for llguidance.
+
+An expression is a tuple: `("text", literal)`, `("terminal", right side)`, `("rule", name)`, `("seq", parts)`,
+`("or", parts)`, `("times", part, low, high)`, or `("distinct", options, low, high)`: a list of options, of each
+slot one at most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from afm_mlx.guidance.schema.regular import lark_string
+
+Rule = tuple[Any, ...]
+NOTHING: Rule = ("or", ())
+EMPTY: Rule = ("seq", ())
+COMMA: Rule = ("text", ", ")
+COLON: Rule = ("text", ": ")
+
+
+def text(literal: str) -> Rule:
+    """One text."""
+    return ("text", literal)
+
+
+def terminal(right: str) -> Rule:
+    """Texts of a Lark terminal, or of a `%json` rule."""
+    return ("terminal", right)
+
+
+def seq(*parts: Rule) -> Rule:
+    """Parts one after the other."""
+    kept = [part for part in parts if part != EMPTY]
+    if NOTHING in kept:
+        return NOTHING
+    return kept[0] if len(kept) == 1 else ("seq", tuple(kept))
+
+
+def either(*parts: Rule) -> Rule:
+    """One of the parts."""
+    kept = tuple(dict.fromkeys(part for part in parts if part != NOTHING))
+    return kept[0] if len(kept) == 1 else ("or", kept)
+
+
+def maybe(part: Rule) -> Rule:
+    """A part, or nothing."""
+    return times(part, 0, 1)
+
+
+def times(part: Rule, low: int, high: int | None) -> Rule:
+    """A part so many times; `high` is None without a bound."""
+    if high == 0 or part == EMPTY:
+        return EMPTY
+    if part == NOTHING:
+        return NOTHING if low else EMPTY
+    return part if (low, high) == (1, 1) else ("times", part, low, high)
+
+
+def names_in(part: Rule) -> set[str]:
+    """The rules that an expression names."""
+    found, pending = set(), [part]
+    while pending:
+        one = pending.pop()
+        if one[0] == "rule":
+            found.add(one[1])
+        elif one[0] in ("seq", "or"):
+            pending += one[1]
+        elif one[0] == "times":
+            pending.append(one[1])
+        elif one[0] == "distinct":
+            pending += [option for _, option in one[1]]
+    return found
+
+
+def fulfilled(rules: dict[str, Rule]) -> dict[str, Rule]:
+    """The rules that have a finite text, without the alternatives that have none."""
+    waiting: dict[str, list[str]] = {}
+    good: set[str] = set()
+    pending = list(rules)  # from the last one on: rules come before those that they name
+    while pending:
+        name = pending.pop()
+        if name in good:
+            continue
+        missing = _missing(rules[name], good)
+        if missing is None:
+            good.add(name)
+            pending += waiting.pop(name, [])
+        else:
+            for other in missing:
+                waiting.setdefault(other, []).append(name)
+    return {name: pruned(rule, good) for name, rule in rules.items() if name in good}
+
+
+def _missing(part: Rule, good: set[str]) -> set[str] | None:
+    """None when an expression has a text, else rules of which one is needed first."""
+    kind = part[0]
+    if kind == "rule":
+        return None if part[1] in good else {part[1]}
+    if kind == "seq":
+        return next((m for one in part[1] if (m := _missing(one, good)) is not None), None)
+    if kind == "times":
+        return _missing(part[1], good) if part[2] else None
+    if kind == "or":
+        found: set[str] = set()
+        for one in part[1]:
+            missing = _missing(one, good)
+            if missing is None:
+                return None
+            found |= missing
+        return found
+    if kind == "distinct":
+        blocked = [(slot, _missing(option, good)) for slot, option in part[1]]
+        if len({slot for slot, missing in blocked if missing is None}) >= part[2]:
+            return None
+        return set().union(*(missing for _, missing in blocked if missing))
+    return None
+
+
+def pruned(part: Rule, good: set[str]) -> Rule:
+    """An expression without the rules that are not good; `NOTHING` when nothing is left."""
+    kind = part[0]
+    if kind == "rule":
+        return part if part[1] in good else NOTHING
+    if kind == "seq":
+        return seq(*(pruned(one, good) for one in part[1]))
+    if kind == "or":
+        return either(*(pruned(one, good) for one in part[1]))
+    if kind == "times":
+        return times(pruned(part[1], good), part[2], part[3])
+    if kind == "distinct":
+        options = [(slot, pruned(option, good)) for slot, option in part[1]]
+        kept = tuple((slot, option) for slot, option in options if option != NOTHING)
+        return (
+            ("distinct", kept, *part[2:]) if len({slot for slot, _ in kept}) >= part[2] else NOTHING
+        )
+    return part
+
+
+def reachable(rules: dict[str, Rule], start: str) -> list[str]:
+    """The rules that a start needs, in the order in which it comes to them."""
+    found: dict[str, None] = {}
+    pending = [start]
+    while pending:
+        name = pending.pop()
+        if name not in found:
+            found[name] = None
+            pending += sorted(names_in(rules[name]))
+    return list(found)
+
+
+class Printer:
+    """Writes rules in Lark syntax.
+
+    Args:
+        rules: by name; all that they name are there.
+    """
+
+    def __init__(self, rules: dict[str, Rule]) -> None:
+        self._rules = rules
+        self._lines: list[str] = []
+        self._terminals: dict[str, str] = {}
+
+    def grammar(self, start: str) -> str:
+        """The grammar whose texts are those of one rule."""
+        for name in reachable(self._rules, start):
+            self._lines.append(f"{name}: {self._lark(self._rules[name])}")
+        return "\n".join([f"start: {start}", *self._lines, ""])
+
+    def _lark(self, part: Rule) -> str:
+        kind = part[0]
+        if kind == "text":
+            return lark_string(part[1])
+        if kind == "rule":
+            return str(part[1])
+        if kind == "terminal":
+            return self._terminal(part[1])
+        if kind == "distinct":
+            return self._distinct(*part[1:])
+        if kind == "times":
+            inner, low, high = self._lark(part[1]), part[2], part[3]
+            if (low, high) == (0, 1):
+                return f"({inner})?"
+            if high is None and low < 2:
+                return f"({inner}){'+' if low else '*'}"
+            return f"({inner}){{{low},{'' if high is None else high}}}"
+        parts = [self._lark(one) for one in part[1]]
+        if kind == "seq":
+            return " ".join(parts) if parts else '""'
+        return f"({' | '.join(parts)})"
+
+    def _terminal(self, right: str) -> str:
+        if right not in self._terminals:
+            is_rule = right.startswith("%json")
+            self._terminals[right] = name = f"{'j' if is_rule else 'T'}{len(self._terminals)}"
+            self._lines.append(f"{name}: {right}")
+        return self._terminals[right]
+
+    def _distinct(self, options: Any, low: int, high: int | None) -> str:
+        """A rule with a bit for each slot, set once an option of the slot is taken."""
+        slots = {slot: i for i, slot in enumerate(dict.fromkeys(slot for slot, _ in options))}
+        high = len(slots) if high is None else min(high, len(slots))
+        name = f"u{len(self._lines)}"
+        first, later = [], []
+        if low == 0:
+            first.append('""')
+        end = f'"" %if bit_count_ge(_, {low})'
+        for slot, option in options:
+            item = self._named(option)
+            bit = slots[slot]
+            first.append(f"{item} {name}x::set_bit({bit})")
+            free = f"and(bit_clear({bit}), bit_count_lt(_, {high}))"
+            later.append(f'", " {item} {name}x::set_bit({bit}) %if {free}')
+        self._lines.append(f"{name}::_: " + "\n | ".join(first))
+        self._lines.append(f"{name}x::_: " + "\n | ".join([end, *later]))
+        return f"{name}::0"
+
+    def _named(self, part: Rule) -> str:
+        """An expression that can stand before a rule with a parameter."""
+        if part[0] in ("text", "rule", "terminal"):
+            return self._lark(part)
+        inner = self._lark(part)
+        name = f"n{len(self._lines)}"
+        self._lines.append(f"{name}: {inner}")
+        return name

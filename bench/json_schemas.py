@@ -1,0 +1,312 @@
+"""How many JSON schemas are honoured, ours beside llguidance alone, and whether what is generated is valid.
+
+    git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite suite
+    git clone https://github.com/guidance-ai/jsonschemabench schemas
+    pip install 'afm-mlx[test]'
+    python -m bench.json_schemas --suite suite --schemas schemas --count 1000 --seed 0 --documents 3
+
+Of the suite, the schemas of draft 2020-12 are taken, optional ones aside; of the bench, as many of each of its
+ten sets. For each schema that is honoured, documents are generated with the embedded model's tokenizer: every
+token that the grammar allows is as likely as the next, which comes to corners where a model would not.
+`jsonschema` judges them, by the draft that the schema is written in. Of the suite, the documents that it gives
+are tried, too: invalid ones have to be rejected; valid ones are accepted as far as the grammar allows their
+order of properties and their form of numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+
+from afm_mlx.errors import ConstraintError
+from afm_mlx.guidance.schema import schema_grammar
+from afm_mlx.guidance.schema.drafts import dialect
+from afm_mlx.guidance.vocabulary import ll_tokenizer
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
+
+TOKENS = 256
+"""Tokens of a generated document at most."""
+ENDING = 0.25
+"""How often a token is chosen of those that may end a string, a list, an object or the document."""
+_LIMITS = LLParserLimits(verbose_errors=False)
+_VALIDATORS = {
+    4: jsonschema.Draft4Validator,
+    6: jsonschema.Draft6Validator,
+    7: jsonschema.Draft7Validator,
+    2019: jsonschema.Draft201909Validator,
+    2020: jsonschema.Draft202012Validator,
+}
+
+
+@dataclass
+class Figures:
+    """What was counted of one set of schemas.
+
+    Attributes:
+        schemas: that were tried.
+        alone: that llguidance honours alone.
+        refused: places of keywords that ours refuses, the last of each.
+        valid, cut, invalid: generated documents.
+        accepted, rejected: valid documents of the suite.
+        wrong: invalid documents of the suite that the grammar accepts.
+        seconds: of making and compiling each grammar.
+        faults: what must not happen, with the schema.
+    """
+
+    schemas: int = 0
+    alone: int = 0
+    honoured: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    valid: int = 0
+    cut: int = 0
+    invalid: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    wrong: int = 0
+    seconds: list[float] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+class Measurement:
+    """Tries schemas.
+
+    Args:
+        seed: of what is generated.
+        documents: to generate for each schema.
+    """
+
+    def __init__(self, seed: int, documents: int) -> None:
+        self._tokenizer = load_tokenizer(resolve_model(EMBEDDED_MODEL))
+        self._inner = ll_tokenizer(self._tokenizer)
+        self._rng, self._documents = np.random.default_rng(seed), documents
+        texts = [self._inner.decode_str([token]) for token in range(self._inner.vocab_size)]
+        self._is_ending = np.array([any(c in text for c in '"]}') for text in texts])
+        self._is_ending[list(self._tokenizer.eos_token_ids)] = True
+
+    def try_schema(self, name: str, schema: Any, figures: Figures) -> LLMatcher | None:
+        """Count one schema; the matcher of its grammar where it is honoured."""
+        figures.schemas += 1
+        figures.alone += _is_honoured_alone(schema)
+        start = time.perf_counter()
+        try:
+            grammar = schema_grammar(schema)
+        except ConstraintError as error:
+            figures.seconds.append(time.perf_counter() - start)
+            figures.refused[_keyword(str(error))] += 1
+            return None
+        except Exception as error:  # whatever goes wrong is a fault of ours
+            figures.faults.append(f"{name}: {type(error).__name__}: {error}"[:300])
+            return None
+        matcher = LLMatcher(self._inner, grammar, log_level=0, limits=_LIMITS)
+        figures.seconds.append(time.perf_counter() - start)
+        if matcher.is_error():
+            figures.faults.append(f"{name}: {matcher.get_error()}"[:300])
+            return None
+        figures.honoured += 1
+        for _ in range(self._documents):
+            self._generate(name, schema, matcher, figures)
+        return matcher
+
+    def try_document(self, text: str, matcher: LLMatcher) -> bool:
+        """Whether a grammar has a document."""
+        matcher = matcher.deep_copy()
+        tokens = self._inner.tokenize_str(text)
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    def _generate(self, name: str, schema: Any, matcher: LLMatcher, figures: Figures) -> None:
+        text, is_whole, error = self.sample(matcher)
+        if error:
+            figures.faults.append(f"{name}: {error} after {text[:100]}")
+        elif not is_whole:
+            figures.cut += 1
+        elif is_valid(schema, json.loads(text)):
+            figures.valid += 1
+        else:
+            figures.invalid += 1
+            figures.faults.append(f"{name}: invalid {text[:200]}")
+
+    def sample(self, matcher: LLMatcher) -> tuple[str, bool, str]:
+        """A text of random allowed tokens, whether it is whole, and what went wrong."""
+        matcher = matcher.deep_copy()
+        tokens: list[int] = []
+        while not matcher.is_stopped():
+            if len(tokens) == TOKENS:
+                return self._inner.decode_str(tokens), False, ""
+            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            if matcher.is_error() or not len(allowed):
+                return (
+                    self._inner.decode_str(tokens),
+                    False,
+                    matcher.get_error() or "no token is allowed",
+                )
+            ending = allowed[self._is_ending[allowed]]
+            if len(ending) and self._rng.random() < ENDING:
+                allowed = ending
+            token = int(self._rng.choice(allowed))
+            matcher.consume_token(token)
+            if token in self._tokenizer.eos_token_ids:
+                break
+            tokens.append(token)
+        return self._inner.decode_str(tokens), True, ""
+
+
+def is_valid(schema: Any, document: Any) -> bool:
+    """Whether a document is valid, by the draft of its schema."""
+    return _VALIDATORS[dialect(schema)](schema).is_valid(document)
+
+
+def _is_honoured_alone(schema: Any) -> bool:
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    return not LLMatcher.validate_grammar_with_warnings(grammar, limits=_LIMITS)[0]
+
+
+def _keyword(message: str) -> str:
+    """The last keyword of the place that a refusal names, or its reason."""
+    found = re.search(r"honoured: (\S+) is ", message)
+    keyword = found[1].rpartition("/")[2] if found else message[:60]
+    reason = re.search(r"; (.{0,50})", message)
+    return keyword if keyword in _NAMED else f"{reason[1] if reason else keyword}..."
+
+
+_NAMED = {
+    "$ref",
+    "$dynamicRef",
+    "pattern",
+    "multipleOf",
+    "uniqueItems",
+    "contains",
+    "type",
+    "items",
+}
+
+
+def suite_cases(folder: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:
+    """Name, schema and documents of the suite's cases of draft 2020-12, without the optional ones."""
+    for file in sorted((folder / "tests" / "draft2020-12").glob("*.json")):
+        for case in json.loads(file.read_text()):
+            yield f"{file.stem}: {case['description']}", case["schema"], case["tests"]
+
+
+def measure_suite(folder: Path, measurement: Measurement) -> Figures:
+    """The figures of the official suite."""
+    figures = Figures()
+    for name, schema, tests in suite_cases(folder):
+        matcher = measurement.try_schema(name, schema, figures)
+        for test in tests if matcher else []:
+            has = any(measurement.try_document(text, matcher) for text in _texts(test["data"]))
+            figures.accepted += has and test["valid"]
+            figures.rejected += test["valid"] and not has
+            if has and not test["valid"]:
+                figures.wrong += 1
+                figures.faults.append(f"{name}: accepts {json.dumps(test['data'])[:100]}")
+    return figures
+
+
+def _texts(document: Any) -> Iterator[str]:
+    """Texts of a document, with the properties of the outermost object in any order."""
+    if not isinstance(document, dict):
+        yield json.dumps(document, ensure_ascii=False)
+        return
+    for names in itertools.islice(itertools.permutations(document), 120):
+        yield json.dumps({name: document[name] for name in names}, ensure_ascii=False)
+
+
+def measure_sets(
+    folder: Path, count: int, seed: int, measurement: Measurement
+) -> dict[str, Figures]:
+    """The figures of each set of JSONSchemaBench: of so many schemas in all."""
+    sets = sorted(path for path in (folder / "data").iterdir() if path.is_dir())
+    rng = np.random.default_rng(seed)
+    result = {}
+    for path in sets:
+        files = sorted(path.glob("*.json"))
+        result[path.name] = figures = Figures()
+        for i in sorted(rng.choice(len(files), min(count // len(sets), len(files)), replace=False)):
+            measurement.try_schema(
+                f"{path.name}/{files[i].name}", json.loads(files[i].read_text()), figures
+            )
+    return result
+
+
+def table(sets: dict[str, Figures]) -> str:
+    """The figures as a table in Markdown, and the reasons of refusals below."""
+    heads = "schemas,honoured,llguidance alone,valid,cut,invalid,ms median,p99,max"
+    lines = [f"| set | {' | '.join(heads.split(','))} |", "|---" * 10 + "|"]
+    for name, one in sets.items():
+        ms = 1e3 * np.array(one.seconds or [0.0])
+        times = f"{np.median(ms):.1f} | {np.percentile(ms, 99):.0f} | {ms.max():.0f}"
+        shares = " | ".join(
+            f"{n} ({100 * n / max(1, one.schemas):.1f} %)" for n in (one.honoured, one.alone)
+        )
+        lines.append(
+            f"| {name} | {one.schemas} | {shares} | {one.valid} | {one.cut} | {one.invalid} | {times} |"
+        )
+    return "\n".join(lines)
+
+
+def total(sets: list[Figures]) -> Figures:
+    """The figures of several sets together."""
+    result = Figures()
+    for one in sets:
+        for name, value in vars(one).items():
+            setattr(result, name, getattr(result, name) + value)
+    return result
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--suite", type=Path, help="folder of JSON-Schema-Test-Suite")
+    parser.add_argument("--schemas", type=Path, help="folder of jsonschemabench")
+    parser.add_argument(
+        "--count", type=int, default=1000, help="schemas of jsonschemabench in all (default 1000)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the choice and of what is generated (default 0)"
+    )
+    parser.add_argument(
+        "--documents", type=int, default=3, help="to generate for each schema (default 3)"
+    )
+    parser.add_argument("--faults", type=int, default=10, help="faults to print (default 10)")
+    args = parser.parse_args(arguments)
+    measurement = Measurement(args.seed, args.documents)
+    sets: dict[str, Figures] = {}
+    if args.suite:
+        sets["official suite, 2020-12"] = suite = measure_suite(args.suite, measurement)
+    if args.schemas:
+        bench = measure_sets(args.schemas, args.count, args.seed, measurement)
+        sets |= bench | {"JSONSchemaBench": total(list(bench.values()))}
+    print(table(sets))
+    for name, one in sets.items():
+        print(f"\n{name}, refused: " + ", ".join(f"{n} {k}" for k, n in one.refused.most_common()))
+    if args.suite:
+        print(
+            f"\nDocuments of the suite: {suite.accepted} valid ones accepted, {suite.rejected} rejected; "
+            f"{suite.wrong} invalid ones accepted."
+        )
+    faults = [
+        fault for name, one in sets.items() if name != "JSONSchemaBench" for fault in one.faults
+    ]
+    print(f"\nFaults: {len(faults)}")
+    for fault in faults[: args.faults]:
+        print(f"  {fault}")
+
+
+if __name__ == "__main__":
+    main()
