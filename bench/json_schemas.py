@@ -176,22 +176,8 @@ def _is_honoured_alone(schema: Any) -> bool:
 
 def _keyword(message: str) -> str:
     """The last keyword of the place that a refusal names, or its reason."""
-    found = re.search(r"honoured: (\S+) is ", message)
-    keyword = found[1].rpartition("/")[2] if found else message[:60]
-    reason = re.search(r"; (.{0,50})", message)
-    return keyword if keyword in _NAMED else f"{reason[1] if reason else keyword}..."
-
-
-_NAMED = {
-    "$ref",
-    "$dynamicRef",
-    "pattern",
-    "multipleOf",
-    "uniqueItems",
-    "contains",
-    "type",
-    "items",
-}
+    found = re.search(r"honoured: (?:at \S+, (.{30,50}?) |\S*/(\S+) is )", message)
+    return (found[1] or found[2]) if found else message[:60]
 
 
 def suite_cases(folder: Path) -> Iterator[tuple[str, Any, list[dict[str, Any]]]]:

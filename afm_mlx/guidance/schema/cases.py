@@ -6,7 +6,7 @@ needs no end here. Two cases of one type meet in one case, which has what both a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -186,6 +186,22 @@ def every_case() -> list[Case]:
 def met(a: Case, b: Case) -> Case | None:
     """What two cases share; None when there can be seen to be nothing."""
     return a.meet(b) if type(a) is type(b) else None  # type: ignore[arg-type]
+
+
+def joined(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """Cases without those that come twice. Listed strings become one case, and listed numbers."""
+    others: dict[Case, None] = {}
+    strings: dict[str, None] = {}
+    numbers: dict[str, None] = {}
+    for case in cases:
+        if isinstance(case, Strings) and case.values is not None:
+            strings |= dict.fromkeys(case.values)
+        elif isinstance(case, Numbers) and case.values is not None:
+            numbers |= dict.fromkeys(case.values)
+        else:
+            others[case] = None
+    listed: list[Case] = [Numbers(values=tuple(numbers))] if numbers else []
+    return (*([Strings(values=tuple(strings))] if strings else []), *listed, *others)
 
 
 def unevaluating(case: Case) -> Case:

@@ -22,7 +22,9 @@ from afm_mlx.guidance.schema.cases import (
     Numbers,
     Objects,
     Strings,
+    Words,
     every_case,
+    joined,
     met,
     unevaluating,
 )
@@ -37,9 +39,10 @@ from afm_mlx.guidance.schema.formulas import (
     negation,
 )
 from afm_mlx.guidance.schema.keywords import constants, typed_case, types
+from afm_mlx.guidance.schema.numbers import exact
 from afm_mlx.guidance.schema.patterns import is_like
 from afm_mlx.guidance.schema.references import Document, Node
-from afm_mlx.guidance.schema.refusals import MAX_CASES, Budget, pointer, refuse
+from afm_mlx.guidance.schema.refusals import Budget, check_count, pointer, refuse, refuse_at
 
 MAX_IN_PLACE = 50
 """Schemas about the same value, one inside the other or referred to by it, at most."""
@@ -80,28 +83,21 @@ class Expansion:
             return known_cases
         place = self.document.place(formula)
         if formula in self._open:
-            refuse(
+            refuse_at(
                 place,
-                "a schema that refers to itself",
-                "without an end no document can be valid. Mend the reference.",
+                "a schema refers to itself without an end, so no document is valid. Mend the reference.",
             )
         if len(self._open) >= MAX_IN_PLACE:
-            refuse(
+            refuse_at(
                 place,
-                "a schema",
-                f"more than {MAX_IN_PLACE} schemas in one another say something about the same value.",
+                f"more than {MAX_IN_PLACE} schemas, one in the other, are about one value. Use fewer.",
             )
         self._open[formula] = None
         try:
             result = self._expanded(formula, place)
         finally:
             del self._open[formula]
-        if len(result) > MAX_CASES:
-            refuse(
-                place,
-                f"{len(result)} alternatives",
-                f"at most {MAX_CASES} are followed. Use fewer nested alternatives.",
-            )
+        check_count(place, len(result))
         self._known[formula] = result
         return result
 
@@ -114,7 +110,7 @@ class Expansion:
                 result = self._product(result, self.cases(part), place)
             return tuple(result)
         if formula[0] == "or":
-            return tuple(dict.fromkeys(case for part in formula[1] for case in self.cases(part)))
+            return joined(case for part in formula[1] for case in self.cases(part))
         node = self.document.nodes[formula[1]]
         if node.value is False:
             return () if formula[2] else tuple(every_case())
@@ -126,12 +122,7 @@ class Expansion:
         result = list(
             dict.fromkeys(case for case in found if case is not None and not self._is_void(case))
         )
-        if len(result) > MAX_CASES:
-            refuse(
-                place,
-                f"{len(result)} alternatives",
-                f"at most {MAX_CASES} are followed. Use fewer nested alternatives.",
-            )
+        check_count(place, len(result))
         return result
 
     def _inside(self, node: Node) -> list[Case]:
@@ -153,6 +144,18 @@ class Expansion:
                     rest = document.below(node, key)
                     result = [_with_unevaluated(case, rest, key) for case in result]
         return result
+
+    def raw_cases(self, formula: Formula) -> list[Case]:
+        """What the keywords of a schema say by themselves, whether that has documents or not."""
+        node = self.document.nodes[formula[1]] if formula[0] == "node" and formula[2] else None
+        if node is None or not isinstance(node.value, dict):
+            return list(self.cases(formula))
+        value = known(node.value, node.draft, strictly=False)
+        if "$ref" in value and len(value) == 1:
+            return self.raw_cases(self.document.referred(node, "$ref"))
+        return [
+            typed_case(name, value, node, self.document, False) for name in types(value, node.place)
+        ]
 
     def _listed(self, node: Node, key: str) -> tuple[Case, ...]:
         """The cases of values that a schema lists."""
@@ -227,15 +230,47 @@ class Expansion:
         """Exactly one part: each with the complements of those that it shares documents with."""
         if self._is_wide:
             return disjunction(*parts)
-        self._budget.spend(node.place, len(parts) ** 2 // 8)
         shared: list[list[Formula]] = [[] for _ in parts]
-        for i, j in combinations(range(len(parts)), 2):
+        pairs = self._alike(parts)
+        self._budget.spend(node.place, len(pairs) // 2)
+        for i, j in pairs:
             if not self.are_disjoint(parts[i], parts[j]):
                 shared[i].append(negation(parts[j]))
                 shared[j].append(negation(parts[i]))
         return disjunction(
             *(conjunction(part, *others) for part, others in zip(parts, shared, strict=True))
         )
+
+    def _alike(self, parts: list[Formula]) -> list[tuple[int, int]]:
+        """Pairs of parts that may share documents: not those that list different plain values."""
+        listed = [self._wide.plain_values(part) for part in parts]
+        others = [i for i, values in enumerate(listed) if values is None]
+        owners: dict[str, list[int]] = {}
+        for i, values in enumerate(listed):
+            for value in values or ():
+                owners.setdefault(value, []).append(i)
+        pairs = dict.fromkeys(pair for own in owners.values() for pair in combinations(own, 2))
+        pairs |= dict.fromkeys(
+            (i, j) for i in range(len(parts)) for j in others if i < j or listed[i] is not None
+        )
+        return [(min(pair), max(pair)) for pair in pairs]
+
+    def plain_values(self, formula: Formula) -> set[str] | None:
+        """The values of a formula that lists plain ones only, as text; else None."""
+        try:
+            cases = self.cases(formula)
+        except ConstraintError:
+            return None
+        found: set[str] = set()
+        for case in cases:
+            if isinstance(case, Words):
+                found.update(case.words)
+            elif isinstance(case, Numbers | Strings) and case.values is not None:
+                kind = "n" if isinstance(case, Numbers) else "s"
+                found.update(f"{kind}{exact(v) if kind == 'n' else v}" for v in case.values)
+            else:
+                return None
+        return found
 
     def _dependent(self, node: Node, value: dict) -> list[Formula]:
         """What holds of objects that have a property."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from llguidance import LLMatcher, LLParserLimits
 
@@ -11,16 +11,21 @@ from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema.array_rules import array_rule
 from afm_mlx.guidance.schema.cases import Arrays, Case, Numbers, Objects, Strings, Words
 from afm_mlx.guidance.schema.expansion import Expansion
-from afm_mlx.guidance.schema.formulas import Formula
+from afm_mlx.guidance.schema.formulas import TRUE, Formula
 from afm_mlx.guidance.schema.numbers import number_terminals
 from afm_mlx.guidance.schema.object_rules import object_rule
+from afm_mlx.guidance.schema.patterns import is_like
 from afm_mlx.guidance.schema.references import Document
-from afm_mlx.guidance.schema.refusals import Budget, refuse
-from afm_mlx.guidance.schema.rules import Printer, Rule, either, fulfilled, terminal, text
+from afm_mlx.guidance.schema.refusals import Budget, refuse_at
+from afm_mlx.guidance.schema.rules import Printer, Rule, depth, either, fulfilled, terminal, text
 from afm_mlx.guidance.schema.strings import string_terminals
 
-MAX_RULES = 30_000
+MAX_RULES = 15_000
 """Rules of a grammar at most."""
+MAX_TEXT = 1_500_000
+"""Characters of a grammar at most."""
+MAX_DEPTH = 500
+"""Rules that are compiled one inside the other at most: 3 MB of a thread's stack."""
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 
@@ -62,8 +67,19 @@ class _Grammar:
             self._rules[self._names[formula]] = either(*(self.case(case, place) for case in cases))
         rules = fulfilled(self._rules)
         if start not in rules:
-            self._refuse_unfulfilled()
-        return Printer(rules).grammar(start)
+            self._refuse_unfulfilled(rules)
+        if (deep := depth(rules, start)) > MAX_DEPTH:
+            refuse_at(
+                "#",
+                f"schemas name each other {deep} deep, and {MAX_DEPTH} at most. Use shorter chains.",
+            )
+        written = Printer(rules).grammar(start)
+        if len(written) > MAX_TEXT:
+            refuse_at(
+                "#",
+                f"its grammar has {len(written)} characters, and {MAX_TEXT} at most. Give a smaller schema.",
+            )
+        return written
 
     def value(self, formula: Formula) -> Rule:
         """The rule of a formula, which is made later."""
@@ -90,7 +106,7 @@ class _Grammar:
         except ValueError as error:
             if isinstance(error, ConstraintError):
                 raise
-            refuse(place, "a schema", f"{error}. Use simpler patterns.")
+            refuse_at(place, f"{error}. Use simpler patterns.")
 
     def named(self, rule: Rule) -> Rule:
         """A rule that can be used many times, by its name."""
@@ -115,31 +131,37 @@ class _Grammar:
     def _fresh(self, place: str) -> str:
         name = f"r{len(self._rules)}"
         if len(self._rules) >= MAX_RULES:
-            refuse(
-                place,
-                "a schema",
-                f"the grammar has {MAX_RULES} rules by then; give a smaller schema.",
-            )
+            refuse_at(place, f"the grammar has {MAX_RULES} rules already. Give a smaller schema.")
         self._rules[name] = ("or", ())
         return name
 
-    def _refuse_unfulfilled(self) -> None:
+    def _refuse_unfulfilled(self, fulfilled_rules: dict[str, Rule]) -> NoReturn:
         dropped = [*self._dropped, *self.expansion.dropped]
         if dropped:
-            refuse(
+            refuse_at(
                 dropped[0],
-                "a keyword",
-                "without what can't be expressed there, no document is left. Rewrite it.",
+                "what a grammar can't express is left out, and then nothing is left. Rewrite it without that.",
             )
-        place = self._blamed(self._document.root)
-        refuse(
-            place,
-            "a schema",
-            "no document can be valid. Mend the keywords that exclude each other there.",
+        formula, visited = self._document.root, set[Formula]()
+        while (
+            inner := self._unfulfilled(formula, fulfilled_rules)
+        ) is not None and inner not in visited:
+            visited.add(inner)
+            formula = inner
+        refuse_at(
+            self._document.place(formula),
+            "no document can be valid: keywords exclude each other, or ask for more without an end. Mend them.",
         )
 
-    def _blamed(self, formula: Formula) -> str:
-        return self._document.place(formula)
-
-
-__all__ = ["Objects", "schema_grammar"]
+    def _unfulfilled(self, formula: Formula, fulfilled_rules: dict[str, Rule]) -> Formula | None:
+        """A schema of a required property or item for which there is no document."""
+        for case in self.expansion.raw_cases(formula):
+            parts: list[Formula] = []
+            if isinstance(case, Objects):
+                parts = [case.value(name, is_like) for name in case.required]
+            elif isinstance(case, Arrays):
+                parts = [case.item(i) for i in range(min(case.least, len(case.prefix) + 1))]
+            for part in parts:
+                if part != TRUE and self._names.get(part, "") not in fulfilled_rules:
+                    return part
+        return None

@@ -119,8 +119,6 @@ def number(value: Mapping[str, Any], key: str, place: str) -> Fraction | None:
         or abs(given) == float("inf")
     ):
         refuse(pointer(place, key), given, "it is a number.")
-    if isinstance(given, int) and given.bit_length() > 4_000:
-        refuse(pointer(place, key), given, "it has too many digits. Use smaller bounds.")
     return exact(given)
 
 
@@ -129,7 +127,7 @@ def count(value: Mapping[str, Any], key: str, place: str, largest: int | None = 
     if key not in value:
         return None
     given = value[key]
-    if isinstance(given, bool) or not isinstance(given, int | float) or given != given or given < 0:
+    if isinstance(given, bool) or not isinstance(given, int | float) or given < 0:
         refuse(pointer(place, key), given, "it is an integer from 0 on.")
     if given != given // 1:
         refuse(pointer(place, key), given, "it is an integer from 0 on.")
@@ -264,8 +262,8 @@ def constants(node: Node, document: Document, key: str) -> tuple[list[Case], lis
         formulas: of the arrays and objects, one for each.
     """
     values = [node.value[key]] if key == "const" else node.value[key]
-    if not isinstance(values, list):
-        refuse(pointer(node.place, key), values, "it is a list of values.")
+    if not isinstance(values, list) or not values:
+        refuse(pointer(node.place, key), values, "it is a list of values, with one at least.")
     words = [json_word(v) for v in values if v is None or isinstance(v, bool)]
     counted = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     texts = [v for v in values if isinstance(v, str)]

@@ -35,6 +35,8 @@ MAX_STATES = 5_000
 """Pairs of a property and a count at most, where `minProperties` or `maxProperties` count optional ones."""
 _PATTERNS = 5
 """Patterns whose combinations are all looked at; of more, each name matches one at most."""
+MAX_PATTERNS = 30
+"""Patterns of names at most."""
 _CANDIDATES = 30
 """Listed properties that are tried as the one that must be there at most."""
 
@@ -131,6 +133,12 @@ def _free(
     if some is not None:
         own = ([some.like] if some.like is not None else []) + list(some.unlike)
         patterns = list(dict.fromkeys([*patterns, *own]))
+    if len(patterns) > MAX_PATTERNS:
+        refuse(
+            pointer(place, "patternProperties"),
+            patterns,
+            f"at most {MAX_PATTERNS} patterns are followed.",
+        )
     result = []
     taken = [literal(name) for name in dict.fromkeys([*listed, *(some.besides if some else ())])]
     for matched in _combinations(patterns):
@@ -227,12 +235,23 @@ def _plain(items: list[Item], free: Rule, last: Rule | None, builder: Builder) -
     if first_required < len(items):
         alone = seq(items[first_required][0], after)
         after = seq(COMMA, items[first_required][0], after)
-    options = [alone]
-    for item, _ in reversed(items[:first_required]):
-        after = builder.named(after)
-        options.append(seq(item, after))
-        after = seq(maybe(seq(COMMA, item)), after)
-    return either(*reversed(options))
+    optional = [item for item, _ in items[:first_required]]
+    return either(_some_of(optional, after, builder), alone)
+
+
+def _some_of(items: list[Rule], after: Rule, builder: Builder) -> Rule:
+    """One of the optional members or more, and what follows them.
+
+    By halves: a rule for each of a thousand members would name the next one, too deep to compile.
+    """
+    if len(items) <= 1:
+        return seq(*items, after) if items else NOTHING
+    half = len(items) // 2
+    after = builder.named(after)
+    following = builder.named(seq(*(maybe(seq(COMMA, item)) for item in items[half:]), after))
+    return either(
+        _some_of(items[:half], following, builder), _some_of(items[half:], after, builder)
+    )
 
 
 def _following(items: list[Item]) -> list[Rule]:

@@ -8,6 +8,7 @@ where answers are checked. Nothing is ever fetched.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,9 @@ MAX_DEPTH = 200
 """Levels of lists and objects in a schema at most."""
 MAX_VALUES = 400_000
 """Values in a schema at most."""
-MAX_NODES = 50_000
+MAX_BITS = 4_000
+"""Bits of an integer in a schema at most."""
+MAX_NODES = 6_000
 """Schemas that are looked at in one document at most."""
 _SPECIFICATIONS: dict[int, Specification[Any]] = {
     4: DRAFT4,
@@ -75,6 +78,9 @@ class Document:
     """
 
     def __init__(self, schema: Any) -> None:
+        schema = dict(schema) if isinstance(schema, Mapping) else schema
+        if not isinstance(schema, dict | bool):
+            refuse("#", schema, "a schema is an object, true or false.")
         keys = _keys(schema)
         self.has_unevaluated = not keys.isdisjoint({"unevaluatedProperties", "unevaluatedItems"})
         self._is_dynamic = not keys.isdisjoint(
@@ -85,6 +91,7 @@ class Document:
         self._numbers: dict[Any, int] = {}
         self._referred: dict[tuple[int, str], Formula] = {}
         draft = dialect(schema)
+        _check_identifier(schema, draft, "#")
         resource = _SPECIFICATIONS[draft].create_resource(schema)
         self._resolver = REGISTRY.resolver_with_root(resource)
         self.root = self.node(schema, "#", self._resolver, draft, is_root=True)
@@ -102,8 +109,7 @@ class Document:
         if value is not False and not isinstance(value, dict):
             refuse(place, value, "a schema is an object, true or false.")
         if isinstance(value, dict) and not is_root:
-            key = "id" if draft == 4 else "$id"
-            if isinstance(value.get(key), str) and not (draft <= 7 and "$ref" in value):
+            if _check_identifier(value, draft, place):
                 resolver = resolver.in_subresource(_SPECIFICATIONS[draft].create_resource(value))
             if "$schema" in value:
                 draft = dialect(value)
@@ -191,14 +197,15 @@ def _keys(schema: Any) -> set[str]:
     for _ in range(MAX_DEPTH + 1):
         inner: list[Any] = []
         for value in level:
-            if isinstance(value, Mapping):
-                _check_keys(value)
+            if isinstance(value, dict):
+                for key in value:
+                    _check_plain(key if isinstance(key, str) else (key,))
                 keys.update(value)
                 inner += value.values()
-            elif isinstance(value, list | tuple):
+            elif isinstance(value, list):
                 inner += value
-            elif isinstance(value, str):
-                _check_text(value)
+            else:
+                _check_plain(value)
         count += len(inner)
         if count > MAX_VALUES:
             refuse("#", schema, f"it has more than {MAX_VALUES} values. Give a smaller schema.")
@@ -208,18 +215,33 @@ def _keys(schema: Any) -> set[str]:
     refuse("#", schema, f"it is nested more than {MAX_DEPTH} levels deep. Give a flatter schema.")
 
 
-def _check_keys(value: Mapping[Any, Any]) -> None:
-    for key in value:
-        if not isinstance(key, str):
-            refuse("#", key, "the keys of a schema are texts.")
-        _check_text(key)
+def _check_plain(value: Any) -> None:
+    """Raise for what no JSON text can hold."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            refuse("#", value, "it has half of a surrogate pair, which is no text.")
+    elif isinstance(value, float) and not math.isfinite(value):
+        refuse("#", value, "JSON has no such number.")
+    elif isinstance(value, int) and value.bit_length() > MAX_BITS:
+        refuse("#", value, f"integers have {MAX_BITS} bits at most.")
+    elif value is not None and not isinstance(value, bool | int | float):
+        refuse(
+            "#",
+            value,
+            "a schema consists of what JSON has: objects with texts as keys, lists, texts, numbers.",
+        )
 
 
-def _check_text(text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        refuse("#", text, "it has half of a surrogate pair, which is no text.")
+def _check_identifier(schema: Any, draft: int, place: str) -> bool:
+    """Whether a schema has an identifier of its own."""
+    key = "id" if draft == 4 else "$id"
+    if not isinstance(schema, dict) or key not in schema or (draft <= 7 and "$ref" in schema):
+        return False
+    if not isinstance(schema[key], str):
+        refuse(pointer(place, key), schema[key], "an identifier is a text.")
+    return True
 
 
 def _is_metaschema_used(schema: Any) -> bool:

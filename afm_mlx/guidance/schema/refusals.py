@@ -26,6 +26,29 @@ def refuse(place: str, got: Any, reason: str) -> NoReturn:
     raise ConstraintError(f"The JSON schema can't be honoured: {place} is {shown(got)}; {reason}")
 
 
+def refuse_at(place: str, reason: str) -> NoReturn:
+    """Refuse a schema for something at a place that no single value shows.
+
+    Args:
+        place: JSON pointer.
+        reason: what is wrong, what is allowed, and what to do.
+
+    Raises:
+        ConstraintError: always.
+    """
+    raise ConstraintError(f"The JSON schema can't be honoured: at {place}, {reason}")
+
+
+def check_count(place: str, cases: int) -> None:
+    """Raise when a schema has more than `MAX_CASES` alternatives."""
+    if cases > MAX_CASES:
+        refuse_at(
+            place,
+            f"{cases} alternatives come together, and {MAX_CASES} at most are followed. Use fewer of anyOf, "
+            "oneOf, not, if and dependencies.",
+        )
+
+
 class Budget:
     """Counts steps of one schema, so that a hostile one ends in a refusal."""
 
@@ -40,9 +63,10 @@ class Budget:
         """
         self._left -= steps
         if self._left < 0:
-            raise ConstraintError(
-                f"The JSON schema can't be honoured: its alternatives multiply beyond {MAX_STEPS} steps at "
-                f"{place}. Use fewer nested anyOf, oneOf, allOf, not and dependencies."
+            refuse_at(
+                place,
+                f"alternatives multiply beyond {MAX_STEPS} steps. Use fewer nested anyOf, oneOf, not, if and "
+                "dependencies.",
             )
 
 

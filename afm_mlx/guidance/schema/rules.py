@@ -56,20 +56,21 @@ def times(part: Rule, low: int, high: int | None) -> Rule:
     return part if (low, high) == (1, 1) else ("times", part, low, high)
 
 
-def names_in(part: Rule) -> set[str]:
-    """The rules that an expression names."""
-    found, pending = set(), [part]
+def names_in(part: Rule) -> list[str]:
+    """The rules that an expression names, in their order."""
+    found: dict[str, None] = {}
+    pending = [part]
     while pending:
         one = pending.pop()
         if one[0] == "rule":
-            found.add(one[1])
+            found[one[1]] = None
         elif one[0] in ("seq", "or"):
-            pending += one[1]
+            pending += reversed(one[1])
         elif one[0] == "times":
             pending.append(one[1])
         elif one[0] == "distinct":
-            pending += [option for _, option in one[1]]
-    return found
+            pending += [option for _, option in reversed(one[1])]
+    return list(found)
 
 
 def fulfilled(rules: dict[str, Rule]) -> dict[str, Rule]:
@@ -144,8 +145,23 @@ def reachable(rules: dict[str, Rule], start: str) -> list[str]:
         name = pending.pop()
         if name not in found:
             found[name] = None
-            pending += sorted(names_in(rules[name]))
+            pending += reversed(names_in(rules[name]))
     return list(found)
+
+
+def depth(rules: dict[str, Rule], start: str) -> int:
+    """How many rules llguidance compiles one inside the other, which takes stack of the thread."""
+    seen, deepest = {start}, 0
+    path = [iter(names_in(rules[start]))]
+    while path:
+        deepest = max(deepest, len(path))
+        name = next((one for one in path[-1] if one not in seen), None)
+        if name is None:
+            path.pop()
+        else:
+            seen.add(name)
+            path.append(iter(names_in(rules[name])))
+    return deepest
 
 
 class Printer:
