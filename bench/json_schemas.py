@@ -86,12 +86,15 @@ class Measurement:
     Args:
         seed: of what is generated.
         documents: to generate for each schema.
+
+    Attributes:
+        rng: draws tokens.
     """
 
     def __init__(self, seed: int, documents: int) -> None:
         self._tokenizer = load_tokenizer(resolve_model(EMBEDDED_MODEL))
         self._inner = ll_tokenizer(self._tokenizer)
-        self._rng, self._documents = np.random.default_rng(seed), documents
+        self.rng, self._documents = np.random.default_rng(seed), documents
         texts = [self._inner.decode_str([token]) for token in range(self._inner.vocab_size)]
         self._is_ending = np.array([any(c in text for c in '"]}') for text in texts])
         self._is_ending[list(self._tokenizer.eos_token_ids)] = True
@@ -110,7 +113,7 @@ class Measurement:
         except Exception as error:  # whatever goes wrong is a fault of ours
             figures.faults.append(f"{name}: {type(error).__name__}: {error}"[:300])
             return None
-        matcher = LLMatcher(self._inner, grammar, log_level=0, limits=_LIMITS)
+        matcher = self.compiled(grammar)
         figures.seconds.append(time.perf_counter() - start)
         if matcher.is_error():
             figures.faults.append(f"{name}: {matcher.get_error()}"[:300])
@@ -119,6 +122,10 @@ class Measurement:
         for _ in range(self._documents):
             self._generate(name, schema, matcher, figures)
         return matcher
+
+    def compiled(self, grammar: str) -> LLMatcher:
+        """A grammar at its start, for the embedded model's tokenizer."""
+        return LLMatcher(self._inner, grammar, log_level=0, limits=_LIMITS)
 
     def try_document(self, text: str, matcher: LLMatcher) -> bool:
         """Whether a grammar has a document."""
@@ -154,9 +161,9 @@ class Measurement:
                     matcher.get_error() or "no token is allowed",
                 )
             ending = allowed[self._is_ending[allowed]]
-            if len(ending) and self._rng.random() < ENDING:
+            if len(ending) and self.rng.random() < ENDING:
                 allowed = ending
-            token = int(self._rng.choice(allowed))
+            token = int(self.rng.choice(allowed))
             matcher.consume_token(token)
             if token in self._tokenizer.eos_token_ids:
                 break

@@ -93,3 +93,29 @@ _KEYWORDS = {
     "then": random_schema,
     "else": random_schema,
 }
+
+
+def in_draft(schema: Any, draft: int) -> Any:
+    """A schema of draft 2020-12 in the spelling of an older one; what that draft lacks stays as it is."""
+    if isinstance(schema, list):
+        return [in_draft(one, draft) for one in schema]
+    if not isinstance(schema, dict):
+        return (
+            schema if draft > 4 or not isinstance(schema, bool) else {} if schema else {"not": {}}
+        )
+    schema = {
+        key: value
+        if key in ("enum", "const", "required", "dependentRequired")
+        else in_draft(value, draft)
+        for key, value in schema.items()
+        if not (draft <= 7 and key.startswith("unevaluated"))
+    }
+    if draft < 2020 and "prefixItems" in schema:
+        schema["additionalItems"] = schema.get("items", {})
+        schema["items"] = schema.pop("prefixItems")
+    if draft <= 7:
+        dependencies = schema.pop("dependentRequired", {}) | schema.pop("dependentSchemas", {})
+        schema |= {"dependencies": dependencies} if dependencies else {}
+    if draft == 4 and "exclusiveMaximum" in schema:
+        schema |= {"maximum": schema["exclusiveMaximum"], "exclusiveMaximum": True}
+    return schema

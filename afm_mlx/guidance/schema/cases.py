@@ -205,7 +205,7 @@ def joined(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 
 def unevaluating(case: Case) -> Case:
-    """A case of a complement: it evaluates nothing."""
+    """A case of a complement or of listed values, which evaluate nothing."""
     if isinstance(case, Arrays):
         return replace(case, evaluated=0, evaluated_by=())
     if isinstance(case, Objects):

@@ -160,7 +160,10 @@ class Expansion:
     def _listed(self, node: Node, key: str) -> tuple[Case, ...]:
         """The cases of values that a schema lists."""
         cases, formulas = constants(node, self.document, key)
-        return (*cases, *(case for formula in formulas for case in self.cases(formula)))
+        return (
+            *cases,
+            *(unevaluating(case) for formula in formulas for case in self.cases(formula)),
+        )
 
     def _unlisted(self, node: Node, key: str) -> list[Case]:
         """The cases of all but the values that a schema lists."""

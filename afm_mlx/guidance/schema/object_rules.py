@@ -14,7 +14,7 @@ from afm_mlx.guidance.schema.builder import Builder
 from afm_mlx.guidance.schema.cases import Layer, Objects, Some, Strings
 from afm_mlx.guidance.schema.formulas import FALSE, Formula, conjunction
 from afm_mlx.guidance.schema.patterns import is_like, searched
-from afm_mlx.guidance.schema.refusals import pointer, refuse
+from afm_mlx.guidance.schema.refusals import pointer, refuse, refuse_at
 from afm_mlx.guidance.schema.regular import Expr, both, complement, literal, quoted_text, union
 from afm_mlx.guidance.schema.rules import (
     COLON,
@@ -37,6 +37,8 @@ _PATTERNS = 5
 """Patterns whose combinations are all looked at; of more, each name matches one at most."""
 MAX_PATTERNS = 30
 """Patterns of names at most."""
+MAX_OPTIONAL = 900
+"""Properties that may be left out at most: llguidance follows 2,000 ways at once, two for each of them."""
 _CANDIDATES = 30
 """Listed properties that are tried as the one that must be there at most."""
 
@@ -209,6 +211,11 @@ def _members(
         for name, schema in listed.items()
         if schema != FALSE
     ]
+    if (optional := sum(not is_required for _, is_required in items)) > MAX_OPTIONAL:
+        refuse_at(
+            place,
+            f"{optional} properties may be left out, and {MAX_OPTIONAL} at most. Require more of them.",
+        )
     n_required = sum(is_required for _, is_required in items) + (last is not None)
     is_counted = case.least > n_required or (
         case.most is not None and (len(items) > case.most or free)

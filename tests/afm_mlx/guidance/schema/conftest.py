@@ -1,0 +1,58 @@
+"""Grammars of schemas, and documents that they have."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from llguidance import LLMatcher
+
+from afm_mlx.guidance.schema import schema_grammar
+from bench.json_schemas import Measurement, is_valid
+
+
+class Checker:
+    """Compares grammars with jsonschema."""
+
+    def __init__(self) -> None:
+        self._measurement = Measurement(0, 0)
+
+    def seed(self, rng) -> None:
+        """What is generated from here on follows from a generator."""
+        self._measurement.rng = rng
+
+    def check(self, schema, valid=(), invalid=(), generated=5) -> None:
+        """A grammar has the valid documents and not the invalid ones, and what it generates is valid."""
+        matcher = self.matcher(schema)
+        for document in valid:
+            assert is_valid(schema, document), f"no case: {document} is invalid"
+            assert self.has(matcher, document), f"{document} is rejected"
+        for document in invalid:
+            assert not is_valid(schema, document), f"no case: {document} is valid"
+            assert not self.has(matcher, document), f"{document} is accepted"
+        for _ in range(generated):
+            text, is_whole, error = self._measurement.sample(matcher)
+            assert not error, f"{error} after {text}"
+            assert not is_whole or is_valid(schema, json.loads(text)), f"{text} is invalid"
+
+    def matcher(self, schema) -> LLMatcher:
+        return self._measurement.compiled(schema_grammar(schema))
+
+    def has(self, matcher: LLMatcher, document) -> bool:
+        text = json.dumps(document, ensure_ascii=False)
+        return self._measurement.try_document(text, matcher)
+
+    def text(self, schema) -> str:
+        """A generated document, whole or cut."""
+        return self._measurement.sample(self.matcher(schema))[0]
+
+
+@pytest.fixture(scope="session")
+def _checker():
+    return Checker()
+
+
+@pytest.fixture
+def checker(_checker, rng):
+    _checker.seed(rng)
+    return _checker

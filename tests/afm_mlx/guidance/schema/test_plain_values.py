@@ -1,0 +1,116 @@
+"""Strings and numbers."""
+
+import json
+
+import pytest
+
+from afm_mlx.errors import ConstraintError
+from afm_mlx.guidance.schema import schema_grammar
+from afm_mlx.guidance.schema.numbers import Numbers, exact, number_terminals
+from afm_mlx.guidance.schema.regular import has_text
+from tests.tools.cases import each
+
+
+@each(
+    "schema, valid, invalid",
+    [
+        ({"type": "string", "minLength": 1, "maxLength": 2}, ["a", "é😀"], ["", "abc"]),
+        ({"type": "string"}, ["", 'a"\\\n/\t'], [1]),
+        ({"enum": ["\x00\x7f", "a"]}, ["a"], ["b"]),
+        ({"type": "string", "pattern": "^[a-c]+$", "not": {"pattern": "bb"}}, ["abc", "bab"], ["abb", "d"]),
+        ({"type": "string", "pattern": "^(?!no).*$", "maxLength": 3}, ["yes", "on"], ["no", "nox"]),
+        ({"type": "string", "pattern": "^((?!no).)*$"}, ["yes", "on"], ["a no b"]),
+        ({"type": "string", "pattern": '^["\\\\/\\n]+$'}, ['"\\\n/'], ["n"]),
+        ({"type": "string", "format": "date", "minLength": 3}, ["2024-02-28"], []),
+        ({"type": "string", "format": "date", "enum": ["soon"]}, ["soon"], ["2024-02-28"]),
+        ({"type": "string", "format": "date", "pattern": "^x"}, ["x"], ["2024-02-28"]),
+        ({"type": "string", "format": "of-a-company"}, ["anything"], []),
+        ({"type": "integer", "minimum": -2, "exclusiveMaximum": 11}, [-2, 10, 0], [-3, 11, 1.5]),
+        ({"type": "integer", "multipleOf": 7, "minimum": 1}, [7, 700], [1, 0]),
+        ({"type": "integer", "multipleOf": 0.01}, [3, -70], [1.5]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 1}, [0.5, 1, 0.001], [0, 1.01, -1]),
+        ({"type": "number", "minimum": 1.25, "maximum": 1.5}, [1.25, 1.3, 1.5], [1.24, 1.51, 1]),
+        ({"type": "number"}, [1e5, -0.5, 1e-05, 0], ["1"]),
+        ({"enum": [1, 2.5, "a", None, True]}, [1, 2.5, "a", None, True], [2, False]),
+        ({"const": 1.0, "type": "integer"}, [1], [2]),
+    ],
+)  # fmt: skip
+def test_plain_values_keep_their_meaning(checker, schema, valid, invalid):
+    checker.check(schema, valid, invalid)
+
+
+def test_bounds_of_decimals(rng):
+    """All texts of some decimals, against exact fractions, for random bounds."""
+    bounds = [
+        "0",
+        "1",
+        "-1",
+        "5",
+        "10",
+        "0.5",
+        "0.05",
+        "1.25",
+        "99.99",
+        "-3.14",
+        "12345",
+        "1e3",
+        "-0.01",
+    ]
+    texts = [f"{rng.uniform(-20, 20):.{rng.integers(5)}f}" for _ in range(10)]
+    texts += [
+        "0",
+        "5",
+        "9",
+        "10",
+        "11",
+        "99",
+        "-11",
+        "0.50",
+        "-0.5",
+        "10.01",
+        "99.99",
+        "100.000",
+        "12345",
+    ]
+    for _ in range(25):
+        low, high = sorted(exact(str(text)) for text in rng.choice(bounds, 2))
+        above, below = rng.random(2) < 0.4
+        kinds = [None, None, True, False]
+        numbers = Numbers(
+            kinds[rng.integers(4)],
+            low if rng.random() < 0.6 else None,
+            bool(above),
+            high if rng.random() < 0.6 else None,
+            bool(below),
+            excluded=frozenset(map(exact, rng.choice(bounds, int(rng.integers(2))).tolist())),
+        )
+        terminals = [] if numbers.is_void() else number_terminals(numbers)
+        for text in texts:
+            if exact(text) or not text.startswith("-"):  # zero has no sign
+                assert any(has_text(t, text) for t in terminals) is numbers.has(text), (
+                    numbers,
+                    text,
+                )
+
+
+@each(
+    "schema, reason",
+    [
+        ({"type": "number", "multipleOf": 0.01}, "#/multipleOf is 0.01"),
+        ({"type": "integer", "minimum": 10**20}, "beyond 64 bits"),
+        ({"type": "string", "minLength": 10**9}, "#/minLength is 1000000000"),
+        ({"type": "string", "pattern": "(a"}, r"#/pattern is '\(a'"),
+        ({"type": "string", "pattern": r"(a)\1"}, "back-reference"),
+        ({"type": "string", "pattern": r"\bword"}, "word border"),
+        ({"type": "string", "pattern": "(?<=a)b"}, "look-behind"),
+        ({"type": "string", "pattern": "^a$", "minLength": 2}, "no document can be valid"),
+    ],
+)
+def test_what_can_not_be_written_is_refused(schema, reason):
+    with pytest.raises(ConstraintError, match=reason):
+        schema_grammar({"properties": {}, **schema})
+
+
+def test_texts_are_as_json_dumps_writes_them(checker):
+    schema = {"const": {"a": [1, "x"], "b": {"c": None}}}
+    assert checker.text(schema) == json.dumps(schema["const"])

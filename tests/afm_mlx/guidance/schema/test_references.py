@@ -1,0 +1,76 @@
+"""References, drafts, and schemas without an end."""
+
+import pytest
+
+from afm_mlx.errors import ConstraintError
+from afm_mlx.guidance.schema import schema_grammar
+from tests.tools.cases import each
+
+DRAFT = "http://json-schema.org/draft-0{}/schema#"
+NULL = {"type": "null"}
+
+
+@each(
+    "schema, valid, invalid",
+    [
+        ({"$defs": {"a~b/c": NULL}, "$ref": "#/$defs/a~0b~1c"}, [None], [1]),
+        ({"$defs": {"x": {"$anchor": "here", **NULL}}, "$ref": "#here"}, [None], [1]),
+        ({"$id": "http://a/b", "$defs": {"x": {"$id": "c", "$defs": {"y": NULL}, "$ref": "#/$defs/y"}},
+         "$ref": "c"}, [None], [1]),
+        ({"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}, "minimum": 3}, [3], [2, "a"]),
+        ({"type": "object", "properties": {"n": {"$ref": "#"}}, "additionalProperties": False},
+         [{"n": {"n": {}}}], [{"n": 1}]),
+        ({"$ref": "https://json-schema.org/draft/2020-12/schema"}, [True, {"type": "null"}], [1, {"type": 1}]),
+        ({"$id": "http://a/tree", "$dynamicAnchor": "node", "type": "array", "items": {"$dynamicRef": "#node"}},
+         [[], [[]]], [[1]]),
+        ({"$schema": DRAFT.format(7), "$ref": "#/definitions/x", "minimum": 5, "definitions": {"x": NULL}},
+         [None], ["a"]),
+        ({"$schema": DRAFT.format(7), "items": [NULL], "additionalItems": False},
+         [[], [None], 5], [[1], [None, 1]]),
+        ({"$schema": DRAFT.format(7), "dependencies": {"a": ["b"], "c": {"required": ["d"]}}},
+         [{}, {"a": 1, "b": 1}], [{"a": 1}, {"c": 1}]),
+        ({"$schema": DRAFT.format(4), "minimum": 3, "exclusiveMinimum": True, "type": "integer"}, [4], [3]),
+        ({"$schema": DRAFT.format(4), "id": "http://a/b", "definitions": {"x": NULL},
+         "items": {"$ref": "b#/definitions/x"}}, [[None]], [[1]]),
+        # Without $schema, by forms that only older drafts have.
+        ({"minimum": 3, "exclusiveMinimum": True, "type": "integer"}, [4], [3]),
+        ({"type": "array", "items": [NULL], "additionalItems": False}, [[None]], [[1]]),
+        # Draft 4 has no const: honoured, as that rules documents out, but it is no reason to be invalid.
+        ({"$schema": DRAFT.format(4), "type": "integer", "const": 3}, [3], []),
+    ],
+)  # fmt: skip
+def test_references_and_drafts_keep_their_meaning(checker, schema, valid, invalid):
+    checker.check(schema, valid, invalid)
+
+
+@each(
+    "schema, place",
+    [
+        ({"$ref": "#"}, "at #, a schema refers to itself without an end"),
+        ({"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}, {}]}}, "$ref": "#/$defs/a"},
+         "at #/\\$defs/a, a schema refers"),
+        ({"type": "object", "properties": {"n": {"$ref": "#"}}, "required": ["n"]}, "without an end"),
+        ({"type": "array", "items": {"$ref": "#"}, "minItems": 1}, "without an end"),
+        ({"properties": {"a": {"$ref": "#/$defs/x"}}}, "#/properties/a/\\$ref is '#/\\$defs/x'"),
+        ({"$ref": "http://example.com/schema"}, "nothing is fetched"),
+        ({"$schema": DRAFT.format(3), "type": "string"}, "#/\\$schema"),
+        (False, "at #, no document can be valid"),
+        ({"type": "object", "properties": {"a": False}, "required": ["a"]}, "at #/properties/a, no document"),
+        ({"properties": {"a": {"enum": []}}}, r"#/properties/a/enum is \[\]"),
+        ({"properties": {"a/b": {"type": "text"}}}, "#/properties/a~1b/type is 'text'"),
+        ({"type": "object", "x-order": "a"}, "#/x-order is 'a'"),
+        ({"required": "a"}, "#/required is 'a'"),
+        ({"anyOf": []}, "#/anyOf is"),
+        ({"items": 5}, "#/items is 5"),
+    ],
+)  # fmt: skip
+def test_refusals_name_the_place(schema, place):
+    with pytest.raises(ConstraintError, match=place):
+        schema_grammar(schema)
+
+
+def test_options_of_llguidance_in_a_schema_do_nothing():
+    schema = {"type": "array", "items": NULL}
+    assert schema_grammar(
+        {**schema, "x-guidance": {"lenient": True, "item_separator": ";"}}
+    ) == schema_grammar(schema)
