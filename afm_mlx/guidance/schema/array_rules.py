@@ -2,7 +2,8 @@
 
 Unique items can't be told by a grammar that forgets them. So items are put into slots, and each slot is taken
 once at most: a listed value is a slot of its own, other strings share one by their first letter, numbers by
-their sign and first digit, and all arrays and all objects share one each. Items in different slots differ.
+their sign and first digit, objects by the value of one property; lists and other objects have one slot. Items
+in different slots differ.
 """
 
 from __future__ import annotations
@@ -125,9 +126,7 @@ def _distinct(case: Arrays, builder: Builder, place: str) -> Rule:
     """Items of which no two share a slot."""
     items = builder.expansion.cases(case.items)
     if items and all(isinstance(item, Objects) for item in items):
-        options = _object_slots(case.items, items, builder, place)
-    elif items and all(isinstance(item, Arrays) for item in items):
-        refuse(pointer(place, "uniqueItems"), True, f"lists in a list {_NOT_TOLD}")
+        options = _object_slots(case.items, items, builder)
     else:
         listed = _listed_values(items)
         options = [pair for item in items for pair in _slots(item, listed, builder, place)]
@@ -139,9 +138,6 @@ def _distinct(case: Arrays, builder: Builder, place: str) -> Rule:
             f"with these items only {count} can be told apart, and minItems is {case.least}. Use fewer.",
         )
     return ("distinct", tuple(options), case.least, case.most)
-
-
-_NOT_TOLD = "can't be told apart. Leave it out, or set maxItems to 1."
 
 
 def _listed_values(items: tuple[Case, ...]) -> set[type]:
@@ -180,9 +176,9 @@ def _slots(item: Case, listed: set[type], builder: Builder, place: str) -> list[
 
 
 def _object_slots(
-    schema: Formula, items: tuple[Case, ...], builder: Builder, place: str
+    schema: Formula, items: tuple[Case, ...], builder: Builder
 ) -> list[tuple[str, Rule]]:
-    """Objects by the value of one property, which all of them have then."""
+    """Objects by the value of one property, which all of them have then; without such a property, one slot."""
     document = builder.expansion.document
     listed = [item.listed() for item in items if isinstance(item, Objects)]
     required = [item.required for item in items if isinstance(item, Objects)]
@@ -197,11 +193,7 @@ def _object_slots(
                 options.append((slot, builder.value(part)))
         if len(options) > 1:
             return options
-    refuse(
-        pointer(place, "uniqueItems"),
-        True,
-        f"objects without a listed property of text or integers {_NOT_TOLD}",
-    )
+    return [("an object", builder.value(schema))]
 
 
 _STARTS = {c: f"^[{c}{c.upper()}]" for c in string.ascii_lowercase} | {

@@ -12,7 +12,7 @@ from itertools import combinations
 
 from afm_mlx.guidance.schema.builder import Builder
 from afm_mlx.guidance.schema.cases import Layer, Objects, Some, Strings
-from afm_mlx.guidance.schema.formulas import FALSE, Formula, conjunction
+from afm_mlx.guidance.schema.formulas import FALSE, TRUE, Formula, conjunction
 from afm_mlx.guidance.schema.patterns import is_like, searched
 from afm_mlx.guidance.schema.refusals import pointer, refuse, refuse_at
 from afm_mlx.guidance.schema.regular import Expr, both, complement, literal, quoted_text, union
@@ -42,6 +42,7 @@ MAX_OPTIONAL = 900
 _CANDIDATES = 30
 """Listed properties that are tried as the one that must be there at most."""
 
+ANY_PROPERTY = Some(TRUE)
 Item = tuple[Rule, bool]
 
 
@@ -118,7 +119,7 @@ def _free(
     listed: dict[str, Formula],
     builder: Builder,
     place: str,
-    some: Some | None = None,
+    some: Some = ANY_PROPERTY,
 ) -> list[Rule]:
     """Properties that are not known by name: rules of a name and its value.
 
@@ -131,34 +132,23 @@ def _free(
     """
     if _finite_names(case, builder) is not None:
         return []
-    patterns = list(dict.fromkeys(text for layer in case.layers for text, _ in layer.patterns))
-    if some is not None:
-        own = ([some.like] if some.like is not None else []) + list(some.unlike)
-        patterns = list(dict.fromkeys([*patterns, *own]))
+    named = [text for layer in case.layers for text, _ in layer.patterns]
+    needed = () if some.like is None else (some.like,)
+    patterns = list(dict.fromkeys([*named, *needed, *some.unlike]))
     if len(patterns) > MAX_PATTERNS:
-        refuse(
-            pointer(place, "patternProperties"),
-            patterns,
-            f"at most {MAX_PATTERNS} patterns are followed.",
-        )
+        at = pointer(place, "patternProperties")
+        refuse(at, patterns, f"at most {MAX_PATTERNS} patterns are followed.")
+    taken = [literal(name) for name in dict.fromkeys([*listed, *some.besides])]
     result = []
-    taken = [literal(name) for name in dict.fromkeys([*listed, *(some.besides if some else ())])]
     for matched in _combinations(patterns):
-        if some and (
-            any(text in matched for text in some.unlike) or (some.like and some.like not in matched)
-        ):
-            continue
-        schema = (
-            _free_value(case, matched)
-            if some is None
-            else conjunction(_free_value(case, matched), some.value)
-        )
-        if schema == FALSE:
+        schema = conjunction(_free_value(case, matched), some.value)
+        is_kind = set(needed) <= set(matched) and not set(some.unlike) & set(matched)
+        if schema == FALSE or not is_kind:
             continue
         parts = [searched(text, wide=False) for text in matched]
         parts += [complement(searched(text, wide=True)) for text in patterns if text not in matched]
         parts += [complement(union(*taken))] if taken else []
-        names = _names(case.names + ((some.name,) if some else ()), parts, builder)
+        names = _names((*case.names, some.name), parts, builder)
         result += [seq(terminal(name), COLON, builder.value(schema)) for name in names]
     return result
 

@@ -42,6 +42,12 @@ class Checker:
         text = json.dumps(document, ensure_ascii=False)
         return self._measurement.try_document(text, matcher)
 
+    def generated(self, matcher: LLMatcher):
+        """A generated document; None when it was cut."""
+        text, is_whole, error = self._measurement.sample(matcher)
+        assert not error, f"{error} after {text}"
+        return json.loads(text) if is_whole else None
+
     def text(self, schema) -> str:
         """A generated document, whole or cut."""
         return self._measurement.sample(self.matcher(schema))[0]

@@ -1,11 +1,14 @@
 """Strings and numbers."""
 
 import json
+from datetime import datetime
 
 import pytest
+from jsonschema import FormatChecker
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema import schema_grammar
+from afm_mlx.guidance.schema.formats import PATTERNS
 from afm_mlx.guidance.schema.numbers import Numbers, exact, number_terminals
 from afm_mlx.guidance.schema.regular import has_text
 from tests.tools.cases import each
@@ -109,6 +112,17 @@ def test_bounds_of_decimals(rng):
 def test_what_can_not_be_written_is_refused(schema, reason):
     with pytest.raises(ConstraintError, match=reason):
         schema_grammar({"properties": {}, **schema})
+
+
+def test_what_is_generated_has_its_format(checker):
+    """By jsonschema's checks, of which some need no other package."""
+    formats = FormatChecker(["date", "email", "ipv4", "ipv6", "uuid", "idn-email"])
+    for name in PATTERNS:
+        matcher = checker.matcher({"type": "string", "format": name})
+        for text in (checker.generated(matcher) for _ in range(10)):
+            assert text is None or formats.conforms(text, name), (name, text)
+            if name in ("date-time", "time") and text:
+                assert datetime.fromisoformat(text if "T" in text else f"2000-01-01T{text}")
 
 
 def test_texts_are_as_json_dumps_writes_them(checker):
