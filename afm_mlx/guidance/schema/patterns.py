@@ -56,7 +56,7 @@ _DOT = (
 _ESCAPES = {"n": 0xA, "r": 0xD, "t": 0x9, "f": 0xC, "v": 0xB, "0": 0}
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=256)
 def searched(pattern: str, *, wide: bool) -> Expr:
     """The strings in which a pattern is found.
 
@@ -70,7 +70,7 @@ def searched(pattern: str, *, wide: bool) -> Expr:
     return _found(_parsed(pattern), wide)
 
 
-@lru_cache(maxsize=16384)
+@lru_cache(maxsize=4096)
 def is_like(pattern: str, text: str) -> bool | None:
     """Whether a pattern is found in a text; None when that depends on the rules.
 
@@ -81,7 +81,7 @@ def is_like(pattern: str, text: str) -> bool | None:
     return narrow if narrow == wide else None
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=256)
 def _parsed(pattern: str) -> Any:
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"it has more than {MAX_PATTERN} characters")

@@ -120,7 +120,7 @@ def _lark(expr: Expr, negated: bool) -> str:
     return f"({' '.join(parts)})" if kind == "cat" else f"({' | '.join(parts)})"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _is_plain(expr: Expr) -> bool:
     """Whether an expression has neither `and` nor `not`."""
     if expr[0] in ("and", "not"):
@@ -144,7 +144,7 @@ def _regex(expr: Expr, negated: bool) -> str:
     return f"(?:{_regex(expr[1], negated)}){{{expr[2]},{high}}}"
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)
 def _chars(ranges: Ranges, negated: bool) -> str:
     """One character's JSON text. Control characters without a short escape are left out where others do.
 
@@ -179,13 +179,13 @@ def _bytes() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
-@lru_cache(maxsize=2048)
+@lru_cache(maxsize=256)
 def _matcher(terminal: str) -> LLMatcher:
     lark = f"start: X\nX: {terminal}"
     return LLMatcher(_bytes(), LLMatcher.grammar_from_lark(lark), log_level=0, limits=_LIMITS)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def is_empty(terminal: str) -> bool | None:
     """Whether no text is of a Lark terminal; None when llguidance can't tell within its limits."""
     matcher = _matcher(terminal).deep_copy()
@@ -207,7 +207,7 @@ def matches(expr: Expr, text: str) -> bool:
     return has_text(f'"\\"" {_lark(expr, True)} "\\""', quoted_text(text))
 
 
-@lru_cache(maxsize=8192)
+@lru_cache(maxsize=256)
 def has_text(terminal: str, text: str) -> bool:
     """Whether a text is of a Lark terminal.
 

@@ -97,7 +97,7 @@ class Strings:
         return both(*parts)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def string_terminals(strings: Strings, *further: Expr) -> tuple[str, ...]:
     """Right sides of Lark terminals whose texts are the strings of a set.
 
