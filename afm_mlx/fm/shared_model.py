@@ -40,6 +40,7 @@ class SharedModel:
         self._loading: Future[None] | None = None
         self._lock = threading.Lock()
         self._adapters: dict[str, Path] = {}  # those that were asked for by a folder
+        self._folder: Path | None = None
         self._context: int | None = None
         self._tokenizer: Any = None
         self._engine: AsyncEngine | None = None
@@ -76,7 +77,7 @@ class SharedModel:
 
     def _found_context(self) -> int:
         if isinstance(self._source, str):
-            path = resolve_model(self._source) / "config.json"
+            path = self._found() / "config.json"
             values = read_config_json(path)
             if is_afm_config(values):
                 return ModelConfig.from_dict(values, source=str(path)).context_length
@@ -87,6 +88,13 @@ class SharedModel:
             known = getattr(args, name, None)
         return known if isinstance(known, int) else sys.maxsize
 
+    def _found(self) -> Path:
+        """The model's folder; a hub id is fetched once."""
+        assert isinstance(self._source, str)
+        if self._folder is None:
+            self._folder = resolve_model(self._source)
+        return self._folder
+
     # -- loading
 
     async def load(self) -> None:
@@ -95,6 +103,12 @@ class SharedModel:
         Raises:
             AFMError: what is wrong with it.
         """
+        if self._engine is not None:
+            return
+        if isinstance(self._source, str):
+            await asyncio.to_thread(
+                self._found
+            )  # other models' rows don't wait for what is fetched
         with self._lock:
             failed = (
                 self._loading is not None and self._loading.done() and self._loading.exception()
@@ -106,24 +120,32 @@ class SharedModel:
         await asyncio.shield(asyncio.wrap_future(loading))
 
     def _load(self) -> None:
-        folder = None
         if isinstance(self._source, str):
-            folder = resolve_model(self._source)
-            model, self._tokenizer = load(folder)
+            model, self._tokenizer = load(self._found())
         else:
             model, self._tokenizer = self._source
         if self._pool is None:
-            pool = _made_pool(model, folder)
-            with self._lock:
-                for name, path in self._adapters.items():
-                    if pool is None:
-                        raise RequestError(
-                            f"The adapter {shown(name)} can't be used: the model has one that all rows use. "
-                            "Take that off (detach_adapter)."
-                        )
-                    pool.register(name, path)
-                self._pool = pool
+            self._make_pool(model)
         self._engine = AsyncEngine(model, self._tokenizer, adapters=self._pool)
+
+    def _make_pool(self, model: Any) -> None:
+        """Make a pool of the model's adapters, unless it has one that all rows use."""
+        active = active_adapters(model)
+        is_taken = active is not None and active.batch is not None
+        pool = None if is_taken else AdapterPool(model, base_folder=self._folder)
+        own = model_adapters(self._folder) if self._folder else {}
+        with self._lock:
+            if pool is None and self._adapters:
+                raise RequestError(
+                    f"The adapters {', '.join(self._adapters)} can't be used: the model has one that all rows "
+                    "use. Take that off (detach_adapter)."
+                )
+            for name, path in own.items():
+                self._adapters.setdefault(name, path.resolve())
+            if pool is not None:
+                for name, path in self._adapters.items():
+                    pool.register(name, path)
+            self._pool = pool
 
     def register(self, adapters: Mapping[str, str | Path]) -> None:
         """Give adapters of the model names.
@@ -135,16 +157,16 @@ class SharedModel:
         for name, path in adapters.items():
             folder = Path(os.path.expanduser(path)).resolve()
             with self._lock:
-                if self._adapters.setdefault(name, folder) != folder:
+                if self._adapters.get(name, folder) != folder:
                     raise RequestError(
                         f"The adapter {shown(name)} is {self._adapters[name]} already, and can't be {folder}, "
                         "too. Take another name."
                     )
-                if self._pool is not None and name not in self._pool.registered:
-                    self._pool.register(name, folder)
-                elif not folder.exists():
-                    del self._adapters[name]
+                if not folder.exists():
                     raise RequestError(f"The adapter {shown(name)}: there is no {folder}.")
+                if self._pool is not None and name not in self._adapters:
+                    self._pool.register(name, folder)
+                self._adapters[name] = folder
 
     # -- tokens
 
@@ -161,17 +183,6 @@ class SharedModel:
         """
         given = {"tools": list(tools)} if tools else {}
         return list(self._tokenizer.apply_chat_template(list(messages), **given, **options))
-
-
-def _made_pool(model: Any, folder: Path | None) -> AdapterPool | None:
-    """A pool with the adapters that come with a model; None when the model has one that all rows use."""
-    active = active_adapters(model)
-    if active is not None and active.batch is not None:
-        return None
-    pool = AdapterPool(model, base_folder=folder)
-    for name, path in (model_adapters(folder) if folder else {}).items():
-        pool.register(name, path)
-    return pool
 
 
 _models: weakref.WeakValueDictionary[Any, SharedModel] = weakref.WeakValueDictionary()

@@ -132,7 +132,9 @@ def test_a_seed_draws_the_same_when_products_are_rounded_otherwise(rng):
     """The last bits of a log-probability change the order of the most likely tokens, and not what is drawn."""
     logits = np.repeat(rng.standard_normal((1, 64)), 4, axis=1)  # four of each
     noise = 1e-6 * rng.standard_normal(logits.shape)
-    sampler = make_sampler(temp=1.0, top_k=16)  # four times four, as long as the noise is smaller than steps
+    sampler = make_sampler(
+        temp=1.0, top_k=16
+    )  # four times four, as long as the noise is smaller than steps
     for seed in range(50):
         drawn = []
         for values in (logits, logits + noise):

@@ -83,6 +83,18 @@ def test_adapters_are_names_of_folders_or_a_pool(nano, tmp_path):
     ):
         with pytest.raises(fm.AssetsUnavailableError, match=message):
             fm.SystemLanguageModel(model=nano, adapters=adapters)
+    # A name that is given takes the place of the model's own, until the model has been loaded.
+    own = fm.SystemLanguageModel(model=FOLDER, adapters={"todo": folders["triage"]})
+    with pytest.raises(fm.AssetsUnavailableError, match="triage already"):
+        fm.SystemLanguageModel(model=FOLDER, adapters={"todo": folders["todo"]})
+    text = "Triage this message:\nWhere is order K482?"
+    answer = asyncio.run(fm.LanguageModelSession(model=own, adapter="todo").respond(text))
+    assert answer.startswith("Priority")
+    with pytest.raises(fm.AssetsUnavailableError, match="redact already"):
+        fm.SystemLanguageModel(model=FOLDER, adapters={"redact": folders["todo"]})
+    fm.SystemLanguageModel(model=FOLDER, adapters={"new": folders["triage"]})
+    same = asyncio.run(fm.LanguageModelSession(model=own, adapter="new").respond(text))
+    assert same == answer
     pool = AdapterPool(nano[0])
     pool.register("mine", folders["todo"])
     with pytest.raises(fm.AssetsUnavailableError, match="belongs to one model"):
