@@ -65,6 +65,7 @@ def test_use_cases_and_guardrails_are_kept_and_unknown_ones_replaced():
     class Other:
         value = 999
 
+    assert [int(reason) for reason in fm.SystemLanguageModelUnavailableReason] == [0, 1, 2, 255]
     tagging = fm.SystemLanguageModelUseCase.CONTENT_TAGGING
     permissive = fm.SystemLanguageModelGuardrails.PERMISSIVE_CONTENT_TRANSFORMATIONS
     model = fm.SystemLanguageModel(tagging, permissive)
