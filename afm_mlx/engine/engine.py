@@ -36,8 +36,8 @@ from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row import Prepared, Row
 from afm_mlx.engine.row_adapters import RowAdapters
 from afm_mlx.engine.row_caches import RowCaches, hand_back
-from afm_mlx.engine.waiting_rows import WaitingRows
 from afm_mlx.engine.sampling import no_token, sample
+from afm_mlx.engine.waiting_rows import WaitingRows
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.guidance.matcher import Matcher
 from afm_mlx.kernels import dispatch

@@ -155,7 +155,7 @@ class Plain:
         (
             {"json_schema": {"type": "string", "pattern": "("}},
             fm.InvalidGenerationSchemaError,
-            "unclosed group",
+            "without its",
         ),
     ],
 )

@@ -40,6 +40,22 @@ def test_by_default_a_full_context_is_an_error(model):
     assert asyncio.run(endless.respond("Hi"))
 
 
+def test_a_prompt_leaves_room_for_a_token_at_least(model, monkeypatch):
+    async def answer():
+        session = fm.LanguageModelSession(model=model)
+        await session.respond(PROMPT, options=fm.GenerationOptions(maximum_response_tokens=1))
+        return session.last_answer.prompt_tokens
+
+    tokens = asyncio.run(answer())
+    monkeypatch.setattr(model._shared, "_context", tokens + 1)
+    assert asyncio.run(answer()) == tokens
+    monkeypatch.setattr(model._shared, "_context", tokens)
+    with pytest.raises(
+        fm.ExceededContextWindowSizeError, match=f"takes {tokens} tokens of {tokens}"
+    ):
+        asyncio.run(answer())
+
+
 def test_the_oldest_turns_are_dropped(model):
     session = fm.LanguageModelSession("Be brief.", model, context_policy="drop_oldest")
     sizes = asyncio.run(talk(session, 10))
