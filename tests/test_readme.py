@@ -114,9 +114,9 @@ def test_every_command_of_the_program_is_shown():
 
 
 def test_the_python_compiles_and_names_what_the_commands_made():
-    first, second = blocks(README, "python")
-    compile(first, "README.md", "exec")
-    compile(second, "README.md", "exec")
+    first, sessions, second = blocks(README, "python")
+    for block in (first, sessions, second):
+        compile(block, "README.md", "exec")
     named = re.findall(r"(?:load|register)\(.*?\"([^\"]+)\"\)", second)
     assert len(named) == 3
     assert set(named) <= follow(commands(section(RUN)))
@@ -140,6 +140,15 @@ def test_all_of_it_runs(tmp_path):
         run(["/bin/sh", "-c", command], tmp_path, "/exit\n")
     for python in blocks(README, "python"):
         run([sys.executable, "-c", python], tmp_path)
+
+
+@pytest.mark.slow
+def test_sessions_answer_as_shown():
+    (block,) = [b for b in blocks(README, "python") if "fm." in b]
+    printed = run([sys.executable, "-c", block], ROOT).splitlines()
+    prose = " ".join(section("Sessions").split())
+    assert len(printed) == 2
+    assert all(f"`{line}`" in prose for line in printed)
 
 
 @pytest.mark.slow
