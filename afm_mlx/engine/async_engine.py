@@ -124,7 +124,7 @@ class AsyncEngine:
     def _cancel(self, stream: _Stream) -> None:
         if self._streams.pop(stream.row, None) is not None:
             self._made().cancel(stream.row)
-            stream.close(asyncio.CancelledError())
+            stream.close(None)
 
     def _queue_turn(self) -> None:
         if not self._turn_is_queued:
@@ -212,8 +212,8 @@ class _Stream:
         self.close(error)
         self.put(Response(self.row, -1, "", None, "error", error))
 
-    def close(self, error: BaseException | None) -> None:
-        """Give the cache back, with what it holds after success, an error or a cancellation."""
+    def close(self, error: Exception | None) -> None:
+        """Give the cache back, with what it holds after an answer, a part of one, or an error."""
         self._run = None
         self._lent.__exit__(None if error is None else type(error), error, None)
 

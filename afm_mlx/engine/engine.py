@@ -198,7 +198,10 @@ class Engine:
         return self.tokenizer.detokenizer
 
     def cancel(self, row_id: int) -> None:
-        """Drop a row, wherever it is; unknown and finished ids are ignored."""
+        """Drop a row, wherever it is; unknown and finished ids are ignored.
+
+        The request's cache then holds prompt and answer as far as they came, or what it held before.
+        """
         self._home.call(self._cancel, row_id)
 
     def _cancel(self, row_id: int) -> None:
@@ -210,7 +213,8 @@ class Engine:
             if all(row.id in self._prefill.cancelled for row in self._prefill.batch.rows):
                 self._prefill.batch.drop(self._prefill.cancelled)
                 self._prefill = None
-        self._batch.drop({row_id})
+        if any(row.id == row_id for row in self._batch.rows):
+            self._leave({row_id})
 
     def drop_started(self) -> list[int]:
         """Drop every row of which anything was computed or told, after a step that raised.
@@ -366,7 +370,7 @@ class Engine:
         self._prefill = Prefill.of([row], self._caches.merged([cache]) if others else cache)
 
     def _leave(self, finished: set[int]) -> None:
-        """Take finished rows out of the batch, and hand their caches back to the callers."""
+        """Take finished or cancelled rows out of the batch, and hand their caches back to the callers."""
         for i, row in enumerate(self._batch.rows):
             if row.id in finished and row.request.cache is not None:
                 mine = [layer.extract(i) for layer in self._batch.cache]

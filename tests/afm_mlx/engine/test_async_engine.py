@@ -233,11 +233,11 @@ def test_a_prompt_goes_on_from_what_the_caches_hold(rng, model, tokenizer, engin
         async with aclosing(engine.stream(Request([*first, 1, 2], -1), caches)) as responses:
             await anext(responses)
         second = await turn([*first, 1, 2])
-        assert fed == [9, 3]
+        assert fed == [9, 1]  # the row that was left had computed the rest
         with pytest.raises(ZeroDivisionError):
             await turn([*second, 3], logits_processors=[lambda tokens, logits: 1 / 0])
         assert await turn([*second, 3]) == await turn([*second, 3])
-        assert fed == [9, 3, 1, 1]
+        assert fed == [9, 1, 1, 1]
         with pytest.raises(RequestError, match="caches to choose one"):
             await answer(engine, prompt, caches=caches, cache=model.make_cache())
 
