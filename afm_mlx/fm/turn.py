@@ -91,58 +91,44 @@ class Turn:
         Raises:
             FoundationModelsError: when there can't be an answer.
         """
-        asked = self._asked
-        choice = asked.tool_choice if self._tools else "none"
-        for round in range(asked.max_tool_rounds + 1):
-            if round == asked.max_tool_rounds:
-                choice = "none"
-            if choice != "none":
-                async with aclosing(self._with_calls(choice)) as texts:
-                    async for text in texts:
-                        yield text
-                if await self._make_calls():
-                    choice = "auto"  # what was required has been done
-                    continue
-                if asked.form.is_text:
-                    return
-            break
-        is_open = asked.form.is_text and bool(self._tools)
-        constraint = Constraint.text() if is_open else asked.form.constraint
-        async with aclosing(self._generated(constraint)) as texts:
-            async for text in texts:
-                yield text
+        rounds = self._asked.max_tool_rounds
+        choice = self._asked.tool_choice if self._tools else "none"
+        for round in range(rounds + 1):
+            choice = "none" if round == rounds else choice
+            async with aclosing(self._generated(await self._constraint(choice))) as texts:
+                async for text in texts:
+                    yield text if choice == "none" else text.partition(EXECUTABLE_START)[0]
+            if choice == "none" or not await self._make_calls():
+                return
+            choice = "auto"  # what was required has been done
 
-    async def _with_calls(self, choice: str) -> AsyncGenerator[str, None]:
-        """Generate an answer that may or must call tools; yield the text that comes before the calls.
+    async def _constraint(self, choice: str) -> Constraint | None:
+        """What the next answer must look like.
 
-        An answer under a schema ends as soon as it turns out to be text: it is generated anew under the schema.
+        Raises:
+            GenerationError: where no tools can be called, or not these.
         """
-        constraint = await self._calls_constraint(choice)
-        async with aclosing(self._generated(constraint)) as texts:
-            async for text in texts:
-                said, marker, _ = text.partition(EXECUTABLE_START)
-                if self._asked.form.is_text:
-                    yield said
-                elif said.strip() and not marker:
-                    return
-
-    async def _calls_constraint(self, choice: str) -> Constraint:
+        form = self._asked.form
+        if choice == "none":  # no calls, where the model has read of tools
+            return Constraint.text() if form.is_text and self._tools else form.constraint
         if not getattr(self._shared.tokenizer, "has_tool_calling", False):
             raise GenerationError(
                 f"The model {self._shared.name} can't call tools: its tokenizer has no "
                 f"{EXECUTABLE_START} and {EXECUTABLE_END}. Make the session without tools."
             )
+        definitions = with_whole_patterns(self._definitions)
         try:
-            definitions = with_whole_patterns(self._definitions)
-            return await asyncio.to_thread(tool_call_constraint, definitions, choice)
+            return await asyncio.to_thread(
+                tool_call_constraint, definitions, choice, form.constraint
+            )
         except ConstraintError as error:
             raise GenerationError(str(error)) from error
 
     async def _make_calls(self) -> bool:
         """Make the calls of the last answer; returns whether there were any."""
-        said, marker, rest = self.answer.text.partition(EXECUTABLE_START)
-        if not marker:
-            return False
+        if self._shared.tokenizer.convert_tokens_to_ids(EXECUTABLE_START) not in self.answer.tokens:
+            return False  # text may have the name of the mark
+        said, _, rest = self.answer.text.partition(EXECUTABLE_START)
         with translated(DecodingFailureError):
             calls = parse_tool_calls(rest.rpartition(EXECUTABLE_END)[0] or rest)
         ids = self.draft.add_tool_calls(calls, said)

@@ -24,7 +24,9 @@ MAX_CALLS = 16
 _TEXT = r"TEXT: /(.|\n)*/"
 
 
-def tool_call_constraint(tools: Sequence[Mapping[str, Any]], choice: str = "auto") -> Constraint:
+def tool_call_constraint(
+    tools: Sequence[Mapping[str, Any]], choice: str = "auto", answer: Constraint | None = None
+) -> Constraint:
     """The constraint of an answer in a chat with tools.
 
     Args:
@@ -32,12 +34,14 @@ def tool_call_constraint(tools: Sequence[Mapping[str, Any]], choice: str = "auto
             `parameters` may be called `arguments`, and none stands for any JSON object.
         choice: "auto" lets the model write text, calls, or both; "none" text only; "required" calls only; "one"
             exactly one call; the name of a tool exactly one call of that tool.
+        answer: what an answer without calls must look like: calls or that, then, and no text before calls. None
+            for any text.
 
     Raises:
         ConstraintError: for definitions or a choice that can't be honoured.
     """
     if choice == "none" or (not tools and choice == "auto"):
-        return Constraint.text()
+        return answer or Constraint.text()
     arguments = {
         name: schema for name, schema in _arguments(tools).items() if choice in (*CHOICES, name)
     }
@@ -46,11 +50,13 @@ def tool_call_constraint(tools: Sequence[Mapping[str, Any]], choice: str = "auto
             f"tool_choice is {shown(choice)}; allowed are {', '.join(CHOICES)}, or the name of a tool"
             f"{did_you_mean(choice, _arguments(tools))}."
         )
-    start = "start: TEXT calls?" if choice == "auto" else "start: calls"
+    start = "start: calls"
+    if choice == "auto":
+        start = "start: TEXT calls?" if answer is None else "start: calls | @answer"
     more = "" if choice not in ("auto", "required") else f' (", " call){{0,{MAX_CALLS - 1}}}'
     lines = [
         start,
-        _TEXT if choice == "auto" else "",
+        _TEXT if choice == "auto" and answer is None else "",
         f'calls: {EXECUTABLE_START} " ```function\\n[" call{more} "]```" {EXECUTABLE_END}',
         "call: " + " | ".join(f"call_{i}" for i in range(len(arguments))),
     ]
@@ -60,6 +66,9 @@ def tool_call_constraint(tools: Sequence[Mapping[str, Any]], choice: str = "auto
     grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(lines)}]
     for i, schema in enumerate(arguments.values()):
         grammars += named_grammars(schema_grammar(schema), f"arguments_{i}")
+    if choice == "auto" and answer is not None:
+        grammars += named_grammars(answer.grammar, "answer")
+        return Constraint(json.dumps({"grammars": grammars}), f"tool calls, or {answer.what}")
     return Constraint(json.dumps({"grammars": grammars}), "tool calls")
 
 

@@ -5,15 +5,18 @@ has the format all the same, where one of these patterns gives it; other formats
 company) say nothing. Where a schema needs a string that does *not* conform (in `not`, beside another
 alternative of `oneOf`), a format rules nothing out, as in `jsonschema`.
 
-Narrower than the formats: years have four digits from 1000 to 9999, February has 28 days, minutes no leap
-seconds, and international names are ASCII.
+Narrower than the formats: the year 0000, which Python does not know, and leap seconds are left out, and
+international names are ASCII.
 """
 
 from __future__ import annotations
 
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_BY_FOUR = "(?:0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"(?:[0-9]{{2}}{_BY_FOUR}|{_BY_FOUR}00)"
 _DATE = (
-    "[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
-    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
 )
 _TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,20}[A-Za-z0-9])?"

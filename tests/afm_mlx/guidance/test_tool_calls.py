@@ -5,6 +5,7 @@ import json
 import pytest
 
 from afm_mlx.errors import ConstraintError
+from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import MAX_CALLS, tool_call_constraint
 from tests.afm_mlx.guidance.test_constraint import is_whole
 from tests.tools.cases import each
@@ -60,6 +61,24 @@ def test_calls_are_those_of_declared_tools(choice, taken, refused):
 def test_without_tools_there_is_text_only():
     assert is_whole(tool_call_constraint([], "auto"), "Some text.")
     assert not is_whole(tool_call_constraint([], "auto"), calls(WEATHER))
+
+
+def test_an_answer_without_calls_may_have_a_form_of_its_own():
+    form = Constraint.json_schema(TIME)
+    either = tool_call_constraint(TOOLS, "auto", form)
+    for text in ('{"at": 7}', calls(WEATHER), calls(ALARM, SAY)):
+        assert is_whole(either, text)
+    for text in (
+        "",
+        "Text",
+        '{"at": "7"}',
+        'So: {"at": 7}',
+        "So: " + calls(WEATHER),
+        '{"at": 7}' + calls(SAY),
+    ):
+        assert not is_whole(either, text)
+    assert is_whole(tool_call_constraint(TOOLS, "none", form), '{"at": 7}')
+    assert not is_whole(tool_call_constraint(TOOLS, "required", form), '{"at": 7}')
 
 
 @each(

@@ -1,7 +1,7 @@
 """Strings and numbers."""
 
 import json
-from datetime import datetime
+from datetime import date, datetime
 
 import pytest
 from jsonschema import FormatChecker
@@ -123,6 +123,20 @@ def test_what_is_generated_has_its_format(checker):
             assert text is None or formats.conforms(text, name), (name, text)
             if name in ("date-time", "time") and text:
                 assert datetime.fromisoformat(text if "T" in text else f"2000-01-01T{text}")
+
+
+def test_dates_are_those_of_the_calendar(checker, rng):
+    matcher = checker.matcher({"type": "string", "format": "date"})
+    days = ["02-28", "02-29", "02-30", "04-30", "04-31", "12-31", "13-01", "00-10", "01-00"]
+    for year in (0, 1, 4, 100, 400, 1900, 2000, 2023, 2024, *rng.integers(1, 10_000, 20).tolist()):
+        for day in days:
+            text = f"{year:04}-{day}"
+            try:
+                date.fromisoformat(text)
+                is_day = True
+            except ValueError:
+                is_day = False
+            assert checker.has(matcher, text) == is_day, text
 
 
 def test_texts_are_as_json_dumps_writes_them(checker):
