@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
@@ -15,6 +16,8 @@ from afm_mlx.guidance.schema import schema_grammar
 
 MAX_TEXT = 1 << 20
 """Characters of a grammar, pattern or list of choices at most."""
+MAX_KEPT = 1 << 16
+"""Characters of a schema whose grammar is kept, at most."""
 LIMITS = LLParserLimits(verbose_errors=False)
 
 
@@ -39,7 +42,7 @@ class Constraint:
         Raises:
             ConstraintError: for a keyword that can't be honoured, with its place in the schema.
         """
-        return cls(schema_grammar(schema), "JSON schema")
+        return cls(_kept_grammar(schema), "JSON schema")
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
@@ -126,6 +129,20 @@ def named_grammars(grammar: str, name: str) -> list[dict[str, Any]]:
     parts = json.loads(grammar)["grammars"] if grammar[:1] == "{" else [{"lark_grammar": grammar}]
     first, *rest = parts
     return [{**first, "name": name}, *rest]
+
+
+def _kept_grammar(schema: Any) -> str:
+    """The grammar of a schema; those of the last schemas that are not large are kept."""
+    try:
+        text = json.dumps(schema)
+    except (TypeError, ValueError, RecursionError):  # what is wrong is said where it is compiled
+        return schema_grammar(schema)
+    return _grammar_of(text) if len(text) <= MAX_KEPT else schema_grammar(schema)
+
+
+@lru_cache(maxsize=64)
+def _grammar_of(text: str) -> str:
+    return schema_grammar(json.loads(text))
 
 
 def _check_text(text: Any, what: str) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from afm_mlx.errors import ConstraintError, did_you_mean, shown
 from afm_mlx.guidance.constraint import Constraint, literal, named_grammars
-from afm_mlx.guidance.schema import schema_grammar
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 CHOICES = ("auto", "none", "required", "one")
@@ -65,7 +64,7 @@ def tool_call_constraint(
         lines.append(f'call_{i}: {opening} @arguments_{i} "}}"')
     grammars: list[dict[str, Any]] = [{"lark_grammar": "\n".join(lines)}]
     for i, schema in enumerate(arguments.values()):
-        grammars += named_grammars(schema_grammar(schema), f"arguments_{i}")
+        grammars += named_grammars(Constraint.json_schema(schema).grammar, f"arguments_{i}")
     if choice == "auto" and answer is not None:
         grammars += named_grammars(answer.grammar, "answer")
         return Constraint(json.dumps({"grammars": grammars}), f"tool calls, or {answer.what}")

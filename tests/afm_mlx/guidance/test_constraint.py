@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.errors import ConstraintError
+from afm_mlx.guidance import constraint
 from afm_mlx.guidance.constraint import MAX_TEXT, Constraint
 from afm_mlx.guidance.matcher import Matcher, fill_masks
 from tests.tools.cases import each
@@ -92,3 +93,18 @@ def test_what_is_no_constraint_is_refused(make, words):
     with pytest.raises(ConstraintError) as refused:
         make()
     assert all(word in str(refused.value) for word in words), refused.value
+
+
+def test_grammars_of_schemas_are_kept_but_for_large_ones(monkeypatch):
+    compiled = []
+    compile_schema = constraint.schema_grammar
+    monkeypatch.setattr(
+        constraint, "schema_grammar", lambda s: (compiled.append(s), compile_schema(s))[1]
+    )
+    small, large = {"const": "kept once"}, {"const": "a" * constraint.MAX_KEPT}
+    for schema, count in ((small, 1), (large, 2)):
+        compiled.clear()
+        assert Constraint.json_schema(schema) == Constraint.json_schema(schema)
+        assert len(compiled) == count
+    with pytest.raises(ConstraintError):
+        Constraint.json_schema({"const": object()})
