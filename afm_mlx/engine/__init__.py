@@ -14,7 +14,8 @@
 | `typed_generation.py` | answers that are instances of Python types |
 """
 
+from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request, Response
 
-__all__ = ["Engine", "Request", "Response"]
+__all__ = ["AsyncEngine", "Engine", "Request", "Response"]
