@@ -3,67 +3,92 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import json
-import re
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, get_args, get_type_hints
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, get_args
 
 import msgspec
 
-from afm_mlx.errors import shown
+from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.fm.generable import Generable, GeneratedContent, as_instances
-from afm_mlx.fm.generable_utils import generation_schema, referenced_classes
-from afm_mlx.fm.generation_property import Schema, inner_types, without_none
+from afm_mlx.fm.generable_utils import generation_schema
+from afm_mlx.fm.generation_property import Property, Schema, inner_types, without_none
 from afm_mlx.fm.generation_schema import GenerationSchema
 from afm_mlx.fm.tool import Tool
+from afm_mlx.guidance.function_arguments import arguments_type
+from afm_mlx.guidance.type_fields import bare
+from afm_mlx.guidance.types import AnswerType, answer_type
 
 
 class FunctionTool(Tool):
     """A tool that calls a function; one that is not async runs in a thread, so that it may block.
 
     Its name is the function's, its description the first paragraph of the docstring. The model may leave out
-    parameters with a default. A Google-style `Args:` section describes parameters, and so does
+    parameters with a default. What the docstring says of arguments describes parameters, and so does
     `Annotated[T, msgspec.Meta(...)]`, which can also limit them.
 
     Args:
-        function: with a docstring, and with annotations that msgspec knows: plain types, lists, dicts,
-            `Literal`, enums, dataclasses, TypedDicts, dates and more.
+        function: with a docstring, and with annotations that are generable classes, lists or options of such,
+            or types that `answer_type` knows: plain types, lists, dicts, `Literal`, enums, dataclasses,
+            TypedDicts, dates, models of pydantic and more.
 
     Raises:
         TypeError: for a function without a docstring, a parameter without an annotation or with one that has no
             schema, and parameters that can't be given by name.
+        UnsupportedGuideError, InvalidGenerationSchemaError: for generable classes that no arguments can follow.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not inspect.isroutine(function):
             raise TypeError(f"A tool is made of a function, got {shown(function)}.")
         self._function = function
-        self.name = function.__name__
-        text = inspect.getdoc(function) or ""
-        self.description = " ".join(text.split("\n\n")[0].split())
+        self._generable: dict[str, Any] = {}  # types by the parameters that have them
+        self._answers = self._answer_type()
+        self._signature = inspect.signature(function)
+        self.name = self._answers.name
+        self.description = " ".join((self._answers.description or "").split("\n\n")[0].split())
         if not self.description:
             raise TypeError(
                 f"The function {self.name} has no docstring. Its first paragraph tells the model what the "
                 "tool is for: write one."
             )
-        self._hints = _annotations(function)
-        self._arguments = _arguments_type(function, self._hints, described_arguments(text))
         super().__init__()
+
+    def _answer_type(self) -> AnswerType:
+        def read_as(parameter: inspect.Parameter) -> Any:
+            hint = parameter.annotation
+            # A function whose default is None takes None for absent: the model leaves it out instead.
+            if parameter.default is None:
+                hint = without_none(hint)[0]
+            if not _has_generable(hint):
+                return hint
+            self._generable[parameter.name] = bare(hint)
+            notes = getattr(hint, "__metadata__", ())
+            return Annotated[Any, *notes] if notes else Any
+
+        try:
+            return answer_type(arguments_type(self._function, read_as))
+        except ConstraintError as error:
+            raise TypeError(
+                f"The function {self._function.__name__} can't be a tool: {error}"
+            ) from None
 
     @property
     def arguments_schema(self) -> GenerationSchema:
         """What the function's parameters look like."""
-        return _FunctionSchema(self._arguments, self.name)
+        return _FunctionSchema(self._answers, self._generable)
 
     async def call(self, args: GeneratedContent) -> str:
         """The function's result for these arguments; JSON, when it is no text.
 
         Raises:
+            TypeError: for an argument that is missing, and one that the function doesn't have.
             ValueError: for an argument of another type.
             Exception: what the function raises.
         """
-        given = {name: self._converted(name, value) for name, value in args.value().items()}
+        given = self._converted(args.value())
         if inspect.iscoroutinefunction(self._function):
             result = await self._function(**given)
         else:
@@ -76,111 +101,49 @@ class FunctionTool(Tool):
         except TypeError:  # an object of some class
             return str(result)
 
-    def _converted(self, name: str, value: Any) -> Any:
-        """An argument as the function's annotation has it; Python says which ones are missing or too many."""
-        hint = self._hints.get(name, Any)
-        if isinstance(inner_types(hint)[-1], Generable):
-            return as_instances(hint, value, name)
+    def _converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments as the function's annotations have them; Python says which are missing or too many."""
+        parameters = self._signature.bind(**arguments).signature.parameters
+        given = {
+            name: value
+            for name, value in arguments.items()
+            if value is not None or parameters[name].default is not None
+        }
         try:
-            return msgspec.convert(value, hint)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"The argument {name!r}: {error}.") from None
+            converted: dict[str, Any] = self._answers.instance(given)
+        except ConstraintError as error:
+            raise ValueError(str(error)) from None
+        for name in self._generable.keys() & converted.keys():
+            converted[name] = as_instances(self._generable[name], converted[name], name)
+        return converted
 
 
 class _FunctionSchema(GenerationSchema):
     """The schema of a function's parameters, in the dialect of generable classes."""
 
-    def __init__(self, arguments: type, name: str) -> None:
-        super().__init__(arguments)
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        return self._name
+    def __init__(self, answers: AnswerType, generable: Mapping[str, Any]) -> None:
+        properties = [Property(name, hint) for name, hint in generable.items()]
+        classes = {inner_types(hint)[-1] for hint in generable.values()}
+        nested = [generation_schema(c) for c in classes if isinstance(c, Generable)]
+        super().__init__(answers.kind, None, properties, nested)
+        self._answers = answers
 
     def to_dict(self) -> Schema:
-        try:
-            (root,), definitions = msgspec.json.schema_components(
-                [self.type_class], ref_template="#/$defs/{name}"
-            )
-        except TypeError as error:
+        schema = copy.deepcopy(self._answers.schema)
+        schema.pop("description", None)  # the tool's own
+        of_generable = super().to_dict()
+        for name, value in of_generable["properties"].items():
+            schema["properties"][name] |= value
+        definitions, others = of_generable.get("$defs", {}), schema.get("$defs", {})
+        if both := definitions.keys() & others.keys():
             raise TypeError(
-                f"The function {self.name} has a parameter without a schema: {error}"
-            ) from None
-        schema = definitions.pop(root["$ref"].removeprefix("#/$defs/"))
-        schema["title"] = self.name
-        for one in (schema, *definitions.values()):
-            if "properties" in one:
-                one |= {"additionalProperties": False, "x-order": list(one["properties"])}
-        # msgspec sees a dataclass in a generable class, and nothing of its guides.
-        for made in _generable_classes(get_type_hints(self.type_class).values()):
-            generation_schema(made).to_dict()  # raises for types and guides that can't be
-            definitions[made.__name__] = generation_schema(made).object_schema(
-                lambda inner: {"$ref": f"#/$defs/{inner.__name__}"}
+                f"The function {self.name} takes two classes of the name {min(both)}. Rename one."
             )
         if definitions:
-            schema["$defs"] = definitions
+            schema["$defs"] = others | definitions
         return schema
 
 
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return get_type_hints(function, include_extras=True)
-    except NameError as error:
-        raise TypeError(
-            f"An annotation of {function.__name__} can't be resolved: {error}."
-        ) from None
-
-
-def _arguments_type(
-    function: Callable[..., Any], hints: dict[str, Any], descriptions: dict[str, str]
-) -> type:
-    """A struct with a field for each parameter; those with a default may be absent."""
-    fields: list[Any] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise TypeError(
-                f"The parameter {parameter} of {function.__name__} can't be given by name, as a model does. "
-                "Name each parameter."
-            )
-        if name not in hints:
-            raise TypeError(
-                f"The parameter {name} of {function.__name__} has no annotation. Write its type."
-            )
-        hint = hints[name]
-        described = [msgspec.Meta(description=descriptions[name])] if name in descriptions else []
-        if parameter.default is parameter.empty:
-            fields.append((name, Annotated[hint, *described] if described else hint))
-            continue
-        # A function whose default is None takes None for absent: the model leaves it out instead.
-        if parameter.default is None:
-            hint = without_none(hint)[0]
-        hint = hint | msgspec.UnsetType
-        fields.append((name, Annotated[hint, *described] if described else hint, msgspec.UNSET))
-    return msgspec.defstruct(function.__name__, fields, kw_only=True)
-
-
-def _generable_classes(types: Iterable[Any]) -> list[Any]:
-    """The generable classes in some types, and those that their fields refer to."""
-    found = []
-    for one in types:
-        if isinstance(one, type) and isinstance(one, Generable):
-            found += [one, *referenced_classes(one)]
-        found += _generable_classes(get_args(one))
-    return found
-
-
-def described_arguments(docstring: str) -> dict[str, str]:
-    """What the `Args:` section of a Google-style docstring says about each argument.
-
-    Args:
-        docstring: without common indentation, as `inspect.getdoc` gives it.
-    """
-    section = re.search(
-        r"^(?:Args|Arguments|Parameters):[ ]*\n((?:[ \t]+.*\n?|[ \t]*\n)*)", docstring, re.M
-    )
-    if section is None:
-        return {}
-    entries = re.split(r"^(?=\S)", inspect.cleandoc("\n" + section[1]), flags=re.M)
-    found = (re.match(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)", entry, re.S) for entry in entries)
-    return {entry[1]: " ".join(entry[2].split()) for entry in found if entry and entry[2].strip()}
+def _has_generable(hint: Any) -> bool:
+    is_class = isinstance(hint, type) and isinstance(hint, Generable)
+    return is_class or any(map(_has_generable, get_args(hint)))

@@ -18,10 +18,17 @@ _REFUSED = {
 }
 
 
-def arguments_type(function: Callable[..., Any]) -> Any:
+def arguments_type(
+    function: Callable[..., Any], read_as: Callable[[inspect.Parameter], Any] | None = None
+) -> Any:
     """A `TypedDict` of a function's parameters, with the function's name and docstring.
 
     Parameters with defaults are not required.
+
+    Args:
+        function: with an annotation for each parameter.
+        read_as: gives the type that takes the place of a parameter's annotation, in which names are resolved.
+            None takes the annotations.
 
     Raises:
         ConstraintError: for a parameter that a JSON object can't give, or that has no annotation.
@@ -38,6 +45,8 @@ def arguments_type(function: Callable[..., Any]) -> Any:
                 f"{where} has no annotation; give its type, such as {parameter.name}: str."
             )
         hint = hints[parameter.name]
+        if read_as is not None:
+            hint = read_as(parameter.replace(annotation=hint))
         is_required = parameter.default is inspect.Parameter.empty
         fields[parameter.name] = hint if is_required else NotRequired[hint]
     typed_dict: Any = TypedDict

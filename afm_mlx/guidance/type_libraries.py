@@ -60,9 +60,10 @@ class Msgspec(Library):
         )
         for kind, reference in zip(typed_dicts, references, strict=True):
             # msgspec sorts their fields.
-            properties = definitions[reference["$ref"].removeprefix("#/$defs/")]["properties"]
-            in_order = {field.key: properties.pop(field.key) for field in fields_of(kind)}
-            properties.update(in_order)
+            definition = definitions[reference["$ref"].removeprefix("#/$defs/")]
+            keys = [field.key for field in fields_of(kind)]
+            definition["properties"] = {key: definition["properties"][key] for key in keys}
+            definition["required"] = [key for key in keys if key in definition["required"]]
         return {**schema, "$defs": definitions} if definitions else schema
 
     def reader(self, kind: Any) -> Callable[[str | bytes], Any]:
@@ -120,7 +121,8 @@ def library_of(kind: Any) -> Library:
     if "generable" in owners:
         raise ConstraintError(
             f"{kind!r} has a generable class, whose guides a session knows: "
-            "await afm_mlx.fm.LanguageModelSession().respond(prompt, generating=...)."
+            "await afm_mlx.fm.LanguageModelSession().respond(prompt, generating=...). There, classes around "
+            "it have to be generable, too."
         )
     if len(owners) > 1:
         raise ConstraintError(
