@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema.array_rules import array_rule
@@ -17,6 +17,7 @@ from afm_mlx.guidance.schema.object_rules import object_rule
 from afm_mlx.guidance.schema.patterns import is_like
 from afm_mlx.guidance.schema.references import Document
 from afm_mlx.guidance.schema.refusals import Budget, refuse_at
+from afm_mlx.guidance.schema.regular import compile_error
 from afm_mlx.guidance.schema.rules import Printer, Rule, depth, either, fulfilled, terminal, text
 from afm_mlx.guidance.schema.strings import string_terminals
 
@@ -26,7 +27,6 @@ MAX_TEXT = 1_500_000
 """Characters of a grammar at most."""
 MAX_DEPTH = 500
 """Rules that are compiled one inside the other at most: 3 MB of a thread's stack."""
-_LIMITS = LLParserLimits(verbose_errors=False)
 
 
 def schema_grammar(schema: Mapping[str, Any] | bool) -> str:
@@ -40,9 +40,11 @@ def schema_grammar(schema: Mapping[str, Any] | bool) -> str:
     """
     grammar = _Grammar(Document(schema))
     lark = LLMatcher.grammar_from_lark(grammar.text())
-    refused, messages = LLMatcher.validate_grammar_with_warnings(lark, limits=_LIMITS)
-    if refused:
-        raise ConstraintError(f"The JSON schema can't be honoured: {' '.join(messages)}")
+    if error := compile_error(lark):
+        refuse_at(
+            "#",
+            f"llguidance can't compile its grammar ({error}). Give a smaller or simpler schema.",
+        )
     return lark
 
 

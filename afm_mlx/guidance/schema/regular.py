@@ -179,6 +179,15 @@ def _bytes() -> LLTokenizer:
     return LLTokenizer("byte")
 
 
+def compile_error(grammar: str) -> str:
+    """What keeps llguidance from compiling a grammar, in a line; empty when nothing does.
+
+    Its own check does not come to all of its limits: 65,525 symbols, for one.
+    """
+    matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=_LIMITS)
+    return matcher.get_error().partition("\n")[0][:200] if matcher.is_error() else ""
+
+
 @lru_cache(maxsize=256)
 def _matcher(terminal: str) -> LLMatcher:
     lark = f"start: X\nX: {terminal}"
