@@ -144,7 +144,7 @@ class _Parser:
                 raise ValueError("it has look-behind or flags")
         inside = self.alternatives(depth + 1)
         if not self._take(")"):
-            raise ValueError("it has an unclosed group")
+            raise ValueError("it has a ( without its )")
         return ("ahead", inside, kind == "!") if kind in ("=", "!") else inside
 
     def _repeated(self, item: Any) -> Any:
