@@ -75,7 +75,7 @@ def names_in(part: Rule) -> list[str]:
 
 def fulfilled(rules: dict[str, Rule]) -> dict[str, Rule]:
     """The rules that have a finite text, without the alternatives that have none."""
-    waiting: dict[str, list[str]] = {}
+    waiting: dict[str, dict[str, None]] = {}
     good: set[str] = set()
     pending = list(rules)  # from the last one on: rules come before those that they name
     while pending:
@@ -85,10 +85,10 @@ def fulfilled(rules: dict[str, Rule]) -> dict[str, Rule]:
         missing = _missing(rules[name], good)
         if missing is None:
             good.add(name)
-            pending += waiting.pop(name, [])
+            pending += waiting.pop(name, {})
         else:
             for other in missing:
-                waiting.setdefault(other, []).append(name)
+                waiting.setdefault(other, {})[name] = None
     return {name: pruned(rule, good) for name, rule in rules.items() if name in good}
 
 
