@@ -12,10 +12,13 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from afm_mlx.errors import ConstraintError, shown
+from afm_mlx.guidance.deep_stack import with_deep_stack
 from afm_mlx.guidance.schema import schema_grammar
 
 MAX_TEXT = 1 << 20
-"""Characters of a grammar, pattern or list of choices at most."""
+"""Characters of a pattern or list of choices at most."""
+MAX_GRAMMAR = 1 << 17
+"""Characters of a grammar at most; it may have a rule for every dozen of them, one inside the other."""
 MAX_KEPT = 1 << 16
 """Characters of a schema whose grammar is kept, at most."""
 LIMITS = LLParserLimits(verbose_errors=False)
@@ -78,7 +81,7 @@ class Constraint:
         Raises:
             ConstraintError: for a grammar that is none.
         """
-        _check_text(grammar, "grammar")
+        _check_text(grammar, "grammar", MAX_GRAMMAR)
         return cls(LLMatcher.grammar_from_lark(grammar), "grammar").checked()
 
     @classmethod
@@ -88,7 +91,7 @@ class Constraint:
         Raises:
             ConstraintError: for a grammar that is none.
         """
-        _check_text(grammar, "grammar")
+        _check_text(grammar, "grammar", MAX_GRAMMAR)
         try:
             lark = gbnf_to_lark(grammar)
         except Exception as error:  # whatever the converter meets
@@ -112,7 +115,9 @@ class Constraint:
         Raises:
             ConstraintError: when llguidance refuses its grammar.
         """
-        refused, messages = LLMatcher.validate_grammar_with_warnings(self.grammar, limits=LIMITS)
+        refused, messages = with_deep_stack(
+            LLMatcher.validate_grammar_with_warnings, self.grammar, limits=LIMITS
+        )
         if refused:
             raise ConstraintError(f"The {self.what} can't be honoured: {' '.join(messages)}")
         return self
@@ -145,10 +150,8 @@ def _grammar_of(text: str) -> str:
     return schema_grammar(json.loads(text))
 
 
-def _check_text(text: Any, what: str) -> None:
+def _check_text(text: Any, what: str, most: int = MAX_TEXT) -> None:
     if not isinstance(text, str) or not text:
         raise ConstraintError(f"The {what} is {shown(text)}; a text is needed that is not empty.")
-    if len(text) > MAX_TEXT:
-        raise ConstraintError(
-            f"The {what} has {len(text)} characters; at most {MAX_TEXT} are taken."
-        )
+    if len(text) > most:
+        raise ConstraintError(f"The {what} has {len(text)} characters; at most {most} are taken.")

@@ -12,6 +12,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.constraint import LIMITS, Constraint
+from afm_mlx.guidance.deep_stack import with_deep_stack
 from afm_mlx.guidance.vocabulary import ll_tokenizer
 
 _COMPILED = 64  # grammars
@@ -111,7 +112,9 @@ def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
     key = (id(tokenizer), constraint.grammar)
     kept = _grammars.pop(key, None)
     if kept is None or kept[0] is not tokenizer:
-        matcher = LLMatcher(tokenizer, constraint.grammar, log_level=0, limits=LIMITS)
+        matcher = with_deep_stack(
+            LLMatcher, tokenizer, constraint.grammar, log_level=0, limits=LIMITS
+        )
         probe = matcher.deep_copy()  # some errors show at the first token only
         probe.compute_ff_tokens()
         probe.compute_bitmask()

@@ -1,5 +1,6 @@
 """Grammars and patterns that would take for ever, or all memory: refused, or followed within bounds."""
 
+import json
 import time
 
 import numpy as np
@@ -16,6 +17,11 @@ from tests.tools.constraints import nano_tokenizer, wide_model
 _DOUBLED = "\n".join(f"r{i}: r{i + 1} r{i + 1} | r{i + 1}" for i in range(60))
 _SQUARED = "\n".join(f"R{i}: R{i + 1} R{i + 1}" for i in range(40))
 _ANY_RULE = " | ".join(f"r{i}" for i in range(3000))
+_CHAIN = "\n".join(f'r{i}:"a"|"b"r{i + 1}' for i in range(6000)) + '\nr6000: "x"'
+_DEFINED = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(3000)} | {
+    "a3000": {"type": "null"}
+}
+_REFERENCES = json.dumps({"$ref": "#/$defs/a0", "$defs": _DEFINED})
 _RULES = "\n".join(f'r{i}: "x{i}"' for i in range(3000))
 SECONDS = 10  # for compiling and 40 tokens; the slowest takes one
 
@@ -45,6 +51,10 @@ def follow(rng, constraint, tokens=40):
         (lambda: Constraint.lark(f'start: R0\n{_SQUARED}\nR40: "a"'), "too big"),
         (lambda: Constraint.lark(f"start: {_ANY_RULE}\n{_RULES}"), "max is 2000"),
         (lambda: Constraint.lark('start: start start | "a" | start start start'), None),
+        (lambda: Constraint.lark(f"start: r0\n{_CHAIN}"), None),
+        (lambda: Constraint.lark(f"start: R0\n{_CHAIN.replace('r', 'R')}"), None),
+        (lambda: Constraint.lark(f"start: %json {_REFERENCES}"), None),
+        (lambda: Constraint.lark("start: " + '"a"? ' * 40_000), "characters"),
         (lambda: Constraint.lark('start: item*\nitem: "b"?'), None),
         (lambda: Constraint.lark('start: "a" start'), "Too many items"),
         (lambda: Constraint.lark("start: start"), "can.t be honoured"),
