@@ -55,6 +55,10 @@ class Constraint:
             ConstraintError: for a pattern that is none.
         """
         _check_text(pattern, "regular expression")
+        if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+            raise ConstraintError(
+                f"The regular expression {shown(pattern)} ends with a backslash that escapes nothing."
+            )
         return cls(LLMatcher.grammar_from_regex(pattern), "regular expression").checked()
 
     @classmethod

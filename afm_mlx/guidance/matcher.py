@@ -119,9 +119,10 @@ def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
         probe.compute_ff_tokens()
         probe.compute_bitmask()
         if probe.is_error():
-            raise ConstraintError(
-                f"The {constraint.what} can't be honoured: {probe.get_error() or probe.stop_reason()}"
-            )
+            reason = probe.get_error() or probe.stop_reason()
+            if "NoExtensionBias" in reason:  # llguidance's name for it
+                reason = "no text follows it. Does one of its rules need itself without an end?"
+            raise ConstraintError(f"The {constraint.what} can't be honoured: {reason}")
         kept = tokenizer, matcher
     _grammars[key] = kept
     while len(_grammars) > _COMPILED:

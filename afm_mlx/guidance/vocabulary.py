@@ -40,15 +40,17 @@ class _Pieces:
     ) -> None:
         self.tokens, self.special_token_ids = tokens, special
         self.eos_token_id = eos_token_id
-        self._encode = encode
+        self._encode, self._special = encode, frozenset(special)
         self._id_of = {text: token for token, text in enumerate(tokens) if len(text) == 1}
 
     def __call__(self, text: str | bytes) -> list[int]:
         whole = text.encode() if isinstance(text, str) else text
         ids = self._encode(whole.decode("utf-8", "replace"))
-        if b"".join(self.tokens[token] for token in ids) == whole:
+        is_same = b"".join(self.tokens[token] for token in ids) == whole
+        if is_same and self._special.isdisjoint(ids):
             return ids
         # Encoding changed it: SentencePiece takes the visible space for a space, and `<n>` for a newline.
+        # Or it found the name of a control token, which is in no text.
         return [self._id_of[whole[i : i + 1]] for i in range(len(whole))]
 
 

@@ -75,6 +75,7 @@ def test_random_answers_meet_their_constraint(rng):
         (lambda: Constraint.regex("("), ["regular expression", "unclosed group"]),
         (lambda: Constraint.regex("(?=a)b"), ["regular expression", "look-around"]),
         (lambda: Constraint.regex(r"(a)\1"), ["regular expression"]),
+        (lambda: Constraint.regex("a\\"), ["escapes nothing"]),
         (lambda: Constraint.regex(""), ["not empty"]),
         (lambda: Constraint.regex(7), ["7"]),
         (lambda: Constraint.regex("a" * (MAX_TEXT + 1)), [str(MAX_TEXT)]),

@@ -53,6 +53,12 @@ def test_forced_text_has_the_tokens_that_it_has_behind_a_newline(tokenizer, rng)
             assert forced == tokenizer.encode("\n" + text)[len(newline) :]
 
 
+def test_names_of_control_tokens_are_forced_as_texts(tokenizer):
+    for name in map(tokenizer.convert_ids_to_tokens, tokenizer.eos_token_ids):
+        forced = Matcher(Constraint.choices([f"a{name}b"]), tokenizer).forced()
+        assert b"".join(bytes_of(tokenizer, token) for token in forced).decode() == f"a{name}b"
+
+
 def test_a_vocabulary_is_made_once_and_anew_for_other_ends():
     tokenizer = load_tokenizer(nano_tokenizer().name_or_path)
     first = ll_tokenizer(tokenizer)
