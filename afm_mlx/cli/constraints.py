@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -91,7 +91,7 @@ def asked_of(args: argparse.Namespace) -> Asked | None:
 
 def _read(path: Path, flag: str) -> str:
     try:
-        return path.read_text("utf-8")
+        return path.read_text("utf-8-sig")  # editors write the mark of UTF-8, too
     except (OSError, ValueError) as error:
         raise UsageError(f"{flag}: {path} can't be read ({error}).") from None
 
@@ -106,8 +106,11 @@ def _of_schema(text: str) -> Asked:
     if text.endswith(".json"):
         return _of_file(Path(text))
     kind = _type(text)
-    if hasattr(kind, "generation_schema"):  # of afm_mlx.fm
-        schema = kind.generation_schema().to_dict()
+    if getattr(kind, "_generable", False) is True:  # of afm_mlx.fm
+        try:
+            schema = kind.generation_schema().to_dict()
+        except Exception as error:  # what afm_mlx.fm raises is no AFMError
+            raise UsageError(f"--json-schema: {text} can't be generated: {error}") from error
         return Asked(Constraint.json_schema(schema), _response_format(schema))
     answers = answer_type(kind)
     return Asked(answers.constraint, answers.response_format, answers.instance)
@@ -116,8 +119,9 @@ def _of_schema(text: str) -> Asked:
 def _of_file(path: Path) -> Asked:
     from afm_mlx.guidance.constraint import Constraint
 
+    text = _read(path, "--json-schema")
     try:
-        schema = json.loads(_read(path, "--json-schema"))
+        schema = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--json-schema: {path} is no JSON ({error}).") from None
     if not isinstance(schema, dict | bool):
@@ -144,18 +148,21 @@ def _type(text: str) -> Any:
         raise UsageError(
             f"--json-schema is {shown(text)}; a .json file, module:Class or path/to/file.py:Class is needed."
         )
+    source = found["file"] or found["module"]
     try:
-        module = _run(Path(found["file"])) if found["file"] else _import(found["module"])
-    except Exception as error:  # whatever the code raises
+        # Standard output is for the answer.
+        with redirect_stdout(sys.stderr):
+            kind: Any = _run(Path(source)) if found["file"] else _import(source)
+            for name in found["name"].split("."):
+                if not hasattr(kind, name):
+                    raise UsageError(f"--json-schema: {source} has no {name}.")
+                kind = getattr(kind, name)
+    except UsageError:
+        raise
+    except (Exception, SystemExit) as error:  # whatever the code raises
         raise UsageError(
-            f"--json-schema: {found['file'] or found['module']} can't be run "
-            f"({type(error).__name__}: {error})."
+            f"--json-schema: {source} can't be run ({type(error).__name__}: {error})."
         ) from error
-    kind: Any = module
-    for name in found["name"].split("."):
-        if not hasattr(kind, name):
-            raise UsageError(f"--json-schema: {found['file'] or found['module']} has no {name}.")
-        kind = getattr(kind, name)
     return kind
 
 

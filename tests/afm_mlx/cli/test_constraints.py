@@ -48,7 +48,7 @@ SCHEMA = {
 def files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-    (tmp_path / "any.json").write_text('{"enum": [null]}')
+    (tmp_path / "any.json").write_text('{"enum": [null]}', "utf-8-sig")
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "kinds.py").write_text(KINDS)
     (tmp_path / "code" / "neighbours.py").write_text("")
@@ -126,11 +126,27 @@ def test_what_can_not_be_asked_for_is_one_line(folder, fails, files):
     (files / "list.json").write_text("[1]")
     (files / "broken.json").write_text('{"a"')
     (files / "refused.json").write_text('{"type": "thing"}')
-    (files / "raises.py").write_text("1 / 0")
+    (files / "raises.py").write_text("1 / 0\n")
+    (files / "leaves.py").write_text("raise SystemExit(0)")
+    (files / "endless.gbnf").write_text('root ::= root "x"')
+    (files / "folder.json").mkdir()
+    (files / "latin.json").write_bytes(b'{"const": "\xff"}')
+    (files / "large.json").write_text(json.dumps({"const": "x" * 10_000_000}))
+    (files / "deep.json").write_text("[" * 100_000)
+    asks = "from afm_mlx import fm\n@fm.generable\nclass Bad:\n    size: int = fm.guide(regex='a')"
+    (files / "bad_guide.py").write_text(f"{asks}\ndef __getattr__(name): raise ValueError(name)")
     for argv, says in {
         "--regex a --choices b": "--regex and --choices both say what the answer must look like",
         "--json-schema x --grammar b": "--json-schema and --grammar both say",
-        "--json-schema nowhere.json": "nowhere.json can't be read",
+        "--json-schema nowhere.json": "--json-schema: nowhere.json can't be read",
+        "--json-schema folder.json": "--json-schema: folder.json can't be read",
+        "--json-schema latin.json": "--json-schema: latin.json can't be read",
+        "--json-schema large.json": "Give a smaller schema",
+        "--json-schema deep.json": "deep.json is no JSON",
+        "--json-schema leaves.py:Animal": "leaves.py can't be run (SystemExit: 0)",
+        "--json-schema bad_guide.py:Bad": "bad_guide.py:Bad can't be generated: ",
+        "--json-schema bad_guide.py:Good": "bad_guide.py can't be run (ValueError: Good)",
+        "--grammar endless.gbnf": "no text follows it",
         "--json-schema list.json": "list.json holds [1]; a JSON schema is an object",
         "--json-schema broken.json": "broken.json is no JSON",
         "--json-schema refused.json": "thing",
@@ -148,6 +164,13 @@ def test_what_can_not_be_asked_for_is_one_line(folder, fails, files):
         "--choices a --prefill-response x": "--prefill-response can't be combined",
     }.items():
         assert says in fails("generate", "--model", folder, *argv.split())
+
+
+def test_what_a_types_module_prints_is_no_part_of_the_answer(folder, run, files):
+    (files / "speaks.py").write_text("print('Hi')\nfrom typing import Literal\nThree = Literal[3]")
+    argv = ("generate", "--model", folder, "--json-schema", "speaks.py:Three", "-p", "A", "--json")
+    status, out, err = run(*argv)
+    assert (status, json.loads(out)["value"], err) == (0, 3, "Hi\n")
 
 
 def test_an_answer_that_the_type_itself_refuses(folder, run, files):
