@@ -10,9 +10,9 @@ from afm_mlx.fm.stand_in import stand_in
 
 USAGE = """usage: python -m afm_mlx.fm SCRIPT [ARGUMENTS]
 
-Runs a Python script in which `import apple_fm_sdk` gives afm_mlx.fm. The environment variable AFM_MLX_MODEL
-names the
-model that it runs on: a folder or a hub id; afm-nano, which this package carries, if it is not set.
+Runs a Python script in which `import apple_fm_sdk` gives afm_mlx.fm. The environment variable
+AFM_MLX_MODEL names the model that it runs on: a folder or a hub id; afm-nano, which this package carries, if
+it is not set.
 """
 
 

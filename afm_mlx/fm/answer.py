@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from afm_mlx.engine.request import Response
+from afm_mlx.errors import shown
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,12 @@ class Answer:
         self.tokens.append(response.token)
         if top is not None:
             self.logprobs.append(_logprob(response, tokenizer, top))
+
+
+def check_logprobs(top: Any) -> None:
+    """Raise `ValueError` for what is no number of most likely tokens, see `Answer.take`."""
+    if top is not None and (type(top) is not int or top < 0):
+        raise ValueError(f"logprobs is {shown(top)}; allowed are 0 and more, and None for none.")
 
 
 def _logprob(response: Response, tokenizer: Any, top: int) -> TokenLogprob:

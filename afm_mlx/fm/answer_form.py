@@ -129,7 +129,7 @@ def answer_form(
 
     Raises:
         ValueError: for more than one of them, and for a class that is not generable.
-        TypeError: for a JSON schema that JSON can't hold.
+        TypeError: for a schema that is no `GenerationSchema`, and a JSON schema that JSON can't hold.
         GenerationError: for a JSON schema that is none.
         UnsupportedGuideError, InvalidGenerationSchemaError: for a schema that can't be honoured.
     """
@@ -143,6 +143,11 @@ def answer_form(
             raise ValueError(f"{name} is not a Generable type. Use the @generable decorator.")
         schema = generating.generation_schema()
     if schema is not None:
+        if not isinstance(schema, GenerationSchema):
+            raise TypeError(
+                f"schema must be a GenerationSchema, got {shown(schema)}. JSON goes to json_schema, and a "
+                "generable class to generating."
+            )
         response_format = schema.response_format()
         followed = with_whole_patterns(response_format["json_schema"]["schema"])
     elif json_schema is not None:
@@ -154,7 +159,10 @@ def answer_form(
 
 
 def _json_response_format(schema: Any) -> dict[str, Any]:
-    copied = json.loads(json.dumps(schema))  # raises for what JSON can't hold
+    try:
+        copied = json.loads(json.dumps(schema))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"The schema can't be written as JSON: {error}.") from None
     if not isinstance(copied, dict):
         raise GenerationError(
             f"The schema has the wrong format: {shown(schema)}; a dict with a JSON schema is needed."

@@ -43,6 +43,10 @@ class FunctionTool(Tool):
     def __init__(self, function: Callable[..., Any]) -> None:
         if not inspect.isroutine(function):
             raise TypeError(f"A tool is made of a function, got {shown(function)}.")
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"The function {function.__name__} yields; a tool returns one result. Return a list."
+            )
         self._function = function
         self._generable: dict[str, Any] = {}  # types by the parameters that have them
         self._answers = self._answer_type()
@@ -92,7 +96,9 @@ class FunctionTool(Tool):
         if inspect.iscoroutinefunction(self._function):
             result = await self._function(**given)
         else:
-            result = await asyncio.to_thread(self._function, **given)
+            result = await asyncio.to_thread(self._called, given)
+            if inspect.isawaitable(result):  # of a wrapped async function
+                result = await result
         if isinstance(result, str):
             return result
         try:
@@ -100,6 +106,12 @@ class FunctionTool(Tool):
             return json.dumps(plain, ensure_ascii=False)
         except TypeError:  # an object of some class
             return str(result)
+
+    def _called(self, given: Mapping[str, Any]) -> Any:
+        try:
+            return self._function(**given)
+        except StopIteration as error:  # which no future takes: it would never be done
+            raise RuntimeError(f"{self.name} raised StopIteration") from error
 
     def _converted(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments as the function's annotations have them; Python says which are missing or too many."""

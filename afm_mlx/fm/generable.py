@@ -55,9 +55,16 @@ class GeneratedContent:
         """The content of a JSON text.
 
         Raises:
-            ValueError: when it isn't JSON (`json.JSONDecodeError`).
+            ValueError: when it isn't JSON (`json.JSONDecodeError`), or nested too deeply.
         """
-        return cls(json.loads(json_str))
+        try:
+            value = json.loads(json_str)
+        except RecursionError as error:
+            raise ValueError(f"The content is nested too deeply: {error}.") from None
+        try:
+            return cls(value)
+        except TypeError as error:  # Python reads numbers that JSON doesn't have
+            raise ValueError(str(error)) from None
 
     @classmethod
     def partial(cls, content_dict: Any, id: GenerationID | None = None) -> GeneratedContent:

@@ -42,6 +42,8 @@ class GenerationGuide:
     value: Any = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.guide_type, GuideType):
+            raise ValueError(f"guide_type must be a GuideType, got {shown(self.guide_type)}.")
         name, is_right, allowed = _VALUES[self.guide_type]
         if not is_right(self.value):
             raise ValueError(f"{name} must be {allowed}, got {shown(self.value)}.")
@@ -130,8 +132,10 @@ def guide(
         A `dataclasses.field` without a default, its metadata being `description` and `guides`.
 
     Raises:
-        ValueError: for a value that its guide can't have.
+        ValueError: for a value that its guide can't have, and a description that is no string.
     """
+    if description is not None and not isinstance(description, str):
+        raise ValueError(f"description must be a string, got {shown(description)}.")
     values = {
         GuideType.anyOf: anyOf,
         GuideType.constant: constant,
@@ -161,7 +165,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return is_whole or (isinstance(value, float) and math.isfinite(value))
 
 
 def _is_range(value: Any) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from afm_mlx.engine.request import MASK64
 from afm_mlx.engine.samplers import make_sampler
 from afm_mlx.errors import shown
+from afm_mlx.fm.error_translation import translated
 from afm_mlx.fm.generation_options import GenerationOptions, SamplingModeType
 
 
@@ -27,11 +29,16 @@ def request_options(
         at_limit: see `Request`.
 
     Raises:
-        TypeError: for options of another type.
+        TypeError: for options or a `stop` of another type.
+        ValueError: for options that were changed to what they can't be.
+        GenerationError: for options that no sampler can have.
     """
     options = GenerationOptions() if options is None else options
     if not isinstance(options, GenerationOptions):
         raise TypeError(f"options must be GenerationOptions, got {shown(options)}.")
+    if not isinstance(stop, Sequence):
+        raise TypeError(f"stop must be a string or a list of strings, got {shown(stop)}.")
+    options = replace(options)  # checks what was set since it was made
     limit = options.maximum_response_tokens
     return {
         "max_tokens": -1 if limit is None else limit,
@@ -52,8 +59,9 @@ def _sampling(options: GenerationOptions) -> dict[str, Any]:
     threshold = mode.probability_threshold if mode else None
     if threshold == 0:  # nothing but the most likely token
         top, threshold = 1, None
-    sampler = make_sampler(
-        temp=1.0 if temperature is None else temperature, top_k=top or 0, top_p=threshold or 0.0
-    )
+    with translated():
+        sampler = make_sampler(
+            temp=1.0 if temperature is None else temperature, top_k=top or 0, top_p=threshold or 0.0
+        )
     seed = mode.seed if mode else None
     return {"sampler": sampler, "seed": None if seed is None else seed & MASK64}

@@ -12,7 +12,7 @@ from afm_mlx.engine.generation import encode_prompt
 from afm_mlx.engine.prompt_reuse import PromptCaches
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import shown
-from afm_mlx.fm.answer import Answer
+from afm_mlx.fm.answer import Answer, check_logprobs
 from afm_mlx.fm.answer_form import AnswerForm, answer_form
 from afm_mlx.fm.context_window import POLICIES
 from afm_mlx.fm.core import SystemLanguageModel
@@ -61,6 +61,7 @@ class LanguageModelSession:
 
     Raises:
         ValueError: for a policy or a number that is not allowed, and two different tools of one name.
+        TypeError: for instructions or a model of another type.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class LanguageModelSession:
                 raise ValueError(f"{name} is {shown(value)}; allowed are {', '.join(allowed)}.")
         if type(max_tool_rounds) is not int or max_tool_rounds < 0:
             raise ValueError(f"max_tool_rounds is {shown(max_tool_rounds)}; allowed is 0 and more.")
+        _check_type("instructions", instructions, str)
+        _check_type("model", model, SystemLanguageModel)
         self._model = model or SystemLanguageModel()
         self._tools = _by_name(tools or ())
         self._adapter = adapter
@@ -111,7 +114,12 @@ class LanguageModelSession:
             model: the model; None for `SystemLanguageModel()`.
             tools: tools that the model may call from now on.
             options: the other arguments of a session.
+
+        Raises:
+            TypeError: for a transcript that is none, and as a session does.
         """
+        if not isinstance(transcript, Transcript):
+            raise TypeError(f"transcript is {shown(transcript)}; a Transcript is needed.")
         session = cls(None, model, tools, **options)
         session.transcript = transcript
         return session
@@ -235,6 +243,7 @@ class LanguageModelSession:
         """Yield the answer's text so far and None; and, when the transcript has it, all of it and its value."""
         text = prompt_text(prompt)
         self._check_tool_choice(tool_choice)
+        check_logprobs(logprobs)
         asked = Asked(
             form,
             request_options(options, stop, at_limit),
@@ -304,7 +313,8 @@ class LanguageModelSession:
         Raises:
             FoundationModelsError: when it can't be continued.
         """
-        fields = request_options(options, stop)
+        text, fields = prompt_text(text), request_options(options, stop)
+        check_logprobs(logprobs)
         await self._ready()
         shared, answer = self._model._shared, Answer()
         with translated():
@@ -362,6 +372,13 @@ class LanguageModelSession:
         messages, _ = draft.messages()
         definitions = [tool.tool_definition for tool in self._tools.values()]
         return self._model._shared.encode_chat(messages, definitions, **options)
+
+
+def _check_type(name: str, value: Any, allowed: type) -> None:
+    if value is not None and not isinstance(value, allowed):
+        raise TypeError(
+            f"{name} has the type {type(value).__name__}; {allowed.__name__} is needed."
+        )
 
 
 def _by_name(tools: Sequence[Tool | Callable[..., Any]]) -> dict[str, Tool]:

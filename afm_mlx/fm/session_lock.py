@@ -31,7 +31,9 @@ class SessionLock:
 
     @property
     def is_held(self) -> bool:
-        return self._lock.locked()
+        loop = self._loop() if self._loop else None
+        # What held it in a loop that is closed can't end any more.
+        return self._lock.locked() and loop is not None and not loop.is_closed()
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
@@ -62,7 +64,8 @@ class SessionLock:
             try:
                 yield
             finally:
-                self._owner = None
+                if self._owner is task:
+                    self._owner = None
 
     def tool_context(self) -> contextvars.Context:
         """A context for tools that run while the lock is held."""

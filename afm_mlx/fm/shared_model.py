@@ -155,6 +155,10 @@ class SharedModel:
             AFMError: for a path that isn't there.
         """
         for name, path in adapters.items():
+            if not isinstance(path, str | os.PathLike):
+                raise RequestError(
+                    f"The adapter {shown(name)} is {shown(path)}; a folder is needed."
+                )
             folder = Path(os.path.expanduser(path)).resolve()
             with self._lock:
                 if self._adapters.get(name, folder) != folder:
@@ -206,6 +210,10 @@ def shared_model(
     pool = adapters if isinstance(adapters, AdapterPool) else None
     key: Any
     if isinstance(source, tuple):
+        if len(source) != 2 or not hasattr(source[1], "apply_chat_template"):
+            raise RequestError(
+                f"model is {shown(source)}; a folder, hub id or name, or (model, tokenizer) is needed."
+            )
         key = (id(source[0]), id(source[1]), id(pool))
     else:
         source = str(source or os.environ.get("AFM_MLX_MODEL") or EMBEDDED_MODEL)
@@ -220,6 +228,10 @@ def shared_model(
         found = _models.get(key)
         if found is None:
             found = _models[key] = SharedModel(source, pool)
+    if not isinstance(adapters, AdapterPool | Mapping | None):
+        raise RequestError(
+            f"adapters is {shown(adapters)}; folders by their names, or an AdapterPool, are needed."
+        )
     if adapters is not None and pool is None:
         found.register(adapters)  # type: ignore[arg-type]
     return found

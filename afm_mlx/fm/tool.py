@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cached_property
@@ -11,6 +12,8 @@ from typing import Any
 from afm_mlx.errors import shown
 from afm_mlx.fm.generable import GeneratedContent
 from afm_mlx.fm.generation_schema import GenerationSchema
+
+_NAME = re.compile(r"[\w .-]+")
 
 
 class Tool(ABC):
@@ -22,6 +25,7 @@ class Tool(ABC):
     Raises:
         AssertionError: when the name or the description is missing.
         TypeError: when one of the four has another type than it must.
+        ValueError: for a name with other characters than letters, digits, `_`, `-`, `.` and spaces.
         UnsupportedGuideError, InvalidGenerationSchemaError: for a schema that no arguments can follow.
     """
 
@@ -56,6 +60,11 @@ class Tool(ABC):
                     f"The tool {type(self).__name__} has no {attribute!r}. Set it."
                 )
             self._check_type(attribute, getattr(self, attribute), str)
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"{type(self).__name__}.name is {shown(self.name)}; a name has letters, digits, _, -, . and "
+                "spaces."
+            )
         schema = self.arguments_schema
         self._check_type("arguments_schema", schema, GenerationSchema)
         if not inspect.iscoroutinefunction(self.call):

@@ -38,6 +38,8 @@ async def run_calls(
     ]
     try:
         return list(await asyncio.gather(*tasks))
+    except GeneratorExit:  # the event loop has ended
+        raise
     except BaseException:
         for task in tasks:
             task.cancel()
@@ -46,15 +48,26 @@ async def run_calls(
 
 
 async def _run(call: Mapping[str, Any], tools: Mapping[str, Tool], raises: bool) -> str:
-    name = call["name"]
+    name, task = call["name"], asyncio.current_task()
     try:
         if name not in tools:
             raise LookupError(f"there is no tool {name!r}; there are {', '.join(tools)}.")
-        return _text(await tools[name].call(GeneratedContent(call["arguments"])))
+        text = _text(await tools[name].call(GeneratedContent(call["arguments"])))
+    except asyncio.CancelledError as error:
+        if task is None or task.cancelling():
+            raise
+        # Of something that the tool waited for: nobody has cancelled the request.
+        text = _failed(name, RuntimeError(f"cancelled {error}".strip()), error, raises)
     except Exception as error:
-        if raises:
-            raise ToolCallError(name, error) from error
-        return f"Tool error: {error}"
+        text = _failed(name, error, error, raises)
+    # Half surrogate pairs, as names of files may have them, are no text to the tokenizer.
+    return text.encode("utf-8", "replace").decode()
+
+
+def _failed(name: str, error: Exception, cause: BaseException, raises: bool) -> str:
+    if raises:
+        raise ToolCallError(name, error) from cause
+    return f"Tool error: {error}"
 
 
 def _text(result: Any) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import uuid
 from collections.abc import Mapping, Sequence
@@ -51,7 +50,8 @@ class Transcript:
 
     async def to_dict(self) -> dict[str, Any]:
         """The transcript as JSON: `type`, `version`, and `transcript` with its `entries`."""
-        return copy.deepcopy(self._document)
+        copied: dict[str, Any] = json_copy(self._document)
+        return copied
 
     def copy(self) -> Transcript:
         """A transcript with the same entries, for a request to add to."""
@@ -88,7 +88,7 @@ class Transcript:
         """
         entry = self._add("instructions", contents=[_text(text)] if text else [])
         if tools:
-            entry["tools"] = copy.deepcopy(list(tools))
+            entry["tools"] = json_copy(list(tools))
 
     def add_prompt(self, text: str, response_format: Mapping[str, Any] | None = None) -> None:
         """Add what the user asks.
@@ -100,7 +100,7 @@ class Transcript:
         """
         entry = self._add("user", contents=[_text(text)], options={})
         if response_format is not None:
-            schema = copy.deepcopy(dict(response_format["json_schema"]))
+            schema = json_copy(dict(response_format["json_schema"]))
             entry["responseFormat"] = {"type": "jsonSchema", "jsonSchema": schema}
 
     def add_response(
@@ -116,7 +116,7 @@ class Transcript:
         if isinstance(content, str):
             part: dict[str, Any] = {"type": "text", "text": content, "id": "0"}
         else:
-            structure = {"source": source, "content": copy.deepcopy(content.value())}
+            structure = {"source": source, "content": json_copy(content.value())}
             part = {"type": "structure", "structure": structure, "id": "0"}
         self._add("response", contents=[part], assets=list(assets))
 
@@ -161,7 +161,7 @@ class Transcript:
         messages = []
         tools: list[dict[str, Any]] = []
         for index, entry in enumerate(self._entries):
-            tools += copy.deepcopy(entry.get("tools") or [])
+            tools += json_copy(entry.get("tools") or [])
             message = _message(entry, f"Entry {index} of the transcript")
             if message["role"] != "system" or message["content"]:
                 messages.append(message)
@@ -188,7 +188,7 @@ def _message(entry: Entry, where: str) -> Message:
             for call in entry["toolCalls"]
         ]
     if entry.get("responseFormat"):
-        schema = copy.deepcopy(entry["responseFormat"]["jsonSchema"])
+        schema = json_copy(entry["responseFormat"]["jsonSchema"])
         message["response_format"] = {"type": "json_schema", "json_schema": schema}
     return message
 
@@ -201,6 +201,15 @@ def _content_text(part: Mapping[str, Any], where: str) -> str:
     raise DecodingFailureError(
         f"{where} has a part of the type {part['type']!r}; this model reads text and generated objects."
     )
+
+
+def json_copy(value: Any) -> Any:
+    """A copy of a JSON value, which is faster than `deepcopy` and takes values of more levels.
+
+    Raises:
+        TypeError, ValueError, RecursionError: for what JSON can't hold.
+    """
+    return json.loads(json.dumps(value, allow_nan=False))
 
 
 def _json_text(value: Any) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
 from afm_mlx.fm.errors import DecodingFailureError
+from afm_mlx.fm.transcript import json_copy
 
 
 class _Structure(msgspec.Struct):
@@ -72,4 +72,10 @@ def checked_transcript(document: Mapping[str, Any]) -> dict[str, Any]:
                     f"This is no transcript: {where} has contents of the type {content.type!r} "
                     f"without `{content.type}`."
                 )
-    return copy.deepcopy(dict(document))
+    try:
+        copied: dict[str, Any] = json_copy(document)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise DecodingFailureError(
+            f"This is no transcript: it holds what JSON can't: {error}."
+        ) from None
+    return copied

@@ -191,6 +191,9 @@ def test_values_of_another_form_are_refused():
         fm.GeneratedContent.from_json("[1]").value(int, for_property="x")
     with pytest.raises(ValueError, match="No Member can be made"):
         Member._from_generated_content(fm.GeneratedContent({"name": "a", "children": "none"}))
+    for text in ("{", "NaN", "[" * 100_000):
+        with pytest.raises(ValueError):
+            fm.GeneratedContent.from_json(text)
     for value in ({"at": object()}, {"size": float("nan")}, {"bytes": b""}):
         with pytest.raises(TypeError, match="not serializable"):
             fm.GeneratedContent(value)

@@ -29,6 +29,8 @@ def test_options_become_json_with_numbers():
     [
         ({"temperature": "hot"}, "'temperature' must be a number"),
         ({"temperature": float("nan")}, "'temperature' must be a number"),
+        ({"temperature": 10**400}, "'temperature' must be a number"),
+        ({"temperature": True}, "'temperature' must be a number"),
         ({"temperature": -0.1}, "'temperature' must be non-negative"),
         ({"maximum_response_tokens": 1.5}, "'maximum_response_tokens' must be an integer"),
         ({"maximum_response_tokens": 0}, "'maximum_response_tokens' must be positive"),
@@ -55,6 +57,10 @@ def test_options_of_other_values_are_refused(options, message):
         ),
         (
             {"probability_threshold": "1"},
+            "'probability_threshold' must be between 0.0 and 1.0",
+        ),
+        (
+            {"probability_threshold": 10**400},
             "'probability_threshold' must be between 0.0 and 1.0",
         ),
         ({"seed": 1.5}, "'seed' must be an integer"),

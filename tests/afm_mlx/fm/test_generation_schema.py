@@ -244,6 +244,7 @@ def test_two_classes_of_one_name_are_refused():
     "name, values",
     [
         ("anyOf", ["red", [], [1], ("a",)]),
+        ("description", [3, b"red"]),
         ("constant", [1, ["a"]]),
         ("regex", [1]),
         ("count", [0, -1, 1.0, True, "2"]),
@@ -259,3 +260,6 @@ def test_guides_refuse_values_that_they_cannot_have(name, values):
     for value in values:
         with pytest.raises(ValueError, match=f"{name} must be"):
             fm.guide(**{name: value})
+    with pytest.raises(ValueError, match="guide_type must be"):
+        fm.GenerationGuide("enum", ["red"])
+    assert fm.guide(minimum=10**400).metadata["guides"][0].value == 10**400

@@ -37,11 +37,17 @@ asyncio.run(main(sys.argv[1], len(sys.argv) > 2))
 """
 
 
-def run(*words, cwd):
+def run(*words, cwd, input=""):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "afm_mlx.fm", *map(str, words)]
     return subprocess.run(
-        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240
+        command,
+        cwd=cwd,
+        env=environment,
+        input=input,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
@@ -61,10 +67,20 @@ def test_a_killed_process_goes_on_from_its_transcript_with_the_same_answer(tmp_p
     assert resumed.stdout == whole.stdout != ""
 
 
-def test_what_is_no_script_is_a_usage_error(tmp_path):
+def test_scripts_end_as_they_say_and_what_is_none_is_a_usage_error(tmp_path):
     for words, status, message in (([], 2, "usage:"), (["nowhere.py"], 2, "There is no script")):
         done = run(*words, cwd=tmp_path)
         assert done.returncode == status
+        assert message in done.stderr
+    (tmp_path / "leaves.py").write_text("import sys; print(input()); sys.exit(int(sys.argv[1]))")
+    (tmp_path / "fails.py").write_text("1 / 0")
+    for words, status, message in (
+        (["."], 2, "There is no script"),
+        (["leaves.py", 5], 5, ""),
+        (["fails.py"], 1, "ZeroDivisionError"),
+    ):
+        done = run(*words, cwd=tmp_path, input="Hi\n")
+        assert (done.returncode, done.stdout) == (status, "Hi\n" if status == 5 else "")
         assert message in done.stderr
     helped = run("--help", cwd=tmp_path)
     assert (helped.returncode, helped.stdout[:6]) == (0, "usage:")

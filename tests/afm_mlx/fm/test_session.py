@@ -258,6 +258,13 @@ def test_adapters_are_chosen_for_sessions_and_for_requests(nano, model):
     asyncio.run(main())
 
 
+def changed(**values):
+    """Options that have other values than they were made with."""
+    options = fm.GenerationOptions()
+    vars(options).update(values)
+    return options
+
+
 @each(
     "prompt, options, error, message",
     [
@@ -266,6 +273,13 @@ def test_adapters_are_chosen_for_sessions_and_for_requests(nano, model):
         ("half \ud800", {}, fm.GenerationError, "surrogate"),
         (3, {}, fm.PromptError, "int"),
         ("Hi", {"tool_choice": "required"}, ValueError, "has no tools"),
+        ("Hi", {"stop": 3}, TypeError, "a string or a list"),
+        ("Hi", {"options": fm.GenerationOptions(temperature=1e308)}, fm.GenerationError, "temp"),
+        ("Hi", {"options": changed(temperature=float("nan"))}, ValueError, "'temperature'"),
+        ("Hi", {"options": changed(sampling="greedy")}, ValueError, "'sampling'"),
+        ("Hi", {"logprobs": -1}, ValueError, "logprobs is -1"),
+        ("Hi", {"logprobs": True}, ValueError, "logprobs is True"),
+        ("Hi", {"schema": {"type": "null"}}, TypeError, "goes to json_schema"),
         ("Hi", {"stop": [""]}, fm.GenerationError, "non-empty"),
         ("Hi", {"at_limit": "later"}, fm.GenerationError, "at_limit"),
     ],
@@ -286,16 +300,56 @@ def test_unusual_prompts_are_answered(model, prompt):
 
 
 @each(
-    "options, message",
+    "options, error, message",
     [
-        ({"context_policy": "forget"}, "drop_oldest"),
-        ({"tool_errors": "hide"}, "allowed are model, raise"),
-        ({"max_tool_rounds": -1}, "max_tool_rounds"),
+        ({"context_policy": "forget"}, ValueError, "drop_oldest"),
+        ({"tool_errors": "hide"}, ValueError, "allowed are model, raise"),
+        ({"max_tool_rounds": -1}, ValueError, "max_tool_rounds"),
+        ({"instructions": ["Be brief."]}, TypeError, "instructions has the type list; str"),
+        ({"model": "afm-nano"}, TypeError, "SystemLanguageModel is needed"),
     ],
 )
-def test_sessions_refuse_what_they_dont_know(model, options, message):
-    with pytest.raises(ValueError, match=message):
-        fm.LanguageModelSession(model=model, **options)
+def test_sessions_refuse_what_they_dont_know(model, options, error, message):
+    with pytest.raises(error, match=message):
+        fm.LanguageModelSession(**{"model": model, **options})
+    with pytest.raises(TypeError, match="a Transcript is needed"):
+        fm.LanguageModelSession.from_transcript({}, model)
+
+
+@each(
+    "options, message",
+    [
+        ({"model": (1, 2, 3)}, "model is .* is needed"),
+        ({"model": (1, 2)}, "model is .* is needed"),
+        ({"adapters": 3}, "adapters is 3"),
+        ({"adapters": {"a": None}}, "'a' is None; a folder"),
+        ({"adapters": {"a": "/nowhere"}}, "nowhere"),
+    ],
+)
+def test_models_refuse_what_they_are_not_made_of(nano, options, message):
+    with pytest.raises(fm.AssetsUnavailableError, match=message):
+        fm.SystemLanguageModel(**{"model": nano, **options})
+
+
+def test_a_session_outlives_a_loop_that_is_closed_while_it_answers(model):
+    session = fm.LanguageModelSession(model=model)
+    loop = asyncio.new_event_loop()
+    stream = session.stream_response("Hi")
+    loop.run_until_complete(anext(stream))
+    assert session.is_responding
+    loop.close()
+    assert not session.is_responding
+
+    async def twice():
+        other = asyncio.create_task(session.respond(FORMAL))
+        await asyncio.sleep(0)
+        nonlocal stream
+        del stream  # what its end lets go must not be the new request's
+        gc.collect()
+        return await asyncio.gather(other, session.respond("Hi"))
+
+    assert all(asyncio.run(twice()))
+    assert roles(session) == ["user", "response"] * 2
 
 
 def test_a_transcript_goes_on_in_another_session(nano, model):
@@ -325,6 +379,8 @@ def test_a_text_is_completed_as_it_is(nano, model):
     options = fm.GenerationOptions(maximum_response_tokens=12)
     answer = asyncio.run(session.complete(text, options))
     assert answer == generate(*nano, text, max_tokens=12, heal=True)
+    with pytest.raises(fm.PromptError, match="bytes"):
+        asyncio.run(session.complete(b"Return"))
     assert roles(session) == ["instructions"]
 
 

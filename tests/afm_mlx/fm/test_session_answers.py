@@ -142,6 +142,10 @@ class Plain:
     name: str
 
 
+cycle: dict = {}
+cycle["not"] = cycle
+
+
 @each(
     "how, error, message",
     [
@@ -150,6 +154,7 @@ class Plain:
         ({"generating": Event, "json_schema": {}}, ValueError, "more than one"),
         ({"generating": Guided}, fm.UnsupportedGuideError, "minimum"),
         ({"json_schema": {"x": {1}}}, TypeError, "not JSON serializable"),
+        ({"json_schema": cycle}, TypeError, "Circular"),
         ({"json_schema": '{"type": "string"}'}, fm.GenerationError, "format"),
         ({"json_schema": {"type": "strin"}}, fm.InvalidGenerationSchemaError, "strin"),
         (

@@ -9,6 +9,7 @@ import pytest
 from afm_mlx import fm
 from afm_mlx.engine.generation import generate
 from afm_mlx.guidance.tool_calls import tool_call_constraint
+from tests.tools.cases import each
 
 PROMPT = "Where is my order V6036?"
 HOT = fm.GenerationOptions(fm.SamplingMode.random(seed=3), temperature=2.0)
@@ -153,6 +154,44 @@ def test_the_model_reads_what_a_tool_raises_or_the_caller_gets_it(model):
     assert [e["role"] for e in entries(strict)] == ["instructions"]
     tool.result = '{"state": "blocked"}'
     assert "blocked" in asyncio.run(strict.respond(PROMPT))
+
+
+@each(
+    "result, text",
+    [
+        (None, "None"),
+        ("half \ud800", "half ?"),
+        ({"of": {"set"}}, "{'of': {'set'}}"),
+        (ValueError("\udc80"), "Tool error: ?"),
+        (
+            asyncio.CancelledError(),
+            "Tool error: cancelled",
+        ),  # of something that the tool waited for
+    ],
+)
+def test_odd_results_are_texts(model, result, text):
+    class Odd(TrackOrder):
+        async def call(self, args):
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+    session = fm.LanguageModelSession(model=model, tools=[Odd()])
+    assert asyncio.run(session.respond(PROMPT))
+    assert texts(session, "tool") == [text]
+
+
+@each("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_tool_may_end_the_program_and_leaves_the_session_usable(model, error):
+    class Ends(TrackOrder):
+        async def call(self, args):
+            raise error
+
+    session = fm.LanguageModelSession(model=model, tools=[Ends()])
+    with pytest.raises(type(error)):
+        asyncio.run(session.respond(PROMPT))
+    assert [e["role"] for e in entries(session)] == ["instructions"]
+    assert asyncio.run(session.respond("Hi", tool_choice="none"))
 
 
 @pytest.mark.parametrize(

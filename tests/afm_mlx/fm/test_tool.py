@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 import gc
 import threading
 import weakref
@@ -68,6 +69,8 @@ async def _call(self, args):
     "attributes, error",
     [
         ({"name": None}, TypeError),
+        ({"name": ""}, ValueError),
+        ({"name": "<turn_end>"}, ValueError),
         ({"description": ["a"]}, TypeError),
         ({"arguments_schema": {}}, TypeError),
         ({"call": lambda self, args: ""}, TypeError),
@@ -268,7 +271,18 @@ def test_functions_run_where_they_may_block():
         """Name the thread."""
         return where()
 
+    @functools.wraps(where_async)
+    def wrapped() -> str:
+        return where_async()
+
+    def ends() -> str:
+        """End an iteration, which no future can be told."""
+        return next(iter(()))
+
     here = threading.current_thread().name
+    assert call(fm.Tool.from_function(wrapped)) == here
+    with pytest.raises(RuntimeError, match="ends raised StopIteration"):
+        call(fm.Tool.from_function(ends))
     assert call(fm.Tool.from_function(where)) != here
     assert call(fm.Tool.from_function(where_async)) == here
 
@@ -306,6 +320,10 @@ def test_functions_that_say_too_little_are_refused():
     def around(booking: Booking):
         """Say."""
 
+    def yields(a: int):
+        """Say."""
+        yield a
+
     def unknown(a: "Nowhere"):  # noqa: F821  the fault
         """Say."""
 
@@ -313,6 +331,7 @@ def test_functions_that_say_too_little_are_refused():
         fm.Tool.from_function(3)
     cases = {
         unknown: "annotations of unknown can't be read",
+        yields: "Return a list",
         silent: "no docstring",
         untyped: "no annotation",
         several: "use a parameter of type list",

@@ -141,6 +141,22 @@ def test_what_was_read_is_written_with_all_that_is_unknown():
         transcript.messages()
 
 
+def nested(levels):
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+def test_deep_values_come_back():
+    text = json.dumps(nested(700))
+    part = {"type": "structure", "structure": {"content": json.loads(text)}}
+    entry = {"role": "user", "id": "A", "contents": [part], "new": json.loads(text)}
+    transcript = read({"transcript": {"entries": [entry]}})
+    assert written(transcript) == {"transcript": {"entries": [entry]}}
+    assert transcript.messages()[0][0]["content"] == text
+
+
 @each(
     "transcript",
     [
@@ -157,6 +173,10 @@ def test_what_was_read_is_written_with_all_that_is_unknown():
                 {"role": "response", "id": "A", "toolCalls": [{"name": "a", "arguments": {}}]}
             ]
         },
+        {"entries": [{"role": 3, "id": "A", "contents": []}]},
+        {"entries": [], "new": {1}},
+        {"entries": [], "new": float("nan")},
+        {"entries": [], "new": nested(100_000)},
         {"entries": {}},
         [],
     ],
