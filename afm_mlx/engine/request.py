@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -69,7 +70,8 @@ class Request:
             raise RequestError(
                 "The prompt is empty; at least one token is needed to continue from."
             )
-        if self.max_tokens == 0 or self.max_tokens < -1:
+        is_whole = isinstance(self.max_tokens, Integral) and not isinstance(self.max_tokens, bool)
+        if not is_whole or self.max_tokens == 0 or self.max_tokens < -1:
             raise RequestError(
                 f"max_tokens is {self.max_tokens}; allowed are 1 and more, or -1 for no limit."
             )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import mlx.nn as nn
 
 from afm_mlx.engine.generation import stream_generate
-from afm_mlx.errors import RequestError
+from afm_mlx.errors import RequestError, shown
 from afm_mlx.guidance.types import AnswerType, answer_type
 
 T = TypeVar("T")
@@ -79,6 +79,10 @@ def _prompt(answers: AnswerType, tokenizer: Any, messages: Messages) -> str | li
         return messages
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
+    if not isinstance(messages, Iterable):
+        raise RequestError(
+            f"messages is {shown(messages)}; a text or a list of messages is needed."
+        )
     chat = list(messages)
     for i, message in reversed(list(enumerate(chat))):
         if isinstance(message, Mapping) and message.get("role") == "user":

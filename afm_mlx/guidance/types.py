@@ -67,8 +67,8 @@ class AnswerType:
         try:
             text = value if isinstance(value, str | bytes) else msgspec.json.encode(value)
             return self._library.decoded(text)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ConstraintError(f"{shown(value)} is no {self.name}: {error}") from None
+        except Exception as error:  # the type's own code may raise whatever it likes
+            raise self._refused(f"{shown(value)} is no", error) from _unexpected(error)
 
     def partial(self, text: str) -> Any:
         """What an unfinished answer says so far; see `snapshots`.
@@ -81,8 +81,17 @@ class AnswerType:
         """
         try:
             return snapshot(text, self.kind, self._library)
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ConstraintError(f"{shown(text)} begins no {self.name}: {error}") from None
+        except Exception as error:
+            raise self._refused(f"{shown(text)} begins no", error) from _unexpected(error)
+
+    def _refused(self, what: str, error: Exception) -> ConstraintError:
+        name = "" if _unexpected(error) is None else f"{type(error).__name__}: "
+        return ConstraintError(f"{what} {self.name}: {name}{error}")
+
+
+def _unexpected(error: Exception) -> Exception | None:
+    """An error that is no refusal of a value, and may be a fault of the type's code; else None."""
+    return None if isinstance(error, ValueError | TypeError | RecursionError) else error
 
 
 def answer_type(kind: Any) -> AnswerType:

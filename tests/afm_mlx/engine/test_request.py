@@ -15,6 +15,8 @@ from tests.tools.cases import each
         ({"prompt": [5, 64]}, "ids from 5 to 64"),
         ({"prompt": [-1]}, "ids from -1"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": float("nan")}, "max_tokens is nan"),
+        ({"max_tokens": True}, "max_tokens is True"),
         ({"max_tokens": -2}, "max_tokens is -2"),
         ({"stop": "word"}, "stop is 'word'"),
         ({"stop": [""]}, "stop is"),

@@ -98,6 +98,9 @@ def test_what_can_not_be_generated(model, tokenizer):
     for messages, says in [([], "messages is empty"), ([5], r"messages\[0\] must be a dict")]:
         with pytest.raises(TokenizerError, match=says):
             generate_as(Animal, model, tokenizer, messages)
+    for nothing in (None, 5):
+        with pytest.raises(RequestError, match="a text or a list of messages is needed"):
+            generate_as(Animal, model, tokenizer, nothing)
 
 
 def test_without_a_chat_template_a_text_is_continued(model, tokenizer, monkeypatch):

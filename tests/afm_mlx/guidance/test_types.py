@@ -239,3 +239,18 @@ def test_a_type_that_a_schema_does_not_describe_is_refused(kind, says):
 def test_what_is_no_instance_names_the_field(kind, text, says):
     with pytest.raises(ConstraintError, match=says):
         answer_type(kind).instance(text)
+
+
+def test_what_a_types_code_raises_is_the_cause_of_a_refusal():
+    @dataclass
+    class Faulty:
+        key: str
+
+        def __post_init__(self):
+            raise KeyError(self.key)
+
+    with pytest.raises(ConstraintError, match="is no Faulty: KeyError: 'a'") as refused:
+        answer_type(Faulty).instance('{"key": "a"}')
+    assert isinstance(refused.value.__cause__, KeyError)
+    with pytest.raises(ConstraintError, match="None begins no Faulty"):
+        answer_type(Faulty).partial(None)
