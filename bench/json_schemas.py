@@ -218,20 +218,23 @@ def _texts(document: Any) -> Iterator[str]:
         yield json.dumps({name: document[name] for name in names}, ensure_ascii=False)
 
 
+def bench_schemas(folder: Path, count: int, seed: int) -> Iterator[tuple[str, str, Any]]:
+    """Set, name and schema of so many schemas of JSONSchemaBench in all, as many of each set."""
+    sets = sorted(path for path in (folder / "data").iterdir() if path.is_dir())
+    rng = np.random.default_rng(seed)
+    for path in sets:
+        files = sorted(path.glob("*.json"))
+        for i in sorted(rng.choice(len(files), min(count // len(sets), len(files)), replace=False)):
+            yield path.name, f"{path.name}/{files[i].name}", json.loads(files[i].read_text())
+
+
 def measure_sets(
     folder: Path, count: int, seed: int, measurement: Measurement
 ) -> dict[str, Figures]:
     """The figures of each set of JSONSchemaBench: of so many schemas in all."""
-    sets = sorted(path for path in (folder / "data").iterdir() if path.is_dir())
-    rng = np.random.default_rng(seed)
-    result = {}
-    for path in sets:
-        files = sorted(path.glob("*.json"))
-        result[path.name] = figures = Figures()
-        for i in sorted(rng.choice(len(files), min(count // len(sets), len(files)), replace=False)):
-            measurement.try_schema(
-                f"{path.name}/{files[i].name}", json.loads(files[i].read_text()), figures
-            )
+    result: dict[str, Figures] = {}
+    for set_name, name, schema in bench_schemas(folder, count, seed):
+        measurement.try_schema(name, schema, result.setdefault(set_name, Figures()))
     return result
 
 

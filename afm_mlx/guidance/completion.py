@@ -17,6 +17,7 @@ from llguidance import LLTokenizer
 from afm_mlx.guidance.matcher import Matcher, fill_masks
 
 MAX_BYTES = 4096
+_MAX_BRANCHES = 30_000  # in all: a second, for which other rows wait
 _PLACES = 32  # that are followed from texts of one length
 _BRANCHES = 6
 _PREFERRED = b'"}]),:. \n01etrufalsn-{[(aA'
@@ -41,7 +42,8 @@ class _Text:
 
 
 def shortest_completion(matcher: Matcher) -> list[int] | None:
-    """The tokens of the text that is missing; None when none was found within `MAX_BYTES`.
+    """The tokens of the text that is missing; None when none was found: it would be longer than `MAX_BYTES`, or the
+    grammar asks for something that is hard to come upon, such as a word in the middle of a string.
 
     Args:
         matcher: the state of the answer so far; it stays as it is.
@@ -49,6 +51,7 @@ def shortest_completion(matcher: Matcher) -> list[int] | None:
     tokens = _tokens_of_one_byte(matcher.tokenizer)
     waiting: dict[int, list[_Text]] = defaultdict(list)
     waiting[0] = [_Text((), 0, 0, matcher.copy())]
+    n_branches = 0
     for length in range(MAX_BYTES):
         places: set[tuple[bytes, int]] = set()
         for known in sorted(waiting.pop(length, ()), key=lambda known: -known.forced):
@@ -65,9 +68,10 @@ def shortest_completion(matcher: Matcher) -> list[int] | None:
             places.add(place)
             allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
             for token in [token for token in tokens if allowed[token]][:_BRANCHES]:
+                n_branches += 1
                 branch = replace(known, state=known.state.copy())
                 waiting[length + 1].append(branch.then([token]))
-        if not waiting:
+        if not waiting or n_branches > _MAX_BRANCHES:
             return None
     return None
 
