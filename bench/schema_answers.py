@@ -2,9 +2,9 @@
 
     python -m bench.schema_answers --suite suite --schemas schemas --count 200
 
-The embedded model, and one of its shape with random weights, answer every schema that is honoured; the folders
-are those of `bench.json_schemas`. Answers that reach their limit of tokens are completed, so that all of them can
-be validated, by `jsonschema` and the draft that the schema is written in.
+The embedded model, and one of its shape with random weights, answer every schema that is honoured; the
+folders are those of `bench.json_schemas`. Answers that reach their limit of tokens are completed, so that all of
+them can be validated, by `jsonschema` and the draft that the schema is written in.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import afm_mlx  # noqa: F401  before mlx.core, for its fast products
+
+# isort: split
 import mlx.core as mx
 from mlx.utils import tree_map
 

@@ -42,8 +42,10 @@ class _Text:
 
 
 def shortest_completion(matcher: Matcher) -> list[int] | None:
-    """The tokens of the text that is missing; None when none was found: it would be longer than `MAX_BYTES`, or the
-    grammar asks for something that is hard to come upon, such as a word in the middle of a string.
+    """The tokens of the text that is missing.
+
+    None when none was found: it would be longer than `MAX_BYTES`, or the grammar asks for what is hard to come
+    upon, such as a word in the middle of a string.
 
     Args:
         matcher: the state of the answer so far; it stays as it is.
