@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from llguidance import LLTokenizer
@@ -78,6 +79,7 @@ def shortest_completion(matcher: Matcher) -> list[int] | None:
     return None
 
 
+@lru_cache(maxsize=4)
 def _tokens_of_one_byte(tokenizer: LLTokenizer) -> list[int]:
     """Tokens of one byte, the preferred ones first."""
     found: dict[bytes, int] = {}

@@ -18,8 +18,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from pip._internal.models.index import PyPI
 
-PYPI = "https://pypi.org/simple"
 CACHE = Path(__file__).parents[2] / ".pytest_cache" / "d" / "sdists"
 """Where `config.cache.mkdir("sdists")` would be."""
 _TIMEOUT = 20  # seconds
@@ -52,7 +52,7 @@ def _index() -> str:
     """The URL of the package index that pip is configured for."""
     command = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
     configured = subprocess.run(command, capture_output=True, text=True).stdout.strip()
-    return (os.environ.get("PIP_INDEX_URL") or configured or PYPI).rstrip("/")
+    return (os.environ.get("PIP_INDEX_URL") or configured or PyPI.simple_url).rstrip("/")
 
 
 def _archive(name: str, file: str) -> bytes:
