@@ -12,6 +12,9 @@ A row under a constraint needs its token before the next one can be drawn: it is
 next is found, while the device computes the logits. Tokens that the constraint forces are not drawn; when they
 are many, they go into the cache like a prompt.
 
+With `Speculation`, rows are fed guesses behind their last tokens, and keep those that the model would have
+drawn. The guesses need those last tokens, so nothing is in flight then.
+
 A row may run with an adapter of a pool (`AdapterPool`); it waits until that is loaded, and others don't. Rows
 of one batch may have different ones, `MAX_ADAPTERS` at most.
 
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +41,9 @@ from afm_mlx.engine.row import Prepared, Row
 from afm_mlx.engine.row_adapters import RowAdapters
 from afm_mlx.engine.row_caches import RowCaches, hand_back
 from afm_mlx.engine.sampling import no_token, sample
+from afm_mlx.engine.speculation.draft import Draft
+from afm_mlx.engine.speculation.drafting import Drafting, Speculation
+from afm_mlx.engine.speculation.verification import Drawn, verified
 from afm_mlx.engine.waiting_rows import WaitingRows
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.guidance.matcher import Matcher
@@ -69,6 +76,7 @@ class Engine:
         sliding_window: past `max_kv_size`, forget the oldest tokens instead of ending the row with an error.
         kv: "int8" or "float" storage of keys and values (`Model.make_cache`).
         adapters: pool of the adapters that requests may name; None for no adapter but the attached one.
+        speculation: how tokens are guessed, for the model to check several in one step; None for one at a time.
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main
@@ -86,6 +94,7 @@ class Engine:
         sliding_window: bool = False,
         kv: str = "int8",
         adapters: AdapterPool | None = None,
+        speculation: Speculation | None = None,
     ):
         for name, value in (
             ("max_batch", max_batch),
@@ -107,6 +116,11 @@ class Engine:
         self.prefill_step_size = min(prefill_step_size, CPU_STEP) if on_cpu else prefill_step_size
         self._is_afm = is_afm(model)
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
+        self._drafting: Drafting | None = None
+        if speculation is not None:
+            speculation.check(model, sliding_window)
+            ends = tokenizer.eos_token_ids
+            self._drafting = Drafting(speculation, ends, self.prefill_step_size)
         self._ids = itertools.count()
         self._waiting = WaitingRows(self._adapters)
         self._early: list[
@@ -228,8 +242,11 @@ class Engine:
 
     def _drop_started(self) -> list[int]:
         self._waiting.drop({row.id for row in self._waiting if row.sampled})
-        for row in self._batch.rows + (self._prefill.batch.rows if self._prefill else []):
+        started = self._batch.rows + (self._prefill.batch.rows if self._prefill else [])
+        for row in started:
             row.release()
+        if self._drafting is not None:
+            self._drafting.forget([row.id for row in started])
         self._early = []
         self._batch, self._prefill, self._flight, self._feed = RowBatch(), None, None, None
         return [row.id for row in self._waiting]
@@ -256,6 +273,20 @@ class Engine:
         # 1) Prompts: waiting rows are admitted, a chunk goes into the cache, and whole ones join the batch.
         self._advance_prefill()
         responses, self._early = self._early, []
+        if self._drafting is None:
+            responses += self._step_by_one()
+        elif guesses := self._drafting.plan(self._batch.rows):
+            responses += self._step_with_guesses(guesses)
+        else:
+            responses += self._timed_step(self._drafting)
+        # 6) With nothing to compute, rows may still wait for their adapters.
+        if not (responses or self._prefill or self._batch.rows):
+            self._adapters.wait(self._waiting, LOADING_STEP)
+        self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
+        return responses
+
+    def _step_by_one(self) -> list[Response]:
+        responses = []
         # 2) The tokens of the step before are read back first where they end a row: it must not be fed again.
         previous, self._flight = self._flight, None
         if previous and any(row.ends for row in previous.rows):
@@ -270,10 +301,6 @@ class Engine:
         # 5) Rows under a constraint had to wait for those.
         if self._feed is not None:
             self._flight = self._choose(self._feed)
-        # 6) With nothing to compute, rows may still wait for their adapters.
-        if not (responses or self._prefill or self._batch.rows):
-            self._adapters.wait(self._waiting, LOADING_STEP)
-        self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
         return responses
 
     def _forward(self) -> None:
@@ -320,24 +347,103 @@ class Engine:
         for i, (row, token, peak) in enumerate(read_back):
             if row.id not in alive or row.id in flight.told:  # cancelled, or told before
                 continue
-            if not math.isfinite(peak) and row.error is None:
-                text, _ = row.show(ended=True)
-                cause = no_token(peak, row.request)
-                responses.append(Response(row.id, -1, text, None, "error", cause))
-                finished.add(row.id)
-                continue
-            text, reason = row.accept(token, self.tokenizer.eos_token_ids)
-            error = row.error if reason == "error" else None
-            responses.append(Response(row.id, token, text, flight.logprobs_of(i), reason, error))
-            if reason is None and (forced := self._forced(row)):
-                responses += forced
-                reason = forced[-1].finish_reason
-            if reason is not None:
+            new = self._accepted(row, token, peak, flight.logprobs_of(i))
+            responses += new
+            if new[-1].finish_reason is not None:
                 finished.add(row.id)
         if finished:
             self._leave(finished)
         self._fast_forward()
         return responses
+
+    def _accepted(
+        self, row: Row, token: int, peak: float, logprobs: mx.array | None
+    ) -> list[Response]:
+        """The responses of a row's next token, and of those that its constraint forces behind it."""
+        if not math.isfinite(peak) and row.error is None:
+            text, _ = row.show(ended=True)
+            cause = no_token(peak, row.request)
+            return [Response(row.id, -1, text, None, "error", cause)]
+        text, reason = row.accept(token, self.tokenizer.eos_token_ids)
+        error = row.error if reason == "error" else None
+        responses = [Response(row.id, token, text, logprobs, reason, error)]
+        if self._drafting is not None and reason is not None:
+            responses[0].guesses = self._drafting.counts(row)
+        if reason is None:
+            responses += self._forced(row)
+        return responses
+
+    # -- speculation
+
+    def _timed_step(self, drafting: Drafting) -> list[Response]:
+        """A step without guesses; how long it takes decides whether they pay."""
+        before, rows = self._flight, self._batch.rows
+        start = time.perf_counter()
+        responses = self._step_by_one()
+        seconds = time.perf_counter() - start
+        if before is not None and self._flight is not None and len(rows) == len(before.rows):
+            drafting.costs.observe(len(rows), 1, seconds)
+        return responses
+
+    def _step_with_guesses(self, guesses: int) -> list[Response]:
+        """Feed every row its last token and guesses, and keep those that the model draws, too."""
+        assert self._drafting is not None
+        responses: list[Response] = []
+        if self._flight is not None:
+            flight, self._flight = self._flight, None
+            responses += self._read(flight)
+        batch = self._batch
+        if not batch.rows:
+            return responses
+        room = self._caches.room(batch.cache)
+        drafts = self._drafting.drafts(batch.rows, guesses, room)
+        start = time.perf_counter()
+        with self._adapters.using(batch.adapters):
+            drawn = verified(self.model, batch.cache, drafts)
+        width = max(len(draft.fed) for draft in drafts)
+        kept, finished = [], set()
+        for draft, tokens in zip(drafts, drawn, strict=True):
+            new, count = self._kept(draft, tokens)
+            responses += new
+            kept.append(count)
+            if new and new[-1].finish_reason is not None:
+                finished.add(draft.row.id)
+        for layer in batch.cache:
+            layer.trim_rows([width - count for count in kept])
+        self._drafting.costs.observe(len(drafts), width, time.perf_counter() - start)
+        batch.inputs = mx.array([row.last_token for row in batch.rows], mx.int32)
+        if finished:
+            self._leave(finished)
+        self._fast_forward()
+        return responses
+
+    def _kept(self, draft: Draft, drawn: dict[int, Drawn]) -> tuple[list[Response], int]:
+        """Take a row's next tokens, up to the first that differs from what the row was fed.
+
+        Returns:
+            The responses; and how many of the fed tokens stand.
+        """
+        assert self._drafting is not None
+        row, kept, right = draft.row, 1, 0
+        responses: list[Response] = []
+        while True:
+            if row.known:
+                following = row.known.pop(0)
+            else:
+                at = drawn[kept - 1]
+                new = self._accepted(row, at.token, at.peak, at.logprobs)
+                new[0].from_draft = kept in draft.proposed and draft.fed[kept] == new[0].token
+                right += new[0].from_draft
+                responses += new
+                if new[-1].finish_reason is not None:
+                    break
+                following = at.token
+            if kept == len(draft.fed) or draft.fed[kept] != following:
+                break
+            kept += 1
+        row.settle(kept)
+        self._drafting.count(draft, right)
+        return responses, kept
 
     # -- forced tokens
 
@@ -381,6 +487,8 @@ class Engine:
         self._flight = self._flight and self._flight.keep(keep)
         self._feed = self._feed and self._feed.keep(keep)
         self._batch.keep(keep)
+        if self._drafting is not None:
+            self._drafting.forget(finished)
 
     # -- prompts
 

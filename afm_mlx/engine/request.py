@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
+from afm_mlx.engine.speculation.draft_length import RowGuesses
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.guidance.constraint import Constraint
 
@@ -48,6 +49,8 @@ class Request:
             "error" makes that an `IncompleteError`, as it is after a stop string; "complete" appends the
             shortest text that meets the constraint, however many tokens that has.
         heal: whether the prompt may end within a word: its last token is then generated again, see `healing`.
+        draft: whether tokens may be guessed, where the engine has `Speculation`. Sampler and logits processors
+            are then called for tokens that may be refused, and must depend on nothing but their arguments.
     """
 
     prompt: Sequence[int]
@@ -63,6 +66,7 @@ class Request:
     constraint: Constraint | None = None
     at_limit: str = "error"
     heal: bool = False
+    draft: bool = True
 
     def validate(self, vocab_size: int | None) -> None:
         """Raise `RequestError` for a request that no model could answer."""
@@ -108,6 +112,9 @@ class Response:
         finish_reason: "stop" at an end token or stop string, "length" at max_tokens, "error" when the
             row could not go on, None while it does.
         error: why, when finish_reason is "error".
+        from_draft: whether the token was guessed before the model was asked.
+        guesses: at the row's end, how many guesses there were for it, and how many were right; None where the
+            engine has no `Speculation`.
     """
 
     row: int
@@ -116,3 +123,5 @@ class Response:
     logprobs: mx.array | None
     finish_reason: str | None = None
     error: Exception | None = None
+    from_draft: bool = False
+    guesses: RowGuesses | None = None

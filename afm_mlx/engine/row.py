@@ -115,19 +115,31 @@ class Row:
         """Whether the row can't be fed the token that was drawn last."""
         return self.sampled == self.request.max_tokens or self.error is not None or self.is_full
 
-    @property
-    def step_seed(self) -> int:
-        """Seed of the next draw: counted from the row's own, so that nothing has to be read back."""
-        return (self.seed + self.sampled * 0x9E3779B97F4A7C15) & MASK64
+    def seed_at(self, index: int) -> int:
+        """Seed of the draw of answer token `index`, counted from the row's own: nothing has to be read back."""
+        return (self.seed + index * 0x9E3779B97F4A7C15) & MASK64
 
-    def context(self, token: mx.array) -> mx.array:
+    def context(self, token: mx.array | None) -> mx.array:
         """Prompt and answer so far with `token` (1,) appended, for logits processors."""
         if self.matcher is not None:  # all of it was read back
             return mx.array([*self.request.prompt, *self.tokens], dtype=mx.int32)
         if self._context is None:
-            self._context = mx.array(list(self.request.prompt[:-1]), dtype=mx.int32)
+            before = [*self.request.prompt, *self.tokens][:-1]
+            self._context = mx.array(before, dtype=mx.int32)
+        assert token is not None
         self._context = mx.concatenate([self._context, token.astype(mx.int32)])
         return self._context
+
+    @property
+    def last_token(self) -> int:
+        """The last token of prompt and answer, as far as it was read back; forced tokens are behind it."""
+        told = len(self.tokens) - len(self.known)
+        return self.tokens[told - 1] if told else int(self.request.prompt[-1])
+
+    def settle(self, fed: int) -> None:
+        """Take note that the cache holds `fed` more tokens, and that all of the answer was read back."""
+        self.position += fed
+        self.sampled, self._context = len(self.tokens), None
 
     def accept(self, token: int, end_tokens: set[int]) -> tuple[str, str | None]:
         """Take the answer's next token.

@@ -6,6 +6,7 @@ or floats) and sliding window have to be the engine's, because rows of a batch s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,6 +97,11 @@ class RowCaches:
             return None
         bounds = [size for size in (cache[0].max_size, self._asked) if size is not None]
         return min(bounds, default=self._limit)
+
+    def room(self, cache: Cache) -> int:
+        """Tokens that every row of an AFM model's batch may still be fed; a large number without a bound."""
+        first = cache[0]
+        return sys.maxsize if first.max_size is None else first.max_size - max(first.lengths)
 
     def position(self, cache: Cache) -> int:
         """Tokens that a row's cache holds."""

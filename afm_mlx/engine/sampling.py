@@ -1,4 +1,4 @@
-"""From logits to the next token of every row."""
+"""From logits to the next token of every row, or to several tokens of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -16,60 +17,104 @@ from afm_mlx.errors import LogitsError
 from afm_mlx.guidance.matcher import fill_masks
 
 
+class Place(NamedTuple):
+    """Where a token is drawn.
+
+    Args:
+        row: the row that it belongs to.
+        mask: the tokens that the row's constraint allows there, as `fill_masks` returns them; None for all.
+        assumed: tokens that are taken to follow the answer so far, all of which was read back; None where the
+            answer's last token may not be read back yet.
+    """
+
+    row: Row
+    mask: np.ndarray | None = None
+    assumed: Sequence[int] | None = None
+
+    @property
+    def seed(self) -> int:
+        return self.row.seed_at(self.row.sampled + len(self.assumed or ()))
+
+    def context(self, token: mx.array | None) -> mx.array:
+        """Prompt and answer up to here, for logits processors; `token` (1,) is the answer's last."""
+        if self.assumed is None:
+            return self.row.context(token)
+        tokens = [*self.row.request.prompt, *self.row.tokens, *self.assumed]
+        return mx.array(tokens, dtype=mx.int32)
+
+
 def sample(
     rows: Sequence[Row],
     logits: mx.array,
     inputs: mx.array,
     known: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Draw one token per row, each by its own processors, sampler and random stream.
+    """Draw the next token of each row; arguments and results as in `draw`.
+
+    Args:
+        known: the token of each row, by its index, that a constraint has forced; nothing is drawn for it.
+    """
+    held = {i: r.matcher for i, r in enumerate(rows) if r.matcher is not None and i not in known}
+    masks = dict(zip(held, fill_masks(list(held.values())), strict=True)) if held else {}
+    places = [Place(row, masks.get(i)) for i, row in enumerate(rows)]
+    tokens, peaks, logprobs = draw(places, logits, inputs)
+    if known:
+        forced = mx.array([known.get(i, -1) for i in range(len(rows))], mx.int32)
+        tokens = mx.where(forced < 0, tokens, forced)
+    return tokens, peaks, logprobs
+
+
+def draw(
+    places: Sequence[Place], logits: mx.array, inputs: mx.array | None = None
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Draw one token at each place, by its row's own processors, sampler and random stream.
 
     Whatever a row's own callables raise is kept in `Row.error`, so that the other rows go on.
 
     Args:
-        rows: the B rows.
+        places: the B places.
         logits: (B, vocab_size) logits.
-        inputs: (B,) tokens that the logits follow.
-        known: the token of each row, by its index, that a constraint has forced; nothing is drawn for it.
+        inputs: (B,) tokens that the logits follow; not needed where all places have assumed tokens.
 
     Returns:
-        Tokens (B,) int32; each row's largest logit, (B,), NaN or infinity where any logit is NaN or +infinity;
-        and log-probabilities (B, vocab_size) float32. Nothing is evaluated yet. The most likely token needs no
-        log-probabilities, so they cost nothing until a sampler or a caller looks.
+        Tokens (B,) int32; the largest logit of each place, (B,), NaN or infinity where any is NaN or +infinity;
+        and log-probabilities (B, vocab_size) float32. Nothing is evaluated yet. The most likely token needs
+        no log-probabilities, so they cost nothing until a sampler or a caller looks.
     """
     logits = logits.astype(mx.float32)
-    if any(row.request.logits_processors for row in rows):
-        logits = mx.concatenate(
-            [_process(row, logits[i : i + 1], inputs[i : i + 1]) for i, row in enumerate(rows)]
-        )
-    logits = _constrained(rows, logits, known)
+    if any(place.row.request.logits_processors for place in places):
+        each = [
+            _process(place, logits[i : i + 1], None if inputs is None else inputs[i : i + 1])
+            for i, place in enumerate(places)
+        ]
+        logits = mx.concatenate(each)
+    logits = _constrained(places, logits)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     tokens = mx.argmax(logits, axis=-1)
-    if any(row.request.sampler for row in rows):
+    if any(place.row.request.sampler for place in places):
         with _global_stream_kept():
             drawn = [
-                _draw(row, logprobs[i : i + 1], tokens[i : i + 1]) for i, row in enumerate(rows)
+                _draw(place, logprobs[i : i + 1], tokens[i : i + 1])
+                for i, place in enumerate(places)
             ]
         tokens = mx.concatenate(drawn)
-    if known:
-        forced = mx.array([known.get(i, -1) for i in range(len(rows))], mx.int32)
-        tokens = mx.where(forced < 0, tokens.astype(mx.int32), forced)
     return tokens.astype(mx.int32), mx.max(logits, axis=-1), logprobs
 
 
-def _constrained(rows: Sequence[Row], logits: mx.array, known: Mapping[int, int]) -> mx.array:
+def _constrained(places: Sequence[Place], logits: mx.array) -> mx.array:
     """The logits (B, vocab_size) without those of tokens that a row's constraint forbids."""
-    held = {i: r.matcher for i, r in enumerate(rows) if r.matcher is not None and i not in known}
-    if not held:
+    masks = {i: place.mask for i, place in enumerate(places) if place.mask is not None}
+    if not masks:
         return logits
-    bits = np.unpackbits(fill_masks(list(held.values())).view(np.uint8), axis=1, bitorder="little")
+    stacked = np.stack(list(masks.values()))
+    bits = np.unpackbits(stacked.view(np.uint8), axis=1, bitorder="little")
     width = min(
         bits.shape[1], logits.shape[1]
     )  # embeddings may have more rows than there are tokens
     allowed = np.ones(logits.shape, np.bool_)
-    for bits_of_row, i in zip(bits, held, strict=True):
+    for bits_of_place, i in zip(bits, masks, strict=True):
         allowed[i] = False
-        allowed[i, :width] = bits_of_row[:width]
+        allowed[i, :width] = bits_of_place[:width]
     return mx.where(mx.array(allowed), logits, -math.inf)
 
 
@@ -94,11 +139,12 @@ def no_token(peak: float, request: Request) -> LogitsError:
     )
 
 
-def _process(row: Row, logits: mx.array, token: mx.array) -> mx.array:
+def _process(place: Place, logits: mx.array, token: mx.array | None) -> mx.array:
+    row = place.row
     if not row.request.logits_processors or row.error is not None:
         return logits
     try:
-        context = row.context(token)
+        context = place.context(token)
         processed = logits
         for processor in row.request.logits_processors:
             processed = processor(context, processed)
@@ -108,11 +154,12 @@ def _process(row: Row, logits: mx.array, token: mx.array) -> mx.array:
         return logits
 
 
-def _draw(row: Row, logprobs: mx.array, likeliest: mx.array) -> mx.array:
+def _draw(place: Place, logprobs: mx.array, likeliest: mx.array) -> mx.array:
+    row = place.row
     if row.request.sampler is None or row.error is not None:
         return likeliest
     try:
-        mx.random.seed(row.step_seed)
+        mx.random.seed(place.seed)
         return row.request.sampler(logprobs).reshape(1).astype(likeliest.dtype)
     except Exception as error:
         row.error = error

@@ -1,5 +1,7 @@
 """A decode step that is traced once for each shape, and then replayed.
 
+It feeds every row its next token, or a few of them: those that speculative decoding checks.
+
 A step is some 400 operations, and calling them one by one from Python takes longer than a fast GPU takes to run
 them. `mx.compile` keeps the graph: what changes from token to token (the token, lengths, buffers and
 tails of the cache, every parameter, and the adapters' numbers) goes in as an argument.
@@ -37,10 +39,12 @@ class _TracedCache:
     def __init__(self, buffer: mx.array, tail: mx.array, starts: mx.array):
         self._buffer, self.tail, self._starts = buffer, tail, starts
 
-    def open_tail(self, heads: int, head_dim: int) -> tuple[mx.array, mx.array, mx.array]:
+    def open_tail(
+        self, heads: int, head_dim: int, count: int = 1
+    ) -> tuple[mx.array, mx.array, mx.array]:
         return self._buffer, self.tail, self._starts
 
-    def take_tail(self, tail: mx.array) -> None:
+    def take_tail(self, tail: mx.array, count: int = 1) -> None:
         self.tail = tail
 
 
@@ -64,7 +68,7 @@ _SERIALS = itertools.count()
 
 
 class DecodeStep:
-    """One new token per row over caches with a tail: `Model.forward` as a replayed graph."""
+    """The next tokens of every row over caches with a tail: `Model.forward` as a replayed graph."""
 
     def __init__(self) -> None:
         self._traces = _Traces()
@@ -93,11 +97,11 @@ class DecodeStep:
         cache: Sequence[KVCache],
         head: str,
     ) -> Any:
-        """Return what `Model.forward` returns; the caches grow by a token.
+        """Return what `Model.forward` returns; the caches grow by L tokens.
 
         Args:
             model: the model whose step this is.
-            inputs: (B, 1) integers.
+            inputs: (B, L) integers.
             lengths: (B,) int32, of `KVCache.decode_lengths`.
             cache: caches of the writing blocks.
             head: see `Model.forward`.
@@ -106,7 +110,8 @@ class DecodeStep:
             for entry in cache:
                 entry.settle()
         config = model.args
-        opened = [entry.open_tail(2 * config.num_kv_heads, config.head_dim) for entry in cache]
+        sizes = (2 * config.num_kv_heads, config.head_dim, inputs.shape[1])
+        opened = [entry.open_tail(*sizes) for entry in cache]
         buffers, tails, (starts, *_) = map(list, zip(*opened, strict=True))
         chosen = (dispatch.device(), dispatch.generation(), adapters_layout(model))
         trace = (*inputs.shape, *buffers[0].shape, buffers[0].dtype, head, *chosen)
@@ -119,7 +124,7 @@ class DecodeStep:
         given = (inputs, lengths, starts, buffers, tails)
         result, tails = mine.replay(*given, head, *chosen, mine.serial)
         for entry, tail in zip(cache, tails, strict=True):
-            entry.take_tail(tail)
+            entry.take_tail(tail, inputs.shape[1])
         return result
 
 

@@ -70,8 +70,10 @@ class KVCache:
         self._padding: list[int] | None = None  # of a ragged prompt, until `finalize`
         self.adapter: str | None = None
         self.tail: Any = None  # (B, 2 * n_kv_heads, TAIL, head_dim) once a decode step began
-        self.in_tail = 0  # tokens of every row that lie there
-        self._starts: Any = None  # (B,) int32, columns of each row that lie in the buffer
+        self._in_buffer: list[int] | None = (
+            None  # while a tail is in use: columns before it, per row
+        )
+        self._starts: Any = None  # the same as an array, (B,) int32
 
     @property
     def kind(self) -> tuple[str, int | None, bool]:
@@ -132,13 +134,16 @@ class KVCache:
             visible &= (position < KEEP) | (query - position < window - KEEP)
         return visible
 
-    def decode_lengths(self) -> mx.array | None:
+    def decode_lengths(self, count: int = 1) -> mx.array | None:
         """Columns per row that the next token looks at, its own included: (B,) int32.
 
         To be asked for before the token is written. None when columns and positions differ, which a sliding
         window brings about; `make_mask` says then what is visible.
+
+        Args:
+            count: tokens of every row that are about to be written.
         """
-        if self._window and max(self._lengths) + 1 > self._window:
+        if self._window and max(self._lengths) + count > self._window:
             return None
         return mx.array([n + 1 for n in self._lengths], dtype=mx.int32)
 
@@ -166,8 +171,21 @@ class KVCache:
         else:
             self.buffer[_ragged_index(tuple(columns), kv.shape[1], length)] = kv
 
-    def open_tail(self, heads: int, head_dim: int) -> tuple[mx.array, mx.array, mx.array]:
-        """What a decode step reads and writes, with room for one more token of every row.
+    @property
+    def in_tail(self) -> int:
+        """Columns of the tail in use by the row that has most there."""
+        return max(self._tail_columns(), default=0)
+
+    def _tail_columns(self) -> list[int]:
+        """Columns of the tail in use, per row; none while there is no tail."""
+        if self._in_buffer is None:
+            return []
+        return [columns - s for columns, s in zip(self._columns, self._in_buffer, strict=True)]
+
+    def open_tail(
+        self, heads: int, head_dim: int, count: int = 1
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """What a decode step reads and writes, with room for `count` more tokens of every row.
 
         Not for a sliding window that is about to forget tokens, nor for floats before the first token, which
         says what type they have.
@@ -175,6 +193,7 @@ class KVCache:
         Args:
             heads: heads of the keys and of the values together.
             head_dim: their width.
+            count: tokens of every row that the step writes, `TAIL` at most.
 
         Returns:
             the buffer; the tail; starts (B,) int32, columns of each row in the buffer.
@@ -182,8 +201,8 @@ class KVCache:
         Raises:
             ContextLengthError: past `max_size`.
         """
-        self._check_bound(max(self._lengths) + 1)
-        if self.in_tail in (0, TAIL):
+        self._check_bound(max(self._lengths) + count)
+        if not 0 < self.in_tail <= TAIL - count:
             self.settle()
             shape = (len(self._lengths), heads, TAIL, head_dim)
             if self.tail is None:
@@ -193,21 +212,25 @@ class KVCache:
                 self.buffer = self.tail[:, :, :0]
             # Steps are traced for each capacity: there are few when they are multiples of one number.
             self._grow(max(1, self.size()))
-            self._starts = mx.array(self._columns, dtype=mx.int32)
+            self._in_buffer = self._columns
+            self._starts = mx.array(self._in_buffer, dtype=mx.int32)
         return self.buffer, self.tail, self._starts
 
-    def take_tail(self, tail: mx.array) -> None:
-        """Take over the tail of `open_tail` with one more token of every row."""
+    def take_tail(self, tail: mx.array, count: int = 1) -> None:
+        """Take over the tail of `open_tail` with `count` more tokens of every row."""
         self.tail = tail
-        self.in_tail += 1
-        self._lengths = [n + 1 for n in self._lengths]
+        self._lengths = [n + count for n in self._lengths]
 
     def settle(self) -> None:
-        """Move the tail's tokens to the buffer."""
-        if count := self.in_tail:
-            self._grow(self.size())
-            self._write(self.tail[:, :, :count], [n - count for n in self._columns])
-            self.in_tail = 0
+        """Move the tail's tokens to the buffer.
+
+        Rows may have different numbers there. Behind a row's last token the buffer gets what the tail holds,
+        which nobody looks at, and the next tokens are written over it.
+        """
+        if self._in_buffer is not None and (count := self.in_tail):
+            self._grow(max(self._in_buffer) + count)
+            self._write(self.tail[:, :, :count], self._in_buffer)
+        self._in_buffer = None
 
     def in_use(self) -> mx.array:
         """The buffer's columns in use, all tokens settled; the buffer must be there."""
@@ -367,12 +390,14 @@ class KVCache:
     def trim(self, count: int) -> int:
         """Take back the last `count` tokens of every row, or as many as the shortest has."""
         count = min(count, min(self._lengths))
-        if count > self.in_tail:
-            self.settle()
-        else:
-            self.in_tail -= count
-        self._lengths = [n - count for n in self._lengths]
+        self.trim_rows([count] * len(self._lengths))
         return count
+
+    def trim_rows(self, counts: Sequence[int]) -> None:
+        """Take back the last tokens of each row: `counts[r]` of row r, which has as many."""
+        if any(n < count for n, count in zip(self._tail_columns(), counts, strict=False)):
+            self.settle()
+        self._lengths = [n - count for n, count in zip(self._lengths, counts, strict=True)]
 
     def copy(self, length: int | None = None) -> KVCache:
         """An independent cache of the first `length` tokens of every row; None for all of them.
@@ -405,7 +430,7 @@ class KVCache:
 
     @state.setter
     def state(self, state: Any) -> None:
-        self.tail, self.in_tail = None, 0
+        self.tail = self._in_buffer = None
         if not state:
             self.buffer = None
             self._lengths, self._forgotten = [0], [0]

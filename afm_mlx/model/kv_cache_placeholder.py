@@ -29,6 +29,8 @@ class NoKVCache:
     def trim(self, count: int) -> int:
         return count
 
+    def trim_rows(self, counts: Sequence[int]) -> None: ...
+
     def copy(self, length: int | None = None) -> NoKVCache:
         return NoKVCache()
 

@@ -69,6 +69,21 @@ def _attention(queries: mx.array, kv: KeyValues, positions: Positions) -> mx.arr
     return attention(queries, kv, positions.mask)
 
 
+def _decode_attention(
+    queries: mx.array,
+    kv: KeyValues,
+    lengths: mx.array,
+    rope: QueryRope | None = None,
+    whole: bool = True,
+) -> mx.array | AttentionParts:
+    """`decode_attention` for L new tokens per row: queries (B, n, L, head_dim), token t up to `lengths + t`."""
+    count = queries.shape[2]
+    if count == 1:
+        return decode_attention(queries, kv, lengths, rope, whole)
+    each = [decode_attention(queries[:, :, t : t + 1], kv, lengths + t, rope) for t in range(count)]
+    return mx.concatenate(each, axis=2)
+
+
 def _appended(kv: mx.array, cache: KVCache | None) -> KeyValues:
     """Float keys and values of every token so far, the new ones included."""
     if cache is None:
@@ -117,20 +132,25 @@ class WritingAttention(nn.Module):
     def _decode(
         self, qkv: mx.array, lengths: mx.array, cache: KVCache
     ) -> tuple[mx.array | AttentionParts, KeyValues]:
-        """Attention of one new token per row, which goes to the tail of a cache."""
-        config, options = self._config, self._head_options()
-        buffer, tail, starts = cache.open_tail(2 * config.num_kv_heads, config.head_dim)
+        """Attention of few new tokens per row, which go to the tail of a cache."""
+        config, options, count = self._config, self._head_options(), qkv.shape[1]
+        buffer, tail, starts = cache.open_tail(2 * config.num_kv_heads, config.head_dim, count)
         whole = not merges_parts(self.out_proj)
-        if buffer.dtype != mx.int8:
-            q, new = self._float_heads(qkv, lengths - 1)
-            tail = write_tokens(tail, new.astype(tail.dtype), lengths - starts)
+        is_int8 = buffer.dtype == mx.int8
+        scales = (options.key_scale, options.value_scale) if is_int8 else (None, None)
+        kv = KeyValues(buffer, *scales, tail, starts)
+        if is_int8 and count == 1:
+            y, tail = write_and_attend(qkv, kv, lengths, options, whole)
             cache.take_tail(tail)
-            kv = KeyValues(buffer, tail=tail, starts=starts)
-            return decode_attention(q, kv, lengths, whole=whole), kv
-        kv = KeyValues(buffer, options.key_scale, options.value_scale, tail, starts)
-        y, tail = write_and_attend(qkv, kv, lengths, options, whole)
-        cache.take_tail(tail)
-        return y, kv._replace(tail=tail)
+            return y, kv._replace(tail=tail)
+        if is_int8:
+            q, new = rope_norm_quantize(qkv, lengths - 1, options)
+        else:
+            q, new = self._float_heads(qkv, lengths - 1)
+        tail = write_tokens(tail, new.astype(tail.dtype), lengths - starts + (count - 1))
+        cache.take_tail(tail, count)
+        kv = kv._replace(tail=tail)
+        return _decode_attention(q, kv, lengths, whole=whole), kv
 
     def _head_options(self) -> HeadOptions:
         config = self._config
@@ -215,7 +235,7 @@ class ReuseAttention(nn.Module):
         turn = (self.q_norm.weight, config.rope_theta, config.rms_norm_eps)
         if positions.lengths is not None:
             whole = not merges_parts(self.out_proj)
-            y = decode_attention(q, kv, positions.lengths, QueryRope(*turn), whole)
+            y = _decode_attention(q, kv, positions.lengths, QueryRope(*turn), whole)
         else:
             q = rope_norm(q, turn[0], positions.offset, *turn[1:])
             y = _attention(q, kv, positions)
@@ -339,10 +359,30 @@ class Model(nn.Module):
         Returns:
             tokens (B,) uint32, and their logits (B,): NaN or infinity where any of the row's is.
         """
-        return self._next(inputs, cache, "argmax")
+        tokens, peaks = self._next(inputs, cache, "argmax", few=True)
+        return tokens[:, 0], peaks[:, 0]
 
-    def _next(self, inputs: mx.array, cache: Sequence[Any] | None, head: str) -> Any:
-        positions, cache = self._positions(inputs, cache)
+    def verify(self, inputs: mx.array, cache: Sequence[Any], head: str = "logits") -> Any:
+        """What follows each of a few tokens per row: the step of speculative decoding.
+
+        It reads keys and values as a decode step does, each row's where it lies, so rows may have different
+        lengths. `KVCache.trim_rows` takes back the tokens that are refused. `__call__` is for prompts.
+
+        Args:
+            inputs: (B, L) integers, L at most `kv_cache.TAIL`; 2 to 8 have kernels made for them.
+            cache: a cache of `make_cache`; grows by L tokens.
+            head: "logits" or "argmax".
+
+        Returns:
+            logits (B, L, vocab_size); or the most likely tokens (B, L) uint32 and their logits (B, L), as
+            `greedy` has them.
+        """
+        return self._next(inputs, cache, head, few=True)
+
+    def _next(
+        self, inputs: mx.array, cache: Sequence[Any] | None, head: str, few: bool = False
+    ) -> Any:
+        positions, cache = self._positions(inputs, cache, few)
         writing = cache[: len(self.model.layers)]
         if positions.lengths is not None and self._step.applies(self, writing):
             return self._step(self, inputs, positions.lengths, writing, head)
@@ -361,13 +401,13 @@ class Model(nn.Module):
             inputs: (B, L) integers.
             positions: positions and mask of the tokens.
             cache: caches of the writing blocks.
-            head: "logits" to return those of every token, (B, L, vocab_size); "argmax" for what `greedy`
-                returns, after the last token of each row.
+            head: "logits" to return those of every token, (B, L, vocab_size); "argmax" for the most likely
+                token after each, (B, L) uint32, and its logit, (B, L).
         """
         h, kv = self.model.write(inputs, positions, cache)
         h = self.model.read(h, positions, kv)
         if head == "argmax":
-            return head_argmax(self.model.embedding, h[:, -1], norm=self.model.output_norm)
+            return head_argmax(self.model.embedding, h, norm=self.model.output_norm)
         return project_head(self.model.embedding, h, norm=self.model.output_norm)
 
     def hidden_at(
@@ -422,13 +462,14 @@ class Model(nn.Module):
         return Positions(0, causal_mask(inputs.shape[1]))
 
     def _positions(
-        self, inputs: mx.array, cache: Sequence[Any] | None
+        self, inputs: mx.array, cache: Sequence[Any] | None, few: bool = False
     ) -> tuple[Positions, Sequence[Any]]:
         if cache is None:
             return self.positions(inputs), [None] * len(self.model.layers)
         length = inputs.shape[1]
         first = cache[0]
-        lengths = first.decode_lengths() if length == 1 and self._opens_tail(first) else None
+        few = few or length == 1
+        lengths = first.decode_lengths(length) if few and self._opens_tail(first) else None
         mask = first.make_mask(length) if lengths is None else None
         return Positions(first.offset, mask, lengths, cached=True), cache
 

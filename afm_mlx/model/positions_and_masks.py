@@ -16,8 +16,8 @@ class Positions(NamedTuple):
     Args:
         offset: position of the first new token, or of every token in rows that hold several samples.
         mask: None, "causal" or an array, as `afm_mlx.kernels.attention` takes it.
-        lengths: (B,) int32, set when there is one new token per row and keys and values are read straight from
-            the cache's buffers, each row's up to its length.
+        lengths: (B,) int32, columns that the first new token of each row looks at, its own included; set when
+            there are few new tokens and keys and values are read straight from the cache's buffers.
         cached: whether keys and values go to a cache, so that nobody asks for gradients.
     """
 

@@ -10,7 +10,7 @@ import pytest
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.model import decode_step
-from afm_mlx.model.kv_cache import STEP
+from afm_mlx.model.kv_cache import STEP, TAIL
 from afm_mlx.quantization.packed_layers import set_activation_bits
 from tests.tools.adapters import ragged_cache
 from tests.tools.engines import tiny
@@ -119,3 +119,28 @@ def test_float_models_are_not_traced_on_a_cpu(rng):
     model = tiny(rng, kv_bits=8)
     steps(model, prefilled(model, rng, 3), 1)
     assert (model._step._traces.replay is None) == (dispatch.device() == "cpu")
+
+
+def test_several_tokens_of_ragged_rows_equal_one_after_the_other(rng):
+    """What speculation checks: the logits behind each token, and rows that keep different numbers of them."""
+    for kind, kv_bits in (("2-bit", 8), ("float", 8), ("float", None)):
+        model, storage = tiny(rng, kind, kv_bits), "int8" if kv_bits else "float"
+        fed = [rng.integers(0, 64, length) for length in (3, TAIL - 3, 1)]
+        cache = ragged_cache(model, fed, storage)
+        for count in (1, 3, 8, 2, 8, 5, 8, 8):  # past the end of a tail
+            inputs, kept = rng.integers(0, 64, (3, count)), rng.integers(1, count + 1, 3)
+            twin = ragged_cache(model, fed, storage)
+            heads = [layer.copy() for layer in cache]
+            logits = model.verify(mx.array(inputs), cache)
+            for at in range(count):
+                wanted = model(mx.array(inputs[:, at : at + 1]), twin)[:, 0]
+                np.testing.assert_allclose(logits[:, at], wanted, rtol=2e-2, atol=2e-2)
+            tokens, peaks = model.verify(mx.array(inputs), heads, "argmax")
+            np.testing.assert_allclose(peaks, mx.max(logits, -1), rtol=1e-3, atol=1e-3)
+            chosen = mx.take_along_axis(logits, tokens[..., None].astype(mx.int32), -1)[..., 0]
+            np.testing.assert_allclose(chosen, peaks, rtol=1e-3, atol=1e-3)
+            for layer in cache:
+                layer.trim_rows((count - kept).tolist())
+            pairs = zip(fed, inputs, kept, strict=True)
+            fed = [np.concatenate([tokens, row[:n]]) for tokens, row, n in pairs]
+            assert cache[0].lengths == list(map(len, fed))

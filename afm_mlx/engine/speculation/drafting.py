@@ -1,0 +1,222 @@
+"""What an engine drafts with, for which of its rows, and how many tokens at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from afm_mlx.engine.row import Row
+from afm_mlx.engine.speculation.draft import Draft
+from afm_mlx.engine.speculation.draft_length import (
+    MOST,
+    Acceptance,
+    RowGuesses,
+    StepCosts,
+    best_count,
+)
+from afm_mlx.engine.speculation.draft_model import DraftModel
+from afm_mlx.engine.speculation.prompt_lookup import PromptLookup
+from afm_mlx.errors import RequestError, shown
+from afm_mlx.model.model import is_afm
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How an engine guesses tokens for its model to check, several in one step.
+
+    Answers have the tokens that they have without it. Samplers and logits processors are called for tokens that
+    may be refused, so they must depend on nothing but their arguments.
+
+    Args:
+        draft_model: a smaller AFM model with the same vocabulary, or a `Drafter` of your own; None for none.
+        prompt_lookup: whether to guess what followed the last few tokens where they stood before. That is tried
+            first, for it costs nothing.
+        adapter_drafts: draft models of adapters, by the names that requests give; rows with other adapters have
+            `draft_model`.
+        num_draft_tokens: guesses at a time, 1 to 7; None lets the engine find out how many pay, and none where
+            they don't.
+    """
+
+    draft_model: Any = None
+    prompt_lookup: bool = False
+    adapter_drafts: Mapping[str, Any] = field(default_factory=dict)
+    num_draft_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        count = self.num_draft_tokens
+        if count is not None and not (type(count) is int and 1 <= count <= MOST):
+            raise RequestError(
+                f"num_draft_tokens is {shown(count)}; allowed are 1 to {MOST}, or None for as many as pay."
+            )
+
+    def check(self, model: Any, sliding_window: bool) -> None:
+        """Raise `RequestError` where it can't be honoured for a model."""
+        if not is_afm(model):
+            raise RequestError(
+                f"Speculative decoding is for AFM models; this is a {type(model).__name__} of mlx-lm's zoo. "
+                "Leave the draft model out, or run it with mlx_lm.stream_generate."
+            )
+        if sliding_window:
+            raise RequestError(
+                "Speculative decoding takes tokens back, and a sliding window has forgotten what lay before "
+                "them. Leave out one of the two."
+            )
+        named = {"draft_model": self.draft_model, **self.adapter_drafts}
+        for name, draft in named.items():
+            if draft is None or hasattr(draft, "propose"):
+                continue
+            if not is_afm(draft):
+                raise RequestError(
+                    f"{name} is {shown(draft)}; an AFM model is needed, such as load_draft returns."
+                )
+            if draft.args.vocab_size != model.args.vocab_size:
+                raise RequestError(
+                    f"{name} has {draft.args.vocab_size} tokens and the model {model.args.vocab_size}; a draft "
+                    "model has its model's vocabulary."
+                )
+
+
+class Drafter(Protocol):
+    """A way to guess."""
+
+    def propose(self, drafts: Sequence[Draft], count: int) -> None:
+        """Append `count` guesses at most to each draft."""
+
+    def forget(self, rows: Iterable[int]) -> None:
+        """Drop what is known of rows, by their ids."""
+
+
+class Drafting:
+    """The guesses for an engine's rows.
+
+    Args:
+        options: what to guess with.
+        end_tokens: ids that end an answer.
+        prefill_step_size: prompt tokens that a draft model takes at a time, at most.
+
+    Attributes:
+        costs: what the model's steps take.
+        overall: how often guesses are right, over all rows.
+    """
+
+    def __init__(self, options: Speculation, end_tokens: set[int], prefill_step_size: int):
+        self.costs = StepCosts()
+        self.overall = Acceptance()
+        self._fixed = options.num_draft_tokens
+        self._end_tokens = end_tokens
+        self._lookup = PromptLookup() if options.prompt_lookup else None
+        drafters: dict[int, Drafter] = {
+            id(given): given if hasattr(given, "propose") else DraftModel(given, prefill_step_size)
+            for given in [options.draft_model, *options.adapter_drafts.values()]
+            if given is not None
+        }
+        self._drafters = list(drafters.values())
+        self._default = drafters.get(id(options.draft_model))
+        self._of_adapters = {
+            name: drafters[id(given)] for name, given in options.adapter_drafts.items()
+        }
+        self._rows: dict[int, RowGuesses] = {}
+        self._guess_costs = StepCosts()
+
+    def plan(self, rows: Sequence[Row]) -> int:
+        """Number of guesses for each row in the next step; 0 where a step of one token is faster."""
+        guessing = self._guessing(rows)
+        if not guessing:
+            return 0
+        if self._fixed is not None:
+            return self._fixed
+        acceptances = [guesses.acceptance for _, guesses in guessing]
+        guess = self._guess_costs.of(len(rows), 1) or 0.0
+        count = best_count(len(rows), acceptances, self.costs, guess)
+        one = self.costs.of(len(rows), 1)
+        if one is None:
+            return 0
+        several = self.costs.of(len(rows), 1 + count) or one
+        slowdown = (several + count * guess) / one
+        for row, guesses in guessing:
+            if not count or guesses.acceptance.tokens(count) < slowdown:
+                guesses.pause(len(row.tokens))
+                self._forget_drafts([row.id])
+        return count if self._guessing(rows) else 0
+
+    def drafts(self, rows: Sequence[Row], count: int, limit: int) -> list[Draft]:
+        """What each row is fed next.
+
+        Args:
+            rows: the rows of a batch; all of their answers was read back.
+            count: guesses for each row, of `plan`.
+            limit: tokens that a row may be fed at most.
+        """
+        start = time.perf_counter()
+        drafts = [Draft(row, min(limit, _room(row)), self._end_tokens) for row in rows]
+        guessing = {row.id for row, _ in self._guessing(rows)}
+        open_drafts = [d for d in drafts if d.row.id in guessing and d.is_open]
+        if self._lookup is not None:
+            self._lookup.propose(open_drafts, count)
+        for drafter in self._drafters:
+            unguessed = [d for d in open_drafts if not d.proposed]
+            drafter.propose([d for d in unguessed if self._drafter_of(d.row) is drafter], count)
+        most = max((len(draft.proposed) for draft in drafts), default=0)
+        if most:
+            seconds = time.perf_counter() - start
+            self._guess_costs.observe(len(rows), 1, seconds / most)
+        return drafts
+
+    def count(self, draft: Draft, right: int) -> None:
+        """Take note of how many guesses of a draft were right."""
+        guesses = self._of(draft.row)
+        guesses.proposed += len(draft.proposed)
+        guesses.accepted += right
+        if draft.proposed:  # behind a wrong one nothing is known
+            checked = min(len(draft.proposed), right + 1)
+            guesses.acceptance.count(checked, right)
+            self.overall.count(checked, right)
+
+    def counts(self, row: Row) -> RowGuesses:
+        """The guesses for a row so far."""
+        return self._of(row)
+
+    def forget(self, rows: Collection[int]) -> None:
+        """Drop what is known of rows that have left, by their ids."""
+        for row in rows:
+            self._rows.pop(row, None)
+        self._forget_drafts(rows)
+
+    def _forget_drafts(self, rows: Collection[int]) -> None:
+        for drafter in [*self._drafters, *([self._lookup] if self._lookup else [])]:
+            drafter.forget(rows)
+
+    def _guessing(self, rows: Sequence[Row]) -> list[tuple[Row, RowGuesses]]:
+        """The rows that guesses are made for now."""
+        pairs = [(row, self._of(row)) for row in rows if row.request.draft]
+        return [
+            (row, guesses)
+            for row, guesses in pairs
+            if len(row.tokens) >= guesses.paused_until and self._has_drafter(row)
+        ]
+
+    def _has_drafter(self, row: Row) -> bool:
+        return self._lookup is not None or self._drafter_of(row) is not None
+
+    def _of(self, row: Row) -> RowGuesses:
+        known = self._rows.get(row.id)
+        if known is None:
+            known = self._rows[row.id] = RowGuesses(self.overall.child())
+        return known
+
+    def _drafter_of(self, row: Row) -> Drafter | None:
+        adapter = row.request.adapter
+        own = self._of_adapters.get(adapter) if isinstance(adapter, str) else None
+        return own or self._default
+
+
+def _room(row: Row) -> int:
+    """Tokens that a row may be fed in one step, so that nothing behind its end is computed."""
+    room, most = MOST + 1, row.request.max_tokens
+    if most >= 0:
+        room = min(room, most - len(row.tokens) + len(row.known))
+    if row.bound is not None:
+        room = min(room, row.bound - row.position)
+    return max(1, room)

@@ -1,0 +1,50 @@
+"""Ways to guess whose quality a test sets."""
+
+from afm_mlx.engine.engine import Engine
+from tests.tools.engines import run
+
+
+class KnownAnswers:
+    """Guesses from answers that are known, each token right with a given probability.
+
+    Args:
+        rng: decides which guesses are right, and draws the wrong ones.
+        answers: tokens of each answer, by its prompt.
+        rate: probability that a guess is right.
+        vocab_size: wrong guesses are below.
+    """
+
+    def __init__(self, rng, answers, rate, vocab_size):
+        self.rng, self.answers, self.rate, self.vocab_size = rng, answers, rate, vocab_size
+        self.forgotten = []
+
+    def propose(self, drafts, count):
+        for draft in drafts:
+            answer = self.answers[tuple(draft.row.request.prompt)]
+            for _ in range(count):
+                place = len(draft.row.tokens) + len(draft.assumed)
+                right = place < len(answer) and self.rng.random() < self.rate
+                token = answer[place] if right else int(self.rng.integers(self.vocab_size))
+                draft.extend([token])
+
+    def forget(self, rows):
+        self.forgotten += rows
+
+
+def outcome(model, tokenizer, requests, **options):
+    """The tokens, text, reason, type of error, and log-probabilities of each request; and the engine."""
+    engine = Engine(model, tokenizer, **options)
+    rows = [engine.submit(request) for request in requests]
+    found = run(engine)
+    return [described(found[row]) for row in rows], engine
+
+
+def described(responses):
+    last = responses[-1]
+    return (
+        [r.token for r in responses if r.token >= 0],
+        "".join(r.text for r in responses),
+        last.finish_reason,
+        type(last.error),
+        [None if r.logprobs is None else r.logprobs[max(r.token, 0)].item() for r in responses],
+    )
