@@ -96,6 +96,18 @@ class Prefill:
     done: int = 0
     cancelled: set[int] = field(default_factory=set)
 
+    @property
+    def left(self) -> int:
+        """Columns that are not yet in the cache."""
+        return self.tokens.shape[1] - self.done
+
+    def report(self) -> None:
+        """Tell those who asked for it how much of their prompts is done."""
+        for row in self.batch.rows:
+            if row.request.on_prefill and not row.is_prompt_fed:
+                whole = len(row.request.prompt)
+                row.request.on_prefill(min(self.done, whole), whole)
+
     @classmethod
     def of(cls, rows: Sequence[Row], cache: list[Any]) -> Prefill:
         """Make the prefill of B rows.

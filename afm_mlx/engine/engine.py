@@ -36,6 +36,7 @@ import mlx.nn as nn
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.batch import Feed, Flight, Prefill, RowBatch
 from afm_mlx.engine.healing import healed
+from afm_mlx.engine.prefills import Prefills
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row import Prepared, Row
 from afm_mlx.engine.row_adapters import RowAdapters
@@ -69,8 +70,8 @@ class Engine:
         model: an AFM `Model`, or one of mlx-lm's zoo.
         tokenizer: has `eos_token_ids` and `detokenizer`, as ours and mlx-lm's do.
         max_batch: rows that decode together; more wait.
-        prefill_step_size: prompt tokens per row and step at most; bounds memory, and how long others wait. A
-            CPU takes no more than 128, because more would not be faster there.
+        prefill_step_size: prompt tokens per step at most, of all rows together; bounds memory, and how long
+            others wait. A CPU takes no more than 128, because more would not be faster there.
         max_kv_size: tokens that a row may hold; None takes its prompt cache's bound, or else the model's
             context length.
         sliding_window: past `max_kv_size`, forget the oldest tokens instead of ending the row with an error.
@@ -126,7 +127,7 @@ class Engine:
         self._early: list[
             Response
         ] = []  # of rows that can't start, or that begin with forced tokens
-        self._prefill: Prefill | None = None
+        self._prefills = Prefills(self._caches, self.prefill_step_size)
         self._batch = RowBatch()
         self._feed: Feed | None = None
         self._flight: Flight | None = None
@@ -221,12 +222,7 @@ class Engine:
     def _cancel(self, row_id: int) -> None:
         self._waiting.drop({row_id})
         self._early = [response for response in self._early if response.row != row_id]
-        if self._prefill and any(row.id == row_id for row in self._prefill.batch.rows):
-            # Padded rows are only taken apart once they are whole.
-            self._prefill.cancelled.add(row_id)
-            if all(row.id in self._prefill.cancelled for row in self._prefill.batch.rows):
-                self._prefill.batch.drop(self._prefill.cancelled)
-                self._prefill = None
+        self._prefills.cancel(row_id)
         if any(row.id == row_id for row in self._batch.rows):
             self._leave({row_id})
 
@@ -242,20 +238,21 @@ class Engine:
 
     def _drop_started(self) -> list[int]:
         self._waiting.drop({row.id for row in self._waiting if row.sampled})
-        started = self._batch.rows + (self._prefill.batch.rows if self._prefill else [])
+        started = self._batch.rows + self._prefills.rows
         for row in started:
             row.release()
         if self._drafting is not None:
             self._drafting.forget([row.id for row in started])
         self._early = []
-        self._batch, self._prefill, self._flight, self._feed = RowBatch(), None, None, None
+        self._batch, self._flight, self._feed = RowBatch(), None, None
+        self._prefills = Prefills(self._caches, self.prefill_step_size)
         return [row.id for row in self._waiting]
 
     @property
     def busy(self) -> bool:
         """Whether any row is under way."""
         return bool(
-            self._early or self._waiting or self._prefill or self._batch.rows or self._flight
+            self._early or self._waiting or self._prefills or self._batch.rows or self._flight
         )
 
     def run(self) -> Iterator[Response]:
@@ -280,7 +277,7 @@ class Engine:
         else:
             responses += self._timed_step(self._drafting)
         # 6) With nothing to compute, rows may still wait for their adapters.
-        if not (responses or self._prefill or self._batch.rows):
+        if not (responses or self._prefills or self._batch.rows):
             self._adapters.wait(self._waiting, LOADING_STEP)
         self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
         return responses
@@ -461,7 +458,7 @@ class Engine:
 
     def _fast_forward(self) -> None:
         """Take a row out of the batch whose forced tokens are many, for a prefill."""
-        if self._prefill is not None or self._caches.sliding:
+        if self._caches.sliding:
             return
         rows = self._batch.rows
         least = FORCED_ALONE if len(rows) == 1 else FORCED_IN_BATCH
@@ -473,7 +470,7 @@ class Engine:
         others = [i for i in range(len(rows)) if i != index]
         self._feed = self._feed and self._feed.keep(others)
         row, cache = self._batch.take_out(index)
-        self._prefill = Prefill.of([row], self._caches.merged([cache]) if others else cache)
+        self._prefills.append(Prefill.of([row], self._caches.merged([cache]) if others else cache))
 
     def _leave(self, finished: set[int]) -> None:
         """Take finished or cancelled rows out of the batch, and hand their caches back to the callers."""
@@ -493,41 +490,35 @@ class Engine:
     # -- prompts
 
     def _advance_prefill(self) -> None:
-        if self._prefill is None and (admitted := self._next_rows()):
-            rows, caches = map(list, zip(*admitted, strict=True))
-            self._prefill = Prefill.of(rows, self._caches.merged(caches))
-        prefill = self._prefill
-        if prefill is None:
-            return
-        total = prefill.tokens.shape[1]
-        chunk = prefill.tokens[:, prefill.done : prefill.done + self.prefill_step_size]
-        if chunk.shape[1]:
-            # A zoo model's logits are never evaluated, and MLX computes only what is.
-            prefill_step = self.model.prefill if self._is_afm else self.model
-            with self._adapters.using(prefill.batch.adapters):
-                prefill_step(chunk, cache=prefill.batch.cache)
-            mx.eval([layer.state for layer in prefill.batch.cache])
-            mx.clear_cache()
-            prefill.done += chunk.shape[1]
-        for row in prefill.batch.rows:
-            if row.request.on_prefill and not row.is_prompt_fed:
-                whole = len(row.request.prompt)
-                row.request.on_prefill(min(prefill.done, whole), whole)
-        if prefill.done >= total:
+        self._prefills.begin(self._next_rows())
+        if (turn := self._prefills.next()) is not None:
+            self._prefill_chunk(*turn)
+        for prefill in self._prefills.take_whole():
+            if not prefill.tokens.shape[1]:
+                prefill.report()
             for row in prefill.batch.rows:
                 row.is_prompt_fed = True
             for layer in prefill.batch.cache:
                 layer.finalize()
             prefill.batch.drop(prefill.cancelled)
             self._batch.join(prefill.batch)
-            self._prefill = None
+
+    def _prefill_chunk(self, prefill: Prefill, columns: int) -> None:
+        """Compute the keys and values of a prefill's next columns."""
+        chunk = prefill.tokens[:, prefill.done : prefill.done + columns]
+        # A zoo model's logits are never evaluated, and MLX computes only what is.
+        prefill_step = self.model.prefill if self._is_afm else self.model
+        with self._adapters.using(prefill.batch.adapters):
+            prefill_step(chunk, cache=prefill.batch.cache)
+        mx.eval([layer.state for layer in prefill.batch.cache])
+        mx.clear_cache()
+        prefill.done += chunk.shape[1]
+        prefill.report()
 
     def _next_rows(self) -> list[tuple[Row, list[Any]]]:
         """Take the first waiting rows that can start: the batch has room, and their adapters are loaded."""
-        room = self.max_batch - len(self._batch.rows)
-        if self._caches.sliding:
-            room = min(room, 1)  # a window takes no padding
-        taken, refused = self._waiting.take(room, self._batch.rows)
+        running = self._batch.rows + self._prefills.rows
+        taken, refused = self._waiting.take(self.max_batch - len(running), running)
         self._early += [Response(row.id, -1, "", None, "error", error) for row, error in refused]
         return taken
 

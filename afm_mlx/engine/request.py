@@ -51,6 +51,7 @@ class Request:
         heal: whether the prompt may end within a word: its last token is then generated again, see `healing`.
         draft: whether tokens may be guessed, where the engine has `Speculation`. Sampler and logits processors
             are then called for tokens that may be refused, and must depend on nothing but their arguments.
+        client: who asks, any name. Waiting requests have their turns by client.
     """
 
     prompt: Sequence[int]
@@ -67,6 +68,7 @@ class Request:
     at_limit: str = "error"
     heal: bool = False
     draft: bool = True
+    client: str = ""
 
     def validate(self, vocab_size: int | None) -> None:
         """Raise `RequestError` for a request that no model could answer."""
@@ -93,6 +95,8 @@ class Request:
                 f"constraint is {shown(self.constraint)}; a Constraint is needed, such as "
                 "Constraint.json_schema(schema)."
             )
+        if not isinstance(self.client, str):
+            raise RequestError(f"client is {shown(self.client)}; a text is needed, any.")
         if self.at_limit not in AT_LIMIT:
             raise RequestError(
                 f"at_limit is {shown(self.at_limit)}; allowed are {', '.join(AT_LIMIT)}."

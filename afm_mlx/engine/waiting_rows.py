@@ -1,7 +1,9 @@
-"""The rows that wait to begin: for room in the batch, and for their adapters."""
+"""The rows that wait to begin: for room in the batch, for their adapters, and for their clients' turns."""
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -13,7 +15,10 @@ Waiting = tuple[Row, list[Any]]
 
 
 class WaitingRows:
-    """Rows that wait, in their order.
+    """Rows that wait, in turn by client: first come those of the client with the fewest rows before them.
+
+    A client's rows keep their order, and those that run count as before all that wait. Among clients with as
+    many rows, it is the one that has waited for longest: since its last row began, or else its first one came.
 
     Args:
         adapters: the adapters of the engine's rows.
@@ -21,7 +26,11 @@ class WaitingRows:
 
     def __init__(self, adapters: RowAdapters):
         self._adapters = adapters
-        self._waiting: list[Waiting] = []
+        self._waiting: list[Waiting] = []  # in the order in which they came
+        self._clock = itertools.count()
+        self._since: dict[
+            str, int
+        ] = {}  # by client, when its last row began, or its first one came
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -30,6 +39,7 @@ class WaitingRows:
         return (row for row, _ in self._waiting)
 
     def append(self, row: Row, cache: list[Any]) -> None:
+        self._since.setdefault(row.request.client, next(self._clock))
         self._waiting.append((row, cache))
 
     def drop(self, ids: set[int]) -> None:
@@ -37,7 +47,7 @@ class WaitingRows:
         for row in self:
             if row.id in ids:
                 row.release()
-        self._waiting = [pair for pair in self._waiting if pair[0].id not in ids]
+        self._keep([pair for pair in self._waiting if pair[0].id not in ids])
 
     def take(
         self, room: int, running: Sequence[Row]
@@ -56,7 +66,9 @@ class WaitingRows:
         left: list[Waiting] = []
         side_by_side = list(running)
         overtaken: list[Row] = []
-        for row, cache in self._waiting:
+        if not self._waiting or room <= 0:
+            return [], []
+        for row, cache in self._in_turn(running):
             if len(taken) == room:
                 left.append((row, cache))
             elif not can_start(row, side_by_side) or must_not_overtake(row, overtaken):
@@ -67,8 +79,24 @@ class WaitingRows:
                 refused.append((row, error))
             else:
                 taken.append((row, cache))
+                self._since[row.request.client] = next(self._clock)
                 side_by_side.append(row)
                 for other in overtaken:
                     other.overtaken += row.lease is not None
-        self._waiting = left
+        self._keep(left)
         return taken, refused
+
+    def _keep(self, pairs: list[Waiting]) -> None:
+        self._waiting = sorted(pairs, key=lambda pair: pair[0].id)
+        clients = {row.request.client for row in self}
+        self._since = {client: at for client, at in self._since.items() if client in clients}
+
+    def _in_turn(self, running: Sequence[Row]) -> list[Waiting]:
+        """The rows that wait, those first whose turn it is."""
+        before = Counter(row.request.client for row in running)
+        turns = []
+        for row, cache in self._waiting:
+            client = row.request.client
+            turns.append(((before[client], self._since[client], row.id), (row, cache)))
+            before[client] += 1
+        return [pair for _, pair in sorted(turns, key=lambda turn: turn[0])]

@@ -22,6 +22,7 @@ from tests.tools.cases import each
         ({"stop": [""]}, "stop is"),
         ({"seed": -1}, "seed is -1"),
         ({"seed": 2**64}, "seed is 18446744073709551616"),
+        ({"client": None}, "client is None"),
     ],
 )
 def test_what_no_model_could_do_is_refused(fields, message):

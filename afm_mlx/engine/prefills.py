@@ -1,0 +1,87 @@
+"""Prefills that are under way: which rows share one, and whose turn the next chunk is.
+
+A step computes one chunk of one prefill, so that rows which decode never wait for more. Short prompts share a
+chunk; a long one takes many, and others have their turns between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from afm_mlx.engine.batch import Prefill
+from afm_mlx.engine.row import Row
+from afm_mlx.engine.row_caches import Cache, RowCaches
+
+
+class Prefills:
+    """Prefills that are under way, in the order in which they began.
+
+    Turns go by turns to the oldest prefill and to the one with the least left. So a short prompt waits for one
+    chunk of a longer one, and a long one has every other chunk at least once it is the oldest.
+
+    Args:
+        caches: makes batches of the rows' caches.
+        chunk: tokens that a step computes at most, of all rows together.
+    """
+
+    def __init__(self, caches: RowCaches, chunk: int):
+        self._caches, self._chunk = caches, chunk
+        self._under_way: list[Prefill] = []
+        self._is_oldests_turn = False
+
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all prefills."""
+        return [row for prefill in self._under_way for row in prefill.batch.rows]
+
+    def begin(self, admitted: Sequence[tuple[Row, Cache]]) -> None:
+        """Begin the prefills of rows with these caches: those of short prompts together, in one chunk."""
+        group: list[tuple[Row, Cache]] = []
+        # Rows are padded to the longest, and those of about one length have little padding.
+        for row, cache in sorted(admitted, key=lambda pair: len(pair[0].known)):
+            shared = (len(group) + 1) * (len(row.known) - 1) <= self._chunk
+            if group and (self._caches.sliding or not shared):  # a window takes no padding
+                self._begin(group)
+                group = []
+            group.append((row, cache))
+        if group:
+            self._begin(group)
+
+    def _begin(self, group: Sequence[tuple[Row, Cache]]) -> None:
+        rows, caches = zip(*group, strict=True)
+        self.append(Prefill.of(rows, self._caches.merged(caches)))
+
+    def append(self, prefill: Prefill) -> None:
+        self._under_way.append(prefill)
+
+    def next(self) -> tuple[Prefill, int] | None:
+        """Whose turn it is, and how many of its columns make a chunk; None when nothing is left to compute."""
+        waiting = [prefill for prefill in self._under_way if prefill.left]
+        if not waiting:
+            return None
+        oldest, shortest = waiting[0], min(waiting, key=lambda prefill: prefill.left)
+        prefill = oldest if self._is_oldests_turn else shortest
+        self._is_oldests_turn = not self._is_oldests_turn
+        return prefill, max(1, self._chunk // len(prefill.batch.rows))
+
+    def take_whole(self) -> list[Prefill]:
+        """Take out the prefills of which nothing is left to compute."""
+        whole = [prefill for prefill in self._under_way if not prefill.left]
+        self._under_way = [prefill for prefill in self._under_way if prefill.left]
+        return whole
+
+    def cancel(self, row_id: int) -> None:
+        """Drop a row; unknown ids are ignored.
+
+        Padded rows are taken apart only once they are whole; so a row in company stays until then.
+        """
+        for prefill in list(self._under_way):
+            ids = {row.id for row in prefill.batch.rows}
+            if row_id in ids:
+                prefill.cancelled.add(row_id)
+                if ids == prefill.cancelled:
+                    prefill.batch.drop(ids)
+                    self._under_way.remove(prefill)
