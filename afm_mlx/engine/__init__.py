@@ -5,6 +5,7 @@
 | `engine.py`, `batch.py` | the loop; the rows that run together |
 | `request.py`, `row.py` | what the engine is asked for and what it answers; the state of a row |
 | `waiting_rows.py`, `prefills.py` | rows that wait for room and for their adapters; prompts under way |
+| `prefix_cache.py`, `row_prefixes.py` | what is kept of prompts for later ones; what rows find and leave |
 | `healing.py` | prompts that end within a word |
 | `row_adapters.py`, `row_caches.py` | each row's adapter and cache |
 | `sampling.py`, `samplers.py`, `logits_processors.py` | from logits to the next token |

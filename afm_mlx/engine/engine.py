@@ -37,10 +37,12 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.batch import Feed, Flight, Prefill, RowBatch
 from afm_mlx.engine.healing import healed
 from afm_mlx.engine.prefills import Prefills
+from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row import Prepared, Row
 from afm_mlx.engine.row_adapters import RowAdapters
 from afm_mlx.engine.row_caches import RowCaches, hand_back
+from afm_mlx.engine.row_prefixes import RowPrefixes
 from afm_mlx.engine.sampling import no_token, sample
 from afm_mlx.engine.speculation.draft import Draft
 from afm_mlx.engine.speculation.drafting import Drafting, Speculation
@@ -78,6 +80,7 @@ class Engine:
         kv: "int8" or "float" storage of keys and values (`Model.make_cache`).
         adapters: pool of the adapters that requests may name; None for no adapter but the attached one.
         speculation: how tokens are guessed, for the model to check several in one step; None for one at a time.
+        prefix_cache: where the beginning of a prompt is looked up, and what rows compute is kept; or None.
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main
@@ -96,6 +99,7 @@ class Engine:
         kv: str = "int8",
         adapters: AdapterPool | None = None,
         speculation: Speculation | None = None,
+        prefix_cache: PrefixCache | None = None,
     ):
         for name, value in (
             ("max_batch", max_batch),
@@ -122,6 +126,8 @@ class Engine:
             speculation.check(model, sliding_window)
             ends = tokenizer.eos_token_ids
             self._drafting = Drafting(speculation, ends, self.prefill_step_size)
+        self.prefix_cache = prefix_cache
+        self._prefixes = RowPrefixes(model, prefix_cache, self._adapters)
         self._ids = itertools.count()
         self._waiting = WaitingRows(self._adapters)
         self._early: list[
@@ -222,9 +228,17 @@ class Engine:
     def _cancel(self, row_id: int) -> None:
         self._waiting.drop({row_id})
         self._early = [response for response in self._early if response.row != row_id]
-        self._prefills.cancel(row_id)
+        self._cancel_prefill(row_id)
         if any(row.id == row_id for row in self._batch.rows):
             self._leave({row_id})
+        self._prefixes.forget(row_id)
+
+    def _cancel_prefill(self, row_id: int) -> None:
+        for prefill in self._prefills.cancel(row_id):
+            if len(prefill.batch.rows) == 1:  # several are computed at once, so nothing is yet
+                (row,) = prefill.batch.rows
+                self._prefixes.keep(row, prefill.batch.cache, 0, row.position - prefill.left)
+            prefill.batch.drop(prefill.cancelled)
 
     def drop_started(self) -> list[int]:
         """Drop every row of which anything was computed or told, after a step that raised.
@@ -246,6 +260,7 @@ class Engine:
         self._early = []
         self._batch, self._flight, self._feed = RowBatch(), None, None
         self._prefills = Prefills(self._caches, self.prefill_step_size)
+        self._prefixes.drop_newest()
         return [row.id for row in self._waiting]
 
     @property
@@ -279,6 +294,8 @@ class Engine:
         # 6) With nothing to compute, rows may still wait for their adapters.
         if not (responses or self._prefills or self._batch.rows):
             self._adapters.wait(self._waiting, LOADING_STEP)
+        self._prefixes.tell(responses)
+        self._prefixes.advance(until_all_is_computed=not self.busy)
         self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
         return responses
 
@@ -480,6 +497,8 @@ class Engine:
                 hand_back(mine, row.request.cache, row.surplus)
                 mx.async_eval([layer.state for layer in row.request.cache])  # for any thread
                 row.request.cache[0].adapter = self._adapters.fingerprint(row)
+            elif row.id in finished:
+                self._prefixes.keep(row, self._batch.cache, i)
         keep = [i for i, row in enumerate(self._batch.rows) if row.id not in finished]
         self._flight = self._flight and self._flight.keep(keep)
         self._feed = self._feed and self._feed.keep(keep)
@@ -496,10 +515,12 @@ class Engine:
         for prefill in self._prefills.take_whole():
             if not prefill.tokens.shape[1]:
                 prefill.report()
-            for row in prefill.batch.rows:
-                row.is_prompt_fed = True
             for layer in prefill.batch.cache:
                 layer.finalize()
+            for i, row in enumerate(prefill.batch.rows):
+                if not row.is_prompt_fed:
+                    self._prefixes.keep(row, prefill.batch.cache, i)
+                row.is_prompt_fed = True
             prefill.batch.drop(prefill.cancelled)
             self._batch.join(prefill.batch)
 
@@ -520,6 +541,8 @@ class Engine:
         running = self._batch.rows + self._prefills.rows
         taken, refused = self._waiting.take(self.max_batch - len(running), running)
         self._early += [Response(row.id, -1, "", None, "error", error) for row, error in refused]
+        for row, cache in taken:
+            self._prefixes.begin(row, cache)
         return taken
 
 

@@ -119,6 +119,7 @@ class Response:
         from_draft: whether the token was guessed before the model was asked.
         guesses: at the row's end, how many guesses there were for it, and how many were right; None where the
             engine has no `Speculation`.
+        cached_tokens: tokens of the prompt that were not computed, because the prefix cache had them.
     """
 
     row: int
@@ -129,3 +130,4 @@ class Response:
     error: Exception | None = None
     from_draft: bool = False
     guesses: RowGuesses | None = None
+    cached_tokens: int = 0

@@ -163,6 +163,10 @@ class KVCache:
         self._write(kv, self._columns)
         self._lengths = [n + length for n in self._lengths]
 
+    def begin_with(self, buffer: mx.array) -> None:
+        """Take over the first tokens of an empty cache of one row: (1, 2 * n_kv_heads, tokens, head_dim)."""
+        self.buffer, self._lengths = buffer, [buffer.shape[2]]
+
     def _write(self, kv: mx.array, columns: list[int]) -> None:
         """Write tokens into the buffer, row r's from `columns[r]` on."""
         length = kv.shape[2]

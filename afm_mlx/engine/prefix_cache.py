@@ -1,0 +1,293 @@
+"""Keys and values of prompts and answers, kept for later prompts that begin with the same tokens.
+
+They are kept in blocks of `BLOCK` tokens, each below the block of the tokens before it: a tree, in which
+prompts share what they begin with. The last block of a prompt may have fewer tokens. What two prompts have in
+common is found to the token, in the middle of a block too.
+
+A block's arrays are copies that nobody writes to. What is found is joined into new arrays, so a row never holds
+a block, and a block never keeps a row from writing in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from afm_mlx.errors import RequestError
+
+BLOCK = 64  # tokens of a block: 1.1 MB of the 3B's codes
+_OVERHEAD = 1024  # bytes that Python takes for a block, about
+_ID = 4  # bytes of a token's id
+
+
+@dataclass
+class Columns:
+    """Keys and values of some tokens, of all blocks of a model.
+
+    Args:
+        groups: arrays (arrays of one shape and type, heads, tokens, head_dim).
+        places: for each array of the cache, its group and its index there.
+    """
+
+    groups: list[mx.array]
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(group.nbytes for group in self.groups)
+
+    @classmethod
+    def of(cls, arrays: Sequence[mx.array], start: int, stop: int) -> Columns:
+        """Copy the tokens from `start` to `stop` of arrays (1, heads, tokens, head_dim)."""
+        groups: dict[Hashable, list[mx.array]] = {}
+        places = []
+        for array in arrays:
+            group = groups.setdefault((array.shape[1], array.shape[3], array.dtype), [])
+            places.append((list(groups.values()).index(group), len(group)))
+            group.append(array[:, :, start:stop])
+        joined = [mx.contiguous(mx.concatenate(group)) for group in groups.values()]
+        return cls(joined, tuple(places))
+
+    @staticmethod
+    def joined(parts: Sequence[Columns], tokens: int) -> list[mx.array]:
+        """The arrays (1, heads, tokens, head_dim) of consecutive parts, up to a number of tokens."""
+        groups = [
+            mx.concatenate(group, axis=2)[:, :, :tokens]
+            for group in zip(*(part.groups for part in parts), strict=True)
+        ]
+        return [groups[group][at : at + 1] for group, at in parts[0].places]
+
+
+@dataclass(eq=False)
+class _Block:
+    """Some tokens behind those of the blocks above.
+
+    Args:
+        above: the block before; None for a root, which has no tokens.
+        name: the tokens, four bytes each.
+        columns: their keys and values.
+    """
+
+    above: _Block | None = None
+    name: bytes = b""
+    columns: Columns | None = None
+    below: dict[bytes, _Block] = field(default_factory=dict)
+    names: list[bytes] = field(default_factory=list)  # of `below`, sorted
+
+    @property
+    def tokens(self) -> int:
+        return len(self.name) // _ID
+
+    @property
+    def nbytes(self) -> int:
+        columns = 0 if self.columns is None else self.columns.nbytes
+        return columns + len(self.name) + _OVERHEAD
+
+    def nearest(self, name: bytes) -> tuple[_Block | None, int]:
+        """The block below that begins with most of these tokens, and with how many."""
+        # In order, it is one of the two that these tokens lie between.
+        at = bisect_left(self.names, name)
+        best, most = None, 0
+        for neighbour in self.names[max(0, at - 1) : at + 1]:
+            common = _common(neighbour, name)
+            if common > most:
+                best, most = self.below[neighbour], common
+        return best, most
+
+    def add(self, block: _Block) -> None:
+        self.below[block.name] = block
+        self.names.insert(bisect_left(self.names, block.name), block.name)
+
+    def remove(self, block: _Block) -> None:
+        del self.below[block.name]
+        del self.names[bisect_left(self.names, block.name)]
+
+
+class PrefixCache:
+    """Keys and values of prompts and answers under a budget; what was not used for longest makes room.
+
+    It is for one model, and for the engines of one thread. What one owner's rows have left is found by that
+    owner's rows only, and under the same adapter and storage. The model's weights must not change meanwhile.
+
+    Rows of AFM models use it, int8 and float, with a sliding window as long as nothing was forgotten; and those
+    of mlx-lm's zoo whose caches are all mlx-lm's `KVCache`. Rows of other models, and rows that come with a
+    cache of their own, don't.
+
+    All figures may be read in any thread.
+
+    Args:
+        budget: bytes at most.
+
+    Attributes:
+        nbytes: bytes in use.
+        tokens: tokens that are kept.
+        queries: tokens that were looked for.
+        hits: those of them that were found.
+        evictions: blocks that had to make room.
+
+    Raises:
+        RequestError: for a budget below 1.
+    """
+
+    def __init__(self, budget: int):
+        if budget < 1:
+            raise RequestError(
+                f"The prefix cache's budget is {budget} bytes; at least 1 is needed."
+            )
+        self.budget = budget
+        self.nbytes = self.tokens = self.queries = self.hits = self.evictions = 0
+        self._model: weakref.ref[nn.Module] | None = None
+        self._roots: dict[Hashable, _Block] = {}
+        self._blocks: OrderedDict[_Block, Hashable] = OrderedDict()  # by last use, with their keys
+        # Blocks of this step and of the one before: their arrays may still be computed.
+        self._newest: list[_Block] = []
+        self._newer: list[_Block] = []
+
+    def serve(self, model: nn.Module) -> None:
+        """Take a model as the one whose keys and values are kept.
+
+        Raises:
+            RequestError: when it is another one already.
+        """
+        if self._model is None:
+            self._model = weakref.ref(model)
+        if self._model() is not model:
+            raise RequestError(
+                "The prefix cache holds keys and values of another model; make one for each model."
+            )
+
+    def find(self, key: Hashable, tokens: Sequence[int]) -> tuple[list[mx.array], int]:
+        """Find what is kept of some tokens.
+
+        Args:
+            key: whatever keys and values depend on beside the tokens, and who may see them.
+            tokens: ids of the tokens.
+
+        Returns:
+            Arrays (1, heads, found tokens, head_dim), as they were kept; and how many tokens were found.
+        """
+        self.queries += len(tokens)
+        path, found = self._path(key, _named(tokens))
+        self._touch(path)
+        self.hits += found
+        parts = [block.columns for block in path if block.columns is not None]
+        return (Columns.joined(parts, found) if found else []), found
+
+    def keep(self, key: Hashable, tokens: Sequence[int], arrays: Sequence[mx.array]) -> None:
+        """Keep what is not kept yet of some tokens, as far as the budget allows.
+
+        Args:
+            key: see `find`.
+            tokens: ids of the tokens, from the first on.
+            arrays: (1, heads, at least as many tokens, head_dim) each.
+        """
+        if not tokens or not arrays:
+            return
+        per_token = sum(array.nbytes // array.shape[2] for array in arrays)
+        name = _named(tokens)
+        path, _ = self._path(key, name)
+        self._touch(path)
+        block = root = self._roots.get(key, _Block())
+        path = []
+        new: list[_Block] = []
+        for start in range(0, len(tokens), BLOCK):
+            part = name[start * _ID : (start + BLOCK) * _ID]
+            near, common = block.nearest(part)
+            if near is None or common < len(part) // _ID:
+                count = len(part) // _ID
+                if near is not None and common == near.tokens:  # the same, and more
+                    self._remove(near)
+                if not self._make_room(count * per_token + len(part) + _OVERHEAD, path):
+                    break
+                near = _Block(block, part, Columns.of(arrays, start, start + count))
+                block.add(near)
+                self._blocks[near] = key
+                self.nbytes += near.nbytes
+                self.tokens += near.tokens
+                new.append(near)
+            path.append(near)
+            block = near
+        self._touch(path)
+        if root.below:  # eviction may have taken it out
+            self._roots[key] = root
+        self._newest += new
+        # In one go with the step that is under way, which it may depend on.
+        mx.async_eval([near.columns.groups for near in new if near.columns is not None])
+
+    def advance(self) -> None:
+        """A step has ended: what was kept in the one before it is now known to be computed."""
+        if self._newer:
+            mx.eval([block.columns.groups for block in self._newer if block.columns is not None])
+        self._newer, self._newest = self._newest, []
+
+    def drop_newest(self) -> None:
+        """Forget what was kept by a step that raised, and the one before: it may be part of what went wrong."""
+        for block in [*self._newer, *self._newest]:
+            self._remove_with_all_below(block)
+        self._newer, self._newest = [], []
+
+    # -- the tree
+
+    def _path(self, key: Hashable, name: bytes) -> tuple[list[_Block], int]:
+        """Blocks that begin with these tokens, the last one perhaps in part; and how many tokens they share."""
+        path: list[_Block] = []
+        block, found = self._roots.get(key), 0
+        while block is not None and found * _ID < len(name):
+            near, common = block.nearest(name[found * _ID : (found + BLOCK) * _ID])
+            if near is not None:
+                path.append(near)
+                found += common
+            block = near if common == BLOCK else None
+        return path, found
+
+    def _touch(self, path: Sequence[_Block]) -> None:
+        """Note a use. A block is always used later than those below it, so that the oldest one has none."""
+        for block in reversed(path):
+            self._blocks.move_to_end(block)
+
+    def _make_room(self, nbytes: int, path: Sequence[_Block]) -> bool:
+        """Remove old blocks, but none of a path that was just used; returns whether that was enough."""
+        while self.nbytes + nbytes > self.budget:
+            oldest = next(iter(self._blocks), None)
+            if oldest is None or oldest in path:
+                return False
+            self._remove(oldest)
+            self.evictions += 1
+        return True
+
+    def _remove(self, block: _Block) -> None:
+        """Remove a block that has none below it."""
+        key = self._blocks.pop(block)
+        assert block.above is not None
+        block.above.remove(block)
+        self.nbytes -= block.nbytes
+        self.tokens -= block.tokens
+        if block.above.above is None and not block.above.below:
+            self._roots.pop(key, None)
+
+    def _remove_with_all_below(self, block: _Block) -> None:
+        for other in list(block.below.values()):
+            self._remove_with_all_below(other)
+        if block in self._blocks:
+            self._remove(block)
+
+
+def _named(tokens: Sequence[int]) -> bytes:
+    """Ids of tokens in bytes, in whose order those with a common beginning are neighbours."""
+    return np.array(tokens, ">u4").tobytes()
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Number of tokens that two names begin with."""
+    count = min(len(one), len(other))
+    if one[:count] == other[:count]:
+        return count // _ID
+    differ = np.frombuffer(one, ">u4", count // _ID) != np.frombuffer(other, ">u4", count // _ID)
+    return int(differ.argmax())

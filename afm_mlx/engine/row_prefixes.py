@@ -1,0 +1,130 @@
+"""What an engine's rows find in its prefix cache, and what they leave there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.engine.prefix_cache import PrefixCache
+from afm_mlx.engine.request import Response
+from afm_mlx.engine.row import Row
+from afm_mlx.engine.row_adapters import RowAdapters
+from afm_mlx.engine.row_caches import Cache
+from afm_mlx.model.kv_cache import KVCache
+from afm_mlx.model.kv_cache_placeholder import NoKVCache
+
+
+class RowPrefixes:
+    """Looks the prompts of an engine's rows up, and keeps what they have computed.
+
+    Args:
+        model: the model that the engine runs.
+        prefixes: the engine's prefix cache; None for none.
+        adapters: the adapters of the engine's rows.
+
+    Raises:
+        RequestError: when the prefix cache is another model's.
+    """
+
+    def __init__(self, model: nn.Module, prefixes: PrefixCache | None, adapters: RowAdapters):
+        self._prefixes, self._adapters = prefixes, adapters
+        self._keys: dict[int, Hashable] = {}  # of the rows that use the prefix cache
+        self._found: dict[int, int] = {}  # prompt tokens that were found, by row
+        if prefixes is not None:
+            prefixes.serve(model)
+
+    def begin(self, row: Row, cache: Cache) -> None:
+        """Fill a row's empty cache with what is known of its prompt; the last token remains to be fed."""
+        if self._prefixes is None or row.request.cache is not None or not _can_be_cut(cache):
+            return
+        kind = cache[0].kind if isinstance(cache[0], KVCache) else ("float", None, False)
+        window = kind[1] if kind[2] else None
+        key = (row.request.client, self._adapters.fingerprint(row), kind[0], window)
+        self._keys[row.id] = key
+        arrays, found = self._prefixes.find(key, row.known[:-1])
+        self._found[row.id] = min(found, len(row.request.prompt))
+        if found:
+            _fill(cache, arrays)
+            row.position += found
+            row.known = row.known[found:]
+
+    def keep(self, row: Row, cache: Sequence[Any], index: int, fed: int | None = None) -> None:
+        """Keep what a row has computed.
+
+        Args:
+            row: the row.
+            cache: the cache of its batch, one entry per block.
+            index: the row's index there.
+            fed: tokens of the row that are in the cache; None for those of prompt and answer.
+        """
+        if self._prefixes is None or row.id not in self._keys:
+            return
+        if (arrays := _arrays(cache, index)) is not None:
+            right = row.position - row.surplus if fed is None else fed
+            tokens = [*row.request.prompt, *row.tokens][:right]
+            self._prefixes.keep(self._keys[row.id], tokens, arrays)
+
+    def tell(self, responses: Iterable[Response]) -> None:
+        """Write into responses how many tokens of their prompts were found."""
+        for response in responses:
+            response.cached_tokens = self._found.get(response.row, 0)
+            if response.finish_reason is not None:
+                self.forget(response.row)
+
+    def forget(self, row_id: int) -> None:
+        """A row has ended; unknown ids are ignored."""
+        self._keys.pop(row_id, None)
+        self._found.pop(row_id, None)
+
+    def advance(self, until_all_is_computed: bool = False) -> None:
+        """A step has ended."""
+        if self._prefixes is not None:
+            self._prefixes.advance()
+            if until_all_is_computed:
+                self._prefixes.advance()
+
+    def drop_newest(self) -> None:
+        """A step has raised: none of its rows is left, and nothing of what it may have kept."""
+        self._keys.clear()
+        self._found.clear()
+        if self._prefixes is not None:
+            self._prefixes.drop_newest()
+
+
+def _can_be_cut(cache: Cache) -> bool:
+    """Whether the tokens of a row's cache can be taken apart and put together."""
+    others = [entry for entry in cache if not isinstance(entry, KVCache | NoKVCache)]
+    if not others:
+        return True
+    from mlx_lm.models.cache import KVCache as MlxKVCache
+
+    return all(type(entry) is MlxKVCache for entry in others)
+
+
+def _arrays(cache: Sequence[Any], index: int) -> list[mx.array] | None:
+    """Arrays (1, heads, columns, head_dim) of a batch's row; None when a window has forgotten some of it."""
+    arrays: list[mx.array] = []
+    for entry in cache:
+        if isinstance(entry, KVCache):
+            if entry.empty() or not entry.is_trimmable():
+                return None
+            entry.settle()
+            arrays.append(entry.buffer[index : index + 1])
+        elif not isinstance(entry, NoKVCache):
+            row = entry.extract(index)
+            arrays += [row.keys, row.values]
+    return arrays
+
+
+def _fill(cache: Cache, arrays: Iterable[mx.array]) -> None:
+    """Fill a row's empty cache with arrays of `_arrays`."""
+    left = iter(arrays)
+    for entry in cache:
+        if isinstance(entry, KVCache):
+            entry.begin_with(next(left))
+        elif not isinstance(entry, NoKVCache):
+            entry.keys, entry.values = next(left), next(left)
+            entry.offset = entry.keys.shape[2]

@@ -1,0 +1,233 @@
+"""What is kept of prompts and answers: the answers are those without it, and little is computed again."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.prefix_cache import BLOCK, PrefixCache
+from afm_mlx.engine.request import Request
+from afm_mlx.errors import RequestError
+from tests.tools.engines import SIZES, Adapters, run, some_prompt, tiny, tokens_of
+from tests.tools.zoo import zoo_model
+
+VOCAB = SIZES["vocab_size"]
+LARGE = 1 << 30
+
+
+def answer(engine, prompt, count=5, **options):
+    """Tokens, and how many tokens of the prompt were found."""
+    row = engine.submit(Request(prompt, count, logprobs=False, **options))
+    responses = run(engine)[row]
+    assert len({r.cached_tokens for r in responses}) == 1
+    return [r.token for r in responses], responses[-1].cached_tokens
+
+
+def scratch(model, tokenizer, prompt, count=5, **options):
+    return answer(Engine(model, tokenizer, **options), prompt, count)[0]
+
+
+def kind_of_model(rng, kind):
+    if kind == "zoo":
+        return zoo_model("llama", VOCAB, int(rng.integers(2**31)))
+    return tiny(rng, kv_bits=8 if kind == "int8" else None)
+
+
+@pytest.mark.parametrize("kind", ["int8", "float", "zoo", "window"])
+def test_what_two_prompts_begin_with_is_computed_once(rng, tokenizer, kind):
+    model = kind_of_model(rng, kind)
+    options = {"max_kv_size": 260, "sliding_window": True} if kind == "window" else {}
+    prefixes = PrefixCache(LARGE)
+    engine = Engine(model, tokenizer, prefix_cache=prefixes, prefill_step_size=50, **options)
+    first = some_prompt(rng, 2 * BLOCK + 9)
+    said, _ = answer(engine, first)
+    for prompt, found in (
+        (first, len(first) - 1),  # the last token is always fed
+        ([*first, *said, 3], len(first) + len(said) - 1),  # an answer's last token was not fed
+        ([*first[:BLOCK], *some_prompt(rng, 5)], None),
+        (first[: BLOCK + 7], BLOCK + 6),
+        ([*first[: BLOCK + 20], (first[BLOCK + 20] + 1) % VOCAB, 1, 2], BLOCK + 20),
+        ([(first[0] + 1) % VOCAB, *first], 0),
+    ):
+        tokens, cached = answer(engine, prompt)
+        assert tokens == scratch(model, tokenizer, prompt, **options)
+        assert found is None or cached == found
+    assert prefixes.hits >= 4 * BLOCK
+    assert prefixes.queries > prefixes.hits
+    if kind == "window":
+        answer(engine, some_prompt(rng, 700))
+        assert prefixes.tokens < 700  # the window has forgotten some
+
+
+def test_nobody_finds_what_another_owner_or_adapter_has_left(rng, model, tokenizer, tmp_path):
+    from afm_mlx.adapters.pool import AdapterPool
+
+    prompt = some_prompt(rng, BLOCK + 10)
+    whole = len(prompt) - 1
+    with AdapterPool(model) as pool:
+        adapters = Adapters(model, rng, tmp_path)
+        for name in "ab":
+            adapters.add(pool, name, 4)
+        engine = Engine(model, tokenizer, adapters=pool, prefix_cache=PrefixCache(LARGE))
+        found = {}
+        for _ in range(2):
+            for client in ("", "one", "other"):
+                for adapter in (None, "a", "b", {"a": 0.5}, {"a": 0.5, "b": 1}):
+                    tokens, cached = answer(engine, prompt, adapter=adapter, client=client)
+                    told = found.setdefault((client, str(adapter)), [])
+                    told.append(cached)
+                    plain = Engine(model, tokenizer, adapters=pool)
+                    assert tokens == answer(plain, prompt, adapter=adapter)[0]
+        assert all(cached == [0, whole] for cached in found.values())
+        # A name that stands for another adapter now.
+        pool.register("c", {"a": 2.0})
+        assert answer(engine, prompt, adapter="c")[1] == 0
+    cache = engine.make_cache()
+    assert answer(engine, prompt, cache=cache)[1] == 0  # a cache of its own
+
+
+def test_a_tiny_budget_keeps_what_was_used_last_and_is_never_exceeded(rng, model, tokenizer):
+    probe = PrefixCache(LARGE)
+    answer(Engine(model, tokenizer, prefix_cache=probe), some_prompt(rng, BLOCK), 1)
+    block = probe.nbytes
+    prefixes = PrefixCache(4 * block)
+    engine = Engine(model, tokenizer, prefix_cache=prefixes)
+    prompts = [some_prompt(rng, 2 * BLOCK) for _ in range(3)]
+    answer(engine, prompts[0], 1)
+    answer(engine, prompts[1], 1)
+    assert answer(engine, prompts[0], 1)[1] == 2 * BLOCK - 1
+    answer(engine, prompts[2], 1)  # makes room by the other one, from its end
+    assert prefixes.evictions == 2
+    assert [answer(engine, p, 1)[1] for p in (prompts[0], prompts[2], prompts[1])] == [
+        *[2 * BLOCK - 1] * 2,
+        0,
+    ]
+    long = some_prompt(rng, 7 * BLOCK)
+    answer(engine, long, 1)
+    assert answer(engine, long, 1)[1] == 4 * BLOCK  # as much of it as there is room for
+    assert prefixes.nbytes <= prefixes.budget
+    assert prefixes.tokens == 4 * BLOCK
+    small = PrefixCache(100)
+    assert answer(Engine(model, tokenizer, prefix_cache=small), long, 1)[1] == small.nbytes == 0
+
+
+def test_cancelled_and_failed_rows_leave_what_they_have_computed(rng, model, tokenizer):
+    engine = Engine(model, tokenizer, prefix_cache=PrefixCache(LARGE), prefill_step_size=32)
+    prompt, company = some_prompt(rng, 100), some_prompt(rng, 3)
+
+    row = engine.submit(Request(prompt, 5))
+    engine.step()
+    engine.step()
+    engine.cancel(row)  # in its prompt
+    assert answer(engine, prompt)[1] == 64
+
+    row = engine.submit(Request(prompt + company, -1, logprobs=False))
+    tokens = []
+    for _ in range(8):
+        tokens += [response.token for response in engine.step()]
+    engine.cancel(row)  # in its answer
+    again, cached = answer(engine, [*prompt, *company, *tokens, 5])
+    assert cached == 103 + len(tokens) - 1
+    assert again == scratch(model, tokenizer, [*prompt, *company, *tokens, 5])
+
+    def fails(tokens, logits):
+        if len(tokens) == 6:
+            raise KeyError("mine")
+        return logits
+
+    own = some_prompt(rng, 3)
+    row = engine.submit(Request(own, 9, logits_processors=[fails]))
+    *good, failed = run(engine)[row]
+    assert isinstance(failed.error, KeyError)
+    prompt = [*own, *(r.token for r in good), 7]
+    assert answer(engine, prompt) == (scratch(model, tokenizer, prompt), 5)
+
+
+def test_a_step_that_raises_leaves_nothing_of_its_own(rng, model, tokenizer, monkeypatch):
+    prefixes = PrefixCache(LARGE)
+    engine = Engine(model, tokenizer, prefix_cache=prefixes)
+    kept, lost = some_prompt(rng, BLOCK + 5), some_prompt(rng, BLOCK + 5)
+    answer(engine, kept)
+    tokens = prefixes.tokens
+    engine.submit(Request([*kept, 1], 9))
+    engine.submit(Request(lost, 9))
+    engine.step()
+    assert prefixes.tokens > tokens
+    monkeypatch.setattr(engine, "_forward", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.drop_started()
+    monkeypatch.undo()
+    assert answer(engine, lost)[1] == 0
+    assert answer(engine, kept)[1] == BLOCK + 4
+    assert not engine._prefixes._keys
+
+
+def test_a_hundred_interleavings_have_the_answers_without_the_cache(rng, tokenizer):
+    """Rows join, leave and are cancelled at random; prompts share what they begin with; the budget is short."""
+    model = tiny(rng, kv_bits=8)
+    stems = [some_prompt(rng, n) for n in (3, BLOCK, BLOCK + 30, 3 * BLOCK)]
+    wanted = {}
+    prefixes = PrefixCache(400_000)
+    engine = Engine(model, tokenizer, max_batch=4, prefix_cache=prefixes, prefill_step_size=64)
+    for _ in range(100):
+        asked, told = {}, {}
+        for _ in range(rng.integers(1, 5)):
+            stem = stems[rng.integers(4)]
+            prompt = (*stem[: rng.integers(1, len(stem) + 1)], *some_prompt(rng, rng.integers(3)))
+            if wanted and rng.random() < 0.5:  # the next turn of a conversation
+                before = list(wanted)[rng.integers(len(wanted))]
+                prompt = (*before, *wanted[before], *some_prompt(rng, 2))[:400]
+            if prompt not in wanted:
+                wanted[prompt] = scratch(model, tokenizer, list(prompt), 4)
+            client = "ab"[rng.integers(2)]
+            row = engine.submit(Request(list(prompt), 4, logprobs=False, client=client))
+            asked[row], told[row] = wanted[prompt], []
+            for _ in range(rng.integers(3)):
+                for response in engine.step():
+                    told[response.row].append(response.token)
+            if rng.random() < 0.2:
+                engine.cancel(row)
+                asked[row] = asked[row][: len(told[row])]
+        for row, tokens in tokens_of(run(engine)).items():
+            told[row] += tokens
+        assert told == asked
+        assert prefixes.nbytes <= prefixes.budget
+        blocks = list(prefixes._blocks)
+        assert prefixes.nbytes == sum(block.nbytes for block in blocks)
+        assert prefixes.tokens == sum(block.tokens for block in blocks)
+    assert prefixes.evictions > 10
+    assert prefixes.hits > prefixes.queries / 3
+
+
+def test_models_whose_caches_cannot_be_cut_keep_nothing(rng, model, tokenizer):
+    other = zoo_model("qwen3", VOCAB, 1)
+    prefixes = PrefixCache(LARGE)
+    engine = Engine(other, tokenizer, prefix_cache=prefixes, max_kv_size=64)  # rotating caches
+    prompt = some_prompt(rng, 20)
+    assert answer(engine, prompt)[0] == answer(engine, prompt)[0]
+    assert prefixes.tokens == 0
+    with pytest.raises(RequestError, match="another model"):
+        Engine(model, tokenizer, prefix_cache=prefixes)
+    with pytest.raises(RequestError, match="budget is 0"):
+        PrefixCache(0)
+
+
+def test_blocks_are_copies_that_keep_no_other_memory(rng, model, tokenizer):
+    """The cache's arrays are as large as it says, and a row writes in place although it has left a copy."""
+    prefixes = PrefixCache(LARGE)
+    arrays = [mx.array(rng.normal(size=(1, 3, 3000, 8)).astype(np.float32)) for _ in range(4)]
+    tokens = some_prompt(rng, 1500)
+    mx.eval(arrays)
+    before = mx.get_active_memory()
+    prefixes.keep("key", tokens, arrays)
+    prefixes.advance()
+    prefixes.advance()
+    taken = mx.get_active_memory() - before
+    assert math.isclose(taken, 4 * 3 * 1500 * 8 * 4, rel_tol=0.1)
+    found, count = prefixes.find("key", [*tokens[:100], 99])
+    assert count == 100
+    for array, original in zip(found, arrays, strict=True):
+        assert (array == original[:, :, :100]).all().item()
