@@ -8,6 +8,7 @@
 | `prefix_cache.py`, `row_prefixes.py` | what is kept of prompts for later ones; what rows find and leave |
 | `healing.py` | prompts that end within a word |
 | `row_adapters.py`, `row_caches.py` | each row's adapter and cache |
+| `kv_memory.py` | what rows may come to take of a budget |
 | `sampling.py`, `samplers.py`, `logits_processors.py` | from logits to the next token |
 | `prompt_cache.py`, `prompt_reuse.py` | caches of prompts: in files, and from one prompt to the next |
 | `generation.py`, `async_generation.py` | `generate`, `stream_generate`, `batch_generate` |

@@ -55,6 +55,11 @@ class AsyncEngine:
         """Number of requests that wait or run."""
         return len(self._streams)
 
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, for its figures; None before the first request. It is stepped by none but this object."""
+        return self._engine
+
     async def stream(
         self, request: Request, caches: PromptCaches | None = None
     ) -> AsyncGenerator[Response, None]:
@@ -144,7 +149,11 @@ class AsyncEngine:
 
     def _hand_out(self, responses: Iterable[Response]) -> None:
         for response in responses:
-            stream = self._streams[response.row]
+            stream = self._streams.get(response.row)
+            if (
+                stream is None
+            ):  # its loop was closed while responses before this one were handed over
+                continue
             if response.finish_reason is not None:
                 del self._streams[response.row]
                 stream.put(response)

@@ -36,6 +36,7 @@ import mlx.nn as nn
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.batch import Feed, Flight, Prefill, RowBatch
 from afm_mlx.engine.healing import healed
+from afm_mlx.engine.kv_memory import KVMemory, bytes_in
 from afm_mlx.engine.prefills import Prefills
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request, Response
@@ -81,6 +82,8 @@ class Engine:
         adapters: pool of the adapters that requests may name; None for no adapter but the attached one.
         speculation: how tokens are guessed, for the model to check several in one step; None for one at a time.
         prefix_cache: where the beginning of a prompt is looked up, and what rows compute is kept; or None.
+        kv_memory: bytes that keys and values of all rows may take together, without those of the prefix cache;
+            None for no budget. A row waits until what it may come to need is there (`KVMemory`).
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main
@@ -100,6 +103,7 @@ class Engine:
         adapters: AdapterPool | None = None,
         speculation: Speculation | None = None,
         prefix_cache: PrefixCache | None = None,
+        kv_memory: int | None = None,
     ):
         for name, value in (
             ("max_batch", max_batch),
@@ -128,6 +132,7 @@ class Engine:
             self._drafting = Drafting(speculation, ends, self.prefill_step_size)
         self.prefix_cache = prefix_cache
         self._prefixes = RowPrefixes(model, prefix_cache, self._adapters)
+        self._memory = self._home.call(KVMemory, self._caches, kv_memory, self.prefill_step_size)
         self._ids = itertools.count()
         self._waiting = WaitingRows(self._adapters)
         self._early: list[
@@ -185,6 +190,7 @@ class Engine:
                 f"The prompt needs {needed} tokens and the context holds {bound}. Shorten it, "
                 "raise max_kv_size, or ask for a sliding window."
             )
+        columns = self._memory.columns(request, cache)
         lease = self._adapters.lease(request.adapter)
         row = Row(
             next(self._ids),
@@ -196,6 +202,7 @@ class Engine:
             lease=lease,
             bound=bound,
             hidden=hidden,
+            columns=columns,
         )
         # A load's error is the row's response, however early it comes.
         known = lease is None or lease.ready
@@ -269,6 +276,33 @@ class Engine:
         return bool(
             self._early or self._waiting or self._prefills or self._batch.rows or self._flight
         )
+
+    # What follows may be read in any thread, while rows run.
+
+    @property
+    def rows_waiting(self) -> int:
+        """Rows that have not begun."""
+        return len(self._waiting)
+
+    @property
+    def rows_running(self) -> int:
+        """Rows of which something is in the cache, or about to be."""
+        return len(self._batch.rows) + len(self._prefills.rows)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens in the cache, of all rows; those of prompts count from their beginning."""
+        return sum(row.position for row in self._batch.rows + self._prefills.rows)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes that keys and values take, without those of the prefix cache."""
+        return bytes_in([self._batch.cache, *self._prefills.caches])
+
+    @property
+    def kv_memory(self) -> int | None:
+        """The budget of `kv_bytes`."""
+        return self._memory.budget
 
     def run(self) -> Iterator[Response]:
         """Step until every row has finished."""
@@ -539,7 +573,7 @@ class Engine:
     def _next_rows(self) -> list[tuple[Row, list[Any]]]:
         """Take the first waiting rows that can start: the batch has room, and their adapters are loaded."""
         running = self._batch.rows + self._prefills.rows
-        taken, refused = self._waiting.take(self.max_batch - len(running), running)
+        taken, refused = self._waiting.take(self.max_batch - len(running), running, self._memory)
         self._early += [Response(row.id, -1, "", None, "error", error) for row, error in refused]
         for row, cache in taken:
             self._prefixes.begin(row, cache)

@@ -33,6 +33,11 @@ class Prefills:
         return bool(self._under_way)
 
     @property
+    def caches(self) -> list[Cache]:
+        """The caches of all prefills."""
+        return [prefill.batch.cache for prefill in self._under_way]
+
+    @property
     def rows(self) -> list[Row]:
         """The rows of all prefills."""
         return [row for prefill in self._under_way for row in prefill.batch.rows]

@@ -54,6 +54,7 @@ class Row:
         is_prompt_fed: whether all of the prompt is in the cache.
         bound: tokens that the cache may hold; None where nothing but the request ends the row.
         hidden: characters at the beginning of the answer that repeat the end of the prompt.
+        columns: columns that the row's cache may come to have, where memory has a budget.
     """
 
     id: int
@@ -71,6 +72,7 @@ class Row:
     is_prompt_fed: bool = False
     bound: int | None = None
     hidden: int = 0
+    columns: int = 0
 
     def __post_init__(self) -> None:
         self.position = self.start

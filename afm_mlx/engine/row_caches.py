@@ -10,10 +10,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import KVCache
+from afm_mlx.model.kv_cache_placeholder import NoKVCache
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
@@ -34,7 +36,7 @@ class RowCaches:
         self._model, self._kv, self._asked = model, kv, max_kv_size
         self.sliding = sliding_window
         self._is_afm = is_afm(model)
-        self._limit = max_kv_size or model.args.context_length if self._is_afm else max_kv_size
+        self.limit = max_kv_size or model.args.context_length if self._is_afm else max_kv_size
         blocks = getattr(model, "layers", [])
         marks = [getattr(block, "takes_zoo_kv_cache", False) for block in blocks]
         self._takes_zoo_kv_cache = bool(marks) and all(marks)
@@ -42,10 +44,10 @@ class RowCaches:
     def make(self) -> Cache:
         """See `Engine.make_cache`."""
         if self._is_afm:
-            return self._model.make_cache(self._kv, self._limit, self.sliding)
+            return self._model.make_cache(self._kv, self.limit, self.sliding)
         from mlx_lm.models.cache import make_prompt_cache
 
-        return make_prompt_cache(self._model, max_kv_size=self._limit)
+        return make_prompt_cache(self._model, max_kv_size=self.limit)
 
     def checked(self, cache: Cache) -> Cache:
         """A prompt cache that the engine can go on with.
@@ -96,7 +98,29 @@ class RowCaches:
         if not self._is_afm or self.sliding:
             return None
         bounds = [size for size in (cache[0].max_size, self._asked) if size is not None]
-        return min(bounds, default=self._limit)
+        return min(bounds, default=self.limit)
+
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all blocks.
+
+        Raises:
+            RequestError: when the model's caches are of a kind that doesn't say.
+        """
+        cache, token = self.make(), mx.zeros((1, 1), mx.int32)
+        # Nothing of this is computed: the shapes tell.
+        (self._model.prefill if self._is_afm else self._model)(token, cache=cache)
+        arrays: list[mx.array] = []
+        for entry in cache:
+            if isinstance(entry, KVCache):
+                arrays.append(entry.buffer)
+            elif not isinstance(entry, NoKVCache):
+                if not hasattr(entry, "keys") or hasattr(entry, "max_size"):
+                    raise RequestError(
+                        f"kv_memory can't be honoured: a {type(entry).__name__} of this model doesn't say what "
+                        "a token takes."
+                    )
+                arrays += [entry.keys, entry.values]
+        return sum(array.nbytes // array.shape[2] for array in arrays)
 
     def room(self, cache: Cache) -> int:
         """Tokens that every row of an AFM model's batch may still be fed; a large number without a bound."""

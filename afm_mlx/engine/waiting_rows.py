@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from afm_mlx.engine.kv_memory import KVMemory
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import RowAdapters, can_start, must_not_overtake
 
@@ -32,8 +33,8 @@ class WaitingRows:
             str, int
         ] = {}  # by client, when its last row began, or its first one came
 
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+    def __len__(self) -> int:
+        return len(self._waiting)
 
     def __iter__(self) -> Iterator[Row]:
         return (row for row, _ in self._waiting)
@@ -50,13 +51,17 @@ class WaitingRows:
         self._keep([pair for pair in self._waiting if pair[0].id not in ids])
 
     def take(
-        self, room: int, running: Sequence[Row]
+        self, room: int, running: Sequence[Row], memory: KVMemory
     ) -> tuple[list[Waiting], list[tuple[Row, Exception]]]:
-        """Take the first rows that can start; a row whose adapter is not loaded lets others pass.
+        """Take the first rows that can start.
+
+        A row whose adapter is not loaded lets others pass. One that waits for memory doesn't: small ones might
+        pass it for ever.
 
         Args:
             room: rows at most.
             running: rows of the batch that they will run with.
+            memory: the budget of their keys and values.
 
         Returns:
             The rows that start; and those that never can, released, with the errors that say why.
@@ -66,10 +71,11 @@ class WaitingRows:
         left: list[Waiting] = []
         side_by_side = list(running)
         overtaken: list[Row] = []
+        waits_for_memory = False
         if not self._waiting or room <= 0:
             return [], []
         for row, cache in self._in_turn(running):
-            if len(taken) == room:
+            if len(taken) == room or waits_for_memory:
                 left.append((row, cache))
             elif not can_start(row, side_by_side) or must_not_overtake(row, overtaken):
                 left.append((row, cache))
@@ -77,6 +83,9 @@ class WaitingRows:
             elif (error := self._adapters.refusal(row, cache)) is not None:
                 row.release()
                 refused.append((row, error))
+            elif not memory.fits(row, side_by_side):
+                left.append((row, cache))
+                waits_for_memory = True
             else:
                 taken.append((row, cache))
                 self._since[row.request.client] = next(self._clock)

@@ -129,6 +129,30 @@ def test_a_cancelled_prompt_is_not_read_to_its_end(rng, model, tokenizer):
     assert not engine._engine.busy
 
 
+def test_a_request_that_waits_is_cancelled_within_a_step(rng, model, tokenizer):
+    engine = AsyncEngine(model, tokenizer, max_batch=1)
+    assert engine.engine is None
+
+    async def main():
+        running = engine.stream(Request(some_prompt(rng, 3), 10**6))
+        await anext(running)
+        for how in ("waits", "prompt"):
+            if how == "prompt":
+                await running.aclose()
+            task = asyncio.create_task(answer(engine, some_prompt(rng, 400), 10**6))
+            while engine.rows < 1 + (how == "waits"):
+                await asyncio.sleep(0)
+            if how == "waits":
+                assert (engine.engine.rows_waiting, engine.engine.rows_running) == (1, 1)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert await idle(engine) == (how == "waits")
+            assert engine.engine.rows_waiting == 0
+        assert engine.engine.rows_running == engine.engine.kv_bytes == 0
+
+    asyncio.run(main())
+
+
 def test_the_event_loop_goes_on_while_the_engine_computes(rng, model, tokenizer):
     """Each step waits for another task of the loop: it would wait for ever if the loop waited for the step."""
     engine = AsyncEngine(model, tokenizer)
