@@ -14,15 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncGenerator, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 import mlx.nn as nn
 
 from afm_mlx import threads
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.prompt_reuse import Continuation, PromptCaches
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row import Prepared
 from afm_mlx.errors import RequestError
@@ -60,9 +58,7 @@ class AsyncEngine:
         """The engine, for its figures; None before the first request. It is stepped by none but this object."""
         return self._engine
 
-    async def stream(
-        self, request: Request, caches: PromptCaches | None = None
-    ) -> AsyncGenerator[Response, None]:
+    async def stream(self, request: Request) -> AsyncGenerator[Response, None]:
         """Yield the responses of one request, as they come.
 
         The row is cancelled when the iterator is closed, or the task that runs it is cancelled: it is gone
@@ -71,8 +67,6 @@ class AsyncEngine:
 
         Args:
             request: the request.
-            caches: where the beginning of the prompt may be found, and what is computed is kept for the next
-                prompt. The request then has its whole prompt and no cache of its own.
 
         Raises:
             AFMError: when the request can't be honoured, or the row can't go on; that comes after the response
@@ -87,8 +81,8 @@ class AsyncEngine:
         prepared = (
             await asyncio.to_thread(engine.prepare, request) if is_slow else engine.prepare(request)
         )
-        stream = _Stream(prepared, caches)
-        threads.submit(self._begin, stream)
+        stream = _Stream()
+        threads.submit(self._begin, stream, prepared)
         try:
             while not stream.ended:
                 await stream.arrived.wait()
@@ -101,10 +95,6 @@ class AsyncEngine:
             with contextlib.suppress(RequestError):
                 threads.submit(self._cancel, stream)
 
-    def prompt_caches(self) -> PromptCaches:
-        """Caches, still empty, of the prompts of one conversation, for `stream`."""
-        return PromptCaches(self._new_cache)
-
     # -- in MLX's thread
 
     def _made(self) -> Engine:
@@ -114,12 +104,9 @@ class AsyncEngine:
                 self._engine = Engine(self._model, self._tokenizer, **self._options)
         return self._engine
 
-    def _new_cache(self) -> list[Any]:
-        return self._made().make_cache()
-
-    def _begin(self, stream: _Stream) -> None:
+    def _begin(self, stream: _Stream, prepared: Prepared) -> None:
         try:
-            stream.row = self._made().submit_prepared(stream.opened())
+            stream.row = self._made().submit_prepared(prepared)
         except Exception as error:
             stream.fail(error)
             return
@@ -129,7 +116,6 @@ class AsyncEngine:
     def _cancel(self, stream: _Stream) -> None:
         if self._streams.pop(stream.row, None) is not None:
             self._made().cancel(stream.row)
-            stream.close(None)
 
     def _queue_turn(self) -> None:
         if not self._turn_is_queued:
@@ -157,7 +143,6 @@ class AsyncEngine:
             if response.finish_reason is not None:
                 del self._streams[response.row]
                 stream.put(response)
-                stream.close(response.error)
             elif not stream.put(response):
                 self._cancel(stream)
 
@@ -171,44 +156,23 @@ class AsyncEngine:
 class _Stream:
     """One request on its way: what MLX's thread puts in, an event loop takes out.
 
-    Args:
-        prepared: the request.
-        caches: see `AsyncEngine.stream`.
-
     Attributes:
         row: id of the row; -1 until there is one.
         arrived: set when there is something to take.
         ended: whether all was taken.
     """
 
-    def __init__(self, prepared: Prepared, caches: PromptCaches | None):
+    def __init__(self) -> None:
         self.row = -1
         self.arrived = asyncio.Event()
         self.ended = False
         self._loop = asyncio.get_running_loop()
-        self._prepared, self._caches = prepared, caches
-        self._lent = contextlib.ExitStack()
-        self._run: Continuation | None = None
         self._items: deque[Response] = deque()
 
     # -- in MLX's thread
 
-    def opened(self) -> Prepared:
-        """The request, with the cache that was found for it and the rest of its prompt."""
-        request, adapter = self._prepared.request, self._prepared.request.adapter
-        if self._caches is None:
-            return self._prepared
-        if request.cache is not None:
-            raise RequestError("The request has a cache, and caches to choose one from, too.")
-        key = tuple(sorted(adapter.items())) if isinstance(adapter, Mapping) else adapter
-        run = self._lent.enter_context(self._caches.continuing(request.prompt, key))
-        self._run = run
-        return replace(self._prepared, request=replace(request, prompt=run.rest, cache=run.cache))
-
     def put(self, response: Response) -> bool:
         """Hand a response over; returns whether there is still a loop to take it."""
-        if self._run is not None and response.token >= 0:
-            self._run.answer.append(response.token)
         self._items.append(response)
         try:
             self._loop.call_soon_threadsafe(self.arrived.set)
@@ -218,13 +182,7 @@ class _Stream:
 
     def fail(self, error: Exception) -> None:
         """End with an error that no response of the engine's carries."""
-        self.close(error)
         self.put(Response(self.row, -1, "", None, "error", error))
-
-    def close(self, error: Exception | None) -> None:
-        """Give the cache back, with what it holds after an answer, a part of one, or an error."""
-        self._run = None
-        self._lent.__exit__(None if error is None else type(error), error, None)
 
     # -- in the event loop
 

@@ -70,12 +70,12 @@ class _Block:
     """Some tokens behind those of the blocks above.
 
     Args:
-        above: the block before; None for a root, which has no tokens.
+        above: the block before, which holds this one; None for a root, which has no tokens.
         name: the tokens, four bytes each.
         columns: their keys and values.
     """
 
-    above: _Block | None = None
+    above: weakref.ref[_Block] | None = None
     name: bytes = b""
     columns: Columns | None = None
     below: dict[bytes, _Block] = field(default_factory=dict)
@@ -206,7 +206,7 @@ class PrefixCache:
                     self._remove(near)
                 if not self._make_room(count * per_token + len(part) + _OVERHEAD, path):
                     break
-                near = _Block(block, part, Columns.of(arrays, start, start + count))
+                near = _Block(weakref.ref(block), part, Columns.of(arrays, start, start + count))
                 block.add(near)
                 self._blocks[near] = key
                 self.nbytes += near.nbytes
@@ -266,10 +266,12 @@ class PrefixCache:
         """Remove a block that has none below it."""
         key = self._blocks.pop(block)
         assert block.above is not None
-        block.above.remove(block)
+        above = block.above()
+        assert above is not None
+        above.remove(block)
         self.nbytes -= block.nbytes
         self.tokens -= block.tokens
-        if block.above.above is None and not block.above.below:
+        if above.above is None and not above.below:
             self._roots.pop(key, None)
 
     def _remove_with_all_below(self, block: _Block) -> None:

@@ -35,7 +35,8 @@ class Answer:
     Args:
         text: all of it, calls of tools included.
         prompt_tokens: tokens of the whole conversation before it.
-        computed_tokens: those of them that were computed anew; the others were known from the turns before.
+        computed_tokens: those of them that were computed anew; the others were known from turns before, or from
+            other sessions.
         tokens: ids of its tokens.
         finish_reason: "stop" at its own end or a stop string, "length" at `maximum_response_tokens`.
         logprobs: of each token; empty when they were not asked for.
@@ -57,6 +58,7 @@ class Answer:
             top: number of most likely tokens to keep for each; None for no log-probabilities at all.
         """
         self.text += response.text
+        self.computed_tokens = self.prompt_tokens - response.cached_tokens
         self.finish_reason = response.finish_reason
         if response.token < 0:
             return

@@ -9,7 +9,6 @@ from typing import Any
 
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.generation import encode_prompt
-from afm_mlx.engine.prompt_reuse import PromptCaches
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import shown
 from afm_mlx.fm.answer import Answer, check_logprobs
@@ -92,7 +91,6 @@ class LanguageModelSession:
         self._max_tool_rounds = max_tool_rounds
         self._tool_errors = tool_errors
         self._lock = SessionLock()
-        self._caches: PromptCaches | None = None
         self.last_answer: Answer | None = None
         self.transcript = Transcript()
         if instructions or self._tools:
@@ -256,11 +254,11 @@ class LanguageModelSession:
             tool_context=self._lock.tool_context(),
         )
         async with self._lock.held():
-            caches = await self._ready()
+            await self._ready()
             asked.form = form = await form.compiled()
             draft = self.transcript.copy()
             draft.add_prompt(text, form.response_format if include_schema_in_prompt else None)
-            turn = Turn(self._model._shared, caches, draft, self._tools, asked)
+            turn = Turn(self._model._shared, draft, self._tools, asked)
             async with aclosing(turn.texts()) as texts:
                 async for text in texts:
                     yield text, None
@@ -284,13 +282,10 @@ class LanguageModelSession:
         names = [] if adapter is None else [adapter] if isinstance(adapter, str) else list(adapter)
         return [self._model._shared.name, *names]
 
-    async def _ready(self) -> PromptCaches:
-        """Load the model; returns what the session knows of its prompts."""
+    async def _ready(self) -> None:
+        """Load the model."""
         with translated(AssetsUnavailableError):
             await self._model._shared.load()
-        if self._caches is None:
-            self._caches = self._model._shared.engine.prompt_caches()
-        return self._caches
 
     # -- beyond Apple's SDK
 
@@ -325,7 +320,7 @@ class LanguageModelSession:
                 heal=True,
                 **fields,
             )
-            answer.prompt_tokens = answer.computed_tokens = len(request.prompt)
+            answer.prompt_tokens = len(request.prompt)
             async with aclosing(shared.engine.stream(request)) as responses:
                 async for response in responses:
                     answer.take(response, shared.tokenizer, logprobs)
@@ -343,13 +338,11 @@ class LanguageModelSession:
         """
         text = "" if prompt_prefix is None else prompt_text(prompt_prefix)
         async with self._lock.held():
-            caches = await self._ready()
+            await self._ready()
             with translated():
                 prompt = self._tokens(text, continue_final_message=True)
                 request = Request(prompt, max_tokens=1, adapter=self._adapter, logprobs=False)
-                async with aclosing(
-                    self._model._shared.engine.stream(request, caches)
-                ) as responses:
+                async with aclosing(self._model._shared.engine.stream(request)) as responses:
                     async for _ in responses:
                         pass
 

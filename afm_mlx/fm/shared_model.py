@@ -17,12 +17,15 @@ from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.config import ModelConfig, is_afm_config, read_config_json
 from afm_mlx.engine.async_engine import AsyncEngine
+from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_model
 from afm_mlx.model.model import is_afm
 
 Message = Mapping[str, Any]
+
+PREFIX_BYTES = 1 << 30  # of what sessions have computed: 60,000 tokens of the 3B
 
 
 class SharedModel:
@@ -126,7 +129,12 @@ class SharedModel:
             model, self._tokenizer = self._source
         if self._pool is None:
             self._make_pool(model)
-        self._engine = AsyncEngine(model, self._tokenizer, adapters=self._pool)
+        self._engine = AsyncEngine(
+            model,
+            self._tokenizer,
+            adapters=self._pool,
+            prefix_cache=PrefixCache(PREFIX_BYTES),
+        )
 
     def _make_pool(self, model: Any) -> None:
         """Make a pool of the model's adapters, unless it has one that all rows use."""

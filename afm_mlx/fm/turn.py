@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from afm_mlx.adapters.registry import AdapterChoice
-from afm_mlx.engine.prompt_reuse import PromptCaches
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError
 from afm_mlx.fm.answer import Answer
@@ -58,11 +57,10 @@ class Asked:
 
 
 class Turn:
-    """A request under way. It changes nothing of the session but its caches.
+    """A request under way. It changes nothing of the session.
 
     Args:
         shared: the model, loaded.
-        caches: what is known of prompts before.
         draft: the session's history with the new prompt, to which calls and results are added.
         tools: tools that may be called, by their names.
         asked: how to answer.
@@ -75,12 +73,11 @@ class Turn:
     def __init__(
         self,
         shared: SharedModel,
-        caches: PromptCaches,
         draft: Transcript,
         tools: Mapping[str, Tool],
         asked: Asked,
     ):
-        self._shared, self._caches, self._tools, self._asked = shared, caches, tools, asked
+        self._shared, self._tools, self._asked = shared, tools, asked
         self._definitions = [tool.tool_definition for tool in tools.values()]
         self.draft = draft
         self.answer = Answer()
@@ -154,19 +151,15 @@ class Turn:
                 )
             answer = self.answer = Answer(prompt_tokens=len(prompt))
 
-            def on_prefill(done: int, count: int) -> None:
-                answer.computed_tokens = count
-
             request = Request(
                 prompt,
                 adapter=self._asked.adapter,
                 constraint=constraint,
                 logprobs=self._asked.logprobs is not None,
-                on_prefill=on_prefill,
                 **self._asked.options,
             )
             try:
-                async with aclosing(self._shared.engine.stream(request, self._caches)) as responses:
+                async with aclosing(self._shared.engine.stream(request)) as responses:
                     async for response in responses:
                         answer.take(response, self._shared.tokenizer, self._asked.logprobs)
                         if response.text:
@@ -191,7 +184,7 @@ class Turn:
 
     async def _summary(self, history: Transcript, max_tokens: int) -> str:
         asked = Asked(AnswerForm(), {"max_tokens": max_tokens}, self._asked.adapter)
-        turn = Turn(self._shared, self._caches, history, {}, asked)
+        turn = Turn(self._shared, history, {}, asked)
         async for _ in turn.texts():
             pass
         return turn.answer.text.strip()

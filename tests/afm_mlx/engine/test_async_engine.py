@@ -11,7 +11,7 @@ import pytest
 from afm_mlx import threads
 from afm_mlx.engine.async_engine import AsyncEngine, StepError
 from afm_mlx.engine.generation import generate
-from afm_mlx.engine.prompt_reuse import PromptCaches
+from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import ContextLengthError, RequestError
 from tests.tools.engines import some_prompt
@@ -22,10 +22,10 @@ def engine(model, tokenizer):
     return AsyncEngine(model, tokenizer)
 
 
-async def answer(engine, prompt, count=12, caches=None, **options):
+async def answer(engine, prompt, count=12, **options):
     text = ""
     request = Request(prompt, count, logprobs=False, **options)
-    async for response in engine.stream(request, caches):
+    async for response in engine.stream(request):
         text += response.text
     return text
 
@@ -236,52 +236,53 @@ def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on(rng, model, to
     asyncio.run(main())
 
 
-def test_a_prompt_goes_on_from_what_the_caches_hold(rng, model, tokenizer, engine):
+def test_a_prompt_goes_on_from_what_the_engine_has_kept(rng, model, tokenizer):
     """After answers, failures and cancellations alike."""
+    engine = AsyncEngine(model, tokenizer, prefix_cache=PrefixCache(1 << 30))
     prompt = some_prompt(rng, 9)
-    caches = PromptCaches(model.make_cache)
     fed = []
 
     async def turn(prompt, count=3, **options):
-        seen = []
-        text = await answer(
-            engine, prompt, count, caches, on_prefill=lambda done, n: seen.append(n), **options
-        )
-        fed.append(seen[-1])
+        text = ""
+        request = Request(prompt, count, logprobs=False, **options)
+        fed.append(len(prompt))
+        async for response in engine.stream(request):
+            text += response.text
+            fed[-1] = len(prompt) - response.cached_tokens
         return [*prompt, *tokenizer.encode(text)]
 
     async def main():
         first = await turn(prompt)
         assert fed == [9]
-        async with aclosing(engine.stream(Request([*first, 1, 2], -1), caches)) as responses:
+        async with aclosing(engine.stream(Request([*first, 1, 2], -1))) as responses:
             await anext(responses)
         second = await turn([*first, 1, 2])
         assert fed == [9, 1]  # the row that was left had computed the rest
         with pytest.raises(ZeroDivisionError):
             await turn([*second, 3], logits_processors=[lambda tokens, logits: 1 / 0])
         assert await turn([*second, 3]) == await turn([*second, 3])
-        assert fed == [9, 1, 1, 1]
-        with pytest.raises(RequestError, match="caches to choose one"):
-            await answer(engine, prompt, caches=caches, cache=model.make_cache())
+        assert fed[3:] == [1, 1]
 
     asyncio.run(main())
     scratch = generate(model, tokenizer, prompt, max_tokens=3)
-    assert asyncio.run(answer(engine, prompt, 3, caches)) == scratch
+    assert asyncio.run(answer(engine, prompt, 3)) == scratch
 
 
 def test_a_dropped_engine_is_freed_without_the_garbage_collector(rng, model, tokenizer):
     async def main():
-        engine = AsyncEngine(model, tokenizer)
-        await answer(engine, some_prompt(rng, 3))
+        prefixes = PrefixCache(1 << 20)
+        engine = AsyncEngine(model, tokenizer, prefix_cache=prefixes)
+        await answer(engine, some_prompt(rng, 100))
         with pytest.raises(RequestError):
             await answer(engine, [])
         await idle(engine)
-        return weakref.ref(engine), weakref.ref(engine._engine)
+        (root,) = prefixes._roots.values()
+        return [weakref.ref(part) for part in (engine, engine._engine, root)]
 
     gc.disable()
     try:
         parts = asyncio.run(main())
         threads.submit(int).result()
-        assert [part() for part in parts] == [None, None]
+        assert [part() for part in parts] == [None, None, None]
     finally:
         gc.enable()
