@@ -24,7 +24,11 @@ _TEXT = r"TEXT: /(.|\n)*/"
 
 
 def tool_call_constraint(
-    tools: Sequence[Mapping[str, Any]], choice: str = "auto", answer: Constraint | None = None
+    tools: Sequence[Mapping[str, Any]],
+    choice: str = "auto",
+    answer: Constraint | None = None,
+    *,
+    parallel: bool = True,
 ) -> Constraint:
     """The constraint of an answer in a chat with tools.
 
@@ -35,6 +39,7 @@ def tool_call_constraint(
             exactly one call; the name of a tool exactly one call of that tool.
         answer: what an answer without calls must look like: calls or that, then, and no text before calls. None
             for any text.
+        parallel: whether "auto" and "required" allow several calls in one answer.
 
     Raises:
         ConstraintError: for definitions or a choice that can't be honoured.
@@ -52,7 +57,8 @@ def tool_call_constraint(
     start = "start: calls"
     if choice == "auto":
         start = "start: TEXT calls?" if answer is None else "start: calls | @answer"
-    more = "" if choice not in ("auto", "required") else f' (", " call){{0,{MAX_CALLS - 1}}}'
+    is_one = choice not in ("auto", "required") or not parallel
+    more = "" if is_one else f' (", " call){{0,{MAX_CALLS - 1}}}'
     lines = [
         start,
         _TEXT if choice == "auto" and answer is None else "",

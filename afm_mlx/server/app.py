@@ -1,0 +1,99 @@
+"""The application: routes, and what every request goes through."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from afm_mlx.errors import AFMError
+from afm_mlx.server import health, models, openai_chat
+from afm_mlx.server.errors import ApiError, api_error
+from afm_mlx.server.guards import Guards
+from afm_mlx.server.options import ServerOptions
+from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.sse import ClientLeft, error_response
+
+_LOG = logging.getLogger("afm_mlx.server")
+
+
+def routes() -> list[BaseRoute]:
+    """All routes."""
+    return [
+        Route("/health", health.health),
+        Route("/ready", health.ready),
+        Route("/metrics", health.metrics),
+        Route("/v1/models", models.list_models),
+        Route("/v1/models/{model_id:path}", models.retrieve_model),
+        Route("/v1/chat/completions", openai_chat.chat_completions, methods=["POST"]),
+    ]
+
+
+def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starlette:
+    """The application of a model.
+
+    Args:
+        served: the model.
+        options: settings of keys, hosts and bodies; the model's by default.
+    """
+    options = options or served.options
+    middleware = [Middleware(Guards, options=options)]
+    if options.cors_origins:  # before the guards: a browser's preflight request has no key
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+        )
+        middleware.insert(0, cors)
+    app = Starlette(
+        routes=routes(),
+        middleware=middleware,
+        exception_handlers={
+            ApiError: _refused,
+            AFMError: _refused,
+            HTTPException: _not_routed,
+            ClientLeft: _left,
+            Exception: _failed,
+        },
+    )
+    app.state.served = served
+    app.state.options = options
+    return app
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    told = api_error(error)
+    request.app.state.served.metrics.failed(told.status)
+    return error_response(told, request.url.path)
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    messages = {
+        404: f"There is no {request.method} {request.url.path}; docs/server.md lists the routes.",
+        405: f"{request.url.path} does not take {request.method}.",
+    }
+    told = ApiError(
+        error.status_code,
+        messages.get(error.status_code, error.detail),
+        code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code),
+        type="invalid_request_error",
+        headers=error.headers,
+    )
+    return error_response(told, request.url.path)
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """Of a fault of ours, which Starlette raises once more for the log."""
+    return await _refused(request, error)

@@ -1,0 +1,418 @@
+"""What all APIs share: a request whose fields were checked, and the events of its answer.
+
+async for event in answer(served, Ask(messages=[...])):
+    ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from afm_mlx.adapters.registry import AdapterChoice
+from afm_mlx.engine.request import MASK64, Request, Response
+from afm_mlx.errors import AFMError, IncompleteError
+from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.tool_calls import tool_call_constraint
+from afm_mlx.server.call_splitter import CallArguments, CallHead, CallSplitter, Said
+from afm_mlx.server.errors import ApiError, api_error, bad_request
+from afm_mlx.server.metrics import AnswerClock
+from afm_mlx.server.sampling import logits_processors, sampler
+from afm_mlx.server.served_model import ServedModel, is_answer
+from afm_mlx.server.token_texts import TokenLogprob
+from afm_mlx.tokenizer.vocabulary import EXECUTABLE_START
+
+_LOG = logging.getLogger("afm_mlx.server")
+_SEED_STEP = 0xD1342543DE82EF95
+"""Between the seeds of two choices; another number than the one between two tokens of a row."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of any API, after its fields were checked.
+
+    Args:
+        messages: a chat in OpenAI's form, for the chat template; an answer at its end is continued.
+        prompt: or token ids.
+        tools: definitions in OpenAI's form.
+        tool_choice: "auto", "none", "required", "one", or the name of a tool, see `tool_call_constraint`.
+        parallel_tool_calls: whether one answer may have several calls.
+        allowed_tools: names of the tools that may be called; None for all. The model reads of all.
+        answer: what an answer without calls must look like.
+        response_format: shown to the model by its chat template, where it has one.
+        adapter: the adapter that answers; None for the model alone.
+        max_tokens: new tokens at most; None for the server's default. The context bounds them, too.
+        temperature, top_p, top_k, min_p: sampling; None for the server's defaults.
+        seed: of the first choice; the others' follow from it. None draws one.
+        frequency_penalty, presence_penalty: of tokens in the answer.
+        repetition_penalty: of tokens in prompt and answer.
+        logit_bias: what is added to logits, by token.
+        stop: texts that end the answer.
+        n: number of choices.
+        logprobs: most likely tokens to tell for each token; None for no log-probabilities.
+        client: who asks: key of fairness and of the prefix cache.
+    """
+
+    messages: Sequence[Mapping[str, Any]] | None = None
+    prompt: Sequence[int] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str = "auto"
+    parallel_tool_calls: bool = True
+    allowed_tools: Sequence[str] | None = None
+    answer: Constraint | None = None
+    response_format: Mapping[str, Any] | None = None
+    adapter: AdapterChoice | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    n: int = 1
+    logprobs: int | None = None
+    client: str = ""
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on with a text: a prompt, or an answer that the chat ends with."""
+        return self.messages is None or is_answer(self.messages[-1] if self.messages else {})
+
+    @property
+    def may_call(self) -> bool:
+        """Whether the answer may have calls of tools."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """More of a choice's text.
+
+    Args:
+        index: the choice.
+        text: may be empty, while a stop string may be beginning.
+        logprobs: of the tokens since the last delta; empty when they were not asked for.
+    """
+
+    index: int
+    text: str
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+@dataclass(frozen=True)
+class ToolCallBegins:
+    """A choice's call of a tool: its number in the choice, its id, and the tool's name."""
+
+    index: int
+    call: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """More of the JSON of a call's arguments."""
+
+    index: int
+    call: int
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A choice has ended.
+
+    Args:
+        index: the choice.
+        reason: "stop" at its own end or a stop string, "length" at `max_tokens` or the end of the context, or
+            "tool_calls". What a constraint asks for is unfinished after "length".
+        stop_string: the text of `stop` that ended it; None otherwise.
+        tokens: number of its tokens.
+    """
+
+    index: int
+    reason: str
+    stop_string: str | None
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Usage:
+    """The last event.
+
+    Args:
+        prompt: tokens of the prompt.
+        cached: those of them that were known from earlier prompts.
+        completion: new tokens of all choices.
+    """
+
+    prompt: int
+    cached: int
+    completion: int
+
+
+Event = TextDelta | ToolCallBegins | ToolCallDelta | Ended | Usage
+
+
+async def answer(served: ServedModel, ask: Ask) -> AsyncGenerator[Event, None]:
+    """Answer a request, and yield what comes of it.
+
+    The rows are gone before the next step once the iterator is closed (`contextlib.aclosing`), or the task that
+    runs it is cancelled. Events are taken from the engine as they come, whether anybody waits for them or not.
+
+    Raises:
+        ApiError: before the first event or behind others; nothing follows.
+    """
+    queue: asyncio.Queue[Event | ApiError] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    with served.admission.admitted(ask.client, ask.n, queue.put_nowait):
+        seconds = served.options.timeout
+        late = ApiError(504, f"The answer was not there after {seconds:g} s.", code="timeout")
+        deadline = loop.call_later(seconds, queue.put_nowait, late)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            request = await asyncio.to_thread(_request, served, ask)
+            choices = [_Choice(served, ask, request, i, queue) for i in range(ask.n)]
+            tasks += [asyncio.create_task(choice.run()) for choice in choices]
+            running = len(choices)
+            while running:
+                event = await queue.get()
+                if isinstance(event, ApiError):
+                    raise event
+                running -= isinstance(event, Ended)
+                yield event
+            cached = choices[0].cached
+            served.metrics.prompt(len(request.prompt), cached)
+            yield Usage(len(request.prompt), cached, sum(choice.tokens for choice in choices))
+        except ApiError:
+            raise
+        except AFMError as error:
+            raise api_error(error, _field_of(ask)) from error
+        finally:
+            deadline.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _field_of(ask: Ask) -> str:
+    return "prompt" if ask.messages is None else "messages"
+
+
+def _request(served: ServedModel, ask: Ask) -> Request:
+    """The engine's request, for the first choice. This may take a while."""
+    if ask.messages is None:
+        prompt = list(ask.prompt or ())
+    else:
+        prompt = served.encode_chat(ask.messages, ask.tools, ask.response_format)
+    room = served.context_size - len(prompt)
+    if room < 1:
+        raise ApiError(
+            400,
+            f"The prompt has {len(prompt)} tokens, and the context of {served.name} holds "
+            f"{served.context_size} with the answer. Shorten it.",
+            param=_field_of(ask),
+            code="context_length_exceeded",
+        )
+    if ask.logit_bias and max(ask.logit_bias) >= served.vocab_size:
+        raise bad_request(
+            f"logit_bias has the token {max(ask.logit_bias)}; this model's go from 0 to "
+            f"{served.vocab_size - 1}.",
+            "logit_bias",
+        )
+    max_tokens = served.options.max_tokens if ask.max_tokens is None else ask.max_tokens
+    if ask.max_tokens == -1:
+        max_tokens = room
+    return Request(
+        prompt,
+        max_tokens=min(max_tokens, room),
+        sampler=sampler(ask, served),
+        stop=list(ask.stop),
+        logprobs=ask.logprobs is not None,
+        adapter=ask.adapter,
+        constraint=_constraint(served, ask),
+    )
+
+
+def _constraint(served: ServedModel, ask: Ask) -> Constraint | None:
+    if not ask.tools:
+        return ask.answer
+    if not ask.may_call:  # the model has read of tools
+        return ask.answer or Constraint.text()
+    if not getattr(served.tokenizer, "has_tool_calling", False):
+        raise bad_request(
+            f"The model {served.name} can't call tools: its tokenizer has no {EXECUTABLE_START}. Leave tools "
+            "out.",
+            "tools",
+        )
+    tools: Sequence[Mapping[str, Any]] = ask.tools
+    if ask.allowed_tools is not None:
+        allowed = set(ask.allowed_tools)
+        tools = [tool for tool in tools if tool.get("function", tool)["name"] in allowed]
+    try:
+        return tool_call_constraint(
+            tools, ask.tool_choice, ask.answer, parallel=ask.parallel_tool_calls
+        )
+    except AFMError as error:
+        raise bad_request(str(error), "tools") from error
+
+
+class _Choice:
+    """One choice of an answer: takes the engine's responses and makes events of them.
+
+    Args:
+        served, ask: what is asked of whom.
+        request: the first choice's.
+        index: number of the choice.
+        events: where its events go, and its error.
+
+    Attributes:
+        tokens: number of its tokens so far.
+        cached: tokens of the prompt that were not computed.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        ask: Ask,
+        request: Request,
+        index: int,
+        events: asyncio.Queue[Event | ApiError],
+    ):
+        self._served, self._ask, self._index, self._events = served, ask, index, events
+        self._texts = served.token_texts
+        self._splitter = CallSplitter() if ask.may_call else None
+        self._mark = (
+            served.tokenizer.convert_tokens_to_ids(EXECUTABLE_START) if ask.may_call else -1
+        )
+        self._ids: list[str] = []  # of its calls
+        self._answer: list[int] = []
+        self._prompt_tokens = len(request.prompt)
+        self.cached = 0
+        self._loop = asyncio.get_running_loop()
+        self._clock = AnswerClock()
+        self._lost_space = ""  # that the answer began with, and the engine has dropped
+        seed = ask.seed
+        if seed is not None:
+            seed = (seed + index * _SEED_STEP) & MASK64
+        self._request = Request(
+            request.prompt,
+            max_tokens=request.max_tokens,
+            sampler=request.sampler,
+            seed=seed,
+            logits_processors=logits_processors(ask, request.prompt),
+            stop=request.stop,
+            logprobs=request.logprobs,
+            adapter=request.adapter,
+            constraint=request.constraint,
+            on_prefill=self._on_prefill,
+        )
+
+    @property
+    def tokens(self) -> int:
+        return len(self._answer)
+
+    def _on_prefill(self, done: int, computed: int) -> None:
+        """Called in MLX's thread."""
+        self.cached = self._prompt_tokens - computed
+        self._loop.call_soon_threadsafe(self._served.metrics.scheduled, self._clock)
+
+    async def run(self) -> None:
+        """Generate the choice; whatever happens, the last event says so."""
+        reason = "abort"
+        self._served.metrics.waits()
+        try:
+            reason = await self._generated()
+        except AFMError as error:
+            reason = "error"
+            self._events.put_nowait(api_error(error, self._field_of(error)))
+        except Exception as error:
+            reason = "error"
+            _LOG.error("An answer has failed.", exc_info=error)
+            self._events.put_nowait(api_error(error))
+        finally:
+            self._served.metrics.leaves(self._clock, reason, self.tokens)
+
+    def _field_of(self, error: AFMError) -> str | None:
+        for name in ("logit_bias", "top_k", "adapter"):
+            if name in str(error):
+                return "model" if name == "adapter" else name
+        return _field_of(self._ask)
+
+    async def _generated(self) -> str:
+        reason = "stop"
+        try:
+            async with aclosing(self._served.engine.stream(self._request)) as responses:
+                async for response in responses:
+                    self._take(response)
+                    reason = response.finish_reason or reason
+        except IncompleteError:
+            # The text so far is what was asked for, as far as it goes; finish_reason says that it was cut.
+            is_cut = self.tokens >= self._request.max_tokens
+            reason = "length" if is_cut else "stop"
+        stop_string = self._stop_string() if reason == "stop" and self._request.stop else None
+        if reason == "stop" and self._ids and stop_string is None:
+            reason = "tool_calls"
+        self._events.put_nowait(Ended(self._index, reason, stop_string, self.tokens))
+        return reason
+
+    def _take(self, response: Response) -> None:
+        token = response.token
+        logprobs: list[TokenLogprob] = []
+        text = response.text
+        if token >= 0:
+            self._served.metrics.token(self._clock)
+            if not self._answer:
+                self._begin(token)
+            self._answer.append(token)
+            is_end = token in self._served.tokenizer.eos_token_ids
+            in_text = self._splitter is None or not self._splitter.in_calls
+            if self._ask.logprobs is not None and not is_end and in_text and token != self._mark:
+                logprobs = [self._texts.logprob(token, response.logprobs, self._ask.logprobs)]
+        if text:
+            text, self._lost_space = self._lost_space + text, ""
+        if self._splitter is None:
+            if text or logprobs:
+                self._events.put_nowait(TextDelta(self._index, text, logprobs))
+            return
+        for part in self._splitter.feed(text, token == self._mark):
+            match part:
+                case Said(said):
+                    self._events.put_nowait(TextDelta(self._index, said, logprobs))
+                    logprobs = []
+                case CallHead(call, name):
+                    self._ids.append(f"call_{uuid.uuid4().hex[:24]}")
+                    self._events.put_nowait(
+                        ToolCallBegins(self._index, call, self._ids[call], name)
+                    )
+                case CallArguments(call, more):
+                    self._events.put_nowait(ToolCallDelta(self._index, call, more))
+        if logprobs:
+            self._events.put_nowait(TextDelta(self._index, "", logprobs))
+
+    def _begin(self, token: int) -> None:
+        """Give an answer that goes on with a text the space that it begins with."""
+        is_constrained = self._request.constraint is not None
+        if self._ask.continues and self._texts.drops_space(token, is_constrained):
+            self._lost_space = " "
+
+    def _stop_string(self) -> str | None:
+        """The stop string that ended the choice; the engine has cut it off."""
+        tokens = [t for t in self._answer if t not in self._served.tokenizer.eos_token_ids]
+        text = self._served.tokenizer.decode(tokens)
+        found = [(at, stop) for stop in self._request.stop if (at := text.find(stop)) >= 0]
+        return min(found)[1] if found else None
+
+
+async def collected(events: AsyncIterator[Event]) -> list[Event]:
+    """All events of an answer."""
+    return [event async for event in events]

@@ -1,0 +1,180 @@
+"""What every request has to pass before a route sees it: its Host, its Origin, its key, the size of its body.
+
+All of it looks at headers alone, so a refused request costs nothing, whatever its body is said to be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from afm_mlx.errors import named
+from afm_mlx.server.errors import ApiError
+from afm_mlx.server.options import ServerOptions
+from afm_mlx.server.sse import error_response
+
+OPEN_PATHS = ("/", "/health", "/ready")
+"""What needs no key: the page, which asks for it, and what tells nothing."""
+LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+
+_HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(:\d{1,5})?")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen at can be reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Guards:
+    """ASGI middleware that refuses what must not reach a route.
+
+    Args:
+        app: what comes behind.
+        options: the server's settings.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServerOptions):
+        self._app, self._options = app, options
+        self._keys = _by_digest(options.api_keys)
+        self._is_local = is_loopback(options.host)
+        names = {*LOOPBACK_NAMES, *options.allowed_hosts}
+        if not self._is_local:
+            own = socket.gethostname()
+            names |= {options.host, own, f"{own}.local"}
+        self._hosts = frozenset(name.lower() for name in names)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            self._check_host(headers)
+            self._check_origin(headers)
+            scope.setdefault("state", {})["client"] = self._client(scope, headers)
+            self._check_length(headers)
+        except ApiError as error:
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        await self._app(scope, _Bounded(receive, self._options.max_body), send)
+
+    def _check_host(self, headers: Headers) -> None:
+        """Refuse a Host of others: that of a web page that points its own name here (DNS rebinding)."""
+        hosts = headers.getlist("host")
+        if self._options.unix_socket is not None or not hosts:
+            return  # browsers reach no such socket, and name the host always
+        name = _host_name(hosts[0]) if len(hosts) == 1 else None
+        if name is None or not (name in self._hosts or (not self._is_local and _is_address(name))):
+            raise ApiError(
+                403,
+                f"The Host {named(', '.join(hosts))} is none of this server's. --allowed-host adds one.",
+                code="host_not_allowed",
+            )
+
+    def _check_origin(self, headers: Headers) -> None:
+        """Refuse requests of web pages other than the server's own and those that were allowed."""
+        origin = headers.get("origin")
+        if (
+            origin is None
+            or origin in self._options.cors_origins
+            or "*" in self._options.cors_origins
+        ):
+            return
+        parts = urlsplit(origin)
+        is_own = parts.scheme in ("http", "https") and parts.netloc == headers.get("host")
+        if not is_own:
+            raise ApiError(
+                403,
+                f"Pages of {named(origin)} may not use this server. --cors-origin allows one.",
+                code="origin_not_allowed",
+            )
+
+    def _client(self, scope: Scope, headers: Headers) -> str:
+        """Who asks: a digest of the key; "" where no keys are asked for.
+
+        Raises:
+            ApiError: 401 for a key that is missing or none of the server's.
+        """
+        if not self._keys:
+            return ""
+        path = scope["path"]
+        if path in OPEN_PATHS or path.startswith("/page/"):
+            return ""
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).hexdigest()
+        found = ""
+        for known, client in self._keys.items():  # all of them, so that the time tells nothing
+            if hmac.compare_digest(digest, known):
+                found = client
+        if not found:
+            raise ApiError(
+                401,
+                "The API key is missing or wrong; give it as Authorization: Bearer KEY, or x-api-key.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return found
+
+    def _check_length(self, headers: Headers) -> None:
+        length = headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length) > self._options.max_body:
+            raise too_large(self._options.max_body)
+
+
+class _Bounded:
+    """Receives a body, and raises once it is too large."""
+
+    def __init__(self, receive: Receive, most: int):
+        self._receive, self._left, self._most = receive, most, most
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._left -= len(message.get("body", b""))
+            if self._left < 0:
+                raise too_large(self._most)
+        return message
+
+
+def too_large(most: int) -> ApiError:
+    """The error of a body with too many bytes; the rest of it is not read."""
+    return ApiError(
+        413,
+        f"The body has more than {most} bytes. Send less, or start the server with another --max-body.",
+        code="body_too_large",
+        headers={"Connection": "close"},
+    )
+
+
+def _by_digest(keys: Iterable[str]) -> Mapping[str, str]:
+    """Names of clients, by the digests of their keys: all are of one length, so comparing tells none."""
+    digests = [hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest() for key in keys]
+    return {digest: f"key-{digest[:12]}" for digest in digests}
+
+
+def _host_name(host: str) -> str | None:
+    """The name of a Host header, without its port; None for what is none."""
+    found = _HOST.fullmatch(host)
+    return None if found is None else found[1].strip("[]").lower().removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,165 @@
+"""What is counted and measured, for Prometheus, under the names that vLLM's dashboards know."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from afm_mlx.server.served_model import ServedModel
+
+PREFIX = "afm_mlx:"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 30)
+_LONG = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000)
+
+
+@dataclass
+class AnswerClock:
+    """When the steps of one answer were, in seconds of `time.monotonic`."""
+
+    arrived: float = field(default_factory=time.monotonic)
+    scheduled: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+
+class Metrics:
+    """A registry of its own, so that several servers of one process don't meet.
+
+    Args:
+        served: the model, whose adapters and queue are looked at when metrics are asked for.
+    """
+
+    def __init__(self, served: ServedModel):
+        self.registry = CollectorRegistry()
+        self._model = served.name
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(PREFIX + name, help, ["model_name", *labels], registry=self.registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(
+                PREFIX + name, help, ["model_name"], registry=self.registry, buckets=buckets
+            )
+
+        self._success = counter("request_success", "Answers that ended.", "finished_reason")
+        self._errors = counter("request_errors", "Requests that failed.", "status")
+        self._prompt = counter("prompt_tokens", "Tokens of prompts.")
+        self._generated = counter("generation_tokens", "New tokens.")
+        self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
+        self._hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
+        self._running = Gauge(
+            PREFIX + "num_requests_running",
+            "Answers that are computed.",
+            ["model_name"],
+            registry=self.registry,
+        )
+        self._waiting = Gauge(
+            PREFIX + "num_requests_waiting",
+            "Answers that wait for the batch.",
+            ["model_name"],
+            registry=self.registry,
+        )
+        self._ttft = histogram("time_to_first_token_seconds", "Until the first token.", _SHORT)
+        self._inter = histogram("inter_token_latency_seconds", "Between two tokens.", _SHORT)
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds", "Mean of an answer.", _SHORT
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Of whole answers.", _LONG)
+        self._queue = histogram("request_queue_time_seconds", "Until it is begun.", _LONG)
+        self._prompt_sizes = histogram("request_prompt_tokens", "Of one prompt.", _TOKENS)
+        self._answer_sizes = histogram("request_generation_tokens", "Of one answer.", _TOKENS)
+        self._running.labels(self._model).set(0)
+        self._waiting.labels(self._model).set(0)
+        for each in (self._prompt, self._generated, self._queries, self._hits):
+            each.labels(self._model)
+        self.registry.register(_Adapters(served))
+
+    # -- one answer
+
+    def waits(self) -> None:
+        """An answer was asked for."""
+        self._waiting.labels(self._model).inc()
+
+    def scheduled(self, clock: AnswerClock) -> None:
+        """Its prompt is being computed; called once or again, in the event loop's thread."""
+        if clock.scheduled is None:
+            clock.scheduled = time.monotonic()
+            self._waiting.labels(self._model).dec()
+            self._running.labels(self._model).inc()
+            self._queue.labels(self._model).observe(clock.scheduled - clock.arrived)
+
+    def token(self, clock: AnswerClock) -> None:
+        """A token has come."""
+        self.scheduled(clock)
+        now = time.monotonic()
+        if clock.first is None:
+            clock.first = now
+            self._ttft.labels(self._model).observe(now - clock.arrived)
+        elif clock.last is not None:
+            self._inter.labels(self._model).observe(now - clock.last)
+        clock.last = now
+
+    def leaves(self, clock: AnswerClock, reason: str, tokens: int) -> None:
+        """An answer has ended.
+
+        Args:
+            clock: the answer's.
+            reason: "stop", "length", "tool_calls", "abort" or "error".
+            tokens: new tokens that it had.
+        """
+        gauge = self._waiting if clock.scheduled is None else self._running
+        gauge.labels(self._model).dec()
+        self._success.labels(self._model, reason).inc()
+        self._generated.labels(self._model).inc(tokens)
+        self._e2e.labels(self._model).observe(time.monotonic() - clock.arrived)
+        if tokens:
+            self._answer_sizes.labels(self._model).observe(tokens)
+        if clock.first is not None and clock.last is not None and tokens > 1:
+            self._per_token.labels(self._model).observe((clock.last - clock.first) / (tokens - 1))
+
+    # -- one request
+
+    def prompt(self, tokens: int, cached: int) -> None:
+        """A prompt was computed, apart from what was known of it."""
+        self._prompt.labels(self._model).inc(tokens)
+        self._prompt_sizes.labels(self._model).observe(tokens)
+        self._queries.labels(self._model).inc(tokens)
+        self._hits.labels(self._model).inc(cached)
+
+    def failed(self, status: int) -> None:
+        """A request was answered with an error."""
+        self._errors.labels(self._model, str(status)).inc()
+
+    def text(self) -> bytes:
+        """All of it in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+
+class _Adapters(Collector):
+    """The adapters' memory, looked at when metrics are asked for."""
+
+    def __init__(self, served: ServedModel):
+        self._served = served
+
+    def collect(self) -> Any:
+        pool = self._served.pool
+        known: dict[str, Any] = {"bytes": 0, "adapters": []} if pool is None else pool.describe()
+        resident = [each for each in known["adapters"] if each["state"] == "resident"]
+        labels = ["model_name"]
+        for name, help, value in (
+            ("adapter_resident_bytes", "Memory of adapters.", known["bytes"]),
+            ("adapters_resident", "Adapters in memory.", len(resident)),
+            ("adapters_registered", "Adapters by name.", len(known["adapters"])),
+        ):
+            family = GaugeMetricFamily(PREFIX + name, help, labels=labels)
+            family.add_metric([self._served.name], value)
+            yield family

@@ -1,0 +1,211 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from afm_mlx.server.bodies import read_body
+from afm_mlx.server.chat_fields import (
+    ChatRequest,
+    chosen_tools,
+    template_messages,
+    tool_definitions,
+)
+from afm_mlx.server.errors import bad_request
+from afm_mlx.server.generation import (
+    Ask,
+    Ended,
+    TextDelta,
+    ToolCallBegins,
+    ToolCallDelta,
+    Usage,
+    answer,
+)
+from afm_mlx.server.openai_fields import (
+    biases,
+    chat_logprobs,
+    check_count,
+    constraint_of,
+    guided,
+    stops,
+    usage,
+)
+from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.sse import EventStream, event, json_response, while_connected
+from afm_mlx.server.token_texts import TokenLogprob
+
+
+async def chat_completions(request: Request) -> Response:
+    """Answer a chat."""
+    served: ServedModel = request.app.state.served
+    body = await read_body(request, ChatRequest)
+    ask = await while_connected(request, ask_of(body, served, request.state.client))
+    if body.stream:
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        return EventStream(_chunks(served, ask, body.model, with_usage), request)
+    return json_response(await while_connected(request, _completion(served, ask, body.model)))
+
+
+async def ask_of(body: ChatRequest, served: ServedModel, client: str) -> Ask:
+    """What a body asks for.
+
+    Raises:
+        ApiError: for what can't be honoured.
+    """
+    body.check()
+    adapter = served.adapter_of(body.model)
+    messages = template_messages(body.messages)
+    tool_choice, allowed_tools = chosen_tools(body.tool_choice, body.tools)
+    structured, name = guided(
+        body.structured_outputs,
+        {n: getattr(body, n) for n in body.__struct_fields__ if n.startswith("guided_")},
+    )
+    constraint, shown_format = await constraint_of(body.response_format, structured, name)
+    if constraint is not None and messages[-1]["role"] == "assistant":
+        raise bad_request(
+            "An answer that the messages begin already can't be held to a format, which is said of whole "
+            "answers. Leave the last message out, or the format.",
+            f"messages[{len(body.messages) - 1}]",
+        )
+    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return Ask(
+        messages=messages,
+        tools=tool_definitions(body.tools),
+        tool_choice=tool_choice,
+        allowed_tools=allowed_tools,
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        answer=constraint,
+        response_format=shown_format,
+        adapter=adapter,
+        max_tokens=given,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        seed=body.seed,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 0.0,
+        logit_bias=biases(body.logit_bias),
+        stop=stops(body.stop),
+        n=check_count(body.n, served),
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        client=client,
+    )
+
+
+def _head(kind: str, model: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+class _Choice:
+    """A choice while it comes."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.reason = ""
+
+    def take(self, part: TextDelta | ToolCallBegins | ToolCallDelta | Ended) -> None:
+        match part:
+            case TextDelta():
+                self.text += part.text
+                self.logprobs += part.logprobs
+            case ToolCallBegins():
+                self.calls.append(_call(part))
+            case ToolCallDelta():
+                self.calls[part.call]["function"]["arguments"] += part.arguments
+            case Ended():
+                self.reason = part.reason
+
+    def message(self) -> dict[str, Any]:
+        has_text = bool(self.text.strip()) or not self.calls
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": self.text if has_text else None,
+            "refusal": None,
+        }
+        return {**message, "tool_calls": self.calls} if self.calls else message
+
+
+def _call(part: ToolCallBegins) -> dict[str, Any]:
+    return {
+        "id": part.id,
+        "type": "function",
+        "function": {"name": part.name, "arguments": ""},
+    }
+
+
+async def _completion(served: ServedModel, ask: Ask, model: str) -> dict[str, Any]:
+    """A whole answer."""
+    choices = [_Choice() for _ in range(ask.n)]
+    counts: dict[str, Any] = {}
+    async with aclosing(answer(served, ask)) as parts:
+        async for part in parts:
+            if isinstance(part, Usage):
+                counts = usage(part.prompt, part.cached, part.completion)
+            else:
+                choices[part.index].take(part)
+    return {
+        **_head("chat.completion", model),
+        "choices": [
+            {
+                "index": index,
+                "message": choice.message(),
+                "logprobs": None if ask.logprobs is None else chat_logprobs(choice.logprobs),
+                "finish_reason": choice.reason,
+            }
+            for index, choice in enumerate(choices)
+        ],
+        "usage": counts,
+    }
+
+
+async def _chunks(
+    served: ServedModel, ask: Ask, model: str, with_usage: bool
+) -> AsyncGenerator[bytes, None]:
+    """The events of a streamed answer."""
+    head = _head("chat.completion.chunk", model)
+    if with_usage:
+        head["usage"] = None
+
+    def chunk(index: int, delta: dict[str, Any], reason: str | None = None, **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason, **more}
+        return event({**head, "choices": [choice]})
+
+    begun: set[int] = set()
+    async with aclosing(answer(served, ask)) as parts:
+        async for part in parts:
+            if isinstance(part, Usage):
+                if with_usage:
+                    counts = usage(part.prompt, part.cached, part.completion)
+                    yield event({**head, "choices": [], "usage": counts})
+                continue
+            if part.index not in begun:
+                begun.add(part.index)
+                yield chunk(part.index, {"role": "assistant", "content": "", "refusal": None})
+            match part:
+                case TextDelta(index, text, logprobs):
+                    more: dict[str, Any] = {"logprobs": chat_logprobs(logprobs)} if logprobs else {}
+                    yield chunk(index, {"content": text}, **more)
+                case ToolCallBegins(index, call):
+                    yield chunk(index, {"tool_calls": [{"index": call, **_call(part)}]})
+                case ToolCallDelta(index, call, arguments):
+                    delta = {"index": call, "function": {"arguments": arguments}}
+                    yield chunk(index, {"tool_calls": [delta]})
+                case Ended(index, reason):
+                    yield chunk(index, {}, reason)
+    yield event("[DONE]")

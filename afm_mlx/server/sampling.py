@@ -1,0 +1,95 @@
+"""The sampler and the logits processors of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from afm_mlx.engine.logits_processors import make_logits_processors
+from afm_mlx.engine.request import LogitsProcessor, Sampler
+from afm_mlx.engine.samplers import make_sampler
+
+if TYPE_CHECKING:
+    from afm_mlx.server.generation import Ask
+    from afm_mlx.server.served_model import ServedModel
+
+
+def sampler(ask: Ask, served: ServedModel) -> Sampler | None:
+    """The sampler that a request asks for, or the server's options; None for the most likely token.
+
+    Raises:
+        RequestError: for a value that can't be used.
+    """
+    options = served.options
+    temperature = options.temperature if ask.temperature is None else ask.temperature
+    if temperature == 0:
+        return None
+    top_k = options.top_k if ask.top_k is None else ask.top_k
+    return make_sampler(
+        temperature,
+        options.top_p if ask.top_p is None else ask.top_p,
+        options.min_p if ask.min_p is None else ask.min_p,
+        top_k=0 if top_k >= served.vocab_size else top_k,  # keeps all either way
+    )
+
+
+def logits_processors(ask: Ask, prompt: Sequence[int]) -> list[LogitsProcessor]:
+    """The processors of one choice, which count its tokens.
+
+    Frequency and presence are those in the answer, as OpenAI's API has them; repetition looks at the prompt,
+    too.
+
+    Raises:
+        RequestError: for a value that can't be used.
+    """
+    whole = make_logits_processors(
+        ask.logit_bias or None,
+        repetition_penalty=ask.repetition_penalty or None,
+        repetition_context_size=None,
+    )
+    of_answer = make_logits_processors(
+        presence_penalty=ask.presence_penalty or None,
+        presence_context_size=None,
+        frequency_penalty=ask.frequency_penalty or None,
+        frequency_context_size=None,
+    )
+    if not (of_answer or ask.repetition_penalty):
+        return whole
+    return [_Counting(prompt, whole, of_answer)]
+
+
+class _Counting:
+    """Hands processors the tokens that they are to count.
+
+    What the engine tells of the prompt depends on how much of it was found in a cache; the answer's tokens are
+    those behind what came with the first logits.
+
+    Args:
+        prompt: token ids.
+        whole: processors of prompt and answer.
+        of_answer: processors of the answer alone.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        whole: Sequence[LogitsProcessor],
+        of_answer: Sequence[LogitsProcessor],
+    ):
+        self._prompt, self._whole, self._of_answer = prompt, whole, of_answer
+        self._known: int | None = None
+        self._context: Any = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._known is None:
+            self._known = tokens.shape[0]
+            self._context = mx.array(list(self._prompt), dtype=mx.int32)
+        answer = tokens[self._known :].astype(mx.int32)
+        for processor in self._whole:
+            logits = processor(mx.concatenate([self._context, answer]), logits)
+        if answer.shape[0]:
+            for processor in self._of_answer:
+                logits = processor(answer, logits)
+        return logits

@@ -1,0 +1,210 @@
+"""The model that a server has: its tokenizer, its adapters, and the engine that all requests share."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from afm_mlx import threads
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.engine.async_engine import AsyncEngine
+from afm_mlx.errors import RequestError, did_you_mean, shown
+from afm_mlx.loading.load import load
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
+from afm_mlx.model.model import is_afm
+from afm_mlx.server.errors import ApiError, bad_request
+from afm_mlx.server.limits import Admission
+from afm_mlx.server.metrics import Metrics
+from afm_mlx.server.options import ServerOptions
+from afm_mlx.server.token_texts import TokenTexts
+
+Message = Mapping[str, Any]
+
+
+class ServedModel:
+    """A model with all that answers need. Made by `ServedModel.load`, or of what is loaded.
+
+    Args:
+        model, tokenizer: what `load` returns; the weights are read.
+        pool: the model's adapters; None for a model that can't have any.
+        name: the model's id in the APIs; those of its adapters are `name:adapter`.
+        options: the server's settings.
+        engine_options: further options of `Engine`.
+
+    Attributes:
+        engine: runs the rows of all requests.
+        admission: how many answers may wait and run.
+        metrics: what is counted.
+        token_texts: looks tokens up.
+        created: when it was loaded, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        pool: AdapterPool | None,
+        *,
+        name: str = EMBEDDED_MODEL,
+        options: ServerOptions | None = None,
+        **engine_options: Any,
+    ):
+        self.options = options = options or ServerOptions()
+        self.model, self.tokenizer, self.pool = model, tokenizer, pool
+        self.name = name
+        self.created = int(time.time())
+        self.engine = AsyncEngine(
+            model,
+            tokenizer,
+            adapters=pool,
+            max_batch=options.max_batch,
+            prefill_step_size=options.prefill_step_size,
+            max_kv_size=options.max_kv_size,
+            kv=options.kv,
+            **engine_options,
+        )
+        self.admission = Admission(options)
+        self.metrics = Metrics(self)
+        self.token_texts = TokenTexts(tokenizer)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path = EMBEDDED_MODEL,
+        *,
+        adapters: Mapping[str, str | Path] | None = None,
+        adapter_memory: int | None = None,
+        options: ServerOptions | None = None,
+        force_adapters: bool = False,
+        load_options: Mapping[str, Any] | None = None,
+        **engine_options: Any,
+    ) -> ServedModel:
+        """Load a model in MLX's thread, and register its adapters.
+
+        Args:
+            source: folder, hub id or name of the embedded model.
+            adapters: adapters by their names, besides those that come with the model.
+            adapter_memory: bytes that adapters may take; None for no limit.
+            options: the server's settings.
+            force_adapters: take adapters that were made for another model, if their shapes fit.
+            load_options: further arguments of `load`.
+            engine_options: further options of `Engine`.
+
+        Raises:
+            AFMError: for what can't be loaded.
+        """
+        folder = resolve_model(source)
+        given = {name: resolve_adapter(path, folder) for name, path in (adapters or {}).items()}
+
+        def make() -> ServedModel:
+            model, tokenizer = load(folder, **(load_options or {}))
+            pool = AdapterPool(
+                model, budget=adapter_memory, base_folder=folder, force=force_adapters
+            )
+            for name, path in (model_adapters(folder) | given).items():
+                pool.register(name, path)
+            name = Path(source).name or folder.name
+            return cls(model, tokenizer, pool, name=name, options=options, **engine_options)
+
+        return threads.submit(make).result()
+
+    # -- model ids
+
+    @property
+    def model_ids(self) -> list[str]:
+        """The model's id, and those of its adapters."""
+        adapters = [] if self.pool is None else self.pool.registered
+        return [self.name, *(f"{self.name}:{adapter}" for adapter in adapters)]
+
+    def adapter_of(self, model_id: str) -> str | None:
+        """The adapter that a model id names; None for the model alone.
+
+        Raises:
+            ApiError: 404 for an id that is none of `model_ids`.
+        """
+        ids = self.model_ids
+        if model_id not in ids:
+            listed = ", ".join(ids[:20]) + (", ..." if len(ids) > 20 else "")
+            raise ApiError(
+                404,
+                f"There is no model {shown(model_id)}{did_you_mean(model_id, ids)}. Known are {listed}.",
+                param="model",
+                code="model_not_found",
+                type="invalid_request_error",
+            )
+        return model_id[len(self.name) + 1 :] or None
+
+    # -- tokens
+
+    @property
+    def context_size(self) -> int:
+        """Tokens that prompt and answer may have together; where the model doesn't say, a very large number."""
+        args = self.model.args
+        name = "context_length" if is_afm(self.model) else "max_position_embeddings"
+        known = getattr(args, name, None)
+        size = known if isinstance(known, int) else sys.maxsize
+        return size if self.options.max_kv_size is None else min(size, self.options.max_kv_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids."""
+        return int(self.model.args.vocab_size)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Message] = (),
+        response_format: Message | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation, as the model's chat template writes it.
+
+        An answer that the conversation ends with is continued.
+
+        Args:
+            messages: in OpenAI's form.
+            tools: definitions in OpenAI's form.
+            response_format: what the answer has to be, shown with the last of the user's messages.
+
+        Raises:
+            ApiError: for a model without a chat template.
+            TokenizerError: for messages that can't be encoded.
+        """
+        if not getattr(self.tokenizer, "has_chat_template", False):
+            raise bad_request(
+                f"The model {self.name} has no chat template: it continues texts, see /v1/completions.",
+                "messages",
+            )
+        shown_to_model = [dict(message) for message in messages]
+        if response_format is not None:
+            for message in reversed(shown_to_model):
+                if message.get("role") == "user":
+                    message["response_format"] = response_format
+                    break
+        continues = bool(shown_to_model) and is_answer(shown_to_model[-1])
+        given = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        variables = dict(self.options.chat_template_args)
+        if taken := variables.keys() & {"messages", "tools", "tokenize", "add_generation_prompt"}:
+            raise RequestError(
+                f"chat_template_args can't set {', '.join(sorted(taken))}: the server does."
+            )
+        tokens = self.tokenizer.apply_chat_template(
+            shown_to_model,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            **given,
+            **variables,
+        )
+        return list(tokens)
+
+    def close(self) -> None:
+        """End the adapters' loading thread."""
+        if self.pool is not None:
+            self.pool.close()
+
+
+def is_answer(message: Message) -> bool:
+    """Whether a message is an answer that can be continued."""
+    return message.get("role") == "assistant" and not message.get("tool_calls")

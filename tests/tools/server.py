@@ -1,0 +1,76 @@
+"""The real server in a thread of the test's process, at a free port."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import openai
+
+from afm_mlx.server.app import make_app
+from afm_mlx.server.options import ServerOptions
+from afm_mlx.server.run import address_of, bind, run
+from afm_mlx.server.served_model import ServedModel
+
+
+@dataclass
+class RunningServer:
+    """A server under test.
+
+    Attributes:
+        url: where it is, such as http://127.0.0.1:40123.
+        served: its model.
+        stop: ends it.
+    """
+
+    url: str
+    served: ServedModel
+    stop: threading.Event
+    thread: threading.Thread
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def openai(self, key: str = "none", **options: Any) -> openai.OpenAI:
+        """The official client; it makes each request once."""
+        options = {"max_retries": 0, "timeout": 120, **options}
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+
+    def http(self, **options: Any) -> httpx2.Client:
+        """A plain client."""
+        return httpx2.Client(base_url=self.url, timeout=120, **options)
+
+
+@contextmanager
+def running_server(
+    served: ServedModel | None = None, *, source: Any = "afm-nano", **settings: Any
+) -> Iterator[RunningServer]:
+    """Start a server, and stop it at the end.
+
+    Args:
+        served: a model that is loaded; None loads `source`.
+        source: a model's folder or name.
+        settings: fields of `ServerOptions`.
+    """
+    options = ServerOptions(**{"port": 0, "grace": 1, **settings})
+    mine = served is None
+    served = served or ServedModel.load(source, options=options)
+    listening = bind(options)
+    stop = threading.Event()
+    app = make_app(served, options)
+    url = address_of(listening)
+    thread = threading.Thread(target=run, args=(app, listening, stop), name="server", daemon=True)
+    thread.start()
+    try:
+        yield RunningServer(url, served, stop, thread)
+    finally:
+        stop.set()
+        thread.join(30)
+        assert not thread.is_alive()
+        if mine:
+            served.close()
