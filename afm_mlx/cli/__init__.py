@@ -27,6 +27,7 @@ DESCRIPTION = "Run Apple's on-device foundation-model architecture (AFM) locally
 COMMANDS = {
     "generate": "continue a prompt",
     "chat": "talk with a model, turn by turn",
+    "server": "serve a model to programs that speak OpenAI's or Anthropic's API",
     "convert": "make a model folder of a checkpoint or of another folder",
     "lora": "train an adapter, or all float weights",
     "qat": "train weights that keep their quality in 2 or 4 bits",

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from afm_mlx.errors import AFMError
-from afm_mlx.server import health, models, openai_chat
+from afm_mlx.server import adapters, health, models, openai_chat, openai_completions, tokenize
 from afm_mlx.server.errors import ApiError, api_error
 from afm_mlx.server.guards import Guards
 from afm_mlx.server.options import ServerOptions
@@ -31,6 +31,17 @@ def routes() -> list[BaseRoute]:
         Route("/metrics", health.metrics),
         Route("/v1/models", models.list_models),
         Route("/v1/models/{model_id:path}", models.retrieve_model),
+        Route("/v1/adapters", adapters.list_adapters),
+        Route("/v1/adapters", adapters.load_adapter, methods=["POST"]),
+        Route("/v1/adapters/{name}", adapters.delete_adapter, methods=["DELETE"]),
+        Route(
+            "/v1/adapters/{name}/{action}",
+            adapters.change_adapter,
+            methods=["POST"],
+        ),
+        Route("/tokenize", tokenize.tokenize, methods=["POST"]),
+        Route("/detokenize", tokenize.detokenize, methods=["POST"]),
+        Route("/v1/completions", openai_completions.completions, methods=["POST"]),
         Route("/v1/chat/completions", openai_chat.chat_completions, methods=["POST"]),
     ]
 

@@ -6,6 +6,8 @@ import asyncio
 import json
 import math
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,18 +17,24 @@ from afm_mlx.errors import named, shown
 from afm_mlx.server.errors import ApiError, bad_request
 
 Body = TypeVar("Body")
+NO_HINTS: Mapping[str, str] = MappingProxyType({})
 
 _PLACE = re.compile(r" - at `(key in )?\$\.?(.*)`$", re.S)
 _UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`", re.S)
 _MISSING = re.compile(r"^Object missing required field `(.*?)`", re.S)
 
 
-async def read_body(request: Request, kind: type[Body]) -> Body:
+Hints = Mapping[str, str]
+"""What to add to the error of a field, by a regular expression that its place matches as a whole."""
+
+
+async def read_body(request: Request, kind: type[Body], hints: Hints = NO_HINTS) -> Body:
     """The body of a request as a value of a type.
 
     Args:
         request: the request; `guards.py` bounds the size of its body.
         kind: a msgspec struct. Fields that it does not have are refused if it says so (forbid_unknown_fields).
+        hints: what to add to the errors of some fields.
 
     Raises:
         ApiError: 400 for a body that is no such value, with the field as its `param`; 408 for one that does not
@@ -40,15 +48,15 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         raise ApiError(
             408, f"The body did not come within {seconds:g} s.", headers={"Connection": "close"}
         ) from None
-    return decoded(content, kind)
+    return decoded(content, kind, hints)
 
 
-def decoded(content: bytes, kind: type[Body]) -> Body:
+def decoded(content: bytes, kind: type[Body], hints: Hints = NO_HINTS) -> Body:
     """A value of a type from JSON; see `read_body`."""
     try:
         return msgspec.json.decode(content, type=kind)
     except msgspec.ValidationError as error:
-        raise _refused(str(error)) from None
+        raise _refused(str(error), hints=hints) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         if place := _place_of_no_number(content):
             raise bad_request(
@@ -78,7 +86,7 @@ def converted(value: Any, kind: type[Body], place: str) -> Body:
         raise _refused(str(error), place) from None
 
 
-def _refused(message: str, below: str = "") -> ApiError:
+def _refused(message: str, below: str = "", hints: Hints = NO_HINTS) -> ApiError:
     """The error of a validation, which msgspec writes as `what - at `$.place``."""
     found = _PLACE.search(message)
     what = message[: found.start()] if found else message
@@ -99,7 +107,10 @@ def _refused(message: str, below: str = "") -> ApiError:
             )
     if not place:
         return bad_request(f"The body can't be used: {what}.")
-    return bad_request(f"{named(place)} can't be used: {what}.", named(place), "invalid_value")
+    hint = next((f" {hint}" for p, hint in hints.items() if re.fullmatch(p, place)), "")
+    return bad_request(
+        f"{named(place)} can't be used: {what}.{hint}", named(place), "invalid_value"
+    )
 
 
 def _place_of_no_number(content: bytes) -> str | None:

@@ -81,7 +81,7 @@ ChatMessage = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage 
 
 
 class Function(Struct, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}\\Z")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -113,6 +113,15 @@ class AllowedChoice(Struct, tag_field="type", tag="allowed_tools", forbid_unknow
 
 
 ToolChoice = Literal["auto", "none", "required"] | NamedChoice | AllowedChoice
+
+
+HINTS = {
+    r"messages\[\d+\]\.role": "Allowed are system, developer, user, assistant and tool.",
+    r"messages\[\d+\]\.content(\[\d+\]\.type)?": "This model reads text only: a text, or parts of the type text.",
+    r"response_format\.type": "Allowed are text, json_object and json_schema.",
+    r"tool_choice(\.type)?": "Allowed are auto, none, required, and a function of tools by its name.",
+    r"tools\[\d+\]\.type": "Allowed are tools of the type function.",
+}
 
 
 class ChatRequest(Struct, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from afm_mlx.adapters.registry import AdapterChoice
@@ -300,7 +300,8 @@ class _Choice:
         self.cached = 0
         self._loop = asyncio.get_running_loop()
         self._clock = AnswerClock()
-        self._lost_space = ""  # that the answer began with, and the engine has dropped
+        self._lost_space = ""  # that the answer begins with, and the engine has dropped
+        self._drops_space = False  # whether it begins with one that is no part of the answer
         seed = ask.seed
         if seed is not None:
             seed = (seed + index * _SEED_STEP) & MASK64
@@ -315,6 +316,7 @@ class _Choice:
             adapter=request.adapter,
             constraint=request.constraint,
             on_prefill=self._on_prefill,
+            client=ask.client,
         )
 
     @property
@@ -377,7 +379,10 @@ class _Choice:
             is_end = token in self._served.tokenizer.eos_token_ids
             in_text = self._splitter is None or not self._splitter.in_calls
             if self._ask.logprobs is not None and not is_end and in_text and token != self._mark:
-                logprobs = [self._texts.logprob(token, response.logprobs, self._ask.logprobs)]
+                told = self._texts.logprob(token, response.logprobs, self._ask.logprobs)
+                if self._drops_space and len(self._answer) == 1:
+                    told = replace(told, bytes=told.bytes.removeprefix(b" "))
+                logprobs = [told]
         if text:
             text, self._lost_space = self._lost_space + text, ""
         if self._splitter is None:
@@ -400,10 +405,10 @@ class _Choice:
             self._events.put_nowait(TextDelta(self._index, "", logprobs))
 
     def _begin(self, token: int) -> None:
-        """Give an answer that goes on with a text the space that it begins with."""
-        is_constrained = self._request.constraint is not None
-        if self._ask.continues and self._texts.drops_space(token, is_constrained):
-            self._lost_space = " "
+        """See whether the engine drops a space: one that is a part of an answer that goes on with a text."""
+        if self._texts.drops_space(token, self._request.constraint is not None):
+            self._lost_space = " " if self._ask.continues else ""
+            self._drops_space = not self._ask.continues
 
     def _stop_string(self) -> str | None:
         """The stop string that ended the choice; the engine has cut it off."""

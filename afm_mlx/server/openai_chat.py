@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.chat_fields import (
+    HINTS,
     ChatRequest,
     chosen_tools,
     template_messages,
@@ -45,7 +46,7 @@ from afm_mlx.server.token_texts import TokenLogprob
 async def chat_completions(request: Request) -> Response:
     """Answer a chat."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, ChatRequest)
+    body = await read_body(request, ChatRequest, HINTS)
     ask = await while_connected(request, ask_of(body, served, request.state.client))
     if body.stream:
         with_usage = body.stream_options is not None and body.stream_options.include_usage

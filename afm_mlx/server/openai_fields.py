@@ -107,15 +107,19 @@ def biases(logit_bias: Mapping[str, float] | None) -> dict[int, float]:
     return found
 
 
-def check_count(n: int | None, served: ServedModel) -> int:
-    """The number of choices.
+def check_count(n: int | None, served: ServedModel, name: str = "n", prompts: int = 1) -> int:
+    """The number of choices for each prompt.
 
     Raises:
-        ApiError: for more than the server gives.
+        ApiError: for more than the server gives in one request.
     """
     most = served.options.max_choices
-    if n is not None and n > most:
-        raise bad_request(f"n is {n}; this server gives {most} choices at most.", "n")
+    if (n or 1) * prompts > most:
+        of = f" for each of {prompts} prompts" if prompts > 1 else ""
+        raise bad_request(
+            f"{name} is {n or 1}{of}; this server gives {most} answers at most to one request.",
+            name if prompts == 1 else "prompt",
+        )
     return n or 1
 
 

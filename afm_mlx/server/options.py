@@ -28,7 +28,7 @@ class ServerOptions:
         kv: "int8" or "float" storage of keys and values.
         max_queue: answers that may wait for the batch; more are refused.
         max_share: answers that one client may have waiting and running, as a share of all; only with keys.
-        max_choices: `n` of a request at most.
+        max_choices: answers of one request at most: its prompts, times `n`.
         max_body: bytes of a request's body at most.
         body_timeout: seconds in which a body has to come.
         timeout: seconds in which an answer has to be given; it is ended with an error then.
@@ -58,7 +58,7 @@ class ServerOptions:
     kv: str = "int8"
     max_queue: int = 256
     max_share: float = 0.5
-    max_choices: int = 16
+    max_choices: int = 128
     max_body: int = 8 << 20
     body_timeout: float = 30
     timeout: float = 600

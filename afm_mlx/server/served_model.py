@@ -31,6 +31,7 @@ class ServedModel:
         model, tokenizer: what `load` returns; the weights are read.
         pool: the model's adapters; None for a model that can't have any.
         name: the model's id in the APIs; those of its adapters are `name:adapter`.
+        default_adapter: the adapter of requests for the model itself; None for none.
         options: the server's settings.
         engine_options: further options of `Engine`.
 
@@ -49,12 +50,14 @@ class ServedModel:
         pool: AdapterPool | None,
         *,
         name: str = EMBEDDED_MODEL,
+        default_adapter: str | None = None,
         options: ServerOptions | None = None,
         **engine_options: Any,
     ):
         self.options = options = options or ServerOptions()
         self.model, self.tokenizer, self.pool = model, tokenizer, pool
         self.name = name
+        self._default_adapter = default_adapter
         self.created = int(time.time())
         self.engine = AsyncEngine(
             model,
@@ -75,6 +78,8 @@ class ServedModel:
         cls,
         source: str | Path = EMBEDDED_MODEL,
         *,
+        name: str | None = None,
+        adapter_path: str | Path | None = None,
         adapters: Mapping[str, str | Path] | None = None,
         adapter_memory: int | None = None,
         options: ServerOptions | None = None,
@@ -86,6 +91,8 @@ class ServedModel:
 
         Args:
             source: folder, hub id or name of the embedded model.
+            name: the model's id in the APIs; the last part of `source` by default.
+            adapter_path: adapter of requests for the model itself: its path, or the name of one that comes with it.
             adapters: adapters by their names, besides those that come with the model.
             adapter_memory: bytes that adapters may take; None for no limit.
             options: the server's settings.
@@ -97,17 +104,34 @@ class ServedModel:
             AFMError: for what can't be loaded.
         """
         folder = resolve_model(source)
-        given = {name: resolve_adapter(path, folder) for name, path in (adapters or {}).items()}
+        given = {each: resolve_adapter(path, folder) for each, path in (adapters or {}).items()}
+        default = None
+        if adapter_path is not None:
+            path = resolve_adapter(adapter_path, folder)
+            default = path.name
+            if given.setdefault(default, path) != path:
+                raise RequestError(
+                    f"The adapter {path} would have the name {default}, as {given[default]} has. Give it another: "
+                    "--adapter NAME=PATH."
+                )
+        model_id = name or Path(source).name or folder.resolve().name
 
         def make() -> ServedModel:
             model, tokenizer = load(folder, **(load_options or {}))
             pool = AdapterPool(
                 model, budget=adapter_memory, base_folder=folder, force=force_adapters
             )
-            for name, path in (model_adapters(folder) | given).items():
-                pool.register(name, path)
-            name = Path(source).name or folder.name
-            return cls(model, tokenizer, pool, name=name, options=options, **engine_options)
+            for each, path in (model_adapters(folder) | given).items():
+                pool.register(each, path)
+            return cls(
+                model,
+                tokenizer,
+                pool,
+                name=model_id,
+                default_adapter=default,
+                options=options,
+                **engine_options,
+            )
 
         return threads.submit(make).result()
 
@@ -120,7 +144,7 @@ class ServedModel:
         return [self.name, *(f"{self.name}:{adapter}" for adapter in adapters)]
 
     def adapter_of(self, model_id: str) -> str | None:
-        """The adapter that a model id names; None for the model alone.
+        """The adapter that a model id names; for the model's own id the default one, or None.
 
         Raises:
             ApiError: 404 for an id that is none of `model_ids`.
@@ -135,7 +159,7 @@ class ServedModel:
                 code="model_not_found",
                 type="invalid_request_error",
             )
-        return model_id[len(self.name) + 1 :] or None
+        return model_id[len(self.name) + 1 :] or self._default_adapter
 
     # -- tokens
 

@@ -1,0 +1,185 @@
+"""Serve a model to programs that speak OpenAI's or Anthropic's API, until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from afm_mlx.cli import options
+from afm_mlx.cli.argument_table import FLAG, Argument, unavailable
+from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer, json_object, number, positive
+from afm_mlx.cli.signals import deferred_signals
+from afm_mlx.errors import shown
+
+if TYPE_CHECKING:
+    from afm_mlx.server.options import ServerOptions
+
+KEY_VARIABLE = "AFM_MLX_API_KEY"
+_SPECULATIVE = "speculative decoding is not available in this version"
+_LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+# fmt: off
+ARGUMENTS = {
+    "options": [
+        *options.LOADING,
+        *options.ADAPTERS,
+        Argument("--adapter-folder", None,
+                 "folder below which requests may load adapters; may be repeated. None by default",
+                 [], action="append", metavar="FOLDER"),
+        Argument("--served-model-name", None, "the model's id; the last part of --model by default", metavar="NAME"),
+        Argument("--log-level", _LEVELS, "what is logged, on standard error", "INFO"),
+        Argument("--log-prompts", FLAG, "log prompts and answers, too"),
+        unavailable("--draft-model", _SPECULATIVE),
+        unavailable("--num-draft-tokens", _SPECULATIVE),
+        unavailable("--pipeline", "models run on one machine", nargs=0),
+        unavailable("--chat-template", "put chat_template.jinja into the model folder"),
+        unavailable("--use-default-chat-template",
+                    "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
+    ],
+    "where it listens, and who may use it": [
+        Argument("--host", None, "address; one that other machines reach needs a key", "127.0.0.1"),
+        Argument("--port", integer(0, 65535), "port; 0 takes a free one", 8080),
+        Argument("--unix-socket", None, "listen at a Unix socket in place of an address", metavar="PATH"),
+        Argument("--api-key", None,
+                 f"key that requests must have; may be repeated. Others see it in the list of processes: better is "
+                 f"--api-key-file, or the environment variable {KEY_VARIABLE}",
+                 [], action="append", metavar="KEY"),
+        Argument("--api-key-file", None, "file of keys, one in a line", metavar="FILE"),
+        Argument("--allowed-host", None, "another name of this server, as requests have it; may be repeated",
+                 [], action="append", metavar="NAME"),
+        Argument("--cors-origin", None, "origin of web pages that may use the server; may be repeated",
+                 [], action="append", metavar="ORIGIN"),
+        unavailable("--allowed-origins", "web pages are refused but for those of --cors-origin"),
+    ],
+    "requests that do not say": [
+        Argument("--temp", number(0, 2), "temperature; 0 takes the most likely token", 0.0),
+        Argument("--top-p", number(0, 1), "keep the most likely tokens, up to this sum of probabilities", 1.0),
+        Argument("--top-k", integer(0), "keep this many tokens; 0 keeps all", 0),
+        Argument("--min-p", number(0, 1), "drop tokens below this share of the best one's probability", 0.0),
+        Argument("--max-tokens", integer(1), "new tokens at most", 512),
+        Argument("--chat-template-args", json_object, "variables for the chat template", metavar="JSON"),
+    ],
+    "limits": [
+        Argument("--decode-concurrency", integer(1, MAX_ROWS), "answers that are computed together", 16),
+        Argument("--prefill-step-size", integer(1), "prompt tokens at a time, at most", 2048),
+        Argument("--max-kv-size", integer(1),
+                 "tokens that prompt and answer may have together; the model's context by default"),
+        Argument("--kv-bits", integer(1, 16),
+                 "8 for the checkpoint's int8 (the default where it has scales), 16 for floats", choices=[8, 16]),
+        Argument("--max-queue", integer(0), "answers that may wait; more are refused with 429", 256),
+        Argument("--max-choices", integer(1), "answers of one request at most", 128),
+        Argument("--max-body", integer(1), "bytes of a request at most", 8 << 20),
+        Argument("--max-connections", integer(1), "open connections at most", 1000),
+        Argument("--timeout", positive(), "seconds that an answer may take", 600.0),
+        Argument("--body-timeout", positive(), "seconds in which a request's body has to come", 30.0),
+        Argument("--send-timeout", positive(), "seconds that a client may leave what it was sent unread", 60.0),
+        Argument("--idle-timeout", positive(), "seconds that a connection may stay without a request", 60.0),
+        Argument("--grace", number(0), "seconds that running answers have once the server is told to stop", 30.0),
+        unavailable("--prompt-concurrency", "prompts take turns, a chunk at a time: see --prefill-step-size"),
+        unavailable("--kv-group-size", options._NO_KV_GROUPS),
+        unavailable("--quantized-kv-start", options._NO_KV_GROUPS),
+    ],
+}
+# fmt: on
+
+
+def run(args: argparse.Namespace) -> None:
+    settings = _options(args)
+    from afm_mlx.server.app import make_app
+    from afm_mlx.server.run import address_of, bind, run
+    from afm_mlx.server.served_model import ServedModel
+
+    logging.basicConfig(
+        level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.root.level))
+    with deferred_signals() as stop:
+        listening = bind(settings)  # a port in use is known before the model is loaded
+        served = ServedModel.load(
+            args.model,
+            name=args.served_model_name,
+            adapter_path=args.adapter_path,
+            adapters=_adapters(args.adapter),
+            adapter_memory=args.adapter_memory,
+            options=settings,
+            force_adapters=args.force,
+            load_options={
+                "trust_remote_code": args.trust_remote_code,
+                "activation_bits": args.activation_bits,
+            },
+        )
+        print(f"{served.name} is served at {address_of(listening)}", flush=True)
+        run(make_app(served, settings), listening, stop)
+        served.close()
+
+
+def _adapters(given: list[tuple[str, str]]) -> dict[str, str]:
+    names = [name for name, _ in given]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(
+            f"--adapter gives {', '.join(repeated)} more than once; each needs a name of its own."
+        )
+    return dict(given)
+
+
+def _options(args: argparse.Namespace) -> ServerOptions:
+    try:
+        from afm_mlx.server.options import ServerOptions
+    except ImportError as error:
+        raise UsageError(f"the server needs {error.name}: pip install 'afm-mlx[server]'.") from None
+    same: dict[str, Any] = {
+        name: getattr(args, name)
+        for name in (
+            *("host", "port", "max_tokens", "top_p", "top_k", "min_p", "prefill_step_size"),
+            *("max_kv_size", "max_queue", "max_choices", "max_body", "max_connections", "timeout"),
+            *("body_timeout", "send_timeout", "idle_timeout", "grace", "log_prompts"),
+        )
+    }
+    return ServerOptions(
+        unix_socket=None if args.unix_socket is None else Path(args.unix_socket),
+        api_keys=_keys(args),
+        allowed_hosts=tuple(args.allowed_host),
+        cors_origins=tuple(args.cors_origin),
+        adapter_folders=tuple(_folder(path) for path in args.adapter_folder),
+        temperature=args.temp,
+        chat_template_args=args.chat_template_args or {},
+        max_batch=args.decode_concurrency,
+        kv="float" if args.kv_bits == 16 else "int8",
+        **same,
+    )
+
+
+def _folder(path: str) -> Path:
+    folder = Path(os.path.expanduser(path))
+    if not folder.is_dir():
+        raise UsageError(f"--adapter-folder is {path}, and there is no such folder.")
+    return folder
+
+
+def _keys(args: argparse.Namespace) -> tuple[str, ...]:
+    """The keys of all sources, each once."""
+    keys = [*args.api_key, *os.environ.get(KEY_VARIABLE, "").split(",")]
+    if args.api_key_file is not None:
+        try:
+            lines = Path(args.api_key_file).read_text("utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise UsageError(
+                f"--api-key-file {args.api_key_file} can't be read ({error})."
+            ) from None
+        keys += [line for line in lines if not line.lstrip().startswith("#")]
+        if not any(line.strip() for line in keys):
+            raise UsageError(f"--api-key-file {args.api_key_file} has no key.")
+    found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
+    if "" in (key.strip() for key in args.api_key):
+        raise UsageError("--api-key is empty; give a key.")
+    for key in found:
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            raise UsageError(
+                f"the key {shown(key[:3] + '...')} has characters that no HTTP header takes; use letters, digits "
+                "and signs of ASCII."
+            )
+    return found

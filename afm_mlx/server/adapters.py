@@ -1,0 +1,156 @@
+"""`/v1/adapters`: what is registered, and what is in memory; adapters loaded, pinned and taken away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from afm_mlx.adapters.pool import AdapterPool
+from afm_mlx.errors import AFMError, RequestError, shown
+from afm_mlx.server.bodies import read_body
+from afm_mlx.server.errors import ApiError, bad_request
+from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.sse import json_response
+
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
+
+
+class LoadRequest(Struct, forbid_unknown_fields=True):
+    """An adapter to load: a folder or file below the folders that the server allows.
+
+    Args:
+        name: letters, digits, dots, dashes and underscores; the model's id becomes `model:name`.
+        path: absolute, or relative to one of the allowed folders.
+        pinned: whether it stays in memory.
+    """
+
+    name: Name
+    path: str
+    pinned: bool = False
+
+
+async def list_adapters(request: Request) -> Response:
+    """All adapters, and the memory that they take."""
+    served: ServedModel = request.app.state.served
+    pool = _pool(served)
+    known = await asyncio.to_thread(pool.describe)
+    adapters = [_described(served, entry) for entry in known.pop("adapters")]
+    return json_response({"object": "list", **known, "data": adapters})
+
+
+async def load_adapter(request: Request) -> Response:
+    """Register an adapter and load it."""
+    served: ServedModel = request.app.state.served
+    pool = _pool(served)
+    body = await read_body(
+        request,
+        LoadRequest,
+        {"name": "A name has letters, digits, dots, dashes and underscores, 64 at most."},
+    )
+    path = _allowed_path(body.path, request.app.state.options.adapter_folders)
+    if body.name in pool.registered:
+        raise ApiError(
+            409,
+            f"The adapter name {body.name} is taken. Choose another, or delete that one first.",
+            param="name",
+            code="name_taken",
+        )
+    await asyncio.to_thread(_load, pool, body, path)
+    return json_response(await _one(served, body.name), 201)
+
+
+def _load(pool: AdapterPool, body: LoadRequest, path: Path) -> None:
+    try:
+        pool.register(body.name, path)
+    except AFMError as error:
+        raise bad_request(str(error), "path") from error
+    try:
+        pool.pin(body.name) if body.pinned else pool.load(body.name)
+    except AFMError as error:
+        pool.unregister(body.name)
+        raise bad_request(str(error), "path") from error
+
+
+async def change_adapter(request: Request) -> Response:
+    """Load, unload, pin or unpin an adapter that is registered."""
+    served: ServedModel = request.app.state.served
+    pool, name = _pool(served), request.path_params["name"]
+    actions: dict[str, Callable[[str], Any]] = {
+        "load": pool.load,
+        "unload": pool.unload,
+        "pin": pool.pin,
+        "unpin": pool.unpin,
+    }
+    action = request.path_params["action"]
+    if action not in actions:
+        raise HTTPException(404)
+    await _done(pool, name, actions[action])
+    return json_response(await _one(served, name))
+
+
+async def delete_adapter(request: Request) -> Response:
+    """Forget an adapter; its files stay."""
+    served: ServedModel = request.app.state.served
+    name = request.path_params["name"]
+    await _done(_pool(served), name, _pool(served).unregister)
+    return json_response({"id": f"{served.name}:{name}", "object": "adapter", "deleted": True})
+
+
+async def _done(pool: AdapterPool, name: str, action: Callable[[str], Any]) -> None:
+    if name not in pool.registered:
+        raise ApiError(
+            404,
+            f"There is no adapter {shown(name)}; registered are {', '.join(pool.registered) or 'none'}.",
+            param="name",
+            code="adapter_not_found",
+        )
+    try:
+        await asyncio.to_thread(action, name)
+    except RequestError as error:  # rows use it, or others leave it no memory
+        raise ApiError(409, str(error), code="adapter_in_use") from error
+    except AFMError as error:
+        raise ApiError(500, str(error), code="adapter_failed") from error
+
+
+def _pool(served: ServedModel) -> AdapterPool:
+    if served.pool is None:
+        raise ApiError(400, f"The model {served.name} can't have adapters.", code="no_adapters")
+    return served.pool
+
+
+def _allowed_path(text: str, folders: Sequence[Path]) -> Path:
+    """The path of an adapter, links followed, if it lies below one of the allowed folders.
+
+    Raises:
+        ApiError: 403 for any other, whether there is something or not.
+    """
+    if "\0" not in text:
+        for folder in folders:
+            root = folder.expanduser().resolve()
+            path = (root / text).resolve()
+            if path != root and path.is_relative_to(root) and path.exists():
+                return path
+    allowed = ", ".join(map(str, folders))
+    raise ApiError(
+        403,
+        f"There is no adapter {shown(text)} in the folders that this server allows"
+        f"{f' ({allowed})' if folders else ': it allows none. Start it with --adapter-folder'}.",
+        param="path",
+        code="path_not_allowed",
+    )
+
+
+async def _one(served: ServedModel, name: str) -> dict[str, Any]:
+    known = await asyncio.to_thread(_pool(served).describe)
+    return _described(served, next(each for each in known["adapters"] if each["name"] == name))
+
+
+def _described(served: ServedModel, entry: dict[str, Any]) -> dict[str, Any]:
+    return {"id": f"{served.name}:{entry['name']}", "object": "adapter", **entry}

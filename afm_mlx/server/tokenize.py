@@ -1,0 +1,86 @@
+"""`/tokenize` and `/detokenize`: what a prompt's tokens are, as vLLM's routes of these names tell it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+
+from afm_mlx.errors import AFMError
+from afm_mlx.server.bodies import read_body
+from afm_mlx.server.chat_fields import (
+    HINTS,
+    ChatMessage,
+    FunctionTool,
+    template_messages,
+    tool_definitions,
+)
+from afm_mlx.server.errors import api_error, bad_request
+from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.sse import json_response
+
+Token = Annotated[int, Meta(ge=0)]
+
+
+class TokenizeRequest(Struct, forbid_unknown_fields=True):
+    """A text, or a chat."""
+
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
+    tools: list[FunctionTool] | None = None
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Struct, forbid_unknown_fields=True):
+    """Token ids."""
+
+    tokens: list[Token]
+    model: str | None = None
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text, or of a chat as the model is given it."""
+    served: ServedModel = request.app.state.served
+    body = await read_body(request, TokenizeRequest, HINTS)
+    if body.model is not None:
+        served.adapter_of(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("Either prompt or messages is needed.", "prompt")
+    tokens = await asyncio.to_thread(_tokens, served, body)
+    told: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": served.context_size,
+        "tokens": tokens,
+    }
+    if body.return_token_strs:
+        told["token_strs"] = served.tokenizer.convert_ids_to_tokens(tokens)
+    return json_response(told)
+
+
+def _tokens(served: ServedModel, body: TokenizeRequest) -> list[int]:
+    try:
+        if body.messages is None:
+            return list(
+                served.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
+            )
+        return served.encode_chat(template_messages(body.messages), tool_definitions(body.tools))
+    except AFMError as error:
+        raise api_error(error, "prompt" if body.messages is None else "messages") from error
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    served: ServedModel = request.app.state.served
+    body = await read_body(request, DetokenizeRequest)
+    if body.model is not None:
+        served.adapter_of(body.model)
+    try:
+        text = await asyncio.to_thread(served.tokenizer.decode, body.tokens)
+    except AFMError as error:
+        raise bad_request(str(error), "tokens") from error
+    return json_response({"prompt": text})
