@@ -30,7 +30,8 @@ ARGUMENTS = {
         Argument("--adapter-folder", None,
                  "folder below which requests may load adapters; may be repeated. None by default",
                  [], action="append", metavar="FOLDER"),
-        Argument("--served-model-name", None, "the model's id; the last part of --model by default", metavar="NAME"),
+        Argument("--served-model-name", None, "the model's id; the last part of --model by default",
+                 metavar="NAME"),
         Argument("--log-level", _LEVELS, "what is logged, on standard error", "INFO"),
         Argument("--log-prompts", FLAG, "log prompts and answers, too"),
         unavailable("--draft-model", _SPECULATIVE),
@@ -45,8 +46,8 @@ ARGUMENTS = {
         Argument("--port", integer(0, 65535), "port; 0 takes a free one", 8080),
         Argument("--unix-socket", None, "listen at a Unix socket in place of an address", metavar="PATH"),
         Argument("--api-key", None,
-                 f"key that requests must have; may be repeated. Others see it in the list of processes: better is "
-                 f"--api-key-file, or the environment variable {KEY_VARIABLE}",
+                 "key that requests must have; may be repeated. Others see it in the list of processes: better is "
+                 f"--api-key-file, or {KEY_VARIABLE} in the environment",
                  [], action="append", metavar="KEY"),
         Argument("--api-key-file", None, "file of keys, one in a line", metavar="FILE"),
         Argument("--allowed-host", None, "another name of this server, as requests have it; may be repeated",
@@ -69,7 +70,8 @@ ARGUMENTS = {
         Argument("--max-kv-size", integer(1),
                  "tokens that prompt and answer may have together; the model's context by default"),
         Argument("--kv-bits", integer(1, 16),
-                 "8 for the checkpoint's int8 (the default where it has scales), 16 for floats", choices=[8, 16]),
+                 "8 for the checkpoint's int8 (the default where it has scales), 16 for floats",
+                 choices=[8, 16]),
         Argument("--max-queue", integer(0), "answers that may wait; more are refused with 429", 256),
         Argument("--max-choices", integer(1), "answers of one request at most", 128),
         Argument("--max-body", integer(1), "bytes of a request at most", 8 << 20),
@@ -78,7 +80,7 @@ ARGUMENTS = {
         Argument("--body-timeout", positive(), "seconds in which a request's body has to come", 30.0),
         Argument("--send-timeout", positive(), "seconds that a client may leave what it was sent unread", 60.0),
         Argument("--idle-timeout", positive(), "seconds that a connection may stay without a request", 60.0),
-        Argument("--grace", number(0), "seconds that running answers have once the server is told to stop", 30.0),
+        Argument("--grace", number(0), "seconds that running answers have when the server is to stop", 30.0),
         unavailable("--prompt-concurrency", "prompts take turns, a chunk at a time: see --prefill-step-size"),
         unavailable("--kv-group-size", options._NO_KV_GROUPS),
         unavailable("--quantized-kv-start", options._NO_KV_GROUPS),
@@ -88,10 +90,13 @@ ARGUMENTS = {
 
 
 def run(args: argparse.Namespace) -> None:
+    try:
+        from afm_mlx.server.app import make_app
+        from afm_mlx.server.run import address_of, bind, run
+        from afm_mlx.server.served_model import ServedModel
+    except ImportError as error:
+        raise UsageError(f"the server needs {error.name}: pip install 'afm-mlx[server]'.") from None
     settings = _options(args)
-    from afm_mlx.server.app import make_app
-    from afm_mlx.server.run import address_of, bind, run
-    from afm_mlx.server.served_model import ServedModel
 
     logging.basicConfig(
         level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
@@ -127,10 +132,8 @@ def _adapters(given: list[tuple[str, str]]) -> dict[str, str]:
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
-    try:
-        from afm_mlx.server.options import ServerOptions
-    except ImportError as error:
-        raise UsageError(f"the server needs {error.name}: pip install 'afm-mlx[server]'.") from None
+    from afm_mlx.server.options import ServerOptions
+
     same: dict[str, Any] = {
         name: getattr(args, name)
         for name in (
@@ -179,7 +182,7 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     for key in found:
         if not (key.isascii() and key.isprintable() and " " not in key):
             raise UsageError(
-                f"the key {shown(key[:3] + '...')} has characters that no HTTP header takes; use letters, digits "
-                "and signs of ASCII."
+                f"the key {shown(key[:3] + '...')} has characters that no HTTP header takes; use letters, "
+                "digits and signs of ASCII."
             )
     return found

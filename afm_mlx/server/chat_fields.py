@@ -117,7 +117,7 @@ ToolChoice = Literal["auto", "none", "required"] | NamedChoice | AllowedChoice
 
 HINTS = {
     r"messages\[\d+\]\.role": "Allowed are system, developer, user, assistant and tool.",
-    r"messages\[\d+\]\.content(\[\d+\]\.type)?": "This model reads text only: a text, or parts of the type text.",
+    r"messages\[\d+\]\.content(\[\d+\]\.type)?": "This model reads texts, and parts of the type text.",
     r"response_format\.type": "Allowed are text, json_object and json_schema.",
     r"tool_choice(\.type)?": "Allowed are auto, none, required, and a function of tools by its name.",
     r"tools\[\d+\]\.type": "Allowed are tools of the type function.",

@@ -313,7 +313,7 @@ async def _completion(served: ServedModel, asked: _Asked) -> dict[str, Any]:
                 choices[number][each.index].logprobs += each.logprobs
             elif isinstance(each, Ended):
                 choices[number][each.index].reason = each.reason
-    told = []
+    told: list[dict[str, Any]] = []
     for echo, of_prompt in zip(asked.echoes, choices, strict=True):
         best = of_prompt
         if len(of_prompt) > asked.n:

@@ -92,7 +92,8 @@ class ServedModel:
         Args:
             source: folder, hub id or name of the embedded model.
             name: the model's id in the APIs; the last part of `source` by default.
-            adapter_path: adapter of requests for the model itself: its path, or the name of one that comes with it.
+            adapter_path: adapter of requests for the model's own id: its path, or the name of one that comes with
+                the model.
             adapters: adapters by their names, besides those that come with the model.
             adapter_memory: bytes that adapters may take; None for no limit.
             options: the server's settings.
@@ -111,8 +112,7 @@ class ServedModel:
             default = path.name
             if given.setdefault(default, path) != path:
                 raise RequestError(
-                    f"The adapter {path} would have the name {default}, as {given[default]} has. Give it another: "
-                    "--adapter NAME=PATH."
+                    f"The adapter {path} would have the name {default}, as {given[default]} has. Rename one."
                 )
         model_id = name or Path(source).name or folder.resolve().name
 
