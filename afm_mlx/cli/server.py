@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,17 @@ if TYPE_CHECKING:
 KEY_VARIABLE = "AFM_MLX_API_KEY"
 _SPECULATIVE = "speculative decoding is not available in this version"
 _LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def nbytes(text: str) -> int:
+    """A number of bytes, maybe with KB, MB or GB behind it, for argparse."""
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([KMG]B)?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no number of bytes, such as 512MB")
+    return round(float(found[1]) * _UNITS[(found[2] or "").upper()])
+
 
 # fmt: off
 ARGUMENTS = {
@@ -46,7 +58,7 @@ ARGUMENTS = {
         Argument("--port", integer(0, 65535), "port; 0 takes a free one", 8080),
         Argument("--unix-socket", None, "listen at a Unix socket in place of an address", metavar="PATH"),
         Argument("--api-key", None,
-                 "key that requests must have; may be repeated. Others see it in the list of processes: better is "
+                 "key that requests must have; may be repeated. Others see it among the processes: better is "
                  f"--api-key-file, or {KEY_VARIABLE} in the environment",
                  [], action="append", metavar="KEY"),
         Argument("--api-key-file", None, "file of keys, one in a line", metavar="FILE"),
@@ -72,6 +84,9 @@ ARGUMENTS = {
         Argument("--kv-bits", integer(1, 16),
                  "8 for the checkpoint's int8 (the default where it has scales), 16 for floats",
                  choices=[8, 16]),
+        Argument("--prompt-cache-bytes", nbytes,
+                 "keys and values kept of earlier prompts and answers, such as 512MB; 0 keeps none", 1 << 30,
+                 metavar="BYTES"),
         Argument("--max-queue", integer(0), "answers that may wait; more are refused with 429", 256),
         Argument("--max-choices", integer(1), "answers of one request at most", 128),
         Argument("--max-body", integer(1), "bytes of a request at most", 8 << 20),
@@ -81,6 +96,7 @@ ARGUMENTS = {
         Argument("--send-timeout", positive(), "seconds that a client may leave what it was sent unread", 60.0),
         Argument("--idle-timeout", positive(), "seconds that a connection may stay without a request", 60.0),
         Argument("--grace", number(0), "seconds that running answers have when the server is to stop", 30.0),
+        unavailable("--prompt-cache-size", "--prompt-cache-bytes bounds what is kept"),
         unavailable("--prompt-concurrency", "prompts take turns, a chunk at a time: see --prefill-step-size"),
         unavailable("--kv-group-size", options._NO_KV_GROUPS),
         unavailable("--quantized-kv-start", options._NO_KV_GROUPS),
@@ -138,7 +154,15 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         name: getattr(args, name)
         for name in (
             *("host", "port", "max_tokens", "top_p", "top_k", "min_p", "prefill_step_size"),
-            *("max_kv_size", "max_queue", "max_choices", "max_body", "max_connections", "timeout"),
+            *(
+                "max_kv_size",
+                "prompt_cache_bytes",
+                "max_queue",
+                "max_choices",
+                "max_body",
+                "max_connections",
+                "timeout",
+            ),
             *("body_timeout", "send_timeout", "idle_timeout", "grace", "log_prompts"),
         )
     }

@@ -181,6 +181,8 @@ async def answer(served: ServedModel, ask: Ask) -> AsyncGenerator[Event, None]:
         tasks: list[asyncio.Task[None]] = []
         try:
             request = await asyncio.to_thread(_request, served, ask)
+            if served.options.log_prompts:
+                _LOG.info("Prompt: %r", served.tokenizer.decode(request.prompt))
             choices = [_Choice(served, ask, request, i, queue) for i in range(ask.n)]
             tasks += [asyncio.create_task(choice.run()) for choice in choices]
             running = len(choices)
@@ -277,7 +279,7 @@ class _Choice:
 
     Attributes:
         tokens: number of its tokens so far.
-        cached: tokens of the prompt that were not computed.
+        cached: tokens of the prompt that the prefix cache had.
     """
 
     def __init__(
@@ -296,7 +298,6 @@ class _Choice:
         )
         self._ids: list[str] = []  # of its calls
         self._answer: list[int] = []
-        self._prompt_tokens = len(request.prompt)
         self.cached = 0
         self._loop = asyncio.get_running_loop()
         self._clock = AnswerClock()
@@ -323,9 +324,8 @@ class _Choice:
     def tokens(self) -> int:
         return len(self._answer)
 
-    def _on_prefill(self, done: int, computed: int) -> None:
+    def _on_prefill(self, done: int, tokens: int) -> None:
         """Called in MLX's thread."""
-        self.cached = self._prompt_tokens - computed
         self._loop.call_soon_threadsafe(self._served.metrics.scheduled, self._clock)
 
     async def run(self) -> None:
@@ -364,6 +364,8 @@ class _Choice:
         stop_string = self._stop_string() if reason == "stop" and self._request.stop else None
         if reason == "stop" and self._ids and stop_string is None:
             reason = "tool_calls"
+        if self._served.options.log_prompts:
+            _LOG.info("Answer: %r", self._served.tokenizer.decode(self._answer))
         self._events.put_nowait(Ended(self._index, reason, stop_string, self.tokens))
         return reason
 
@@ -373,6 +375,7 @@ class _Choice:
         text = response.text
         if token >= 0:
             self._served.metrics.token(self._clock)
+            self.cached = response.cached_tokens
             if not self._answer:
                 self._begin(token)
             self._answer.append(token)

@@ -81,7 +81,7 @@ class Metrics:
         self._waiting.labels(self._model).set(0)
         for each in (self._prompt, self._generated, self._queries, self._hits):
             each.labels(self._model)
-        self.registry.register(_Adapters(served))
+        self.registry.register(_Memory(served))
 
     # -- one answer
 
@@ -144,8 +144,8 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _Adapters(Collector):
-    """The adapters' memory, looked at when metrics are asked for."""
+class _Memory(Collector):
+    """Memory of adapters and of the prefix cache, looked at when metrics are asked for."""
 
     def __init__(self, served: ServedModel):
         self._served = served
@@ -155,7 +155,13 @@ class _Adapters(Collector):
         known: dict[str, Any] = {"bytes": 0, "adapters": []} if pool is None else pool.describe()
         resident = [each for each in known["adapters"] if each["state"] == "resident"]
         labels = ["model_name"]
+        prefixes = self._served.prefix_cache
         for name, help, value in (
+            (
+                "prefix_cache_bytes",
+                "Memory of the prefix cache.",
+                prefixes.nbytes if prefixes else 0,
+            ),
             ("adapter_resident_bytes", "Memory of adapters.", known["bytes"]),
             ("adapters_resident", "Adapters in memory.", len(resident)),
             ("adapters_registered", "Adapters by name.", len(known["adapters"])),

@@ -190,6 +190,7 @@ def _encoded(prompts: Sequence[str | list[int]], served: ServedModel) -> list[li
     for index, prompt in enumerate(prompts):
         place = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
         if isinstance(prompt, str):
+            served.check_length([prompt], place)
             try:
                 prompt = list(served.tokenizer.encode(prompt, add_special_tokens=True))
             except TokenizerError as error:

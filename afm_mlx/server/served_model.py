@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.async_engine import AsyncEngine
+from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.errors import RequestError, did_you_mean, shown
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
@@ -20,8 +22,12 @@ from afm_mlx.server.limits import Admission
 from afm_mlx.server.metrics import Metrics
 from afm_mlx.server.options import ServerOptions
 from afm_mlx.server.token_texts import TokenTexts
+from afm_mlx.tokenizer.caller_text import strings_in
+from afm_mlx.tokenizer.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+_LONG = 1 << 16
+"""Characters that are always encoded."""
 
 
 class ServedModel:
@@ -37,6 +43,7 @@ class ServedModel:
 
     Attributes:
         engine: runs the rows of all requests.
+        prefix_cache: keys and values of earlier prompts and answers; None for none.
         admission: how many answers may wait and run.
         metrics: what is counted.
         token_texts: looks tokens up.
@@ -59,6 +66,8 @@ class ServedModel:
         self.name = name
         self._default_adapter = default_adapter
         self.created = int(time.time())
+        nbytes = options.prompt_cache_bytes
+        self.prefix_cache = PrefixCache(nbytes) if nbytes else None
         self.engine = AsyncEngine(
             model,
             tokenizer,
@@ -67,6 +76,7 @@ class ServedModel:
             prefill_step_size=options.prefill_step_size,
             max_kv_size=options.max_kv_size,
             kv=options.kv,
+            prefix_cache=self.prefix_cache,
             **engine_options,
         )
         self.admission = Admission(options)
@@ -92,8 +102,8 @@ class ServedModel:
         Args:
             source: folder, hub id or name of the embedded model.
             name: the model's id in the APIs; the last part of `source` by default.
-            adapter_path: adapter of requests for the model's own id: its path, or the name of one that comes with
-                the model.
+            adapter_path: adapter of requests for the model's own id: its path, or the name of one that comes
+                with the model.
             adapters: adapters by their names, besides those that come with the model.
             adapter_memory: bytes that adapters may take; None for no limit.
             options: the server's settings.
@@ -177,6 +187,31 @@ class ServedModel:
         """Number of token ids."""
         return int(self.model.args.vocab_size)
 
+    def check_length(self, texts: Iterable[str], place: str) -> None:
+        """Refuse what can't fit, whatever its tokens are: they take a while to be found in a long text.
+
+        Args:
+            texts: all of a prompt.
+            place: where they stand in the body.
+
+        Raises:
+            ApiError: for more characters than the context's tokens can have.
+        """
+        count = sum(map(len, texts))
+        if count > _LONG and count > self.context_size * self._longest_piece:
+            raise bad_request(
+                f"The prompt has {count} characters, which is more than the context of {self.context_size} tokens "
+                "can hold. Shorten it.",
+                place,
+                "context_length_exceeded",
+            )
+
+    @cached_property
+    def _longest_piece(self) -> int:
+        if not isinstance(self.tokenizer, Tokenizer):
+            return sys.maxsize
+        return max(len(self.tokenizer.piece(token).text) for token in range(len(self.tokenizer)))
+
     def encode_chat(
         self,
         messages: Sequence[Message],
@@ -196,6 +231,7 @@ class ServedModel:
             ApiError: for a model without a chat template.
             TokenizerError: for messages that can't be encoded.
         """
+        self.check_length(strings_in([messages, tools]), "messages")
         if not getattr(self.tokenizer, "has_chat_template", False):
             raise bad_request(
                 f"The model {self.name} has no chat template: it continues texts, see /v1/completions.",
