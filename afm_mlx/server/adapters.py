@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -133,10 +134,11 @@ def _allowed_path(text: str, folders: Sequence[Path]) -> Path:
     """
     if "\0" not in text:
         for folder in folders:
-            root = folder.expanduser().resolve()
-            path = (root / text).resolve()
-            if path != root and path.is_relative_to(root) and path.exists():
-                return path
+            root = folder.resolve()
+            with suppress(OSError):  # a name too long, a loop of links
+                path = (root / text).resolve(strict=True)
+                if path != root and path.is_relative_to(root):
+                    return path
     allowed = ", ".join(map(str, folders))
     raise ApiError(
         403,

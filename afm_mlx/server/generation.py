@@ -16,7 +16,7 @@ from typing import Any
 
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.request import MASK64, Request, Response
-from afm_mlx.errors import AFMError, IncompleteError
+from afm_mlx.errors import AFMError, CheckpointError, IncompleteError
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.server.call_splitter import CallArguments, CallHead, CallSplitter, Said
@@ -336,7 +336,7 @@ class _Choice:
             reason = await self._generated()
         except AFMError as error:
             reason = "error"
-            self._events.put_nowait(api_error(error, self._field_of(error)))
+            self._events.put_nowait(self._told(error))
         except Exception as error:
             reason = "error"
             _LOG.error("An answer has failed.", exc_info=error)
@@ -344,11 +344,14 @@ class _Choice:
         finally:
             self._served.metrics.leaves(self._clock, reason, self.tokens)
 
-    def _field_of(self, error: AFMError) -> str | None:
-        for name in ("logit_bias", "top_k", "adapter"):
-            if name in str(error):
-                return "model" if name == "adapter" else name
-        return _field_of(self._ask)
+    def _told(self, error: AFMError) -> ApiError:
+        """What the client reads of an error of the row."""
+        adapter, pool = self._ask.adapter, self._served.pool
+        if isinstance(error, CheckpointError):
+            return ApiError(500, str(error), param="model", code="adapter_failed")
+        if isinstance(adapter, str) and pool is not None and adapter not in pool.registered:
+            return ApiError(404, str(error), param="model", code="model_not_found")
+        return api_error(error, "model" if "adapter" in str(error) else _field_of(self._ask))
 
     async def _generated(self) -> str:
         reason = "stop"

@@ -62,10 +62,10 @@ class Guards:
             return
         headers = Headers(scope=scope)
         try:
+            self._check_length(headers)
             self._check_host(headers)
             self._check_origin(headers)
             scope.setdefault("state", {})["client"] = self._client(scope, headers)
-            self._check_length(headers)
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
@@ -130,6 +130,14 @@ class Guards:
         return found
 
     def _check_length(self, headers: Headers) -> None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Programs in between may believe the other one, and take a part of the body for a request.
+            raise ApiError(
+                400,
+                "The request has both Content-Length and Transfer-Encoding; one of them is needed.",
+                code="bad_http",
+                headers={"Connection": "close"},
+            )
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > self._options.max_body:
             raise too_large(self._options.max_body)

@@ -29,6 +29,7 @@ class AnswerClock:
     scheduled: float | None = None
     first: float | None = None
     last: float | None = None
+    has_left: bool = False
 
 
 class Metrics:
@@ -91,7 +92,7 @@ class Metrics:
 
     def scheduled(self, clock: AnswerClock) -> None:
         """Its prompt is being computed; called once or again, in the event loop's thread."""
-        if clock.scheduled is None:
+        if clock.scheduled is None and not clock.has_left:
             clock.scheduled = time.monotonic()
             self._waiting.labels(self._model).dec()
             self._running.labels(self._model).inc()
@@ -116,6 +117,7 @@ class Metrics:
             reason: "stop", "length", "tool_calls", "abort" or "error".
             tokens: new tokens that it had.
         """
+        clock.has_left = True
         gauge = self._waiting if clock.scheduled is None else self._running
         gauge.labels(self._model).dec()
         self._success.labels(self._model, reason).inc()

@@ -200,8 +200,8 @@ class ServedModel:
         count = sum(map(len, texts))
         if count > _LONG and count > self.context_size * self._longest_piece:
             raise bad_request(
-                f"The prompt has {count} characters, which is more than the context of {self.context_size} tokens "
-                "can hold. Shorten it.",
+                f"The prompt has {count} characters, which is more than the context of {self.context_size} "
+                "tokens can hold. Shorten it.",
                 place,
                 "context_length_exceeded",
             )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,6 +45,14 @@ class RunningServer:
     def http(self, **options: Any) -> httpx2.Client:
         """A plain client."""
         return httpx2.Client(base_url=self.url, timeout=120, **options)
+
+
+def until(holds: Callable[[], Any], seconds: float = 10) -> None:
+    """Wait for what has to come true soon."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it has not come true"
+        time.sleep(0.005)
 
 
 @contextmanager

@@ -1,0 +1,178 @@
+"""Clients that leave, read slowly or wait in vain; and answers that fail."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import openai
+import pytest
+
+from tests.tools.server import running_server, until
+
+LONG = {"guided_regex": "[a-z ]{5000}", "max_tokens": 900}
+CHAT = {"model": "afm-nano", "messages": [{"role": "user", "content": "Write."}]}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(max_batch=4, max_queue=4, timeout=20, send_timeout=1) as running:
+        yield running
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Hold the engine's steps back: nothing is computed until the event is set."""
+    go = threading.Event()
+    from afm_mlx.engine.engine import Engine
+
+    step = Engine._step
+
+    def slowly(self, *args):
+        go.wait(20)
+        return step(self, *args)
+
+    monkeypatch.setattr(Engine, "_step", slowly)
+    yield go
+    go.set()
+
+
+def sent(server, body, path="/v1/chat/completions"):
+    """A connection with a request, of which nothing is read."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def is_free(server):
+    return server.served.engine.rows == 0 and server.served.admission.active == 0
+
+
+def test_rows_of_clients_that_left_are_freed(server):
+    for body in (
+        {**CHAT, **LONG},
+        {**CHAT, **LONG, "stream": True},
+        {**CHAT, **LONG, "n": 3, "stream": True},
+    ):
+        for half_closed in (False, True):
+            connection = sent(server, body)
+            until(lambda: server.served.engine.rows > 0)
+            connection.shutdown(socket.SHUT_WR) if half_closed else connection.close()
+            began = time.monotonic()
+            until(lambda: is_free(server))
+            assert time.monotonic() - began < 1
+            connection.close()
+    prompts = {"model": "afm-nano", "prompt": ["a", "b"], **LONG}
+    connection = sent(server, prompts, "/v1/completions")
+    until(lambda: server.served.engine.rows == 2)
+    connection.close()
+    until(lambda: is_free(server))
+
+
+def test_rows_are_freed_before_the_first_token(server, held):
+    """The prompt waits behind others: nothing is computed of it."""
+    for body in ({**CHAT, **LONG}, {**CHAT, **LONG, "stream": True}):
+        connection = sent(server, body)
+        until(lambda: server.served.admission.active == 1)
+        connection.close()
+        until(lambda: server.served.admission.active == 0)
+    held.set()
+    until(lambda: is_free(server))
+
+
+def test_what_is_too_much_is_refused_with_a_time(server, held, http):
+    with contextlib.ExitStack() as stack:
+        for _ in range(8):
+            stack.enter_context(sent(server, {**CHAT, "max_tokens": 2}))
+        until(lambda: server.served.admission.active == 8)
+        refused = http.post("/v1/chat/completions", json=CHAT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert int(refused.headers["retry-after"]) >= 1
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+        held.set()
+        until(lambda: server.served.admission.active == 0)
+    assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_slow_readers_hold_up_nobody(server, http):
+    small = [sent(server, {**CHAT, **LONG, "stream": True, "logprobs": True, "top_logprobs": 20})]
+    small[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    for _ in range(3):
+        assert http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3}).status_code == 200
+    until(lambda: is_free(server), 30)  # the row has ended, or the client counts as gone
+    small[0].close()
+
+
+def test_an_answer_that_fails_fails_alone(server, client, http, monkeypatch):
+    from afm_mlx.engine.engine import Engine
+
+    step, failures = Engine.step, []
+
+    def failing(self):
+        if failures and self._batch.rows:
+            raise RuntimeError(failures.pop())
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", failing)
+    chunks = client.chat.completions.create(**CHAT, stream=True, extra_body=LONG)
+    next(chunks)
+    failures.append("out of order")
+    with pytest.raises(openai.APIError, match="out of order"):
+        list(chunks)
+    failures.append("out of order")
+    failed = http.post("/v1/chat/completions", json=CHAT)
+    assert failed.status_code == 500
+    assert set(failed.json()["error"]) == {"message", "type", "param", "code"}
+    assert failed.json()["error"]["type"] == "server_error"
+    assert client.chat.completions.create(**CHAT).choices[0].finish_reason == "stop"
+    assert is_free(server)
+
+
+def test_an_answer_has_its_time(http, server, held, monkeypatch):
+    from dataclasses import replace
+
+    monkeypatch.setattr(server.served, "options", replace(server.served.options, timeout=0.1))
+    late = http.post("/v1/chat/completions", json=CHAT)
+    assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+    assert server.served.admission.active == 0
+
+
+def test_what_is_counted(server, http, client):
+    before = metrics(http)
+    answer = client.chat.completions.create(**CHAT, n=2)
+    after = metrics(http)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    model = 'model_name="afm-nano"'
+    usage = answer.usage
+    assert grown[f"afm_mlx:generation_tokens_total{{{model}}}"] == usage.completion_tokens
+    assert grown[f"afm_mlx:prompt_tokens_total{{{model}}}"] == usage.prompt_tokens
+    cached = usage.prompt_tokens_details.cached_tokens
+    assert grown[f"afm_mlx:prefix_cache_hits_total{{{model}}}"] == cached > 0
+    assert grown[f'afm_mlx:request_success_total{{finished_reason="stop",{model}}}'] == 2
+    for name in (
+        "time_to_first_token_seconds",
+        "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds",
+        "request_queue_time_seconds",
+    ):
+        assert grown[f"afm_mlx:{name}_count{{{model}}}"] == 2, name
+    pairs = usage.completion_tokens - 2
+    assert grown[f"afm_mlx:inter_token_latency_seconds_count{{{model}}}"] == pairs
+    for name in ("num_requests_running", "num_requests_waiting"):
+        assert after[f"afm_mlx:{name}{{{model}}}"] == 0
+    chunks = client.chat.completions.create(**CHAT, stream=True, extra_body=LONG)
+    next(chunks)
+    assert metrics(http)[f"afm_mlx:num_requests_running{{{model}}}"] == 1
+    chunks.close()
+    until(lambda: is_free(server))
+    aborted = f'afm_mlx:request_success_total{{finished_reason="abort",{model}}}'
+    assert metrics(http)[aborted] - before.get(aborted, 0) == 1
+
+
+def metrics(http):
+    lines = [li for li in http.get("/metrics").text.splitlines() if not li.startswith("#")]
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}

@@ -1,0 +1,147 @@
+import openai
+import pytest
+
+from tests.tools.cases import each
+
+PROMPTS = ["Return a list of", "The quick"]
+LETTERS = {"guided_regex": "[a-z]{16}"}
+
+
+@pytest.fixture
+def complete(client):
+    """Let the embedded model continue prompts."""
+
+    def complete(prompt=PROMPTS[0], **fields):
+        fields = {"model": "afm-nano", "prompt": prompt, "max_tokens": 8, **fields}
+        return client.completions.create(**fields)
+
+    return complete
+
+
+def texts(completion):
+    return [choice.text for choice in completion.choices]
+
+
+def streamed(chunks):
+    found = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            found[choice.index] = found.get(choice.index, "") + choice.text
+    return [found[index] for index in sorted(found)]
+
+
+def test_prompts_of_all_forms(complete, http):
+    alone = [texts(complete(prompt))[0] for prompt in PROMPTS]
+    assert alone[0].startswith(" ")  # a new word behind the prompt's last
+    assert texts(complete(PROMPTS)) == alone
+    ids = [http.post("/tokenize", json={"prompt": p}).json()["tokens"] for p in PROMPTS]
+    assert texts(complete(ids[1])) == alone[1:]
+    both = complete(ids, n=2, logprobs=0)
+    assert texts(both) == [alone[0], alone[0], alone[1], alone[1]]
+    assert both.usage.prompt_tokens == sum(map(len, ids))
+    assert both.usage.completion_tokens == 4 * 8
+    assert streamed(complete(ids, n=2, stream=True)) == texts(both)
+    assert texts(complete(PROMPTS, echo=True)) == [
+        p + a for p, a in zip(PROMPTS, alone, strict=True)
+    ]
+    assert streamed(complete(ids[0], echo=True, stream=True)) == [PROMPTS[0] + alone[0]]
+    usages = [c.usage for c in complete(stream=True, stream_options={"include_usage": True})]
+    assert (usages[0], usages[-1].completion_tokens) == (None, 8)
+    adapted = texts(complete(model="afm-nano:todo"))
+    assert adapted != alone[:1]
+
+
+def test_log_probabilities_have_their_places(complete):
+    (choice,) = complete(logprobs=2).choices
+    told = choice.logprobs
+    assert "".join(told.tokens) == choice.text
+    for at, token in zip(told.text_offset, told.tokens, strict=True):
+        assert choice.text[at:].startswith(token)
+    for token, value, top in zip(told.tokens, told.token_logprobs, told.top_logprobs, strict=True):
+        assert 2 <= len(top) <= 3
+        assert top[token] == value == max(top.values())
+    parts = [c.choices[0].logprobs for c in complete(logprobs=2, stream=True)]
+    assert [t for part in parts if part for t in part.tokens] == told.tokens
+    assert [t for part in parts if part for t in part.text_offset] == told.text_offset
+    assert complete(logprobs=0).choices[0].logprobs.top_logprobs is None
+
+
+def test_the_best_of_several(complete):
+    fields = {"temperature": 1.5, "seed": 3, "extra_body": LETTERS, "max_tokens": 40}
+    ten = complete(n=10, logprobs=0, **fields)
+
+    def score(choice):
+        values = choice.logprobs.token_logprobs
+        return sum(values) / len(values)
+
+    best = [c.text for c in sorted(ten.choices, key=score, reverse=True)[:2]]
+    chosen = complete(n=2, best_of=10, **fields)
+    assert texts(chosen) == best
+    assert [c.logprobs for c in chosen.choices] == [None, None]
+    assert chosen.usage.completion_tokens == ten.usage.completion_tokens
+    (stopped,) = complete(
+        stop=["ist", "o"], prompt="A l", extra_body={"guided_regex": "list of"}
+    ).choices
+    assert (stopped.text, stopped.finish_reason) == ("l", "stop")
+
+
+@each(
+    "fields, param",
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 7]}, "prompt"),
+        ({"prompt": [[1, "a"]]}, "prompt[0][1]"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": [4096]}, "prompt"),
+        ({"prompt": [[5], [-1]]}, "prompt[1]"),
+        ({"prompt": ["a"] * 200}, "prompt"),
+        ({"prompt": ["a", "word " * 3000]}, "prompt[1]"),
+        ({"suffix": "end"}, "suffix"),
+        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"best_of": 2, "stream": True}, "best_of"),
+        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": 7}, "stop"),
+        ({"stop": ["a", 7]}, "stop[1]"),
+        ({"logit_bias": {"123456": 1}}, "logit_bias"),
+        ({"messages": []}, "messages"),
+    ],
+)
+def test_what_cant_be_honoured_is_refused_by_its_name(http, fields, param):
+    body = {"model": "afm-nano", "prompt": "a", "max_tokens": 4, **fields}
+    refused = http.post("/v1/completions", json=body)
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == param, refused.text
+
+
+def test_models_and_their_tokens(client, http, complete):
+    ids = [model.id for model in client.models.list()]
+    assert ids == ["afm-nano", "afm-nano:redact", "afm-nano:todo", "afm-nano:triage"]
+    assert client.models.retrieve("afm-nano:todo").id == "afm-nano:todo"
+    for model in ("afm-nano:no", "gpt-4"):
+        with pytest.raises(openai.NotFoundError) as refused:
+            client.models.retrieve(model)
+        assert refused.value.code == "model_not_found"
+        with pytest.raises(openai.NotFoundError):
+            complete(model=model)
+    tokenized = http.post("/tokenize", json={"prompt": "Dear Hana", "return_token_strs": True})
+    told = tokenized.json()
+    assert told["count"] == len(told["tokens"]) == len(told["token_strs"])
+    assert told["max_model_len"] == 1024
+    text = http.post("/detokenize", json={"tokens": told["tokens"]}).json()["prompt"]
+    assert text == "Dear Hana"
+    chat = [{"role": "user", "content": "hi"}]
+    count = http.post("/tokenize", json={"messages": chat}).json()["count"]
+    answer = client.chat.completions.create(model="afm-nano", messages=chat)
+    assert count == answer.usage.prompt_tokens
+    for path, body, param in (
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": chat}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "x"}]}, "messages[0].role"),
+        ("/detokenize", {"tokens": [99999]}, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ):
+        refused = http.post(path, json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
