@@ -24,7 +24,7 @@ def sampler(ask: Ask, served: ServedModel) -> Sampler | None:
     """
     options = served.options
     temperature = options.temperature if ask.temperature is None else ask.temperature
-    if temperature == 0:
+    if temperature == 0 or ask.top_p == 0:  # the APIs' 0 keeps one token, the samplers' all
         return None
     top_k = options.top_k if ask.top_k is None else ask.top_k
     return make_sampler(
