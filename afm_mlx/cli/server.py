@@ -95,6 +95,9 @@ ARGUMENTS = {
         Argument("--body-timeout", positive(), "seconds in which a request's body has to come", 30.0),
         Argument("--send-timeout", positive(), "seconds that a client may leave what it was sent unread", 60.0),
         Argument("--idle-timeout", positive(), "seconds that a connection may stay without a request", 60.0),
+        Argument("--kept-responses", integer(0), "answers of /v1/responses kept for each client", 64),
+        Argument("--kept-bytes", nbytes, "bytes of all that are kept, with their conversations", 64 << 20,
+                 metavar="BYTES"),
         Argument("--grace", number(0), "seconds that running answers have when the server is to stop", 30.0),
         unavailable("--prompt-cache-size", "--prompt-cache-bytes bounds what is kept"),
         unavailable("--prompt-concurrency", "prompts take turns, a chunk at a time: see --prefill-step-size"),
@@ -164,6 +167,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
                 "timeout",
             ),
             *("body_timeout", "send_timeout", "idle_timeout", "grace", "log_prompts"),
+            *("kept_responses", "kept_bytes"),
         )
     }
     return ServerOptions(

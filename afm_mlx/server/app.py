@@ -14,9 +14,13 @@ from starlette.routing import BaseRoute, Route
 
 from afm_mlx.errors import AFMError
 from afm_mlx.server import adapters, health, models, openai_chat, openai_completions, tokenize
+from afm_mlx.server.anthropic_messages import routes as anthropic_messages
 from afm_mlx.server.errors import ApiError, api_error
 from afm_mlx.server.guards import Guards
+from afm_mlx.server.openai_responses import routes as openai_responses
+from afm_mlx.server.openai_responses.kept_responses import KeptResponses
 from afm_mlx.server.options import ServerOptions
+from afm_mlx.server.request_ids import RequestIds
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import ClientLeft, error_response
 
@@ -43,6 +47,8 @@ def routes() -> list[BaseRoute]:
         Route("/detokenize", tokenize.detokenize, methods=["POST"]),
         Route("/v1/completions", openai_completions.completions, methods=["POST"]),
         Route("/v1/chat/completions", openai_chat.chat_completions, methods=["POST"]),
+        *openai_responses.ROUTES,
+        *anthropic_messages.ROUTES,
     ]
 
 
@@ -54,7 +60,7 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
         options: settings of keys, hosts and bodies; the model's by default.
     """
     options = options or served.options
-    middleware = [Middleware(Guards, options=options)]
+    middleware = [Middleware(RequestIds), Middleware(Guards, options=options)]
     if options.cors_origins:  # before the guards: a browser's preflight request has no key
         cors = Middleware(
             CORSMiddleware,
@@ -76,6 +82,7 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
     )
     app.state.served = served
     app.state.options = options
+    app.state.kept_responses = KeptResponses(options.kept_responses, options.kept_bytes)
     return app
 
 

@@ -12,6 +12,7 @@ from afm_mlx.errors import (
     ContextLengthError,
     LogitsError,
 )
+from afm_mlx.server.request_ids import HEADERS, REQUEST_ID
 
 _TYPES = {
     401: "authentication_error",
@@ -67,9 +68,12 @@ class ApiError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers of the response besides its type and length."""
-        if self.retry_after is None:
-            return self._headers
-        return {**self._headers, "Retry-After": str(max(1, math.ceil(self.retry_after)))}
+        found = dict(self._headers)
+        if request_id := REQUEST_ID.get():
+            found |= dict.fromkeys(HEADERS, request_id)
+        if self.retry_after is not None:
+            found["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
+        return found
 
     def openai(self) -> dict[str, Any]:
         """The body in OpenAI's form."""
@@ -86,7 +90,14 @@ class ApiError(Exception):
         """The body in Anthropic's form."""
         default = "api_error" if self.status >= 500 else "invalid_request_error"
         kind = _ANTHROPIC_TYPES.get(self.status, default)
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        # Anthropic's errors have no place for the field, which most messages begin with.
+        field = self.param or ""
+        message = self.message if field in self.message else f"{field}: {self.message}"
+        return {
+            "type": "error",
+            "error": {"type": kind, "message": message},
+            "request_id": REQUEST_ID.get() or None,
+        }
 
     def body_for(self, path: str) -> dict[str, Any]:
         """The body in the form of the API that a path belongs to."""

@@ -36,6 +36,8 @@ class ServerOptions:
         send_timeout: seconds that a client may leave what it was sent unread.
         idle_timeout: seconds that a connection may stay open without a request.
         max_connections: open connections at most; the one that was idle for longest makes room.
+        kept_responses: responses of /v1/responses that are kept in memory for each client at most.
+        kept_bytes: bytes of all responses that are kept, with their conversations, at most.
         grace: seconds that running answers have when the server is told to stop.
         log_prompts: whether the log shows prompts and answers.
     """
@@ -67,5 +69,7 @@ class ServerOptions:
     send_timeout: float = 60
     idle_timeout: float = 60
     max_connections: int = 1000
+    kept_responses: int = 64
+    kept_bytes: int = 64 << 20
     grace: float = 30
     log_prompts: bool = False

@@ -83,3 +83,18 @@ def running_server(
         assert not thread.is_alive()
         if mine:
             served.close()
+
+
+def fail_after(monkeypatch: Any, server: RunningServer, count: int) -> None:
+    """Have every answer fail behind so many of its tokens."""
+    stream = server.served.engine.stream
+
+    async def failing(request: Any) -> Any:
+        told = 0
+        async for response in stream(request):
+            yield response
+            told += 1
+            if told == count:
+                raise RuntimeError("out of order")
+
+    monkeypatch.setattr(server.served.engine, "stream", failing)
