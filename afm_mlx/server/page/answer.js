@@ -1,0 +1,151 @@
+/** One answer: who answered, text or a tree of JSON, calls, how it ended, and what can be done with it. */
+import { CallCard, resultsForm } from "./calls.js";
+import { element, icon, iconButton } from "./dom.js";
+import { JsonTree } from "./json_tree.js";
+import { showMarkdown } from "./markdown.js";
+import { statsLine } from "./meter.js";
+import { PartialJson } from "./partial_json.js";
+
+const NOTES = {
+  length: "The answer was cut off: it reached the limit of tokens or the end of the context.",
+  stopped: "You stopped this answer.",
+  lost: "This answer was interrupted.",
+};
+
+export class AnswerView {
+  #actions;
+  #cards = [];
+  #json = null;
+  #schema;
+  #form = null;
+
+  /** `schema` is what its JSON will look like, for an answer that is about to be written. */
+  constructor(turn, actions, schema = null) {
+    this.#actions = actions;
+    this.#schema = schema;
+    this.who = element("h2", { class: "who" }, ...modelName(turn.model));
+    this.text = element("div", { class: "text" });
+    this.calls = element("div", { class: "calls" });
+    this.end = element("div", { class: "end" });
+    this.tools = element("div", { class: "turn-actions" });
+    this.element = element("li", { class: "turn answer", tabindex: -1 });
+    this.element.append(this.who, this.text, this.calls, this.end, this.tools);
+  }
+
+  /** `place` is { index, count, isLast }: which of its siblings it is, and whether the conversation ends with it. */
+  update(turn, place) {
+    const writing = turn.end === null;
+    this.element.classList.toggle("writing", writing);
+    this.element.setAttribute("aria-busy", writing);
+    this.updateText(turn);
+    this.end.replaceChildren(...(writing ? [] : this.#ending(turn)));
+    this.#updateForm(turn, place.isLast && !writing && turn.end === "tool_calls");
+    this.tools.replaceChildren(...(writing ? [] : this.#actions.forAnswer(turn, place)));
+  }
+
+  /** The text and the calls, as far as they came. */
+  updateText(turn) {
+    this.element.classList.toggle("waiting", turn.end === null && !turn.text && !turn.calls.length);
+    if (turn.format === "json") this.#updateJson(turn);
+    else showMarkdown(this.text, turn.text);
+    turn.calls.forEach((call, i) => {
+      if (!this.#cards[i]) {
+        this.#cards[i] = new CallCard(call);
+        this.calls.append(this.#cards[i].element);
+      }
+      this.#cards[i].update(call);
+    });
+  }
+
+  #updateJson(turn) {
+    const expected = turn.end === null && !turn.calls.length;
+    if (!this.#json && (turn.text || expected)) {
+      this.#json = new JsonView(this.#schema);
+      this.text.append(this.#json.element);
+    }
+    this.#json?.update(turn.text, turn.end !== null);
+    if (this.#json) this.#json.element.hidden = !turn.text && !expected;
+  }
+
+  #updateForm(turn, needed) {
+    if (needed === (this.#form !== null)) return;
+    this.#form?.remove();
+    this.#form = needed ? resultsForm(turn.calls, (results) => this.#actions.answerCalls(turn, results)) : null;
+    if (needed) this.calls.append(this.#form);
+  }
+
+  #ending(turn) {
+    const shown = [];
+    if (turn.error) shown.push(this.#errorCard(turn));
+    else if (NOTES[turn.end]) shown.push(element("p", { class: "note" }, NOTES[turn.end]));
+    else if (!turn.text && !turn.calls.length) shown.push(element("p", { class: "note" }, "The answer is empty."));
+    if (turn.stats?.tokens) shown.push(element("p", { class: "stats" }, statsLine(turn.stats)));
+    return shown;
+  }
+
+  #errorCard(turn) {
+    const { message, param, wait } = turn.error;
+    const retry = iconButton("retry", "Try again", () => this.#actions.retry(turn), { visible: true });
+    const buttons = element("div", { class: "form-actions" }, retry);
+    if (param && this.#actions.hasSetting(param)) {
+      const show = () => this.#actions.showSetting(param, message);
+      buttons.append(element("button", { type: "button", class: "button", onclick: show }, "Show the setting"));
+    }
+    const hint = wait ? element("p", { class: "hint" }, `The server asks to wait ${wait} s first.`) : null;
+    const said = element("p", {}, icon("warning"), element("span", {}, message));
+    return element("div", { class: "card error" }, said, hint, buttons);
+  }
+}
+
+/** The name of a model, with its adapter set apart. */
+export function modelName(id) {
+  const [base, ...adapter] = id.split(":");
+  if (!adapter.length) return [element("span", { class: "model-name" }, id)];
+  const name = element("span", { class: "adapter-name" }, adapter.join(":"));
+  return [element("span", { class: "model-name" }, `${base}:`), name];
+}
+
+/** JSON as a tree that fills in, and as it was written. */
+class JsonView {
+  #parser = new PartialJson();
+  #tree;
+  #fed = 0;
+  #showsRaw = false;
+
+  constructor(schema) {
+    this.#tree = new JsonTree(schema);
+    this.raw = element("pre", { class: "raw", tabindex: 0, role: "region", "aria-label": "The answer as it was written" });
+    this.problem = element("p", { class: "note", hidden: true });
+    const show = (raw) => () => {
+      this.#showsRaw = raw;
+      this.#showChoice();
+    };
+    this.buttons = [
+      element("button", { type: "button", onclick: show(false) }, "Tree"),
+      element("button", { type: "button", onclick: show(true) }, "Text"),
+    ];
+    const choice = element("div", { class: "segments", role: "group", "aria-label": "Show the answer as" }, ...this.buttons);
+    this.element = element("div", { class: "json" }, choice, this.#tree.element, this.raw, this.problem);
+    this.#showChoice();
+  }
+
+  update(text, ended) {
+    this.#parser.feed(text.slice(this.#fed));
+    this.#fed = text.length;
+    if (ended) this.#parser.finish();
+    this.#tree.update(this.#parser.root);
+    this.raw.textContent = text;
+    const cut = ended && !this.#parser.done;
+    const { error } = this.#parser;
+    this.problem.hidden = !error && !cut;
+    this.problem.textContent = error ? `This is not JSON: ${error}.` : cut ? "This JSON is not complete." : "";
+    this.#showChoice();
+  }
+
+  #showChoice() {
+    const raw = this.#showsRaw || this.#parser.error !== null;
+    this.#tree.element.hidden = raw;
+    this.raw.hidden = !raw;
+    this.buttons.forEach((button, i) => button.setAttribute("aria-pressed", raw === (i === 1)));
+  }
+}

@@ -1,0 +1,121 @@
+/**
+ * A conversation is a tree of turns: to edit a message or to try again adds a branch, and nothing that was written is
+ * lost. `head` is the last turn of the branch that is shown.
+ *
+ *     { id, title, renamed, created, updated, head, settings, turns: { id: turn } }
+ *
+ * A turn has `id`, `parent` (null for the first), `role`, `created` (milliseconds), and by role
+ *
+ *     user       text
+ *     assistant  model, text, calls: [{ id, name, arguments }], format, stats, end, error
+ *     results    results: [{ call, name, text }], what the calls of the answer before gave
+ *
+ * `end` says how an answer ended: null while it is written, or stop, length, tool_calls, stopped (by the reader), lost
+ * (the page was closed), error.
+ */
+import { newId } from "./dom.js";
+import { defaultSettings } from "./settings.js";
+
+const LONGEST_TITLE = 60; // characters
+
+export function newConversation(settings = defaultSettings()) {
+  const now = Date.now();
+  const id = newId("c");
+  return { id, title: "New chat", renamed: false, created: now, updated: now, head: null, settings, turns: {} };
+}
+
+/** Add a turn under `parent`, which becomes the head. */
+export function addTurn(conversation, parent, fields) {
+  const turn = { id: newId("t"), parent, created: Date.now(), ...fields };
+  conversation.turns[turn.id] = turn;
+  conversation.head = turn.id;
+  conversation.updated = turn.created;
+  if (turn.role === "user" && parent === null && !conversation.renamed) conversation.title = titleOf(turn.text);
+  return turn;
+}
+
+export const newAnswer = (model, format) => ({
+  role: "assistant",
+  model,
+  format,
+  text: "",
+  calls: [],
+  stats: null,
+  end: null,
+  error: null,
+});
+
+function titleOf(text) {
+  const line = text.trim().replace(/\s+/g, " ");
+  return line.length > LONGEST_TITLE ? `${line.slice(0, LONGEST_TITLE - 1)}…` : line;
+}
+
+/** The turns from the first to `last`, or to the head. */
+export function path(conversation, last = conversation.head) {
+  const turns = [];
+  for (let id = last; id !== null; id = conversation.turns[id].parent) turns.push(conversation.turns[id]);
+  return turns.reverse();
+}
+
+/** The turns that stand in the same place, in the order in which they were made. */
+export function siblings(conversation, turn) {
+  return Object.values(conversation.turns)
+    .filter((other) => other.parent === turn.parent)
+    .sort((a, b) => a.created - b.created);
+}
+
+/** Show the branch that this turn lies in, up to its newest end. */
+export function showBranch(conversation, turn) {
+  let last = turn;
+  for (;;) {
+    const below = Object.values(conversation.turns).filter((other) => other.parent === last.id);
+    if (!below.length) break;
+    last = below.reduce((newest, other) => (other.created >= newest.created ? other : newest));
+  }
+  conversation.head = last.id;
+}
+
+/** Calls of the last answer that have no result yet. */
+export function openCalls(conversation) {
+  const last = conversation.turns[conversation.head];
+  return last?.role === "assistant" && last.end === "tool_calls" ? last.calls : [];
+}
+
+/** Turns as the messages of a request. Answers that failed before they said anything are left out. */
+export function messagesOf(turns, system) {
+  const messages = system.trim() ? [{ role: "system", content: system }] : [];
+  turns.forEach((turn, i) => {
+    if (turn.role === "user") messages.push({ role: "user", content: turn.text });
+    else if (turn.role === "results") messages.push(...turn.results.map(toolMessage));
+    else messages.push(...answerMessages(turn, turns[i + 1]?.role === "results"));
+  });
+  return messages;
+}
+
+const toolMessage = ({ call, text }) => ({ role: "tool", tool_call_id: call, content: text });
+
+function answerMessages(turn, hasResults) {
+  const calls = hasResults ? turn.calls : []; // a call without its result is no part of a conversation
+  if (!turn.text && !calls.length) return [];
+  const message = { role: "assistant", content: turn.text || null };
+  if (calls.length) {
+    message.tool_calls = calls.map((call) => ({
+      id: call.id,
+      type: "function",
+      function: { name: call.name, arguments: call.arguments },
+    }));
+  }
+  return [message];
+}
+
+/** The part of a title or message around what is searched for; null if it is nowhere. */
+export function excerpt(conversation, query) {
+  const wanted = query.toLowerCase();
+  if (conversation.title.toLowerCase().includes(wanted)) return "";
+  for (const turn of Object.values(conversation.turns)) {
+    const text = turn.text ?? turn.results?.map((result) => result.text).join("\n") ?? "";
+    const at = text.toLowerCase().indexOf(wanted);
+    if (at >= 0) return `${at > 20 ? "…" : ""}${text.slice(Math.max(0, at - 20), at + wanted.length + 40)}`;
+  }
+  return null;
+}
