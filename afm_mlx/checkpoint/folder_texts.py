@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig
+from afm_mlx.tokenizer.tokenizer_config import tokenizer_folder
 
 _CARD = """\
 ---
@@ -131,7 +132,8 @@ _TOKENIZER_FILES = (
 
 
 def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
-    """Copy the tokenizer's files of a model folder; returns their names."""
+    """Copy the tokenizer's files of a model folder, for a draft those of its target; returns their names."""
+    source = tokenizer_folder(source)
     files = {
         file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()
     }

@@ -22,9 +22,11 @@ from afm_mlx.checkpoint.stored_tensor import StoredTensor
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
+from afm_mlx.loading.draft_models import model_draft
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from afm_mlx.tokenizer.tokenizer_config import tokenizer_folder
 
 _PRODUCT = 512  # rows and columns of the product that is timed
 _SECONDS_TO_TIME = 0.1
@@ -57,7 +59,20 @@ def describe_folder(folder: Path) -> Facts:
     if config is not None:
         facts["tokenizer"] = describe_tokenizer(folder)
         facts["fingerprint"] = folder_fingerprint(config, folder)
+    if (draft := model_draft(folder)) is not None:
+        facts["draft_model"] = describe_draft(draft)
     return facts
+
+
+def describe_draft(folder: Path) -> Facts:
+    """The facts about the draft model that comes with a model."""
+    weights = describe_stored_weights(folder)
+    values = read_config_json(folder / "config.json")
+    facts = {"folder": str(folder), "model_type": values.get("model_type")}
+    if is_afm_config(values):
+        config = ModelConfig.from_dict(values, source=str(folder / "config.json"))
+        facts |= {"layers": config.num_layers, "hidden_dim": config.hidden_dim}
+    return facts | {name: weights[name] for name in ("parameters", "bytes", "bits_per_weight")}
 
 
 def describe_config(config: ModelConfig) -> Facts:
@@ -140,7 +155,7 @@ def _format(settings: Facts) -> str:
 
 def describe_tokenizer(folder: Path) -> Facts:
     """The facts about an AFM folder's tokenizer."""
-    tokenizer = load_tokenizer(folder)
+    tokenizer, folder = load_tokenizer(folder), tokenizer_folder(folder)
     if (folder / "chat_template.jinja").exists():
         template = "chat_template.jinja"
     else:

@@ -30,6 +30,7 @@ from afm_mlx.tokenizer.tokenizer_config import (
     read_config,
     read_text,
     text_of,
+    tokenizer_folder,
 )
 from afm_mlx.tokenizer.tokenizer_export import save_tokenizer
 from afm_mlx.tokenizer.vocabulary import (
@@ -379,12 +380,15 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     from `tokenizer_config.json` the `eos_token`. A chat template of the folder's own is used
     (`chat_template.jinja`, else `chat_template` in `tokenizer_config.json`), AFM's V6 otherwise.
 
+    A draft model in its target's folder (`draft`) has that model's tokenizer, unless it brings one.
+
     Raises:
         TokenizerError: when the folder or its tokenizer files are missing or damaged.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise TokenizerError(f"The model folder {folder} does not exist, or is not a folder.")
+    folder = tokenizer_folder(folder)
     config = read_config(folder / "tokenizer_config.json")
     model, hub = folder / "tokenizer.model", folder / "tokenizer.json"
     vocabulary: Vocabulary

@@ -1,6 +1,6 @@
-"""A model folder's `tokenizer_config.json`, and its chat template.
+"""Where a model folder's tokenizer lies, its `tokenizer_config.json`, and its chat template.
 
-All functions raise `TokenizerError`, which names the file or the key, what it holds and what is allowed.
+Functions that read raise `TokenizerError`, which names the file or the key, what it holds and what is allowed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,23 @@ from typing import Any
 
 from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.tokenizer.chat_template import ChatTemplate
+
+DRAFT_FOLDER = "draft"
+"""Folder of a draft model, in that of its target, with whose tokenizer it works."""
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a vocabulary itself."""
+    return any((folder / name).exists() for name in ("tokenizer.model", "tokenizer.json"))
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """The folder whose tokenizer a model's folder has: of a draft without files of its own, its target's."""
+    if not has_tokenizer(folder) and folder.resolve().name == DRAFT_FOLDER:
+        target = folder.resolve().parent
+        if has_tokenizer(target):
+            return target
+    return folder
 
 
 def read_config(path: Path) -> dict[str, Any]:
