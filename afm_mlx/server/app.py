@@ -20,8 +20,8 @@ from afm_mlx.server.guards import Guards
 from afm_mlx.server.openai_responses import routes as openai_responses
 from afm_mlx.server.openai_responses.kept_responses import KeptResponses
 from afm_mlx.server.options import ServerOptions
-from afm_mlx.server.request_ids import RequestIds
 from afm_mlx.server.page import page_routes
+from afm_mlx.server.request_ids import RequestIds
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import ClientLeft, error_response
 
