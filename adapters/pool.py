@@ -116,6 +116,17 @@ class AdapterPool:
             return self._entries.names
 
     @property
+    def paths(self) -> dict[str, Path]:
+        """Where the registered adapters lie, by their names; sums lie nowhere."""
+        with self._lock:
+            entries = {name: entry.source for name, entry in self._entries.items()}
+        return {
+            name: path
+            for name, path in entries.items()
+            if isinstance(name, str) and isinstance(path, Path)
+        }
+
+    @property
     def resident(self) -> list[str]:
         """Names of the adapters in memory, sums that requests have asked for included."""
         with self._lock:

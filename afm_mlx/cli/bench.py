@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import bench_prediction, options
+from afm_mlx.cli import bench_prediction, bench_speculation, options
 from afm_mlx.cli.argument_table import FLAG, Argument
 from afm_mlx.cli.output import print_json, print_markdown_table, progress_bar
-from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer
+from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer, number
 from afm_mlx.config import PRESETS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
@@ -64,6 +64,16 @@ ARGUMENTS = {
         options.TRUST_REMOTE_CODE,
     ],
     "cases (each takes a list, as in 128,512; all combinations run)": _CASES,
+    "guesses (draft models): decoding with and without them, in turn": [
+        Argument("--draft-model", None,
+                 "draft model: its folder or hub id, auto for the one in the model's folder, or with --preset "
+                 "the name of a preset, which is filled like it",
+                 metavar="PATH"),
+        Argument("--num-draft-tokens", integers(1, 7), "guesses at a time; by default as many as pay", **_LIST),
+        Argument("--prompt-lookup", FLAG, "guess what followed the last tokens where they stood before"),
+        Argument("--draft-acceptance", number(0, 1),
+                 "make so large a share of the guesses right, whatever the draft model says; it runs anyway"),
+    ],
     "options": [
         Argument("--num-trials -n", integer(1), "measured runs of a case", 5),
         options.ACTIVATION_BITS,
@@ -86,6 +96,7 @@ def run(args: argparse.Namespace) -> None:
         bench_prediction.run(args)
         return
     _check(args)
+    bench_speculation.check(args)
     _limit_threads(args.threads)
     from afm_mlx.measure.bandwidth import measure_bandwidth
     from afm_mlx.measure.benchmark import BenchmarkCase, run_case
@@ -97,9 +108,12 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError(f"the lists make {count:,} cases; allowed are {MAX_CASES:,}.")
     cases = [BenchmarkCase(*sizes) for sizes in itertools.product(*lists)]
     threads = threads_in_use()
-    bandwidth = measure_bandwidth(threads)
+    bandwidth = None if bench_speculation.is_asked(args) else measure_bandwidth(threads)
     name, model, tokenizer = _model_of(args)
     set_activation_bits(model, args.activation_bits)
+    if bench_speculation.is_asked(args):
+        bench_speculation.run(args, name, model, tokenizer, cases)
+        return
     total, done = len(cases) * (args.num_trials + 1), itertools.count(1)
     with progress_bar("bench", "run") as progress:
 
@@ -109,6 +123,7 @@ def run(args: argparse.Namespace) -> None:
 
         run_one = partial(run_case, model, kv=args.kv, tokenizer=tokenizer, seed=args.seed)
         results = [run_one(case, args.num_trials, on_run=report) for case in cases]
+    assert bandwidth is not None
     rows = [_row(result, bandwidth) for result in results]
     facts = _facts(args, name, model, threads, bandwidth)
     if args.output == "json":

@@ -18,7 +18,6 @@ from afm_mlx.errors import CacheFileError
 
 _RULE = "=" * 10
 _FACTS = "finish_reason prompt_tokens prompt_tps generation_tokens generation_tps".split()
-_SPECULATIVE = "speculative decoding is not available in this version"
 
 # fmt: off
 ARGUMENTS = {
@@ -42,14 +41,13 @@ ARGUMENTS = {
                  metavar="FILE.safetensors"),
         Argument("--verbose", boolean, "False prints the answer and no figures", True),
         options.JSON,
-        unavailable("--draft-model", _SPECULATIVE),
-        unavailable("--num-draft-tokens", _SPECULATIVE),
         unavailable("--quantize-activations -qa", "quantized activations are not available", nargs=0),
         unavailable("--image", "these models read text only", nargs="+"),
         unavailable("--use-default-chat-template",
                     "remove chat_template.jinja from the model folder to use AFM's own template", nargs=0),
     ],
     "what the answer must look like, at most one of the first four": constraints.ARGUMENTS,
+    "guesses, which make answers faster and change nothing of them": options.SPECULATION,
     "sampling": options.sampling(seed=None),
     "keys and values": options.CACHE,
 }
@@ -81,6 +79,7 @@ def run(args: argparse.Namespace) -> None:
         seed=args.seed,
         stop=args.stop,
         at_limit=args.at_limit,
+        speculation=options.speculation_of(args, model, tokenizer),
         **options.cache_options(args, model),
     )
 
@@ -158,6 +157,8 @@ def _generate(
         asked.check(text)
     if args.json:
         facts = {name: getattr(response, name) for name in _FACTS}
+        if response.guesses is not None:
+            facts |= {name: getattr(response.guesses, name) for name in ("proposed", "accepted")}
         facts["peak_memory_gb"] = response.peak_memory
         parsed = {} if args.json_schema is None else {"value": json.loads(text)}
         print_json({"text": text, **parsed, "tokens": tokens, **facts})

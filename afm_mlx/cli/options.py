@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from afm_mlx.cli.argument_table import FLAG, Argument, unavailable
@@ -170,6 +172,59 @@ def sampler_of(args: argparse.Namespace, model: Any, tokenizer: Any) -> Any:
         xtc_threshold=args.xtc_threshold,
         xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
     )
+
+
+# -- speculation
+
+
+# fmt: off
+SPECULATION = [
+    Argument("--draft-model", None,
+             "smaller model that guesses tokens, which the model checks several at a time: its folder or hub "
+             "id, or auto for the one in the model's folder. Answers stay the same",
+             metavar="PATH"),
+    Argument("--num-draft-tokens", integer(1, 7), "guesses at a time; by default as many as pay"),
+    Argument("--prompt-lookup", FLAG,
+             "guess what followed the last few tokens where they stood before: for answers that copy"),
+]
+# fmt: on
+
+
+def speculation_of(
+    args: argparse.Namespace,
+    model: Any,
+    tokenizer: Any,
+    adapters: Mapping[str, Path] | None = None,
+) -> Any:
+    """The `Speculation` that `SPECULATION`'s arguments ask for; None for none.
+
+    Args:
+        args: the arguments.
+        model, tokenizer: what they are for.
+        adapters: paths of the adapters that may answer, by their names: draft models may come with them.
+
+    Raises:
+        UsageError: for a number of guesses without anything that guesses.
+    """
+    if args.draft_model is None and not args.prompt_lookup:
+        if args.num_draft_tokens is not None:
+            raise UsageError(
+                "--num-draft-tokens needs --draft-model or --prompt-lookup, which guess."
+            )
+        return None
+    from afm_mlx.engine.speculation.drafting import Speculation
+    from afm_mlx.loading.draft_models import AUTO, adapter_draft, load_drafts
+    from afm_mlx.loading.resolve import resolve_adapter, resolve_model
+
+    draft: Any = None
+    own: dict[str, Any] = {}
+    if args.draft_model is not None:
+        folder, path = resolve_model(args.model), args.draft_model
+        if path == AUTO and adapters is None and args.adapter_path is not None:
+            # The one adapter that all rows have.
+            path = adapter_draft(resolve_adapter(args.adapter_path, folder)) or AUTO
+        draft, own = load_drafts(path, model, tokenizer, folder, adapters)
+    return Speculation(draft, args.prompt_lookup, own, args.num_draft_tokens)
 
 
 # -- the cache of keys and values

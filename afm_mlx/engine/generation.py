@@ -15,6 +15,8 @@ from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row_caches import fit_empty, kind_of
+from afm_mlx.engine.speculation.draft_length import RowGuesses
+from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, shown
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.model.model import is_afm
@@ -36,6 +38,8 @@ class GenerationResponse:
         generation_tps: new tokens per second, counted from the first one on.
         peak_memory: most that MLX has allocated, GB.
         finish_reason: "stop", "length", or None while it goes on.
+        guesses: at the end, how many tokens were guessed, and how many of them were right; None without
+            speculation.
     """
 
     text: str
@@ -48,6 +52,7 @@ class GenerationResponse:
     generation_tps: float
     peak_memory: float
     finish_reason: str | None = None
+    guesses: RowGuesses | None = None
 
 
 @dataclass
@@ -102,6 +107,8 @@ def stream_generate(
     constraint: Constraint | None = None,
     at_limit: str = "error",
     heal: bool | None = None,
+    num_draft_tokens: int | None = None,
+    speculation: Speculation | None = None,
 ) -> Iterator[GenerationResponse]:
     """Continue one prompt and yield the answer as it grows.
 
@@ -110,7 +117,8 @@ def stream_generate(
         tokenizer: the model's tokenizer, of `load`.
         prompt: text, or token ids.
         max_tokens: new tokens at most; -1 for no limit but the context's.
-        draft_model: not available yet.
+        draft_model: a smaller AFM model with the same vocabulary, of `load_draft`, whose guesses the model
+            checks, several in one step; the answer is the same.
         sampler: log-probabilities to token, as mlx-lm's `make_sampler` builds; None is greedy.
         logits_processors: as mlx-lm's `make_logits_processors` builds.
         max_kv_size: tokens that the cache may hold; None takes the model's context length.
@@ -128,20 +136,26 @@ def stream_generate(
         constraint: what the answer must look like, such as `Constraint.json_schema(schema)`.
         at_limit: "error", or "complete" for the shortest end of an answer that is cut off; see `Request`.
         heal: whether a prompt may end within a word; None for yes if it is text and there is a constraint.
+        num_draft_tokens: guesses of `draft_model` at a time, 1 to 7; None for as many as pay.
+        speculation: other ways to guess, in place of the two arguments before.
 
     Raises:
         AFMError: what the request or the prompt has that can't be honoured.
     """
     if draft_model is not None:
-        raise RequestError(
-            "draft_model: speculative decoding is not available in this version; "
-            "mlx_lm.stream_generate accepts both models."
-        )
+        if speculation is not None:
+            raise RequestError(
+                "draft_model and speculation are both given; speculation has one, too."
+            )
+        speculation = Speculation(draft_model, num_draft_tokens=num_draft_tokens)
+    elif num_draft_tokens is not None:
+        raise RequestError("num_draft_tokens is given, and no draft_model.")
     engine = Engine(
         model,
         tokenizer,
         prefill_step_size=prefill_step_size,
         adapters=adapters,
+        speculation=speculation,
         **_cache_options(model, _caches([prompt_cache], 1), kv_bits, max_kv_size, sliding_window),
     )
     request = Request(
@@ -215,7 +229,7 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
             text=response.text,
             token=response.token,
             logprobs=response.logprobs,
-            from_draft=False,
+            from_draft=response.from_draft,
             prompt_tokens=prompt_tokens,
             prompt_tps=prompt_tps,
             generation_tokens=count - (response.token < 0),
@@ -223,6 +237,7 @@ def _timed(engine: Engine, prompt_tokens: int) -> Iterator[GenerationResponse]:
             generation_tps=(count - 1) / (time.perf_counter() - start) if count > 1 else 0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
             finish_reason=None if response.error else response.finish_reason,
+            guesses=response.guesses,
         )
         _raise_if_failed(response)
 
@@ -261,13 +276,16 @@ def generate(
 
 
 def summary(response: GenerationResponse) -> str:
-    """mlx-lm's three closing lines."""
-    return (
+    """mlx-lm's three closing lines, and one about guesses where there were any."""
+    lines = (
         f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
         f"Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )
+    if response.guesses is not None:
+        lines += f"\nDrafts: {response.guesses}"
+    return lines
 
 
 def batch_generate(
@@ -285,6 +303,7 @@ def batch_generate(
     adapter: AdapterChoice | Sequence[AdapterChoice | None] | None = None,
     adapters: AdapterPool | None = None,
     constraint: Constraint | Sequence[Constraint | None] | None = None,
+    speculation: Speculation | None = None,
     **request: Any,
 ) -> BatchResponse:
     """Continue many prompts at once.
@@ -299,6 +318,7 @@ def batch_generate(
         adapter: as for `stream_generate`, for all or for each; different ones run side by side.
         adapters: the pool that `adapter` is in.
         constraint: as for `stream_generate`, for all or for each.
+        speculation: as for `stream_generate`.
         request: other fields of `Request`, the same for all prompts.
 
     Raises:
@@ -314,6 +334,7 @@ def batch_generate(
         max_batch=max_batch,
         prefill_step_size=prefill_step_size,
         adapters=adapters,
+        speculation=speculation,
         **_cache_options(model, caches, kv_bits, max_kv_size, sliding_window),
     )
     encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]

@@ -7,6 +7,7 @@ the folder of the adapter that it was trained for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,44 @@ def adapter_draft(adapter_path: str | Path) -> Path | None:
     """
     path = Path(adapter_path)
     return model_draft(path if path.is_dir() else path.parent)
+
+
+AUTO = "auto"
+"""In place of a draft model's path: the one that comes with the model."""
+
+
+def load_drafts(
+    path: str | Path | None,
+    model: nn.Module,
+    tokenizer: Any,
+    folder: str | Path,
+    adapters: Mapping[str, Path] | None = None,
+) -> tuple[nn.Module | None, dict[str, nn.Module]]:
+    """Load the draft model that a user names, and those that come with adapters.
+
+    Args:
+        path: folder or hub id of the draft model; "auto" takes the one that comes with the model.
+        model, tokenizer: the target and its tokenizer.
+        folder: the target's folder.
+        adapters: paths of adapters by their names.
+
+    Returns:
+        The draft model, and those of the adapters that have one, by the adapters' names.
+
+    Raises:
+        AFMError: see `load_draft`; and where no draft comes with the model or an adapter.
+    """
+    given = {name: adapter_draft(path) for name, path in (adapters or {}).items()}
+    own = {name: load_draft(path, model, tokenizer) for name, path in given.items() if path}
+    if path is None:
+        return None, own
+    found = model_draft(folder) if path == AUTO else path
+    if found is None and not own:
+        raise ConfigError(
+            f"{folder} has no draft model of its own: there is no {DRAFT_FOLDER}/config.json. Give the draft "
+            "model's folder or hub id."
+        )
+    return (None if found is None else load_draft(found, model, tokenizer)), own
 
 
 @in_mlx_thread

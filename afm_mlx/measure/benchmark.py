@@ -53,7 +53,7 @@ _VIEWS = set(
 )
 
 # A detokenizer that makes no text.
-_NO_TEXT = SimpleNamespace(last_segment="", add_token=lambda token: None, finalize=lambda: None)
+NO_TEXT = SimpleNamespace(last_segment="", add_token=lambda token: None, finalize=lambda: None)
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class Bench:
         else:
             # A zoo model's config may keep it anywhere; the logits can't lie.
             self._vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
-        detokenizer = tokenizer.detokenizer if tokenizer is not None else _NO_TEXT
+        detokenizer = tokenizer.detokenizer if tokenizer is not None else NO_TEXT
         self._tokenizer = SimpleNamespace(eos_token_ids=set(), detokenizer=detokenizer)
 
     def cost(self) -> StepCost | None:

@@ -27,6 +27,7 @@ ARGUMENTS = {
         Argument("--max-tokens -m", integer(-1), "tokens per answer; -1 for no limit", 256),
         unavailable("--pipeline", "running on several machines is not available", nargs=0),
     ],
+    "guesses, which make answers faster and change nothing of them": options.SPECULATION,
     "sampling": options.sampling(seed=0),
     "keys and values": options.CACHE,
 }
@@ -45,6 +46,7 @@ def run(args: argparse.Namespace) -> None:
     arguments = {
         "max_tokens": args.max_tokens,
         "sampler": options.sampler_of(args, model, tokenizer),
+        "speculation": options.speculation_of(args, model, tokenizer, adapters.paths),
         **options.cache_options(args, model),
     }
     conversation = Conversation(

@@ -114,6 +114,7 @@ class RowGuesses:
 
     Args:
         acceptance: how often they are right, lately.
+        rounds: steps that had guesses for the row.
         proposed: guesses so far.
         accepted: those that became part of the answer.
         paused_until: length of the answer up to which nothing is guessed.
@@ -121,10 +122,17 @@ class RowGuesses:
     """
 
     acceptance: Acceptance = field(default_factory=Acceptance)
+    rounds: int = 0
     proposed: int = 0
     accepted: int = 0
     paused_until: int = 0
     pauses: int = 0
+
+    def __str__(self) -> str:
+        if not self.proposed:
+            return "none, because they don't pay here" if self.pauses else "none"
+        share = f"{self.accepted} of {self.proposed} tokens were right"
+        return f"{share}; off for a while, because they didn't pay" if self.pauses else share
 
     def pause(self, length: int) -> None:
         """Guess nothing for a while; `length` is that of the answer so far."""

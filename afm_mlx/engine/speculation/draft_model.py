@@ -49,7 +49,7 @@ class DraftModel:
             guessing = {row: draft for row, draft in guessing.items() if draft.is_open}
             if not guessing:
                 return
-            for draft, token in zip(guessing.values(), self._guess(guessing), strict=True):
+            for draft, token in zip(guessing.values(), self.guess(guessing), strict=True):
                 draft.extend([token])
 
     def forget(self, rows: Iterable[int]) -> None:
@@ -98,8 +98,12 @@ class DraftModel:
         for layer in self._cache:
             layer.trim_rows(counts)
 
-    def _guess(self, guessing: dict[int, Draft]) -> list[int]:
-        """Feed the rows that guess what they lack, and draw the next token of each."""
+    def guess(self, guessing: dict[int, Draft]) -> list[int]:
+        """Feed the rows that guess what they lack, and draw the next token of each.
+
+        Args:
+            guessing: drafts of rows, by the rows' ids.
+        """
         missing = [
             held.missing(guessing[row].row, guessing[row].assumed) if row in guessing else []
             for row, held in self._held.items()

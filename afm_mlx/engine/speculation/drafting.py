@@ -167,6 +167,7 @@ class Drafting:
     def count(self, draft: Draft, right: int) -> None:
         """Take note of how many guesses of a draft were right."""
         guesses = self._of(draft.row)
+        guesses.rounds += bool(draft.proposed)
         guesses.proposed += len(draft.proposed)
         guesses.accepted += right
         if draft.proposed:  # behind a wrong one nothing is known

@@ -41,7 +41,12 @@ def test_what_can_not_be_used_is_one_line(fails):
         (["--chat-template-config", '{"a": NaN}'], "can't be used as JSON"),
         (["--chat-template-config", '{"a": "\\ud800"}'], "not valid UTF-8"),
         (["--chat-template-config", "[]"], "is not a JSON object"),
-        (["--draft-model", "x"], "speculative decoding is not available"),
+        (["--num-draft-tokens", "2"], "--num-draft-tokens needs --draft-model or --prompt-lookup"),
+        (
+            ["--draft-model", "x", "--num-draft-tokens", "8"],
+            "8 is out of range; allowed is 1 to 7",
+        ),
+        (["--draft-model", "nowhere/x"], "nowhere/x"),
         (["--image", "a.png"], "text only"),
         (["-c", "no.yaml"], "no.yaml can't be read"),
         (["-c", "\udcff.yaml"], "--config is not valid UTF-8"),
@@ -57,7 +62,7 @@ def test_command_line_beats_yaml_beats_defaults(write_config):
     file = write_config(
         "max_tokens: 7\nmin_p: 1e-5\ntemp: 1\nverbose: false\nsliding_window: true\nstop: [a, b]\n"
         "prompt: '-'\nextra_eos_token: x\nchat_template_config: {deep: {x: 1e-5}}\nmodel:\n"
-        "draft_model: false\n"
+        "prompt_lookup: false\n"
     )
     args = parse("generate", generate, ["-c", str(file), "-m", "9"])
     assert (args.max_tokens, args.min_p, args.temp) == (9, 1e-5, 1.0)
@@ -83,7 +88,7 @@ def test_a_fault_of_a_file_is_one_line(write_config, fails):
         "activation_bits: 4": "activation_bits is 4; allowed are 16, 8",
         "sliding_window: 1": "allowed are true and false",
         "verbose: loud": "neither True nor False",
-        "draft_model: x": "speculative decoding is not available",
+        "num_draft_tokens: 0": "num_draft_tokens: 0 is out of range; allowed is 1 to 7",
         "a: [": "is not valid YAML",
     }.items():
         assert says in fails("generate", "-c", write_config(text))
