@@ -1,4 +1,4 @@
-"""docs/guided.md as it stands: its files, its Python and its commands, with what they print."""
+"""docs/guided.md and docs/speculation.md as they stand: files, Python and commands, with what they print."""
 
 import re
 import shlex
@@ -9,7 +9,8 @@ import pytest
 from afm_mlx.cli import main
 from tests.test_readme import blocks
 
-GUIDE = (Path(__file__).parent.parent / "docs" / "guided.md").read_text()
+DOCS = Path(__file__).parent.parent / "docs"
+GUIDE = (DOCS / "guided.md").read_text()
 FILES = r"^`([\w.]+)`:\n\n```\w+\n(.*?)^```\n"
 
 
@@ -22,13 +23,14 @@ def files(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def test_the_python_prints_what_is_shown(files, capsys):
-    text = re.sub(FILES, "", GUIDE, flags=re.S | re.M)
+@pytest.mark.parametrize("page", ["guided.md", "speculation.md"])
+def test_the_python_prints_what_is_shown(files, capsys, page):
+    text = re.sub(FILES, "", (DOCS / page).read_text(), flags=re.S | re.M)
     shown = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", text, re.S | re.M)
     assert len(shown) == text.count("```python\n")
     names = {"__name__": "guide"}
     for code, output in shown:
-        exec(compile(code, "docs/guided.md", "exec"), names)
+        exec(compile(code, page, "exec"), names)
         got = capsys.readouterr().out
         assert got == output or (got and not output), code
 
