@@ -1,4 +1,4 @@
-"""The embedded model with its draft model, on all chats that it is evaluated with, under every feature in turn."""
+"""The embedded model with its draft model, on the chats that it is evaluated with, under every feature."""
 
 import json
 from importlib.resources import files
@@ -28,7 +28,7 @@ GREEDY = (
 
 
 def chats():
-    """500 chats with the names of the adapters that answer: the model's own, the adapters', and some of both."""
+    """500 chats, with the names of the adapters that answer: the model's own, the adapters', and both."""
 
     def read(folder):
         return [json.loads(line) for line in (folder / "evaluation.jsonl").read_text().splitlines()]
