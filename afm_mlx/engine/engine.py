@@ -131,7 +131,7 @@ class Engine:
             ends = tokenizer.eos_token_ids
             self._drafting = Drafting(speculation, ends, self.prefill_step_size)
         self.prefix_cache = prefix_cache
-        self._prefixes = RowPrefixes(model, prefix_cache, self._adapters)
+        self._prefixes = self._home.call(RowPrefixes, model, prefix_cache, self._adapters)
         self._memory = self._home.call(KVMemory, self._caches, kv_memory, self.prefill_step_size)
         self._ids = itertools.count()
         self._waiting = WaitingRows(self._adapters)
@@ -328,6 +328,7 @@ class Engine:
         # 6) With nothing to compute, rows may still wait for their adapters.
         if not (responses or self._prefills or self._batch.rows):
             self._adapters.wait(self._waiting, LOADING_STEP)
+            self._prefixes.wait(LOADING_STEP)
         self._prefixes.tell(responses)
         self._prefixes.advance(until_all_is_computed=not self.busy)
         self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
@@ -573,7 +574,9 @@ class Engine:
     def _next_rows(self) -> list[tuple[Row, list[Any]]]:
         """Take the first waiting rows that can start: the batch has room, and their adapters are loaded."""
         running = self._batch.rows + self._prefills.rows
-        taken, refused = self._waiting.take(self.max_batch - len(running), running, self._memory)
+        taken, refused = self._waiting.take(
+            self.max_batch - len(running), running, self._memory, self._prefixes
+        )
         self._early += [Response(row.id, -1, "", None, "error", error) for row, error in refused]
         for row, cache in taken:
             self._prefixes.begin(row, cache)

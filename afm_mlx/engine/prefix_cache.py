@@ -10,19 +10,27 @@ a block, and a block never keeps a row from writing in place.
 
 from __future__ import annotations
 
+import json
 import weakref
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
+from afm_mlx.checkpoint.fingerprint import arrays_fingerprint, base_model_fingerprint
+from afm_mlx.engine.prefix_cache_folder import PrefixFolder, StoredBlock, block_name
 from afm_mlx.errors import RequestError
+from afm_mlx.model.model import is_afm
 
 BLOCK = 64  # tokens of a block: 1.1 MB of the 3B's codes
+FOLDER_BUDGET = 8 << 30  # bytes
+_VERSION = 1  # of files
 _OVERHEAD = 1024  # bytes that Python takes for a block, about
 _ID = 4  # bytes of a token's id
 
@@ -73,6 +81,7 @@ class _Block:
         above: the block before, which holds this one; None for a root, which has no tokens.
         name: the tokens, four bytes each.
         columns: their keys and values.
+        stored_as: the name of its file, if it has as many tokens as a block can have.
     """
 
     above: weakref.ref[_Block] | None = None
@@ -80,6 +89,7 @@ class _Block:
     columns: Columns | None = None
     below: dict[bytes, _Block] = field(default_factory=dict)
     names: list[bytes] = field(default_factory=list)  # of `below`, sorted
+    stored_as: str = ""
 
     @property
     def tokens(self) -> int:
@@ -120,10 +130,15 @@ class PrefixCache:
     of mlx-lm's zoo whose caches are all mlx-lm's `KVCache`. Rows of other models, and rows that come with a
     cache of their own, don't.
 
+    With a folder, whole blocks are written there too, and found by later processes that run the same model.
+    They hold what was asked and answered: whoever can read the folder can find that out.
+
     All figures may be read in any thread.
 
     Args:
-        budget: bytes at most.
+        budget: bytes of memory at most.
+        folder: path of a folder for blocks; None for none.
+        folder_budget: bytes of its files at most.
 
     Attributes:
         nbytes: bytes in use.
@@ -133,10 +148,12 @@ class PrefixCache:
         evictions: blocks that had to make room.
 
     Raises:
-        RequestError: for a budget below 1.
+        RequestError: for a budget below 1, and a folder that can't be used.
     """
 
-    def __init__(self, budget: int):
+    def __init__(
+        self, budget: int, folder: str | Path | None = None, folder_budget: int = FOLDER_BUDGET
+    ):
         if budget < 1:
             raise RequestError(
                 f"The prefix cache's budget is {budget} bytes; at least 1 is needed."
@@ -149,6 +166,14 @@ class PrefixCache:
         # Blocks of this step and of the one before: their arrays may still be computed.
         self._newest: list[_Block] = []
         self._newer: list[_Block] = []
+        self.folder = None if folder is None else PrefixFolder(folder, folder_budget)
+        self._model_name = ""  # in names of files
+
+    def close(self) -> None:
+        """Write to the folder what is still to be written; nothing more is read or written there."""
+        folder, self.folder = self.folder, None
+        if folder is not None:
+            folder.close()
 
     def serve(self, model: nn.Module) -> None:
         """Take a model as the one whose keys and values are kept.
@@ -158,6 +183,8 @@ class PrefixCache:
         """
         if self._model is None:
             self._model = weakref.ref(model)
+            if self.folder is not None:
+                self._model_name = _model_name(model)
         if self._model() is not model:
             raise RequestError(
                 "The prefix cache holds keys and values of another model; make one for each model."
@@ -188,13 +215,22 @@ class PrefixCache:
             tokens: ids of the tokens, from the first on.
             arrays: (1, heads, at least as many tokens, head_dim) each.
         """
-        if not tokens or not arrays:
-            return
-        per_token = sum(array.nbytes // array.shape[2] for array in arrays)
+        if tokens and arrays:
+            per_token = sum(array.nbytes // array.shape[2] for array in arrays)
+            self._insert(key, tokens, per_token, lambda *span: Columns.of(arrays, *span))
+
+    def _insert(
+        self,
+        key: Hashable,
+        tokens: Sequence[int],
+        per_token: int,
+        columns_of: Callable[[int, int], Columns | None],
+    ) -> None:
+        """Keep tokens of which `columns_of` gives the columns from one to another, if it has them."""
         name = _named(tokens)
         path, _ = self._path(key, name)
         self._touch(path)
-        block = root = self._roots.get(key, _Block())
+        block = root = self._roots.get(key) or _Block(stored_as=self._root_name(key))
         path = []
         new: list[_Block] = []
         for start in range(0, len(tokens), BLOCK):
@@ -206,7 +242,12 @@ class PrefixCache:
                     self._remove(near)
                 if not self._make_room(count * per_token + len(part) + _OVERHEAD, path):
                     break
-                near = _Block(weakref.ref(block), part, Columns.of(arrays, start, start + count))
+                columns = columns_of(start, start + count)
+                if columns is None:
+                    break
+                near = _Block(weakref.ref(block), part, columns)
+                if count == BLOCK and self.folder is not None:
+                    near.stored_as = block_name(block.stored_as, part)
                 block.add(near)
                 self._blocks[near] = key
                 self.nbytes += near.nbytes
@@ -225,6 +266,9 @@ class PrefixCache:
         """A step has ended: what was kept in the one before it is now known to be computed."""
         if self._newer:
             mx.eval([block.columns.groups for block in self._newer if block.columns is not None])
+            for block in self._newer:
+                if self.folder is not None and block.stored_as and block.columns is not None:
+                    self.folder.write(block.stored_as, block.columns.places, block.columns.groups)
         self._newer, self._newest = self._newest, []
 
     def drop_newest(self) -> None:
@@ -232,6 +276,45 @@ class PrefixCache:
         for block in [*self._newer, *self._newest]:
             self._remove_with_all_below(block)
         self._newer, self._newest = [], []
+
+    # -- the folder
+
+    def stored(self, key: Hashable, tokens: Sequence[int]) -> tuple[int, list[str]]:
+        """What the folder has beyond memory: the number of the first block, and the names of all."""
+        if self.folder is None:
+            return 0, []
+        name = _named(tokens)
+        path, found = self._path(key, name)
+        above = path[found // BLOCK - 1].stored_as if found >= BLOCK else self._root_name(key)
+        first, names = found // BLOCK, []
+        for start in range(first * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
+            above = block_name(above, name[start * _ID : (start + BLOCK) * _ID])
+            if above not in self.folder:
+                break
+            names.append(above)
+        return first, names
+
+    def take_in(
+        self, key: Hashable, tokens: Sequence[int], first: int, stored: Sequence[StoredBlock]
+    ) -> None:
+        """Keep blocks that were read in the folder.
+
+        Args:
+            key, tokens, first: as `stored` was asked and has told.
+            stored: the blocks.
+        """
+        parts = [Columns([array.array() for array in arrays], places) for places, arrays in stored]
+
+        def columns_of(start: int, stop: int) -> Columns | None:
+            index = start // BLOCK - first  # below 0 when memory has forgotten those before
+            return parts[index] if index >= 0 else None
+
+        if parts:
+            known = tokens[: (first + len(parts)) * BLOCK]
+            self._insert(key, known, parts[0].nbytes // BLOCK, columns_of)
+
+    def _root_name(self, key: Hashable) -> str:
+        return "" if self.folder is None else json.dumps([_VERSION, self._model_name, key])
 
     # -- the tree
 
@@ -293,3 +376,14 @@ def _common(one: bytes, other: bytes) -> int:
         return count // _ID
     differ = np.frombuffer(one, ">u4", count // _ID) != np.frombuffer(other, ">u4", count // _ID)
     return int(differ.argmax())
+
+
+def _model_name(model: nn.Module) -> str:
+    """What tells a model's keys and values from another's, the type that they are computed in included."""
+    parameters = dict(tree_flatten(model.parameters()))
+    kinds = {str(p.dtype) for p in parameters.values() if mx.issubdtype(p.dtype, mx.floating)}
+    if is_afm(model):
+        name = base_model_fingerprint(model)
+    else:
+        name = arrays_fingerprint(str(model.args), parameters)
+    return f"{name} {sorted(kinds)}"

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.engine.prefix_cache import PrefixCache
+from afm_mlx.engine.prefix_cache_folder import StoredBlock
 from afm_mlx.engine.request import Response
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import RowAdapters
 from afm_mlx.engine.row_caches import Cache
 from afm_mlx.model.kv_cache import KVCache
 from afm_mlx.model.kv_cache_placeholder import NoKVCache
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Blocks that are read for a row.
+
+    Args:
+        key, tokens, first: see `PrefixCache.take_in`.
+        blocks: what is read.
+        is_over: whether it is in memory.
+    """
+
+    key: Hashable
+    tokens: Sequence[int]
+    first: int
+    blocks: Future[list[StoredBlock]]
+    is_over: bool = False
 
 
 class RowPrefixes:
@@ -33,17 +53,45 @@ class RowPrefixes:
         self._prefixes, self._adapters = prefixes, adapters
         self._keys: dict[int, Hashable] = {}  # of the rows that use the prefix cache
         self._found: dict[int, int] = {}  # prompt tokens that were found, by row
+        self._reads: dict[int, _Read] = {}  # what is read for rows that wait
         if prefixes is not None:
             prefixes.serve(model)
+
+    def is_ready(self, row: Row, cache: Cache) -> bool:
+        """Whether what files have of a row's prompt is in memory; if not, they begin to be read."""
+        if self._prefixes is None or self._prefixes.folder is None or row.request.cache is not None:
+            return True
+        if (read := self._reads.get(row.id)) is None:
+            key, tokens = self._key(row, cache), row.known[:-1]
+            first, names = self._prefixes.stored(key, tokens)
+            if not names:
+                return True
+            read = _Read(key, tokens, first, self._prefixes.folder.read(names))
+            self._reads[row.id] = read
+        if not read.blocks.done():
+            return False
+        if not read.is_over:  # once: where memory is too small for all, what there is has to do
+            self._prefixes.take_in(read.key, read.tokens, read.first, read.blocks.result())
+            self._reads[row.id] = replace(read, is_over=True)
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Wait for files that are being read, if there are any."""
+        reads = [read.blocks for read in self._reads.values() if not read.is_over]
+        if reads:
+            wait(reads, seconds, FIRST_COMPLETED)
+
+    def _key(self, row: Row, cache: Cache) -> Hashable:
+        kind = cache[0].kind if isinstance(cache[0], KVCache) else ("float", None, False)
+        window = kind[1] if kind[2] else None
+        return (row.request.client, self._adapters.fingerprint(row), kind[0], window)
 
     def begin(self, row: Row, cache: Cache) -> None:
         """Fill a row's empty cache with what is known of its prompt; the last token remains to be fed."""
         if self._prefixes is None or row.request.cache is not None or not _can_be_cut(cache):
             return
-        kind = cache[0].kind if isinstance(cache[0], KVCache) else ("float", None, False)
-        window = kind[1] if kind[2] else None
-        key = (row.request.client, self._adapters.fingerprint(row), kind[0], window)
-        self._keys[row.id] = key
+        self._reads.pop(row.id, None)
+        key = self._keys[row.id] = self._key(row, cache)
         arrays, found = self._prefixes.find(key, row.known[:-1])
         self._found[row.id] = min(found, len(row.request.prompt))
         if found:
@@ -78,6 +126,7 @@ class RowPrefixes:
         """A row has ended; unknown ids are ignored."""
         self._keys.pop(row_id, None)
         self._found.pop(row_id, None)
+        self._reads.pop(row_id, None)
 
     def advance(self, until_all_is_computed: bool = False) -> None:
         """A step has ended."""
@@ -90,6 +139,7 @@ class RowPrefixes:
         """A step has raised: none of its rows is left, and nothing of what it may have kept."""
         self._keys.clear()
         self._found.clear()
+        self._reads.clear()
         if self._prefixes is not None:
             self._prefixes.drop_newest()
 

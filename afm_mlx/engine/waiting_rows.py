@@ -10,6 +10,7 @@ from typing import Any
 from afm_mlx.engine.kv_memory import KVMemory
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import RowAdapters, can_start, must_not_overtake
+from afm_mlx.engine.row_prefixes import RowPrefixes
 
 Waiting = tuple[Row, list[Any]]
 """A row, and its cache."""
@@ -51,17 +52,18 @@ class WaitingRows:
         self._keep([pair for pair in self._waiting if pair[0].id not in ids])
 
     def take(
-        self, room: int, running: Sequence[Row], memory: KVMemory
+        self, room: int, running: Sequence[Row], memory: KVMemory, prefixes: RowPrefixes
     ) -> tuple[list[Waiting], list[tuple[Row, Exception]]]:
         """Take the first rows that can start.
 
-        A row whose adapter is not loaded lets others pass. One that waits for memory doesn't: small ones might
-        pass it for ever.
+        A row whose adapter or prefix is not loaded lets others pass. One that waits for memory doesn't: small
+        ones might pass it for ever.
 
         Args:
             room: rows at most.
             running: rows of the batch that they will run with.
             memory: the budget of their keys and values.
+            prefixes: what is known of their prompts.
 
         Returns:
             The rows that start; and those that never can, released, with the errors that say why.
@@ -86,6 +88,8 @@ class WaitingRows:
             elif not memory.fits(row, side_by_side):
                 left.append((row, cache))
                 waits_for_memory = True
+            elif not prefixes.is_ready(row, cache):
+                left.append((row, cache))
             else:
                 taken.append((row, cache))
                 self._since[row.request.client] = next(self._clock)

@@ -1,0 +1,154 @@
+"""Blocks of a prefix cache in files: found by later processes, and never read wrongly."""
+
+import errno
+import threading
+import warnings
+from pathlib import Path
+
+import pytest
+
+from afm_mlx.engine import prefix_cache_folder
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.prefix_cache import BLOCK, PrefixCache
+from afm_mlx.engine.prefix_cache_folder import SUFFIX
+from afm_mlx.engine.request import Request
+from afm_mlx.errors import RequestError
+from tests.tools.engines import SIZES, run, some_prompt, tiny
+from tests.tools.zoo import zoo_model
+
+LARGE = 1 << 30
+
+
+@pytest.fixture
+def ask(tokenizer, tmp_path):
+    """Ask in a process of its own, so to say; returns the answer, and how many tokens were found."""
+
+    def ask(model, prompt, budget=LARGE, folder_budget=LARGE, kv="int8", **options):
+        prefixes = PrefixCache(budget, tmp_path / "kept", folder_budget)
+        engine = Engine(model, tokenizer, prefix_cache=prefixes, kv=kv)
+        row = engine.submit(Request(prompt, 4, logprobs=False, **options))
+        responses = run(engine)[row]
+        prefixes.close()
+        assert not [path for path in (tmp_path / "kept").iterdir() if path.suffix != SUFFIX]
+        sizes = [path.stat().st_size for path in (tmp_path / "kept").iterdir()]
+        assert sum(sizes) <= folder_budget
+        return [r.token for r in responses], responses[-1].cached_tokens
+
+    return ask
+
+
+def files(folder):
+    return sorted((folder / "kept").iterdir())
+
+
+@pytest.mark.parametrize("kind", ["int8", "float", "zoo"])
+def test_a_later_process_finds_whole_blocks(rng, ask, tmp_path, kind):
+    model = tiny(rng, kv_bits=8)
+    if kind == "zoo":
+        model = zoo_model("llama", SIZES["vocab_size"], 3)
+    kv = "int8" if kind == "int8" else "float"
+    prompt = some_prompt(rng, 3 * BLOCK + 10)
+    answer, found = ask(model, prompt, kv=kv)
+    assert (found, len(files(tmp_path))) == (0, 3)
+    assert ask(model, prompt, kv=kv) == (answer, 3 * BLOCK)
+    assert ask(model, prompt, kv=kv, client="other")[1] == 0
+    other = [*prompt[: 2 * BLOCK + 3], *some_prompt(rng, 9)]
+    answer, found = ask(model, other, kv=kv)
+    assert found == 2 * BLOCK
+    assert answer == ask(model, other, kv=kv, client="third")[0]
+    assert ask(tiny(rng, kv_bits=8), prompt, kv=kv if kind != "zoo" else "int8")[1] == 0
+    assert tmp_path.joinpath("kept").stat().st_mode & 0o077 == 0
+
+
+def test_files_that_are_not_as_they_were_written_are_removed(rng, ask, tmp_path):
+    model = tiny(rng, kv_bits=8)
+    prompt = some_prompt(rng, 2 * BLOCK + 5)
+    answer, _ = ask(model, prompt)
+    whole = {path: path.read_bytes() for path in files(tmp_path)}
+    assert len(whole) == 2
+
+    def damaged(data):
+        at = int(rng.integers(len(data)))
+        return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+    for change in (damaged, lambda data: data[: len(data) // 2], lambda data: b""):
+        for path, data in whole.items():
+            path.write_bytes(change(data))
+        tokens, found = ask(model, prompt)
+        assert (tokens, found) == (answer, 0)
+        # The first one was read, removed, and written anew.
+        assert sum(path.read_bytes() == data for path, data in whole.items()) >= 1
+        for path, data in whole.items():
+            path.write_bytes(data)
+    one, other = whole
+    one.write_bytes(whole[other])  # by hand
+    other.write_bytes(whole[one])
+    assert ask(model, prompt) == (answer, 0)
+    left = tmp_path / "kept" / ".0123.prefix-abc.afm-mlx"  # of a process that was killed
+    left.mkdir()
+    foreign = tmp_path / "kept" / "notes.txt"
+    foreign.write_text("somebody's")
+    PrefixCache(LARGE, tmp_path / "kept", 1).close()
+    assert files(tmp_path) == [foreign]
+
+
+def test_the_folder_keeps_to_its_budget(rng, ask, tmp_path):
+    model = tiny(rng, kv_bits=8)
+    prompts = [some_prompt(rng, BLOCK + 1) for _ in range(4)]
+    ask(model, prompts[0])
+    (file,) = files(tmp_path)
+    budget = int(2.5 * file.stat().st_size)
+    for prompt in prompts[1:3]:
+        ask(model, prompt, folder_budget=budget)
+    assert ask(model, prompts[1], folder_budget=budget)[1] == BLOCK  # it was used
+    ask(model, prompts[3], folder_budget=budget)
+    assert ask(model, prompts[1], budget=1, folder_budget=budget)[1] == 0  # no room in memory
+    found = [ask(model, prompts[i], folder_budget=budget)[1] for i in (1, 3, 0)]
+    assert found == [BLOCK, BLOCK, 0]
+
+
+def test_a_full_disk_ends_writing_with_one_warning(rng, ask, tmp_path, monkeypatch):
+    model = tiny(rng, kv_bits=8)
+    prompt = some_prompt(rng, 4 * BLOCK)
+    write = Path.write_bytes
+
+    def full(path, data):
+        write(path, data[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        answer, _ = ask(model, prompt)
+    assert [str(w.message).count("No space left") for w in caught] == [1]
+    assert files(tmp_path) == []
+    monkeypatch.undo()
+    assert ask(model, prompt) == (answer, 0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RequestError, match="can't be used"):
+        PrefixCache(LARGE, tmp_path / "file")
+
+
+def test_rows_go_on_while_files_are_read(rng, ask, tokenizer, tmp_path, monkeypatch):
+    model = tiny(rng, kv_bits=8)
+    prompt, gate = some_prompt(rng, 2 * BLOCK + 5), threading.Event()
+    answer, _ = ask(model, prompt)
+    decoded = prefix_cache_folder._decoded
+    monkeypatch.setattr(
+        prefix_cache_folder, "_decoded", lambda *file: (gate.wait(), decoded(*file))[1]
+    )
+    prefixes = PrefixCache(LARGE, tmp_path / "kept")
+    engine = Engine(model, tokenizer, prefix_cache=prefixes)
+    company = engine.submit(Request(some_prompt(rng, 3), 20, logprobs=False))
+    row, cancelled = (engine.submit(Request(prompt, 4, logprobs=False)) for _ in range(2))
+    engine.step()
+    responses = [response for _ in range(10) for response in engine.step()]
+    assert {response.row for response in responses} == {company}
+    assert engine.rows_waiting == 2
+    engine.cancel(cancelled)
+    gate.set()
+    responses = run(engine)[row]
+    assert [r.token for r in responses] == answer
+    assert responses[-1].cached_tokens == 2 * BLOCK
+    assert not engine._prefixes._reads
+    prefixes.close()
