@@ -235,17 +235,10 @@ class Engine:
     def _cancel(self, row_id: int) -> None:
         self._waiting.drop({row_id})
         self._early = [response for response in self._early if response.row != row_id]
-        self._cancel_prefill(row_id)
+        self._prefills.cancel(row_id)
         if any(row.id == row_id for row in self._batch.rows):
             self._leave({row_id})
         self._prefixes.forget(row_id)
-
-    def _cancel_prefill(self, row_id: int) -> None:
-        for prefill in self._prefills.cancel(row_id):
-            if len(prefill.batch.rows) == 1:  # several are computed at once, so nothing is yet
-                (row,) = prefill.batch.rows
-                self._prefixes.keep(row, prefill.batch.cache, 0, row.position - prefill.left)
-            prefill.batch.drop(prefill.cancelled)
 
     def drop_started(self) -> list[int]:
         """Drop every row of which anything was computed or told, after a step that raised.
@@ -566,9 +559,12 @@ class Engine:
         prefill_step = self.model.prefill if self._is_afm else self.model
         with self._adapters.using(prefill.batch.adapters):
             prefill_step(chunk, cache=prefill.batch.cache)
+        prefill.done += chunk.shape[1]
+        if len(prefill.batch.rows) == 1:  # prompts that share a chunk are whole after it
+            (row,) = prefill.batch.rows
+            self._prefixes.keep(row, prefill.batch.cache, 0, row.position - prefill.left)
         mx.eval([layer.state for layer in prefill.batch.cache])
         mx.clear_cache()
-        prefill.done += chunk.shape[1]
         prefill.report()
 
     def _next_rows(self) -> list[tuple[Row, list[Any]]]:

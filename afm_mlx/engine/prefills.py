@@ -78,17 +78,15 @@ class Prefills:
         self._under_way = [prefill for prefill in self._under_way if prefill.left]
         return whole
 
-    def cancel(self, row_id: int) -> list[Prefill]:
-        """Take the prefill of a row out, when no other row needs it; unknown ids are ignored.
+    def cancel(self, row_id: int) -> None:
+        """Drop a row; unknown ids are ignored.
 
         Padded rows are taken apart only once they are whole; so a row in company stays until then.
         """
-        dropped = []
         for prefill in list(self._under_way):
             ids = {row.id for row in prefill.batch.rows}
             if row_id in ids:
                 prefill.cancelled.add(row_id)
                 if ids == prefill.cancelled:
+                    prefill.batch.drop(ids)
                     self._under_way.remove(prefill)
-                    dropped.append(prefill)
-        return dropped

@@ -57,8 +57,11 @@ def test_what_two_prompts_begin_with_is_computed_once(rng, tokenizer, kind):
     assert prefixes.hits >= 4 * BLOCK
     assert prefixes.queries > prefixes.hits
     if kind == "window":
-        answer(engine, some_prompt(rng, 700))
-        assert prefixes.tokens < 700  # the window has forgotten some
+        long = some_prompt(rng, 700)
+        tokens = answer(engine, long)[0]
+        again, found = answer(engine, long)
+        assert tokens == again == scratch(model, tokenizer, long, **options)
+        assert 260 < found < 600  # what was kept before the window has forgotten some
 
 
 def test_nobody_finds_what_another_owner_or_adapter_has_left(rng, model, tokenizer, tmp_path):
