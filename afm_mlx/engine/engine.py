@@ -46,6 +46,7 @@ from afm_mlx.engine.row_caches import RowCaches, hand_back
 from afm_mlx.engine.row_prefixes import RowPrefixes
 from afm_mlx.engine.sampling import no_token, sample
 from afm_mlx.engine.speculation.draft import Draft
+from afm_mlx.engine.speculation.draft_length import MOST
 from afm_mlx.engine.speculation.drafting import Drafting, Speculation
 from afm_mlx.engine.speculation.verification import Drawn, verified
 from afm_mlx.engine.waiting_rows import WaitingRows
@@ -132,7 +133,10 @@ class Engine:
             self._drafting = Drafting(speculation, ends, self.prefill_step_size)
         self.prefix_cache = prefix_cache
         self._prefixes = self._home.call(RowPrefixes, model, prefix_cache, self._adapters)
-        self._memory = self._home.call(KVMemory, self._caches, kv_memory, self.prefill_step_size)
+        guesses = 0 if speculation is None else MOST
+        self._memory = self._home.call(
+            KVMemory, self._caches, kv_memory, self.prefill_step_size, guesses
+        )
         self._ids = itertools.count()
         self._waiting = WaitingRows(self._adapters)
         self._early: list[

@@ -2,7 +2,8 @@
 
 A batch has one rectangular cache for each block of the model: as many columns for each row as the longest one
 has. So rows may take (number of rows) x (most columns that one of them may need) x (bytes of a column). What
-copies take for a moment, when rows join or leave, is not counted, nor is a prefix cache.
+copies take for a moment, when rows join or leave, is not counted, nor is a prefix cache or the cache of a draft
+model.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ class KVMemory:
         caches: makes the rows' caches.
         budget: bytes at most; None for no budget.
         chunk: tokens of a prompt that are written at once, at most.
+        guesses: tokens that a row may be fed in vain, at most.
 
     Raises:
         RequestError: when the budget has no room for a token, or the model's caches don't say what they take.
     """
 
-    def __init__(self, caches: RowCaches, budget: int | None, chunk: int):
-        self.budget, self._caches, self._chunk = budget, caches, chunk
+    def __init__(self, caches: RowCaches, budget: int | None, chunk: int, guesses: int = 0):
+        self.budget, self._caches, self._chunk, self._guesses = budget, caches, chunk, guesses
         self._column = 0 if budget is None else caches.bytes_per_token()
         if budget is not None and budget < (least := self._column * _columns(1)):
             raise RequestError(
@@ -63,6 +65,7 @@ class KVMemory:
             kept = self._caches.limit + max(STEP, self._chunk)
             wanted = kept if wanted is None else min(kept, wanted)
         assert wanted is not None
+        wanted += self._guesses
         columns = _columns(wanted if bound is None else min(wanted, bound))
         if columns * self._column > self.budget:
             raise RequestError(

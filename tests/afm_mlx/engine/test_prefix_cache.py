@@ -9,6 +9,7 @@ import pytest
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prefix_cache import BLOCK, PrefixCache
 from afm_mlx.engine.request import Request
+from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
 from tests.tools.engines import SIZES, Adapters, run, some_prompt, tiny, tokens_of
 from tests.tools.zoo import zoo_model
@@ -188,9 +189,11 @@ def test_a_hundred_interleavings_have_the_answers_without_the_cache(rng, tokeniz
     wanted = [said[row] for row in rows]
 
     prefixes = PrefixCache(150_000)
-    engine = Engine(model, tokenizer, max_batch=4, prefix_cache=prefixes, prefill_step_size=64)
-    for _ in range(100):
-        asked, told = {}, {}
+    options = {"max_batch": 4, "prefix_cache": prefixes, "prefill_step_size": 64}
+    guesses = Speculation(prompt_lookup=True, num_draft_tokens=3)
+    engines = [Engine(model, tokenizer, **options, speculation=s) for s in (None, guesses)]
+    for round in range(100):
+        engine, asked, told = engines[round % 2], {}, {}
         for _ in range(rng.integers(1, 4)):
             index, client = rng.integers(len(prompts)), "ab"[rng.integers(2)]
             row = engine.submit(Request(prompts[index], 4, logprobs=False, client=client))
