@@ -53,18 +53,15 @@ class Columns:
 
     @classmethod
     def of(cls, arrays: Sequence[mx.array], start: int, stop: int) -> Columns:
-        """The tokens from `start` to `stop` of arrays (1, heads, tokens, head_dim)."""
+        """Copy the tokens from `start` to `stop` of arrays (1, heads, tokens, head_dim)."""
         groups: dict[Hashable, list[mx.array]] = {}
         places = []
         for array in arrays:
             group = groups.setdefault((array.shape[1], array.shape[3], array.dtype), [])
             places.append((list(groups.values()).index(group), len(group)))
             group.append(array[:, :, start:stop])
-        return cls([mx.concatenate(group) for group in groups.values()], tuple(places))
-
-    def part(self, start: int, stop: int) -> Columns:
-        """Copy the tokens from `start` to `stop`."""
-        return Columns([mx.contiguous(g[:, :, start:stop]) for g in self.groups], self.places)
+        joined = [mx.contiguous(mx.concatenate(group)) for group in groups.values()]
+        return cls(joined, tuple(places))
 
     @staticmethod
     def joined(parts: Sequence[Columns], tokens: int) -> list[mx.array]:
@@ -218,19 +215,9 @@ class PrefixCache:
             tokens: ids of the tokens, from the first on.
             arrays: (1, heads, at least as many tokens, head_dim) each.
         """
-        if not tokens or not arrays:
-            return
-        new: list[tuple[int, Columns]] = []  # where what is not kept yet begins, and what it is
-
-        def columns_of(start: int, stop: int) -> Columns:
-            # All of it is gathered at once: that is one operation for each array, not one for each block.
-            if not new:
-                new.append((start, Columns.of(arrays, start, len(tokens))))
-            first, columns = new[0]
-            return columns.part(start - first, stop - first)
-
-        per_token = sum(array.nbytes // array.shape[2] for array in arrays)
-        self._insert(key, tokens, per_token, columns_of)
+        if tokens and arrays:
+            per_token = sum(array.nbytes // array.shape[2] for array in arrays)
+            self._insert(key, tokens, per_token, lambda *span: Columns.of(arrays, *span))
 
     def _insert(
         self,
