@@ -84,6 +84,9 @@ ARGUMENTS = {
         Argument("--kv-bits", integer(1, 16),
                  "8 for the checkpoint's int8 (the default where it has scales), 16 for floats",
                  choices=[8, 16]),
+        Argument("--kv-memory", nbytes,
+                 "keys and values of running answers at most, such as 2GB; others wait. No limit by default",
+                 metavar="BYTES"),
         Argument("--prompt-cache-bytes", nbytes,
                  "keys and values kept of earlier prompts and answers, such as 512MB; 0 keeps none", 1 << 30,
                  metavar="BYTES"),
@@ -159,6 +162,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
             *("host", "port", "max_tokens", "top_p", "top_k", "min_p", "prefill_step_size"),
             *(
                 "max_kv_size",
+                "kv_memory",
                 "prompt_cache_bytes",
                 "max_queue",
                 "max_choices",

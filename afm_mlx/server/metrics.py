@@ -157,13 +157,15 @@ class _Memory(Collector):
         known: dict[str, Any] = {"bytes": 0, "adapters": []} if pool is None else pool.describe()
         resident = [each for each in known["adapters"] if each["state"] == "resident"]
         labels = ["model_name"]
-        prefixes = self._served.prefix_cache
+        prefixes, kv = self._served.prefix_cache, self._served.engine.engine
         for name, help, value in (
             (
                 "prefix_cache_bytes",
                 "Memory of the prefix cache.",
                 prefixes.nbytes if prefixes else 0,
             ),
+            ("kv_cache_bytes", "Keys and values of running answers.", kv.kv_bytes if kv else 0),
+            ("kv_cache_usage_perc", "Share of what they may take, 1 is all.", self._kv_usage()),
             ("adapter_resident_bytes", "Memory of adapters.", known["bytes"]),
             ("adapters_resident", "Adapters in memory.", len(resident)),
             ("adapters_registered", "Adapters by name.", len(known["adapters"])),
@@ -171,3 +173,12 @@ class _Memory(Collector):
             family = GaugeMetricFamily(PREFIX + name, help, labels=labels)
             family.add_metric([self._served.name], value)
             yield family
+
+    def _kv_usage(self) -> float:
+        """Bytes of the budget; without one, tokens of those that the whole batch could have."""
+        kv = self._served.engine.engine
+        if kv is None:
+            return 0.0
+        if kv.kv_memory is not None:
+            return kv.kv_bytes / kv.kv_memory
+        return kv.kv_tokens / (kv.max_batch * self._served.context_size)

@@ -26,6 +26,7 @@ class ServerOptions:
         prefill_step_size: prompt tokens per row and step at most.
         max_kv_size: tokens that prompt and answer may have together; None for the model's context.
         kv: "int8" or "float" storage of keys and values.
+        kv_memory: bytes that keys and values of running answers may take; None for no limit.
         prompt_cache_bytes: bytes of keys and values that are kept of earlier prompts and answers; 0 for none.
         max_queue: answers that may wait for the batch; more are refused.
         max_share: answers that one client may have waiting and running, as a share of all; only with keys.
@@ -59,6 +60,7 @@ class ServerOptions:
     prefill_step_size: int = 2048
     max_kv_size: int | None = None
     kv: str = "int8"
+    kv_memory: int | None = None
     prompt_cache_bytes: int = 1 << 30
     max_queue: int = 256
     max_share: float = 0.5

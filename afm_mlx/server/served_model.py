@@ -76,6 +76,7 @@ class ServedModel:
             prefill_step_size=options.prefill_step_size,
             max_kv_size=options.max_kv_size,
             kv=options.kv,
+            kv_memory=options.kv_memory,
             prefix_cache=self.prefix_cache,
             **engine_options,
         )
