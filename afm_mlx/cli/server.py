@@ -88,7 +88,7 @@ ARGUMENTS = {
                  "keys and values of running answers at most, such as 2GB; others wait. No limit by default",
                  metavar="BYTES"),
         Argument("--prompt-cache-bytes", nbytes,
-                 "keys and values kept of earlier prompts and answers, such as 512MB; 0 keeps none", 1 << 30,
+                 "keys and values kept of earlier prompts and answers, such as 512MB; 0 keeps none", 10**9,
                  metavar="BYTES"),
         Argument("--max-queue", integer(0), "answers that may wait; more are refused with 429", 256),
         Argument("--max-choices", integer(1), "answers of one request at most", 128),

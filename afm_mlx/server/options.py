@@ -61,7 +61,7 @@ class ServerOptions:
     max_kv_size: int | None = None
     kv: str = "int8"
     kv_memory: int | None = None
-    prompt_cache_bytes: int = 1 << 30
+    prompt_cache_bytes: int = 10**9
     max_queue: int = 256
     max_share: float = 0.5
     max_choices: int = 128

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import openai
+from starlette.applications import Starlette
 
 from afm_mlx.server.app import make_app
 from afm_mlx.server.options import ServerOptions
@@ -24,11 +25,13 @@ class RunningServer:
 
     Attributes:
         url: where it is, such as http://127.0.0.1:40123.
+        app: what it runs.
         served: its model.
         stop: ends it.
     """
 
     url: str
+    app: Starlette
     served: ServedModel
     stop: threading.Event
     thread: threading.Thread
@@ -76,13 +79,15 @@ def running_server(
     thread = threading.Thread(target=run, args=(app, listening, stop), name="server", daemon=True)
     thread.start()
     try:
-        yield RunningServer(url, served, stop, thread)
+        yield RunningServer(url, app, served, stop, thread)
     finally:
         stop.set()
         thread.join(30)
         assert not thread.is_alive()
         if mine:
             served.close()
+        else:
+            served.admission.draining = False  # for the next server
 
 
 def fail_after(monkeypatch: Any, server: RunningServer, count: int) -> None:

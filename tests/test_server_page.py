@@ -1,0 +1,116 @@
+"""docs/server.md as it stands: its commands, its Python with what it prints, and its tables."""
+
+import contextlib
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from afm_mlx.cli import server as command
+from afm_mlx.cli.argument_table import Unavailable
+from afm_mlx.cli.parser import parse
+from afm_mlx.loading.resolve import resolve_model
+from afm_mlx.server.chat_fields import ChatRequest
+from afm_mlx.server.openai_completions import CompletionRequest
+from tests.test_readme import blocks, commands
+from tests.tools.arguments import actions_of
+from tests.tools.server import running_server
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "server.md").read_text()
+URL = "http://127.0.0.1:8080"
+
+
+def section(title):
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def table(title):
+    """The cells of a section's first table, without its head."""
+    rows = [line for line in section(title).splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
+
+
+def names_in(cell):
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page") / "my-adapters"
+    shutil.copytree(resolve_model("afm-nano") / "adapters" / "redact", folder / "tidy")
+    with running_server(adapter_folders=(folder,)) as running:
+        yield running
+
+
+def test_the_python_prints_what_it_shows(server):
+    names = {}
+    for block in blocks(PAGE, "python"):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block.replace(URL, server.url), "server.md", "exec"), names)
+        shown = [line[2:] for line in block.splitlines() if line.startswith("# ")]
+        assert printed.getvalue().splitlines() == shown, block
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
+def test_the_commands_do_what_they_say(server):
+    with running_server(server.served, api_keys=("first-key",)) as guarded:
+        for line in commands(PAGE):
+            words = shlex.split(line)
+            if words[:2] == ["afm-mlx", "server"]:
+                parse("server", command, words[2:])
+            elif words[0] == "curl":
+                url = guarded.url if "first-key" in line else server.url
+                run = [word.replace(URL, url) for word in words]
+                answer = subprocess.run([*run, "-sS"], capture_output=True, text=True, check=True)
+                assert "error" not in json.loads(answer.stdout) or (
+                    json.loads(answer.stdout)["error"] is None
+                ), line
+            else:
+                assert words[:2] == ["pip", "install"]
+
+
+def test_the_tables_are_whole(server):
+    text = section("Fields")
+    refused = set(names_in(text.partition("Refused unless")[2].partition("With `response")[0]))
+    fields = {
+        each: {name for cells in table("Fields") for name in names_in(cells[0]) if each in cells[1]}
+        for each in ("both", "chat", "completions")
+    }
+    both, chat, completions = fields["both"], fields["chat"], fields["completions"]
+    assert both | chat | refused - {"suffix"} == set(ChatRequest.__struct_fields__)
+    known = set(CompletionRequest.__struct_fields__)
+    assert known - {"suffix"} == (both | completions) - (chat & both - known)
+    paths = {route.path for route in server.app.routes}
+    told = {n.split()[-1] for cells in table("Routes") for n in names_in(cells[0])}
+    told = {re.sub("ID", "{model_id:path}", re.sub("NAME", "{name}", path)) for path in told}
+    for path in told - {"unload", "pin", "unpin"}:
+        assert path.replace("/load", "/{action}") in paths, path
+    defaults = {f"--{a.dest.replace('_', '-')}": a.default for a in actions_of(command)}
+    for flags, default, _ in table("Limits"):
+        (flag,) = names_in(flags)
+        value = defaults[flag]
+        assert default in (("none", "the model's context") if value is None else (f"{value:.0f}",))
+    metrics = server.http().get("/metrics").text
+    for cells in table("Metrics"):
+        for name in names_in(cells[0]):
+            assert f"# HELP afm_mlx:{name} " in metrics, name
+
+
+def test_the_example_has_every_setting():
+    folder = ROOT / "examples" / "server"
+    text = (folder / "server.yaml").read_text()
+    named = set(re.findall(r"^(\w+):", text, re.M))
+    hidden = {"config", "debug", "help"}
+    known = {a.dest for a in actions_of(command) if not isinstance(a, Unavailable)} - hidden
+    assert named == known
+    given = vars(parse("server", command, ["-c", str(folder / "server.yaml")]))
+    plain = vars(parse("server", command, []))
+    for name in known:
+        assert given[name] == plain[name], name
