@@ -18,6 +18,7 @@ class GuardedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.app_state = {**self.app_state, "connection": self}  # of each request's scope
         self._options: ServerOptions = _options_of(self.config.app)
         self._idle_since = self.loop.time()
         self._idle_timer: asyncio.TimerHandle | None = None

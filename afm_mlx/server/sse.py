@@ -133,6 +133,8 @@ class EventStream(Response):
             async with asyncio.timeout(seconds):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except TimeoutError:
+            self._request.state.connection.close()
+            await asyncio.sleep(0)  # the connection is told so in the event loop
             raise ClientLeft from None
 
 

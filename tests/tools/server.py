@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -60,19 +61,26 @@ def until(holds: Callable[[], Any], seconds: float = 10) -> None:
 
 @contextmanager
 def running_server(
-    served: ServedModel | None = None, *, source: Any = "afm-nano", **settings: Any
+    served: ServedModel | None = None,
+    *,
+    source: Any = "afm-nano",
+    send_buffer: int | None = None,
+    **settings: Any,
 ) -> Iterator[RunningServer]:
     """Start a server, and stop it at the end.
 
     Args:
         served: a model that is loaded; None loads `source`.
         source: a model's folder or name.
+        send_buffer: bytes that the system keeps of what a client has not read; None for its own choice.
         settings: fields of `ServerOptions`.
     """
     options = ServerOptions(**{"port": 0, "grace": 1, **settings})
     mine = served is None
     served = served or ServedModel.load(source, options=options)
     listening = bind(options)
+    if send_buffer is not None:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     stop = threading.Event()
     app = make_app(served, options)
     url = address_of(listening)

@@ -5,6 +5,7 @@ import json
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import openai
 import pytest
@@ -17,7 +18,9 @@ CHAT = {"model": "afm-nano", "messages": [{"role": "user", "content": "Write."}]
 
 @pytest.fixture(scope="module")
 def server():
-    with running_server(max_batch=4, max_queue=4, timeout=20, send_timeout=1) as running:
+    with running_server(
+        max_batch=4, max_queue=4, timeout=20, send_timeout=1, send_buffer=4096
+    ) as running:
         yield running
 
 
@@ -98,13 +101,20 @@ def test_what_is_too_much_is_refused_with_a_time(server, held, http):
     assert http.post("/v1/chat/completions", json=CHAT).status_code == 200
 
 
-def test_slow_readers_hold_up_nobody(server, http):
-    small = [sent(server, {**CHAT, **LONG, "stream": True, "logprobs": True, "top_logprobs": 20})]
-    small[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-    for _ in range(3):
-        assert http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3}).status_code == 200
-    until(lambda: is_free(server), 30)  # the row has ended, or the client counts as gone
-    small[0].close()
+def test_slow_readers_hold_up_nobody(server, http, caplog):
+    many = {**CHAT, **LONG, "max_tokens": 400, "logprobs": True, "top_logprobs": 20}
+    slow = sent(server, {**many, "stream": True})
+    until(lambda: server.served.engine.rows == 1)
+    assert http.post("/v1/chat/completions", json={**CHAT, "max_tokens": 3}).status_code == 200
+    until(lambda: is_free(server))  # the client counts as gone
+    received = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := slow.recv(1 << 16):
+            received += part
+    assert received.startswith(b"HTTP/1.1 200")
+    assert b"[DONE]" not in received
+    assert not caplog.records or caplog.records[-1].levelname != "ERROR"
+    slow.close()
 
 
 def test_an_answer_that_fails_fails_alone(server, client, http, monkeypatch):
@@ -133,12 +143,39 @@ def test_an_answer_that_fails_fails_alone(server, client, http, monkeypatch):
 
 
 def test_an_answer_has_its_time(http, server, held, monkeypatch):
-    from dataclasses import replace
-
     monkeypatch.setattr(server.served, "options", replace(server.served.options, timeout=0.1))
     late = http.post("/v1/chat/completions", json=CHAT)
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
     assert server.served.admission.active == 0
+
+
+def test_prompts_and_answers_are_logged_only_on_request(server, client, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    said = client.chat.completions.create(**CHAT).choices[0].message.content
+    assert CHAT["messages"][0]["content"] not in caplog.text
+    options = replace(server.served.options, log_prompts=True)
+    monkeypatch.setattr(server.served, "options", options)
+    client.chat.completions.create(**CHAT)
+    assert CHAT["messages"][0]["content"] in caplog.text
+    assert said in caplog.text
+
+
+def test_long_prompts_block_nobody(server, http):
+    """mlx-lm's server answers nobody for more than a minute while it has one of these."""
+    streaming = sent(server, {**CHAT, **LONG, "stream": True})
+    until(lambda: server.served.engine.rows == 1)
+    few = [{"role": "user", "content": "hi"}] * 10_000
+    for body in (
+        {**CHAT, "messages": few},
+        {**CHAT, "messages": [{"role": "user", "content": "word " * 20_000}]},
+        {**CHAT, "messages": [{"role": "user", "content": "\n" * (1 << 20)}]},
+        {**CHAT, "messages": [{"role": "user", "content": "<turn_end>" * 5000}]},
+    ):
+        refused = http.post("/v1/chat/completions", json=body)
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+        assert server.served.engine.rows == 1  # so it took less time than one answer
+    streaming.close()
+    until(lambda: is_free(server))
 
 
 def test_what_is_counted(server, http, client):

@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -117,6 +118,14 @@ def test_choices_are_reproducible_and_differ(ask):
     )
     assert [told[i] for i in range(3)] == several
     assert set(reasons) == {0, 1, 2}
+
+
+def test_company_changes_no_answer(ask):
+    texts = [FORMAL, EVENT, TRACK, f"{FORMAL} {EVENT}", "Hello.", "Sum up: " + "a b " * 60]
+    alone = [ask(text, max_tokens=30).choices[0].message.content for text in texts]
+    with ThreadPoolExecutor(12) as pool:
+        together = pool.map(lambda text: ask(text, max_tokens=30), texts * 2)
+        assert [each.choices[0].message.content for each in together] == alone * 2
 
 
 def test_biases_and_penalties_change_what_is_said(ask, http):

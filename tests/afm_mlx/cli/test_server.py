@@ -1,0 +1,65 @@
+import socket
+
+import pytest
+
+from afm_mlx.cli import main, server
+from afm_mlx.cli.parser import UsageError, parse
+from tests.tools.cases import each
+
+
+def options(*argv):
+    return server._options(parse("server", server, list(argv)))
+
+
+def test_settings_come_from_flags_files_and_the_environment(tmp_path, monkeypatch):
+    monkeypatch.delenv("AFM_MLX_API_KEY", raising=False)
+    keys = tmp_path / "keys"
+    keys.write_text("# of the team\nfirst\n\nsecond\n")
+    monkeypatch.setenv("AFM_MLX_API_KEY", "third, first")
+    given = options("--api-key", "zeroth", "--api-key-file", str(keys), "--temp", "0.5")
+    assert given.api_keys == ("zeroth", "third", "first", "second")
+    assert given.temperature == 0.5
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(f"kv_memory: 2GB\nadapter_folder: [{tmp_path}]\nkv_bits: 16\nport: 0\n")
+    given = options("-c", str(settings), "--port", "9000", "--decode-concurrency", "3")
+    assert (given.kv_memory, given.adapter_folders) == (2 * 10**9, (tmp_path,))
+    assert (given.port, given.max_batch, given.kv) == (9000, 3, "float")
+
+
+@each(
+    "argv, says",
+    [
+        (["--api-key", ""], "empty"),
+        (["--api-key", "ä"], "HTTP header"),
+        (["--api-key", "two words"], "HTTP header"),
+        (["--api-key-file", "nowhere"], "can't be read"),
+        (["--adapter-folder", "nowhere"], "no such folder"),
+        (["--kv-memory", "2 apples"], "number of bytes"),
+        (["--port", "65536"], "out of range"),
+        (["--allowed-origins", "*"], "--cors-origin"),
+        (["--prompt-concurrency", "8"], "--prefill-step-size"),
+        (["--pipeline"], "one machine"),
+        (["--chat-template-args", "[1]"], "JSON object"),
+    ],
+)
+def test_settings_that_cant_be_used(argv, says):
+    with pytest.raises(UsageError, match=says):
+        options(*argv)
+
+
+def test_what_keeps_it_from_starting_is_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("AFM_MLX_API_KEY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for argv, says in (
+            (["--port", port], "Address already in use"),
+            (["--host", "0.0.0.0"], "needs a key"),
+            (["--host", "no.such.host.invalid", "--api-key", "k"], "can't listen"),
+            (["--port", "0", "--model", str(tmp_path / "none")], "no folder"),
+            (["--port", "0", "--adapter", "x=nowhere"], "no adapter"),
+            (["--port", "0", "--adapter", "x=a", "--adapter", "x=b"], "more than once"),
+        ):
+            assert main(["server", *argv]) == 2
+            out, err = capsys.readouterr()
+            assert (out, len(err.splitlines())) == ("", 1)
+            assert says in err, err
