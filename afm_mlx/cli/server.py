@@ -102,6 +102,12 @@ ARGUMENTS = {
         Argument("--kept-bytes", nbytes, "bytes of all that are kept, with their conversations", 64 << 20,
                  metavar="BYTES"),
         Argument("--grace", number(0), "seconds that running answers have when the server is to stop", 30.0),
+        Argument("--prompt-cache-folder", None,
+                 "folder in which these are kept for later processes, too. Whoever can read it can find out "
+                 "what was asked and answered",
+                 metavar="FOLDER"),
+        Argument("--prompt-cache-folder-bytes", nbytes, "bytes of the folder's files at most", 10 * 10**9,
+                 metavar="BYTES"),
         unavailable("--prompt-cache-size", "--prompt-cache-bytes bounds what is kept"),
         unavailable("--prompt-concurrency", "prompts take turns, a chunk at a time: see --prefill-step-size"),
         unavailable("--kv-group-size", options._NO_KV_GROUPS),
@@ -164,6 +170,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
                 "max_kv_size",
                 "kv_memory",
                 "prompt_cache_bytes",
+                "prompt_cache_folder_bytes",
                 "max_queue",
                 "max_choices",
                 "max_body",
@@ -175,17 +182,22 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         )
     }
     return ServerOptions(
-        unix_socket=None if args.unix_socket is None else Path(args.unix_socket),
+        unix_socket=_path(args.unix_socket),
         api_keys=_keys(args),
         allowed_hosts=tuple(args.allowed_host),
         cors_origins=tuple(args.cors_origin),
         adapter_folders=tuple(_folder(path) for path in args.adapter_folder),
         temperature=args.temp,
+        prompt_cache_folder=_path(args.prompt_cache_folder),
         chat_template_args=args.chat_template_args or {},
         max_batch=args.decode_concurrency,
         kv="float" if args.kv_bits == 16 else "int8",
         **same,
     )
+
+
+def _path(path: str | None) -> Path | None:
+    return None if path is None else Path(os.path.expanduser(path))
 
 
 def _folder(path: str) -> Path:

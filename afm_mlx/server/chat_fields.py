@@ -24,6 +24,7 @@ from afm_mlx.server.openai_fields import (
     StructuredOutputs,
     Temperature,
     Whole,
+    check_stream,
     unsupported,
 )
 
@@ -199,10 +200,7 @@ class ChatRequest(Struct, forbid_unknown_fields=True):
             raise bad_request(
                 "max_tokens and max_completion_tokens say the same thing; choose one.", "max_tokens"
             )
-        if self.stream_options is not None and not self.stream:
-            raise bad_request(
-                "stream_options needs stream: true.", "stream_options", "invalid_value"
-            )
+        check_stream(self.stream_options, self.stream)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
 

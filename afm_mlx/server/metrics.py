@@ -43,32 +43,37 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = served.name
 
-        def counter(name: str, help: str, *labels: str) -> Counter:
-            return Counter(PREFIX + name, help, ["model_name", *labels], registry=self.registry)
+        labels = ["model_name"]
+
+        def counter(name: str, help: str) -> Counter:
+            made = Counter(PREFIX + name, help, labels, registry=self.registry)
+            return made.labels(self._model)
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(PREFIX + name, help, labels, registry=self.registry).labels(self._model)
 
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(
-                PREFIX + name, help, ["model_name"], registry=self.registry, buckets=buckets
-            )
+            made = Histogram(PREFIX + name, help, labels, registry=self.registry, buckets=buckets)
+            return made.labels(self._model)
 
-        self._success = counter("request_success", "Answers that ended.", "finished_reason")
-        self._errors = counter("request_errors", "Requests that failed.", "status")
+        self._success = Counter(
+            PREFIX + "request_success",
+            "Answers that ended.",
+            [*labels, "finished_reason"],
+            registry=self.registry,
+        )
+        self._errors = Counter(
+            PREFIX + "request_errors",
+            "Requests that failed.",
+            [*labels, "status"],
+            registry=self.registry,
+        )
         self._prompt = counter("prompt_tokens", "Tokens of prompts.")
         self._generated = counter("generation_tokens", "New tokens.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
-        self._running = Gauge(
-            PREFIX + "num_requests_running",
-            "Answers that are computed.",
-            ["model_name"],
-            registry=self.registry,
-        )
-        self._waiting = Gauge(
-            PREFIX + "num_requests_waiting",
-            "Answers that wait for the batch.",
-            ["model_name"],
-            registry=self.registry,
-        )
+        self._running = gauge("num_requests_running", "Answers that are computed.")
+        self._waiting = gauge("num_requests_waiting", "Answers that wait for the batch.")
         self._ttft = histogram("time_to_first_token_seconds", "Until the first token.", _SHORT)
         self._inter = histogram("inter_token_latency_seconds", "Between two tokens.", _SHORT)
         self._per_token = histogram(
@@ -78,25 +83,21 @@ class Metrics:
         self._queue = histogram("request_queue_time_seconds", "Until it is begun.", _LONG)
         self._prompt_sizes = histogram("request_prompt_tokens", "Of one prompt.", _TOKENS)
         self._answer_sizes = histogram("request_generation_tokens", "Of one answer.", _TOKENS)
-        self._running.labels(self._model).set(0)
-        self._waiting.labels(self._model).set(0)
-        for each in (self._prompt, self._generated, self._queries, self._hits):
-            each.labels(self._model)
         self.registry.register(_Memory(served))
 
     # -- one answer
 
     def waits(self) -> None:
         """An answer was asked for."""
-        self._waiting.labels(self._model).inc()
+        self._waiting.inc()
 
     def scheduled(self, clock: AnswerClock) -> None:
         """Its prompt is being computed; called once or again, in the event loop's thread."""
         if clock.scheduled is None and not clock.has_left:
             clock.scheduled = time.monotonic()
-            self._waiting.labels(self._model).dec()
-            self._running.labels(self._model).inc()
-            self._queue.labels(self._model).observe(clock.scheduled - clock.arrived)
+            self._waiting.dec()
+            self._running.inc()
+            self._queue.observe(clock.scheduled - clock.arrived)
 
     def token(self, clock: AnswerClock) -> None:
         """A token has come."""
@@ -104,9 +105,9 @@ class Metrics:
         now = time.monotonic()
         if clock.first is None:
             clock.first = now
-            self._ttft.labels(self._model).observe(now - clock.arrived)
+            self._ttft.observe(now - clock.arrived)
         elif clock.last is not None:
-            self._inter.labels(self._model).observe(now - clock.last)
+            self._inter.observe(now - clock.last)
         clock.last = now
 
     def leaves(self, clock: AnswerClock, reason: str, tokens: int) -> None:
@@ -119,23 +120,23 @@ class Metrics:
         """
         clock.has_left = True
         gauge = self._waiting if clock.scheduled is None else self._running
-        gauge.labels(self._model).dec()
+        gauge.dec()
         self._success.labels(self._model, reason).inc()
-        self._generated.labels(self._model).inc(tokens)
-        self._e2e.labels(self._model).observe(time.monotonic() - clock.arrived)
+        self._generated.inc(tokens)
+        self._e2e.observe(time.monotonic() - clock.arrived)
         if tokens:
-            self._answer_sizes.labels(self._model).observe(tokens)
+            self._answer_sizes.observe(tokens)
         if clock.first is not None and clock.last is not None and tokens > 1:
-            self._per_token.labels(self._model).observe((clock.last - clock.first) / (tokens - 1))
+            self._per_token.observe((clock.last - clock.first) / (tokens - 1))
 
     # -- one request
 
     def prompt(self, tokens: int, cached: int) -> None:
         """A prompt was computed, apart from what was known of it."""
-        self._prompt.labels(self._model).inc(tokens)
-        self._prompt_sizes.labels(self._model).observe(tokens)
-        self._queries.labels(self._model).inc(tokens)
-        self._hits.labels(self._model).inc(cached)
+        self._prompt.inc(tokens)
+        self._prompt_sizes.observe(tokens)
+        self._queries.inc(tokens)
+        self._hits.inc(cached)
 
     def failed(self, status: int) -> None:
         """A request was answered with an error."""

@@ -32,6 +32,7 @@ from afm_mlx.server.openai_fields import (
     Whole,
     biases,
     check_count,
+    check_stream,
     constraint_of,
     guided,
     stops,
@@ -82,8 +83,7 @@ class CompletionRequest(Struct, forbid_unknown_fields=True):
     def check(self) -> None:
         """Raise `ApiError` for a field that can't be honoured."""
         refuse(self.suffix, "suffix", "this model continues texts, and does not fill gaps")
-        if self.stream_options is not None and not self.stream:
-            raise bad_request("stream_options needs stream: true.", "stream_options")
+        check_stream(self.stream_options, self.stream)
         if self.echo and self.logprobs is not None:
             raise bad_request(
                 "logprobs can't be combined with echo: those of the prompt are not computed.",

@@ -34,6 +34,16 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+def check_stream(options: StreamOptions | None, stream: bool | None) -> None:
+    """Raise `ApiError` for options that can't be honoured, or of no stream."""
+    if options is None:
+        return
+    if not stream:
+        raise bad_request("stream_options needs stream: true.", "stream_options", "invalid_value")
+    if options.include_obfuscation:
+        unsupported("stream_options.include_obfuscation", "chunks are not padded")
+
+
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     name: Annotated[str, Meta(min_length=1, max_length=64)]
     schema: dict[str, Any] | None = None

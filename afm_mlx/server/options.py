@@ -28,6 +28,8 @@ class ServerOptions:
         kv: "int8" or "float" storage of keys and values.
         kv_memory: bytes that keys and values of running answers may take; None for no limit.
         prompt_cache_bytes: bytes of keys and values that are kept of earlier prompts and answers; 0 for none.
+        prompt_cache_folder: folder in which they are kept for later processes, too; None for none.
+        prompt_cache_folder_bytes: bytes of its files at most.
         max_queue: answers that may wait for the batch; more are refused.
         max_share: answers that one client may have waiting and running, as a share of all; only with keys.
         max_choices: answers of one request at most: its prompts, times `n`.
@@ -62,6 +64,8 @@ class ServerOptions:
     kv: str = "int8"
     kv_memory: int | None = None
     prompt_cache_bytes: int = 10**9
+    prompt_cache_folder: Path | None = None
+    prompt_cache_folder_bytes: int = 10 * 10**9
     max_queue: int = 256
     max_share: float = 0.5
     max_choices: int = 128

@@ -66,8 +66,13 @@ class ServedModel:
         self.name = name
         self._default_adapter = default_adapter
         self.created = int(time.time())
-        nbytes = options.prompt_cache_bytes
-        self.prefix_cache = PrefixCache(nbytes) if nbytes else None
+        self.prefix_cache: PrefixCache | None = None
+        if options.prompt_cache_bytes:
+            self.prefix_cache = PrefixCache(
+                options.prompt_cache_bytes,
+                options.prompt_cache_folder,
+                options.prompt_cache_folder_bytes,
+            )
         self.engine = AsyncEngine(
             model,
             tokenizer,
@@ -261,9 +266,11 @@ class ServedModel:
         return list(tokens)
 
     def close(self) -> None:
-        """End the adapters' loading thread."""
+        """End the adapters' loading thread, and write what is still to be written of the prefix cache."""
         if self.pool is not None:
             self.pool.close()
+        if self.prefix_cache is not None:
+            threads.submit(self.prefix_cache.close).result()
 
 
 def is_answer(message: Message) -> bool:

@@ -96,6 +96,20 @@ def test_a_second_signal_ends_at_once(started):
     assert process.returncode == 130
 
 
+def test_another_process_finds_what_prompts_begin_with(tmp_path):
+    """As it would be after a restart: the folder is all that the two have in common."""
+    long = [{"role": "user", "content": "Sum up: " + "one two three " * 40}]
+    cached = []
+    for _ in range(2):
+        with running_server(prompt_cache_folder=tmp_path / "prompts") as running:
+            answer = running.openai().chat.completions.create(
+                model="afm-nano", messages=long, max_tokens=2
+            )
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] >= 64
+
+
 def test_a_unix_socket_is_this_users_alone(tmp_path):
     path = tmp_path / "socket"
     with socket.socket(socket.AF_UNIX) as killed:  # what a server that was killed has left
