@@ -1,10 +1,12 @@
 import openai
 import pytest
 
+from afm_mlx.server import openai_completions
+from afm_mlx.server.generation import Ended, TextDelta, Usage
+from afm_mlx.server.token_texts import TokenLogprob
 from tests.tools.cases import each
 
 PROMPTS = ["Return a list of", "The quick"]
-LETTERS = {"guided_regex": "[a-z]{16}"}
 
 
 @pytest.fixture
@@ -66,19 +68,22 @@ def test_log_probabilities_have_their_places(complete):
     assert complete(logprobs=0).choices[0].logprobs.top_logprobs is None
 
 
-def test_the_best_of_several(complete):
-    fields = {"temperature": 1.5, "seed": 3, "extra_body": LETTERS, "max_tokens": 40}
-    ten = complete(n=10, logprobs=0, **fields)
+def test_the_best_of_several(complete, monkeypatch):
+    async def answer(served, ask):
+        assert (ask.n, ask.logprobs) == (3, 0)
+        for index, text, values in ((0, "a", [-9, -1]), (1, "b", [-2, -4, -3]), (2, "c", [-4])):
+            tokens = [TokenLogprob(5, b"x", value) for value in values]
+            yield TextDelta(index, text, tokens)
+            yield Ended(index, "stop", None, len(tokens))
+        yield Usage(4, 0, 6)
 
-    def score(choice):
-        values = choice.logprobs.token_logprobs
-        return sum(values) / len(values)
-
-    best = [c.text for c in sorted(ten.choices, key=score, reverse=True)[:2]]
-    chosen = complete(n=2, best_of=10, **fields)
-    assert texts(chosen) == best
+    with monkeypatch.context() as scripted:
+        scripted.setattr(openai_completions, "answer", answer)
+        chosen = complete(n=2, best_of=3)
+    assert texts(chosen) == ["b", "c"]  # by the mean of a token
     assert [c.logprobs for c in chosen.choices] == [None, None]
-    assert chosen.usage.completion_tokens == ten.usage.completion_tokens
+    assert chosen.usage.completion_tokens == 6
+    assert len(texts(complete(n=2, best_of=4, temperature=1, seed=1))) == 2
     (stopped,) = complete(
         stop=["ist", "o"], prompt="A l", extra_body={"guided_regex": "list of"}
     ).choices
