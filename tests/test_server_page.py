@@ -15,8 +15,10 @@ from afm_mlx.cli import server as command
 from afm_mlx.cli.argument_table import Unavailable
 from afm_mlx.cli.parser import parse
 from afm_mlx.loading.resolve import resolve_model
+from afm_mlx.server.anthropic_messages.fields import MessageFields
 from afm_mlx.server.chat_fields import ChatRequest
 from afm_mlx.server.openai_completions import CompletionRequest
+from afm_mlx.server.openai_responses.fields import ResponseFields
 from tests.test_readme import blocks, commands
 from tests.tools.arguments import actions_of
 from tests.tools.server import running_server
@@ -89,7 +91,13 @@ def test_the_tables_are_whole(server):
     assert known - {"suffix"} == (both | completions) - (chat & both - known)
     paths = {route.path for route in server.app.routes}
     told = {n.split()[-1] for cells in table("Routes") for n in names_in(cells[0])}
-    told = {re.sub("ID", "{model_id:path}", re.sub("NAME", "{name}", path)) for path in told}
+    places = {
+        "models/ID": "models/{model_id:path}",
+        "responses/ID": "responses/{id}",
+        "NAME": "{name}",
+    }
+    for word, place in places.items():
+        told = {path.replace(word, place) for path in told}
     for path in told - {"unload", "pin", "unpin"}:
         assert path.replace("/load", "/{action}") in paths, path
     defaults = {f"--{a.dest.replace('_', '-')}": a.default for a in actions_of(command)}
@@ -101,6 +109,18 @@ def test_the_tables_are_whole(server):
     for cells in table("Metrics"):
         for name in names_in(cells[0]):
             assert f"# HELP afm_mlx:{name} " in metrics, name
+
+
+@pytest.mark.parametrize(
+    ("title", "body"), [("Responses", ResponseFields), ("Messages", MessageFields)]
+)
+def test_the_tables_of_other_apis_are_whole(title, body):
+    text = section(title)
+    named = {name for cells in table(title) for name in names_in(cells[0])}
+    refused = names_in(text.partition("Refused unless")[2].partition("\n\n")[0])
+    known = set(body.__struct_fields__)
+    assert named | (set(refused) & known) == known
+    assert not named & set(refused) - {"output_config"}
 
 
 def test_the_example_has_every_setting():

@@ -99,7 +99,7 @@ ARGUMENTS = {
         Argument("--send-timeout", positive(), "seconds that a client may leave what it was sent unread", 60.0),
         Argument("--idle-timeout", positive(), "seconds that a connection may stay without a request", 60.0),
         Argument("--kept-responses", integer(0), "answers of /v1/responses kept for each client", 64),
-        Argument("--kept-bytes", nbytes, "bytes of all that are kept, with their conversations", 64 << 20,
+        Argument("--kept-bytes", nbytes, "bytes of all that are kept, with their conversations", 64_000_000,
                  metavar="BYTES"),
         Argument("--grace", number(0), "seconds that running answers have when the server is to stop", 30.0),
         Argument("--prompt-cache-folder", None,

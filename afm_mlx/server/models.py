@@ -1,7 +1,8 @@
-"""`/v1/models`: the model, and each of its adapters as a model."""
+"""`/v1/models`: the model, and each of its adapters as a model, with the fields of both APIs."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +16,8 @@ async def list_models(request: Request) -> Response:
     """All model ids."""
     served: ServedModel = request.app.state.served
     models = [_described(served, model_id) for model_id in served.model_ids]
-    return json_response({"object": "list", "data": models})
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+    return json_response({"object": "list", "data": models, **ends})
 
 
 async def retrieve_model(request: Request) -> Response:
@@ -33,6 +35,9 @@ def _described(served: ServedModel, model_id: str) -> dict[str, Any]:
         "object": "model",
         "created": served.created,
         "owned_by": "afm-mlx",
+        "type": "model",
+        "display_name": model_id,
+        "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
         "max_model_len": served.context_size,
         "parent": served.name if is_adapter else None,
     }

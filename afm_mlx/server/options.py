@@ -76,6 +76,6 @@ class ServerOptions:
     idle_timeout: float = 60
     max_connections: int = 1000
     kept_responses: int = 64
-    kept_bytes: int = 64 << 20
+    kept_bytes: int = 64_000_000
     grace: float = 30
     log_prompts: bool = False

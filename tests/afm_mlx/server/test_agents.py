@@ -24,7 +24,7 @@ class Event(BaseModel):
 
 @pytest.fixture(scope="module")
 def provider():
-    with running_server() as server:
+    with running_server(kv="float") as server:
         yield OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
 
 

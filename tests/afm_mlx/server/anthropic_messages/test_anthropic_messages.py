@@ -32,7 +32,7 @@ def tools(definitions):
 
 @pytest.fixture(scope="module")
 def server():
-    with running_server(api_keys=("ann",), max_body=1 << 18) as running:
+    with running_server(api_keys=("ann",), max_body=1 << 18, kv="float") as running:
         yield running
 
 

@@ -47,7 +47,7 @@ def tools(definitions):
 
 @pytest.fixture(scope="module")
 def server():
-    with running_server(api_keys=("ann", "ben")) as running:
+    with running_server(api_keys=("ann", "ben"), kv="float") as running:
         yield running
 
 
