@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import Any
 
 from afm_mlx.errors import shown
@@ -24,14 +23,18 @@ class Conversation:
     """
 
     def __init__(self, earlier: Sequence[Message] = ()):
-        self.messages: list[Message] = [dict(message) for message in earlier]
+        self.messages: list[Message] = list(earlier)
         self._instructions: list[str] = []
+        # Of the last answer: its calls in their order, and the results that are there.
+        self._calls: list[Message] = []
+        self._results: dict[str, Message | None] = {}
+        self._has_results = False
         if self.messages and self.messages[0]["role"] == "system":
             self._instructions.append(self.messages.pop(0)["content"])
-        self._calls: dict[str, int] = {}  # of the last answer, by their ids: their order
         if self.messages and self.messages[-1]["role"] == "assistant":
-            calls = self.messages[-1].get("tool_calls", ())
-            self._calls = {call["id"]: index for index, call in enumerate(calls)}
+            last = self.messages.pop()
+            self.messages.append({**last})  # which may come to have more calls
+            self._begin_calls(last.get("tool_calls", ()))
 
     def add_system(self, text: str, place: str) -> None:
         """Add to the instructions; `place` is where the text stands in the body.
@@ -48,29 +51,33 @@ class Conversation:
             )
         self._instructions.append(text)
 
-    def add_text(self, role: str, text: str) -> None:
-        """Add what the user or the assistant has said."""
-        self.messages.append({"role": role, "content": text})
-        self._calls = {}
-
-    def add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
-        """Add a call to the assistant's message that it stands behind, or a message of its own.
+    def add_text(self, role: str, text: str, place: str) -> None:
+        """Add what the user or the assistant has said; `place` is where the text stands in the body.
 
         Raises:
-            ApiError: 400 for an id that another call of this answer has.
+            ApiError: 400 behind a call that has no result.
         """
-        if not self.messages or self.messages[-1]["role"] != "assistant":
-            self.add_text("assistant", "")
-        if call_id in self._calls:
+        self._end_calls(place)
+        self.messages.append({"role": role, "content": text})
+
+    def add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
+        """Add a call to the assistant's message that it stands behind, or to a message of its own.
+
+        Raises:
+            ApiError: 400 for an id that another call of the answer has, or while results are missing.
+        """
+        if self._has_results or not self.messages or self.messages[-1]["role"] != "assistant":
+            self.add_text("assistant", "", place)
+        if call_id in self._results:
             raise bad_request(
                 f"{place} is {shown(call_id)}, as of another call; each needs an id of its own.",
                 place,
+                "invalid_value",
             )
-        last = self.messages[-1]
         function = {"name": name, "arguments": arguments}
-        call = {"id": call_id, "type": "function", "function": function}
-        last["tool_calls"] = [*last.get("tool_calls", ()), call]
-        self._calls[call_id] = len(self._calls)
+        self._calls.append({"id": call_id, "type": "function", "function": function})
+        self._results[call_id] = None
+        self.messages[-1]["tool_calls"] = self._calls
 
     def add_result(self, call_id: str, text: str, place: str) -> None:
         """Add what a call of the last answer has returned.
@@ -78,24 +85,32 @@ class Conversation:
         Raises:
             ApiError: 400 when there is no such call, or it has a result already.
         """
-        answered = self._answered()
-        if call_id not in self._calls or call_id in answered:
-            why = (
-                "has a result already"
-                if call_id in answered
-                else "the answer before it didn't make"
-            )
+        if call_id not in self._results or self._results[call_id] is not None:
+            is_known = call_id in self._results
+            why = "has a result already" if is_known else "the answer before it didn't make"
             raise bad_request(
                 f"{place} is {shown(call_id)}, a call that {why}.", place, "invalid_value"
             )
-        later = sum(self._calls[other] > self._calls[call_id] for other in answered)
-        at = len(self.messages) - later
-        self.messages.insert(at, {"role": "tool", "tool_call_id": call_id, "content": text})
+        self._has_results = True
+        self._results[call_id] = {"role": "tool", "tool_call_id": call_id, "content": text}
 
-    def _answered(self) -> list[str]:
-        """The ids of calls of the last answer that have results, which are the last messages."""
-        found = takewhile(lambda message: message["role"] == "tool", reversed(self.messages))
-        return [message["tool_call_id"] for message in found]
+    def _begin_calls(self, calls: Sequence[Message]) -> None:
+        self._calls = list(calls)
+        self._results = dict.fromkeys(call["id"] for call in calls)
+        self._has_results = False
+
+    def _end_calls(self, place: str) -> None:
+        """Add the results of the last answer's calls, in the order of the calls."""
+        for call_id, result in self._results.items():
+            if result is None:
+                raise bad_request(
+                    f"{place}: the call {shown(call_id)} has no result before it. Results come right behind "
+                    "all calls of an answer, and an answer's text before its calls.",
+                    place,
+                    "invalid_value",
+                )
+            self.messages.append(result)
+        self._begin_calls(())
 
     def finished(self, place: str, instructions: str | None = None) -> list[Message]:
         """All messages, the instructions first.
@@ -111,12 +126,7 @@ class Conversation:
             raise bad_request(
                 f"{place} has no message to answer; at least one is needed.", place, "invalid_value"
             )
-        if missing := self._calls.keys() - set(self._answered()):
-            raise bad_request(
-                f"{place} ends without the result of the call {shown(min(missing))}, which an answer needs.",
-                place,
-                "invalid_value",
-            )
+        self._end_calls(place)
         texts = [*([] if instructions is None else [instructions]), *self._instructions]
         if not texts:
             return self.messages

@@ -33,7 +33,9 @@ def of_kind(
         raise bad_request(
             f"{place} is {shown(value)}; an object with a type is needed.", place, "invalid_value"
         )
-    kind = value.get("type", default)
+    if default is not None and value.get("type") is None:
+        value = {**value, "type": default}
+    kind = value.get("type")
     if not isinstance(kind, str) or kind not in kinds:
         raise bad_request(
             f"{place}.type is {shown(kind)}; {why}. Allowed are {', '.join(kinds)}.",

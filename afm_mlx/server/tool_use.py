@@ -33,8 +33,9 @@ def tool_fields(
         ApiError: 400 for calls without tools, or of a tool that is not among them.
     """
     names = [tool["function"]["name"] for tool in tools]
+    known = set(names)
     for name in only or ():
-        if name not in names:
+        if name not in known:
             raise bad_request(
                 f"tool_choice names the tool {shown(name)}{did_you_mean(name, names)}, which tools does not "
                 f"have: {', '.join(names) or 'there are none'}.",

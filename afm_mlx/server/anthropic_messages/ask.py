@@ -137,7 +137,7 @@ def _messages(body: PromptFields) -> list[Message]:
                 texts.append(made.text)
                 continue
             if texts:  # what stands before a call or a result
-                conversation.add_text(message.role, PARAGRAPH.join(texts))
+                conversation.add_text(message.role, PARAGRAPH.join(texts), where)
                 texts = []
             if isinstance(made, ToolUseBlock):
                 arguments = json.dumps(made.input)
@@ -149,7 +149,7 @@ def _messages(body: PromptFields) -> list[Message]:
         if message.role == "system":
             conversation.add_system(PARAGRAPH.join(texts), place)
         elif texts or not message.content:
-            conversation.add_text(message.role, PARAGRAPH.join(texts))
+            conversation.add_text(message.role, PARAGRAPH.join(texts), place)
     return conversation.finished("messages", _system(body.system))
 
 

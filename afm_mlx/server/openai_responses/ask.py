@@ -181,7 +181,7 @@ def messages_of(
         )
     conversation = Conversation(earlier)
     if isinstance(body.input, str):
-        conversation.add_text("user", body.input)
+        conversation.add_text("user", body.input, "input")
     for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
         place = f"input[{index}]"
         why = (
@@ -198,7 +198,7 @@ def messages_of(
         elif made.role in ("system", "developer"):
             conversation.add_system(_text(made.content, f"{place}.content"), place)
         else:
-            conversation.add_text(made.role, _text(made.content, f"{place}.content"))
+            conversation.add_text(made.role, _text(made.content, f"{place}.content"), place)
     kept = conversation.finished("input")
     if body.instructions is None:
         return kept, kept

@@ -9,7 +9,7 @@ from afm_mlx.server.errors import ApiError
 def calls(*ids):
     """A conversation in which the model has made calls."""
     conversation = Conversation()
-    conversation.add_text("user", "Go")
+    conversation.add_text("user", "Go", "here")
     for each in ids:
         conversation.add_call(each, f"tool_{each}", "{}", "here")
     return conversation
@@ -31,8 +31,8 @@ def test_results_stand_in_the_order_of_their_calls():
 def test_calls_join_the_text_before_them_and_instructions_come_first():
     conversation = Conversation([{"role": "system", "content": "One"}])
     conversation.add_system("Two", "here")
-    conversation.add_text("user", "Go")
-    conversation.add_text("assistant", "I will")
+    conversation.add_text("user", "Go", "here")
+    conversation.add_text("assistant", "I will", "here")
     conversation.add_call("a", "tool", "{}", "here")
     conversation.add_result("a", "done", "here")
     kept = conversation.finished("input")
@@ -42,7 +42,7 @@ def test_calls_join_the_text_before_them_and_instructions_come_first():
     assert conversation.finished("input", "Zero")[0]["content"] == "Zero\n\nOne\n\nTwo"
     # What goes on from it leaves it as it is.
     later = Conversation(kept)
-    later.add_text("assistant", "All done")
+    later.add_text("assistant", "All done", "here")
     later.add_call("b", "tool", "{}", "here")
     assert len(kept) == 4
     assert "tool_calls" not in kept[3]
@@ -53,8 +53,13 @@ def test_what_belongs_to_nothing_is_refused():
     with pytest.raises(ApiError, match="'a', as of another call") as caught:
         conversation.add_call("a", "tool", "{}", "input[3].call_id")
     assert caught.value.param == "input[3].call_id"
-    with pytest.raises(ApiError, match="ends without the result of the call 'a'"):
-        conversation.finished("input")
+    for go_on in (
+        lambda: conversation.finished("here"),
+        lambda: conversation.add_text("user", "Well?", "here"),
+        lambda: conversation.add_text("assistant", "I did", "here"),
+    ):
+        with pytest.raises(ApiError, match="here: the call 'a' has no result before it"):
+            go_on()
     conversation.add_result("b", "", "here")
     with pytest.raises(ApiError, match="'b', a call that has a result already"):
         conversation.add_result("b", "", "here")

@@ -257,6 +257,15 @@ REFUSED = [
             ]
         },
     ),
+    (
+        "messages[1]",
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [CALL, {"type": "text", "text": "So"}]},
+            ]
+        },
+    ),
     ("system[0].type", {"system": [{"type": "image"}]}),
     ("tools[0].type", {"tools": [{"type": "web_search_20260318", "name": "web_search"}]}),
     ("tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
@@ -295,7 +304,10 @@ def test_what_cant_be_honoured_is_named(http):
         "thinking": {"type": "disabled"},
         "service_tier": "auto",
         "cache_control": {"type": "ephemeral"},
-        "tools": [{**TOOL, "type": "custom", "eager_input_streaming": True, "strict": True}],
+        "tools": [
+            {**TOOL, "name": "see", "type": None},
+            {**TOOL, "type": "custom", "eager_input_streaming": True, "strict": True},
+        ],
     }
     body = {"model": MODEL, "max_tokens": 1, "messages": [USER], **neutral}
     assert http.post("/v1/messages", json=body).status_code == 200

@@ -255,6 +255,7 @@ REFUSED = [
     ("input[0].call_id", item(type="function_call_output", call_id="x", output="")),
     ("input[1]", {"input": [USER, {"role": "system", "content": "Be brief"}]}),
     ("input", {"input": [USER, CALL]}),
+    ("input[2]", {"input": [USER, CALL, USER]}),
     ("tools[0].type", {"tools": [{"type": "web_search"}]}),
     ("tools[0].name", {"tools": [{"type": "function"}]}),
     ("tools[0].function", {"tools": [{**TOOL, "function": {}}]}),
