@@ -133,7 +133,7 @@ class JsonView {
     this.#parser.feed(text.slice(this.#fed));
     this.#fed = text.length;
     if (ended) this.#parser.finish();
-    this.#tree.update(this.#parser.root);
+    this.#tree.update(this.#parser.root, ended);
     this.raw.textContent = text;
     const cut = ended && !this.#parser.done;
     const { error } = this.#parser;

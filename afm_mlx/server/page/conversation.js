@@ -30,7 +30,7 @@ export function addTurn(conversation, parent, fields) {
   conversation.turns[turn.id] = turn;
   conversation.head = turn.id;
   conversation.updated = turn.created;
-  if (turn.role === "user" && parent === null && !conversation.renamed) conversation.title = titleOf(turn.text);
+  if (Object.keys(conversation.turns).length === 1 && !conversation.renamed) conversation.title = titleOf(turn.text);
   return turn;
 }
 

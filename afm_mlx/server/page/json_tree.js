@@ -15,11 +15,11 @@ export class JsonTree {
     this.element = element("ul", { class: "tree" });
   }
 
-  /** Show `root` of a PartialJson; null is a value of which nothing is there yet. */
-  update(root) {
-    const node = root ?? waiting(this.#schema, this.#schema);
+  /** Show `root` of a PartialJson; null is a value of which nothing is there yet. What has `ended` awaits nothing. */
+  update(root, ended = false) {
+    const schema = ended ? null : this.#schema;
     this.#row ??= new Row(null, this.#schema);
-    this.#row.update(node, this.#schema);
+    this.#row.update(root ?? waiting(schema, this.#schema), schema);
     if (!this.#row.element.isConnected) this.element.replaceChildren(this.#row.element);
   }
 }
@@ -108,7 +108,7 @@ function childrenOf(node, schema, root) {
 /** Stands for a value that has not begun: its type in the schema, where that is one word. */
 function waiting(schema, root) {
   const type = resolve(schema, root)?.type;
-  return { kind: "pending", done: false, text: typeof type === "string" ? type : "to come" };
+  return { kind: "pending", done: false, text: typeof type === "string" ? type : "…" };
 }
 
 const isObject = (value) => typeof value === "object" && value !== null && !Array.isArray(value);

@@ -73,6 +73,7 @@ class App {
       this.composer.focus();
     });
     addEventListener("hashchange", () => this.#followAddress());
+    this.settings.show(this.current.settings);
     await this.#loadConversations();
     this.#followAddress();
     document.documentElement.dataset.ready = "true";

@@ -1,0 +1,678 @@
+"""The chat page in a real browser, on the real server with the embedded model."""
+
+import json
+import re
+import time
+
+import pytest
+
+from afm_mlx.server.page import TYPES, page_files
+from tests.tools.browser import browser
+from tests.tools.cases import each
+from tests.tools.server import running_server
+
+SIZES = {"wide": (1440, 900), "narrow": (360, 740)}
+FORMAL = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
+TODOS = (
+    "List the to-dos: I am Maria. A stranger from Porto logged in as me. Can you call me at 14:30?"
+)
+HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
+ENDLESS = {"type": "string", "minLength": 3000}
+WAIT = 5_000  # milliseconds; nothing takes a tenth of it
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as started:
+        yield started
+
+
+@pytest.fixture
+def open_page(chromium, server):
+    """Opens the page in a browser that has kept nothing; at the end nothing may have gone wrong in it."""
+    contexts, faults = [], []
+
+    def opened(size="wide", scheme="light", url=None):
+        width, height = SIZES[size]
+        context = chromium.new_context(
+            viewport={"width": width, "height": height},
+            color_scheme=scheme,
+            reduced_motion="reduce",
+        )
+        contexts.append(context)
+        context.set_default_timeout(WAIT)
+        page = context.new_page()
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("console", lambda said: faults.append(said.text) if _is_fault(said) else None)
+        page.goto(url or server.url)
+        page.wait_for_selector("html[data-ready]")
+        if url is None:
+            page.wait_for_selector("#model option", state="attached")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert not faults
+
+
+def _is_fault(said):
+    # A status that is no success is told on the console, too, and part of some tests.
+    return said.type in ("error", "warning") and "Failed to load resource" not in said.text
+
+
+def message(page):
+    return page.get_by_label("Message", exact=True)
+
+
+def send(page, text):
+    """Send a message, and wait for the end of its answer."""
+    before = page.locator(".answer").count()
+    message(page).fill(text)
+    message(page).press("Enter")
+    return ended(page, before)
+
+
+def ended(page, index):
+    """The text of the answer with this index, once it has ended."""
+    page.wait_for_selector(f".answer >> nth={index}")
+    page.wait_for_selector("#send[aria-label='Send the message']")
+    return page.locator(".answer").nth(index).locator(".text").inner_text()
+
+
+def until(page, holds):
+    """Wait for a condition: ours, or an expression in the page, which can't wait as it allows no `eval`."""
+    deadline = time.monotonic() + WAIT / 1000
+    while not (holds() if callable(holds) else page.evaluate(holds)):
+        assert time.monotonic() < deadline, holds
+        page.wait_for_timeout(20)
+
+
+def example(page, title):
+    page.locator("#examples button", has_text=title).click()
+    message(page).press("Enter")
+    return ended(page, 0)
+
+
+def import_chats(page, *chats):
+    exported = {"format": "afm-mlx conversations", "version": 1, "conversations": list(chats)}
+    content = json.dumps(exported).encode()
+    page.set_input_files(
+        "#import-file", {"name": "c.json", "mimeType": "application/json", "buffer": content}
+    )
+
+
+def chat_of(*texts):
+    """A conversation whose turns are these texts, of the user and of the model by turns."""
+    turns, parent = {}, None
+    for i, text in enumerate(texts):
+        role = "assistant" if i % 2 else "user"
+        turns[f"t{i}"] = {"parent": parent, "role": role, "created": i, "text": text}
+        turns[f"t{i}"] |= {"model": "afm-nano", "end": "stop"} if i % 2 else {}
+        parent = f"t{i}"
+    return {"title": "Imported", "turns": turns, "head": parent, "settings": {}}
+
+
+def test_files_are_served_as_what_they_are_and_nothing_else(server):
+    with server.http() as http:
+        for name in page_files():
+            found = http.get("/" if name == "index.html" else f"/page/{name}")
+            assert found.content == page_files()[name]
+            assert found.headers["content-type"] == TYPES[name.rpartition(".")[2]]
+            assert found.headers["x-content-type-options"] == "nosniff"
+            assert "default-src 'none'" in found.headers["content-security-policy"]
+            assert "unsafe" not in found.headers["content-security-policy"]
+            again = http.get(found.url, headers={"If-None-Match": found.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+        assert http.head("/").status_code == 200
+        for path in ("/page/", "/page/page.py", "/page/..%2fpage.py", "/page/%2e%2e/page.py"):
+            assert http.get(path).status_code == 404
+    html = page_files()["index.html"].decode()
+    asked_for = set(re.findall(r'"page/([\w.]+)"', html))
+    for name, content in page_files().items():
+        if name.endswith(".js"):
+            asked_for |= set(re.findall(r'from "\./(\w+\.js)"', content.decode()))
+        if name != "icon.svg":  # which names its namespace
+            assert not re.search(rb"https?://(?!www\.w3\.org/2000/svg)", content), name
+    assert asked_for == page_files().keys() - {"index.html"}
+    assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|\sstyle=|<style", html)
+
+
+def test_unfinished_json_is_read_as_far_as_it_goes(open_page):
+    texts = [
+        '{"a": [1, -2.5e3, true, null, "\\u00e9\\ud83d\\ude00\\n\\"x"], "b": {}, "": {"c": []}}',
+        ' [ [ ] , { } , "" , 0 ] ',
+        "12",
+        '"x"',
+    ]
+    wrong = ["{a", "[1,]", "01 ", "[1 2", '{"a" 1', '"\\x', "nul ", "]", "{} {", '{"a":1,}', '"\n']
+    told = open_page().evaluate(
+        """async ([texts, wrong]) => {
+          const { PartialJson, parsed } = await import("/page/partial_json.js");
+          const value = (node) => ({
+            object: () => Object.fromEntries(node.entries.map((e) => [e.key, value(e.value)])),
+            array: () => node.items.map(value),
+            string: () => node.text,
+          })[node.kind]?.() ?? JSON.parse(node.text);
+          return {
+            values: texts.map((text) => JSON.stringify(value(parsed(text).root))),
+            whole: texts.map((text) => parsed(text).done),
+            cut: texts.map((text) => [...text.trim()].keys().map((n) => parsed(text.trim().slice(0, n)))
+              .filter((p, n) => p.done || (p.error && !/no value/.test(p.error))).toArray().length),
+            errors: wrong.map((text) => parsed(text).error),
+          };
+        }""",
+        [texts, wrong],
+    )
+    assert [json.loads(value) for value in told["values"]] == [json.loads(text) for text in texts]
+    assert all(told["whole"])
+    assert told["cut"] == [0, 0, 1, 0]  # "1" is a whole value, too
+    assert all(told["errors"])
+
+
+def test_only_a_little_markdown_is_more_than_text(open_page):
+    blocks = open_page().evaluate(
+        """async (texts) => {
+          const { showMarkdown } = await import("/page/markdown.js");
+          return texts.map((text) => {
+            const shown = document.createElement("div");
+            for (let n = 1; n <= text.length; n += 1) showMarkdown(shown, text.slice(0, n));
+            return shown.innerHTML;
+          });
+        }""",
+        [
+            HOSTILE,
+            "a **b** *c* `<i>`\nd",
+            "- [ ] x\n- [x] y",
+            "1. x\n   - y\n2. z",
+            "[a](javascript:alert(1)) [b](https://b.c)",
+            "```js\n<b>\n```",
+            "2 * 3 * 4 and snake_case_name",
+        ],
+    )
+    assert blocks[0] == f"<p>{HOSTILE.replace('<', '&lt;').replace('>', '&gt;')}</p>"
+    assert blocks[1] == "<p>a <strong>b</strong> <em>c</em> <code>&lt;i&gt;</code><br>d</p>"
+    assert re.sub(r"<[^>]*>", "", blocks[2]) == "To do: xDone: y"
+    assert blocks[3] == '<ol start="1"><li>x<ul><li>y</li></ul></li><li>z</li></ol>'
+    assert blocks[4].startswith('<p>[a](javascript:alert(1)) <a href="https://b.c"')
+    assert "<code>&lt;b&gt;</code>" in blocks[5]
+    assert blocks[6] == "<p>2 * 3 * 4 and snake_case_name</p>"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_chat_with_edits_versions_adapters_and_a_reload(open_page, size):
+    page = open_page(size)
+    first = send(page, FORMAL)
+    assert "Film Lecture" in first
+    page.get_by_label("Model and adapter").select_option("afm-nano:todo")
+    todos = send(page, TODOS)
+    assert "Lock the account" in todos
+    assert page.locator(".who").all_inner_texts() == ["afm-nano", "afm-nano:todo"]
+
+    # An edited message is another version: what came after the old one is kept with it.
+    page.get_by_role("button", name="Edit this message").first.click()
+    page.locator(".edit-form textarea").fill("List the to-dos: call Hana at 9:15.")
+    page.get_by_role("button", name="Send", exact=True).click()
+    ended(page, 0)
+    assert page.locator(".turn").count() == 2
+    page.get_by_role("button", name="Answer again").click()
+    ended(page, 0)
+    assert "2 / 2" in page.locator(".answer .pager").inner_text()
+    page.locator(".user").get_by_role("button", name="Previous version").click()
+    assert page.locator(".answer .text").all_inner_texts() == [first, todos]
+    assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Next version"
+
+    page.reload()
+    page.wait_for_selector(".answer >> nth=1")
+    assert page.locator(".answer .text").all_inner_texts() == [first, todos]
+    assert page.get_by_role("heading", level=1).inner_text().startswith("Make this formal: hey")
+    assert "of 1,024 tokens" in page.locator("#meter").get_attribute("aria-label")
+
+
+def test_stopping_frees_the_row(open_page, server):
+    page = open_page()
+    page.locator("#examples button", has_text="Pull out an event").click()
+    page.get_by_role("button", name="JSON schema", exact=True).click()
+    page.get_by_label("JSON schema", exact=True).fill(json.dumps(ENDLESS))
+    for stop in ("Escape", "click"):
+        message(page).fill("x")
+        message(page).press("Enter")
+        until(page, "document.querySelector('.writing .value')?.textContent.length > 40")
+        assert server.served.admission.active == 1
+        if stop == "click":
+            page.get_by_role("button", name="Stop the answer").click()
+        else:
+            message(page).press("Escape")
+        page.wait_for_selector(".note:has-text('You stopped this answer') >> nth=-1")
+        until(page, "document.querySelector('.writing') === null")
+        until(page, lambda: server.served.admission.active == 0)
+        assert "not complete" in page.locator(".json .note").last.inner_text()
+
+
+def test_a_tree_fills_in_and_html_in_it_stays_text(open_page):
+    page = open_page()
+    page.evaluate(
+        """() => {
+          window.seen = [];
+          new MutationObserver(() => {
+            const keys = document.querySelectorAll(".answer .tree li li").length;
+            const toCome = document.querySelectorAll(".answer .tree .pending").length;
+            if (keys) window.seen.push(`${keys} ${toCome}`);
+          }).observe(document.getElementById("thread"), { subtree: true, childList: true });
+        }"""
+    )
+    example(page, "Pull out an event")
+    keys = page.locator(".tree li li .key").all_inner_texts()
+    values = page.locator(".tree .value").all_inner_texts()
+    assert keys == ["title", "person", "day", "time", "place"]
+    assert values == ["Film Lecture", "Hana", "Monday", "22:55", "Gallery Sain"]
+    seen = page.evaluate("window.seen")
+    assert seen[0] == "5 5"  # all rows are there before the first value
+    assert seen[-1] == "5 0"
+    page.get_by_role("button", name="Text", exact=True).click()
+    assert json.loads(page.locator(".json .raw").inner_text()) == dict(
+        zip(keys, values, strict=True)
+    )
+
+    schema = {"type": "object", "properties": {HOSTILE: {"const": HOSTILE}}, "required": [HOSTILE]}
+    schema["additionalProperties"] = False
+    page.get_by_role("button", name="JSON schema", exact=True).click()
+    page.get_by_label("JSON schema", exact=True).fill(json.dumps(schema))
+    send(page, HOSTILE)
+    assert page.locator(".bubble").last.inner_text() == HOSTILE
+    assert page.locator(".tree").last.locator("li li span").all_inner_texts() == [HOSTILE] * 2
+    import_chats(page, chat_of(HOSTILE, HOSTILE))
+    page.wait_for_selector("h1:has-text('Imported')")
+    assert page.locator(".answer .text").inner_text() == HOSTILE
+    assert page.locator("#thread img, #thread script").count() == 0
+
+
+def test_a_tool_is_called_and_its_result_answered(open_page):
+    page = open_page()
+    sent = []
+    page.on("request", lambda r: sent.append(r.post_data_json) if r.url.endswith("ions") else None)
+    example(page, "Track an order")
+    assert page.locator(".call .call-name").inner_text() == "track_order"
+    assert page.locator(".call .tree li li span").all_inner_texts() == ["order", "L5526"]
+    page.get_by_label("Result of track_order").fill('{"city": "Hitton", "arrives": "March 14"}')
+    page.get_by_role("button", name="Send result").click()
+    assert ended(page, 1) == "Order L5526 is in Hitton and arrives on March 14."
+    assert [m["role"] for m in sent[-1]["messages"]] == ["user", "assistant", "tool"]
+    assert sent[-1]["messages"][1]["tool_calls"][0]["id"] == sent[-1]["messages"][2]["tool_call_id"]
+    page.get_by_role("button", name="Edit the results").click()
+    page.get_by_label("Result of track_order").fill('{"city": "Broburg", "arrives": "April 2"}')
+    page.get_by_role("button", name="Send result").click()
+    assert "Broburg" in ended(page, 1)
+    assert "2 / 2" in page.locator(".results .pager").inner_text()
+
+
+def test_settings_are_what_is_asked_for(open_page):
+    page = open_page()
+    sent = []
+    page.on("request", lambda r: sent.append(r.post_data_json) if r.url.endswith("ions") else None)
+    page.get_by_role("button", name="Settings", exact=True).click()
+    typed = {"Temperature": "0.5", "Top-p": "0.9", "Top-k": "20", "Min-p": "0.1", "Seed": "3"}
+    for label, value in {**typed, "Most tokens": "5", "Stop at, one per line": "\\n\n# "}.items():
+        page.get_by_label(label, exact=True).fill(value)
+    page.get_by_label("Instructions", exact=True).fill("Be brief.")
+    send(page, FORMAL)
+    asked = sent[-1]
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop")
+    assert [asked[name] for name in names] == [0.5, 0.9, 20, 0.1, 3, 5, ["\n", "# "]]
+    assert "limit of tokens" in page.locator(".answer .note").inner_text()
+
+    # What can't be sent is told beside its field, which takes the focus.
+    page.get_by_label("Top-p", exact=True).fill("7")
+    message(page).fill("x")
+    message(page).press("Enter")
+    assert page.evaluate("document.activeElement.name") == "top_p"
+    assert page.locator("#problem-top_p").inner_text() == "This has to be a number from 0 to 1."
+    page.get_by_role("button", name="Back to the defaults").click()
+    message(page).press("Enter")
+    ended(page, 1)
+    assert not any(name in sent[-1] for name in names)
+
+
+def test_export_import_rename_search_and_delete(open_page):
+    page = open_page()
+    answer = send(page, FORMAL)
+    page.get_by_role("button", name=re.compile("^Rename")).click()
+    page.keyboard.type("My chat")
+    page.keyboard.press("Enter")
+    assert page.get_by_role("heading", level=1).inner_text() == "My chat"
+    kept = {}
+    for name in ("Markdown, to read", "JSON, to import again"):
+        page.get_by_role("button", name="Export", exact=True).click()
+        with page.expect_download() as download:
+            page.get_by_role("button", name=name).click()
+        kept[download.value.suggested_filename] = download.value.path().read_text()
+    assert kept["my-chat.md"] == f"# My chat\n\n**You**\n\n{FORMAL}\n\n**afm-nano**\n\n{answer}\n"
+    page.get_by_role("button", name="New chat").click()
+    send(page, TODOS)
+    page.get_by_label("Search chats").fill("film lect")
+    assert page.locator(".conversation .title").all_inner_texts() == ["My chat"]
+    page.locator(".conversation").focus()
+    page.get_by_role("button", name="Delete My chat").focus()
+    page.keyboard.press("Enter")
+    assert page.locator(".conversation").count() == 0
+    page.get_by_role("button", name="Undo").click()
+    page.wait_for_selector("h1:has-text('My chat')")
+    page.get_by_role("button", name="Delete My chat").click()
+    page.get_by_label("Search chats").fill("")
+    assert page.locator(".conversation").count() == 1
+    import_chats(page, *json.loads(kept["my-chat.json"])["conversations"])
+    page.wait_for_selector("h1:has-text('My chat')")
+    assert page.locator(".answer .text").inner_text() == answer
+
+
+@each(
+    "content, said",
+    [
+        ("{", "not JSON"),
+        ("{}", "not an export"),
+        ({"version": 2}, "version 2"),
+        ({"conversations": [{"turns": {"a": {"role": "user"}}}]}, "has no text"),
+        (
+            {"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "b"}}}]},
+            "isn't there",
+        ),
+        (
+            {"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "a"}}}]},
+            "circle",
+        ),
+        ({"conversations": [{"turns": {}, "head": "__proto__"}]}, "last turn"),
+    ],
+)
+def test_a_file_that_is_no_export_changes_nothing(shared_page, content, said):
+    if not isinstance(content, str):
+        base = {"format": "afm-mlx conversations", "version": 1, "conversations": []}
+        content = json.dumps(base | content)
+    shared_page.set_input_files(
+        "#import-file",
+        {"name": "x.json", "mimeType": "application/json", "buffer": content.encode()},
+    )
+    assert said in shared_page.locator(".toast").last.inner_text()
+    shared_page.get_by_role("button", name="Close this notice").click()
+    assert shared_page.locator(".conversation").count() == 0
+
+
+@pytest.fixture
+def shared_page(open_page):
+    return open_page()
+
+
+def test_errors_are_shown_with_a_way_on(open_page):
+    page = open_page()
+    page.get_by_role("button", name="Settings", exact=True).click()
+    page.get_by_label("JSON schema", exact=True).evaluate("(field) => field.value")
+    page.get_by_label("Answers are").select_option("json_schema")
+    page.get_by_label("JSON schema", exact=True).fill('{"type": "no type"}')
+    send(page, FORMAL)
+    told = page.locator(".card.error p").inner_text()
+    assert "no type" in told
+    page.get_by_role("button", name="Show the setting").click()
+    assert page.evaluate("document.activeElement.name") == "schema"
+    assert page.locator("#problem-schema").inner_text() == told
+    page.get_by_label("Answers are").select_option("text")
+
+    page.context.set_offline(True)
+    page.get_by_role("button", name="Try again").click()
+    page.wait_for_selector(".card.error:has-text('The server can\\'t be reached.')")
+    page.context.set_offline(False)
+    page.get_by_role("button", name="Try again").click()
+    assert "Film Lecture" in ended(page, 0)
+    assert "3 / 3" in page.locator(".answer .pager").inner_text()
+
+    # A stream that breaks off keeps what came.
+    half = 'data: {"choices": [{"delta": {"content": "Half an"}}]}\n\n'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half))
+    assert send(page, "x") == "Half an"
+    assert "lost before the answer had ended" in page.locator(".card.error").inner_text()
+    failed = 'data: {"error": {"message": "The step failed."}}\n\n'
+    page.unroute("**/v1/chat/completions")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half + failed))
+    send(page, "x")
+    assert "The step failed." in page.locator(".card.error").last.inner_text()
+
+
+def test_a_key_is_asked_for(open_page):
+    with running_server(api_keys=("open sesame",)) as guarded:
+        page = open_page(url=guarded.url)
+        dialog = page.get_by_role("dialog")
+        dialog.get_by_label("Key", exact=True).fill("wrong")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key-problem:has-text('refused')")
+        dialog.get_by_label("Key", exact=True).fill("open sesame")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#examples li")
+        assert "Film Lecture" in send(page, FORMAL)
+        page.reload()
+        page.wait_for_selector("#model option", state="attached")
+        assert not dialog.is_visible()
+
+
+def test_by_keyboard_alone(open_page):
+    page = open_page()
+    press = page.keyboard.press
+
+    def tab_to(name):
+        for _ in range(60):
+            press("Tab")
+            focused = page.evaluate(
+                """() => {
+                  const at = document.activeElement;
+                  const { outlineStyle, outlineWidth } = getComputedStyle(at.id === "message" ? at.form : at);
+                  const shown = outlineStyle !== "none" && parseFloat(outlineWidth) >= 2;
+                  return [at.ariaLabel ?? at.labels?.[0]?.textContent ?? at.textContent, shown];
+                }"""
+            )
+            if page.evaluate("document.activeElement === document.body"):
+                continue
+            assert focused[1], f"the focus on {focused[0]!r} can't be seen"
+            if name in focused[0]:
+                return
+        raise AssertionError(f"Tab never comes to {name!r}")
+
+    page.evaluate("document.activeElement.blur()")
+    tab_to("Skip to the message field")
+    press("Enter")
+    assert page.evaluate("document.activeElement.id") == "message"
+    page.keyboard.type("Make this formal:")
+    press("Shift+Enter")
+    page.keyboard.type("hey Hana, can't make it to the Film Lecture")
+    press("Enter")
+    assert "Film Lecture" in ended(page, 0)
+    assert page.evaluate("document.activeElement.id") == "message"
+    press("ArrowUp")
+    assert page.evaluate("document.activeElement.value") == FORMAL
+    press("Escape")
+    assert page.evaluate("document.activeElement.ariaLabel") == "Edit this message"
+    tab_to("Answer again")
+    press("Enter")
+    ended(page, 0)
+    assert "2 / 2" in page.locator(".answer .pager").inner_text()
+    press("Control+k")
+    assert page.evaluate("document.activeElement.id") == "search"
+    press("Shift+Escape")
+    assert page.evaluate("document.activeElement.id") == "message"
+    press("Control+.")
+    tab_to("Temperature")
+    press("Control+.")
+    assert page.evaluate("document.activeElement.id") == "message"
+    press("Control+/")
+    assert page.get_by_role("dialog", name="Shortcuts").is_visible()
+    press("Escape")
+    press("Control+Shift+o")
+    assert page.get_by_role("heading", level=1).inner_text() == "New chat"
+    tab_to("Shortcuts")
+
+
+def test_answers_are_announced_once_when_they_have_ended(open_page):
+    page = open_page()
+    page.evaluate(
+        """() => {
+          window.said = [];
+          const region = document.getElementById("announcements");
+          const keep = () => region.textContent && window.said.push(region.textContent);
+          new MutationObserver(keep).observe(region, { childList: true });
+        }"""
+    )
+    answer = send(page, FORMAL)
+    until(page, "window.said.length")
+    assert page.evaluate("window.said") == [f"afm-nano answered: {answer}"]
+    live = page.locator("[aria-live], [role=log], [role=status], [role=alert]")
+    assert live.evaluate_all("(all) => all.map((each) => each.id)") == [
+        "connection",
+        "announcements",
+    ]
+
+
+# Names of controls, headings, ids, and the contrast of every text against what is behind it.
+CHECKS = """() => {
+  const problems = [];
+  const shown = (element) => element.checkVisibility({ visibilityProperty: true });
+  const describe = (element) => element.outerHTML.slice(0, 100);
+  const nameOf = (element) => {
+    const by = element.getAttribute("aria-labelledby");
+    const labels = [...(element.labels ?? [])].map((label) => label.textContent).join("");
+    const named = by ? by.split(" ").map((id) => document.getElementById(id).textContent).join("") : "";
+    return (element.ariaLabel || named || labels || element.textContent || "").trim();
+  };
+  const fields = "button, a[href], input, select, textarea";
+  const controls = `${fields}, summary, dialog, aside, nav, [role]:not([role=status], [role=alert])`;
+  for (const element of document.querySelectorAll(controls)) {
+    if (shown(element) && !nameOf(element)) problems.push(`no name: ${describe(element)}`);
+  }
+  for (const element of document.querySelectorAll(fields)) {
+    const { width, height } = element.getBoundingClientRect();
+    const isSmall = Math.min(width, height) < 24 && element.type !== "checkbox";
+    if (shown(element) && isSmall) problems.push(`too small: ${width} x ${height} ${describe(element)}`);
+  }
+  const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
+  for (const id of ids) if (ids.indexOf(id) !== ids.lastIndexOf(id)) problems.push(`twice: ${id}`);
+  for (const attribute of ["aria-controls", "aria-describedby", "aria-labelledby", "for"]) {
+    for (const element of document.querySelectorAll(`[${attribute}]`)) {
+      for (const id of element.getAttribute(attribute).split(" ")) {
+        if (!document.getElementById(id)) problems.push(`no element ${id}`);
+      }
+    }
+  }
+  if (document.querySelectorAll("main").length !== 1) problems.push("not one main");
+  if (document.querySelectorAll("h1").length !== 1) problems.push("not one h1");
+  const parse = (colour) => {
+    const numbers = colour.match(/[\\d.]+/g).map(Number);
+    return numbers.length < 4 ? [...numbers, 1] : numbers;
+  };
+  const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3]));
+  const behind = (element) => {
+    const layers = [];
+    for (let at = element; at; at = at.parentElement) layers.push(parse(getComputedStyle(at).backgroundColor));
+    return layers.reduceRight((below, layer) => over(layer, below), [255, 255, 255]);
+  };
+  const luminance = (rgb) => {
+    const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = rgb.map((v) => linear(v / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const contrast = (one, other) => {
+    const [low, high] = [luminance(one), luminance(other)].sort((a, b) => a - b);
+    return (high + 0.05) / (low + 0.05);
+  };
+  const untold = "noscript, .visually-hidden, option, optgroup";
+  const check = (element, colour, ground, needed, what) => {
+    const found = contrast(over(parse(colour), ground), ground);
+    if (found < needed) problems.push(`${what} ${found.toFixed(2)}: ${describe(element)}`);
+  };
+  for (const element of document.querySelectorAll("body *")) {
+    const text = [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim());
+    if (!shown(element) || element.disabled || element.closest(untold)) continue;
+    if (text || element.value) check(element, getComputedStyle(element).color, behind(element), 4.5, "text");
+    if (element.placeholder) {
+      check(element, getComputedStyle(element, "::placeholder").color, behind(element), 4.5, "placeholder");
+    }
+    if (element.matches("input, textarea, select") && !element.closest("#composer")) {
+      check(element, getComputedStyle(element).borderTopColor, behind(element.parentElement), 3, "edge");
+    }
+  }
+  if (document.documentElement.scrollWidth > innerWidth) problems.push("wider than the window");
+  return problems;
+}"""
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_names_sizes_and_contrast_in_every_state(open_page, size):
+    page = open_page(size)
+
+    def check():
+        for scheme in ("light", "dark"):
+            page.emulate_media(color_scheme=scheme)
+            assert page.evaluate(CHECKS) == [], scheme
+
+    check()
+    example(page, "Track an order")
+    check()
+    page.get_by_label("Result of track_order").fill("{}")
+    page.get_by_role("button", name="Send result").click()
+    ended(page, 1)
+    page.get_by_role("button", name="Edit the results").click()
+    page.keyboard.press("Control+Shift+o")
+    example(page, "Pull out an event")
+    page.get_by_role("button", name="Settings", exact=True).click()
+    page.get_by_label("JSON schema", exact=True).fill("{")
+    check()
+    page.keyboard.press("Control+.")
+    page.route("**/v1/chat/completions", lambda route: route.abort())
+    page.keyboard.press("Control+Shift+o")
+    send(page, "x")
+    page.keyboard.press("Control+k")
+    page.get_by_role("button", name=re.compile("^Rename")).first.click()
+    page.get_by_role("button", name="Import, export").click()
+    check()
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Shortcuts").click()
+    check()
+
+
+def test_the_theme_follows_the_system_until_it_is_chosen(open_page):
+    page = open_page(scheme="dark")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    dark = page.evaluate(ground)
+    page.get_by_role("button", name="Light", exact=True).click()
+    light = page.evaluate(ground)
+    assert light != dark
+    page.reload()
+    page.wait_for_selector("html[data-ready]")
+    assert page.evaluate(ground) == light
+    page.get_by_role("button", name="System", exact=True).click()
+    assert page.evaluate(ground) == dark
+    page.emulate_media(color_scheme="light")
+    assert page.evaluate(ground) == light
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_long_chats_and_long_words_fit(open_page, size):
+    page = open_page(size)
+    long = "w" * 500
+    texts = [
+        f"question {i}" if i % 2 == 0 else f"# {long}\n\n- `{long}`\n\n```\n{long}\n```"
+        for i in range(200)
+    ]
+    import_chats(page, chat_of(long, *texts[1:]) | {"title": long})
+    page.wait_for_selector(".turn >> nth=199")
+    outside = """() => {
+      const at = document.getElementById("scroller");
+      return [document.documentElement.scrollWidth - innerWidth, at.scrollWidth - at.clientWidth,
+        at.scrollHeight - at.clientHeight - at.scrollTop < 2];
+    }"""
+    assert page.evaluate(outside) == [0, 0, True]
+    # The reader who has gone up stays there while an answer comes; a button leads back to the end.
+    page.evaluate("document.getElementById('scroller').scrollTop = 0")
+    page.get_by_role("button", name="To the end").click()
+    assert page.evaluate(outside) == [0, 0, True]
