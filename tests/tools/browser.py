@@ -36,7 +36,7 @@ def browser() -> Iterator[Any]:
                 "no browser: install Chromium or Chrome, or run `python -m playwright install chromium`"
             )
         # Without its sandbox it also runs as root, as in containers; it opens our own page only.
-        started = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        started = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--in-process-gpu", "--disable-gpu"])
         try:
             yield started
         finally:

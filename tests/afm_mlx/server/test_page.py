@@ -28,38 +28,51 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def chromium():
-    with browser() as started:
-        yield started
+def windows():
+    """A window of each size, and what has gone wrong in them."""
+    faults = []
+    with browser() as chromium:
+        pages = {}
+        for size, (width, height) in SIZES.items():
+            context = chromium.new_context(
+                viewport={"width": width, "height": height}, reduced_motion="reduce"
+            )
+            context.set_default_timeout(WAIT)
+            pages[size] = page = context.new_page()
+            page.on("pageerror", lambda error: faults.append(str(error)))
+            page.on("console", lambda said: faults.append(said.text) if _is_fault(said) else None)
+        yield pages, faults
 
 
 @pytest.fixture
-def open_page(chromium, server):
+def open_page(windows, server):
     """Opens the page in a browser that has kept nothing; at the end nothing may have gone wrong in it."""
-    contexts, faults = [], []
+    pages, faults = windows
+    faults.clear()
 
-    def opened(size="wide", scheme="light", url=None):
-        width, height = SIZES[size]
-        context = chromium.new_context(
-            viewport={"width": width, "height": height},
-            color_scheme=scheme,
-            reduced_motion="reduce",
-        )
-        contexts.append(context)
-        context.set_default_timeout(WAIT)
-        page = context.new_page()
-        page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("console", lambda said: faults.append(said.text) if _is_fault(said) else None)
-        page.goto(url or server.url)
+    def opened(size="wide", scheme="light", url=server.url):
+        page = pages[size]
+        page.unroute_all()
+        page.emulate_media(color_scheme=scheme)
+        page.goto(f"{url}/page/icon.svg")  # of the same origin, with no chat open
+        page.evaluate(FORGET)
+        page.goto(url)
         page.wait_for_selector("html[data-ready]")
-        if url is None:
+        if url == server.url:
             page.wait_for_selector("#model option", state="attached")
         return page
 
     yield opened
-    for context in contexts:
-        context.close()
     assert not faults
+
+
+FORGET = """() => new Promise((resolve, reject) => {
+  localStorage.clear();
+  sessionStorage.clear();
+  const forgetting = indexedDB.deleteDatabase("afm-mlx");
+  forgetting.onsuccess = resolve;
+  forgetting.onerror = forgetting.onblocked = reject;
+})"""
 
 
 def _is_fault(said):
@@ -296,7 +309,10 @@ def test_a_tree_fills_in_and_html_in_it_stays_text(open_page):
 def test_a_tool_is_called_and_its_result_answered(open_page):
     page = open_page()
     sent = []
-    page.on("request", lambda r: sent.append(r.post_data_json) if r.url.endswith("ions") else None)
+    page.on(
+        "request",
+        lambda r: sent.append(r.post_data_json) if r.url.endswith("/completions") else None,
+    )
     example(page, "Track an order")
     assert page.locator(".call .call-name").inner_text() == "track_order"
     assert page.locator(".call .tree li li span").all_inner_texts() == ["order", "L5526"]
@@ -315,7 +331,10 @@ def test_a_tool_is_called_and_its_result_answered(open_page):
 def test_settings_are_what_is_asked_for(open_page):
     page = open_page()
     sent = []
-    page.on("request", lambda r: sent.append(r.post_data_json) if r.url.endswith("ions") else None)
+    page.on(
+        "request",
+        lambda r: sent.append(r.post_data_json) if r.url.endswith("/completions") else None,
+    )
     page.get_by_role("button", name="Settings", exact=True).click()
     typed = {"Temperature": "0.5", "Top-p": "0.9", "Top-k": "20", "Min-p": "0.1", "Seed": "3"}
     for label, value in {**typed, "Most tokens": "5", "Stop at, one per line": "\\n\n# "}.items():
