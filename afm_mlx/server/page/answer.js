@@ -32,7 +32,10 @@ export class AnswerView {
     this.element.append(this.who, this.text, this.calls, this.end, this.tools);
   }
 
-  /** `place` is { index, count, isLast }: which of its siblings it is, and whether the conversation ends with it. */
+  /**
+   * `place` is { index, count, isLast }: which of its siblings it is, and whether the conversation ends with
+   * it.
+   */
   update(turn, place) {
     const writing = turn.end === null;
     this.element.classList.toggle("writing", writing);
@@ -70,7 +73,9 @@ export class AnswerView {
   #updateForm(turn, needed) {
     if (needed === (this.#form !== null)) return;
     this.#form?.remove();
-    this.#form = needed ? resultsForm(turn.calls, (results) => this.#actions.answerCalls(turn, results)) : null;
+    this.#form = needed
+      ? resultsForm(turn.calls, (results) => this.#actions.answerCalls(turn, results))
+      : null;
     if (needed) this.calls.append(this.#form);
   }
 
@@ -78,20 +83,27 @@ export class AnswerView {
     const shown = [];
     if (turn.error) shown.push(this.#errorCard(turn));
     else if (NOTES[turn.end]) shown.push(element("p", { class: "note" }, NOTES[turn.end]));
-    else if (!turn.text && !turn.calls.length) shown.push(element("p", { class: "note" }, "The answer is empty."));
+    else if (!turn.text && !turn.calls.length)
+      shown.push(element("p", { class: "note" }, "The answer is empty."));
     if (turn.stats?.tokens) shown.push(element("p", { class: "stats" }, statsLine(turn.stats)));
     return shown;
   }
 
   #errorCard(turn) {
     const { message, param, wait } = turn.error;
-    const retry = iconButton("retry", "Try again", () => this.#actions.retry(turn), { visible: true });
+    const retry = iconButton("retry", "Try again", () => this.#actions.retry(turn), {
+      visible: true,
+    });
     const buttons = element("div", { class: "form-actions" }, retry);
     if (param && this.#actions.hasSetting(param)) {
       const show = () => this.#actions.showSetting(param, message);
-      buttons.append(element("button", { type: "button", class: "button", onclick: show }, "Show the setting"));
+      buttons.append(
+        element("button", { type: "button", class: "button", onclick: show }, "Show the setting"),
+      );
     }
-    const hint = wait ? element("p", { class: "hint" }, `The server asks to wait ${wait} s first.`) : null;
+    const hint = wait
+      ? element("p", { class: "hint" }, `The server asks to wait ${wait} s first.`)
+      : null;
     const said = element("p", {}, icon("warning"), element("span", {}, message));
     return element("div", { class: "card error" }, said, hint, buttons);
   }
@@ -114,7 +126,12 @@ class JsonView {
 
   constructor(schema) {
     this.#tree = new JsonTree(schema);
-    this.raw = element("pre", { class: "raw", tabindex: 0, role: "region", "aria-label": "The answer as it was written" });
+    this.raw = element("pre", {
+      class: "raw",
+      tabindex: 0,
+      role: "region",
+      "aria-label": "The answer as it was written",
+    });
     this.problem = element("p", { class: "note", hidden: true });
     const show = (raw) => () => {
       this.#showsRaw = raw;
@@ -124,8 +141,19 @@ class JsonView {
       element("button", { type: "button", onclick: show(false) }, "Tree"),
       element("button", { type: "button", onclick: show(true) }, "Text"),
     ];
-    const choice = element("div", { class: "segments", role: "group", "aria-label": "Show the answer as" }, ...this.buttons);
-    this.element = element("div", { class: "json" }, choice, this.#tree.element, this.raw, this.problem);
+    const choice = element(
+      "div",
+      { class: "segments", role: "group", "aria-label": "Show the answer as" },
+      ...this.buttons,
+    );
+    this.element = element(
+      "div",
+      { class: "json" },
+      choice,
+      this.#tree.element,
+      this.raw,
+      this.problem,
+    );
     this.#showChoice();
   }
 
@@ -138,7 +166,11 @@ class JsonView {
     const cut = ended && !this.#parser.done;
     const { error } = this.#parser;
     this.problem.hidden = !error && !cut;
-    this.problem.textContent = error ? `This is not JSON: ${error}.` : cut ? "This JSON is not complete." : "";
+    this.problem.textContent = error
+      ? `This is not JSON: ${error}.`
+      : cut
+        ? "This JSON is not complete."
+        : "";
     this.#showChoice();
   }
 

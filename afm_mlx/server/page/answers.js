@@ -34,7 +34,11 @@ export class Answers {
     const { settings } = conversation;
     const { fields } = requestFields(settings);
     const messages = messagesOf(path(conversation, parent), settings.system);
-    const turn = addTurn(conversation, parent, newAnswer(settings.model, fields.response_format ? "json" : "text"));
+    const turn = addTurn(
+      conversation,
+      parent,
+      newAnswer(settings.model, fields.response_format ? "json" : "text"),
+    );
     const controller = new AbortController();
     this.#running.set(conversation.id, controller);
     this.#run(conversation, turn, { model: settings.model, messages, ...fields }, controller);
@@ -68,7 +72,8 @@ export class Answers {
 function announcement(turn) {
   if (turn.error) return `The answer failed: ${turn.error.message}`;
   if (turn.end === "stopped") return "The answer was stopped.";
-  if (turn.calls.length) return `The answer calls ${turn.calls.map((call) => call.name).join(", ")}. Type the result.`;
-  const cut = turn.text.length > LONGEST_ANNOUNCED;
-  return `${turn.model} answered: ${turn.text.slice(0, LONGEST_ANNOUNCED)}${cut ? "… The rest is in the page." : ""}`;
+  if (turn.calls.length)
+    return `The answer calls ${turn.calls.map((call) => call.name).join(", ")}. Type the result.`;
+  const rest = turn.text.length > LONGEST_ANNOUNCED ? "… The rest is in the page." : "";
+  return `${turn.model} answered: ${turn.text.slice(0, LONGEST_ANNOUNCED)}${rest}`;
 }

@@ -1,6 +1,9 @@
 /** The server's routes, its errors, and the stream of events. */
 
-/** What the server refused, or could not finish: OpenAI's error, with the status that it came with (0 in a stream). */
+/**
+ * What the server refused, or could not finish: OpenAI's error, with the status that it came with (0 in a
+ * stream).
+ */
 export class ServerError extends Error {
   constructor(status, { message, type = null, param = null, code = null }, retryAfter = null) {
     super(message);
@@ -15,7 +18,10 @@ const KEY = "afm-mlx key";
 let askForKey = async () => null;
 let asking = null; // the question that is open, which all requests wait for
 
-/** `ask(refused)` shows a dialog and returns the key, or null; `refused` says that there was a key, and it was wrong. */
+/**
+ * `ask(refused)` shows a dialog and returns the key, or null; `refused` says that there was a key, and it was
+ * wrong.
+ */
 export function onKeyNeeded(ask) {
   askForKey = ask;
 }
@@ -74,7 +80,10 @@ async function errorOf(response) {
   } catch {
     // not the server's own answer, but a proxy's for instance
   }
-  const told = typeof error?.message === "string" ? error : { message: `The server answered ${response.status}.` };
+  const told =
+    typeof error?.message === "string"
+      ? error
+      : { message: `The server answered ${response.status}.` };
   return new ServerError(response.status, told, response.headers.get("Retry-After"));
 }
 

@@ -32,11 +32,22 @@ export function resultsForm(calls, onresults, { texts = [], oncancel = null } = 
   const fields = calls.map((call, i) => resultField(call, i, calls.length, texts[i] ?? ""));
   const submit = (event) => {
     event.preventDefault();
-    onresults(calls.map((call, i) => ({ call: call.id, name: call.name, text: fields[i].input.value })));
+    onresults(
+      calls.map((call, i) => ({ call: call.id, name: call.name, text: fields[i].input.value })),
+    );
   };
-  const cancel = oncancel && element("button", { type: "button", class: "button", onclick: oncancel }, "Cancel");
-  const send = element("button", { type: "submit", class: "button primary" }, calls.length > 1 ? "Send results" : "Send result");
-  const form = element("form", { class: "results-form", onsubmit: submit }, ...fields.map((field) => field.element));
+  const cancel =
+    oncancel && element("button", { type: "button", class: "button", onclick: oncancel }, "Cancel");
+  const send = element(
+    "button",
+    { type: "submit", class: "button primary" },
+    calls.length > 1 ? "Send results" : "Send result",
+  );
+  const form = element(
+    "form",
+    { class: "results-form", onsubmit: submit },
+    ...fields.map((field) => field.element),
+  );
   form.append(element("div", { class: "form-actions" }, send, cancel ?? ""));
   form.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
@@ -45,14 +56,33 @@ export function resultsForm(calls, onresults, { texts = [], oncancel = null } = 
 }
 
 function resultField(call, i, count, text) {
-  const which = count > 1 ? `Result of ${call.name} (${i + 1} of ${count})` : `Result of ${call.name}`;
-  const input = element("textarea", { rows: 2, spellcheck: "false", placeholder: '{"city": "Hitton", "arrives": "March 14"}' });
+  const which =
+    count > 1 ? `Result of ${call.name} (${i + 1} of ${count})` : `Result of ${call.name}`;
+  const input = element("textarea", {
+    rows: 2,
+    spellcheck: "false",
+    placeholder: '{"city": "Hitton", "arrives": "March 14"}',
+  });
   input.value = text;
-  return { input, element: element("label", { class: "labelled" }, element("span", {}, which), input) };
+  return {
+    input,
+    element: element("label", { class: "labelled" }, element("span", {}, which), input),
+  };
 }
 
 /** A result that was sent. */
 export function resultCard({ name, text }) {
-  const head = element("p", { class: "card-head" }, icon("back"), "Result of ", element("span", { class: "call-name" }, name));
-  return element("div", { class: "card" }, head, element("pre", { class: "raw", tabindex: 0 }, text || "(empty)"));
+  const head = element(
+    "p",
+    { class: "card-head" },
+    icon("back"),
+    "Result of ",
+    element("span", { class: "call-name" }, name),
+  );
+  return element(
+    "div",
+    { class: "card" },
+    head,
+    element("pre", { class: "raw", tabindex: 0 }, text || "(empty)"),
+  );
 }

@@ -1,8 +1,6 @@
 /** The message field, with what applies to the next answer: model, format, tools, instructions. */
-import { byId, element, icon, iconButton } from "./dom.js";
+import { byId, element, fitHeight, icon, iconButton } from "./dom.js";
 import { toolNames } from "./settings.js";
-
-const TALLEST_PX = 240;
 
 export class Composer {
   #actions;
@@ -10,7 +8,10 @@ export class Composer {
   #settings = null;
   #running = false;
 
-  /** `actions`: send(text) -> whether it was sent, stop(), editLast(), changed(), set(settings), showSettings(field). */
+  /**
+   * `actions`: send(text) -> whether it was sent, stop(), editLast(), changed(), set(settings),
+   * showSettings(field).
+   */
   constructor(actions) {
     this.#actions = actions;
     this.field = byId("message");
@@ -47,7 +48,11 @@ export class Composer {
     const groups = Map.groupBy(models, ({ id }) => id.split(":")[0]);
     this.select.replaceChildren(
       ...[...groups].map(([base, ids]) =>
-        element("optgroup", { label: base }, ...ids.map(({ id }) => element("option", { value: id }, id))),
+        element(
+          "optgroup",
+          { label: base },
+          ...ids.map(({ id }) => element("option", { value: id }, id)),
+        ),
       ),
     );
   }
@@ -68,19 +73,30 @@ export class Composer {
   #showChips() {
     const chips = [];
     const chip = (name, label, field, off) => {
-      const show = element("button", { type: "button", onclick: () => this.#actions.showSettings(field) }, icon(name), label);
+      const show = element(
+        "button",
+        { type: "button", onclick: () => this.#actions.showSettings(field) },
+        icon(name),
+        label,
+      );
       const remove = () => {
         this.#actions.set(off);
         this.focus();
       };
-      chips.push(element("span", { class: "chip" }, show, iconButton("close", `Remove: ${label}`, remove)));
+      chips.push(
+        element("span", { class: "chip" }, show, iconButton("close", `Remove: ${label}`, remove)),
+      );
     };
     const { system, format, tools } = this.#settings;
     if (system.trim()) chip("edit", "Instructions", "system", { system: "" });
     if (format === "json_object") chip("format", "JSON", "format", { format: "text" });
     if (format === "json_schema") chip("format", "JSON schema", "schema", { format: "text" });
     const count = tools.trim() ? toolNames(this.#settings).length : 0;
-    if (count) chip("tool", `${count} tool${count > 1 ? "s" : ""}`, "tools", { tools: "", tool_choice: "auto" });
+    if (count)
+      chip("tool", `${count} tool${count > 1 ? "s" : ""}`, "tools", {
+        tools: "",
+        tool_choice: "auto",
+      });
     byId("chips").replaceChildren(...chips);
     byId("chips").hidden = !chips.length;
   }
@@ -91,8 +107,7 @@ export class Composer {
   }
 
   #changed() {
-    this.field.style.blockSize = "auto";
-    this.field.style.blockSize = `${Math.min(this.field.scrollHeight, TALLEST_PX)}px`;
+    fitHeight(this.field);
     this.#enable();
     this.#actions.changed();
   }

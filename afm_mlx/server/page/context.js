@@ -70,7 +70,11 @@ export class Context {
     if (!typed || !model || this.#app.isRunning()) return;
     const messages = this.#messages(this.#app.path(), typed);
     try {
-      const tokens = await countTokens(model.id, messages, requestFields(this.#app.current.settings).fields.tools);
+      const tokens = await countTokens(
+        model.id,
+        messages,
+        requestFields(this.#app.current.settings).fields.tools,
+      );
       this.#counted = { of: JSON.stringify(messages), tokens };
       this.show();
     } catch {

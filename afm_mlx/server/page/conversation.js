@@ -1,6 +1,6 @@
 /**
- * A conversation is a tree of turns: to edit a message or to try again adds a branch, and nothing that was written is
- * lost. `head` is the last turn of the branch that is shown.
+ * A conversation is a tree of turns: to edit a message or to try again adds a branch, and nothing that was
+ * written is lost. `head` is the last turn of the branch that is shown.
  *
  *     { id, title, renamed, created, updated, head, settings, turns: { id: turn } }
  *
@@ -10,8 +10,8 @@
  *     assistant  model, text, calls: [{ id, name, arguments }], format, stats, end, error
  *     results    results: [{ call, name, text }], what the calls of the answer before gave
  *
- * `end` says how an answer ended: null while it is written, or stop, length, tool_calls, stopped (by the reader), lost
- * (the page was closed), error.
+ * `end` says how an answer ended: null while it is written, or stop, length, tool_calls, stopped (by the
+ * reader), lost (the page was closed), error.
  */
 import { newId } from "./dom.js";
 import { defaultSettings } from "./settings.js";
@@ -21,7 +21,16 @@ const LONGEST_TITLE = 60; // characters
 export function newConversation(settings = defaultSettings()) {
   const now = Date.now();
   const id = newId("c");
-  return { id, title: "New chat", renamed: false, created: now, updated: now, head: null, settings, turns: {} };
+  return {
+    id,
+    title: "New chat",
+    renamed: false,
+    created: now,
+    updated: now,
+    head: null,
+    settings,
+    turns: {},
+  };
 }
 
 /** Add a turn under `parent`, which becomes the head. */
@@ -30,7 +39,8 @@ export function addTurn(conversation, parent, fields) {
   conversation.turns[turn.id] = turn;
   conversation.head = turn.id;
   conversation.updated = turn.created;
-  if (Object.keys(conversation.turns).length === 1 && !conversation.renamed) conversation.title = titleOf(turn.text);
+  if (Object.keys(conversation.turns).length === 1 && !conversation.renamed)
+    conversation.title = titleOf(turn.text);
   return turn;
 }
 
@@ -53,7 +63,8 @@ function titleOf(text) {
 /** The turns from the first to `last`, or to the head. */
 export function path(conversation, last = conversation.head) {
   const turns = [];
-  for (let id = last; id !== null; id = conversation.turns[id].parent) turns.push(conversation.turns[id]);
+  for (let id = last; id !== null; id = conversation.turns[id].parent)
+    turns.push(conversation.turns[id]);
   return turns.reverse();
 }
 
@@ -115,7 +126,8 @@ export function excerpt(conversation, query) {
   for (const turn of Object.values(conversation.turns)) {
     const text = turn.text ?? turn.results?.map((result) => result.text).join("\n") ?? "";
     const at = text.toLowerCase().indexOf(wanted);
-    if (at >= 0) return `${at > 20 ? "…" : ""}${text.slice(Math.max(0, at - 20), at + wanted.length + 40)}`;
+    if (at >= 0)
+      return `${at > 20 ? "…" : ""}${text.slice(Math.max(0, at - 20), at + wanted.length + 40)}`;
   }
   return null;
 }

@@ -1,4 +1,7 @@
-/** The dialogs: the server's key, and the list of shortcuts. Menus, and panels that cover the page when it is narrow. */
+/**
+ * The dialogs: the server's key, and the list of shortcuts. Menus, and panels that cover the page when it is
+ * narrow.
+ */
 import { byId } from "./dom.js";
 
 /** Ask for the server's key: { key, remember }, or null if the reader gives none. */
@@ -12,7 +15,11 @@ export function askForKey(refused) {
   return new Promise((resolve) => {
     const closed = () => {
       const { key, remember } = form.elements;
-      resolve(dialog.returnValue === "send" && key.value ? { key: key.value, remember: remember.checked } : null);
+      resolve(
+        dialog.returnValue === "send" && key.value
+          ? { key: key.value, remember: remember.checked }
+          : null,
+      );
     };
     dialog.addEventListener("close", closed, { once: true });
   });
@@ -49,7 +56,9 @@ function walk(menu, event) {
   items[(at + step + items.length) % items.length].focus();
 }
 
-/** A side panel: beside the page where there is room, over it elsewhere. Only what lies on top takes the focus. */
+/**
+ * A side panel: beside the page where there is room, over it elsewhere. Only what lies on top takes the focus.
+ */
 export class SidePanel {
   #name;
   #wide;

@@ -3,15 +3,16 @@
 /**
  * An element with attributes and children.
  *
- * Attributes that begin with `on` are listeners; `true` sets a bare attribute; `false`, `null` and `undefined` set none.
- * Children are nodes or strings, and `null` is left out.
+ * Attributes that begin with `on` are listeners; `true` sets a bare attribute; `false`, `null` and `undefined`
+ * set none. Children are nodes or strings, and `null` is left out.
  */
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
     else if (value === true) made.setAttribute(name, "");
-    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
+    else if (value !== false && value !== null && value !== undefined)
+      made.setAttribute(name, value);
   }
   made.append(...children.filter((child) => child !== null && child !== undefined));
   return made;
@@ -25,7 +26,12 @@ export function iconButton(name, label, onclick, { visible = false, ...attribute
   const hidden = visible ? {} : { "aria-label": label, title: label };
   const kind = visible ? "button" : "button icon-only";
   const text = visible ? label : null;
-  return element("button", { type: "button", class: kind, onclick, ...hidden, ...attributes }, icon(name), text);
+  return element(
+    "button",
+    { type: "button", class: kind, onclick, ...hidden, ...attributes },
+    icon(name),
+    text,
+  );
 }
 
 const PATHS = {
@@ -43,13 +49,19 @@ const PATHS = {
   search: "M10.5 17a6.5 6.5 0 1 1 0-13 6.5 6.5 0 0 1 0 13ZM15.5 15.5 20 20",
   send: "M12 19.5v-15M5.5 11 12 4.5l6.5 6.5",
   stop: "M7.5 7.5h9v9h-9z",
-  tool: "M14 6.5a4.5 4.5 0 0 1 5.7-1.7L16.5 8l1.5 1.5 3.2-3.2A4.5 4.5 0 0 1 15.5 12L8 19.5 4.5 16 12 8.5a4.5 4.5 0 0 1 2-2Z",
+  tool:
+    "M14 6.5a4.5 4.5 0 0 1 5.7-1.7L16.5 8l1.5 1.5 3.2-3.2" +
+    "A4.5 4.5 0 0 1 15.5 12L8 19.5 4.5 16 12 8.5a4.5 4.5 0 0 1 2-2Z",
   warning: "M12 4 2.8 20h18.4zM12 10v4.5M12 17v.5",
 };
 
 /** A decoration: assistive technology doesn't see it. */
 export function icon(name) {
-  const svg = svgElement("svg", { viewBox: "0 0 24 24", class: `icon icon-${name}`, "aria-hidden": "true" });
+  const svg = svgElement("svg", {
+    viewBox: "0 0 24 24",
+    class: `icon icon-${name}`,
+    "aria-hidden": "true",
+  });
   svg.append(svgElement("path", { d: PATHS[name] }));
   return svg;
 }
@@ -58,6 +70,15 @@ export function svgElement(tag, attributes = {}) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   return made;
+}
+
+const TALLEST_PX = 240; // of a field that grows with its text
+
+/** As high as its text, up to a limit. */
+export function fitHeight(field) {
+  field.style.blockSize = "auto";
+  const edges = field.offsetHeight - field.clientHeight;
+  field.style.blockSize = `${Math.min(field.scrollHeight + edges, TALLEST_PX)}px`;
 }
 
 /** Tells assistive technology, once; nothing is shown. */
@@ -70,7 +91,10 @@ export function announce(text) {
 
 const TOAST_MS = 8000;
 
-/** Shows a sentence for some seconds, with one thing to do about it, which stays while it is focused or pointed at. */
+/**
+ * Shows a sentence for some seconds, with one thing to do about it, which stays while it is focused or pointed
+ * at.
+ */
 export function toast(text, action = null) {
   const shown = element("div", { class: "toast" }, element("span", {}, text));
   const remove = () => shown.remove();
@@ -88,7 +112,9 @@ export function toast(text, action = null) {
       remove();
       action.run();
     };
-    shown.append(element("button", { type: "button", class: "button", onclick: act }, action.label));
+    shown.append(
+      element("button", { type: "button", class: "button", onclick: act }, action.label),
+    );
   }
   shown.append(iconButton("close", "Close this notice", remove));
   byId("toasts").append(shown);

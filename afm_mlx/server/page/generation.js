@@ -2,7 +2,8 @@
 import { streamChat } from "./api.js";
 
 /**
- * Ask for `turn`, an answer that has not begun, and write what comes into it. `onpiece()` is called when it has grown.
+ * Ask for `turn`, an answer that has not begun, and write what comes into it. `onpiece()` is called when it has
+ * grown.
  *
  * Never raises: what went wrong is in the turn's `error`. The stream ends when `signal` is aborted.
  */
@@ -44,4 +45,3 @@ function described(error) {
   const { message, param = null, status = 0, retryAfter = null } = error;
   return { message, param, status, wait: retryAfter };
 }
-

@@ -1,8 +1,8 @@
 /**
  * A value of JSON as a tree of rows that fills in while it is written.
  *
- * Rows are kept from one update to the next, so that what the reader has folded stays folded. Properties that the
- * schema has and the text has not reached yet are shown as rows to come.
+ * Rows are kept from one update to the next, so that what the reader has folded stays folded. Properties that
+ * the schema has and the text has not reached yet are shown as rows to come.
  */
 import { element } from "./dom.js";
 
@@ -15,7 +15,10 @@ export class JsonTree {
     this.element = element("ul", { class: "tree" });
   }
 
-  /** Show `root` of a PartialJson; null is a value of which nothing is there yet. What has `ended` awaits nothing. */
+  /**
+   * Show `root` of a PartialJson; null is a value of which nothing is there yet. What has `ended` awaits
+   * nothing.
+   */
   update(root, ended = false) {
     const schema = ended ? null : this.#schema;
     this.#row ??= new Row(null, this.#schema);
@@ -74,7 +77,8 @@ class Row {
       const row = (this.#rows[i] ??= new Row(child.key, this.#root));
       if (row.key.textContent !== child.key) row.key.textContent = child.key;
       row.update(child.node, child.schema);
-      if (!row.element.isConnected || row.element.parentNode !== this.list) this.list.append(row.element);
+      if (!row.element.isConnected || row.element.parentNode !== this.list)
+        this.list.append(row.element);
     });
     for (const row of this.#rows.splice(children.length)) row.element.remove();
   }
@@ -118,7 +122,10 @@ function resolve(schema, root) {
   for (let steps = 0; isObject(schema) && typeof schema.$ref === "string"; steps += 1) {
     if (!schema.$ref.startsWith("#") || steps > 20) return null;
     const names = schema.$ref.slice(1).split("/").filter(Boolean).map(unescapePointer);
-    schema = names.reduce((at, name) => (isObject(at) && Object.hasOwn(at, name) ? at[name] : null), root);
+    schema = names.reduce(
+      (at, name) => (isObject(at) && Object.hasOwn(at, name) ? at[name] : null),
+      root,
+    );
   }
   return isObject(schema) ? schema : null;
 }

@@ -90,7 +90,10 @@ class App {
     byId("title").textContent = current.head === null ? "New chat" : current.title;
     document.title = current.head === null ? "afm-mlx" : `${current.title} · afm-mlx`;
     byId("export-menu-button").disabled = current.head === null;
-    this.composer.show(current.settings, { running: this.isRunning(), openCalls: openCalls(current).length });
+    this.composer.show(current.settings, {
+      running: this.isRunning(),
+      openCalls: openCalls(current).length,
+    });
     this.#list();
     this.context.show();
   }
@@ -132,7 +135,14 @@ class App {
     if (known) this.#set(known);
     // An empty chat goes on with the model and the sampling of the chat before.
     else if (this.current.head !== null) {
-      const { system: _, format: __, schema: ___, tools: ____, tool_choice: _____, ...kept } = this.current.settings;
+      const {
+        system: _,
+        format: __,
+        schema: ___,
+        tools: ____,
+        tool_choice: _____,
+        ...kept
+      } = this.current.settings;
       this.#set(newConversation({ ...defaultSettings(), ...kept }));
     } else this.show();
   }
@@ -210,7 +220,10 @@ class App {
   // --- settings ---
 
   settingsChanged() {
-    this.composer.show(this.current.settings, { running: this.isRunning(), openCalls: openCalls(this.current).length });
+    this.composer.show(this.current.settings, {
+      running: this.isRunning(),
+      openCalls: openCalls(this.current).length,
+    });
     this.context.show();
     if (this.current.head !== null) this.save(this.current);
   }
@@ -302,7 +315,10 @@ class App {
       byId("connection-message").textContent = error.message;
       byId("connection").hidden = false;
       if (error.status !== 401) {
-        this.nextAttempt = setTimeout(() => this.#loadModels(Math.min(2 * wait, LONGEST_WAIT_MS)), wait);
+        this.nextAttempt = setTimeout(
+          () => this.#loadModels(Math.min(2 * wait, LONGEST_WAIT_MS)),
+          wait,
+        );
       }
       return;
     }

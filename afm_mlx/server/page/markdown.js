@@ -1,5 +1,6 @@
 /**
- * A little of Markdown, as elements: paragraphs, headings, lists with boxes, quotes, code, emphasis, links to the web.
+ * A little of Markdown, as elements: paragraphs, headings, lists with boxes, quotes, code, emphasis, links to
+ * the web.
  *
  * Everything else, HTML above all, is shown as the text that it is.
  */
@@ -11,11 +12,14 @@ const ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 const QUOTE = /^>\s?(.*)$/;
 const RULE = /^([-*_])(\s*\1){2,}\s*$/;
 const BOX = /^\[([ xX])\]\s+/;
-const INLINE = /(`+)(.+?)\1|\*\*(\S(?:.*?\S)?)\*\*|\*(\S(?:[^*]*?\S)?)\*|\[([^\][]+)\]\(((?:https?:|mailto:)[^\s()<>]+)\)/;
+const INLINE =
+  /(`+)(.+?)\1|\*\*(\S(?:.*?\S)?)\*\*|\*(\S(?:[^*]*?\S)?)\*|\[([^\][]+)\]\(((?:https?:|mailto:)[^\s()<>]+)\)/;
 
 const shownBlocks = new WeakMap(); // container -> sources of the blocks that it shows
 
-/** Show `text` in `container`. Blocks that have not changed since the last call stay the elements that they are. */
+/**
+ * Show `text` in `container`. Blocks that have not changed since the last call stay the elements that they are.
+ */
 export function showMarkdown(container, text) {
   const blocks = splitBlocks(text);
   const before = shownBlocks.get(container) ?? [];
@@ -44,7 +48,8 @@ function splitBlocks(text) {
     const from = i;
     i += 1;
     if (kind === "blank") continue;
-    if (kind !== "heading" && kind !== "rule") while (i < lines.length && goesOn(kind, lines[i])) i += 1;
+    if (kind !== "heading" && kind !== "rule")
+      while (i < lines.length && goesOn(kind, lines[i])) i += 1;
     blocks.push({ kind, lines: lines.slice(from, i) });
   }
   return blocks;
@@ -69,7 +74,11 @@ function makeBlock(block) {
   if (block.kind === "code") return codeBlock(block);
   if (block.kind === "rule") return element("hr");
   if (block.kind === "quote") {
-    return element("blockquote", {}, ...inlineLines(block.lines.map((line) => line.match(QUOTE)[1])));
+    return element(
+      "blockquote",
+      {},
+      ...inlineLines(block.lines.map((line) => line.match(QUOTE)[1])),
+    );
   }
   if (block.kind === "heading") {
     const [, marks, text] = block.lines[0].match(HEADING);
@@ -87,7 +96,11 @@ function codeBlock({ language, text }) {
   const head = element("div", { class: "code-head" }, element("span", {}, language || "code"));
   if (navigator.clipboard) head.append(iconButton("copy", "Copy this code", copy));
   const label = language ? `Code, ${language}` : "Code";
-  const pre = element("pre", { tabindex: 0, role: "region", "aria-label": label }, element("code", {}, text));
+  const pre = element(
+    "pre",
+    { tabindex: 0, role: "region", "aria-label": label },
+    element("code", {}, text),
+  );
   return element("div", { class: "code" }, head, pre);
 }
 
@@ -101,7 +114,10 @@ function list(lines) {
   }
   const build = (from, indent) => {
     const ordered = /\d/.test(items[from].mark);
-    const made = element(ordered ? "ol" : "ul", ordered ? { start: parseInt(items[from].mark, 10) } : {});
+    const made = element(
+      ordered ? "ol" : "ul",
+      ordered ? { start: parseInt(items[from].mark, 10) } : {},
+    );
     let i = from;
     while (i < items.length && items[i].indent >= indent) {
       if (items[i].indent > indent + 1 && made.lastChild) {
@@ -125,7 +141,13 @@ function listItem(lines) {
   const label = ticked ? "Done: " : "To do: ";
   const mark = element("span", { class: `box${ticked ? " ticked" : ""}`, "aria-hidden": "true" });
   const spoken = element("span", { class: "visually-hidden" }, label);
-  return element("li", { class: "boxed" }, mark, spoken, ...inlineLines([lines[0].replace(BOX, ""), ...lines.slice(1)]));
+  return element(
+    "li",
+    { class: "boxed" },
+    mark,
+    spoken,
+    ...inlineLines([lines[0].replace(BOX, ""), ...lines.slice(1)]),
+  );
 }
 
 function inlineLines(lines) {
@@ -149,5 +171,9 @@ function inlineElement([, , code, strong, emphasis, label, address]) {
   if (code !== undefined) return element("code", {}, code.trim() || code);
   if (strong !== undefined) return element("strong", {}, ...inline(strong));
   if (emphasis !== undefined) return element("em", {}, ...inline(emphasis));
-  return element("a", { href: address, target: "_blank", rel: "noopener noreferrer" }, ...inline(label));
+  return element(
+    "a",
+    { href: address, target: "_blank", rel: "noopener noreferrer" },
+    ...inline(label),
+  );
 }

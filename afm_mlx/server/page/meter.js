@@ -59,7 +59,8 @@ export function statsLine(stats) {
   const parts = [`${number(stats.tokens)} token${stats.tokens === 1 ? "" : "s"}`];
   if (stats.speed) parts.push(`${number(stats.speed)} per second`);
   if (stats.firstMs !== undefined) parts.push(`first after ${number(stats.firstMs / 1000, 2)} s`);
-  if (stats.acceptance !== undefined) parts.push(`${number(100 * stats.acceptance)} % of drafts taken`);
+  if (stats.acceptance !== undefined)
+    parts.push(`${number(100 * stats.acceptance)} % of drafts taken`);
   return parts.join(" · ");
 }
 
@@ -69,8 +70,8 @@ export class MeterView {
   #large = new Curve(byId("chart"), 280, 88);
 
   /**
-   * Show an answer's stats (null before the first), and the context: `used` tokens of `limit` (null where the server
-   * tells none), an estimate unless `exact`.
+   * Show an answer's stats (null before the first), and the context: `used` tokens of `limit` (null where the
+   * server tells none), an estimate unless `exact`.
    */
   show({ stats, used, limit, exact }) {
     const rates = stats?.rates;
@@ -85,7 +86,9 @@ export class MeterView {
       fill.classList.toggle("nearly-full", share > 0.9);
     }
     const about = exact ? "" : "about ";
-    const context = limit ? `${about}${number(used)} of ${number(limit)} tokens` : `${about}${number(used)} tokens`;
+    const context = limit
+      ? `${about}${number(used)} of ${number(limit)} tokens`
+      : `${about}${number(used)} tokens`;
     byId("context").textContent = limit ? `${number(used)} / ${number(limit)}` : number(used);
     byId("context-bar").hidden = byId("context-bar-large").hidden = !limit;
     byId("context-large").textContent = context;
@@ -111,7 +114,10 @@ function figures(stats) {
     ["Tokens of the answer", number(stats.tokens)],
     ["Tokens of the prompt", stats.promptTokens !== undefined && number(stats.promptTokens)],
     ["Prompt from the cache", stats.cachedTokens !== undefined && number(stats.cachedTokens)],
-    ["Drafted tokens taken", stats.acceptance !== undefined && `${number(100 * stats.acceptance)} %`],
+    [
+      "Drafted tokens taken",
+      stats.acceptance !== undefined && `${number(100 * stats.acceptance)} %`,
+    ],
   ];
   return rows
     .filter(([, value]) => value)

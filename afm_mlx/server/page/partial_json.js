@@ -1,7 +1,8 @@
 /**
  * JSON as far as it has been written. Text is fed in pieces; each character is looked at once.
  *
- * `root` is what the text holds so far: null before the first value, then a node. Nodes have `kind`, `done`, and
+ * `root` is what the text holds so far: null before the first value, then a node. Nodes have `kind`, `done`,
+ * and
  *
  *     object           entries: [{ key, keyDone, value: node or null }]
  *     array            items: [node]
@@ -53,7 +54,8 @@ export class PartialJson {
     }
     if (" \t\r\n".includes(char)) return;
     if (char === "}" || char === "]") return this.#close(char);
-    if (this.#expects === "colon") return char === ":" ? (this.#expects = "value") : this.#fail(char);
+    if (this.#expects === "colon")
+      return char === ":" ? (this.#expects = "value") : this.#fail(char);
     if (this.#expects === "comma") return char === "," ? this.#next() : this.#fail(char);
     if (this.#expects.endsWith("key")) return char === '"' ? this.#beginKey() : this.#fail(char);
     if (this.#expects === "value" || this.#expects === "first item") return this.#beginValue(char);
@@ -96,7 +98,8 @@ export class PartialJson {
   #close(char) {
     const node = this.#open.at(-1);
     const fits = node && (char === "}") === (node.kind === "object");
-    if (!fits || !["comma", "first key", "first item"].includes(this.#expects)) return this.#fail(char);
+    if (!fits || !["comma", "first key", "first item"].includes(this.#expects))
+      return this.#fail(char);
     this.#open.pop();
     this.#endValue(node);
   }

@@ -73,7 +73,8 @@ export function requestFields(settings) {
   const stops = settings.stop.split("\n").filter(Boolean).map(unescapeStop);
   if (stops.length) fields.stop = stops;
   if (settings.format === "json_object") fields.response_format = { type: "json_object" };
-  if (settings.format === "json_schema") read("schema", (typed) => ({ response_format: readSchema(typed) }));
+  if (settings.format === "json_schema")
+    read("schema", (typed) => ({ response_format: readSchema(typed) }));
   read("tools", (typed) => (typed ? toolFields(typed, settings.tool_choice) : {}));
   return { fields, problems };
 }
@@ -86,7 +87,9 @@ function readNumber(typed, { from, to = Infinity, whole = false }) {
   throw new Error(`This has to be a ${whole ? "whole " : ""}number ${range}.`);
 }
 
-/** What `\n`, `\t` and `\\` stand for in a stop string: each line is one, so they can't be typed as they are. */
+/**
+ * What `\n`, `\t` and `\\` stand for in a stop string: each line is one, so they can't be typed as they are.
+ */
 function unescapeStop(line) {
   return line.replace(/\\([nt\\])/g, (_, char) => ({ n: "\n", t: "\t", "\\": "\\" })[char]);
 }
@@ -103,9 +106,14 @@ function readSchema(typed) {
   if (!typed) throw new Error("A JSON schema is needed, or another answer format.");
   const schema = readJson(typed);
   if (!isObject(schema)) throw new Error("A JSON schema is an object, in braces.");
-  const title = typeof schema.title === "string" ? schema.title.replace(/[^\w-]/g, "_").slice(0, 64) : "";
-  const described = typeof schema.description === "string" ? { description: schema.description } : {};
-  return { type: "json_schema", json_schema: { name: title || "answer", ...described, schema, strict: true } };
+  const title =
+    typeof schema.title === "string" ? schema.title.replace(/[^\w-]/g, "_").slice(0, 64) : "";
+  const described =
+    typeof schema.description === "string" ? { description: schema.description } : {};
+  return {
+    type: "json_schema",
+    json_schema: { name: title || "answer", ...described, schema, strict: true },
+  };
 }
 
 function toolFields(typed, choice) {
@@ -121,7 +129,9 @@ function toolFields(typed, choice) {
 function readTool(tool) {
   const definition = isObject(tool?.function) ? tool.function : tool;
   if (!isObject(definition) || typeof definition.name !== "string" || !definition.name) {
-    throw new Error('Each tool is an object with a "name", and mostly a "description" and "parameters".');
+    throw new Error(
+      'Each tool is an object with a "name", and mostly a "description" and "parameters".',
+    );
   }
   const { type: _, ...fields } = definition;
   return { type: "function", function: fields };
@@ -157,14 +167,19 @@ export class SettingsForm {
     this.element = byId("settings");
     this.element.addEventListener("input", ({ target }) => this.#changed(target));
     this.element.addEventListener("submit", (event) => event.preventDefault());
-    byId("example-schema").addEventListener("click", () => this.set({ schema: pretty(EXAMPLE_SCHEMA) }));
-    byId("example-tools").addEventListener("click", () => this.set({ tools: pretty(EXAMPLE_TOOLS) }));
+    byId("example-schema").addEventListener("click", () =>
+      this.set({ schema: pretty(EXAMPLE_SCHEMA) }),
+    );
+    byId("example-tools").addEventListener("click", () =>
+      this.set({ tools: pretty(EXAMPLE_TOOLS) }),
+    );
     byId("reset-sampling").addEventListener("click", () => this.#resetSampling());
   }
 
   show(settings) {
     this.#settings = settings;
-    for (const field of this.#fields()) if (field.name !== "tool_choice") field.value = settings[field.name];
+    for (const field of this.#fields())
+      if (field.name !== "tool_choice") field.value = settings[field.name];
     this.#refresh();
   }
 
@@ -229,8 +244,12 @@ export class SettingsForm {
 
   #showToolChoices() {
     const choices = { auto: "When it likes", none: "Never", required: "Always" };
-    const options = Object.entries(choices).map(([value, label]) => element("option", { value }, label));
-    const names = toolNames(this.#settings).map((name) => element("option", { value: name }, `Always ${name}`));
+    const options = Object.entries(choices).map(([value, label]) =>
+      element("option", { value }, label),
+    );
+    const names = toolNames(this.#settings).map((name) =>
+      element("option", { value: name }, `Always ${name}`),
+    );
     const field = this.#field("tool_choice");
     field.replaceChildren(...options, ...names);
     field.value = this.#settings.tool_choice;

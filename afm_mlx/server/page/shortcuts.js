@@ -26,7 +26,8 @@ export function bindShortcuts(app) {
   });
   byId("show-shortcuts").addEventListener("click", () => byId("shortcuts-dialog").showModal());
   const mac = /Mac|iPhone|iPad/.test(navigator.platform);
-  for (const key of document.querySelectorAll("kbd[data-mac]")) if (mac) key.textContent = key.dataset.mac;
+  for (const key of document.querySelectorAll("kbd[data-mac]"))
+    if (mac) key.textContent = key.dataset.mac;
 }
 
 function combination(event) {

@@ -35,11 +35,16 @@ export class Sidebar {
       .map((conversation) => ({ conversation, part: query ? excerpt(conversation, query) : "" }))
       .filter(({ part }) => part !== null)
       .sort((a, b) => b.conversation.updated - a.conversation.updated);
-    const focused = this.list.contains(document.activeElement) ? document.activeElement.dataset : null;
+    const focused = this.list.contains(document.activeElement)
+      ? document.activeElement.dataset
+      : null;
     const groups = Map.groupBy(found, ({ conversation }) => age(conversation.updated));
     this.list.replaceChildren(...[...groups].map(([name, rows]) => this.#group(name, rows)));
-    if (focused) this.list.querySelector(`[data-act="${focused.act}"][data-id="${focused.id}"]`)?.focus();
-    const none = query ? "Nothing found." : "Your chats will be listed here. They stay in this browser.";
+    if (focused)
+      this.list.querySelector(`[data-act="${focused.act}"][data-id="${focused.id}"]`)?.focus();
+    const none = query
+      ? "Nothing found."
+      : "Your chats will be listed here. They stay in this browser.";
     byId("no-conversations").textContent = found.length ? "" : none;
   }
 
@@ -69,9 +74,20 @@ export class Sidebar {
       part ? element("span", { class: "excerpt" }, part) : null,
       this.#shown.running.has(id) ? element("span", { class: "running" }, "answering") : null,
     );
-    const rename = iconButton("edit", `Rename ${title}`, () => this.rename(id), { "data-act": "rename", "data-id": id });
-    const remove = iconButton("delete", `Delete ${title}`, () => this.#remove(id), { "data-act": "remove", "data-id": id });
-    return element("li", { class: current ? "current" : "" }, open, element("span", { class: "row-actions" }, rename, remove));
+    const rename = iconButton("edit", `Rename ${title}`, () => this.rename(id), {
+      "data-act": "rename",
+      "data-id": id,
+    });
+    const remove = iconButton("delete", `Delete ${title}`, () => this.#remove(id), {
+      "data-act": "remove",
+      "data-id": id,
+    });
+    return element(
+      "li",
+      { class: current ? "current" : "" },
+      open,
+      element("span", { class: "row-actions" }, rename, remove),
+    );
   }
 
   #remove(id) {
@@ -98,7 +114,8 @@ export class Sidebar {
       if (this.#renaming !== id) return;
       const refocus = document.activeElement === field;
       this.#renaming = null;
-      if (keep && field.value.trim() && field.value !== title) this.#actions.rename(id, field.value.trim());
+      if (keep && field.value.trim() && field.value !== title)
+        this.#actions.rename(id, field.value.trim());
       this.#draw();
       if (refocus) this.list.querySelector(`[data-act=rename][data-id="${id}"]`)?.focus();
     };

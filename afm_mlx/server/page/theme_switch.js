@@ -5,7 +5,8 @@ export function bindThemeSwitch() {
   const buttons = [...document.querySelectorAll("[data-set-theme]")];
   const show = () => {
     const theme = document.documentElement.dataset.theme ?? "system";
-    for (const button of buttons) button.setAttribute("aria-pressed", button.dataset.setTheme === theme);
+    for (const button of buttons)
+      button.setAttribute("aria-pressed", button.dataset.setTheme === theme);
   };
   for (const button of buttons) {
     button.addEventListener("click", () => {

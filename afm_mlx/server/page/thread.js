@@ -1,8 +1,11 @@
-/** The turns of the branch that is shown. Views are kept while their turns stay, so that focus and folding do too. */
+/**
+ * The turns of the branch that is shown. Views are kept while their turns stay, so that focus and folding do
+ * too.
+ */
 import { AnswerView } from "./answer.js";
 import { resultCard, resultsForm } from "./calls.js";
 import { path, siblings } from "./conversation.js";
-import { byId, element, iconButton, toast } from "./dom.js";
+import { byId, element, fitHeight, iconButton, toast } from "./dom.js";
 
 export class Thread {
   #actions;
@@ -10,8 +13,8 @@ export class Thread {
   #conversation = null;
 
   /**
-   * `actions` is what a reader can do: retry(turn), edit(turn, text), answerCalls(turn, results, place), show(turn),
-   * hasSetting(name), showSetting(name, message), isRunning().
+   * `actions` is what a reader can do: retry(turn), edit(turn, text), answerCalls(turn, results, place),
+   * show(turn), hasSetting(name), showSetting(name, message), isRunning().
    */
   constructor(actions) {
     this.#actions = {
@@ -39,7 +42,8 @@ export class Thread {
     });
     // Only what differs is touched: an element that is moved loses its focus.
     elements.forEach((made, i) => {
-      if (this.element.children[i] !== made) this.element.insertBefore(made, this.element.children[i] ?? null);
+      if (this.element.children[i] !== made)
+        this.element.insertBefore(made, this.element.children[i] ?? null);
     });
     while (this.element.children.length > elements.length) this.element.lastChild.remove();
     this.element.hidden = !elements.length;
@@ -88,7 +92,8 @@ export class Thread {
   #answerTools(turn, place) {
     const tools = this.#pager(turn, place);
     if (turn.text && navigator.clipboard) tools.push(copyButton(turn.text));
-    if (!turn.error) tools.push(iconButton("retry", "Answer again", () => this.#actions.retry(turn)));
+    if (!turn.error)
+      tools.push(iconButton("retry", "Answer again", () => this.#actions.retry(turn)));
     return tools;
   }
 
@@ -136,7 +141,11 @@ class EditableView {
     this.body = element("div", { class: "body" });
     this.tools = element("div", { class: "turn-actions" });
     this.element = element("li", { class: `turn ${turn.role}`, tabindex: -1 });
-    this.element.append(element("h2", { class: "visually-hidden" }, this.heading), this.body, this.tools);
+    this.element.append(
+      element("h2", { class: "visually-hidden" }, this.heading),
+      this.body,
+      this.tools,
+    );
     this.showBody();
   }
 
@@ -149,7 +158,9 @@ class EditableView {
     const tools = this.pager(this.turn, this.place);
     const copied = navigator.clipboard && this.turn.text ? [copyButton(this.turn.text)] : [];
     this.editButton = iconButton("edit", this.editLabel, () => this.edit());
-    const focused = this.tools.contains(document.activeElement) && document.activeElement.getAttribute("aria-label");
+    const focused =
+      this.tools.contains(document.activeElement) &&
+      document.activeElement.getAttribute("aria-label");
     this.tools.replaceChildren(...tools, ...copied, this.editButton);
     if (focused) this.tools.querySelector(`[aria-label="${focused}"]`)?.focus();
   }
@@ -168,6 +179,7 @@ class EditableView {
     this.tools.hidden = true;
     this.body.replaceChildren(form);
     const field = form.querySelector("textarea");
+    fitHeight(field);
     field.focus();
     field.setSelectionRange(field.value.length, field.value.length);
   }
@@ -193,7 +205,7 @@ class MessageView extends EditableView {
   }
 
   makeForm(done) {
-    const field = element("textarea", { "aria-label": "Your message", rows: Math.min(12, this.turn.text.split("\n").length + 1) });
+    const field = element("textarea", { "aria-label": "Your message", rows: 2 });
     field.value = this.turn.text;
     const submit = (event) => {
       event?.preventDefault();
@@ -201,16 +213,27 @@ class MessageView extends EditableView {
       done();
       this.actions.edit(this.turn, field.value);
     };
+    field.addEventListener("input", () => fitHeight(field));
     field.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
       if (event.key !== "Escape") return;
       event.stopPropagation();
       done();
     });
-    const hint = element("p", { class: "hint" }, "Answers to the message as it was are kept: go back to them with the arrows.");
+    const hint = element(
+      "p",
+      { class: "hint" },
+      "Answers to the message as it was are kept: go back to them with the arrows.",
+    );
     const save = element("button", { type: "submit", class: "button primary" }, "Send");
     const cancel = element("button", { type: "button", class: "button", onclick: done }, "Cancel");
-    return element("form", { class: "edit-form", onsubmit: submit }, field, hint, element("div", { class: "form-actions" }, save, cancel));
+    return element(
+      "form",
+      { class: "edit-form", onsubmit: submit },
+      field,
+      hint,
+      element("div", { class: "form-actions" }, save, cancel),
+    );
   }
 }
 

@@ -14,7 +14,8 @@ export function toJson(conversations) {
 /** The branch that is shown. */
 export function toMarkdown(conversation) {
   const parts = [`# ${conversation.title}`];
-  if (conversation.settings.system.trim()) parts.push(`**Instructions**\n\n${conversation.settings.system.trim()}`);
+  if (conversation.settings.system.trim())
+    parts.push(`**Instructions**\n\n${conversation.settings.system.trim()}`);
   for (const turn of path(conversation)) parts.push(turnMarkdown(turn));
   return `${parts.join("\n\n")}\n`;
 }
@@ -22,10 +23,14 @@ export function toMarkdown(conversation) {
 function turnMarkdown(turn) {
   if (turn.role === "user") return `**You**\n\n${turn.text}`;
   if (turn.role === "results") {
-    return turn.results.map(({ name, text }) => `**Result of ${name}**\n\n${fenced(text)}`).join("\n\n");
+    return turn.results
+      .map(({ name, text }) => `**Result of ${name}**\n\n${fenced(text)}`)
+      .join("\n\n");
   }
   const said = turn.format === "text" || !turn.text ? turn.text : fenced(turn.text, "json");
-  const calls = turn.calls.map((call) => `Calls \`${call.name}\`:\n\n${fenced(call.arguments, "json")}`);
+  const calls = turn.calls.map(
+    (call) => `Calls \`${call.name}\`:\n\n${fenced(call.arguments, "json")}`,
+  );
   const error = turn.error ? `Error: ${turn.error.message}` : "";
   return [`**${turn.model}**`, said, ...calls, error].filter(Boolean).join("\n\n");
 }
@@ -45,8 +50,14 @@ export function fromJson(text) {
   } catch {
     throw new Error("The file is not JSON.");
   }
-  check(data?.format === FORMAT, `The file is not an export of this page: its "format" is not "${FORMAT}".`);
-  check(data.version === VERSION, `The file has version ${data.version}; this page reads version ${VERSION}.`);
+  check(
+    data?.format === FORMAT,
+    `The file is not an export of this page: its "format" is not "${FORMAT}".`,
+  );
+  check(
+    data.version === VERSION,
+    `The file has version ${data.version}; this page reads version ${VERSION}.`,
+  );
   check(Array.isArray(data.conversations), "The file has no list of conversations.");
   return data.conversations.map(readConversation);
 }
@@ -54,9 +65,14 @@ export function fromJson(text) {
 function readConversation(found, i) {
   const where = `Conversation ${i + 1}`;
   check(isObject(found) && isObject(found.turns), `${where} has no turns.`);
-  const known = Object.fromEntries(Object.entries(found.turns).map(([id, turn]) => [id, readTurn(id, turn, where)]));
+  const known = Object.fromEntries(
+    Object.entries(found.turns).map(([id, turn]) => [id, readTurn(id, turn, where)]),
+  );
   for (const turn of Object.values(known)) {
-    check(turn.parent === null || Object.hasOwn(known, turn.parent), `${where}: a turn follows one that isn't there.`);
+    check(
+      turn.parent === null || Object.hasOwn(known, turn.parent),
+      `${where}: a turn follows one that isn't there.`,
+    );
   }
   checkNoCycle(known, where);
   const head = found.head ?? null;
@@ -75,7 +91,10 @@ function readConversation(found, i) {
 }
 
 function readTurn(id, turn, where) {
-  check(isObject(turn) && ROLES.includes(turn.role), `${where}: a turn has no role that is one of ${ROLES.join(", ")}.`);
+  check(
+    isObject(turn) && ROLES.includes(turn.role),
+    `${where}: a turn has no role that is one of ${ROLES.join(", ")}.`,
+  );
   const parent = turn.parent ?? null;
   const shared = { id, parent, role: turn.role, created: time(turn.created, 0) };
   if (turn.role === "user") {
@@ -84,7 +103,11 @@ function readTurn(id, turn, where) {
   }
   if (turn.role === "results") {
     const results = list(turn.results, `${where}: results of calls are no list.`);
-    const read = ({ call, name, text: said }) => ({ call: text(call, ""), name: text(name, ""), text: text(said, "") });
+    const read = ({ call, name, text: said }) => ({
+      call: text(call, ""),
+      name: text(name, ""),
+      text: text(said, ""),
+    });
     return { ...shared, results: results.map(read) };
   }
   const calls = list(turn.calls ?? [], `${where}: the calls of an answer are no list.`);
@@ -93,24 +116,33 @@ function readTurn(id, turn, where) {
     model: text(turn.model, "unknown model"),
     format: turn.format === "json" ? "json" : "text",
     text: text(turn.text, ""),
-    calls: calls.map((call) => ({ id: text(call.id, ""), name: text(call.name, ""), arguments: text(call.arguments, "") })),
+    calls: calls.map((call) => ({
+      id: text(call.id, ""),
+      name: text(call.name, ""),
+      arguments: text(call.arguments, ""),
+    })),
     stats: readStats(turn.stats),
     end: text(turn.end, "lost"),
-    error: isObject(turn.error) ? { message: text(turn.error.message, "An error without a message.") } : null,
+    error: isObject(turn.error)
+      ? { message: text(turn.error.message, "An error without a message.") }
+      : null,
   };
 }
 
 function readStats(stats) {
   if (!isObject(stats)) return null;
   const { rates, ...numbers } = stats;
-  const read = Object.fromEntries(Object.entries(numbers).filter(([, value]) => Number.isFinite(value)));
+  const read = Object.fromEntries(
+    Object.entries(numbers).filter(([, value]) => Number.isFinite(value)),
+  );
   return { tokens: 0, ...read, rates: Array.isArray(rates) ? rates.filter(Number.isFinite) : [] };
 }
 
 function readSettings(settings) {
   const made = defaultSettings();
   if (!isObject(settings)) return made;
-  for (const name of Object.keys(made)) if (typeof settings[name] === "string") made[name] = settings[name];
+  for (const name of Object.keys(made))
+    if (typeof settings[name] === "string") made[name] = settings[name];
   return made;
 }
 
@@ -151,6 +183,10 @@ export function download(name, type, content) {
 
 /** A file's name from a title. */
 export function fileName(title, ending) {
-  const plain = title.toLowerCase().replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-+|-+$/g, "").slice(0, 60);
+  const plain = title
+    .toLowerCase()
+    .replace(/[^\p{L}\p{N}]+/gu, "-")
+    .replace(/^-+|-+$/g, "")
+    .slice(0, 60);
   return `${plain || "chat"}.${ending}`;
 }

@@ -2,7 +2,8 @@
 import { byId, element, icon } from "./dom.js";
 import { EXAMPLE_SCHEMA, EXAMPLE_TOOLS, pretty } from "./settings.js";
 
-const EVENT = "Pull out the event.\nReminder from Hana: Film Lecture, Monday in Gallery Sain, 22:55.";
+const EVENT =
+  "Pull out the event.\nReminder from Hana: Film Lecture, Monday in Gallery Sain, 22:55.";
 const MESSAGE =
   "Good morning, I am Maria. A stranger from Porto logged in as me. Can you call me at 14:30?";
 
@@ -28,10 +29,20 @@ const EXAMPLES = [
     text: "Track order L5526.",
     settings: { tools: pretty(EXAMPLE_TOOLS) },
   },
-  { kind: "Adapter", icon: "check", title: "List the to-dos", text: `List the to-dos: ${MESSAGE}`, adapter: "todo", settings: {} },
+  {
+    kind: "Adapter",
+    icon: "check",
+    title: "List the to-dos",
+    text: `List the to-dos: ${MESSAGE}`,
+    adapter: "todo",
+    settings: {},
+  },
 ];
 
-/** `choose({ text, settings })` puts an example into the message field. Examples of absent adapters are left out. */
+/**
+ * `choose({ text, settings })` puts an example into the message field. Examples of absent adapters are left
+ * out.
+ */
 export function showExamples(models, choose) {
   const offered = EXAMPLES.flatMap((example) => {
     if (!example.adapter) return [example];
@@ -41,8 +52,16 @@ export function showExamples(models, choose) {
   byId("examples").replaceChildren(
     ...offered.map((example) => {
       const kind = element("span", { class: "kind" }, icon(example.icon), example.kind);
-      const parts = [kind, element("strong", {}, example.title), element("span", { class: "sample" }, example.text)];
-      return element("li", {}, element("button", { type: "button", onclick: () => choose(example) }, ...parts));
+      const parts = [
+        kind,
+        element("strong", {}, example.title),
+        element("span", { class: "sample" }, example.text),
+      ];
+      return element(
+        "li",
+        {},
+        element("button", { type: "button", onclick: () => choose(example) }, ...parts),
+      );
     }),
   );
 }
