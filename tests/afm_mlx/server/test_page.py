@@ -22,12 +22,6 @@ WAIT = 5_000  # milliseconds; nothing takes a tenth of it
 
 
 @pytest.fixture(scope="module")
-def server():
-    with running_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def windows():
     """A window of each size, and what has gone wrong in them."""
     faults = []
