@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -103,7 +104,14 @@ def random_blocks(format: str, rows: int, inputs: int, rng: np.random.Generator)
     return blocks.reshape(rows, -1)
 
 
-def write_gguf(path: Path, shapes: Shapes, body: str, embedding: str, seed: int = 0) -> None:
+def write_gguf(
+    path: Path,
+    shapes: Shapes,
+    body: str,
+    embedding: str,
+    seed: int = 0,
+    vocabulary: bytes | None = None,
+) -> None:
     """Write the model.
 
     Args:
@@ -112,6 +120,7 @@ def write_gguf(path: Path, shapes: Shapes, body: str, embedding: str, seed: int 
         body: format of the blocks' matrices, a key of `FORMATS`.
         embedding: format of the embedding, which is the head too.
         seed: of the codes.
+        vocabulary: a `tokenizer.model` of SentencePiece's; without it the model has ids and no texts.
     """
     import gguf
 
@@ -129,7 +138,10 @@ def write_gguf(path: Path, shapes: Shapes, body: str, embedding: str, seed: int 
     writer.add_rope_freq_base(shapes.rope_theta)
     writer.add_layer_norm_rms_eps(shapes.rms_norm_eps)
     writer.add_vocab_size(shapes.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    if vocabulary is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        _add_vocabulary(writer, vocabulary)
 
     def matrix(name: str, format: str, rows: int, inputs: int) -> None:
         kind = gguf.GGMLQuantizationType[format]
@@ -149,3 +161,18 @@ def write_gguf(path: Path, shapes: Shapes, body: str, embedding: str, seed: int 
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_vocabulary(writer: Any, vocabulary: bytes) -> None:
+    """The pieces of a SentencePiece model, which llama.cpp's types and scores were made for."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = sentencepiece_model_pb2.ModelProto.FromString(vocabulary)  # type: ignore[attr-defined]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([piece.piece.encode() for piece in model.pieces])
+    writer.add_token_scores([piece.score for piece in model.pieces])
+    writer.add_token_types([piece.type for piece in model.pieces])
+    writer.add_unk_token_id(model.trainer_spec.unk_id)
+    writer.add_eos_token_id(model.trainer_spec.eos_id)
+    writer.add_add_bos_token(False)
+    writer.add_add_space_prefix(True)

@@ -22,7 +22,12 @@ _SPECIAL = (("<pad>", "control"), ("<unk>", "unknown"), ("</s>", "control"))
 
 
 def large_tokenizer(size: int, seed: int = 0) -> Tokenizer:
-    """A tokenizer with bytes, AFM's markers, and the most frequent words of Python's sources and their parts.
+    """A tokenizer of `large_vocabulary`."""
+    return Tokenizer(SentencePieceVocabulary(large_vocabulary(size, seed), "a made-up vocabulary"))
+
+
+def large_vocabulary(size: int, seed: int = 0) -> bytes:
+    """A `tokenizer.model`: bytes, AFM's markers, the most frequent words of Python's sources and their parts.
 
     Args:
         size: pieces in all; 153,600 for the 3B.
@@ -41,7 +46,8 @@ def large_tokenizer(size: int, seed: int = 0) -> Tokenizer:
     words = itertools.islice(_words(random.Random(seed)), size - len(fixed))
     for rank, (name, kind) in enumerate([*fixed, *((word, "normal") for word in words)]):
         model.pieces.add(piece=name, score=-math.log(rank + 10), type=_TYPES[kind])
-    return Tokenizer(SentencePieceVocabulary(model.SerializeToString(), "a made-up vocabulary"))
+    serialized: bytes = model.SerializeToString()
+    return serialized
 
 
 def _words(rng: random.Random) -> Iterator[str]:
