@@ -60,10 +60,8 @@ class Exchange:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.writer.close()
-        # What was not read is of no interest any more.
-        with contextlib.suppress(OSError):
-            await self.writer.wait_closed()
+        # Closing would wait until the server has taken what was sent, which it need not.
+        self.writer.transport.abort()
 
     async def send(
         self,
@@ -87,6 +85,16 @@ class Exchange:
         self._http.send(h11.EndOfMessage())
         await self.writer.drain()
         return await self.head()
+
+    async def send_raw(self, data: bytes) -> None:
+        """Send any bytes in place of a request; what comes back is read as a response to one."""
+        host = [("host", str(self._address))]
+        self._http.send(h11.Request(method="POST", target="/", headers=host))
+        self._http.send(h11.EndOfMessage())
+        self.writer.write(data)
+        # A server may refuse before it has read everything, and close.
+        with contextlib.suppress(OSError):
+            await self.writer.drain()
 
     async def head(self) -> int:
         """Wait for the response's head, and return its status."""
@@ -121,6 +129,8 @@ class Exchange:
     async def _next(self) -> Any:
         while (event := self._http.next_event()) is h11.NEED_DATA:
             self._http.receive_data(await self._reader.read(_CHUNK))
+        if isinstance(event, h11.ConnectionClosed):
+            raise ConnectionResetError("the server has closed the connection")
         return event
 
 

@@ -126,8 +126,7 @@ class Visitors:
         part = body[: int(self._rng.integers(len(body)))]
         waits = self._rng.random() < 0.5
         async with Exchange(self.address) as exchange:
-            exchange.writer.write(_head("POST", query.path, self.address, len(body)) + part)
-            await exchange.writer.drain()
+            await exchange.send_raw(_head("POST", query.path, self.address, len(body)) + part)
             await asyncio.sleep(float(self._rng.uniform(0, 1)))
             if waits:
                 exchange.writer.write_eof()
@@ -145,10 +144,7 @@ class Visitors:
         kind = f"malformed, {name}"
         async with Exchange(self.address) as exchange:
             head = _head("POST", path, self.address, len(content), headers)
-            exchange.writer.write(head + content)
-            # A server may refuse before it has read everything, and close.
-            with contextlib.suppress(OSError):
-                await exchange.writer.drain()
+            await exchange.send_raw(head + content)
             status = await exchange.head()
             outcome = refusal(kind, status, await exchange.body(), path)
             if outcome.verdict == REFUSED and status >= 500:
@@ -158,7 +154,8 @@ class Visitors:
     async def nonsense(self) -> Outcome:
         """Sends bytes that are no HTTP, and has to be told or left alone."""
         async with Exchange(self.address) as exchange:
-            exchange.writer.write(self._rng.bytes(int(self._rng.integers(1, 2000))) + b"\r\n\r\n")
+            noise = self._rng.bytes(int(self._rng.integers(1, 2000)))
+            await exchange.send_raw(noise + b"\r\n\r\n")
             try:
                 status = await exchange.head()
             except (h11.RemoteProtocolError, OSError):
