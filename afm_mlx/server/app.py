@@ -8,7 +8,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
@@ -79,6 +79,7 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
             AFMError: _refused,
             HTTPException: _not_routed,
             ClientLeft: _left,
+            ClientDisconnect: _left,
             Exception: _failed,
         },
     )
