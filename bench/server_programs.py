@@ -149,7 +149,7 @@ def programs(
         model.write_folder(ours)
     if not (ours / "tokenizer.model").exists():
         _write_tokenizer(ours, model.shapes.vocab_size)
-    found = {name: _ours(name, ours, bits) for name, bits in ((EXACT, 16), (INT8, 8))}
+    found = {name: _ours(name, ours, bits, clients) for name, bits in ((EXACT, 16), (INT8, 8))}
     if llama is not None:
         vocabulary = (ours / "tokenizer.model").read_bytes()
         for format in model.formats:
@@ -170,10 +170,11 @@ def _write_tokenizer(folder: Path, size: int) -> None:
     source.unlink()
 
 
-def _ours(name: str, folder: Path, activation_bits: int) -> Program:
+def _ours(name: str, folder: Path, activation_bits: int, clients: int) -> Program:
     def command(port: int) -> list[str]:
         start = [sys.executable, "-m", "afm_mlx", "server", "--model", str(folder)]
-        return [*start, "--port", str(port), "--activation-bits", str(activation_bits)]
+        start += ["--port", str(port), "--activation-bits", str(activation_bits)]
+        return [*start, "--decode-concurrency", str(clients)]
 
     return Program(
         name, command, "/v1/completions", partial(openai_body, folder.name), read_openai, "/ready"

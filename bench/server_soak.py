@@ -181,7 +181,9 @@ def show(report: Report) -> None:
 def command(model: str | None, options: Sequence[str], port: int) -> list[str]:
     """How our server is started."""
     given = ["--model", model] if model else []
-    return [sys.executable, "-m", "afm_mlx", "server", *given, "--port", str(port), *options]
+    start = [sys.executable, "-m", "afm_mlx", "server", "--port", str(port)]
+    # Few enough prompts are kept that there is no room for another after the first minute.
+    return [*start, "--prompt-cache-bytes", "16MB", *given, *options]
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

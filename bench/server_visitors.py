@@ -56,12 +56,13 @@ class Visitors:
         self.address, self.traffic = address, traffic
         self._rng = traffic.rng
         self._behaviours: list[tuple[float, Callable[[], Awaitable[Outcome]]]] = [
-            (0.55, self.patient),
+            (0.53, self.patient),
             (0.12, self.leaving),
             (0.08, self.slow),
             (0.08, self.half_sent),
             (0.12, self.malformed),
             (0.05, self.nonsense),
+            (0.02, self.adapters),
         ]
 
     async def visit(self) -> Outcome:
@@ -162,6 +163,16 @@ class Visitors:
                 return Outcome("nonsense", REFUSED)
             good = 400 <= status < 500
             return Outcome("nonsense", REFUSED if good else WRONG, f"status {status}")
+
+    async def adapters(self) -> Outcome:
+        """Has an adapter loaded or thrown out of memory, while others use it."""
+        name = str(self._rng.choice(self.traffic.models)).partition(":")[2] or "no-such-adapter"
+        action = str(self._rng.choice(["load", "unload", "pin", "unpin"]))
+        async with Exchange(self.address) as exchange:
+            status = await exchange.send("POST", f"/v1/adapters/{name}/{action}")
+            if status == 200:
+                return Outcome(f"adapters, {action}", ANSWERED)
+            return refusal(f"adapters, {action}", status, await exchange.body(), "")
 
     def _mistake(self) -> tuple[str, str, bytes, dict[str, str]]:
         """Name, path, body and headers of a request that is wrong in one way."""
