@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -422,8 +422,3 @@ class _Choice:
         text = self._served.tokenizer.decode(tokens)
         found = [(at, stop) for stop in self._request.stop if (at := text.find(stop)) >= 0]
         return min(found)[1] if found else None
-
-
-async def collected(events: AsyncIterator[Event]) -> list[Event]:
-    """All events of an answer."""
-    return [event async for event in events]

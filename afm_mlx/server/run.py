@@ -10,7 +10,6 @@ import threading
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -164,8 +163,3 @@ def _allow_connections(count: int) -> None:
     if soft != resource.RLIM_INFINITY and soft < allowed:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
-
-
-def describe(served: ServedModel, listening: socket.socket) -> dict[str, Any]:
-    """What is served where, for the first line of the log."""
-    return {"address": address_of(listening), "models": served.model_ids}
