@@ -13,7 +13,9 @@ ROUTES = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": TEXT,
     "/v1/responses": {"model": "afm-nano", "input": "hi", "max_output_tokens": 3},
+    "/v1/responses/input_tokens": {"model": "afm-nano", "input": "hi"},
     "/v1/messages": CHAT,
+    "/v1/messages/count_tokens": {"model": "afm-nano", "messages": CHAT["messages"]},
     "/v1/adapters": {"name": "x", "path": "x"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [5]},
@@ -24,6 +26,8 @@ FIELDS = [
     *"repetition_penalty echo best_of".split(),
     *"structured_outputs guided_json guided_regex guided_choice guided_grammar stream_options user".split(),
     *"messages model prompt name path input tokens metadata store nothing suffix functions".split(),
+    *"instructions text include parallel_tool_calls previous_response_id max_output_tokens".split(),
+    *"system stop_sequences thinking output_config cache_control".split(),
 ]
 TEXTS = [
     "", " ", "a", "\0", "\ud800", "\U0001f600", "<turn_end>", "<executable_start>", "auto", "none", "user",
@@ -88,14 +92,16 @@ def check(response, path):
     assert response.status_code < 500 or response.status_code == 503, response.text
     if response.status_code >= 400:
         body = response.json()
-        if path == "/v1/messages" and body.get("type") == "error":
-            assert body["error"]["message"]
+        if path.startswith("/v1/messages"):
+            assert body["type"] == "error"
+            assert set(body["error"]) == {"message", "type"}
+            assert 0 < len(body["error"]["message"]) < 1400
             return
         assert set(body["error"]) == {"message", "type", "param", "code"}
         assert 0 < len(body["error"]["message"]) < 1200
     elif response.headers["content-type"].startswith("text/event-stream"):
         assert response.text.rstrip().rpartition("data: ")[2]
-        assert '"error"' not in response.text
+        assert '"error":{' not in response.text
     else:
         response.json()
 
