@@ -69,6 +69,7 @@ def test_the_wheel_installs_one_package(wheel):
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"afm_mlx"}
     rooms = {f"afm_mlx/{room}/__init__.py" for room in ("kernels", "converters", "adapters")}
     assert rooms | {"afm_mlx/py.typed", "afm_mlx/embedded/afm-nano/config.json"} <= set(names)
+    assert "afm_mlx/server/page/index.html" in names
     sources = (".c", ".cpp", ".h", ".cmake", "CMakeLists.txt", "check_build.py", ".pyc")
     assert not [name for name in names if name.endswith(sources)]
     assert wheel.stat().st_size < 12e6

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 COMMANDS = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome")
+# Without its sandbox it also runs as root, as in containers: it opens our page only. A GPU process costs time.
+ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--in-process-gpu")
 MAC_CHROME = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
 
 
@@ -35,8 +37,7 @@ def browser() -> Iterator[Any]:
             unavailable(
                 "no browser: install Chromium or Chrome, or run `python -m playwright install chromium`"
             )
-        # Without its sandbox it also runs as root, as in containers; it opens our own page only.
-        started = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox", "--in-process-gpu", "--disable-gpu"])
+        started = playwright.chromium.launch(executable_path=executable, args=ARGUMENTS)
         try:
             yield started
         finally:
