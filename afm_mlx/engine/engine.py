@@ -243,6 +243,8 @@ class Engine:
         if any(row.id == row_id for row in self._batch.rows):
             self._leave({row_id})
         self._prefixes.forget(row_id)
+        if not self.busy:  # there may be no step for a while
+            self._prefixes.advance(until_all_is_computed=True)
 
     def drop_started(self) -> list[int]:
         """Drop every row of which anything was computed or told, after a step that raised.
