@@ -250,7 +250,8 @@ def _constraint(served: ServedModel, ask: Ask) -> Constraint | None:
         return ask.answer
     if not ask.may_call:  # the model has read of tools
         return ask.answer or Constraint.text()
-    if not getattr(served.tokenizer, "has_tool_calling", False):
+    # Those of mlx-lm's zoo have marks of their own, and other forms of calls.
+    if getattr(served.tokenizer, "tool_call_start", None) != EXECUTABLE_START:
         raise bad_request(
             f"The model {served.name} can't call tools: its tokenizer has no {EXECUTABLE_START}. Leave tools "
             "out.",

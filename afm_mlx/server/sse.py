@@ -7,6 +7,7 @@ on and whether an answer is streamed or not.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from afm_mlx.server.errors import ApiError, api_error
 
+_LOG = logging.getLogger("afm_mlx.server")
 Result = TypeVar("Result")
 
 _HEADERS = [
@@ -112,7 +114,7 @@ class EventStream(Response):
             try:
                 first = await anext(events)
             except Exception as error:
-                response = error_response(_told(error), scope["path"])
+                response = error_response(self._told(error), scope["path"])
                 await response(scope, receive, send)
                 return
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
@@ -123,8 +125,15 @@ class EventStream(Response):
             except ClientLeft:
                 raise
             except Exception as error:
-                await self._send(send, self._error_event(_told(error)))
+                await self._send(send, self._error_event(self._told(error)))
             await send({"type": "http.response.body", "body": b""})
+
+    def _told(self, error: Exception) -> ApiError:
+        if not isinstance(error, ApiError):
+            _LOG.error("A request has failed.", exc_info=error)
+        told = api_error(error)
+        self._request.app.state.served.metrics.failed(told.status)
+        return told
 
     async def _send(self, send: Send, data: bytes) -> None:
         """Send an event; a client that leaves it unread for long counts as gone."""
@@ -136,11 +145,3 @@ class EventStream(Response):
             self._request.state.connection.close()
             await asyncio.sleep(0)  # the connection is told so in the event loop
             raise ClientLeft from None
-
-
-def _told(error: Exception) -> ApiError:
-    if not isinstance(error, ApiError):
-        import logging
-
-        logging.getLogger("afm_mlx.server").error("A request has failed.", exc_info=error)
-    return api_error(error)
