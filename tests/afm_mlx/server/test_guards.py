@@ -54,6 +54,7 @@ def test_every_key_opens_and_nothing_else(send, http):
     assert anthropic.json() == {
         "type": "error",
         "error": {"type": "authentication_error", "message": anthropic.json()["error"]["message"]},
+        "request_id": anthropic.headers["request-id"],
     }
 
 
