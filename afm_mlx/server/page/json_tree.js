@@ -22,7 +22,7 @@ export class JsonTree {
   update(root, ended = false) {
     const schema = ended ? null : this.#schema;
     this.#row ??= new Row(null, this.#schema);
-    this.#row.update(root ?? waiting(schema, this.#schema), schema);
+    this.#row.update(root ?? beginning(schema, this.#schema), schema);
     if (!this.#row.element.isConnected) this.element.replaceChildren(this.#row.element);
   }
 }
@@ -107,6 +107,12 @@ function childrenOf(node, schema, root) {
   return children.concat(
     toCome.map((key) => ({ key, node: waiting(properties[key], root), schema: properties[key] })),
   );
+}
+
+/** What is shown before the first character: an object's properties, where the schema says that it is one. */
+function beginning(schema, root) {
+  if (resolve(schema, root)?.type !== "object") return waiting(schema, root);
+  return { kind: "object", done: false, entries: [] };
 }
 
 /** Stands for a value that has not begun: its type in the schema, where that is one word. */

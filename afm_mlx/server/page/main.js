@@ -7,7 +7,7 @@ import { addTurn, newConversation, openCalls, path, showBranch } from "./convers
 import { SidePanel, askForKey, bindMenus } from "./dialogs.js";
 import { byId, toast } from "./dom.js";
 import { MeterView } from "./meter.js";
-import { SettingsForm, answerSchema, defaultSettings } from "./settings.js";
+import { SAMPLING, SettingsForm, answerSchema, defaultSettings } from "./settings.js";
 import { bindShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
 import { Store } from "./store.js";
@@ -44,13 +44,13 @@ class App {
       showSettings: (field) => this.showSettings(field),
     });
     this.thread = new Thread({
-      retry: (turn) => this.answer(turn.parent),
+      retry: (turn) => this.#isFree() && this.answer(turn.parent),
       edit: (turn, text) => this.#edit(turn, text),
       answerCalls: (turn, results) => this.#answerCalls(turn, results),
       show: (turn) => this.#showTurn(turn),
       hasSetting: (name) => this.settings.has(name),
       showSetting: (name, message) => this.#showProblem(name, message),
-      isRunning: () => this.isRunning(),
+      isFree: () => this.#isFree(),
     });
     this.answers = new Answers({
       grew: (conversation, turn, speedometer) => this.#grew(conversation, turn, speedometer),
@@ -72,7 +72,7 @@ class App {
       event.preventDefault();
       this.composer.focus();
     });
-    addEventListener("hashchange", () => this.#followAddress());
+    addEventListener("popstate", () => this.#followAddress());
     this.settings.show(this.current.settings);
     await this.#loadConversations();
     this.#followAddress();
@@ -119,13 +119,22 @@ class App {
 
   open(id) {
     if (this.sidebar.covers) this.sidebar.toggle(false);
-    location.hash = id;
+    this.#go(id);
+  }
+
+  /** The id goes into the address: a reload and the browser's arrows find it; "" is a new one. */
+  #go(id) {
+    if (location.hash.slice(1) !== id)
+      history.pushState(null, "", id ? `#${id}` : location.pathname);
+    this.#followAddress();
   }
 
   startNew() {
     if (this.sidebar.covers) this.sidebar.toggle(false);
-    if (location.hash) location.hash = "";
-    else this.#followAddress();
+    const { system, format, schema, tools, tool_choice } = defaultSettings();
+    if (this.current.head === null)
+      this.settings.set({ system, format, schema, tools, tool_choice });
+    this.#go("");
     this.composer.focus();
   }
 
@@ -135,15 +144,8 @@ class App {
     if (known) this.#set(known);
     // An empty chat goes on with the model and the sampling of the chat before.
     else if (this.current.head !== null) {
-      const {
-        system: _,
-        format: __,
-        schema: ___,
-        tools: ____,
-        tool_choice: _____,
-        ...kept
-      } = this.current.settings;
-      this.#set(newConversation({ ...defaultSettings(), ...kept }));
+      const kept = ["model", ...SAMPLING].map((name) => [name, this.current.settings[name]]);
+      this.#set(newConversation({ ...defaultSettings(), ...Object.fromEntries(kept) }));
     } else this.show();
   }
 
@@ -162,7 +164,6 @@ class App {
 
   /** Answer the turn with this id, as the settings are now. */
   answer(parent) {
-    if (this.isRunning()) return;
     const { current } = this;
     const turn = this.answers.begin(current, parent);
     this.conversations.set(current.id, current);
@@ -197,21 +198,26 @@ class App {
     if (follows) this.thread.toEnd();
   }
 
+  /** Whether turns may change; the reader is told if they may not. */
+  #isFree() {
+    if (this.isRunning()) toast("An answer is being written. Stop it first.");
+    return !this.isRunning();
+  }
+
   #edit(turn, text) {
+    if (!this.#isFree()) return;
     addTurn(this.current, turn.parent, { role: "user", text });
     this.answer(this.current.head);
   }
 
   #answerCalls(turn, results) {
+    if (!this.#isFree()) return;
     addTurn(this.current, turn.id, { role: "results", results });
     this.answer(this.current.head);
   }
 
   #showTurn(turn) {
-    if (this.isRunning()) {
-      toast("An answer is being written. Stop it before you go to another version.");
-      return;
-    }
+    if (!this.#isFree()) return;
     showBranch(this.current, turn);
     this.save(this.current);
     this.show();

@@ -30,6 +30,9 @@ const NUMBERS = {
   max_tokens: { from: 1, whole: true },
 };
 
+/** The settings of sampling, which a new chat takes over. */
+export const SAMPLING = [...Object.keys(NUMBERS), "stop"];
+
 export const EXAMPLE_SCHEMA = {
   title: "Event",
   description: "An event",
@@ -199,9 +202,10 @@ export class SettingsForm {
   }
 
   focus(name) {
-    const field = this.#field(name) ?? byId(name);
+    let field = this.#field(name) ?? byId(name);
     const section = field.closest("details");
     if (section) section.open = true;
+    if (!field.checkVisibility()) field = this.#field("format"); // the schema, of an answer that has none
     field.focus();
   }
 
@@ -233,7 +237,7 @@ export class SettingsForm {
   }
 
   #resetSampling() {
-    this.set(Object.fromEntries([...Object.keys(NUMBERS), "stop"].map((name) => [name, ""])));
+    this.set(Object.fromEntries(SAMPLING.map((name) => [name, ""])));
   }
 
   #refresh() {

@@ -25,7 +25,9 @@ export class Store {
     return result(this.#database.transaction(KIND).objectStore(KIND).getAll());
   }
 
-  get(id) {
+  /** The conversation with this id, if there is one. */
+  async get(id) {
+    if (!this.#database) return undefined;
     return result(this.#database.transaction(KIND).objectStore(KIND).get(id));
   }
 

@@ -14,7 +14,7 @@ export class Thread {
 
   /**
    * `actions` is what a reader can do: retry(turn), edit(turn, text), answerCalls(turn, results, place),
-   * show(turn), hasSetting(name), showSetting(name, message), isRunning().
+   * show(turn), hasSetting(name), showSetting(name, message), isFree().
    */
   constructor(actions) {
     this.#actions = {
@@ -32,6 +32,7 @@ export class Thread {
     if (conversation !== this.#conversation) this.#views.clear();
     this.#conversation = conversation;
     const turns = path(conversation);
+    const refocus = this.#rememberFocus();
     const shown = new Set(turns.map((turn) => turn.id));
     for (const id of this.#views.keys()) if (!shown.has(id)) this.#views.delete(id);
     const elements = turns.map((turn, i) => {
@@ -47,6 +48,18 @@ export class Thread {
     });
     while (this.element.children.length > elements.length) this.element.lastChild.remove();
     this.element.hidden = !elements.length;
+    refocus();
+  }
+
+  /** Buttons are made anew when their turn is shown again: what had the focus is found by its label. */
+  #rememberFocus() {
+    const at = document.activeElement;
+    const turn = this.element.contains(at) ? at.closest(".turn") : null;
+    const label = at?.getAttribute("aria-label");
+    return () => {
+      if (!turn || !label || at.isConnected) return;
+      turn.querySelector(`[aria-label="${label}"]`)?.focus();
+    };
   }
 
   /** The text of an answer that is being written has grown. */
@@ -158,18 +171,11 @@ class EditableView {
     const tools = this.pager(this.turn, this.place);
     const copied = navigator.clipboard && this.turn.text ? [copyButton(this.turn.text)] : [];
     this.editButton = iconButton("edit", this.editLabel, () => this.edit());
-    const focused =
-      this.tools.contains(document.activeElement) &&
-      document.activeElement.getAttribute("aria-label");
     this.tools.replaceChildren(...tools, ...copied, this.editButton);
-    if (focused) this.tools.querySelector(`[aria-label="${focused}"]`)?.focus();
   }
 
   edit() {
-    if (this.actions.isRunning()) {
-      toast("An answer is being written. Stop it before you change a message.");
-      return;
-    }
+    if (!this.actions.isFree()) return;
     const form = this.makeForm(() => {
       this.showBody();
       this.tools.hidden = false;

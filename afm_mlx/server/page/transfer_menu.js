@@ -38,6 +38,5 @@ async function importFile(app, file) {
   }
   if (!found.length) return toast(`${file.name} holds no chats.`);
   app.open(found[0].id);
-  app.show();
   toast(found.length === 1 ? "One chat was imported." : `${found.length} chats were imported.`);
 }

@@ -424,7 +424,6 @@ def shared_page(open_page):
 def test_errors_are_shown_with_a_way_on(open_page):
     page = open_page()
     page.get_by_role("button", name="Settings", exact=True).click()
-    page.get_by_label("JSON schema", exact=True).evaluate("(field) => field.value")
     page.get_by_label("Answers are").select_option("json_schema")
     page.get_by_label("JSON schema", exact=True).fill('{"type": "no type"}')
     send(page, FORMAL)
@@ -453,6 +452,42 @@ def test_errors_are_shown_with_a_way_on(open_page):
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half + failed))
     send(page, "x")
     assert "The step failed." in page.locator(".card.error").last.inner_text()
+
+
+def test_the_servers_counts_are_shown(open_page):
+    page = open_page()
+    usage = {
+        "prompt_tokens": 300,
+        "completion_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 256},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 9,
+            "rejected_prediction_tokens": 3,
+        },
+    }
+    chunks = [{"choices": [{"delta": {"content": "Hello"}}]}, {"choices": [], "usage": usage}]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+    assert send(page, "x") == "Hello"
+    assert "75 % of drafts taken" in page.locator(".stats").inner_text()
+    page.get_by_role("button", name=re.compile("^Context: 312 of 1,024 tokens")).click()
+    told = page.locator("#figures div").all_inner_texts()
+    assert told[-2:] == ["Prompt from the cache\n256", "Drafted tokens taken\n75 %"]
+
+
+def test_a_second_tab_shows_what_the_first_has_written(open_page):
+    page = open_page()
+    with page.context.expect_page() as opening:
+        page.evaluate("window.open(location.href)")
+    other = opening.value
+    other.wait_for_selector("html[data-ready]")
+    answer = send(page, FORMAL)
+    other.locator(".conversation").click()
+    other.wait_for_selector(".answer:not(.writing)")
+    assert other.locator(".answer .text").inner_text() == answer
+    page.get_by_role("button", name=re.compile("^Delete")).click()
+    until(other, "document.querySelector('.conversation') === null")
+    other.close()
 
 
 def test_a_key_is_asked_for(open_page):
