@@ -161,7 +161,9 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
     folder = folder / f"{model.name}-{model.shapes.num_layers}"
     folder.mkdir(parents=True, exist_ok=True)
     longest = plan.prompts[1] + plan.answers[1] + 16
-    commands = programs(model, folder, threads, max(plan.clients), longest, options.llama_server)
+    commands = programs(
+        model, folder, threads, max(plan.clients), longest, options.llama_server, options.server
+    )
     for start in options.skip:
         commands = {name: p for name, p in commands.items() if not name.startswith(start)}
     bystanders = Bystanders()
@@ -187,6 +189,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         facts = {
             "plan": asdict(plan),
             "threads": threads,
+            "options": options.server,
             "config": model.config,
             "processors_busy_with_others": others,
             "programs": found,
@@ -230,6 +233,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     ):
         default = getattr(plan, name.replace("-", "_"))
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    parser.add_argument("server", nargs="*", help="options of our server, behind --")
     parser.add_argument("--work", type=Path, help="keep the models there, and use those it has")
     parser.add_argument("--output", type=Path, help="folder for server.json")
     return parser.parse_args(argv)

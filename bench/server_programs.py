@@ -132,7 +132,13 @@ def read_llama(data: str) -> Part | None:
 
 
 def programs(
-    model: PeerModel, folder: Path, threads: int, clients: int, longest: int, llama: str | None
+    model: PeerModel,
+    folder: Path,
+    threads: int,
+    clients: int,
+    longest: int,
+    llama: str | None,
+    options: Sequence[str] = (),
 ) -> dict[str, Program]:
     """All servers, whose models are written where they are missing.
 
@@ -143,13 +149,15 @@ def programs(
         clients: requests at the same time that each has to have place for.
         longest: tokens of the longest prompt with its answer.
         llama: path of llama.cpp's `llama-server`; None leaves it out.
+        options: further options of our server.
     """
     ours = folder / "afm-mlx"
     if not ours.exists():
         model.write_folder(ours)
     if not (ours / "tokenizer.model").exists():
         _write_tokenizer(ours, model.shapes.vocab_size)
-    found = {name: _ours(name, ours, bits, clients) for name, bits in ((EXACT, 16), (INT8, 8))}
+    more = ["--decode-concurrency", str(clients), *options]
+    found = {name: _ours(name, ours, bits, more) for name, bits in ((EXACT, 16), (INT8, 8))}
     if llama is not None:
         vocabulary = (ours / "tokenizer.model").read_bytes()
         for format in model.formats:
@@ -170,11 +178,11 @@ def _write_tokenizer(folder: Path, size: int) -> None:
     source.unlink()
 
 
-def _ours(name: str, folder: Path, activation_bits: int, clients: int) -> Program:
+def _ours(name: str, folder: Path, activation_bits: int, options: Sequence[str]) -> Program:
     def command(port: int) -> list[str]:
         start = [sys.executable, "-m", "afm_mlx", "server", "--model", str(folder)]
         start += ["--port", str(port), "--activation-bits", str(activation_bits)]
-        return [*start, "--decode-concurrency", str(clients)]
+        return [*start, *options]
 
     return Program(
         name, command, "/v1/completions", partial(openai_body, folder.name), read_openai, "/ready"

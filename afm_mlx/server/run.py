@@ -156,8 +156,11 @@ async def _drain(served: ServedModel, seconds: float) -> None:
 
 
 def _allow_connections(count: int) -> None:
-    """Raise the process's soft limit of open files to what the connections need."""
-    wanted = count + 256
+    """Raise the process's soft limit of open files to what the connections need.
+
+    Those that come at once are all accepted before the first of them is closed for another.
+    """
+    wanted = count + BACKLOG + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < allowed:

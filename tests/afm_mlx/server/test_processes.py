@@ -1,4 +1,4 @@
-"""The server as a process of its own: killed, started again, told to stop, and without a port."""
+"""The server as a process of its own: without a port, killed and started again, and full of connections."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import httpx2
 import pytest
@@ -21,11 +21,13 @@ SHORT = LONG | {"max_tokens": 40, "stream": False}
 
 
 @contextmanager
-def server(*options):
+def server(*options, stderr=None):
     """A server's process and a client of it."""
     command = [sys.executable, "-m", "afm_mlx", "server", *map(str, options)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+    )
     try:
         address = running.stdout.readline().split()[-1]
         with httpx2.Client(base_url=address, timeout=60) as http:
@@ -45,8 +47,10 @@ def begun(http, body):
         yield found
 
 
-def test_a_killed_server_comes_back_at_its_port():
-    with server("--port", 0) as (running, http):
+def test_a_killed_server_comes_back_at_its_port_with_its_prompts(tmp_path):
+    folder = ["--prompt-cache-folder", tmp_path / "prompts", "--kv-bits", 16]
+    long_prompt = SHORT | {"prompt": "Please redact this message about the account. " * 20}
+    with server("--port", 0, *folder) as (running, http):
         port = http.base_url.port
         used = process("server", "--port", port, timeout=60)
         assert used.returncode == 2
@@ -54,31 +58,41 @@ def test_a_killed_server_comes_back_at_its_port():
             f"afm-mlx: error: The server can't listen at 127.0.0.1, port {port}: "
         )
         assert len(used.stderr.splitlines()) == 1
+        first = http.post("/v1/completions", json=long_prompt).json()
+        until(lambda: len(list(folder[1].glob("*.prefix"))) >= 2)
         with begun(http, LONG) as events:
             running.send_signal(signal.SIGKILL)
             with pytest.raises(httpx2.HTTPError):
                 list(events)
-    with server("--port", port) as (_, http):
-        again = http.post("/v1/completions", json=SHORT)
-        assert again.json()["usage"]["completion_tokens"] == 40
+    damaged = sorted(folder[1].glob("*.prefix"), key=lambda path: path.stat().st_mtime)[-1]
+    os.truncate(damaged, 1000)
+    with server("--port", port, *folder) as (_, http):
+        again = http.post("/v1/completions", json=long_prompt).json()
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+    assert again["choices"] == first["choices"]
 
 
-def test_a_server_that_is_told_to_stop_finishes_what_it_has_begun():
-    with server("--port", 0, "--grace", 60) as (running, http), begun(http, LONG) as events:
-        running.send_signal(signal.SIGTERM)
-        with suppress(httpx2.ConnectError):  # its socket may be closed already
-            while (refused := http.post("/v1/completions", json=SHORT)).status_code == 200:
-                pass
-            assert (refused.status_code, "retry-after" in refused.headers) == (503, True)
-        assert list(events)[-1]["choices"][0]["finish_reason"] == "length"
-        assert running.wait(30) == 143
-
-
-def test_answers_that_outlast_the_grace_end_with_an_error():
-    with server("--port", 0, "--grace", 0) as (running, http), begun(http, LONG) as events:
-        running.send_signal(signal.SIGTERM)
-        assert list(events)[-1]["error"]["code"] == "server_stopping"
-        assert running.wait(30) == 143
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_for_prompts_is_told_once_and_nothing_else(tmp_path):
+    folder, log = tmp_path / "disk", tmp_path / "log"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder])
+    if mounted.returncode != 0:
+        pytest.skip("this system lets nobody mount anything")
+    try:
+        options = ("--port", 0, "--prompt-cache-folder", folder)
+        with log.open("w") as errors, server(*options, stderr=errors) as (_, http):
+            for number in range(12):
+                prompt = f"Message {number}: " + "please redact this message. " * 40
+                answer = http.post("/v1/completions", json=SHORT | {"prompt": prompt})
+                assert answer.json()["usage"]["completion_tokens"] == 40
+            until(lambda: "No space left" in log.read_text())
+        assert log.read_text().count("No space left") == 1
+        assert "Traceback" not in log.read_text()
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 @pytest.mark.slow
@@ -88,21 +102,21 @@ def test_ten_thousand_connections_that_are_left_open_do_no_harm():
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with server("--port", 0, "--max-connections", 300) as (running, http):
         assert http.post("/v1/completions", json=SHORT).status_code == 200
-        before = open_files(running)
-        opened = []
+        before, opened = open_files(running), []
+        url = http.base_url.join("/v1/completions")
         with begun(http, LONG) as events:
             for number in range(10_000):
                 opened.append(socket.create_connection(("127.0.0.1", http.base_url.port), 20))
                 if number % 3 == 0:
                     opened[-1].sendall(b"POST /v1/completions HTTP/1.1\r\nHost: local")
+                # By a connection of its own: those that are open without a request are closed.
                 if number % 2500 == 0:
-                    assert http.post("/v1/completions", json=SHORT).status_code == 200
-            assert open_files(running) - before <= 301
+                    assert httpx2.post(url, json=SHORT, timeout=60).status_code == 200
+            until(lambda: open_files(running) - before <= 301)
             assert list(events)[-1]["choices"][0]["finish_reason"] == "length"
         for connection in opened:
             connection.close()
         until(lambda: open_files(running) <= before)
-        assert http.post("/v1/completions", json=SHORT).status_code == 200
 
 
 def open_files(running):
