@@ -190,6 +190,12 @@ SPECULATION = [
 # fmt: on
 
 
+def check_speculation(args: argparse.Namespace) -> None:
+    """Raise `UsageError` for a number of guesses without anything that guesses."""
+    if args.num_draft_tokens is not None and args.draft_model is None and not args.prompt_lookup:
+        raise UsageError("--num-draft-tokens needs --draft-model or --prompt-lookup, which guess.")
+
+
 def speculation_of(
     args: argparse.Namespace,
     model: Any,
@@ -206,11 +212,8 @@ def speculation_of(
     Raises:
         UsageError: for a number of guesses without anything that guesses.
     """
+    check_speculation(args)
     if args.draft_model is None and not args.prompt_lookup:
-        if args.num_draft_tokens is not None:
-            raise UsageError(
-                "--num-draft-tokens needs --draft-model or --prompt-lookup, which guess."
-            )
         return None
     from afm_mlx.engine.speculation.drafting import Speculation
     from afm_mlx.loading.draft_models import AUTO, adapter_draft, load_drafts

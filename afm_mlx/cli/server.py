@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from afm_mlx.server.options import ServerOptions
 
 KEY_VARIABLE = "AFM_MLX_API_KEY"
-_SPECULATIVE = "speculative decoding is not available in this version"
 _LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -46,8 +45,6 @@ ARGUMENTS = {
                  metavar="NAME"),
         Argument("--log-level", _LEVELS, "what is logged, on standard error", "INFO"),
         Argument("--log-prompts", FLAG, "log prompts and answers, too"),
-        unavailable("--draft-model", _SPECULATIVE),
-        unavailable("--num-draft-tokens", _SPECULATIVE),
         unavailable("--pipeline", "models run on one machine", nargs=0),
         unavailable("--chat-template", "put chat_template.jinja into the model folder"),
         unavailable("--use-default-chat-template",
@@ -68,6 +65,7 @@ ARGUMENTS = {
                  [], action="append", metavar="ORIGIN"),
         unavailable("--allowed-origins", "web pages are refused but for those of --cors-origin"),
     ],
+    "guesses, which make answers faster and change nothing of them": options.SPECULATION,
     "requests that do not say": [
         Argument("--temp", number(0, 2), "temperature; 0 takes the most likely token", 0.0),
         Argument("--top-p", number(0, 1), "keep the most likely tokens, up to this sum of probabilities", 1.0),
@@ -125,6 +123,7 @@ def run(args: argparse.Namespace) -> None:
     except ImportError as error:
         raise UsageError(f"the server needs {error.name}: pip install 'afm-mlx[server]'.") from None
     settings = _options(args)
+    options.check_speculation(args)
 
     logging.basicConfig(
         level=args.log_level, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
@@ -179,6 +178,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
             ),
             *("body_timeout", "send_timeout", "idle_timeout", "grace", "log_prompts"),
             *("kept_responses", "kept_bytes"),
+            *("draft_model", "num_draft_tokens", "prompt_lookup"),
         )
     }
     return ServerOptions(

@@ -415,10 +415,10 @@ class Engine:
         text, reason = row.accept(token, self.tokenizer.eos_token_ids)
         error = row.error if reason == "error" else None
         responses = [Response(row.id, token, text, logprobs, reason, error)]
-        if self._drafting is not None and reason is not None:
-            responses[0].guesses = self._drafting.counts(row)
         if reason is None:
             responses += self._forced(row)
+        if self._drafting is not None and responses[-1].finish_reason is not None:
+            responses[-1].guesses = self._drafting.counts(row)
         return responses
 
     # -- speculation

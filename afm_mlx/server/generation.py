@@ -153,11 +153,16 @@ class Usage:
         prompt: tokens of the prompt.
         cached: those of them that were known from earlier prompts.
         completion: new tokens of all choices.
+        guessed: tokens that were guessed for the model to check, see docs/speculation.md; None where a server
+            guesses none.
+        accepted: those of them that were right.
     """
 
     prompt: int
     cached: int
     completion: int
+    guessed: int | None = None
+    accepted: int = 0
 
 
 Event = TextDelta | ToolCallBegins | ToolCallDelta | Ended | Usage
@@ -194,7 +199,13 @@ async def answer(served: ServedModel, ask: Ask) -> AsyncGenerator[Event, None]:
                 yield event
             cached = choices[0].cached
             served.metrics.prompt(len(request.prompt), cached)
-            yield Usage(len(request.prompt), cached, sum(choice.tokens for choice in choices))
+            yield Usage(
+                len(request.prompt),
+                cached,
+                sum(choice.tokens for choice in choices),
+                sum(choice.guessed for choice in choices) if served.guesses else None,
+                sum(choice.accepted for choice in choices),
+            )
         except ApiError:
             raise
         except AFMError as error:
@@ -281,6 +292,8 @@ class _Choice:
     Attributes:
         tokens: number of its tokens so far.
         cached: tokens of the prompt that the prefix cache had.
+        guessed: tokens that were guessed for it.
+        accepted: those of them that were right.
     """
 
     def __init__(
@@ -299,7 +312,7 @@ class _Choice:
         )
         self._ids: list[str] = []  # of its calls
         self._answer: list[int] = []
-        self.cached = 0
+        self.cached = self.guessed = self.accepted = 0
         self._loop = asyncio.get_running_loop()
         self._clock = AnswerClock()
         self._lost_space = ""  # that the answer begins with, and the engine has dropped
@@ -374,6 +387,9 @@ class _Choice:
         return reason
 
     def _take(self, response: Response) -> None:
+        if (guesses := response.guesses) is not None:
+            self.guessed, self.accepted = guesses.proposed, guesses.accepted
+            self._served.metrics.guesses(guesses)
         token = response.token
         logprobs: list[TokenLogprob] = []
         text = response.text

@@ -11,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
+    from afm_mlx.engine.speculation.draft_length import RowGuesses
     from afm_mlx.server.served_model import ServedModel
 
 PREFIX = "afm_mlx:"
@@ -72,6 +73,8 @@ class Metrics:
         self._generated = counter("generation_tokens", "New tokens.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
+        self._guessed = counter("spec_decode_num_draft_tokens", "Tokens that were guessed.")
+        self._accepted = counter("spec_decode_num_accepted_tokens", "Guesses that were right.")
         self._running = gauge("num_requests_running", "Answers that are computed.")
         self._waiting = gauge("num_requests_waiting", "Answers that wait for the batch.")
         self._ttft = histogram("time_to_first_token_seconds", "Until the first token.", _SHORT)
@@ -128,6 +131,11 @@ class Metrics:
             self._answer_sizes.observe(tokens)
         if clock.first is not None and clock.last is not None and tokens > 1:
             self._per_token.observe((clock.last - clock.first) / (tokens - 1))
+
+    def guesses(self, guesses: RowGuesses) -> None:
+        """The guesses for an answer that has ended."""
+        self._guessed.inc(guesses.proposed)
+        self._accepted.inc(guesses.accepted)
 
     # -- one request
 

@@ -157,7 +157,7 @@ async def _completion(served: ServedModel, ask: Ask, model: str) -> dict[str, An
     async with aclosing(answer(served, ask)) as parts:
         async for part in parts:
             if isinstance(part, Usage):
-                counts = usage(part.prompt, part.cached, part.completion)
+                counts = usage(part)
             else:
                 choices[part.index].take(part)
     return {
@@ -192,7 +192,7 @@ async def _chunks(
         async for part in parts:
             if isinstance(part, Usage):
                 if with_usage:
-                    counts = usage(part.prompt, part.cached, part.completion)
+                    counts = usage(part)
                     yield event({**head, "choices": [], "usage": counts})
                 continue
             if part.index not in begun:

@@ -333,10 +333,15 @@ async def _completion(served: ServedModel, asked: _Asked) -> dict[str, Any]:
 
 
 def _total(counts: Sequence[Usage]) -> dict[str, Any]:
+    guessed = [each.guessed for each in counts if each.guessed is not None]
     return usage(
-        sum(each.prompt for each in counts),
-        sum(each.cached for each in counts),
-        sum(each.completion for each in counts),
+        Usage(
+            sum(each.prompt for each in counts),
+            sum(each.cached for each in counts),
+            sum(each.completion for each in counts),
+            sum(guessed) if guessed else None,
+            sum(each.accepted for each in counts),
+        )
     )
 
 

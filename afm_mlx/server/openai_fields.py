@@ -12,6 +12,7 @@ from msgspec import Meta
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.server.errors import bad_request
+from afm_mlx.server.generation import Usage
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.token_texts import TokenLogprob
 
@@ -266,11 +267,17 @@ def _one(token: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def usage(prompt: int, cached: int, completion: int) -> dict[str, Any]:
+def usage(counts: Usage) -> dict[str, Any]:
     """Counts of tokens in OpenAI's form."""
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+    told: dict[str, Any] = {
+        "prompt_tokens": counts.prompt,
+        "completion_tokens": counts.completion,
+        "total_tokens": counts.prompt + counts.completion,
+        "prompt_tokens_details": {"cached_tokens": counts.cached},
     }
+    if counts.guessed is not None:
+        told["completion_tokens_details"] = {
+            "accepted_prediction_tokens": counts.accepted,
+            "rejected_prediction_tokens": counts.guessed - counts.accepted,
+        }
+    return told

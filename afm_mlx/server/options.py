@@ -26,6 +26,10 @@ class ServerOptions:
         prefill_step_size: prompt tokens per row and step at most.
         max_kv_size: tokens that prompt and answer may have together; None for the model's context.
         kv: "int8" or "float" storage of keys and values.
+        draft_model: folder or hub id of a draft model, whose guesses the model checks; "auto" for the one that
+            comes with the model, None for none.
+        num_draft_tokens: guesses at a time; None for as many as pay.
+        prompt_lookup: whether to guess what followed the last tokens where they stood before.
         kv_memory: bytes that keys and values of running answers may take; None for no limit.
         prompt_cache_bytes: bytes of keys and values that are kept of earlier prompts and answers; 0 for none.
         prompt_cache_folder: folder in which they are kept for later processes, too; None for none.
@@ -62,6 +66,9 @@ class ServerOptions:
     prefill_step_size: int = 2048
     max_kv_size: int | None = None
     kv: str = "int8"
+    draft_model: str | None = None
+    num_draft_tokens: int | None = None
+    prompt_lookup: bool = False
     kv_memory: int | None = None
     prompt_cache_bytes: int = 10**9
     prompt_cache_folder: Path | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
@@ -55,41 +55,23 @@ def logits_processors(ask: Ask, prompt: Sequence[int]) -> list[LogitsProcessor]:
         frequency_penalty=ask.frequency_penalty or None,
         frequency_context_size=None,
     )
-    if not (of_answer or ask.repetition_penalty):
-        return whole
-    return [_Counting(prompt, whole, of_answer)]
+    return [*whole, _OfAnswer(len(prompt), of_answer)] if of_answer else whole
 
 
-class _Counting:
-    """Hands processors the tokens that they are to count.
-
-    What the engine tells of the prompt depends on how much of it was found in a cache; the answer's tokens are
-    those behind what came with the first logits.
+class _OfAnswer:
+    """Hands processors the tokens of the answer alone.
 
     Args:
-        prompt: token ids.
-        whole: processors of prompt and answer.
-        of_answer: processors of the answer alone.
+        start: number of the prompt's tokens.
+        processors: they count the tokens that they are given.
     """
 
-    def __init__(
-        self,
-        prompt: Sequence[int],
-        whole: Sequence[LogitsProcessor],
-        of_answer: Sequence[LogitsProcessor],
-    ):
-        self._prompt, self._whole, self._of_answer = prompt, whole, of_answer
-        self._known: int | None = None
-        self._context: Any = None
+    def __init__(self, start: int, processors: Sequence[LogitsProcessor]):
+        self._start, self._processors = start, processors
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if self._known is None:
-            self._known = tokens.shape[0]
-            self._context = mx.array(list(self._prompt), dtype=mx.int32)
-        answer = tokens[self._known :].astype(mx.int32)
-        for processor in self._whole:
-            logits = processor(mx.concatenate([self._context, answer]), logits)
+        answer = tokens[self._start :]
         if answer.shape[0]:
-            for processor in self._of_answer:
+            for processor in self._processors:
                 logits = processor(answer, logits)
         return logits

@@ -13,7 +13,9 @@ from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.prefix_cache import PrefixCache
+from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError, did_you_mean, shown
+from afm_mlx.loading.draft_models import load_drafts
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
 from afm_mlx.model.model import is_afm
@@ -48,6 +50,7 @@ class ServedModel:
         metrics: what is counted.
         token_texts: looks tokens up.
         created: when it was loaded, in seconds since 1970.
+        guesses: whether tokens are guessed for the model to check.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class ServedModel:
             prefix_cache=self.prefix_cache,
             **engine_options,
         )
+        self.guesses = engine_options.get("speculation") is not None
         self.admission = Admission(options)
         self.metrics = Metrics(self)
         self.token_texts = TokenTexts(tokenizer)
@@ -139,6 +143,8 @@ class ServedModel:
             )
             for each, path in (model_adapters(folder) | given).items():
                 pool.register(each, path)
+            if speculation := _speculation(options, model, tokenizer, folder, pool):
+                engine_options["speculation"] = speculation
             return cls(
                 model,
                 tokenizer,
@@ -271,6 +277,18 @@ class ServedModel:
             self.pool.close()
         if self.prefix_cache is not None:
             threads.submit(self.prefix_cache.close).result()
+
+
+def _speculation(
+    options: ServerOptions | None, model: Any, tokenizer: Any, folder: Path, pool: AdapterPool
+) -> Speculation | None:
+    """How tokens are guessed, as the server's settings have it."""
+    if options is None or (options.draft_model is None and not options.prompt_lookup):
+        return None
+    draft, own = None, dict[str, Any]()
+    if options.draft_model is not None:
+        draft, own = load_drafts(options.draft_model, model, tokenizer, folder, pool.paths)
+    return Speculation(draft, options.prompt_lookup, own, options.num_draft_tokens)
 
 
 def is_answer(message: Message) -> bool:
