@@ -18,6 +18,7 @@ from afm_mlx.engine.row_adapters import RowAdapters
 from afm_mlx.engine.row_caches import Cache
 from afm_mlx.model.kv_cache import KVCache
 from afm_mlx.model.kv_cache_placeholder import NoKVCache
+from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def _arrays(cache: Sequence[Any], index: int) -> list[mx.array] | None:
     """Arrays (1, heads, columns, head_dim) of a batch's row; None when a window has forgotten some of it."""
     arrays: list[mx.array] = []
     for entry in cache:
-        if isinstance(entry, KVCache):
+        if isinstance(entry, KVCache) and not isinstance(entry, ZooKVCache):
             if entry.empty() or not entry.is_trimmable():
                 return None
             entry.settle()

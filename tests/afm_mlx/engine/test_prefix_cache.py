@@ -12,6 +12,7 @@ from afm_mlx.engine.prefix_cache import BLOCK, PrefixCache
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
+from afm_mlx.model.zoo_blocks import take_blocks
 from tests.tools.engines import SIZES, Adapters, run, some_prompt, tiny, tokens_of
 from tests.tools.zoo import zoo_model
 
@@ -34,10 +35,14 @@ def scratch(model, tokenizer, prompt, count=5, **options):
 def kind_of_model(rng, kind):
     if kind == "zoo":
         return zoo_model("llama", VOCAB, int(rng.integers(2**31)))
+    if kind == "zoo blocks":  # as `load` has them, with a batch's cache of our own
+        made = zoo_model("llama", VOCAB, int(rng.integers(2**31)))
+        take_blocks(made)
+        return made
     return tiny(rng, kv_bits=8 if kind == "int8" else None)
 
 
-@pytest.mark.parametrize("kind", ["int8", "float", "zoo", "window"])
+@pytest.mark.parametrize("kind", ["int8", "float", "zoo", "zoo blocks", "window"])
 def test_what_two_prompts_begin_with_is_computed_once(rng, tokenizer, kind):
     model = kind_of_model(rng, kind)
     options = {"max_kv_size": 260, "sliding_window": True} if kind == "window" else {}
