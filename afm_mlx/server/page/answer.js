@@ -110,7 +110,7 @@ export class AnswerView {
 }
 
 /** The name of a model, with its adapter set apart. */
-export function modelName(id) {
+function modelName(id) {
   const [base, ...adapter] = id.split(":");
   if (!adapter.length) return [element("span", { class: "model-name" }, id)];
   const name = element("span", { class: "adapter-name" }, adapter.join(":"));

@@ -4,7 +4,7 @@
  * What the server refused, or could not finish: OpenAI's error, with the status that it came with (0 in a
  * stream).
  */
-export class ServerError extends Error {
+class ServerError extends Error {
   constructor(status, { message, type = null, param = null, code = null }, retryAfter = null) {
     super(message);
     Object.assign(this, { status, type, param, code, retryAfter });
@@ -12,7 +12,7 @@ export class ServerError extends Error {
 }
 
 /** The server can't be reached, or was lost before it had finished. */
-export class ConnectionLost extends Error {}
+class ConnectionLost extends Error {}
 
 const KEY = "afm-mlx key";
 let askForKey = async () => null;

@@ -150,11 +150,3 @@ export class PartialJson {
     this.error = `${JSON.stringify(char)} at character ${this.#at + 1} is not what JSON has there`;
   }
 }
-
-/** A parser that has read this whole text. */
-export function parsed(text) {
-  const parser = new PartialJson();
-  parser.feed(text);
-  parser.finish();
-  return parser;
-}
