@@ -75,6 +75,7 @@ class Running:
         async with self.memory.watched():
             turn = await drive(self.program, self.server.address, jobs, clients, seconds)
         self.turns.setdefault(clients, []).append(turn)
+        _note(f"{self.program.name}: {turn.tokens_per_second:.1f} tokens/s")
 
     def found(self) -> dict[str, Any]:
         """All that is known of it."""
