@@ -17,7 +17,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +55,22 @@ class Plan:
         seed: the seed of the weights.
         report_every: steps between two reports, each of which saves a checkpoint too.
         threads: CPU threads for PyTorch.
+        sizes: what differs from `MODEL_ARGS`.
+        compiled: compile the training step, which takes minutes and makes steps faster.
     """
 
     steps: int
     seed: int
     report_every: int = 500
     threads: int = 2
+    sizes: dict[str, Any] = field(default_factory=dict)
+    compiled: bool = True
 
 
 def model_config(**overrides: Any) -> AFMTextV7.Config:
     """The model's configuration in tamm's terms: AFM text v7 with int8 keys and values."""
     arch_optimizers = {"kv_quant": tamm.ao.KVQuantArchOptimizer()}
-    return AFMTextV7.Config(**MODEL_ARGS, **overrides, arch_optimizers=arch_optimizers)
+    return AFMTextV7.Config(**(MODEL_ARGS | overrides), arch_optimizers=arch_optimizers)
 
 
 def train(
@@ -91,14 +95,16 @@ def train(
     """
     torch.set_num_threads(plan.threads)
     torch.manual_seed(plan.seed)
-    config = tamm_json.dumps(model_config(), indent=2)
+    config = tamm_json.dumps(model_config(**plan.sizes), indent=2)
     (out / "checkpoint" / "base-model-config.json").write_text(config + "\n")
     # On a CPU, plain matrix products beat the fused attention kernel at these lengths.
-    model = model_config(sdpa_implementation="basic").create_model()
+    model = model_config(**plan.sizes, sdpa_implementation="basic").create_model()
     _zero_outputs(model)
     optimizers = _optimizers(model)
     step = _resume(out, model, optimizers)
-    training_loss = torch.compile(_training_loss, dynamic=False)
+    training_loss = _training_loss
+    if plan.compiled:
+        training_loss = torch.compile(_training_loss, dynamic=False)
 
     started, recent = time.perf_counter(), []
     while step < plan.steps:
