@@ -183,6 +183,7 @@ def _card(folder: Path, values: dict[str, Any], figures: draft_quality.Figures) 
         "LAYERS": values["num_layers"],
         "WIDTH": values["hidden_dim"],
         "HEADS": values["num_heads"],
+        "KV_HEADS": values["num_kv_heads"],
         "MILLIONS": f"{weights['parameters'] / 1e6:.1f}",
         "KILOBYTES": round(weights["bytes"] / 1e3),
         "AGREEMENT": f"{figures['all']['agreement']:.0%}",
