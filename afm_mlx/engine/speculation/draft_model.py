@@ -110,7 +110,9 @@ class DraftModel:
         ]
         width = max(map(len, missing))
         inputs = mx.array([tokens + [0] * (width - len(tokens)) for tokens in missing], mx.int32)
-        logits = self.model.verify(inputs, self._cache)
+        drafts = list(guessing.values())
+        takes_likeliest = all(_takes_likeliest(draft) for draft in drafts)
+        found = self.model.verify(inputs, self._cache, "argmax" if takes_likeliest else "logits")
         self._trim([width - len(tokens) for tokens in missing])
         for (row, held), tokens in zip(self._held.items(), missing, strict=True):
             if tokens:
@@ -118,9 +120,18 @@ class DraftModel:
         order = list(self._held)
         rows = [order.index(row) for row in guessing]
         ends = [len(missing[i]) - 1 for i in rows]
-        places = [Place(draft.row, draft.mask, draft.assumed) for draft in guessing.values()]
-        drawn, _, _ = draw(places, logits[mx.array(rows), mx.array(ends)])
+        if takes_likeliest:
+            likeliest: list[list[int]] = found[0].tolist()
+            return [likeliest[row][end] for row, end in zip(rows, ends, strict=True)]
+        places = [Place(draft.row, draft.mask, draft.assumed) for draft in drafts]
+        drawn, _, _ = draw(places, found[mx.array(rows), mx.array(ends)])
         return drawn.tolist()  # type: ignore[return-value]
+
+
+def _takes_likeliest(draft: Draft) -> bool:
+    """Whether the next guess is the token with the largest logit, of all tokens."""
+    request = draft.row.request
+    return draft.mask is None and not (request.sampler or request.logits_processors)
 
 
 class _Held:
