@@ -13,8 +13,8 @@ place, as it is without a draft. A guess stands if it is that token. So an answe
 without speculation, whatever was guessed, and its distribution is untouched. Drafts are drawn with the same
 seeds: where model and draft model agree on the probabilities, they agree on the token.
 
-Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192). Its rule
-of acceptance is replaced by common random numbers, the idea of Daliri et al., "Coupling without Communication
-and Drafter-Invariant Speculative Decoding" (arXiv 2408.07978); the draws are MLX's in place of Gumbel noise, so
-that a seed draws what it draws in mlx-lm.
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192). Its
+rule of acceptance is replaced by common random numbers, the idea of Daliri et al., "Coupling without
+Communication and Drafter-Invariant Speculative Decoding" (arXiv 2408.07978); the draws are MLX's in place of
+Gumbel noise, so that a seed draws what it draws in mlx-lm.
 """
