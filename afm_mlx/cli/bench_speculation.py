@@ -145,7 +145,7 @@ _COLUMNS = {
         f"{row['guesses_per_step']:.1f}"
         + (" (as many as pay)" if row["num_draft_tokens"] is None else "")
     ),
-    "right": lambda row: f"{row['accepted']:.0%}",
+    "kept": lambda row: f"{row['accepted']:.0%}",
     "tok/s without": lambda row: _speed(row["plain_tokens_per_second"], row["plain_deviation"]),
     "tok/s with": lambda row: _speed(row["tokens_per_second"], row["deviation"]),
     "times": lambda row: f"{row['times']:.2f}x",

@@ -32,7 +32,7 @@ class SpeculationResult:
     Args:
         rows: rows side by side.
         guesses: guesses per row and step on average, of the steps that had any.
-        accepted: share of the guesses that were right.
+        accepted: share of the guesses that were kept; behind a wrong one none is.
         plain: new tokens per second without guesses.
         guessed: new tokens per second with them.
         ratio: the second over the first, of neighbouring runs.
