@@ -72,8 +72,8 @@ ARGUMENTS = {
         Argument("--num-draft-tokens", integers(1, 7), "guesses at a time; by default as many as pay", **_LIST),
         Argument("--prompt-lookup", FLAG, "guess what followed the last tokens where they stood before"),
         Argument("--draft-acceptance", number(0, 1),
-                 "probability that a guess is right if those before it are, whatever the draft model says; it runs "
-                 "anyway"),
+                 "probability that a guess is right if those before it are, whatever the draft model says; it "
+                 "runs anyway"),
     ],
     "options": [
         Argument("--num-trials -n", integer(1), "measured runs of a case", 5),
