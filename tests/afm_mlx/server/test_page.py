@@ -1,5 +1,7 @@
 """The chat page in a real browser, on the real server with the embedded model."""
 
+import asyncio
+import contextlib
 import json
 import re
 import time
@@ -248,7 +250,17 @@ def test_a_chat_with_edits_versions_adapters_and_a_reload(open_page, size):
     assert "of 1,024 tokens" in page.locator("#meter").get_attribute("aria-label")
 
 
-def test_stopping_frees_the_row(open_page, server):
+def test_stopping_frees_the_row(open_page, server, monkeypatch):
+    stream = server.served.engine.stream
+
+    async def slow(*arguments, **options):
+        """The engine's, with time for a page on a busy machine to stop it on the way."""
+        async with contextlib.aclosing(stream(*arguments, **options)) as responses:
+            async for response in responses:
+                await asyncio.sleep(0.01)
+                yield response
+
+    monkeypatch.setattr(server.served.engine, "stream", slow)
     page = open_page()
     page.locator("#examples button", has_text="Pull out an event").click()
     page.get_by_role("button", name="JSON schema", exact=True).click()
