@@ -30,7 +30,7 @@ import numpy as np
 from afm_mlx.measure.process import threads_in_use
 from bench.server_client import Address, get
 from bench.server_load import Memory
-from bench.server_process import ServerProcess, with_threads
+from bench.server_process import ServerError, ServerProcess, with_threads
 from bench.server_traffic import Traffic
 from bench.server_visitors import LOST, WRONG, Outcome, Visitors
 from bench.targets import markdown
@@ -211,7 +211,11 @@ async def _run(options: argparse.Namespace, log: Path) -> Report:
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     with tempfile.TemporaryDirectory() as folder:
-        report = asyncio.run(_run(options, options.log or Path(folder, "server.log")))
+        try:
+            report = asyncio.run(_run(options, options.log or Path(folder, "server.log")))
+        except ServerError as error:
+            print(f"The server does not start: {error}", file=sys.stderr)
+            return 1
     show(report)
     if options.output is not None:
         facts: dict[str, Any] = {

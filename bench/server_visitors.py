@@ -111,7 +111,7 @@ class Visitors:
             if query.streamed:
                 async for data in exchange.events():
                     reading.event(data)
-                    if pause and reading.events < 40:
+                    if pause and reading.events < 15:
                         await asyncio.sleep(pause)
             else:
                 reading.body(await exchange.body())

@@ -93,7 +93,7 @@ def test_requests_are_of_every_kind(rng):
 
 def test_a_short_run_of_all_clients(tmp_path, capsys):
     output = tmp_path / "soak.json"
-    argv = ["--minutes", "0.08", "--clients", "8", "--output", str(output)]
+    argv = ["--minutes", "0.03", "--clients", "8", "--output", str(output)]
     status = server_soak.main([*argv, "--", "--served-model-name", "mine"])
     assert "All is well." in capsys.readouterr().out
     assert status == 0
@@ -101,3 +101,5 @@ def test_a_short_run_of_all_clients(tmp_path, capsys):
     assert found["faults"] == []
     assert len(found["outcomes"]) > 8
     assert found["resident"][0][1] > 1e6
+    assert server_soak.main([*argv, "--model", str(tmp_path / "nothing")]) == 1
+    assert "The server does not start: it ended with status 2" in capsys.readouterr().err
