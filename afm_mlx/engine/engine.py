@@ -25,7 +25,6 @@ runs in the thread of `afm_mlx.threads`, and every thread may use it.
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -44,11 +43,11 @@ from afm_mlx.engine.row import Prepared, Row
 from afm_mlx.engine.row_adapters import RowAdapters
 from afm_mlx.engine.row_caches import RowCaches, hand_back
 from afm_mlx.engine.row_prefixes import RowPrefixes
-from afm_mlx.engine.sampling import no_token, sample
-from afm_mlx.engine.speculation.draft import Draft
+from afm_mlx.engine.row_responses import RowResponses
+from afm_mlx.engine.sampling import sample
 from afm_mlx.engine.speculation.draft_length import MOST
 from afm_mlx.engine.speculation.drafting import Drafting, Speculation
-from afm_mlx.engine.speculation.verification import Drawn, verified
+from afm_mlx.engine.speculation.verification import verified
 from afm_mlx.engine.waiting_rows import WaitingRows
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.guidance.matcher import Matcher
@@ -137,6 +136,7 @@ class Engine:
         self._memory = self._home.call(
             KVMemory, self._caches, kv_memory, self.prefill_step_size, guesses
         )
+        self._responses = RowResponses(tokenizer, model, self._drafting)
         self._ids = itertools.count()
         self._waiting = WaitingRows(self._adapters)
         self._early: list[
@@ -213,7 +213,7 @@ class Engine:
         if known and (error := self._adapters.refusal(row, cache)) is not None:
             row.release()
             raise error
-        early = self._forced(row)
+        early = self._responses.to_forced_tokens(row)
         if row.error is not None and not early:
             row.release()
             raise row.error
@@ -395,30 +395,13 @@ class Engine:
         for i, (row, token, peak) in enumerate(read_back):
             if row.id not in alive or row.id in flight.told:  # cancelled, or told before
                 continue
-            new = self._accepted(row, token, peak, flight.logprobs_of(i))
+            new = self._responses.to_token(row, token, peak, flight.logprobs_of(i))
             responses += new
             if new[-1].finish_reason is not None:
                 finished.add(row.id)
         if finished:
             self._leave(finished)
         self._fast_forward()
-        return responses
-
-    def _accepted(
-        self, row: Row, token: int, peak: float, logprobs: mx.array | None
-    ) -> list[Response]:
-        """The responses of a row's next token, and of those that its constraint forces behind it."""
-        if not math.isfinite(peak) and row.error is None:
-            text, _ = row.show(ended=True)
-            cause = no_token(peak, row.request)
-            return [Response(row.id, -1, text, None, "error", cause)]
-        text, reason = row.accept(token, self.tokenizer.eos_token_ids)
-        error = row.error if reason == "error" else None
-        responses = [Response(row.id, token, text, logprobs, reason, error)]
-        if reason is None:
-            responses += self._forced(row)
-        if self._drafting is not None and responses[-1].finish_reason is not None:
-            responses[-1].guesses = self._drafting.counts(row)
         return responses
 
     # -- speculation
@@ -451,7 +434,7 @@ class Engine:
         width = max(len(draft.fed) for draft in drafts)
         kept, finished = [], set()
         for draft, tokens in zip(drafts, drawn, strict=True):
-            new, count = self._kept(draft, tokens)
+            new, count = self._responses.to_draft(draft, tokens)
             responses += new
             kept.append(count)
             if new and new[-1].finish_reason is not None:
@@ -465,47 +448,7 @@ class Engine:
         self._fast_forward()
         return responses
 
-    def _kept(self, draft: Draft, drawn: dict[int, Drawn]) -> tuple[list[Response], int]:
-        """Take a row's next tokens, up to the first that differs from what the row was fed.
-
-        Returns:
-            The responses; and how many of the fed tokens stand.
-        """
-        assert self._drafting is not None
-        row, kept, right = draft.row, 1, 0
-        responses: list[Response] = []
-        while True:
-            if row.known:
-                following = row.known.pop(0)
-            else:
-                at = drawn[kept - 1]
-                new = self._accepted(row, at.token, at.peak, at.logprobs)
-                new[0].from_draft = kept in draft.proposed and draft.fed[kept] == new[0].token
-                right += new[0].from_draft
-                responses += new
-                if new[-1].finish_reason is not None:
-                    break
-                following = at.token
-            if kept == len(draft.fed) or draft.fed[kept] != following:
-                break
-            kept += 1
-        row.settle(kept)
-        self._drafting.count(draft, right)
-        return responses, kept
-
     # -- forced tokens
-
-    def _forced(self, row: Row) -> list[Response]:
-        """The responses of tokens that the row's constraint forces; the row is still to be fed them."""
-        responses = []
-        for token, text, reason in row.force(self.tokenizer.eos_token_ids):
-            error = row.error if reason == "error" else None
-            logprobs = None
-            if row.request.logprobs:  # it had no alternative
-                vocab_size = self.model.args.vocab_size
-                logprobs = mx.where(mx.arange(vocab_size) == token, 0.0, -math.inf)
-            responses.append(Response(row.id, token, text, logprobs, reason, error))
-        return responses
 
     def _fast_forward(self) -> None:
         """Take a row out of the batch whose forced tokens are many, for a prefill."""
