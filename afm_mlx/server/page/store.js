@@ -43,6 +43,7 @@ export class Store {
     if (!this.#database) return;
     const transaction = this.#database.transaction(KIND, "readwrite");
     change(transaction.objectStore(KIND));
+    transaction.commit(); // at once: the page may be left in the next moment
     await new Promise((resolve, reject) => {
       transaction.oncomplete = resolve;
       transaction.onerror = transaction.onabort = () => reject(transaction.error);

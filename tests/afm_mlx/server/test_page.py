@@ -88,6 +88,21 @@ def send(page, text):
     return ended(page, before)
 
 
+def reload(page):
+    """Load the page anew, once what it has begun to keep is kept: a browser may drop what is not written."""
+    page.evaluate(
+        """() => new Promise((done) => {
+            const opening = indexedDB.open("afm-mlx");
+            opening.onsuccess = () => {
+                // It waits for the writes that were begun before it.
+                const all = opening.result.transaction("conversations").objectStore("conversations").getAll();
+                all.onsuccess = () => { opening.result.close(); done(); };
+            };
+        })"""
+    )
+    page.reload()
+
+
 def ended(page, index):
     """The text of the answer with this index, once it has ended."""
     page.wait_for_selector(f".answer >> nth={index}")
@@ -243,7 +258,7 @@ def test_a_chat_with_edits_versions_adapters_and_a_reload(open_page, size):
     assert page.locator(".answer .text").all_inner_texts() == [first, todos]
     assert page.evaluate("document.activeElement.getAttribute('aria-label')") == "Next version"
 
-    page.reload()
+    reload(page)
     page.wait_for_selector(".answer >> nth=1")
     assert page.locator(".answer .text").all_inner_texts() == [first, todos]
     assert page.get_by_role("heading", level=1).inner_text().startswith("Make this formal: hey")
@@ -519,7 +534,7 @@ def test_a_key_is_asked_for(open_page):
         page.keyboard.press("Enter")
         page.wait_for_selector("#examples li")
         assert "Film Lecture" in send(page, FORMAL)
-        page.reload()
+        reload(page)
         page.wait_for_selector("#model option", state="attached")
         assert not dialog.is_visible()
 
@@ -713,7 +728,7 @@ def test_the_theme_follows_the_system_until_it_is_chosen(open_page):
     page.get_by_role("button", name="Light", exact=True).click()
     light = page.evaluate(ground)
     assert light != dark
-    page.reload()
+    reload(page)
     page.wait_for_selector("html[data-ready]")
     assert page.evaluate(ground) == light
     page.get_by_role("button", name="System", exact=True).click()
