@@ -40,6 +40,12 @@ def chats():
     return found + [(names[i % 3], own[i]) for i in range(500 - len(found))]
 
 
+def is_tie(mine, theirs):
+    """Whether two answers part at tokens that are equally likely, but for rounding."""
+    at = next(i for i, (a, b) in enumerate(zip(mine[0], theirs[0], strict=False)) if a != b)
+    return abs(mine[4][at] - theirs[4][at]) < 0.02
+
+
 @pytest.mark.slow
 def test_500_answers_are_those_without_guesses(rng):
     model, tokenizer = load(NANO)
@@ -73,8 +79,9 @@ def test_500_answers_are_those_without_guesses(rng):
                 speculation=speculation,
             )
             pairs = list(zip(requests, found, wanted, strict=True))
-            other = [request for request, mine, theirs in pairs if mine[:4] != theirs[:4]]
-            # A step of several tokens rounds otherwise: a draw that is close may fall to its neighbour.
-            assert all(request.sampler for request in other)
-            assert len(other) <= 5
+            other = [pair for pair in pairs if pair[1][:4] != pair[2][:4]]
+            # Alone, all are the same. In a batch products round otherwise with other rows beside them, guesses or
+            # not: a token that is as likely as another may give way to it, and a draw to its neighbour.
+            assert len(other) <= (0 if max_batch == 1 else 5)
+            assert all(request.sampler or is_tie(*answers) for request, *answers in other)
             assert 0 < engine._drafting.overall.rate < 1
