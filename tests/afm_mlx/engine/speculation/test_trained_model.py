@@ -80,8 +80,8 @@ def test_500_answers_are_those_without_guesses(rng):
             )
             pairs = list(zip(requests, found, wanted, strict=True))
             other = [pair for pair in pairs if pair[1][:4] != pair[2][:4]]
-            # Alone, all are the same. In a batch products round otherwise with other rows beside them, guesses or
-            # not: a token that is as likely as another may give way to it, and a draw to its neighbour.
+            # Alone, all are the same. In a batch products round otherwise with other rows beside them, guesses
+            # or not: a token that is as likely as another may give way to it, and a draw to its neighbour.
             assert len(other) <= (0 if max_batch == 1 else 5)
             assert all(request.sampler or is_tie(*answers) for request, *answers in other)
             assert 0 < engine._drafting.overall.rate < 1
