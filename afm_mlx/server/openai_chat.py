@@ -30,12 +30,11 @@ from afm_mlx.server.generation import (
     answer,
 )
 from afm_mlx.server.openai_fields import (
-    biases,
     chat_logprobs,
     check_count,
     constraint_of,
     guided,
-    stops,
+    sampling_of,
     usage,
 )
 from afm_mlx.server.served_model import ServedModel
@@ -86,16 +85,7 @@ async def ask_of(body: ChatRequest, served: ServedModel, client: str) -> Ask:
         response_format=shown_format,
         adapter=adapter,
         max_tokens=given,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        repetition_penalty=body.repetition_penalty or 0.0,
-        logit_bias=biases(body.logit_bias),
-        stop=stops(body.stop),
+        **sampling_of(body),
         n=check_count(body.n, served),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         client=client,

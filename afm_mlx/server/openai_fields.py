@@ -267,6 +267,22 @@ def _one(token: TokenLogprob) -> dict[str, Any]:
     }
 
 
+def sampling_of(body: Any) -> dict[str, Any]:
+    """The fields of an `Ask` about sampling, of a body of chats or completions.
+
+    Raises:
+        ApiError: for a bias or stop strings that can't be honoured.
+    """
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty")
+    return {
+        **{name: getattr(body, name) for name in names},
+        **{name: getattr(body, name) or 0.0 for name in penalties},
+        "logit_bias": biases(body.logit_bias),
+        "stop": stops(body.stop),
+    }
+
+
 def usage(counts: Usage) -> dict[str, Any]:
     """Counts of tokens in OpenAI's form."""
     told: dict[str, Any] = {

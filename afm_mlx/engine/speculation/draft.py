@@ -73,9 +73,7 @@ class Draft:
         if self._matcher is not None:
             try:
                 self._matcher.accept(token)
-            except (
-                ConstraintError
-            ):  # too complex to be followed: the row will find that out by itself
+            except ConstraintError:  # too complex to be followed, as the row will find out
                 self.limit = len(self.fed)
                 return False
         self.proposed.add(len(self.fed))
