@@ -12,18 +12,9 @@ from afm_mlx.errors import shown
 from afm_mlx.server.bodies import refuse
 from afm_mlx.server.errors import bad_request
 from afm_mlx.server.openai_fields import (
-    Bias,
     Count,
-    Penalty,
-    RepetitionPenalty,
     ResponseFormat,
-    Seed,
-    Share,
-    Stop,
-    StreamOptions,
-    StructuredOutputs,
-    Temperature,
-    Whole,
+    SampledRequest,
     check_stream,
     unsupported,
 )
@@ -125,40 +116,18 @@ HINTS = {
 }
 
 
-class ChatRequest(Struct, forbid_unknown_fields=True):
+class ChatRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True):
     """The fields of a request. Those of the last group are refused unless they ask for nothing."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    model: str
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Count | None = None
-    max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    seed: Seed | None = None
-    stop: Stop = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
     tools: list[FunctionTool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    # What others' servers have besides
-    top_k: Whole | None = None
-    min_p: Share | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
     # Names of who asks, for OpenAI's own use
-    user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     # What this server can't do

@@ -65,7 +65,7 @@ async def ask_of(body: ChatRequest, served: ServedModel, client: str) -> Ask:
     tool_choice, allowed_tools = chosen_tools(body.tool_choice, body.tools)
     structured, name = guided(
         body.structured_outputs,
-        {n: getattr(body, n) for n in body.__struct_fields__ if n.startswith("guided_")},
+        body.guided,
     )
     constraint, shown_format = await constraint_of(body.response_format, structured, name)
     if constraint is not None and messages[-1]["role"] == "assistant":

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,17 +19,8 @@ from afm_mlx.server.bodies import read_body, refuse
 from afm_mlx.server.errors import ApiError, bad_request
 from afm_mlx.server.generation import Ask, Ended, Event, TextDelta, Usage, answer
 from afm_mlx.server.openai_fields import (
-    Bias,
     Count,
-    Penalty,
-    RepetitionPenalty,
-    Seed,
-    Share,
-    Stop,
-    StreamOptions,
-    StructuredOutputs,
-    Temperature,
-    Whole,
+    SampledRequest,
     check_count,
     check_stream,
     constraint_of,
@@ -46,36 +37,13 @@ HINTS = {
 }
 
 
-class CompletionRequest(Struct, forbid_unknown_fields=True):
+class CompletionRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True):
     """The fields of a request."""
 
-    model: str
     prompt: str | list[str | int | list[int]]
     best_of: Count | None = None
     echo: bool | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    max_tokens: Count | None = None
-    n: Count | None = None
-    presence_penalty: Penalty | None = None
-    seed: Seed | None = None
-    stop: Stop = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    # What others' servers have besides
-    top_k: Whole | None = None
-    min_p: Share | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    # The name of who asks, for OpenAI's own use
-    user: str | None = None
     # What this server can't do
     suffix: Any = None
 
@@ -136,7 +104,7 @@ async def _asked(body: CompletionRequest, served: ServedModel, client: str) -> _
     adapter = served.adapter_of(body.model)
     structured, name = guided(
         body.structured_outputs,
-        {n: getattr(body, n) for n in body.__struct_fields__ if n.startswith("guided_")},
+        body.guided,
     )
     constraint, _ = await constraint_of(None, structured, name)
     given = _prompts(body.prompt)

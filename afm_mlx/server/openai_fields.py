@@ -81,6 +81,40 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
     json_object: bool | None = None
 
 
+class SampledRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that chats and completions share."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Count | None = None
+    max_tokens: Count | None = None
+    temperature: Temperature | None = None
+    top_p: Share | None = None
+    seed: Seed | None = None
+    stop: Stop = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    # What others' servers have besides
+    top_k: Whole | None = None
+    min_p: Share | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    # The name of who asks, for OpenAI's own use
+    user: str | None = None
+
+    @property
+    def guided(self) -> dict[str, Any]:
+        """The fields `guided_json` and so on, by their names."""
+        names = (name for name in self.__struct_fields__ if name.startswith("guided_"))
+        return {name: getattr(self, name) for name in names}
+
+
 def unsupported(name: str, why: str) -> NoReturn:
     """Raise for a field that can't be honoured."""
     raise bad_request(f"{name} can't be honoured: {why}.", name, "unsupported_parameter")
@@ -267,7 +301,7 @@ def _one(token: TokenLogprob) -> dict[str, Any]:
     }
 
 
-def sampling_of(body: Any) -> dict[str, Any]:
+def sampling_of(body: SampledRequest) -> dict[str, Any]:
     """The fields of an `Ask` about sampling, of a body of chats or completions.
 
     Raises:
