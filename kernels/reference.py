@@ -138,34 +138,38 @@ def decode_attention(
     rope: QueryRope | None = None,
     whole: bool = True,
 ) -> mx.array | AttentionParts:
-    """Attention of one new token per row over a cache's whole buffers, each row up to its own length.
+    """Attention of a row's L newest tokens over a cache's whole buffers, each token up to itself.
 
     Args:
-        queries: (B, n_heads, 1, head_dim), float.
-        kv: buffers of any capacity, with a tail or without; columns from a row's length on are never
+        queries: (B, n_heads, L, head_dim), float.
+        kv: buffers of any capacity, with a tail or without; columns after a row's newest token are never
             looked at.
-        lengths: (B,) int32, columns in use per row, the new token's included: its position + 1.
-        rope: when given, `queries` are raw, and go through `rope_norm` at position `lengths - 1` first.
-        whole: if false, a variant may leave its result in parts, for `packed_matmul` to merge.
+        lengths: (B,) int32, columns that the first of a row's tokens sees, its own included: its
+            position + 1. Each token after it sees one more.
+        rope: when given, `queries` are raw, and go through `rope_norm` from position `lengths - 1` on first.
+        whole: if false, a variant may leave the result of L = 1 in parts, for `packed_matmul` to merge.
 
     Returns:
-        (B, n_heads, 1, head_dim) in the dtype of `queries`; or its parts.
+        (B, n_heads, L, head_dim) in the dtype of `queries`; or its parts.
     """
     if rope is not None:
         queries = rope_norm(queries, rope.weight, lengths - 1, rope.theta, rope.eps)
+    seen = lengths[:, None] + mx.arange(queries.shape[2])
     if kv.tail is None or kv.starts is None:
-        return attention(queries, kv, _first_columns(kv.buffer, lengths))
+        return attention(queries, kv, _first_columns(kv.buffer, seen))
     buffer = mx.concatenate([kv.buffer, kv.tail], axis=2)
-    visible = mx.concatenate(
-        [_first_columns(kv.buffer, kv.starts), _first_columns(kv.tail, lengths - kv.starts)],
-        axis=-1,
+    starts = kv.starts[:, None]
+    in_tail = _first_columns(kv.tail, seen - starts)
+    in_buffer = mx.broadcast_to(
+        _first_columns(kv.buffer, starts), (*in_tail.shape[:3], kv.buffer.shape[2])
     )
+    visible = mx.concatenate([in_buffer, in_tail], axis=-1)
     return attention(queries, kv._replace(buffer=buffer), visible)
 
 
 def _first_columns(buffer: mx.array, counts: mx.array) -> mx.array:
-    """Which columns of a buffer are among the first `counts` (B,) of their row: (B, 1, 1, capacity)."""
-    return mx.arange(buffer.shape[2]) < counts[:, None, None, None]
+    """Which columns of a buffer are among the first `counts` (B, L) of their row: (B, 1, L, capacity)."""
+    return mx.arange(buffer.shape[2]) < counts[:, None, :, None]
 
 
 def merge_parts(parts: AttentionParts) -> mx.array:

@@ -69,21 +69,6 @@ def _attention(queries: mx.array, kv: KeyValues, positions: Positions) -> mx.arr
     return attention(queries, kv, positions.mask)
 
 
-def _decode_attention(
-    queries: mx.array,
-    kv: KeyValues,
-    lengths: mx.array,
-    rope: QueryRope | None = None,
-    whole: bool = True,
-) -> mx.array | AttentionParts:
-    """`decode_attention` for L new tokens per row: queries (B, n, L, head_dim), token t up to `lengths + t`."""
-    count = queries.shape[2]
-    if count == 1:
-        return decode_attention(queries, kv, lengths, rope, whole)
-    each = [decode_attention(queries[:, :, t : t + 1], kv, lengths + t, rope) for t in range(count)]
-    return mx.concatenate(each, axis=2)
-
-
 def _appended(kv: mx.array, cache: KVCache | None) -> KeyValues:
     """Float keys and values of every token so far, the new ones included."""
     if cache is None:
@@ -150,7 +135,7 @@ class WritingAttention(nn.Module):
         tail = write_tokens(tail, new.astype(tail.dtype), lengths - starts + (count - 1))
         cache.take_tail(tail, count)
         kv = kv._replace(tail=tail)
-        return _decode_attention(q, kv, lengths, whole=whole), kv
+        return decode_attention(q, kv, lengths, whole=whole), kv
 
     def _head_options(self) -> HeadOptions:
         config = self._config
@@ -235,7 +220,7 @@ class ReuseAttention(nn.Module):
         turn = (self.q_norm.weight, config.rope_theta, config.rms_norm_eps)
         if positions.lengths is not None:
             whole = not merges_parts(self.out_proj)
-            y = _decode_attention(q, kv, positions.lengths, QueryRope(*turn), whole)
+            y = decode_attention(q, kv, positions.lengths, QueryRope(*turn), whole)
         else:
             q = rope_norm(q, turn[0], positions.offset, *turn[1:])
             y = _attention(q, kv, positions)

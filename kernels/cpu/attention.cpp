@@ -46,6 +46,7 @@ class Attention {
     int64_t tile, begin, end;  // keys [begin, end)
   };
 
+  // Tokens that a row's last query sees.
   int64_t length(int64_t batch) const;
   // Tokens of a row in the buffers; the next ones lie in the tail.
   int64_t start(int64_t batch) const;
@@ -58,16 +59,15 @@ class Attention {
   // A tile's query as float32 with RoPE and norm, (head_dim,); `scratch` has room for two of them.
   void query(const Tile& tile, int64_t row, float* scratch, float* out) const;
   void quantize(const Tile& tile, int16_t* q, float* scales) const;
-  // The last key of a block that begins at `token`: a block lies in the buffer or in the tail.
-  int64_t block_end(const Piece& piece, int64_t token, int64_t size) const;
-  // `count` tokens from `token` on, all of them in `buffer` or all in `tail`, as rows of `dim_` codes or floats:
-  // where they are, or copied with zeros behind.
+  // `count` tokens from `token` on, as rows of `dim_` codes or floats: where they are, or copied with zeros behind.
   const int8_t* block(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token, int64_t count,
                       std::vector<int8_t>* copy, int64_t* stride) const;
   const float* block_floats(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token, int64_t count,
                             std::vector<float>* copy, int64_t* stride) const;
   // A token's codes, where they are.
   const int8_t* codes_at(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token) const;
+  // Whether some of `count` tokens lie in the buffer and others in the tail.
+  bool straddles(const Tile& tile, int64_t token, int64_t count) const;
   // Where a token's keys or values lie: those of its head, and the index of the first among their numbers.
   int64_t place(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token,
                 const Columns** columns) const;
@@ -97,9 +97,10 @@ Attention::Attention(const AttentionArguments& arguments)
       }
     }
   }
-  // Some pieces more than threads, so that they end together.
+  // Some pieces more than threads, so that they end together. New tokens' are cut in the same places whatever other rows
+  // there are, or a row would come out in other bits.
   int64_t enough = 4 * ThreadPool::shared().threads();
-  bool split = static_cast<int64_t>(tiles_.size()) < enough;
+  bool split = a_.lengths != nullptr || static_cast<int64_t>(tiles_.size()) < enough;
   for (size_t t = 0; t < tiles_.size(); ++t) {
     int64_t keys = tiles_[t].keys, begin = 0;
     do {
@@ -114,7 +115,7 @@ Attention::Attention(const AttentionArguments& arguments)
 }
 
 int64_t Attention::length(int64_t batch) const {
-  int64_t length = a_.lengths ? a_.lengths[batch] : a_.length;
+  int64_t length = a_.lengths ? a_.lengths[batch] + a_.queries - 1 : a_.capacity;
   return std::clamp<int64_t>(length, 0, start(batch) + a_.tail_capacity);
 }
 
@@ -139,12 +140,18 @@ void Attention::run() {
     const Tile& tile = tiles_[piece.tile];
     partials[i].reset(new Partial(tile.rows, dim_));
     a_.floats ? work_floats(piece, *partials[i]) : work(piece, *partials[i]);
-    // The thread that ends last merges the tile's pieces.
+    // The thread that ends last merges the tile's pieces, in their order: sums of floats depend on it.
     if (missing[piece.tile].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    for (size_t other = 0; other < pieces_.size(); ++other) {
-      if (static_cast<int64_t>(other) != i && pieces_[other].tile == piece.tile) merge(*partials[i], *partials[other]);
+    Partial* all = nullptr;
+    for (size_t of = 0; of < pieces_.size(); ++of) {
+      if (pieces_[of].tile != piece.tile) continue;
+      if (all != nullptr) {
+        merge(*all, *partials[of]);
+      } else {
+        all = partials[of].get();
+      }
     }
-    finish(tile, *partials[i]);
+    finish(tile, *all);
   };
   const Piece& longest = pieces_[0];
   ThreadPool::shared().parallel_for(static_cast<int64_t>(pieces_.size()), 1, take,
@@ -160,7 +167,7 @@ void Attention::work(const Piece& piece, Partial& partial) const {
   std::vector<int8_t> copy;
   quantize(tile, q.data(), scales.data());
   for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
-    end = block_end(piece, begin, kBlock);
+    end = std::min(begin + kBlock, piece.end);
     int64_t count = end - begin, stride;
     const int8_t* keys = block(a_.keys, a_.tail_keys, tile, begin, count, &copy, &stride);
     const CodesAhead ahead = {codes_at(a_.values, a_.tail_values, tile, begin),
@@ -189,7 +196,7 @@ void Attention::work_floats(const Piece& piece, Partial& partial) const {
   for (int64_t r = 0; r < rows; ++r) query(tile, r, scratch.data(), q.data() + r * dim_);
   float scale = score_scale();
   for (int64_t begin = piece.begin, end; begin < piece.end; begin = end) {
-    end = block_end(piece, begin, kBlockFloats);
+    end = std::min(begin + kBlockFloats, piece.end);
     int64_t count = end - begin, stride;
     const float* keys = block_floats(a_.keys, a_.tail_keys, tile, begin, count, &copy, &stride);
     kernels_.score_floats(q.data(), rows, keys, stride, count, dim_, scores.data());
@@ -207,11 +214,6 @@ void Attention::work_floats(const Piece& piece, Partial& partial) const {
     const float* values = block_floats(a_.values, a_.tail_values, tile, begin, count, &copy, &stride);
     kernels_.add_floats(scores.data(), rows, values, stride, count, dim_, decay.data(), partial.values.data());
   }
-}
-
-int64_t Attention::block_end(const Piece& piece, int64_t token, int64_t size) const {
-  int64_t start = this->start(tiles_[piece.tile].batch);
-  return std::min(token + size, token < start ? std::min(start, piece.end) : piece.end);
 }
 
 void Attention::query(const Tile& tile, int64_t row, float* scratch, float* out) const {
@@ -244,6 +246,11 @@ int64_t Attention::place(const Columns& buffer, const Columns& tail, const Tile&
   return tile.batch * c.batch_stride + tile.kv_head * c.head_stride + token * c.token_stride;
 }
 
+bool Attention::straddles(const Tile& tile, int64_t token, int64_t count) const {
+  const int64_t start = this->start(tile.batch);
+  return token < start && start < token + count;
+}
+
 const int8_t* Attention::codes_at(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token) const {
   const Columns* codes;
   const int64_t first = place(buffer, tail, tile, token, &codes);
@@ -253,16 +260,20 @@ const int8_t* Attention::codes_at(const Columns& buffer, const Columns& tail, co
 const int8_t* Attention::block(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token,
                                int64_t count, std::vector<int8_t>* copy, int64_t* stride) const {
   const Columns* codes;
-  int64_t first = place(buffer, tail, tile, token, &codes);
-  const int8_t* from = static_cast<const int8_t*>(codes->data) + first;
-  if (a_.head_dim == dim_ && codes->step == 1) {
+  const int64_t first = place(buffer, tail, tile, token, &codes);
+  if (a_.head_dim == dim_ && codes->step == 1 && !straddles(tile, token, count)) {
     *stride = codes->token_stride;
-    return from;
+    return static_cast<const int8_t*>(codes->data) + first;
   }
-  copy->resize(kBlock * dim_);
+  copy->resize(kBlock * dim_);  // nobody writes behind head_dim: zeros stay there
   for (int64_t k = 0; k < count; ++k) {
-    for (int64_t d = 0; d < dim_; ++d) {
-      (*copy)[k * dim_ + d] = d < a_.head_dim ? from[k * codes->token_stride + d * codes->step] : 0;
+    const int64_t at = place(buffer, tail, tile, token + k, &codes);
+    const int8_t* from = static_cast<const int8_t*>(codes->data) + at;
+    int8_t* out = copy->data() + k * dim_;
+    if (codes->step == 1) {
+      std::copy_n(from, a_.head_dim, out);
+    } else {
+      for (int64_t d = 0; d < a_.head_dim; ++d) out[d] = from[d * codes->step];
     }
   }
   *stride = dim_;
@@ -272,14 +283,14 @@ const int8_t* Attention::block(const Columns& buffer, const Columns& tail, const
 const float* Attention::block_floats(const Columns& buffer, const Columns& tail, const Tile& tile, int64_t token,
                                      int64_t count, std::vector<float>* copy, int64_t* stride) const {
   const Columns* floats;
-  int64_t first = place(buffer, tail, tile, token, &floats);
-  if (a_.stored == Number::float32 && a_.head_dim == dim_ && floats->step == 1) {
+  const int64_t first = place(buffer, tail, tile, token, &floats);
+  if (a_.stored == Number::float32 && a_.head_dim == dim_ && floats->step == 1 && !straddles(tile, token, count)) {
     *stride = floats->token_stride;
     return static_cast<const float*>(floats->data) + first;
   }
   copy->resize(kBlockFloats * dim_);  // nobody writes behind head_dim: zeros stay there
   for (int64_t k = 0; k < count; ++k) {
-    int64_t index = first + k * floats->token_stride;
+    const int64_t index = place(buffer, tail, tile, token + k, &floats);
     float* out = copy->data() + k * dim_;
     if (a_.stored != Number::float32 && floats->step == 1) {
       kernels_.widen(static_cast<const uint16_t*>(floats->data) + index, a_.stored == Number::bfloat16, a_.head_dim,

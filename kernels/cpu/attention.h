@@ -35,8 +35,8 @@ struct AttentionArguments {
   Columns tail_keys, tail_values;  // with `starts`: a row's tokens from starts[row] on
   int64_t tail_capacity;
   const int32_t* starts;   // (B,) tokens of each row in the buffers; null: all of them
-  const int32_t* lengths;  // (B,) tokens that the last query sees, each query before it one fewer; or null
-  int64_t length;          // the same for all rows, without `lengths`
+  const int32_t* lengths;  // (B,) tokens that the first query sees, each query after it one more; null: the last
+                           // query sees `capacity` of them
   void* out;               // (B, heads, queries, head_dim)
 };
 

@@ -112,7 +112,6 @@ class AttentionOp : public CpuPrimitive {
       a.capacity = kv.shape[2];
       std::vector<char> copy, of_starts;
       a.lengths = lengths ? static_cast<const int32_t*>(lengths->dense(copy)) : nullptr;
-      a.length = a.capacity;
       if (tail) {
         a.tail_keys = heads_from(*tail, 0);
         a.tail_values = heads_from(*tail, a.kv_heads);

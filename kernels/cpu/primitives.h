@@ -31,7 +31,8 @@ struct Tail {
 
 using Scale = std::optional<mx::array>;
 
-// `kv`: keys, then values, (B, 2 * n_kv_heads, S, head_dim), floats, or int8 codes with scales.
+// `kv`: keys, then values, (B, 2 * n_kv_heads, S, head_dim), floats, or int8 codes with scales. `lengths`: (B,) tokens
+// that a row's first query sees, each one after it one more.
 mx::array decode_attention(const mx::array& queries, const mx::array& kv, const Scale& key_scale,
                            const Scale& value_scale, const mx::array& lengths, const std::optional<Tail>& tail,
                            const std::optional<Rope>& rope);

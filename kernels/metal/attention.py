@@ -222,9 +222,15 @@ def decode_attention(
 ) -> mx.array | AttentionParts:
     """See `reference.decode_attention`.
 
-    One dispatch; a second one merges what must be whole, beyond `SINGLE_PASS` columns of batches that don't
-    fill the GPU by themselves.
+    One dispatch for each of a row's tokens; a second one merges what must be whole, beyond `SINGLE_PASS`
+    columns of batches that don't fill the GPU by themselves.
     """
+    count = queries.shape[2]
+    if count > 1:
+        each = [
+            decode_attention(queries[:, :, t : t + 1], kv, lengths + t, rope) for t in range(count)
+        ]
+        return mx.concatenate(each, axis=2)
     # Without a norm its weight is bound to the queries, and never read.
     norm_weight, theta, eps = rope or (queries, 1.0, 0.0)
     scales = (kv.key_scale, kv.value_scale)

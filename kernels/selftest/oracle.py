@@ -151,7 +151,8 @@ def decode_attention(
     if query_rope is not None:
         weight, theta, eps = query_rope
         q = rms_norm(rope(q, lengths - 1, theta), float64(weight), eps)
-    return _attend(q, _joined(kv, np.array(lengths)), np.array(lengths)[:, None])
+    seen = np.array(lengths)[:, None] + np.arange(q.shape[2])
+    return _attend(q, _joined(kv, seen[:, -1]), seen)
 
 
 def write_and_attend(

@@ -73,7 +73,8 @@ class Problem:
             case "decode_attention" | "write_and_attend", x, kv, lengths, _:
                 column = kv.buffer.nbytes // (kv.buffer.shape[0] * kv.buffer.shape[2])
                 written = 2 * kv.tail.nbytes if self.spec.op == "write_and_attend" else 0
-                return 2 * x.nbytes + int(lengths.sum().item()) * column + written
+                seen = int(lengths.sum().item()) + len(lengths) * (self.spec.tokens - 1)
+                return 2 * x.nbytes + seen * column + written
             case "causal_attention", queries, kv:
                 return 2 * queries.nbytes + kv.buffer.nbytes
             case "write_tokens", _, tokens, _:
@@ -307,13 +308,15 @@ def _draw_decode(spec: Spec, rng: np.random.Generator) -> tuple:
 def _draw_lengths(
     spec: Spec, rng: np.random.Generator, kv: KeyValues
 ) -> tuple[KeyValues, mx.array]:
-    """Keys and values with their tail, and how many columns of them are in use."""
-    lengths = rng.integers(1, spec.capacity + 1, spec.batch)
-    lengths[:3] = [max(1, spec.capacity - 3), 1, spec.capacity][: spec.batch]
+    """Keys and values with their tail, and how many columns of them the first token sees."""
+    more = spec.tokens - 1  # columns that the last token sees beyond the first one's
+    most = spec.capacity if spec.tail else spec.capacity - more
+    lengths = rng.integers(1, most + 1, spec.batch)
+    lengths[:3] = [max(1, most - 3), 1, most][: spec.batch]
     if not spec.tail:
         return kv, _int32(lengths)
     # Rows begin their tails together: all have as many tokens there.
-    starts, used = lengths - (lengths == 1), int(rng.integers(1, spec.tail + 1))
+    starts, used = lengths - (lengths == 1), int(rng.integers(1, spec.tail + 1 - more))
     kv = kv._replace(tail=_codes(spec, rng, spec.tail), starts=_int32(starts))
     return kv, _int32(starts + used)
 
@@ -358,7 +361,8 @@ def _bound(spec: Spec, args: tuple) -> float:
             position = int(offset.max().item()) + spec.tokens
             return 3 * u + 2 * _PRECISE * _ULP + _angle_error(position)
         case "decode_attention", queries, kv, lengths, rope:
-            return _attention_bound(spec, queries, kv, int(lengths.max().item()), rope)
+            longest = int(lengths.max().item()) + spec.tokens - 1
+            return _attention_bound(spec, queries, kv, longest, rope)
         case "causal_attention", queries, kv:
             return _attention_bound(spec, queries, kv, spec.capacity, None)
         case "write_and_attend", qkv, kv, lengths, options:

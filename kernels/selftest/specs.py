@@ -182,6 +182,7 @@ def _attentions() -> Iterator[Spec]:
             tail = 64 * (batch > 1)
             decode: _Fields = {"capacity": capacity, "tail": tail, "rope": rope, **shape}
             yield Spec("decode_attention", dtype, batch, **decode)
+            yield Spec("decode_attention", dtype, batch, 4, **decode)
             yield Spec("write_and_attend", dtype, batch, capacity=capacity, tail=64, **shape)
         for batch, tokens, capacity in ((1, 5, 5), (2, 33, 40), (1, 17, 300)):
             yield Spec("causal_attention", dtype, batch, tokens, capacity=capacity, **shape)

@@ -3,9 +3,10 @@
 import mlx.core as mx
 
 from afm_mlx.kernels import HeadOptions, KeyValues
+from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.selftest.problems import make
 from afm_mlx.kernels.selftest.specs import DTYPES, Spec
-from tests.tools.cases import all_pairs
+from tests.tools.cases import all_pairs, draw
 from tests.tools.compare import assert_same
 from tests.tools.problems import assert_solved, with_args
 
@@ -20,12 +21,53 @@ def drawn(rng, op, dtype, batch, tokens, shape, **options):
 
 
 def test_decode_attention(ops, rng, isa):
-    for shape, dtype, capacity, rope in all_pairs(SHAPES, DTYPES, (90, 1300), (False, True)):
+    cases = all_pairs(SHAPES, DTYPES, (90, 1300), (False, True), (1, 2, 5))
+    for shape, dtype, capacity, rope, tokens in cases:
         options = {"capacity": capacity, "rope": rope}
-        problem = drawn(rng, "decode_attention", dtype, 3, 1, shape, **options)
+        problem = drawn(rng, "decode_attention", dtype, 3, tokens, shape, **options)
         queries, kv, lengths, query_rope = problem.args
-        lengths = mx.array([1, lengths[1].item(), capacity])
+        lengths = mx.array([1, lengths[1].item(), capacity + 1 - tokens])
         assert_solved(with_args(problem, queries, kv, lengths, query_rope), ops.decode_attention)
+
+
+def test_a_token_comes_out_the_same_whatever_is_beside_it(ops, rng, isas):
+    """Bit for bit: with other rows and tokens, on any number of threads, wherever the tail begins."""
+    native, (batch, tokens, tail) = extension.module(), (5, 4, 64)
+    cases = all_pairs(SHAPES[:3], (mx.int8, *DTYPES), (60, 700, 1500))
+    before = native.threads()
+    try:
+        for _ in isas():
+            for (heads, kv_heads, head_dim), stored, longest in cases:
+                columns = mx.array(
+                    rng.integers(-128, 128, (batch, 2 * kv_heads, longest + tail, head_dim))
+                ).astype(stored)
+                scales = [mx.array(0.02), mx.array(0.03)] if stored == mx.int8 else [None, None]
+                queries = draw(rng, (batch, heads, tokens, head_dim))
+                lengths = rng.integers(longest - 40, longest + 1, batch)
+
+                def attended(rows, of_row, kv=columns, scales=scales, q=queries, seen=lengths):
+                    starts = [
+                        max(0, int(seen[row] - rng.integers(1, tail - tokens))) for row in rows
+                    ]
+                    tails = [kv[row, :, s : s + tail] for row, s in zip(rows, starts, strict=True)]
+                    which, ends = mx.array(rows), mx.array(starts)[:, None, None, None]
+                    in_buffer = mx.arange(kv.shape[2])[:, None] < ends
+                    buffer = mx.where(in_buffer, kv[which], 1).astype(kv.dtype)
+                    given = KeyValues(buffer, *scales, mx.stack(tails), mx.array(starts))
+                    first = mx.array([int(seen[row]) + of_row.start for row in rows])
+                    return ops.decode_attention(q[which][:, :, of_row], given, first)
+
+                native.set_threads(1)
+                together = attended(list(range(batch)), slice(0, tokens))
+                mx.eval(together)
+                native.set_threads(3)
+                for row, token in ((0, 0), (2, 1), (4, 3)):
+                    alone = attended([row], slice(token, token + 1))
+                    assert_same(
+                        alone[0, :, 0], together[row, :, token], (head_dim, stored, longest)
+                    )
+    finally:
+        native.set_threads(before)
 
 
 def test_decode_attention_reads_buffers_where_they_are(ops, rng):

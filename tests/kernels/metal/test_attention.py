@@ -95,9 +95,9 @@ def test_codes_are_rounded_half_to_even_and_clamped(metal):
     ],
 )
 def test_decode_attention(metal, rng, dtype, batch, shape, capacity):
-    for rope, tail in ((False, 0), (True, 5)):
+    for rope, tail, tokens in ((False, 0, 1), (True, 5, 1), (True, 5, 2)):
         options = {"capacity": capacity, "rope": rope, "tail": tail}
-        problem = drawn(rng, "decode_attention", dtype, batch, 1, *shape, **options)
+        problem = drawn(rng, "decode_attention", dtype, batch, tokens, *shape, **options)
         assert_solved(problem, kernels.decode_attention)
     problem = drawn(rng, "write_and_attend", dtype, batch, 1, *shape, capacity=capacity, tail=7)
     assert_solved(problem, kernels.write_and_attend)
