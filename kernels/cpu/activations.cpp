@@ -14,11 +14,13 @@ class Preparation {
   Preparation(const Activations& x, const PackedMatrix& w, int64_t start, int64_t count, Prepared& out,
               PrepareScratch& scratch)
       : x_(x), cols_(w.cols), start_(start), count_(count), out_(out), scratch_(scratch) {
-    arranged_ = out.path == Path::matrix && kernels().arrange != nullptr && w.mode != Mode::palette && !is_grouped(w);
+    const bool own_matrix = out.path == Path::matrix && w.mode != Mode::palette && !is_grouped(w);
+    arranged_ = own_matrix && kernels().arrange != nullptr;
     may_be_words_ = out.path == Path::matrix && kernels().words;
     always_words_ = w.bits == 8 || w.mode == Mode::palette || is_grouped(w);
     layout_.bits = w.bits;
-    layout_.bytes = out.path == Path::matrix ? 8 * w.bits : kernels().vector_bytes;
+    const bool as_vector = out.path == Path::vector || (own_matrix && kernels().matrix_as_vector);
+    layout_.bytes = as_vector ? kernels().vector_bytes : 8 * w.bits;
     scratch.passes.clear();
     if (x.norm) {
       float* norm = scratch.norm.get<float>(cols_);

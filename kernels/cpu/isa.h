@@ -154,8 +154,10 @@ struct Kernels {
   int vector_bytes;
   void (*vector)(const VectorJob& job);
 
-  // For two vectors and more; null where `vector` is called for each. Blocks are 64 codes long.
+  // For two vectors and more; null where `vector` is called for each. Blocks are 64 codes long, or
+  // `vector_bytes` of them with `matrix_as_vector`.
   void (*matrix)(const MatrixJob& job);
+  bool matrix_as_vector;
   // How `matrix` wants vectors, `matrix_vectors` at a time: `count` of them and zeros up to `width`, each
   // `row_bytes` long. Null where it wants them as they are.
   int64_t matrix_vectors;

@@ -6,6 +6,7 @@
 #include "isa_avx512.h"
 #include "isa_common.h"
 
+#include "isa_avx512_few.h"
 #include "isa_avx512_grouped.h"
 #include "isa_avx512_quantize.h"
 #include "palette_vbmi.h"
@@ -29,8 +30,19 @@ inline void unpack_row(const uint8_t* row, int64_t row_bytes, uint8_t* out) {
   }
 }
 
-// Lanes of the products of four rows with 4 / DIGITS vectors, one after the other.
-template <int DIGITS>
+// The same in the order of blocks as one vector's: the first fields of 64 bytes, then the second ones, ...
+template <int BITS>
+inline void unpack_blocks(const uint8_t* row, int64_t row_bytes, uint8_t* out) {
+  for (; row_bytes > 0; row_bytes -= 64, row += 64) {
+    const __m512i bytes = row_bytes >= 64 ? Isa::load(row) : Isa::load_part(row, row_bytes);
+#pragma GCC unroll 4
+    for (int p = 0; p < 8 / BITS; ++p, out += 64) _mm512_store_si512(out, field<BITS>(bytes, p));
+  }
+}
+
+// Lanes of the products of four rows with 4 / DIGITS vectors, one after the other. A step has 64 codes of each row, and
+// the digits of FIELDS steps lie together.
+template <int DIGITS, int FIELDS>
 inline void multiply_tile(const uint8_t* codes, int64_t steps, const int8_t* const* x, Isa::Lanes* lanes) {
   constexpr int kVectors = 4 / DIGITS;
   __m512i sums[kVectors][DIGITS][kRows];
@@ -42,17 +54,20 @@ inline void multiply_tile(const uint8_t* codes, int64_t steps, const int8_t* con
       for (int r = 0; r < kRows; ++r) sums[v][d][r] = _mm512_setzero_si512();
     }
   }
-  for (int64_t s = 0; s < steps; ++s) {
-    __m512i row[kRows];
+  for (int64_t s = 0; s < steps; s += FIELDS) {
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) row[r] = _mm512_load_si512(codes + (r * steps + s) * 64);
+    for (int p = 0; p < FIELDS; ++p) {
+      __m512i row[kRows];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
+      for (int r = 0; r < kRows; ++r) row[r] = _mm512_load_si512(codes + (r * steps + s + p) * 64);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) {
 #pragma GCC unroll 2
-      for (int d = 0; d < DIGITS; ++d) {
-        const __m512i digits = _mm512_load_si512(x[v] + (s * DIGITS + d) * 64);
+        for (int d = 0; d < DIGITS; ++d) {
+          const __m512i digits = _mm512_load_si512(x[v] + (s * DIGITS + d * FIELDS + p) * 64);
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) multiply_add_registers(sums[v][d][r], row[r], digits);
+          for (int r = 0; r < kRows; ++r) multiply_add_registers(sums[v][d][r], row[r], digits);
+        }
       }
     }
   }
@@ -66,118 +81,6 @@ inline void multiply_tile(const uint8_t* codes, int64_t steps, const int8_t* con
       }
       lanes[v * kRows + r] = total;
     }
-  }
-}
-
-// ---- Few vectors: memory is nearly the limit, and codes must come while others are multiplied
-
-constexpr int64_t kFewVectors = 16;
-constexpr int64_t kFewSteps = 32;      // of 64 columns that are unpacked at a time, for the first-level cache's sake
-constexpr int64_t kStepsPerShare = 16;  // a core stalls when too many lines are on their way at once
-
-// Asks for codes 2 * kPrefetch bytes ahead, line by line: unpacking takes no time in which they could come.
-class CodesAhead {
- public:
-  // `bytes` in equal shares, one for each of `calls` of `next_share`, again and again.
-  CodesAhead(const uint8_t* codes, int64_t bytes, int64_t calls)
-      : next_(codes + 2 * kPrefetch), share_((bytes + calls - 1) / calls) {}
-
-  void next_share() {
-    for (due_ += share_; due_ >= kLine; due_ -= kLine, next_ += kLine) __builtin_prefetch(next_, 0, 2);
-  }
-
- private:
-  static constexpr int64_t kLine = 64;
-  const uint8_t* next_;
-  const int64_t share_;
-  int64_t due_ = 0;  // bytes
-};
-
-// sums[v * DIGITS + d][r] += digits d of 4 / DIGITS vectors times four rows, from zero when it is the `first` part.
-template <int DIGITS>
-inline void add_tile(const uint8_t* codes, int64_t steps, const int8_t* const* x, bool first, CodesAhead& ahead,
-                     __m512i (&sums)[4][kRows]) {
-  __m512i own[4][kRows];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) own[i][r] = first ? _mm512_setzero_si512() : sums[i][r];
-  }
-  for (int64_t s = 0; s < steps;) {
-    ahead.next_share();
-    for (const int64_t end = smaller(s + kStepsPerShare, steps); s < end; ++s) {
-      __m512i row[kRows];
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) row[r] = _mm512_load_si512(codes + (r * steps + s) * 64);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const __m512i digits = _mm512_load_si512(x[i / DIGITS] + (s * DIGITS + i % DIGITS) * 64);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) multiply_add_registers(own[i][r], row[r], digits);
-      }
-    }
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) sums[i][r] = own[i][r];
-  }
-}
-
-// The products of `rows` <= kRows rows, from `row` on, with all vectors, of their tiles' sums.
-template <int DIGITS>
-inline void store_few(const MatrixJob& job, const __m512i (*sums)[4][kRows], int64_t row, int64_t rows) {
-  constexpr int kTile = 4 / DIGITS, kVectors = 4;
-  alignas(64) float out[kVectors * kRows];
-  const __mmask8 present = static_cast<__mmask8>((1 << rows) - 1);
-  for (int64_t m = 0; m < job.vectors; m += kVectors) {
-    Isa::Lanes lanes[kVectors * kRows];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      const auto& tile = sums[m / kTile + v / kTile];
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) {
-        __m512 total = _mm512_cvtepi32_ps(tile[v % kTile * DIGITS][r]);
-        if constexpr (DIGITS == 2) {
-          total = _mm512_fmadd_ps(total, _mm512_set1_ps(256), _mm512_cvtepi32_ps(tile[v % kTile * DIGITS + 1][r]));
-        }
-        lanes[v * kRows + r] = total;
-      }
-    }
-    Isa::reduce(lanes, out);
-    for (int64_t v = 0; v < smaller(kVectors, job.vectors - m); ++v) {
-      _mm_mask_storeu_ps(job.out + (m + v) * job.out_stride + row, present, _mm_load_ps(out + v * kRows));
-    }
-  }
-}
-
-// What `multiply_matrix` does, for up to kFewVectors.
-template <int BITS, int DIGITS>
-void multiply_few(const MatrixJob& job) {
-  constexpr int kTile = 4 / DIGITS;
-  constexpr int64_t kStepBytes = 8 * BITS;
-  const int64_t steps = job.x_row_bytes / (64 * DIGITS), tiles = (job.vectors + kTile - 1) / kTile;
-  __m512i sums[kFewVectors / kTile][4][kRows] = {};
-  Prefetcher beside(job.ahead, 0, job.rows, (job.rows + kRows - 1) / kRows);
-  CodesAhead ahead(job.codes, kRows * job.row_bytes, tiles * ((steps + kStepsPerShare - 1) / kStepsPerShare));
-  for (int64_t row = 0; row < job.rows; row += kRows) {
-    beside.next_share();
-    const int64_t rows = smaller(kRows, job.rows - row);
-    for (int64_t s = 0; s < steps; s += kFewSteps) {
-      const int64_t part = smaller(kFewSteps, steps - s), start = s * kStepBytes;
-      for (int64_t r = 0; r < kRows; ++r) {  // rows past the last repeat it
-        const uint8_t* from = job.codes + (row + smaller(r, rows - 1)) * job.row_bytes + start;
-        unpack_row<BITS>(from, smaller(part * kStepBytes, job.row_bytes - start), job.scratch + r * part * 64);
-      }
-      for (int64_t t = 0; t < tiles; ++t) {
-        const int8_t* x[kTile];
-        for (int64_t i = 0; i < kTile; ++i) {
-          x[i] = job.x + smaller(t * kTile + i, job.vectors - 1) * job.x_row_bytes + s * 64 * DIGITS;
-        }
-        add_tile<DIGITS>(job.scratch, part, x, s == 0, ahead, sums[t]);
-      }
-    }
-    store_few<DIGITS>(job, sums, row, rows);
   }
 }
 
@@ -197,7 +100,7 @@ void multiply_matrix(const MatrixJob& job) {
     const int64_t rows = smaller(kRows, job.rows - row);
     for (int64_t r = 0; r < kRows; ++r) {  // rows past the last repeat it
       const uint8_t* from = job.codes + (row + smaller(r, rows - 1)) * job.row_bytes;
-      unpack_row<BITS>(from, job.row_bytes, codes + r * steps * 64);
+      unpack_blocks<BITS>(from, job.row_bytes, codes + r * steps * 64);
     }
     for (int64_t m = 0; m < job.vectors; m += kVectors) {
       const int64_t vectors = smaller(kVectors, job.vectors - m);
@@ -206,7 +109,7 @@ void multiply_matrix(const MatrixJob& job) {
       for (int64_t v = 0; v < vectors; v += kTile) {
         const int8_t* x[kTile];
         for (int i = 0; i < kTile; ++i) x[i] = job.x + (m + smaller(v + i, vectors - 1)) * job.x_row_bytes;
-        multiply_tile<DIGITS>(codes, steps, x, lanes + v * kRows);
+        multiply_tile<DIGITS, 8 / BITS>(codes, steps, x, lanes + v * kRows);
       }
       Isa::reduce(lanes, out);
       for (int64_t v = 0; v < vectors; ++v) {
@@ -346,7 +249,7 @@ void multiply_palette_matrix(const PaletteJob& palette) {
       for (int64_t v = 0; v < vectors; v += kTile) {
         const int8_t* x[kTile];
         for (int i = 0; i < kTile; ++i) x[i] = job.x + (m + smaller(v + i, vectors - 1)) * job.x_row_bytes;
-        multiply_tile<DIGITS>(bytes, steps, x, lanes + v * kRows);
+        multiply_tile<DIGITS, 1>(bytes, steps, x, lanes + v * kRows);
       }
       Isa::reduce(lanes, out);
       for (int64_t v = 0; v < vectors; ++v) {
@@ -394,6 +297,7 @@ const Kernels* avx512_kernels() {
   static const Kernels table = [] {
     Kernels k = common_kernels("avx512");
     k.matrix = matrix;
+    k.matrix_as_vector = true;
     k.grouped_matrix = grouped_matrix;
     k.quantize = quantize_avx512;
     k.look_up = look_up_in_register;

@@ -39,6 +39,13 @@ inline __m512i unpack(const uint8_t* p) {
   return _mm512_and_si512(_mm512_srlv_epi64(v, shifts), _mm512_set1_epi8(3));
 }
 
+// Field p of 64 bytes of codes, a byte each.
+template <int BITS>
+inline __m512i field(__m512i bytes, int p) {
+  if constexpr (BITS == 8) return bytes;
+  return _mm512_and_si512(_mm512_srli_epi16(bytes, BITS * p), _mm512_set1_epi8((1 << BITS) - 1));
+}
+
 struct Isa {
   static constexpr int kBytes = 64;
   static constexpr int kLanes = 16;
