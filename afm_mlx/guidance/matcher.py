@@ -13,6 +13,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.constraint import LIMITS, Constraint
 from afm_mlx.guidance.deep_stack import with_deep_stack
+from afm_mlx.guidance.forced import forced_tokens, without_forcing
 from afm_mlx.guidance.vocabulary import ll_tokenizer
 
 _COMPILED = 64  # grammars
@@ -38,6 +39,7 @@ class Matcher:
         self.what = constraint.what
         self.tokenizer: LLTokenizer = ll_tokenizer(tokenizer)
         self._matcher = _compiled(constraint, self.tokenizer).deep_copy()
+        self._last: int | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -57,16 +59,19 @@ class Matcher:
         """
         if not self._matcher.consume_token(token):
             self._raise()
+        self._last = token
 
     def forced(self) -> list[int]:
         """The tokens that the grammar forces next, still to be accepted; often none.
 
+        When they are many, more may be forced behind them (`forced.MAX_BYTES`).
+
         Raises:
-            ConstraintError: when there is no end to them, or the grammar has become too complex to follow.
+            ConstraintError: when the grammar has become too complex to follow.
         """
         if self._matcher.is_stopped():
             return []
-        tokens = self._matcher.compute_ff_tokens()
+        tokens = forced_tokens(self._matcher, self.tokenizer, self._last)
         if self._matcher.is_error():
             self._raise()
         return tokens
@@ -112,11 +117,9 @@ def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
     key = (id(tokenizer), constraint.grammar)
     kept = _grammars.pop(key, None)
     if kept is None or kept[0] is not tokenizer:
-        matcher = with_deep_stack(
-            LLMatcher, tokenizer, constraint.grammar, log_level=0, limits=LIMITS
-        )
+        grammar = without_forcing(constraint.grammar)
+        matcher = with_deep_stack(LLMatcher, tokenizer, grammar, log_level=0, limits=LIMITS)
         probe = matcher.deep_copy()  # some errors show at the first token only
-        probe.compute_ff_tokens()
         probe.compute_bitmask()
         if probe.is_error():
             reason = probe.get_error() or probe.stop_reason()
