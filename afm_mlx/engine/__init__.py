@@ -2,7 +2,8 @@
 
 | file | what it holds |
 | --- | --- |
-| `engine.py`, `batch.py` | the loop; the rows that run together |
+| `engine.py` | the loop: requests in, responses out |
+| `decoding.py`, `batch.py` | the rows that decode together, and a step of them |
 | `request.py`, `row.py` | what the engine is asked for and what it answers; the state of a row |
 | `row_responses.py` | what a row tells when tokens of it are known |
 | `waiting_rows.py`, `prefills.py` | rows that wait for room and for their adapters; prompts under way |

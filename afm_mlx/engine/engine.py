@@ -1,7 +1,7 @@
 """The one decode loop.
 
-Rows join and leave a batch while it runs. A step feeds every row its last token, submits the computation,
-and only then reads back the tokens of the step before, so the device is never waiting for Python.
+Rows join and leave a batch while it runs. A step computes a chunk of a prompt, and feeds every row of the batch
+its last token (`Decoding`), so that the device is never waiting for Python.
 
     submit -> waiting -> prefill (a chunk per step) -> batch (a token per step) -> finished
 
@@ -13,7 +13,7 @@ next is found, while the device computes the logits. Tokens that the constraint 
 are many, they go into the cache like a prompt.
 
 With `Speculation`, rows are fed guesses behind their last tokens, and keep those that the model would have
-drawn. The guesses need those last tokens, so nothing is in flight then.
+drawn (`SpeculativeDecoding`).
 
 A row may run with an adapter of a pool (`AdapterPool`); it waits until that is loaded, and others don't. Rows
 of one batch may have different ones, `MAX_ADAPTERS` at most.
@@ -25,15 +25,16 @@ runs in the thread of `afm_mlx.threads`, and every thread may use it.
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.engine.batch import Feed, Flight, Prefill, RowBatch
+from afm_mlx.engine.batch import Prefill
+from afm_mlx.engine.decoding import Decoding
 from afm_mlx.engine.healing import healed
 from afm_mlx.engine.kv_memory import KVMemory, bytes_in
 from afm_mlx.engine.prefills import Prefills
@@ -41,13 +42,12 @@ from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row import Prepared, Row
 from afm_mlx.engine.row_adapters import RowAdapters
-from afm_mlx.engine.row_caches import RowCaches, hand_back
+from afm_mlx.engine.row_caches import RowCaches
 from afm_mlx.engine.row_prefixes import RowPrefixes
 from afm_mlx.engine.row_responses import RowResponses
-from afm_mlx.engine.sampling import sample
 from afm_mlx.engine.speculation.draft_length import MOST
 from afm_mlx.engine.speculation.drafting import Drafting, Speculation
-from afm_mlx.engine.speculation.verification import verified
+from afm_mlx.engine.speculation.speculative_decoding import SpeculativeDecoding
 from afm_mlx.engine.waiting_rows import WaitingRows
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.guidance.matcher import Matcher
@@ -61,9 +61,6 @@ from afm_mlx.tokenizer.tokenizer import Tokenizer
 CPU_STEP = 128
 # Seconds that a step waits for an adapter when there is nothing else to do; then new requests have their turn.
 LOADING_STEP = 0.01
-# So many forced tokens are fed at once instead of one per step: in a row that runs alone; and in a batch, where
-# the other rows wait for them, and the row's cache is taken out and put back.
-FORCED_ALONE, FORCED_IN_BATCH = 2, 8
 
 
 class Engine:
@@ -143,9 +140,13 @@ class Engine:
             Response
         ] = []  # of rows that can't start, or that begin with forced tokens
         self._prefills = Prefills(self._caches, self.prefill_step_size)
-        self._batch = RowBatch()
-        self._feed: Feed | None = None
-        self._flight: Flight | None = None
+        drafting = self._drafting
+        made: Callable[..., Decoding] = (
+            Decoding if drafting is None else partial(SpeculativeDecoding, drafting)
+        )
+        self._decoding = made(
+            model, self._caches, self._adapters, self._prefixes, self._responses, self._prefills
+        )
 
     # -- requests
 
@@ -240,8 +241,8 @@ class Engine:
         self._waiting.drop({row_id})
         self._early = [response for response in self._early if response.row != row_id]
         self._prefills.cancel(row_id)
-        if any(row.id == row_id for row in self._batch.rows):
-            self._leave({row_id})
+        if any(row.id == row_id for row in self._decoding.batch.rows):
+            self._decoding.leave({row_id})
         self._prefixes.forget(row_id)
         if not self.busy:  # there may be no step for a while
             self._prefixes.advance(until_all_is_computed=True)
@@ -258,23 +259,17 @@ class Engine:
 
     def _drop_started(self) -> list[int]:
         self._waiting.drop({row.id for row in self._waiting if row.sampled})
-        started = self._batch.rows + self._prefills.rows
-        for row in started:
-            row.release()
+        started = self._decoding.drop_all() + self._prefills.drop_all()
         if self._drafting is not None:
             self._drafting.forget([row.id for row in started])
         self._early = []
-        self._batch, self._flight, self._feed = RowBatch(), None, None
-        self._prefills = Prefills(self._caches, self.prefill_step_size)
         self._prefixes.drop_newest()
         return [row.id for row in self._waiting]
 
     @property
     def busy(self) -> bool:
         """Whether any row is under way."""
-        return bool(
-            self._early or self._waiting or self._prefills or self._batch.rows or self._flight
-        )
+        return bool(self._early or self._waiting or self._prefills or self._decoding)
 
     # What follows may be read in any thread, while rows run.
 
@@ -286,17 +281,17 @@ class Engine:
     @property
     def rows_running(self) -> int:
         """Rows of which something is in the cache, or about to be."""
-        return len(self._batch.rows) + len(self._prefills.rows)
+        return len(self._decoding.batch.rows) + len(self._prefills.rows)
 
     @property
     def kv_tokens(self) -> int:
         """Tokens in the cache, of all rows; those of prompts count from their beginning."""
-        return sum(row.position for row in self._batch.rows + self._prefills.rows)
+        return sum(row.position for row in self._decoding.batch.rows + self._prefills.rows)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes that keys and values take, without those of the prefix cache."""
-        return bytes_in([self._batch.cache, *self._prefills.caches])
+        return bytes_in([self._decoding.batch.cache, *self._prefills.caches])
 
     @property
     def kv_memory(self) -> int | None:
@@ -318,170 +313,16 @@ class Engine:
         # 1) Prompts: waiting rows are admitted, a chunk goes into the cache, and whole ones join the batch.
         self._advance_prefill()
         responses, self._early = self._early, []
-        if self._drafting is None:
-            responses += self._step_by_one()
-        elif guesses := self._drafting.plan(self._batch.rows):
-            responses += self._step_with_guesses(guesses)
-        else:
-            responses += self._timed_step(self._drafting)
-        # 6) With nothing to compute, rows may still wait for their adapters.
-        if not (responses or self._prefills or self._batch.rows):
+        # 2) Rows: each is fed its last token, and those of the step before are read back.
+        responses += self._decoding.step()
+        # 3) With nothing to compute, rows may still wait for their adapters.
+        if not (responses or self._prefills or self._decoding.batch.rows):
             self._adapters.wait(self._waiting, LOADING_STEP)
             self._prefixes.wait(LOADING_STEP)
         self._prefixes.tell(responses)
         self._prefixes.advance(until_all_is_computed=not self.busy)
         self._home.hand_out([r.logprobs for r in responses if r.logprobs is not None])
         return responses
-
-    def _step_by_one(self) -> list[Response]:
-        responses = []
-        # 2) The tokens of the step before are read back first where they end a row: it must not be fed again.
-        previous, self._flight = self._flight, None
-        if previous and any(row.ends for row in previous.rows):
-            responses += self._read(previous)
-            previous = None
-        # 3) Every row is fed its last token; nothing waits for the result.
-        if self._batch.rows:
-            self._forward()
-        # 4) The tokens of the step before are read back while the device computes the next ones.
-        if previous:
-            responses += self._read(previous)
-        # 5) Rows under a constraint had to wait for those.
-        if self._feed is not None:
-            self._flight = self._choose(self._feed)
-        return responses
-
-    def _forward(self) -> None:
-        """Feed every row its last token: the next tokens are in flight then, or the logits in the feed."""
-        batch = self._batch
-        for row in batch.rows:
-            row.position += 1
-        with self._adapters.using(batch.adapters):
-            if self._is_afm and not any(row.needs_logits for row in batch.rows):
-                tokens, peaks = self.model.greedy(batch.inputs[:, None], batch.cache)
-                tokens = tokens.astype(mx.int32)
-                for row in batch.rows:
-                    row.sampled += 1
-                self._flight = self._submitted(Flight(list(batch.rows), tokens, peaks, None))
-                return
-            logits = self.model(batch.inputs[:, None], cache=batch.cache)[:, -1]
-        feed = Feed(list(batch.rows), logits)
-        if feed.waits:
-            mx.async_eval(logits)
-            self._feed = feed
-        else:
-            self._flight = self._choose(feed)
-
-    def _choose(self, feed: Feed) -> Flight:
-        """Submit the next token of every row that was fed."""
-        self._feed = None
-        known = {i: row.known.pop(0) for i, row in enumerate(feed.rows) if row.known}
-        tokens, peaks, logprobs = sample(feed.rows, feed.logits, self._batch.inputs, known)
-        told = frozenset(feed.rows[i].id for i in known)
-        for row in feed.rows:
-            row.sampled += row.id not in told
-        return self._submitted(Flight(feed.rows, tokens, peaks, logprobs, told))
-
-    def _submitted(self, flight: Flight) -> Flight:
-        mx.async_eval(flight.tokens, flight.peaks)
-        self._batch.inputs = flight.tokens
-        return flight
-
-    def _read(self, flight: Flight) -> list[Response]:
-        """Wait for tokens that were submitted, and take the rows that end with them out of the batch."""
-        alive = {row.id for row in self._batch.rows}
-        responses, finished = [], set()
-        read_back = zip(flight.rows, flight.tokens.tolist(), flight.peaks.tolist(), strict=True)
-        for i, (row, token, peak) in enumerate(read_back):
-            if row.id not in alive or row.id in flight.told:  # cancelled, or told before
-                continue
-            new = self._responses.to_token(row, token, peak, flight.logprobs_of(i))
-            responses += new
-            if new[-1].finish_reason is not None:
-                finished.add(row.id)
-        if finished:
-            self._leave(finished)
-        self._fast_forward()
-        return responses
-
-    # -- speculation
-
-    def _timed_step(self, drafting: Drafting) -> list[Response]:
-        """A step without guesses; how long it takes decides whether they pay."""
-        before, rows = self._flight, self._batch.rows
-        start = time.perf_counter()
-        responses = self._step_by_one()
-        seconds = time.perf_counter() - start
-        if before is not None and self._flight is not None and len(rows) == len(before.rows):
-            drafting.costs.observe(len(rows), 1, seconds)
-        return responses
-
-    def _step_with_guesses(self, guesses: int) -> list[Response]:
-        """Feed every row its last token and guesses, and keep those that the model draws, too."""
-        assert self._drafting is not None
-        responses: list[Response] = []
-        if self._flight is not None:
-            flight, self._flight = self._flight, None
-            responses += self._read(flight)
-        batch = self._batch
-        if not batch.rows:
-            return responses
-        room = self._caches.room(batch.cache)
-        drafts = self._drafting.drafts(batch.rows, guesses, room)
-        start = time.perf_counter()
-        with self._adapters.using(batch.adapters):
-            drawn = verified(self.model, batch.cache, drafts)
-        width = max(len(draft.fed) for draft in drafts)
-        kept, finished = [], set()
-        for draft, tokens in zip(drafts, drawn, strict=True):
-            new, count = self._responses.to_draft(draft, tokens)
-            responses += new
-            kept.append(count)
-            if new and new[-1].finish_reason is not None:
-                finished.add(draft.row.id)
-        for layer in batch.cache:
-            layer.trim_rows([width - count for count in kept])
-        self._drafting.costs.observe(len(drafts), width, time.perf_counter() - start)
-        batch.inputs = mx.array([row.last_token for row in batch.rows], mx.int32)
-        if finished:
-            self._leave(finished)
-        self._fast_forward()
-        return responses
-
-    # -- forced tokens
-
-    def _fast_forward(self) -> None:
-        """Take a row out of the batch whose forced tokens are many, for a prefill."""
-        if self._caches.sliding:
-            return
-        rows = self._batch.rows
-        least = FORCED_ALONE if len(rows) == 1 else FORCED_IN_BATCH
-        index = next((i for i, row in enumerate(rows) if len(row.known) >= least), None)
-        if index is None:
-            return
-        if self._feed is None:  # its last token is not yet fed
-            rows[index].known.insert(0, rows[index].tokens[-1 - len(rows[index].known)])
-        others = [i for i in range(len(rows)) if i != index]
-        self._feed = self._feed and self._feed.keep(others)
-        row, cache = self._batch.take_out(index)
-        self._prefills.append(Prefill.of([row], self._caches.merged([cache]) if others else cache))
-
-    def _leave(self, finished: set[int]) -> None:
-        """Take finished or cancelled rows out of the batch, and hand their caches back to the callers."""
-        for i, row in enumerate(self._batch.rows):
-            if row.id in finished and row.request.cache is not None:
-                mine = [layer.extract(i) for layer in self._batch.cache]
-                hand_back(mine, row.request.cache, row.surplus)
-                mx.async_eval([layer.state for layer in row.request.cache])  # for any thread
-                row.request.cache[0].adapter = self._adapters.fingerprint(row)
-            elif row.id in finished:
-                self._prefixes.keep(row, self._batch.cache, i)
-        keep = [i for i, row in enumerate(self._batch.rows) if row.id not in finished]
-        self._flight = self._flight and self._flight.keep(keep)
-        self._feed = self._feed and self._feed.keep(keep)
-        self._batch.keep(keep)
-        if self._drafting is not None:
-            self._drafting.forget(finished)
 
     # -- prompts
 
@@ -499,7 +340,7 @@ class Engine:
                     self._prefixes.keep(row, prefill.batch.cache, i)
                 row.is_prompt_fed = True
             prefill.batch.drop(prefill.cancelled)
-            self._batch.join(prefill.batch)
+            self._decoding.batch.join(prefill.batch)
 
     def _prefill_chunk(self, prefill: Prefill, columns: int) -> None:
         """Compute the keys and values of a prefill's next columns."""
@@ -518,7 +359,7 @@ class Engine:
 
     def _next_rows(self) -> list[tuple[Row, list[Any]]]:
         """Take the first waiting rows that can start: the batch has room, and their adapters are loaded."""
-        running = self._batch.rows + self._prefills.rows
+        running = self._decoding.batch.rows + self._prefills.rows
         taken, refused = self._waiting.take(
             self.max_batch - len(running), running, self._memory, self._prefixes
         )

@@ -78,6 +78,13 @@ class Prefills:
         self._under_way = [prefill for prefill in self._under_way if prefill.left]
         return whole
 
+    def drop_all(self) -> list[Row]:
+        """Take out all rows, and release their adapters. Nothing is handed back to their caches."""
+        rows, self._under_way = self.rows, []
+        for row in rows:
+            row.release()
+        return rows
+
     def cancel(self, row_id: int) -> None:
         """Drop a row; unknown ids are ignored.
 

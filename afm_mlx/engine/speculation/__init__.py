@@ -6,7 +6,7 @@
 | `draft.py` | the tokens that one row is fed in one step |
 | `draft_model.py`, `prompt_lookup.py` | the two ways to guess |
 | `draft_length.py` | how many tokens to guess: what steps cost, how many guesses are right |
-| `verification.py` | which of them stand |
+| `speculative_decoding.py`, `verification.py` | a step with guesses; which of them stand |
 
 The token at a place is drawn from the model's logits there, by the row's own sampler with the seed of that
 place, as it is without a draft. A guess stands if it is that token. So an answer has the tokens that it has

@@ -10,7 +10,8 @@ import pytest
 
 from afm_mlx.adapters.attach import attach_random_adapters
 from afm_mlx.engine import sampling
-from afm_mlx.engine.engine import FORCED_ALONE, FORCED_IN_BATCH, Engine
+from afm_mlx.engine.decoding import FORCED_ALONE, FORCED_IN_BATCH
+from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate
 from afm_mlx.engine.logits_processors import make_logits_processors
 from afm_mlx.engine.prompt_reuse import PromptCaches, tokens_in
@@ -172,8 +173,8 @@ def test_the_masks_are_made_while_the_logits_are_computed(rng, model, tokenizer,
     monkeypatch.setattr(mx, "async_eval", lambda *a: (events.append("submit"), submit(*a)))
     monkeypatch.setattr(sampling, "fill_masks", lambda m: (events.append("masks"), fill(m))[1])
     engine = Engine(model, tokenizer)
-    read = engine._read
-    monkeypatch.setattr(engine, "_read", lambda f: (events.append("read"), read(f))[1])
+    read = engine._decoding._read
+    monkeypatch.setattr(engine._decoding, "_read", lambda f: (events.append("read"), read(f))[1])
     engine.submit(
         Request(a_prompt(rng), 4, constraint=Constraint.regex("[a-z]+"), at_limit="complete")
     )

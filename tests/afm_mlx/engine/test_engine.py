@@ -53,8 +53,8 @@ def test_the_next_step_is_submitted_before_the_last_token_is_read(
     submit = mx.async_eval
     monkeypatch.setattr(mx, "async_eval", lambda *a: (events.append("submit"), submit(*a)))
     engine = Engine(model, tokenizer)
-    read = engine._read
-    monkeypatch.setattr(engine, "_read", lambda f: (events.append("read"), read(f))[1])
+    read = engine._decoding._read
+    monkeypatch.setattr(engine._decoding, "_read", lambda f: (events.append("read"), read(f))[1])
     engine.submit(Request(some_prompt(rng, 3), max_tokens=4))
     for _ in range(3):
         engine.step()

@@ -168,7 +168,7 @@ def test_a_step_that_raises_leaves_nothing_of_its_own(rng, model, tokenizer, mon
     engine.submit(Request(lost, 9))
     engine.step()
     assert prefixes.tokens > tokens
-    monkeypatch.setattr(engine, "_forward", lambda: 1 / 0)
+    monkeypatch.setattr(engine._decoding, "_forward", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
     engine.drop_started()

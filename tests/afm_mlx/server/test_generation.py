@@ -123,7 +123,7 @@ def test_an_answer_that_fails_fails_alone(server, client, http, monkeypatch):
     step, failures = Engine.step, []
 
     def failing(self):
-        if failures and self._batch.rows:
+        if failures and self._decoding.batch.rows:
             raise RuntimeError(failures.pop())
         return step(self)
 
