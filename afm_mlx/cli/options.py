@@ -219,14 +219,11 @@ def speculation_of(
     from afm_mlx.loading.draft_models import AUTO, adapter_draft, load_drafts
     from afm_mlx.loading.resolve import resolve_adapter, resolve_model
 
-    draft: Any = None
-    own: dict[str, Any] = {}
-    if args.draft_model is not None:
-        folder, path = resolve_model(args.model), args.draft_model
-        if path == AUTO and adapters is None and args.adapter_path is not None:
-            # The one adapter that all rows have.
-            path = adapter_draft(resolve_adapter(args.adapter_path, folder)) or AUTO
-        draft, own = load_drafts(path, model, tokenizer, folder, adapters)
+    folder, path = resolve_model(args.model), args.draft_model
+    if path == AUTO and adapters is None and args.adapter_path is not None:
+        # The one adapter that all rows have.
+        path = adapter_draft(resolve_adapter(args.adapter_path, folder)) or AUTO
+    draft, own = load_drafts(path, model, tokenizer, folder, adapters)
     return Speculation(draft, args.prompt_lookup, own, args.num_draft_tokens)
 
 

@@ -54,21 +54,21 @@ def load_drafts(
     """Load the draft model that a user names, and those that come with adapters.
 
     Args:
-        path: folder or hub id of the draft model; "auto" takes the one that comes with the model.
+        path: folder or hub id of the draft model; "auto" takes the one that comes with the model, None none.
         model, tokenizer: the target and its tokenizer.
         folder: the target's folder.
         adapters: paths of adapters by their names.
 
     Returns:
-        The draft model, and those of the adapters that have one, by the adapters' names.
+        The draft model, and those of the adapters that have one, by the adapters' names; nothing for None.
 
     Raises:
         AFMError: see `load_draft`; and where no draft comes with the model or an adapter.
     """
+    if path is None:
+        return None, {}
     given = {name: adapter_draft(path) for name, path in (adapters or {}).items()}
     own = {name: load_draft(path, model, tokenizer) for name, path in given.items() if path}
-    if path is None:
-        return None, own
     found = model_draft(folder) if path == AUTO else path
     if found is None and not own:
         raise ConfigError(

@@ -285,9 +285,7 @@ def _speculation(
     """How tokens are guessed, as the server's settings have it."""
     if options is None or (options.draft_model is None and not options.prompt_lookup):
         return None
-    draft, own = None, dict[str, Any]()
-    if options.draft_model is not None:
-        draft, own = load_drafts(options.draft_model, model, tokenizer, folder, pool.paths)
+    draft, own = load_drafts(options.draft_model, model, tokenizer, folder, pool.paths)
     return Speculation(draft, options.prompt_lookup, own, options.num_draft_tokens)
 
 
