@@ -4,8 +4,9 @@ import asyncio
 import gc
 import threading
 import weakref
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 
+import mlx.core as mx
 import pytest
 
 from afm_mlx import threads
@@ -14,6 +15,8 @@ from afm_mlx.engine.generation import generate
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import ContextLengthError, RequestError
+from afm_mlx.guidance.constraint import Constraint
+from tests.tools.constraints import nano_tokenizer, wide_model
 from tests.tools.engines import some_prompt
 
 
@@ -234,6 +237,82 @@ def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on(rng, model, to
         assert await answer(engine, prompts[2]) == wanted
 
     asyncio.run(main())
+
+
+@contextmanager
+def held(engine, number):
+    """Hold up a step: the one that has responses of another row than the first for the `number`-th time.
+
+    Yields:
+        Event that is set when that step was computed; event that lets it go on; and its responses.
+    """
+    computed, go_on, late, seen = threading.Event(), threading.Event(), [], 0
+    step = engine._engine.step
+
+    def held_step():
+        nonlocal seen
+        responses = step()
+        seen += any(response.row for response in responses)
+        if seen == number and not late:
+            late.extend(response for response in responses if response.row)
+            computed.set()
+            go_on.wait(30)
+        return responses
+
+    engine._engine.step = held_step
+    try:
+        yield computed, go_on, late
+    finally:
+        go_on.set()
+        engine._engine.step = step
+
+
+def test_responses_that_come_too_late_fail_nobody(rng):
+    """A stream is closed, and then a loop, while a step with the stream's row is under way."""
+    engine = AsyncEngine(wide_model(rng), nano_tokenizer())
+    prompt = some_prompt(rng, 4)
+    # The second token forces others: a step has several responses of the row.
+    constraint = Constraint.regex("[a-c][0-9]: and a long text that is forced")
+    ends = []
+
+    def never_ends(tokens, logits):
+        return logits.at[..., mx.array(sorted(nano_tokenizer().eos_token_ids))].add(-1e9)
+
+    async def leave(limit):
+        with held(engine, 2) as (computed, go_on, late):
+            request = Request(prompt, limit, logprobs=False, logits_processors=[never_ends])
+            stream = engine.stream(request)
+            await anext(stream)
+            assert await asyncio.to_thread(computed.wait, 30)
+            await stream.aclose()
+            go_on.set()
+            assert await idle(engine) == 1
+        ends.append(late[-1].finish_reason)
+
+    def close_the_loop():
+        loop = asyncio.new_event_loop()
+        with held(engine, 2) as (computed, go_on, late):
+            stream = engine.stream(Request(prompt, 60, logprobs=False, constraint=constraint))
+            loop.run_until_complete(anext(stream))
+            assert computed.wait(30)
+            loop.close()
+            go_on.set()
+        assert len(late) > 2
+
+    async def main():
+        stays = asyncio.create_task(answer(engine, prompt, 400, logits_processors=[never_ends]))
+        while not engine.rows:
+            await asyncio.sleep(0)
+        for limit in (50, 2):
+            await leave(limit)
+        await asyncio.to_thread(close_the_loop)
+        assert await idle(engine) == 1
+        assert not stays.done()
+        whole = answer(engine, prompt, 400, logits_processors=[never_ends])
+        assert await stays == await whole
+
+    asyncio.run(main())
+    assert ends == [None, "length"]
 
 
 def test_a_prompt_goes_on_from_what_the_engine_has_kept(rng, model, tokenizer):
