@@ -57,8 +57,11 @@ from afm_mlx.model.model import is_afm
 from afm_mlx.threads import Home
 from afm_mlx.tokenizer.tokenizer import Tokenizer
 
-# On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B.
-CPU_STEP = 128
+# Prompt tokens of a step, unless the caller says.
+STEP = 2048
+# On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B. Fewer are as fast a
+# token, from 32 on; so few go into a step for which rows that decode wait.
+CPU_STEP, CPU_STEP_BESIDE = 128, 32
 # Seconds that a step waits for an adapter when there is nothing else to do; then new requests have their turn.
 LOADING_STEP = 0.01
 
@@ -71,7 +74,8 @@ class Engine:
         tokenizer: has `eos_token_ids` and `detokenizer`, as ours and mlx-lm's do.
         max_batch: rows that decode together; more wait.
         prefill_step_size: prompt tokens per step at most, of all rows together; bounds memory, and how long
-            others wait. A CPU takes no more than 128, because more would not be faster there.
+            others wait. A CPU takes no more than 128, because more would not be faster there. None takes 2048;
+            on a CPU 128, and 32 while other rows decode.
         max_kv_size: tokens that a row may hold; None takes its prompt cache's bound, or else the model's
             context length.
         sliding_window: past `max_kv_size`, forget the oldest tokens instead of ending the row with an error.
@@ -93,7 +97,7 @@ class Engine:
         tokenizer: Any,
         *,
         max_batch: int = 8,
-        prefill_step_size: int = 2048,
+        prefill_step_size: int | None = None,
         max_kv_size: int | None = None,
         sliding_window: bool = False,
         kv: str = "int8",
@@ -104,7 +108,7 @@ class Engine:
     ):
         for name, value in (
             ("max_batch", max_batch),
-            ("prefill_step_size", prefill_step_size),
+            ("prefill_step_size", 1 if prefill_step_size is None else prefill_step_size),
             ("max_kv_size", 1 if max_kv_size is None else max_kv_size),
         ):
             if value < 1:
@@ -119,7 +123,8 @@ class Engine:
         on_cpu = dispatch.device() == "cpu"
         if on_cpu:
             hold_heaps_down()
-        self.prefill_step_size = min(prefill_step_size, CPU_STEP) if on_cpu else prefill_step_size
+        asked = STEP if prefill_step_size is None else prefill_step_size
+        self.prefill_step_size = min(asked, CPU_STEP) if on_cpu else asked
         self._is_afm = is_afm(model)
         self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
         self._drafting: Drafting | None = None
@@ -139,7 +144,8 @@ class Engine:
         self._early: list[
             Response
         ] = []  # of rows that can't start, or that begin with forced tokens
-        self._prefills = Prefills(self._caches, self.prefill_step_size)
+        beside = CPU_STEP_BESIDE if on_cpu and prefill_step_size is None else self.prefill_step_size
+        self._prefills = Prefills(self._caches, self.prefill_step_size, beside)
         drafting = self._drafting
         made: Callable[..., Decoding] = (
             Decoding if drafting is None else partial(SpeculativeDecoding, drafting)
@@ -328,7 +334,7 @@ class Engine:
 
     def _advance_prefill(self) -> None:
         self._prefills.begin(self._next_rows())
-        if (turn := self._prefills.next()) is not None:
+        if (turn := self._prefills.next(bool(self._decoding.batch.rows))) is not None:
             self._prefill_chunk(*turn)
         for prefill in self._prefills.take_whole():
             if not prefill.tokens.shape[1]:

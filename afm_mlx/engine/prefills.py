@@ -22,10 +22,11 @@ class Prefills:
     Args:
         caches: makes batches of the rows' caches.
         chunk: tokens that a step computes at most, of all rows together.
+        chunk_beside: the same while other rows decode, which wait for them.
     """
 
-    def __init__(self, caches: RowCaches, chunk: int):
-        self._caches, self._chunk = caches, chunk
+    def __init__(self, caches: RowCaches, chunk: int, chunk_beside: int):
+        self._caches, self._chunk, self._chunk_beside = caches, chunk, chunk_beside
         self._under_way: list[Prefill] = []
         self._is_oldests_turn = False
 
@@ -62,15 +63,20 @@ class Prefills:
     def append(self, prefill: Prefill) -> None:
         self._under_way.append(prefill)
 
-    def next(self) -> tuple[Prefill, int] | None:
-        """Whose turn it is, and how many of its columns make a chunk; None when nothing is left to compute."""
+    def next(self, is_beside: bool) -> tuple[Prefill, int] | None:
+        """Whose turn it is, and how many of its columns make a chunk; None when nothing is left to compute.
+
+        Args:
+            is_beside: whether other rows decode.
+        """
         waiting = [prefill for prefill in self._under_way if prefill.left]
         if not waiting:
             return None
         oldest, shortest = waiting[0], min(waiting, key=lambda prefill: prefill.left)
         prefill = oldest if self._is_oldests_turn else shortest
         self._is_oldests_turn = not self._is_oldests_turn
-        return prefill, max(1, self._chunk // len(prefill.batch.rows))
+        chunk = self._chunk_beside if is_beside else self._chunk
+        return prefill, max(1, chunk // len(prefill.batch.rows))
 
     def take_whole(self) -> list[Prefill]:
         """Take out the prefills of which nothing is left to compute."""

@@ -23,7 +23,7 @@ class ServerOptions:
         temperature, top_p, top_k, min_p: sampling of a request that does not say.
         chat_template_args: variables for the chat template.
         max_batch: rows that decode together.
-        prefill_step_size: prompt tokens per row and step at most.
+        prefill_step_size: prompt tokens per step at most; None for what `Engine` takes.
         max_kv_size: tokens that prompt and answer may have together; None for the model's context.
         kv: "int8" or "float" storage of keys and values.
         draft_model: folder or hub id of a draft model, whose guesses the model checks; "auto" for the one that
@@ -63,7 +63,7 @@ class ServerOptions:
     min_p: float = 0.0
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)
     max_batch: int = 16
-    prefill_step_size: int = 2048
+    prefill_step_size: int | None = None
     max_kv_size: int | None = None
     kv: str = "int8"
     draft_model: str | None = None

@@ -2,8 +2,9 @@
 
 import pytest
 
-from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.engine import CPU_STEP, CPU_STEP_BESIDE, Engine
 from afm_mlx.engine.request import Request
+from afm_mlx.kernels import dispatch
 from tests.tools.engines import naive_greedy, some_prompt, tokens_of
 
 
@@ -45,6 +46,34 @@ def test_a_step_prefills_no_more_than_a_chunk_and_every_row_has_its_token(
     assert any(rows > 1 for rows, _ in chunks)  # short prompts share a chunk
     for row in range(1, 8):
         assert answers[row] == naive_greedy(model, prompts[row], 6)
+
+
+@pytest.mark.skipif(dispatch.device() != "cpu", reason="a GPU has chunks of one size")
+def test_chunks_are_small_on_a_cpu_while_rows_decode(rng, model, tokenizer, chunks):
+    def columns_of(size):
+        """Chunks of a prompt alone; of one beside an answer; and of its rest, once that has ended."""
+        engine = Engine(model, tokenizer, prefill_step_size=size)
+        found = []
+        for answer in (0, 40, 4):
+            if answer:
+                engine.submit(Request([5], answer, logprobs=False))
+                engine.step()
+            chunks.clear()
+            engine.submit(Request(some_prompt(rng, 301), 1, logprobs=False))
+            list(engine.run())
+            found.append([columns for _, columns in chunks])
+        return found
+
+    alone, beside, rest = columns_of(None)
+    assert alone == [CPU_STEP, CPU_STEP, 300 - 2 * CPU_STEP]
+    assert beside == [CPU_STEP_BESIDE] * 9 + [300 - 9 * CPU_STEP_BESIDE]
+    assert rest[0] == CPU_STEP_BESIDE
+    assert CPU_STEP in rest
+    assert sum(rest) == 300
+    for asked in (50, 1000):
+        given = min(asked, CPU_STEP)
+        for columns in columns_of(asked):
+            assert columns == [given] * (300 // given) + [300 % given] * (300 % given > 0)
 
 
 def test_short_prompts_pass_long_ones_which_go_on_all_the_same(rng, model, tokenizer, chunks):
