@@ -22,12 +22,12 @@ export const defaultSettings = () => ({
 });
 
 const NUMBERS = {
-  temperature: { from: 0, to: 2 },
-  top_p: { from: 0, to: 1 },
-  top_k: { from: 0, whole: true },
-  min_p: { from: 0, to: 1 },
-  seed: { from: 0, whole: true },
-  max_tokens: { from: 1, whole: true },
+  temperature: { label: "Temperature", from: 0, to: 2 },
+  top_p: { label: "Top-p", from: 0, to: 1 },
+  top_k: { label: "Top-k", from: 0, whole: true },
+  min_p: { label: "Min-p", from: 0, to: 1 },
+  seed: { label: "Seed", from: 0, whole: true },
+  max_tokens: { label: "Most tokens", from: 1, whole: true },
 };
 
 /** The settings of sampling, which a new chat takes over. */
@@ -159,6 +159,20 @@ export function answerSchema(settings) {
   return requestFields(settings).fields.response_format?.json_schema?.schema ?? null;
 }
 
+/** The field of a number, and the place of what is wrong with it. */
+function numberField(name) {
+  const { label, whole } = NUMBERS[name];
+  const problem = `problem-${name}`;
+  const inputmode = whole ? "numeric" : "decimal";
+  const field = { name, inputmode, placeholder: "default", "aria-describedby": problem };
+  return element(
+    "div",
+    {},
+    element("label", { class: "labelled" }, element("span", {}, label), element("input", field)),
+    element("p", { class: "problem", id: problem }),
+  );
+}
+
 /** The form: it writes what is typed to `settings`, and shows what is wrong beside it. */
 export class SettingsForm {
   #settings = defaultSettings();
@@ -168,6 +182,7 @@ export class SettingsForm {
   constructor(onchange) {
     this.#onchange = onchange;
     this.element = byId("settings");
+    byId("sampling-numbers").append(...Object.keys(NUMBERS).map(numberField));
     this.element.addEventListener("input", ({ target }) => this.#changed(target));
     this.element.addEventListener("submit", (event) => event.preventDefault());
     byId("example-schema").addEventListener("click", () =>
