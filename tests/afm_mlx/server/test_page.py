@@ -22,6 +22,8 @@ HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</scrip
 ENDLESS = {"type": "string", "minLength": 3000}
 WAIT = 20_000  # milliseconds, on a machine that has much else to do
 
+pytestmark = pytest.mark.xdist_group("browser")  # one process starts it, not each
+
 
 @pytest.fixture(scope="module")
 def windows():
@@ -48,6 +50,8 @@ def open_page(windows, server):
 
     def opened(size="wide", scheme="light", url=server.url):
         page = pages[size]
+        width, height = SIZES[size]
+        page.set_viewport_size({"width": width, "height": height})
         page.unroute_all()
         page.emulate_media(color_scheme=scheme)
         page.goto(f"{url}/page/icon.svg")  # of the same origin, with no chat open
@@ -143,6 +147,24 @@ def chat_of(*texts):
     return {"title": "Imported", "turns": turns, "head": parent, "settings": {}}
 
 
+def asked_by(page):
+    """The bodies of the requests for answers that the page makes from now on."""
+    bodies = []
+
+    def keep(request):
+        if request.url.endswith("/completions"):
+            bodies.append(request.post_data_json)
+
+    page.on("request", keep)
+    return bodies
+
+
+def show_settings(page):
+    button = page.get_by_role("button", name="Settings", exact=True)
+    if button.get_attribute("aria-expanded") == "false":
+        button.click()
+
+
 def test_files_are_served_as_what_they_are_and_nothing_else(server):
     with server.http() as http:
         for name in page_files():
@@ -168,7 +190,7 @@ def test_files_are_served_as_what_they_are_and_nothing_else(server):
     assert not re.search(r"<script(?![^>]*\bsrc=)|\son\w+=|\sstyle=|<style", html)
 
 
-def test_unfinished_json_is_read_as_far_as_it_goes(open_page):
+def unfinished_json_is_read_as_far_as_it_goes(page):
     texts = [
         '{"a": [1, -2.5e3, true, null, "\\u00e9\\ud83d\\ude00\\n\\"x"], "b": {}, "": {"c": []}}',
         ' [ [ ] , { } , "" , 0 ] ',
@@ -176,7 +198,7 @@ def test_unfinished_json_is_read_as_far_as_it_goes(open_page):
         '"x"',
     ]
     wrong = ["{a", "[1,]", "01 ", "[1 2", '{"a" 1', '"\\x', "nul ", "]", "{} {", '{"a":1,}', '"\n']
-    told = open_page().evaluate(
+    told = page.evaluate(
         """async ([texts, wrong]) => {
           const { PartialJson } = await import("/page/partial_json.js");
           const parsed = (text) => {
@@ -206,8 +228,8 @@ def test_unfinished_json_is_read_as_far_as_it_goes(open_page):
     assert all(told["errors"])
 
 
-def test_only_a_little_markdown_is_more_than_text(open_page):
-    blocks = open_page().evaluate(
+def only_a_little_markdown_is_more_than_text(page):
+    blocks = page.evaluate(
         """async (texts) => {
           const { showMarkdown } = await import("/page/markdown.js");
           return texts.map((text) => {
@@ -235,11 +257,216 @@ def test_only_a_little_markdown_is_more_than_text(open_page):
     assert blocks[6] == "<p>2 * 3 * 4 and snake_case_name</p>"
 
 
+def a_tree_fills_in_and_html_in_it_stays_text(page):
+    page.evaluate(
+        """() => {
+          window.seen = [];
+          new MutationObserver(() => {
+            const keys = document.querySelectorAll(".answer .tree li li").length;
+            const toCome = document.querySelectorAll(".answer .tree .pending").length;
+            if (keys) window.seen.push(`${keys} ${toCome}`);
+          }).observe(document.getElementById("thread"), { subtree: true, childList: true });
+        }"""
+    )
+    example(page, "Pull out an event")
+    keys = page.locator(".tree li li .key").all_inner_texts()
+    values = page.locator(".tree .value").all_inner_texts()
+    assert keys == ["title", "person", "day", "time", "place"]
+    assert values == ["Film Lecture", "Hana", "Monday", "22:55", "Gallery Sain"]
+    seen = page.evaluate("window.seen")
+    assert seen[0] == "5 5"  # all rows are there before the first value
+    assert seen[-1] == "5 0"
+    page.get_by_role("button", name="Text", exact=True).click()
+    assert json.loads(page.locator(".json .raw").inner_text()) == dict(
+        zip(keys, values, strict=True)
+    )
+
+    schema = {"type": "object", "properties": {HOSTILE: {"const": HOSTILE}}, "required": [HOSTILE]}
+    schema["additionalProperties"] = False
+    page.get_by_role("button", name="JSON schema", exact=True).click()
+    page.get_by_label("JSON schema", exact=True).fill(json.dumps(schema))
+    send(page, HOSTILE)
+    assert page.locator(".bubble").last.inner_text() == HOSTILE
+    assert page.locator(".tree").last.locator("li li span").all_inner_texts() == [HOSTILE] * 2
+    import_chats(page, chat_of(HOSTILE, HOSTILE))
+    page.wait_for_selector("h1:has-text('Imported')")
+    assert page.locator(".answer .text").inner_text() == HOSTILE
+    assert page.locator("#thread img, #thread script").count() == 0
+
+
+def a_tool_is_called_and_its_result_answered(page):
+    sent = asked_by(page)
+    example(page, "Track an order")
+    assert page.locator(".call .call-name").inner_text() == "track_order"
+    assert page.locator(".call .tree li li span").all_inner_texts() == ["order", "L5526"]
+    page.get_by_label("Result of track_order").fill('{"city": "Hitton", "arrives": "March 14"}')
+    page.get_by_role("button", name="Send result").click()
+    assert ended(page, 1) == "Order L5526 is in Hitton and arrives on March 14."
+    assert [m["role"] for m in sent[-1]["messages"]] == ["user", "assistant", "tool"]
+    assert sent[-1]["messages"][1]["tool_calls"][0]["id"] == sent[-1]["messages"][2]["tool_call_id"]
+    page.get_by_role("button", name="Edit the results").click()
+    page.get_by_label("Result of track_order").fill('{"city": "Broburg", "arrives": "April 2"}')
+    page.get_by_role("button", name="Send result").click()
+    assert "Broburg" in ended(page, 1)
+    assert "2 / 2" in page.locator(".results .pager").inner_text()
+
+
+def settings_are_what_is_asked_for(page):
+    sent = asked_by(page)
+    show_settings(page)
+    typed = {"Temperature": "0.5", "Top-p": "0.9", "Top-k": "20", "Min-p": "0.1", "Seed": "3"}
+    for label, value in {**typed, "Most tokens": "5", "Stop at, one per line": "\\n\n# "}.items():
+        page.get_by_label(label, exact=True).fill(value)
+    page.get_by_label("Instructions", exact=True).fill("Be brief.")
+    send(page, FORMAL)
+    asked = sent[-1]
+    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop")
+    assert [asked[name] for name in names] == [0.5, 0.9, 20, 0.1, 3, 5, ["\n", "# "]]
+    assert "limit of tokens" in page.locator(".answer .note").inner_text()
+
+    # What can't be sent is told beside its field, which takes the focus.
+    page.get_by_label("Top-p", exact=True).fill("7")
+    message(page).fill("x")
+    message(page).press("Enter")
+    assert page.evaluate("document.activeElement.name") == "top_p"
+    assert page.locator("#problem-top_p").inner_text() == "This has to be a number from 0 to 1."
+    page.get_by_role("button", name="Back to the defaults").click()
+    message(page).press("Enter")
+    ended(page, 1)
+    assert not any(name in sent[-1] for name in names)
+
+
+REFUSED = [
+    ("{", "not JSON"),
+    ("{}", "not an export"),
+    ({"version": 2}, "version 2"),
+    ({"conversations": [{"turns": {"a": {"role": "user"}}}]}, "has no text"),
+    (
+        {"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "b"}}}]},
+        "isn't there",
+    ),
+    (
+        {"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "a"}}}]},
+        "circle",
+    ),
+    ({"conversations": [{"turns": {}, "head": "__proto__"}]}, "last turn"),
+]
+
+
+def a_file_that_is_no_export_changes_nothing(page):
+    for content, said in REFUSED:
+        if not isinstance(content, str):
+            base = {"format": "afm-mlx conversations", "version": 1, "conversations": []}
+            content = json.dumps(base | content)
+        page.set_input_files(
+            "#import-file",
+            {"name": "x.json", "mimeType": "application/json", "buffer": content.encode()},
+        )
+        assert said in page.locator(".toast").last.inner_text()
+        page.get_by_role("button", name="Close this notice").click()
+        assert page.locator(".conversation").count() == 0
+
+
+def errors_are_shown_with_a_way_on(page):
+    show_settings(page)
+    page.get_by_label("Answers are").select_option("json_schema")
+    page.get_by_label("JSON schema", exact=True).fill('{"type": "no type"}')
+    send(page, FORMAL)
+    told = page.locator(".card.error p").inner_text()
+    assert "no type" in told
+    page.get_by_role("button", name="Show the setting").click()
+    assert page.evaluate("document.activeElement.name") == "schema"
+    assert page.locator("#problem-schema").inner_text() == told
+    page.get_by_label("Answers are").select_option("text")
+
+    page.context.set_offline(True)
+    page.get_by_role("button", name="Try again").click()
+    page.wait_for_selector(".card.error:has-text('The server can\\'t be reached.')")
+    page.context.set_offline(False)
+    page.get_by_role("button", name="Try again").click()
+    assert "Film Lecture" in ended(page, 0)
+    assert "3 / 3" in page.locator(".answer .pager").inner_text()
+
+    # A stream that breaks off keeps what came.
+    half = 'data: {"choices": [{"delta": {"content": "Half an"}}]}\n\n'
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half))
+    assert send(page, "x") == "Half an"
+    assert "lost before the answer had ended" in page.locator(".card.error").inner_text()
+    failed = 'data: {"error": {"message": "The step failed."}}\n\n'
+    page.unroute("**/v1/chat/completions")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half + failed))
+    send(page, "x")
+    assert "The step failed." in page.locator(".card.error").last.inner_text()
+    page.unroute("**/v1/chat/completions")
+
+
+def the_servers_counts_are_shown(page):
+    usage = {
+        "prompt_tokens": 300,
+        "completion_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 256},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": 9,
+            "rejected_prediction_tokens": 3,
+        },
+    }
+    chunks = [{"choices": [{"delta": {"content": "Hello"}}]}, {"choices": [], "usage": usage}]
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
+    assert send(page, "x") == "Hello"
+    assert "75 % of drafts taken" in page.locator(".stats").inner_text()
+    page.get_by_role("button", name=re.compile("^Context: 312 of 1,024 tokens")).click()
+    told = page.locator("#figures div").all_inner_texts()
+    assert told[-2:] == ["Prompt from the cache\n256", "Drafted tokens taken\n75 %"]
+    page.unroute("**/v1/chat/completions")
+
+
+@each(
+    "story",
+    [
+        a_file_that_is_no_export_changes_nothing,
+        unfinished_json_is_read_as_far_as_it_goes,
+        only_a_little_markdown_is_more_than_text,
+        a_tree_fills_in_and_html_in_it_stays_text,
+        a_tool_is_called_and_its_result_answered,
+        settings_are_what_is_asked_for,
+        errors_are_shown_with_a_way_on,
+        the_servers_counts_are_shown,
+    ],
+)
+def test_one_chat_after_the_other(page, story):
+    """Each in a new chat of the page that the one before has left: to load a page takes longer than most."""
+    page.get_by_role("button", name="New chat").click()
+    story(page)
+
+
+@pytest.fixture
+def page(open_page):
+    return open_page()
+
+
+KEEP_ANNOUNCEMENTS = """() => {
+  window.said = [];
+  const region = document.getElementById("announcements");
+  const keep = () => region.textContent && window.said.push(region.textContent);
+  new MutationObserver(keep).observe(region, { childList: true });
+}"""
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_chat_with_edits_versions_adapters_and_a_reload(open_page, size):
     page = open_page(size)
+    page.evaluate(KEEP_ANNOUNCEMENTS)
     first = send(page, FORMAL)
     assert "Film Lecture" in first
+    # An answer is announced once, when it has ended.
+    until(page, "window.said.length")
+    assert page.evaluate("window.said") == [f"afm-nano answered: {first}"]
+    live = page.locator("[aria-live], [role=log], [role=status], [role=alert]")
+    ids = live.evaluate_all("(all) => all.map((each) => each.id)")
+    assert ids == ["connection", "announcements"]
+
     page.get_by_label("Model and adapter").select_option("afm-nano:todo")
     todos = send(page, TODOS)
     assert "Lock the account" in todos
@@ -295,97 +522,6 @@ def test_stopping_frees_the_row(open_page, server, monkeypatch):
         assert "not complete" in page.locator(".json .note").last.inner_text()
 
 
-def test_a_tree_fills_in_and_html_in_it_stays_text(open_page):
-    page = open_page()
-    page.evaluate(
-        """() => {
-          window.seen = [];
-          new MutationObserver(() => {
-            const keys = document.querySelectorAll(".answer .tree li li").length;
-            const toCome = document.querySelectorAll(".answer .tree .pending").length;
-            if (keys) window.seen.push(`${keys} ${toCome}`);
-          }).observe(document.getElementById("thread"), { subtree: true, childList: true });
-        }"""
-    )
-    example(page, "Pull out an event")
-    keys = page.locator(".tree li li .key").all_inner_texts()
-    values = page.locator(".tree .value").all_inner_texts()
-    assert keys == ["title", "person", "day", "time", "place"]
-    assert values == ["Film Lecture", "Hana", "Monday", "22:55", "Gallery Sain"]
-    seen = page.evaluate("window.seen")
-    assert seen[0] == "5 5"  # all rows are there before the first value
-    assert seen[-1] == "5 0"
-    page.get_by_role("button", name="Text", exact=True).click()
-    assert json.loads(page.locator(".json .raw").inner_text()) == dict(
-        zip(keys, values, strict=True)
-    )
-
-    schema = {"type": "object", "properties": {HOSTILE: {"const": HOSTILE}}, "required": [HOSTILE]}
-    schema["additionalProperties"] = False
-    page.get_by_role("button", name="JSON schema", exact=True).click()
-    page.get_by_label("JSON schema", exact=True).fill(json.dumps(schema))
-    send(page, HOSTILE)
-    assert page.locator(".bubble").last.inner_text() == HOSTILE
-    assert page.locator(".tree").last.locator("li li span").all_inner_texts() == [HOSTILE] * 2
-    import_chats(page, chat_of(HOSTILE, HOSTILE))
-    page.wait_for_selector("h1:has-text('Imported')")
-    assert page.locator(".answer .text").inner_text() == HOSTILE
-    assert page.locator("#thread img, #thread script").count() == 0
-
-
-def test_a_tool_is_called_and_its_result_answered(open_page):
-    page = open_page()
-    sent = []
-    page.on(
-        "request",
-        lambda r: sent.append(r.post_data_json) if r.url.endswith("/completions") else None,
-    )
-    example(page, "Track an order")
-    assert page.locator(".call .call-name").inner_text() == "track_order"
-    assert page.locator(".call .tree li li span").all_inner_texts() == ["order", "L5526"]
-    page.get_by_label("Result of track_order").fill('{"city": "Hitton", "arrives": "March 14"}')
-    page.get_by_role("button", name="Send result").click()
-    assert ended(page, 1) == "Order L5526 is in Hitton and arrives on March 14."
-    assert [m["role"] for m in sent[-1]["messages"]] == ["user", "assistant", "tool"]
-    assert sent[-1]["messages"][1]["tool_calls"][0]["id"] == sent[-1]["messages"][2]["tool_call_id"]
-    page.get_by_role("button", name="Edit the results").click()
-    page.get_by_label("Result of track_order").fill('{"city": "Broburg", "arrives": "April 2"}')
-    page.get_by_role("button", name="Send result").click()
-    assert "Broburg" in ended(page, 1)
-    assert "2 / 2" in page.locator(".results .pager").inner_text()
-
-
-def test_settings_are_what_is_asked_for(open_page):
-    page = open_page()
-    sent = []
-    page.on(
-        "request",
-        lambda r: sent.append(r.post_data_json) if r.url.endswith("/completions") else None,
-    )
-    page.get_by_role("button", name="Settings", exact=True).click()
-    typed = {"Temperature": "0.5", "Top-p": "0.9", "Top-k": "20", "Min-p": "0.1", "Seed": "3"}
-    for label, value in {**typed, "Most tokens": "5", "Stop at, one per line": "\\n\n# "}.items():
-        page.get_by_label(label, exact=True).fill(value)
-    page.get_by_label("Instructions", exact=True).fill("Be brief.")
-    send(page, FORMAL)
-    asked = sent[-1]
-    assert asked["messages"][0] == {"role": "system", "content": "Be brief."}
-    names = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "stop")
-    assert [asked[name] for name in names] == [0.5, 0.9, 20, 0.1, 3, 5, ["\n", "# "]]
-    assert "limit of tokens" in page.locator(".answer .note").inner_text()
-
-    # What can't be sent is told beside its field, which takes the focus.
-    page.get_by_label("Top-p", exact=True).fill("7")
-    message(page).fill("x")
-    message(page).press("Enter")
-    assert page.evaluate("document.activeElement.name") == "top_p"
-    assert page.locator("#problem-top_p").inner_text() == "This has to be a number from 0 to 1."
-    page.get_by_role("button", name="Back to the defaults").click()
-    message(page).press("Enter")
-    ended(page, 1)
-    assert not any(name in sent[-1] for name in names)
-
-
 def test_export_import_rename_search_and_delete(open_page):
     page = open_page()
     answer = send(page, FORMAL)
@@ -418,114 +554,29 @@ def test_export_import_rename_search_and_delete(open_page):
     assert page.locator(".answer .text").inner_text() == answer
 
 
-@each(
-    "content, said",
-    [
-        ("{", "not JSON"),
-        ("{}", "not an export"),
-        ({"version": 2}, "version 2"),
-        ({"conversations": [{"turns": {"a": {"role": "user"}}}]}, "has no text"),
-        (
-            {"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "b"}}}]},
-            "isn't there",
-        ),
-        (
-            {"conversations": [{"turns": {"a": {"role": "user", "text": "", "parent": "a"}}}]},
-            "circle",
-        ),
-        ({"conversations": [{"turns": {}, "head": "__proto__"}]}, "last turn"),
-    ],
-)
-def test_a_file_that_is_no_export_changes_nothing(shared_page, content, said):
-    if not isinstance(content, str):
-        base = {"format": "afm-mlx conversations", "version": 1, "conversations": []}
-        content = json.dumps(base | content)
-    shared_page.set_input_files(
-        "#import-file",
-        {"name": "x.json", "mimeType": "application/json", "buffer": content.encode()},
-    )
-    assert said in shared_page.locator(".toast").last.inner_text()
-    shared_page.get_by_role("button", name="Close this notice").click()
-    assert shared_page.locator(".conversation").count() == 0
-
-
-@pytest.fixture
-def shared_page(open_page):
-    return open_page()
-
-
-def test_errors_are_shown_with_a_way_on(open_page):
-    page = open_page()
-    page.get_by_role("button", name="Settings", exact=True).click()
-    page.get_by_label("Answers are").select_option("json_schema")
-    page.get_by_label("JSON schema", exact=True).fill('{"type": "no type"}')
-    send(page, FORMAL)
-    told = page.locator(".card.error p").inner_text()
-    assert "no type" in told
-    page.get_by_role("button", name="Show the setting").click()
-    assert page.evaluate("document.activeElement.name") == "schema"
-    assert page.locator("#problem-schema").inner_text() == told
-    page.get_by_label("Answers are").select_option("text")
-
-    page.context.set_offline(True)
-    page.get_by_role("button", name="Try again").click()
-    page.wait_for_selector(".card.error:has-text('The server can\\'t be reached.')")
-    page.context.set_offline(False)
-    page.get_by_role("button", name="Try again").click()
-    assert "Film Lecture" in ended(page, 0)
-    assert "3 / 3" in page.locator(".answer .pager").inner_text()
-
-    # A stream that breaks off keeps what came.
-    half = 'data: {"choices": [{"delta": {"content": "Half an"}}]}\n\n'
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half))
-    assert send(page, "x") == "Half an"
-    assert "lost before the answer had ended" in page.locator(".card.error").inner_text()
-    failed = 'data: {"error": {"message": "The step failed."}}\n\n'
-    page.unroute("**/v1/chat/completions")
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=half + failed))
-    send(page, "x")
-    assert "The step failed." in page.locator(".card.error").last.inner_text()
-
-
-def test_the_servers_counts_are_shown(open_page):
-    page = open_page()
-    usage = {
-        "prompt_tokens": 300,
-        "completion_tokens": 12,
-        "prompt_tokens_details": {"cached_tokens": 256},
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": 9,
-            "rejected_prediction_tokens": 3,
-        },
-    }
-    chunks = [{"choices": [{"delta": {"content": "Hello"}}]}, {"choices": [], "usage": usage}]
-    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
-    assert send(page, "x") == "Hello"
-    assert "75 % of drafts taken" in page.locator(".stats").inner_text()
-    page.get_by_role("button", name=re.compile("^Context: 312 of 1,024 tokens")).click()
-    told = page.locator("#figures div").all_inner_texts()
-    assert told[-2:] == ["Prompt from the cache\n256", "Drafted tokens taken\n75 %"]
-
-
 def test_a_second_tab_shows_what_the_first_has_written(open_page):
     page = open_page()
     with page.context.expect_page() as opening:
         page.evaluate("window.open(location.href)")
     other = opening.value
     other.wait_for_selector("html[data-ready]")
+    # A page behind another draws, and so takes clicks, once a second.
+    page.bring_to_front()
     answer = send(page, FORMAL)
+    other.bring_to_front()
     other.locator(".conversation").click()
     other.wait_for_selector(".answer:not(.writing)")
     assert other.locator(".answer .text").inner_text() == answer
+    page.bring_to_front()
     page.get_by_role("button", name=re.compile("^Delete")).click()
     until(other, "document.querySelector('.conversation') === null")
     other.close()
 
 
-def test_a_key_is_asked_for(open_page):
-    with running_server(api_keys=("open sesame",)) as guarded:
-        page = open_page(url=guarded.url)
+def test_a_key_is_asked_for_and_kept_as_the_theme_is(open_page, server):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    with running_server(server.served, api_keys=("open sesame",)) as guarded:
+        page = open_page(url=guarded.url, scheme="dark")
         dialog = page.get_by_role("dialog")
         dialog.get_by_label("Key", exact=True).fill("wrong")
         page.keyboard.press("Enter")
@@ -534,9 +585,19 @@ def test_a_key_is_asked_for(open_page):
         page.keyboard.press("Enter")
         page.wait_for_selector("#examples li")
         assert "Film Lecture" in send(page, FORMAL)
+        dark = page.evaluate(ground)
+        page.get_by_role("button", name="Light", exact=True).click()
+        light = page.evaluate(ground)
+        assert light != dark
         reload(page)
         page.wait_for_selector("#model option", state="attached")
         assert not dialog.is_visible()
+        # The theme follows the system until it is chosen.
+        assert page.evaluate(ground) == light
+        page.get_by_role("button", name="System", exact=True).click()
+        assert page.evaluate(ground) == dark
+        page.emulate_media(color_scheme="light")
+        assert page.evaluate(ground) == light
 
 
 def test_by_keyboard_alone(open_page):
@@ -593,26 +654,6 @@ def test_by_keyboard_alone(open_page):
     press("Control+Shift+o")
     assert page.get_by_role("heading", level=1).inner_text() == "New chat"
     tab_to("Shortcuts")
-
-
-def test_answers_are_announced_once_when_they_have_ended(open_page):
-    page = open_page()
-    page.evaluate(
-        """() => {
-          window.said = [];
-          const region = document.getElementById("announcements");
-          const keep = () => region.textContent && window.said.push(region.textContent);
-          new MutationObserver(keep).observe(region, { childList: true });
-        }"""
-    )
-    answer = send(page, FORMAL)
-    until(page, "window.said.length")
-    assert page.evaluate("window.said") == [f"afm-nano answered: {answer}"]
-    live = page.locator("[aria-live], [role=log], [role=status], [role=alert]")
-    assert live.evaluate_all("(all) => all.map((each) => each.id)") == [
-        "connection",
-        "announcements",
-    ]
 
 
 # Names of controls, headings, ids, and the contrast of every text against what is behind it.
@@ -721,25 +762,8 @@ def test_names_sizes_and_contrast_in_every_state(open_page, size):
     check()
 
 
-def test_the_theme_follows_the_system_until_it_is_chosen(open_page):
-    page = open_page(scheme="dark")
-    ground = "getComputedStyle(document.body).backgroundColor"
-    dark = page.evaluate(ground)
-    page.get_by_role("button", name="Light", exact=True).click()
-    light = page.evaluate(ground)
-    assert light != dark
-    reload(page)
-    page.wait_for_selector("html[data-ready]")
-    assert page.evaluate(ground) == light
-    page.get_by_role("button", name="System", exact=True).click()
-    assert page.evaluate(ground) == dark
-    page.emulate_media(color_scheme="light")
-    assert page.evaluate(ground) == light
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_long_chats_and_long_words_fit(open_page, size):
-    page = open_page(size)
+def test_long_chats_and_long_words_fit(open_page):
+    page = open_page()
     long = "w" * 500
     texts = [
         f"question {i}" if i % 2 == 0 else f"# {long}\n\n- `{long}`\n\n```\n{long}\n```"
@@ -753,7 +777,9 @@ def test_long_chats_and_long_words_fit(open_page, size):
         at.scrollHeight - at.clientHeight - at.scrollTop < 2];
     }"""
     assert page.evaluate(outside) == [0, 0, True]
-    # The reader who has gone up stays there while an answer comes; a button leads back to the end.
-    page.evaluate("document.getElementById('scroller').scrollTop = 0")
-    page.get_by_role("button", name="To the end").click()
-    assert page.evaluate(outside) == [0, 0, True]
+    for width, height in SIZES.values():
+        page.set_viewport_size({"width": width, "height": height})
+        # The reader who has gone up stays there while an answer comes; a button leads back to the end.
+        page.evaluate("document.getElementById('scroller').scrollTop = 0")
+        page.get_by_role("button", name="To the end").click()
+        assert page.evaluate(outside) == [0, 0, True]
