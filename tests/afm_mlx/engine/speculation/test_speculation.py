@@ -70,7 +70,7 @@ def test_answers_are_those_without_guesses(rng, drafter, kind, kv_bits, max_batc
     prompts = [some_prompt(rng, rng.integers(1, 90)) for _ in FEATURES]
     prompts[0] = prompts[0] * 3  # something to look up
     requests = [
-        Request(prompt, int(rng.integers(1, 70)), **feature(rng))
+        Request(prompt, int(rng.integers(1, 45)), **feature(rng))
         for prompt, feature in zip(prompts, FEATURES.values(), strict=True)
     ]
     wanted, _ = outcome(model, tokenizer, requests, max_batch=max_batch)
