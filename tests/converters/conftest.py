@@ -12,6 +12,7 @@ from tamm.models.afm_text import AFMTextV7
 from tamm.utils import json as tamm_json
 
 from afm_mlx.checkpoint.weights import load_weights
+from afm_mlx.tokenizer import tokenizer_export
 from tests.tools.compare import assert_same_tensors
 from tests.tools.tokenizers import train_tiny_spm
 
@@ -48,6 +49,28 @@ def tokenizer_bytes(tmp_path_factory):
     """A SentencePiece model of AFM's kind."""
     path = tmp_path_factory.mktemp("spm") / "tokenizer.model"
     return train_tiny_spm(path, "bpe", vocab_size=500).read_bytes()
+
+
+_agreeing = set()  # what a SentencePiece model became as tokenizer.json, where the two agree
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _tokenizers_compared_once():
+    """Thousands of texts are compared for each model once: it takes longer than the rest of a conversion."""
+    compare = tokenizer_export._compare
+
+    def compared(vocabulary, hub, path):
+        model = (path.read_bytes(), hub.tokenizer.to_str())
+        if model in _agreeing:
+            return True, []
+        found = compare(vocabulary, hub, path)
+        if found == (True, []):
+            _agreeing.add(model)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_export, "_compare", compared)
+        yield
 
 
 def randomize(model, rng):
