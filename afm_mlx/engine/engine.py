@@ -249,6 +249,8 @@ class Engine:
         self._prefills.cancel(row_id)
         if any(row.id == row_id for row in self._decoding.batch.rows):
             self._decoding.leave({row_id})
+        if self._drafting is not None:
+            self._drafting.forget([row_id])
         self._prefixes.forget(row_id)
         if not self.busy:  # there may be no step for a while
             self._prefixes.advance(until_all_is_computed=True)

@@ -16,6 +16,7 @@ from afm_mlx.engine.request import Request
 from afm_mlx.engine.samplers import make_sampler
 from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
+from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.cases import all_pairs
@@ -218,6 +219,24 @@ def test_a_batch_keeps_its_bound_and_rows_leave_while_others_guess(rng):
     engine.submit(requests[0])
     engine.step()
     assert engine.drop_started() == []
+    assert not engine.busy
+
+
+def test_a_row_that_is_cancelled_while_it_is_fed_forced_tokens_is_forgotten(rng):
+    model, tokenizer = wide_model(rng), nano_tokenizer()
+    engine = Engine(model, tokenizer, prefill_step_size=1, speculation=Speculation(model))
+    constraint = Constraint.regex("[a-z]{20}" + "9" * 90 + "[a-z]{9}")
+    row = engine.submit(Request(some_prompt(rng, 5), 300, constraint=constraint))
+    for _ in range(50):
+        engine.step()
+        if (
+            engine._drafting._rows and engine._prefills
+        ):  # it has decoded, and left for its forced tokens
+            break
+    else:
+        pytest.fail("the row never was where it should be cancelled")
+    engine.cancel(row)
+    assert not engine._drafting._rows
     assert not engine.busy
 
 
