@@ -11,7 +11,7 @@ MINUTES ?= 10
 SEED ?= 0
 COUNT ?= 30
 
-.PHONY: demo test test-slow fuzz faults branches costs lint format clean metal
+.PHONY: demo test test-slow fuzz faults branches costs docs lint format clean metal
 
 demo: $(VENV)/.demo metal
 	$(BIN)/afm-mlx generate --prompt "Make this formal:\nhey Hana, can't make it to the Film Lecture"
@@ -47,6 +47,10 @@ branches: $(VENV)/.test
 costs: $(VENV)/.test
 	$(BIN)/python -m tests.metal.prediction_data
 
+# The documents as a site, build/site/index.html; a link or an anchor that leads nowhere is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
+
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -78,4 +82,8 @@ $(VENV)/.test: $(BIN)/python $(SOURCES)
 
 $(VENV)/.lint: $(BIN)/python $(SOURCES)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
+	@touch $@
+
+$(VENV)/.docs: $(BIN)/python $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	@touch $@

@@ -161,6 +161,18 @@ _COMMON = [
 ]
 
 
+def command_parser(name: str, command: ModuleType) -> Parser:
+    """The parser of one command, with the arguments that all commands have.
+
+    Args:
+        name: name of the command.
+        command: its module, see `parse`.
+    """
+    parser = Parser(prog=f"{PROGRAM} {name}", description=(command.__doc__ or "").split("\n\n")[0])
+    add_tables(parser, {**command.ARGUMENTS, "options": [*command.ARGUMENTS["options"], *_COMMON]})
+    return parser
+
+
 def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of one command.
 
@@ -174,8 +186,7 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
     Raises:
         UsageError: for an argument, a key or a value that can't be used.
     """
-    parser = Parser(prog=f"{PROGRAM} {name}", description=(command.__doc__ or "").split("\n\n")[0])
-    add_tables(parser, {**command.ARGUMENTS, "options": [*command.ARGUMENTS["options"], *_COMMON]})
+    parser = command_parser(name, command)
     parser.set_defaults(command_line=shlex.join([PROGRAM, *name.split(), *argv]))  # for advice
     args = parser.parse_args(argv)
     alternatives = getattr(command, "ALTERNATIVES", ())

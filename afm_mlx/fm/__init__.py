@@ -26,7 +26,7 @@ Models and sessions are loaded when they are first used; all else costs next to 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from afm_mlx.fm.errors import (
     AssetsUnavailableError,
@@ -67,6 +67,15 @@ from afm_mlx.fm.prompt import (
 )
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
+
+if TYPE_CHECKING:
+    from afm_mlx.fm.core import (
+        SystemLanguageModel,
+        SystemLanguageModelGuardrails,
+        SystemLanguageModelUnavailableReason,
+        SystemLanguageModelUseCase,
+    )
+    from afm_mlx.fm.session import LanguageModelSession
 
 __version__ = "0.1.0"
 

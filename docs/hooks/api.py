@@ -1,0 +1,109 @@
+"""The Python reference: the public names of each room that programs import, from their docstrings."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import import_module
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PACKAGE = ROOT / "build" / "site-package" / "afm_mlx"
+BESIDE = ("adapters", "converters", "kernels")
+"""Rooms that lie beside `afm_mlx/` in the repository, and within it once it is installed."""
+
+ROOMS: dict[str, list[str]] = {
+    "afm_mlx": [],
+    "fm": [],
+    "engine": [
+        "speculation.drafting.Speculation",
+        "speculation.drafting.Drafter",
+        "prefix_cache.PrefixCache",
+    ],
+    "guidance": [
+        "constraint.Constraint",
+        "types.answer_type",
+        "types.AnswerType",
+        "tool_calls.tool_call_constraint",
+    ],
+    "loading": [
+        "load.load",
+        "draft_models.load_draft",
+        "draft_models.model_draft",
+        "draft_models.load_drafts",
+    ],
+    "quantization": [],
+    "adapters": [
+        "pool.AdapterPool",
+        "lora.add_lora",
+        "lora.save_lora",
+        "attach.attach_adapter",
+        "attach.detach_adapter",
+        "compose.compose",
+        "formats.read_adapter",
+        "formats.write_adapter",
+        "formats.detect_format",
+    ],
+    "training": [],
+    "measure": [
+        "benchmark.Bench",
+        "benchmark.BenchmarkCase",
+        "benchmark.BenchmarkResult",
+        "evaluation.evaluate",
+        "evaluation.load_examples",
+        "evaluation.Evaluation",
+        "perplexity.measure_perplexity",
+        "perplexity.Perplexity",
+        "doctor.examine",
+    ],
+    "converters": [
+        "convert.convert",
+        "adapter_conversion.convert_adapter",
+        "adapter_conversion.verify_adapter",
+    ],
+    "errors": [],
+}
+"""What is shown of each room, besides the names in its `__all__`."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Lay the package out as it is installed: docstrings are found by folders, not by Python's finders."""
+    shutil.rmtree(PACKAGE.parent, ignore_errors=True)
+    for source, target in ((ROOT / "afm_mlx", PACKAGE), *((ROOT / n, PACKAGE / n) for n in BESIDE)):
+        shutil.copytree(source, target, ignore=_no_python)
+    return config
+
+
+def _no_python(folder: str, names: list[str]) -> list[str]:
+    paths = {name: Path(folder, name) for name in names}
+    return [
+        n for n, p in paths.items() if n == "__pycache__" or not (p.is_dir() or p.suffix == ".py")
+    ]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for room in ROOMS:
+        files.append(File.generated(config, f"api/{room}.md", content=_page(room)))
+    return files
+
+
+def _page(room: str) -> str:
+    module = "afm_mlx" if room == "afm_mlx" else f"afm_mlx.{room}"
+    text = [f"# {module}", ""]
+    for name in names_of(room):
+        text += [f"::: {name}", ""]
+    return "\n".join(text)
+
+
+def names_of(room: str) -> list[str]:
+    """The full names that a room's page shows, in its order."""
+    module = "afm_mlx" if room == "afm_mlx" else f"afm_mlx.{room}"
+    imported = import_module(module)
+    public = getattr(imported, "__all__", None)
+    if room == "errors":
+        classes = ((n, v) for n, v in vars(imported).items() if isinstance(v, type))
+        public = [n for n, v in classes if v.__module__ == module]
+    names = [name for name in public or () if not name.startswith("__")]
+    return [f"{module}.{name}" for name in (*names, *ROOMS[room])]
