@@ -1,12 +1,7 @@
-"""docs/server.md as it stands: its commands, its Python with what it prints, and its tables."""
+"""The tables of docs/server.md as they stand; its blocks run in `test_documents.py`."""
 
-import contextlib
-import io
-import json
 import re
-import shlex
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,13 +14,11 @@ from afm_mlx.server.anthropic_messages.fields import MessageFields
 from afm_mlx.server.chat_fields import ChatRequest
 from afm_mlx.server.openai_completions import CompletionRequest
 from afm_mlx.server.openai_responses.fields import ResponseFields
-from tests.test_readme import blocks, commands
 from tests.tools.arguments import actions_of
 from tests.tools.server import running_server
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "server.md").read_text()
-URL = "http://127.0.0.1:8080"
 
 
 def section(title):
@@ -48,34 +41,6 @@ def server(tmp_path_factory):
     shutil.copytree(resolve_model("afm-nano") / "adapters" / "redact", folder / "tidy")
     with running_server(adapter_folders=(folder,)) as running:
         yield running
-
-
-def test_the_python_prints_what_it_shows(server):
-    names = {}
-    for block in blocks(PAGE, "python"):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(block.replace(URL, server.url), "server.md", "exec"), names)
-        shown = [line[2:] for line in block.splitlines() if line.startswith("# ")]
-        assert printed.getvalue().splitlines() == shown, block
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
-def test_the_commands_do_what_they_say(server):
-    with running_server(server.served, api_keys=("first-key",)) as guarded:
-        for line in commands(PAGE):
-            words = shlex.split(line)
-            if words[:2] == ["afm-mlx", "server"]:
-                parse("server", command, words[2:])
-            elif words[0] == "curl":
-                url = guarded.url if "first-key" in line else server.url
-                run = [word.replace(URL, url) for word in words]
-                answer = subprocess.run([*run, "-sS"], capture_output=True, text=True, check=True)
-                assert "error" not in json.loads(answer.stdout) or (
-                    json.loads(answer.stdout)["error"] is None
-                ), line
-            else:
-                assert words[:2] == ["pip", "install"]
 
 
 def test_the_tables_are_whole(server):

@@ -1,0 +1,130 @@
+"""Every block of the documents runs, in the order of its page, and prints what is shown behind it.
+
+`PAGES` says for each page what can't run here, and why. README.md has commands that take minutes; they run in
+`test_readme.py`, with `make test-slow`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import pytest
+
+from afm_mlx.loading.resolve import resolve_model
+from tests.tools.documents import LANGUAGES, ROOT, Reader, page_blocks
+from tests.tools.server import running_server
+
+DOCS = ROOT / "docs"
+OWN_CHECKPOINT = "a checkpoint that a reader has and we have not"
+HOURS = "training takes hours; README.md runs the same commands for a few steps"
+LARGE = "takes minutes: the 3B's shape, or every case of a benchmark"
+OTHER_PROGRAMS = "needs programs, data or machines that are not here"
+SERVES = "runs until it is stopped; here a server in a thread takes its place"
+
+PAGES: dict[str, dict[str, str]] = {
+    "adapters.md": {},
+    "architecture.md": {},
+    "benchmarks.md": {
+        "afm-mlx bench": LARGE,
+        "make costs": "needs clang, and minutes",
+        "python -m bench.": OTHER_PROGRAMS,
+    },
+    "chat.md": {},
+    "concepts.md": {},
+    "dependencies.md": {},
+    "doctor.md": {"afm-mlx doctor": "a minute; its own tests run it with small problems"},
+    "examples.md": {},
+    "guided.md": {},
+    "index.md": {"make demo": "installs the package"},
+    "kernels.md": {},
+    "mlx-lm.md": {},
+    "models.md": {"path/to/checkpoint": OWN_CHECKPOINT},
+    "promises.md": {},
+    "quantization.md": {
+        "--target-bpw": "measures every layer, a minute; README.md runs it",
+        "afm-mlx qat": HOURS,
+        "afm-mlx evaluate --model two-bit": "the model that the line before would train",
+    },
+    "server.md": {
+        "pip install": "installs the package",
+        "afm-mlx server": SERVES,
+    },
+    "sessions.md": {},
+    "speculation.md": {"afm-mlx bench": LARGE, "afm-mlx lora": HOURS},
+    "training.md": {
+        "afm-mlx lora": HOURS,
+        "afm-mlx qat": HOURS,
+        "--adapter-path my-adapter --prompt": "the adapter that the line before would train",
+        "train_qat(": HOURS,
+    },
+}
+"""Pages of docs/, and what of their blocks is parsed or compiled only, and why."""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder as the repository's is to a reader, in which nothing is changed."""
+    for name in ("afm_mlx", "examples", "bench"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("AFM_MLX_MODEL", "AFM_MLX_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def test_every_page_is_in_the_table():
+    assert set(PAGES) >= {path.name for path in DOCS.glob("*.md")} - {"coreml.md"}
+    for path in (ROOT / "README.md", *DOCS.glob("*.md")):
+        text = path.read_text()
+        assert all(block.language in LANGUAGES for block in page_blocks(text)), path
+        assert not re.search(r"^(    |\t)(\$ )?(afm-mlx|python|pip|make) ", text, re.M), path
+
+
+def readable():
+    return [name for name in PAGES if name != "server.md" and "```" in (DOCS / name).read_text()]
+
+
+@pytest.mark.parametrize("page", readable())
+def test_the_blocks_of(page, folder, capsys):
+    reader = Reader(capsys, PAGES[page])
+    reader.read((DOCS / page).read_text())
+    assert reader.used == set(PAGES[page]), "a reason for nothing"
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not here")
+def test_the_blocks_of_the_server_page(folder, capsys):
+    tidy = folder / "my-adapters" / "tidy"
+    shutil.copytree(resolve_model("afm-nano") / "adapters" / "redact", tidy)
+    with (
+        running_server(adapter_folders=(tidy.parent,)) as server,
+        running_server(server.served, api_keys=("first-key",)) as guarded,
+    ):
+
+        def here(text: str) -> str:
+            url = guarded.url if "first-key" in text else server.url
+            text = text.replace("http://127.0.0.1:8080", url)
+            return (
+                text.replace("curl ", "curl --fail -sS ", 1) if text.startswith("curl ") else text
+            )
+
+        reader = Reader(capsys, PAGES["server.md"], here)
+        reader.read((DOCS / "server.md").read_text())
+    assert reader.used == set(PAGES["server.md"])
+
+
+def test_a_block_that_prints_something_else_is_found(folder, capsys):
+    for wrong in (
+        "```python\nprint(1)\n```\n\n```text\n2\n```\n",
+        "```python\nprint(1)\n```\n",
+        "```console\n$ echo 1\n2\n```\n",
+        "```console\n$ afm-mlx info --model nowhere\n```\n",
+        "```bash\nls\n```\n",
+    ):
+        with pytest.raises(AssertionError):
+            Reader(capsys, {}).read(wrong)
+    Reader(capsys, {"print": "why"}).read("```python\nprint(1)\n```\n")
+    with pytest.raises(SyntaxError):
+        Reader(capsys, {"print": "why"}).read("```python\nprint(\n```\n")
