@@ -3,9 +3,9 @@
     python examples/adapters/inbox.py todo 1000 > todos.jsonl
     python examples/train_and_switch.py todos.jsonl my-adapter --iters 300
 
-It trains an adapter on the embedded model and writes it as an `.fmadapter` package, the form of Apple's framework.
-Then it asks two of the questions in one batch: with the new adapter, with one that comes with the model, and
-without one.
+It trains an adapter on the embedded model, and writes it as an `.fmadapter` package, the form of Apple's
+framework. Then it asks two of the questions in one batch: with the new adapter, with one that comes with the
+model, and without one.
 """
 
 from __future__ import annotations
