@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -68,6 +69,7 @@ ROOMS: dict[str, list[str]] = {
 """What is shown of each room, besides the names in its `__all__`."""
 
 
+@event_priority(100)  # before mkdocstrings, which leaves out folders that are not there
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Lay the package out as it is installed: docstrings are found by folders, not by Python's finders."""
     shutil.rmtree(PACKAGE.parent, ignore_errors=True)
