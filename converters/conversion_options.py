@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from afm_mlx.quantization.quantize_model import Predicate, layer_rules
 from afm_mlx.quantization.rule import QuantizationRule
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-TARGETS = ("afm-mlx", "mlx-lm")
+TARGETS = ("afm-mlx", "mlx-lm", "coreml")
+PROMPT_LENGTHS = (64, 512)
+"""What the `prefill` of a Core ML package takes by default, as far as the model's context allows."""
 RECIPES = {"mixed_2_4": (2, 4), "mixed_2_8": (2, 8), "mixed_4_8": (4, 8)}
 """Bits of most layers, and of those that suffer most; see `recipe`."""
 
@@ -26,8 +29,10 @@ class ConversionOptions:
     """How a checkpoint is to be converted. Names are those of the flags, and mlx-lm's.
 
     Args:
-        dtype: "float16", "bfloat16" or "float32" for weights and adapters; None keeps the source's.
-        to: "afm-mlx", or "mlx-lm" for a folder that mlx-lm itself reads and that holds nothing else.
+        dtype: "float16", "bfloat16" or "float32" for weights and adapters; None keeps the source's. Of a Core
+            ML package, what it computes in, which is float16 by default and can't be bfloat16.
+        to: "afm-mlx", or "mlx-lm" for a folder that mlx-lm itself reads and that holds nothing else, or
+            "coreml" for a Core ML package of a model folder.
         quantize: pack linear layers and embeddings. The options below say how, and are refused without it.
         q_bits: 2, 4 or 8; 2 for balanced weights by default, else 4.
         q_mode: "balanced", "affine" or "palette"; balanced for AFM models by default, affine for others,
@@ -44,6 +49,9 @@ class ConversionOptions:
         data: the text for `target_bpw`: a `.jsonl` or `.txt` file, or a folder with `train.jsonl`; by default
             the model folder's `heldout.jsonl`.
         dequantize: write packed layers as the numbers that they stand for.
+        ane: arrange the operators of a Core ML package as the Neural Engine asks.
+        prompt_lengths: numbers of tokens that the `prefill` of a Core ML package takes; `PROMPT_LENGTHS` by
+            default.
     """
 
     dtype: str | None = None
@@ -60,6 +68,8 @@ class ConversionOptions:
     target_bpw: float | None = None
     data: str | Path | None = None
     dequantize: bool = False
+    ane: bool = False
+    prompt_lengths: Sequence[int] | None = None
 
     def check(self) -> None:
         """Raise `AFMError` on options that contradict each other or would do nothing."""
@@ -69,6 +79,7 @@ class ConversionOptions:
             raise AFMError(
                 f"The target format is {shown(self.to)}; allowed are {', '.join(TARGETS)}."
             )
+        self._check_core_ml()
         if self.quantize and self.dequantize:
             raise AFMError("Quantizing and dequantizing are both asked for; choose one.")
         given = [name for name in _OF_QUANTIZATION if getattr(self, name) is not None]
@@ -87,6 +98,29 @@ class ConversionOptions:
         if self.data is not None and self.target_bpw is None:
             raise AFMError(
                 "--data without --target-bpw would do nothing: only a choice of bits is measured on text."
+            )
+
+    def _check_core_ml(self) -> None:
+        if not self.for_core_ml:
+            given = ("ane", self.ane), ("prompt_lengths", self.prompt_lengths)
+            for name, value in given:
+                if value:
+                    raise AFMError(
+                        f"--{name.replace('_', '-')} is for Core ML packages. Add --to coreml, or leave it out."
+                    )
+            return
+        if self.quantize or self.dequantize:
+            raise AFMError(
+                "--to coreml writes weights as the folder has them, packed or not. Convert to a folder with "
+                "-q or -d first, and that one to Core ML."
+            )
+        if self.dtype == "bfloat16":
+            raise AFMError("Core ML has no bfloat16; --dtype float16 and float32 are allowed.")
+        lengths = self.prompt_lengths
+        if lengths is not None and (not lengths or min(lengths) < 1):
+            raise AFMError(
+                f"--prompt-lengths is {shown(list(lengths))}; it takes one number of tokens or more, each 1 or "
+                "more."
             )
 
     @property
@@ -115,6 +149,11 @@ class ConversionOptions:
     def for_mlx_lm(self) -> bool:
         """Whether the folder is for mlx-lm itself, and holds nothing that only this package reads."""
         return self.to == "mlx-lm"
+
+    @property
+    def for_core_ml(self) -> bool:
+        """Whether a Core ML package is asked for."""
+        return self.to == "coreml"
 
     @property
     def bits_to_mix(self) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""`convert` finds out what a source is and writes a model folder.
+"""`convert` finds out what a source is and writes a model folder, or a Core ML package.
 
 | source | file |
 | --- | --- |
@@ -6,12 +6,15 @@
 | a model folder of mlx-lm's `afm7`, or one of ours | `mlx_lm.py` |
 | any other model that mlx-lm knows, as a folder or a hub id | `other_models.py`, by mlx-lm |
 
-The first two say where a model's parameters lie; `folder_writer.py` writes them.
+The first two say where a model's parameters lie; `folder_writer.py` writes them. A Core ML package is made of
+the second (`coreml/`).
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -40,14 +43,14 @@ def convert(
     measuring: Progress | None = None,
     **options: Any,
 ) -> Path:
-    """Convert a checkpoint to a model folder.
+    """Convert a checkpoint to a model folder, or a model folder to a Core ML package.
 
     The folder is built beside its place and renamed when it is whole: a failure or an interrupt leaves
     nothing behind. The source is never written to.
 
     Args:
         model: a toolkit checkpoint, a model folder, or a hub id.
-        mlx_path: the folder to make; it must not exist.
+        mlx_path: the folder to make; it must not exist. A package's name ends with `.mlpackage`.
         progress: called with bytes written and bytes in all.
         measuring: called with passes over the text that are done, and passes in all.
         options: type, target and packing, see `ConversionOptions`; all as in the source by default.
@@ -71,7 +74,9 @@ def convert(
     source = Path(model) if os.path.exists(model) else resolve_model(model)
     kind = detect(source)
     try:
-        if kind in ("toolkit", MODEL_TYPE):
+        if chosen.for_core_ml:
+            _convert_to_core_ml(source, kind, mlx_path, chosen, progress)
+        elif kind in ("toolkit", MODEL_TYPE):
             _convert_afm(source, kind, mlx_path, chosen, progress, measuring)
         else:
             with atomic_folder(mlx_path) as folder:
@@ -101,6 +106,50 @@ def _convert_afm(
         write(source, folder, mlx_path.name, options, progress)
         if mix is not None:
             mix.write(folder)
+
+
+def _convert_to_core_ml(
+    source: Path,
+    kind: str,
+    mlx_path: Path,
+    options: ConversionOptions,
+    progress: Progress | None,
+) -> None:
+    if mlx_path.suffix != ".mlpackage":
+        raise AFMError(
+            f"A Core ML package is a folder whose name ends with .mlpackage, and {mlx_path} does not. "
+            "Choose such a path (--mlx-path)."
+        )
+    if kind != MODEL_TYPE:
+        what = "a toolkit checkpoint" if kind == "toolkit" else f"a model of type {shown(kind)}"
+        raise AFMError(
+            f"{source} is {what}; a Core ML package is made of an AFM model's folder. `afm-mlx convert` makes "
+            "one of a toolkit checkpoint."
+        )
+    write_package = _core_ml_writer()
+    with atomic_folder(mlx_path) as folder:
+        write_package(
+            source,
+            folder,
+            dtype=options.dtype or "float16",
+            neural_engine=options.ane,
+            lengths=options.prompt_lengths,
+            progress=progress,
+        )
+
+
+def _core_ml_writer() -> Callable[..., None]:
+    """`coreml.write_package`; coremltools takes seconds to import and is an extra."""
+    # It warns of libraries that only its conversions from PyTorch need, and of what only a Mac has.
+    logging.getLogger("coremltools").setLevel(logging.ERROR)
+    try:
+        from afm_mlx.converters.coreml.write import write_package
+    except ImportError as error:
+        raise AFMError(
+            f"Core ML packages are written by coremltools, which can't be imported here ({error}). Install it: "
+            "pip install 'afm-mlx[coreml]'. It has no library for Linux on ARM, nor for Python 3.14."
+        ) from None
+    return write_package
 
 
 def detect(source: Path) -> str:

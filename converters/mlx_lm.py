@@ -31,7 +31,7 @@ from afm_mlx.checkpoint.stored_tensor import StoredTensor
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.converters.conversion_options import ConversionOptions
-from afm_mlx.converters.folder_writer import FolderWriter, Parameter
+from afm_mlx.converters.folder_writer import FolderWriter
 from afm_mlx.converters.stored_parameters import StoredLayer, StoredParameter
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.progress import Progress
@@ -96,7 +96,7 @@ def write_mlx_lm(
     options.check_source(source, bool(quantization))
     rules = check_folder_tensors(config, quantization, tensors, path)
     _copy_tokenizer(source, folder, config.vocab_size)
-    writer = FolderWriter(config, _parameters(config, tensors, rules, quantization), options)
+    writer = FolderWriter(config, stored_parameters(config, tensors, rules, quantization), options)
     writer.write_weights(folder, progress)
     adapters: list[str] = []
     if not options.for_mlx_lm:
@@ -106,14 +106,14 @@ def write_mlx_lm(
     )
 
 
-def _parameters(
+def stored_parameters(
     config: ModelConfig,
     tensors: Mapping[str, StoredTensor],
     rules: StoredRules,
     quantization: Mapping[str, Any],
-) -> dict[str, Parameter | StoredLayer]:
+) -> dict[str, StoredParameter | StoredLayer]:
     """Where the folder holds each parameter."""
-    found: dict[str, Parameter | StoredLayer] = {}
+    found: dict[str, StoredParameter | StoredLayer] = {}
     stored = {name: StoredParameter(tensor) for name, tensor in tensors.items()}
     dtype = tensors["model.output_norm.weight"].dtype
     for name, shape in parameter_shapes(config).items():

@@ -90,7 +90,7 @@ class StoredLayer:
             settings = {key: self.settings[key] for key in ("group_size", "bits", "mode")}
             yield array_bytes(mx.dequantize(*arrays, **settings).astype(dtype))
             return
-        packed = self._packed(self.rule)
+        packed = self.packed()
         height = max(1, _UNPACK_ELEMENTS // packed.in_dims)
         for start in range(0, packed.out_dims, height):
             rows = mx.arange(start, min(start + height, packed.out_dims))
@@ -112,10 +112,13 @@ class StoredLayer:
         target = mlx_rule(rule, self.shape, self.path)
 
         def make() -> Packing:
-            return Packing(to_mlx_format(self._packed(rule), target), True)
+            return Packing(to_mlx_format(self.packed(), target), True)
 
         return PackedLayer(self.path, self.shape, target, make, self.parts["scales"].dtype)
 
-    def _packed(self, rule: QuantizationRule) -> PackedWeight:
+    def packed(self) -> PackedWeight:
+        """The layer in memory; `rule` is not None."""
+        rule = self.rule
+        assert rule is not None
         arrays = {name: part.array() for name, part in self.parts.items()}
         return PackedWeight(arrays.pop("weight"), rule.bits, rule.mode, **arrays)

@@ -1,10 +1,14 @@
-"""Make a model folder of a toolkit checkpoint, of another model folder, or of a model on the hub."""
+"""Make a model folder of a toolkit checkpoint, of another model folder, or of a model on the hub.
+
+Or a Core ML package of a model folder.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 from dataclasses import fields
+from pathlib import Path
 
 from afm_mlx.cli.argument_table import FLAG, Argument, unavailable
 from afm_mlx.cli.output import progress_bar
@@ -18,8 +22,9 @@ ARGUMENTS = {
         Argument("--mlx-path", None, "folder to make; it must not exist", "mlx_model"),
         Argument("--dtype", ["float16", "bfloat16", "float32"],
                  "type of the weights; that of the source by default"),
-        Argument("--to", ["afm-mlx", "mlx-lm"],
-                 "mlx-lm leaves out what stock mlx-lm does not read; balanced layers become MLX's own",
+        Argument("--to", ["afm-mlx", "mlx-lm", "coreml"],
+                 "mlx-lm leaves out what stock mlx-lm does not read; balanced layers become MLX's own. coreml "
+                 "makes a Core ML package of a model folder",
                  "afm-mlx"),
         unavailable("--upload-repo", "nothing is uploaded; `hf upload` does that"),
         unavailable("--trust-remote-code", "no code of the source is run here", nargs=0),
@@ -55,6 +60,13 @@ ARGUMENTS = {
                  metavar="PATH"),
         Argument("-d --dequantize", FLAG, "write packed layers as float weights"),
     ],
+    "Core ML packages": [
+        Argument("--ane", FLAG,
+                 "arrange operators as the Neural Engine asks: channels first, convolutions, split heads"),
+        Argument("--prompt-lengths", integer(1),
+                 "numbers of tokens that prefill takes; 64 and 512 by default, one alone makes a fixed shape",
+                 nargs="+", metavar="TOKENS"),
+    ],
 }
 # fmt: on
 
@@ -75,6 +87,16 @@ def run(args: argparse.Namespace) -> None:
         folder = convert(
             args.model, args.mlx_path, progress=progress, measuring=measuring, **options
         )
+    if args.to == "coreml":
+        _print_package(folder)
+        return
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     weights = describe_stored_weights(folder)
     print(f"{folder}: {size / 1e6:,.1f} MB, {weights['bits_per_weight']:.3f} bits per weight")
+
+
+def _print_package(package: Path) -> None:
+    from afm_mlx.converters.coreml.package import package_size
+
+    weights, program = package_size(package)
+    print(f"{package}: {weights / 1e6:,.1f} MB of weights, {program / 1e6:,.1f} MB of program")

@@ -1,0 +1,208 @@
+"""Matrices as constants of a program; packed ones stay packed.
+
+| the folder's matrix | operations |
+| --- | --- |
+| float | a constant |
+| balanced or affine, one scale; palette | `constexpr_lut_to_dense`: codes, and a table of the numbers |
+| balanced, a scale per row | the same with a table of levels; products are multiplied by the scales |
+| 4 or 8 bits, a scale per group or an affine row | `constexpr_blockwise_shift_scale` of codes |
+| 2 bits, the same | a table of levels, then `constexpr_blockwise_shift_scale`; not for the Neural Engine |
+
+A level is `code - (2**bits - 1) / 2`, which float16 holds exactly.
+
+Scales of rows stand outside, because a program in which `constexpr_blockwise_shift_scale` takes what a table
+gives aborts when the Neural Engine of macOS 26 loads it (https://github.com/apple/coremltools/pull/2688).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from coremltools.converters.mil import Builder as mb
+
+from afm_mlx.converters.coreml.constants import CODE_TYPES, Constant, Constants
+from afm_mlx.converters.coreml.source import StoredMatrix, check_held
+from afm_mlx.errors import AFMError, named
+from afm_mlx.kernels import PackedWeight
+from afm_mlx.kernels.packing import unpack_codes
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix in the function that is being built; row i is `row_scales[i] * numbers[i]`.
+
+    Args:
+        key: name of its constants.
+        numbers: the variable, (rows, K, *axes).
+        row_scales: (rows,); None for ones.
+    """
+
+    key: str
+    numbers: Any
+    row_scales: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What turns codes of some rows into numbers: `(table[code] - offset) * scale * row_scales`.
+
+    Each is None where there is none; without a table, a code stands for itself.
+
+    Args:
+        table: (tables, 2**bits), whose number divides that of the rows.
+        scale: (rows, 1) or (rows, groups).
+        offset: in the shape of `scale`.
+        row_scales: (rows,).
+    """
+
+    table: np.ndarray | None = None
+    scale: np.ndarray | None = None
+    offset: np.ndarray | None = None
+    row_scales: np.ndarray | None = None
+
+
+class MatrixConstants:
+    """The matrices of a program.
+
+    Args:
+        constants: takes the arrays.
+        dtype: float16 or float32, the type that the program computes in.
+        neural_engine: refuse what the Neural Engine can't load.
+    """
+
+    def __init__(self, constants: Constants, dtype: np.dtype[Any], neural_engine: bool) -> None:
+        self._constants, self._dtype = constants, dtype
+        self._neural_engine = neural_engine
+        self._decodings: dict[str, Decoding] = {}
+
+    def matrix(
+        self, matrix: StoredMatrix, rows: slice | None = None, axes: tuple[int, ...] = ()
+    ) -> Weight:
+        """A matrix in the function that is being built.
+
+        Args:
+            matrix: the matrix.
+            rows: those of its rows, in the program's order, that are wanted; None for all.
+            axes: further axes of length 1, as a convolution's weight has them.
+
+        Raises:
+            AFMError: for a packing that the Neural Engine can't load, and for scales that `dtype` can't hold.
+        """
+        height, width = matrix.shape
+        rows = rows or slice(0, height)
+        shape = (rows.stop - rows.start, width, *axes)
+        key = f"{matrix.path}.{rows.start}-{rows.stop}"
+        if matrix.rule is None:
+            read = functools.partial(_floats, matrix, rows, self._dtype)
+            return Weight(key, self._constants.add(Constant(key, shape, self._dtype, read)))
+        read = functools.partial(_codes, matrix, rows)
+        numbers = self._constants.add(Constant(key, shape, CODE_TYPES[matrix.rule.bits], read))
+        decoding = self._decoding(matrix, rows, key)
+        if (table := decoding.table) is not None:
+            table = table.reshape(table.shape[0], 1, *axes, table.shape[1], 1)
+            numbers = mb.constexpr_lut_to_dense(
+                indices=numbers, lut=self._constants.array(f"{key}.table", table)
+            )
+        if decoding.scale is not None:
+            scale, offset = (
+                None
+                if part is None
+                else self._constants.array(f"{key}.{name}", part.reshape(*part.shape, *axes))
+                for name, part in (("scale", decoding.scale), ("offset", decoding.offset))
+            )
+            numbers = mb.constexpr_blockwise_shift_scale(data=numbers, scale=scale, offset=offset)
+        return Weight(key, numbers, decoding.row_scales)
+
+    def _decoding(self, matrix: StoredMatrix, rows: slice, key: str) -> Decoding:
+        if key in self._decodings:
+            return self._decodings[key]
+        packed = matrix.packed()
+        assert packed is not None
+        order = np.arange(matrix.shape[0]) if matrix.order is None else matrix.order
+        found = _decoding(packed, order[rows], self._dtype)
+        for part in vars(found).values():
+            if part is not None:
+                check_held(part, matrix.path)
+        if self._neural_engine and found.table is not None and found.scale is not None:
+            raise AFMError(
+                f"{named(matrix.path)} is packed to 2 bits with a scale per group or affine rows, in a form "
+                "that the Neural Engine can't load. Pack the float model as balanced rows, which is the "
+                "default (-q), or leave --ane out."
+            )
+        self._decodings[key] = found
+        return found
+
+
+def _floats(matrix: StoredMatrix, rows: slice, dtype: np.dtype[Any]) -> np.ndarray:
+    return matrix.floats(dtype)[rows]
+
+
+def _codes(matrix: StoredMatrix, rows: slice) -> np.ndarray:
+    """The codes of some rows in the program's order, one byte each."""
+    packed = matrix.packed()
+    assert packed is not None
+    words = np.array(packed.codes)
+    words = words[rows] if matrix.order is None else words[matrix.order[rows]]
+    found = np.empty((words.shape[0], packed.in_dims), np.uint8)
+    step = max(1, (8 << 20) // packed.in_dims)
+    for start in range(0, words.shape[0], step):
+        few = mx.array(words[start : start + step])
+        found[start : start + step] = np.array(unpack_codes(few, packed.bits))
+    return found
+
+
+def _decoding(packed: PackedWeight, rows: np.ndarray, dtype: np.dtype[Any]) -> Decoding:
+    """What turns codes of some rows into numbers.
+
+    Args:
+        packed: the matrix.
+        rows: its rows in the program's order.
+        dtype: type of the numbers.
+    """
+    codes = np.arange(2**packed.bits, dtype=np.float32)
+    if packed.table is not None:
+        return Decoding(_tables(np.array(packed.table), packed.out_dims, rows).astype(dtype))
+    scale, middle = _per_row(packed.scales, rows), codes[-1] / 2
+    levels = (codes - middle)[None]
+    few = packed.bits == 2  # blockwise_shift_scale has no type of 2 bits
+    if packed.mode == "balanced":
+        if packed.granularity == "tensor":
+            return Decoding((scale * levels).astype(dtype))
+        if packed.granularity == "row":
+            # The table takes the scales' size, so that products are as large as the model's own.
+            size = np.exp2(np.round(np.log2(np.median(scale))))
+            return Decoding(
+                (size * levels).astype(dtype), row_scales=(scale[:, 0] / size).astype(dtype)
+            )
+        if few:
+            return Decoding(levels.astype(dtype), scale.astype(dtype))
+        return Decoding(None, scale.astype(dtype), np.full(scale.shape, middle, dtype))
+    bias = _per_row(packed.biases, rows)
+    if packed.granularity == "tensor":
+        return Decoding((scale * codes + bias).astype(dtype))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        offset = np.where(bias == 0, 0, -bias / scale).astype(dtype)
+    return Decoding(codes[None].astype(dtype) if few else None, scale.astype(dtype), offset)
+
+
+def _per_row(array: mx.array | None, rows: np.ndarray) -> np.ndarray:
+    assert array is not None
+    values = np.array(array.astype(mx.float32))
+    if values.ndim == 0:
+        return values.reshape(1, 1)
+    return values.reshape(values.shape[0], -1)[rows]
+
+
+def _tables(tables: np.ndarray, height: int, rows: np.ndarray) -> np.ndarray:
+    """As few tables as rows of equal number share, for rows in another order than the palette's."""
+    of_row = rows * tables.shape[0] // height
+    shared = height // tables.shape[0]
+    while shared > 1 and (
+        len(rows) % shared or (of_row.reshape(-1, shared) != of_row[::shared, None]).any()
+    ):
+        shared //= 2
+    return tables[of_row[:: max(shared, 1)]]

@@ -1,0 +1,126 @@
+"""A program into a package, one constant after the other.
+
+Source: coremltools 9.0, `converters/mil/backend/mil/load.py`, whose exporter writes constants in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import coremltools as ct
+import numpy as np
+from coremltools.converters.mil.backend.mil.helper import create_file_value_tensor
+from coremltools.converters.mil.backend.mil.load import (
+    CoreMLProtoExporter,
+    MILProtoExporter,
+    types_to_proto_primitive,
+)
+from coremltools.converters.mil.mil import Program, types
+from coremltools.libmilstoragepython import _BlobStorageWriter
+
+from afm_mlx.converters.coreml.constants import Constant, Constants
+from afm_mlx.progress import Progress
+
+TARGET = ct.target.iOS18
+_WEIGHTS = "weights"
+_FILE = "weight.bin"
+
+
+class _Exporter(MILProtoExporter):
+    """coremltools' exporter, with constants whose data is read on the way."""
+
+    def __init__(
+        self, program: Program, folder: Path, constants: Constants, progress: Progress | None
+    ) -> None:
+        super().__init__(program, str(folder), TARGET)
+        self._constants, self._progress = constants, progress
+        self._writer = _BlobStorageWriter(str(folder / _FILE))
+        self._offsets: dict[str, int] = {}
+        self._done = 0
+        self.total = sum(constant.nbytes for constant in constants.by_key.values())
+
+    def create_file_value(self, var: Any) -> Any:
+        key = var.op.weight_id
+        if key is None:
+            return super().create_file_value(var)
+        if key not in self._offsets:
+            constant = self._constants.by_key[key]
+            self._offsets[key] = _write(self._writer, constant, var.dtype)
+            self._done += constant.nbytes
+            if self._progress is not None:
+                self._progress(self._done, self.total)
+        return create_file_value_tensor(
+            file_name=f"@model_path/{_WEIGHTS}/{_FILE}",
+            offset=self._offsets[key],
+            dim=var.shape,
+            data_type=types_to_proto_primitive(var.sym_type.get_primitive()),
+        )
+
+    def get_blob_writer(self, weight_path: str) -> Any:
+        return self._writer
+
+
+def _write(writer: Any, constant: Constant, dtype: Any) -> int:
+    """Append a constant's data to the file of weights; returns the offset of its record."""
+    array = np.ascontiguousarray(constant.read().reshape(-1))
+    if dtype == types.uint2:
+        return writer.write_uint2_data(array)
+    if dtype == types.uint4:
+        return writer.write_uint4_data(array)
+    if dtype == types.uint8:
+        return writer.write_uint8_data(array)
+    if dtype == types.fp16:
+        return writer.write_fp16_data(array.view(np.uint16))
+    if dtype == types.int32:
+        return writer.write_int32_data(array)
+    assert dtype == types.fp32, dtype
+    return writer.write_float_data(array)
+
+
+def write_program(
+    program: Program,
+    constants: Constants,
+    folder: Path,
+    metadata: Mapping[str, str],
+    progress: Progress | None = None,
+) -> None:
+    """Write a program as a package.
+
+    Args:
+        program: functions, whose constants' data is read now.
+        constants: those constants.
+        folder: an empty folder whose name ends with `.mlpackage`; it becomes the package.
+        metadata: what the package's description says of the model, as Core ML's user-defined keys.
+        progress: called with bytes written and bytes in all.
+    """
+    beside = folder.with_name(_WEIGHTS)
+    beside.mkdir()
+    exporter = _Exporter(program, beside, constants, progress)
+    proto = exporter.export()
+    if progress is not None:  # a few small arrays stand in the program itself
+        progress(exporter.total, exporter.total)
+    # The file is whole when the writer is gone.
+    exporter._writer = None
+    spec = CoreMLProtoExporter(
+        program, proto, None, None, None, "mlprogram", "milinternal", TARGET
+    ).export(TARGET)
+    spec.description.metadata.shortDescription = metadata["description"]
+    spec.description.metadata.userDefined.update(
+        {key: value for key, value in metadata.items() if key != "description"}
+    )
+    # A package copies its weights. It gets an empty folder of them, and the file is moved.
+    empty = folder.with_name("empty")
+    empty.mkdir()
+    ct.utils.save_spec(spec, str(folder), weights_dir=str(empty))
+    inside = next(folder.glob(f"Data/*/{_WEIGHTS}"))
+    os.replace(beside / _FILE, inside / _FILE)
+
+
+def package_size(package: Path) -> tuple[int, int]:
+    """Bytes of a package's weights, and of all else in it."""
+    sizes = {path: path.stat().st_size for path in package.rglob("*") if path.is_file()}
+    weights = sum(size for path, size in sizes.items() if path.name == _FILE)
+    return weights, sum(sizes.values()) - weights

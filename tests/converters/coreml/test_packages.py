@@ -1,0 +1,227 @@
+"""The files of packages, read by coremltools; what is refused; and what an interrupt leaves."""
+
+import dataclasses
+import json
+import shutil
+import sys
+import weakref
+
+import coremltools
+import mlx.core as mx
+import numpy as np
+import pytest
+from coremltools.converters.mil.frontend.milproto.load import load as load_program
+from coremltools.proto import FeatureTypes_pb2
+
+from afm_mlx.architecture import blocks
+from afm_mlx.checkpoint.weights import load_weights, save_weights
+from afm_mlx.cli import main
+from afm_mlx.converters.convert import convert
+from afm_mlx.converters.coreml import package as package_module
+from afm_mlx.converters.coreml.source import half_split_rows
+from afm_mlx.errors import AFMError
+from afm_mlx.loading.load import load_model
+from tests.converters.conftest import edit_config, listing
+from tests.converters.coreml.conftest import PACKINGS, packable, rules_of
+from tests.tools.adapters import write_folder
+from tests.tools.cases import each
+from tests.tools.compare import assert_within
+
+
+def convert_to(path, folder, **options):
+    return convert(folder, path, **({"to": "coreml", "prompt_lengths": [8]} | options))
+
+
+def program_of(package):
+    spec = coremltools.models.MLModel(str(package), skip_model_load=True).get_spec()
+    weights = str(next(package.glob("Data/*/weights")))
+    return load_program(spec, spec.specificationVersion, weights)
+
+
+def matrices(function):
+    """What each product of a function multiplies with, (rows, K), by coremltools' own decompression."""
+    for operation in function.operations:
+        if operation.op_type not in ("linear", "conv"):
+            continue
+        made_by = operation.weight.op
+        numbers = operation.weight.val
+        if made_by.op_type.startswith("constexpr_"):
+            numbers = made_by.materialized_val_inference()
+        (user,) = operation.outputs[0].child_ops or [None]
+        scales = 1.0
+        if user is not None and user.op_type == "mul" and user.y.val is not None:
+            scales = user.y.val.reshape(-1, 1)
+        yield numbers.reshape(numbers.shape[:2]) * scales
+
+
+@pytest.mark.parametrize(("ane", "packings"), [(False, [*PACKINGS]), (True, [*PACKINGS][:3])])
+def test_coremltools_reads_the_weights_that_the_model_has(
+    rng, write_model, tmp_path, ane, packings
+):
+    """To float32's last bits: codes, tables, scales and the order of rows are all in these numbers."""
+    rules = [rule for name in packings for rule in rules_of(name)]
+    config = packable(rng, num_layers=4, num_kv_reuse_layers=1)
+    folder = write_model(config, rules)
+    path = convert_to(tmp_path / "m.mlpackage", folder, ane=ane, dtype="float32")
+    program, model = program_of(path), load_model(folder)
+    layers = {name: m for name, m in model.named_modules() if hasattr(m, "dequantize")}
+    places = {
+        f"{block}.{matrix.name}": matrix
+        for block, kind in blocks(config)
+        for matrix in kind.matrices
+    }
+    found = list(matrices(program.functions["decode"]))
+    for name, numbers in zip([*places, "model.embedding"], found, strict=True):
+        wanted = np.array(layers[name].dequantize(mx.float32))
+        if name.endswith((".qkv_proj", ".q_proj")):
+            wanted = wanted[half_split_rows(places[name], config.head_dim)]
+        assert_within(numbers, wanted, 1e-5 * np.abs(wanted).max(), name)
+    writing = 5 * config.num_kv_layers - 4  # the last writing block has nothing but keys and values
+    for one, other in zip(matrices(program.functions["prefill"]), found[:writing], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_what_a_package_says_of_itself(rng, write_model, tmp_path, capsys):
+    """By the command line, with what it prints; and no constant is in memory together with another."""
+    config = packable(rng, context_length=70)
+    folder, path = (
+        write_model(config, rules_of("2 bits"), adapters=["a", "b"]),
+        tmp_path / "m.mlpackage",
+    )
+    arguments = [
+        "convert",
+        "--model",
+        str(folder),
+        "--mlx-path",
+        str(path),
+        "--to",
+        "coreml",
+        "--ane",
+    ]
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{path}: 0.")
+    assert out.endswith("MB of program\n")
+    assert "Torch" not in err
+    spec = coremltools.models.MLModel(str(path), skip_model_load=True).get_spec()
+    assert spec.specificationVersion == coremltools.target.iOS18
+    functions = {f.name: f for f in spec.description.functions}
+    suffixes = ("", "_a", "_b")
+    assert [*functions] == [f"{name}{end}" for end in suffixes for name in ("prefill", "decode")]
+    assert spec.description.defaultFunctionName == "decode"
+    shape = [config.num_kv_layers, config.num_kv_heads, 70, config.head_dim]
+    for name, function in functions.items():
+        inputs = {i.name: list(i.type.multiArrayType.shape) for i in function.input}
+        assert inputs == {"tokens": [1, 64 if name.startswith("prefill") else 1], "position": [1]}
+        states = {s.name: s.type.stateType.arrayType for s in function.state}
+        assert {name: list(state.shape) for name, state in states.items()} == dict.fromkeys(
+            ("keys", "values"), shape
+        )
+        assert all(s.dataType == FeatureTypes_pb2.ArrayFeatureType.FLOAT16 for s in states.values())
+    about = dict(spec.description.metadata.userDefined)
+    assert json.loads(about["afm_config"]) == config.to_dict()
+    assert (about["prompt_lengths"], about["adapters"]) == ("[64]", '["a", "b"]')
+
+
+def test_memory_holds_one_constant_at_a_time(rng, write_model, tmp_path, monkeypatch):
+    config, alive, largest = packable(rng, vocab_size=4096, hidden_dim=128), [], []
+    folder, write = write_model(config, rules_of("2 bits"), adapters=["a"]), package_module._write
+
+    def watched(writer, constant, dtype):
+        def read():
+            array = constant.read()
+            assert [a.shape for a in map(weakref.ref.__call__, alive) if a is not None] == []
+            if array.nbytes > 1 << 13:  # not scales, which the program keeps
+                alive.append(weakref.ref(array))
+            largest.append(array.nbytes)
+            return array
+
+        return write(writer, dataclasses.replace(constant, read=read), dtype)
+
+    monkeypatch.setattr(package_module, "_write", watched)
+    calls = []
+    convert_to(tmp_path / "m.mlpackage", folder, progress=lambda *done: calls.append(done))
+    assert len(alive) > 10
+    assert max(largest) == 4096 * 128
+    assert calls == sorted(calls)
+    assert calls[-1][0] == calls[-1][1]
+
+
+def test_an_interrupt_leaves_nothing_and_a_target_stays(rng, write_model, tmp_path):
+    folder, path = write_model(packable(rng), rules_of("2 bits")), tmp_path / "m.mlpackage"
+    before = listing(tmp_path)
+
+    def interrupt(done, total):
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        convert_to(path, folder, progress=interrupt)
+    assert listing(tmp_path) == before
+    path.mkdir()
+    with pytest.raises(AFMError, match="exists already"):
+        convert_to(path, folder)
+    assert [*path.iterdir()] == []
+
+
+@each(
+    ("options", "words"),
+    [
+        ({"prompt_lengths": [8, 101]}, "has 101; the model's context is 100 tokens"),
+        ({"prompt_lengths": []}, "one number of tokens or more"),
+        ({"prompt_lengths": [0]}, "each 1 or more"),
+        ({"dtype": "bfloat16"}, "Core ML has no bfloat16"),
+        ({"quantize": True}, "as the folder has them"),
+        ({"dequantize": True}, "as the folder has them"),
+        ({"to": "afm-mlx", "ane": True}, "--ane is for Core ML"),
+        ({"to": "mlx-lm"}, "--prompt-lengths is for Core ML"),
+        ({"ane": True}, r"model\.embedding is packed to 2 bits with a scale per group"),
+    ],
+)
+def test_what_can_not_be_written(rng, tmp_path, refused_folder, options, words):
+    path = tmp_path / "m.mlpackage"
+    with pytest.raises(AFMError, match=words):
+        convert_to(path, refused_folder, **options)
+    assert not path.exists()
+
+
+@pytest.fixture
+def refused_folder(rng, write_model):
+    return write_model(packable(rng), rules_of("scales behind tables"))
+
+
+def test_folders_that_become_no_package(rng, write_model, tmp_path, monkeypatch):
+    folder = write_model(packable(rng, kv_bits=None), adapters=["a"])
+
+    def refused(words, **options):
+        with pytest.raises(AFMError, match=words):
+            convert_to(tmp_path / "m.mlpackage", folder, **options)
+        assert not (tmp_path / "m.mlpackage").exists()
+
+    weights = load_weights(folder)
+    mx.eval(weights)
+    for name, ane in (("model.output_norm.weight", True), ("model.embedding.weight", False)):
+        save_weights(folder, {**weights, name: 1e6 * weights[name]})
+        refused(r"model\.\w+.* numbers that float16 can't hold", ane=ane)
+    save_weights(folder, weights)
+    adapter = folder / "adapters" / "a"
+    write_folder(
+        adapter,
+        {
+            "model.layers.0.mlp.up_proj.lora_a": np.zeros((32, 4), np.float16),
+            "model.layers.0.mlp.up_proj.lora_b": np.zeros((4, 128), np.float16),
+        },
+    )
+    refused("The adapter was made for another model")
+    shutil.rmtree(adapter)
+    with monkeypatch.context() as patch:
+        for name in [n for n in sys.modules if n.startswith("afm_mlx.converters.coreml.")]:
+            patch.delitem(sys.modules, name)
+        patch.setitem(sys.modules, "coremltools", None)
+        refused(r"pip install 'afm-mlx\[coreml\]'")
+    with pytest.raises(AFMError, match=r"ends with \.mlpackage, and .*/m does not"):
+        convert_to(tmp_path / "m", folder)
+    edit_config(folder, model_type="llama")
+    refused("is a model of type 'llama'")
+    (folder / "base-model.pt").touch()
+    refused("is a toolkit checkpoint")

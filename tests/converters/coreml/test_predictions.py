@@ -1,0 +1,157 @@
+"""What packages compute, by an interpreter of Apple's descriptions of operations, against the model."""
+
+import shutil
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.converters.convert import convert
+from afm_mlx.converters.coreml import channel_layout
+from afm_mlx.converters.coreml.package import package_size
+from afm_mlx.converters.coreml.source import half_split
+from afm_mlx.loading.load import load_model
+from afm_mlx.loading.resolve import resolve_model
+from afm_mlx.model.model import Model
+from tests.converters.coreml.conftest import PACKINGS, packable, rules_of
+from tests.tools.cases import all_pairs
+from tests.tools.compare import error
+from tests.tools.mil import Package
+from tests.tools.models import random_config
+
+STEPS = 20
+
+
+def decoded(folder, config):
+    """The folder's model with float weights: its kernels for packed ones round by more than 1e-4."""
+    packed, model = load_model(folder), Model(config)
+    for path, module in packed.named_modules():
+        if hasattr(module, "dequantize"):
+            weight = module.dequantize(mx.float32)
+            model.load_weights([(f"{path}.weight", weight)], strict=False)
+    own = dict(tree_flatten(model.parameters()))
+    kept = [(n, a) for n, a in tree_flatten(packed.parameters()) if own.get(n, a).shape == a.shape]
+    model.load_weights([(n, a) for n, a in kept if n in own], strict=False)
+    return model.eval()
+
+
+def run_both(rng, package, model, folder, adapter=None, cuts=(16, 8)):
+    """A prompt in several calls of `prefill`, then greedy steps of the package; the model is fed the same.
+
+    Returns:
+        `logits` and `wanted` (STEPS, vocab_size); the share of codes in the states that differ (`moved`), and
+        by how much at most (`largest`); the largest key behind the last column (`unseen`).
+    """
+    suffix = "" if adapter is None else f"_{adapter}"
+    prefill, decode = (package.function(f"{name}{suffix}") for name in ("prefill", "decode"))
+    if adapter is not None:
+        attach_adapter(model, folder / "adapters" / adapter)
+    config = model.args
+    cache, state, position = model.make_cache(), decode.make_state(), 0
+    for length in cuts:
+        tokens = rng.integers(0, config.vocab_size, (1, length)).astype(np.int32)
+        found = prefill.predict({"tokens": tokens, "position": at(position)}, state)
+        position += length
+        assert found["next_position"] == position
+        model.prefill(mx.array(tokens), cache)
+    token, logits, wanted = int(rng.integers(config.vocab_size)), [], []
+    for _ in range(STEPS):
+        inputs = {"tokens": np.full((1, 1), token, np.int32), "position": at(position)}
+        logits.append(decode.predict(inputs, state)["logits"][0])
+        step = model(mx.array([[token]]), cache)[0, -1]
+        wanted.append(np.array(step.astype(mx.float32)))
+        token, position = int(logits[-1].argmax()), position + 1
+    differences = [
+        np.abs(state[name][block, :, :position] - codes(cache[block], name, config))
+        for block in range(config.num_kv_layers)
+        for name in ("keys", "values")
+    ]
+    return SimpleNamespace(
+        logits=np.stack(logits),
+        wanted=np.stack(wanted),
+        moved=np.mean([(d > 0.5).mean() for d in differences]),
+        largest=max(d.max() for d in differences),
+        unseen=np.abs(state["keys"][:, :, position:]).max(initial=0),
+    )
+
+
+def at(position):
+    return np.array([position], np.int32)
+
+
+def codes(cache, name, config):
+    """What the model's cache holds, (heads, columns, head_dim), in the order of the package's states."""
+    keys, values = cache.keys_and_values()
+    if name == "values":
+        return np.array(values[0].astype(mx.float32))
+    return np.array(keys[0].astype(mx.float32))[..., half_split(config.head_dim)]
+
+
+def assert_same_answers(found, bound):
+    """The same logits, and in each step the same greatest one, unless two are as close as the bound."""
+    assert error(found.logits, found.wanted) <= bound
+    best = found.wanted.max(axis=1)
+    chosen = np.take_along_axis(found.wanted, found.logits.argmax(axis=1)[:, None], axis=1)[:, 0]
+    assert (best - chosen <= 2 * bound * np.abs(found.wanted).max()).all()
+
+
+@pytest.mark.parametrize(
+    ("packing", "ane", "adapter", "kv_bits"),
+    [
+        *all_pairs([None, *PACKINGS][:4], [False, True], [None, "a"], [None, 8]),
+        ("scales behind tables", False, None, 8),
+    ],
+)
+def test_a_prompt_and_twenty_steps(
+    rng, write_model, tmp_path, monkeypatch, packing, ane, adapter, kv_bits
+):
+    """In float32, so that only an error in the program can make a difference of more than 1e-4.
+
+    Where sums of the model's kernels lie on a boundary of int8 codes, the codes may differ by one.
+    """
+    monkeypatch.setattr(channel_layout, "_MAX_ROWS", 40)
+    if packing is None:
+        config = random_config(rng, context_length=100, kv_bits=kv_bits)
+    else:
+        config = packable(rng, kv_bits=kv_bits)
+    rules = [] if packing is None else rules_of(packing)
+    folder = write_model(config, rules, adapters=["a"] if adapter else [])
+    path = convert(
+        folder,
+        tmp_path / "m.mlpackage",
+        to="coreml",
+        ane=ane,
+        dtype="float32",
+        prompt_lengths=[16, 8],
+    )
+    package = Package(path, compute=np.float64)
+    found = run_both(rng, package, decoded(folder, config), folder, adapter)
+    assert found.unseen == 0
+    if kv_bits is None:
+        assert found.largest < 1e-4
+        assert_same_answers(found, 3e-5)
+    else:
+        assert found.moved <= 1e-2
+        assert found.largest <= 1
+        assert_same_answers(found, 2e-2 if found.moved else 5e-4)
+
+
+@pytest.mark.parametrize(("ane", "adapter"), [(False, None), (True, "triage")])
+def test_afm_nano_in_float16(rng, tmp_path, ane, adapter):
+    """Rounded after each operation, as on a device: close to the engine with its packed products."""
+    folder = tmp_path / "nano"
+    left_out = {"draft", "redact", "todo"} | ({"triage"} - {adapter})
+    shutil.copytree(
+        resolve_model("afm-nano"), folder, ignore=shutil.ignore_patterns(*left_out, "*.json*l")
+    )
+    path = convert(folder, tmp_path / "m.mlpackage", to="coreml", ane=ane, prompt_lengths=[16, 8])
+    weights, _ = package_size(path)
+    stored = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+    assert abs(weights / stored - 1) < 0.03
+    package = Package(path, round_floats=True)
+    found = run_both(rng, package, load_model(folder), folder, adapter)
+    assert found.largest <= 2
+    assert_same_answers(found, 1e-2)
