@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from coremltools.proto import FeatureTypes_pb2, Model_pb2
+from coremltools.proto import FeatureTypes_pb2, MIL_pb2, Model_pb2
 
+from tests.tools.mil.data_types import of_program
 from tests.tools.mil.errors import MILError
+from tests.tools.mil.values import constant_shape
 
 _ARRAY_TYPES = {
     "FLOAT16": np.dtype(np.float16),
@@ -56,6 +58,14 @@ class Feature:
         shapes = enumerated or ([tuple(array.shape)] if array.shape and not ranges else [])
         return cls(description.name, _ARRAY_TYPES[code], tuple(shapes), ranges)
 
+    @classmethod
+    def of_type(cls, name: str, kind: MIL_pb2.ValueType) -> Feature:
+        """What the program says of a value, whose shape must be known."""
+        tensor = kind.tensorType
+        if kind.WhichOneof("type") == "stateType":
+            tensor = kind.stateType.wrappedType.tensorType
+        return cls(name, of_program(tensor.dataType).dtype, (constant_shape(tensor),))
+
     def check(self, value: Any) -> np.ndarray:
         """The array, if the feature takes it.
 
@@ -76,3 +86,36 @@ class Feature:
             low <= size and (high < 0 or size <= high)
             for size, (low, high) in zip(shape, self.ranges, strict=True)
         )
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a function takes and gives.
+
+    Args:
+        inputs: by name.
+        outputs: by name.
+        states: by name.
+    """
+
+    inputs: dict[str, Feature]
+    outputs: dict[str, Feature]
+    states: dict[str, Feature]
+
+    @classmethod
+    def described(cls, description: Any) -> Features:
+        """Those of a package's description of a model or a function."""
+        kinds = (description.input, description.output, description.state)
+        return cls(*({f.name: Feature.of(f) for f in features} for features in kinds))
+
+    @classmethod
+    def of_function(cls, function: MIL_pb2.Function) -> Features:
+        """Those that the program itself says."""
+        block = function.block_specializations[function.opset]
+        types = {o.name: o.type for operation in block.operations for o in operation.outputs}
+        inputs: dict[str, Feature] = {}
+        states: dict[str, Feature] = {}
+        for i in function.inputs:
+            held = states if i.type.WhichOneof("type") == "stateType" else inputs
+            held[i.name] = Feature.of_type(i.name, i.type)
+        return cls(inputs, {n: Feature.of_type(n, types[n]) for n in block.outputs}, states)

@@ -13,7 +13,7 @@ from coremltools.proto import MIL_pb2
 from tests.tools.mil.blobs import BlobStorage
 from tests.tools.mil.data_types import of_program
 from tests.tools.mil.errors import MILError
-from tests.tools.mil.features import Feature
+from tests.tools.mil.features import Features
 from tests.tools.mil.ops import OPS
 from tests.tools.mil.values import known_sizes, read_value
 
@@ -56,7 +56,7 @@ class Function:
     Args:
         name: in its package.
         function: its program.
-        description: with `input`, `output` and `state`.
+        features: what it takes and gives.
         storage: the blob storage of a file name.
         compute: type in which floating-point operations run.
         round_floats: whether results are rounded to the program's types.
@@ -74,16 +74,15 @@ class Function:
         self,
         name: str,
         function: MIL_pb2.Function,
-        description: Any,
+        features: Features,
         storage: Callable[[str], BlobStorage],
         compute: np.dtype,
         round_floats: bool,
     ):
         self.name = name
         self._compute, self._round_floats = compute, round_floats
-        self.inputs = {f.name: Feature.of(f) for f in description.input}
-        self.outputs = {f.name: Feature.of(f) for f in description.output}
-        self.states = {f.name: Feature.of(f) for f in description.state}
+        self.inputs, self.outputs = features.inputs, features.outputs
+        self.states = features.states
         if function.opset not in OPSETS:
             raise MILError(f"{name} is of the opset {function.opset}, known are {OPSETS}")
         block = function.block_specializations[function.opset]

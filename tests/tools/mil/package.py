@@ -11,6 +11,7 @@ from coremltools.proto import Model_pb2
 
 from tests.tools.mil.blobs import BlobStorage
 from tests.tools.mil.errors import MILError
+from tests.tools.mil.features import Features
 from tests.tools.mil.function import Function
 
 
@@ -72,7 +73,7 @@ class Package:
         return Function(
             name,
             self.spec.mlProgram.functions[name],
-            self._descriptions[name],
+            Features.described(self._descriptions[name]),
             self._storage,
             self._compute,
             self._round_floats,
