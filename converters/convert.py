@@ -12,9 +12,7 @@ the second (`coreml/`).
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from afm_mlx.checkpoint.torch_file import check_archive
 from afm_mlx.config import MODEL_TYPE, read_config_json
 from afm_mlx.converters import mixed_bits
 from afm_mlx.converters.conversion_options import ConversionOptions
+from afm_mlx.converters.coreml_import import coreml_module
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.converters.other_models import write_other_model
 from afm_mlx.converters.toolkit import write_toolkit
@@ -126,7 +125,7 @@ def _convert_to_core_ml(
             f"{source} is {what}; a Core ML package is made of an AFM model's folder. `afm-mlx convert` makes "
             "one of a toolkit checkpoint."
         )
-    write_package = _core_ml_writer()
+    write_package = coreml_module("write").write_package
     with atomic_folder(mlx_path) as folder:
         write_package(
             source,
@@ -136,20 +135,6 @@ def _convert_to_core_ml(
             lengths=options.prompt_lengths,
             progress=progress,
         )
-
-
-def _core_ml_writer() -> Callable[..., None]:
-    """`coreml.write_package`; coremltools takes seconds to import and is an extra."""
-    # It warns of libraries that only its conversions from PyTorch need, and of what only a Mac has.
-    logging.getLogger("coremltools").setLevel(logging.ERROR)
-    try:
-        from afm_mlx.converters.coreml.write import write_package
-    except ImportError as error:
-        raise AFMError(
-            f"Core ML packages are written by coremltools, which can't be imported here ({error}). Install it: "
-            "pip install 'afm-mlx[coreml]'. It has no library for Linux on ARM, nor for Python 3.14."
-        ) from None
-    return write_package
 
 
 def detect(source: Path) -> str:

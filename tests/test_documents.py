@@ -23,7 +23,9 @@ OTHER_PROGRAMS = "needs programs, data or machines that are not here"
 SERVES = "runs until it is stopped; here a server in a thread takes its place"
 
 PAGES: dict[str, dict[str, str]] = {
-    "adapters.md": {},
+    "adapters.md": {
+        "--draft": "needs coremltools; tests/converters/coreml/test_draft.py does the same"
+    },
     "architecture.md": {},
     "benchmarks.md": {
         "afm-mlx bench": LARGE,

@@ -4,7 +4,7 @@
 | --- | --- |
 | `metadata.json` | name, author, signature of the base model, rank |
 | `adapter_weights.bin` | every pair of the model, a blob each (`mil_blob.py`), in order (`pair_order.py`) |
-| `draft.mil`, `draft_weights.bin` | a draft model: both or neither, passed through as they are |
+| `draft.mil`, `draft_weights.bin` | a draft model: both or neither, copied as they are |
 
 A is stored as (rank, inputs) and B as (outputs, rank), in float16. The framework rotates halves of a head
 where tamm and MLX rotate neighbours, so B's rows of queries and keys are sorted: within a head of 2 h rows,
@@ -228,7 +228,7 @@ def write(
     if metadata.draft is not None and not check_draft(metadata.draft):
         raise CheckpointError(
             f"{metadata.draft} holds no draft model; that is {' and '.join(DRAFT_NAMES)}. Name the folder that "
-            "holds both, or leave it out (--draft)."
+            "holds both, or that of an AFM model, or leave it out (--draft none)."
         )
     rank = max(config.rank, RUNTIME_RANK)
     if config.rank > RUNTIME_RANK and not any_rank:

@@ -38,15 +38,16 @@ def run(args: argparse.Namespace) -> None:
     paths, base = arguments.located(args, [name for name, _ in weighted])
     adapters = [read_for(path, base, force=args.force) for path in paths]
     tensors, config = compose(adapters, [weight for _, weight in weighted], force=args.force)
-    write_adapter(
-        args.output,
-        tensors,
-        config,
-        args.to,
-        model_config=base.config if base else None,
-        package=package_for(Path(args.output), None, package) if args.to == "fmadapter" else None,
-        **options,
-    )
+    with package_for(Path(args.output), args.to, None, package, base) as metadata:
+        write_adapter(
+            args.output,
+            tensors,
+            config,
+            args.to,
+            model_config=base.config if base else None,
+            package=metadata,
+            **options,
+        )
     arguments.print_written(args.output, config)
 
 

@@ -97,6 +97,9 @@ def test_a_package(adapter, convert, tmp_path):
     own = ("--name", "bard", "--draft", draft)
     again = convert(tmp_path / "a.fmadapter", "fmadapter", tmp_path / "b.fmadapter", *own)
     assert again["package"] == package | {"name": "bard", "draft_model": True}
+    own = ("--name", "bard", "--draft", "none")
+    again = convert(tmp_path / "b.fmadapter", "fmadapter", tmp_path / "c.fmadapter", *own)
+    assert again["package"] == package | {"name": "bard"}
 
 
 def test_another_base(adapter, fingerprint, tmp_path, spm_bpe, rng, done, fails):
