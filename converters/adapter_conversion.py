@@ -35,7 +35,6 @@ from afm_mlx.converters.coreml_import import coreml_module
 from afm_mlx.errors import AFMError, CheckpointError, named, shown
 from afm_mlx.files import place_beside, refuse_existing
 from afm_mlx.json_values import FLOAT16_MAX, is_text
-from afm_mlx.loading.draft_models import adapter_draft
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
 
@@ -172,8 +171,9 @@ def package_for(
         output: the package.
         to: the format to be written; for any but "fmadapter", None is yielded.
         source: the adapter that is converted; None for another origin.
-        fields: fields of `PackageMetadata`. `draft` may be a model folder, which is written as a program;
-            without it, the draft model that comes with the source is taken, and None leaves it out.
+        fields: fields of `PackageMetadata`. `draft` may be a model folder, which is written as a program; None
+            leaves out the draft model of a source that is a package. The `draft` folder of an adapter is
+            written only where it is named: Apple's runtime most likely can't use our programs.
         base: the base model, whose vocabulary a draft model has.
 
     Raises:
@@ -185,8 +185,6 @@ def package_for(
     metadata = PackageMetadata(output.name.removesuffix(SUFFIX))
     if source is not None and detect_format(source) == "fmadapter":
         metadata, _ = read_metadata(Path(source))
-    elif source is not None:
-        metadata = dataclasses.replace(metadata, draft=adapter_draft(source))
     metadata = dataclasses.replace(metadata, **fields)
     draft = metadata.draft
     if draft is None or check_draft(draft) or not (draft / "config.json").is_file():

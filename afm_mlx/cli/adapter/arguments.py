@@ -39,7 +39,7 @@ _PACKAGE_FIELDS = [
     Argument("--base-signature", None, "40 hex digits that name the base model to Apple's runtime"),
     Argument("--draft", None,
              "draft model: a model folder to write as a program, or a folder with draft.mil and "
-             "draft_weights.bin to pass through; that of the source by default, `none` leaves it out"),
+             "draft_weights.bin to pass through; by default a package's own, which `none` leaves out"),
 ]
 _ANY_RANK = Argument("--any-rank", FLAG, "write ranks above 32, which Apple's runtime does not load")
 PACKAGE = {".fmadapter packages": [*_PACKAGE_FIELDS, _ANY_RANK]}

@@ -72,7 +72,9 @@ def test_a_draft_model_proposes_what_ours_does(
     monkeypatch.setattr(draft, "write_package", functools.partial(write_package, dtype=dtype))
     source, base = adapter(rules, **own)
     package = source.with_suffix(".fmadapter")
-    convert_adapter(source, package, "fmadapter", base=base, package={"name": "a"})
+    convert_adapter(
+        source, package, "fmadapter", base=base, package={"name": "a", "draft": source / "draft"}
+    )
     assert sorted(path.name for path in package.iterdir()) == FILES
     functions = TextProgram(package / "draft.mil").functions
     assert sorted(functions) == ["decode", "prefill"]
@@ -105,7 +107,8 @@ def test_packed_weights_stay_packed_and_the_text_is_the_program(adapter, tmp_pat
 
     monkeypatch.setattr(draft, "program_text", text_of)
     source, base = adapter(ROWS)
-    convert_adapter(source, tmp_path / "a.fmadapter", "fmadapter", base=base)
+    own = {"draft": source / "draft"}
+    convert_adapter(source, tmp_path / "a.fmadapter", "fmadapter", base=base, package=own)
     assert parse(program_text(programs[0], {}))[0].functions == programs[0].functions
     storage = BlobStorage(tmp_path / "a.fmadapter" / "draft_weights.bin")
     held = [storage.read(offset) for offset in storage.offsets()]
@@ -135,13 +138,14 @@ def test_drafts_that_are_left_out_or_refused(adapter, tmp_path, monkeypatch, wri
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "llama"}))
     refused("is of the type 'llama'", draft=other)
     (source / "draft" / "model.safetensors").unlink()
-    refused(r"The draft model .*model\.safetensors", AFMError)
+    own = source / "draft"
+    refused(r"The draft model .*model\.safetensors", AFMError, draft=own)
     with monkeypatch.context() as without:
         for name in [n for n in sys.modules if n.startswith("afm_mlx.converters.coreml.")]:
             without.delitem(sys.modules, name)
         without.setitem(sys.modules, "coremltools", None)
-        refused(r"pip install 'afm-mlx\[coreml\]'", AFMError)
-    convert_adapter(source, out, "fmadapter", base=base, package={"draft": None})
+        refused(r"pip install 'afm-mlx\[coreml\]'", AFMError, draft=own)
+    convert_adapter(source, out, "fmadapter", base=base)
     assert read_metadata(out)[0].draft is None
 
 
@@ -154,4 +158,4 @@ def test_the_command_line_says_whose_program_it_is(adapter, tmp_path, capsys):
         said = (
             "Its draft model is a program of this package's own making" in capsys.readouterr().out
         )
-        assert said == (read_metadata(out)[0].draft is not None) == (number < 2)
+        assert said == (read_metadata(out)[0].draft is not None) == (number == 1)
