@@ -37,6 +37,7 @@ COMMANDS = {
     "doctor": "test every kernel on this machine, and write a report",
     "perplexity": "measure how well a model predicts a text",
     "evaluate": "measure how many tasks of a test set a model solves",
+    "completion": "print a script that completes commands in a shell",
 }
 USAGE_ERROR, INTERRUPTED = 2, 130
 

@@ -169,8 +169,13 @@ def command_parser(name: str, command: ModuleType) -> Parser:
         command: its module, see `parse`.
     """
     parser = Parser(prog=f"{PROGRAM} {name}", description=(command.__doc__ or "").split("\n\n")[0])
-    add_tables(parser, {**command.ARGUMENTS, "options": [*command.ARGUMENTS["options"], *_COMMON]})
+    add_arguments(parser, command)
     return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser, command: ModuleType) -> None:
+    """Add all arguments of a command, those that every command has included."""
+    add_tables(parser, {**command.ARGUMENTS, "options": [*command.ARGUMENTS["options"], *_COMMON]})
 
 
 def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Namespace:
