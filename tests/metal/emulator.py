@@ -94,7 +94,7 @@ class Kernel:
         self._of_mlx = mx.fast.metal_kernel(name, *names, source, self.header)
         self._programs: dict[Any, tuple[Program, tuple[str, ...]]] = {}
 
-    def _generated(
+    def generated(
         self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence
     ) -> str:
         """The text that MLX would compile for these arguments; it shows while a function is exported."""
@@ -117,7 +117,7 @@ class Kernel:
         self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], template: Sequence
     ) -> Unit:
         """The translation unit that MLX would compile for these arguments."""
-        text = self._generated(inputs, output_dtypes, template)
+        text = self.generated(inputs, output_dtypes, template)
         signature, end, body = text.removeprefix(self.header).partition(") {\n")
         body, _, instantiated = body.partition("\ntemplate [[host_name(")
         found = re.search(r"decltype\((.*)\) ", instantiated) or re.search(r"void (\w+)", signature)
