@@ -72,7 +72,7 @@ def test_the_wheel_installs_one_package(wheel):
     assert "afm_mlx/server/page/index.html" in names
     sources = (".c", ".cpp", ".h", ".cmake", "CMakeLists.txt", "check_build.py", ".pyc")
     assert not [name for name in names if name.endswith(sources)]
-    assert wheel.stat().st_size < 12e6
+    assert wheel.stat().st_size < 8e6
 
 
 @pytest.mark.slow
