@@ -1,7 +1,7 @@
 """Print a script with which a shell completes commands, flags, choices and files.
 
 bash: `eval "$(afm-mlx completion bash)"` in ~/.bashrc.
-zsh: a file `_afm-mlx` in a folder of $fpath.
+zsh: the same in ~/.zshrc, after compinit; or a file `_afm-mlx` in a folder of $fpath.
 fish: ~/.config/fish/completions/afm-mlx.fish.
 """
 
@@ -16,7 +16,14 @@ from afm_mlx.cli.parser import PROGRAM, add_arguments
 
 SHELLS = ["bash", "zsh", "fish"]
 ARGUMENTS: Mapping[str, Iterable[Argument]] = {
-    "options": [Argument("shell", SHELLS, "the shell that reads the script")]
+    "options": [
+        Argument(
+            "shell",
+            SHELLS,
+            "the shell that reads the script: bash and zsh with eval in their rc file, fish in a file of "
+            "~/.config/fish/completions",
+        )
+    ]
 }
 
 
