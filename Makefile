@@ -74,16 +74,21 @@ $(BIN)/python:
 		{ echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try make PYTHON=python3.12 TARGET" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+INSTALLING := Installing into $(VENV): a minute or two, with the compiling of the CPU kernels. Nothing is printed meanwhile.
+
 # One stamp per set of dependencies; each is redone when the project's own files change.
 $(VENV)/.demo: $(BIN)/python $(SOURCES)
+	@echo "$(INSTALLING)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
 $(VENV)/.test: $(BIN)/python $(SOURCES)
+	@echo "$(INSTALLING)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
 	@touch $@
 
 $(VENV)/.lint: $(BIN)/python $(SOURCES)
+	@echo "$(INSTALLING)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test,lint]"
 	@touch $@
 

@@ -94,10 +94,10 @@ def test_an_ordinary_install_works_from_anywhere(wheel, tmp_path):
             assert "NumPy's OpenBLAS" in info
 
 
-def configure(folder, source=ROOT, **environment):
+def configure(folder, source=ROOT, toolchain="", **environment):
     """What an install's build notes about the CPU kernels, and how its first step ends."""
-    python = f"-DPython_EXECUTABLE={sys.executable}"
-    command = ["cmake", "-S", str(source), "-B", str(folder), python]
+    values = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_TOOLCHAIN_FILE={toolchain}"]
+    command = ["cmake", "-S", str(source), "-B", str(folder), *values]
     options = {"capture_output": True, "text": True, "env": os.environ | environment}
     result = subprocess.run(command, check=False, **options)
     note = folder / "native_reason.txt"
@@ -137,6 +137,16 @@ def test_an_install_goes_on_without_the_cpu_kernels(tmp_path, wanted):
     _, result = configure(tmp_path / "strict", **environment, AFM_MLX_REQUIRE_NATIVE="1")
     assert result.returncode != 0
     assert wanted in " ".join(result.stderr.split())
+
+
+@needs_cmake
+def test_a_toolchain_for_another_machine_compiles_the_cpu_kernels_too(tmp_path):
+    toolchain = tmp_path / "toolchain.cmake"
+    kernels_only = 'if(CMAKE_SOURCE_DIR MATCHES "/kernels/cpu$")'
+    toolchain.write_text(f'{kernels_only}\n  message(FATAL_ERROR "read for these")\nendif()\n')
+    reason, result = configure(tmp_path / "build", toolchain=toolchain)
+    assert result.returncode == 0, result.stderr
+    assert "read for these" in reason
 
 
 @pytest.mark.slow

@@ -122,7 +122,10 @@ def run(args: argparse.Namespace) -> None:
         from afm_mlx.server.run import address_of, bind, run
         from afm_mlx.server.served_model import ServedModel
     except ImportError as error:
-        raise UsageError(f"the server needs {error.name}: pip install 'afm-mlx[server]'.") from None
+        raise UsageError(
+            f"the server needs {error.name}, which is not installed: pip install 'afm-mlx[server]' beside "
+            "afm-mlx, or name the extra in what pipx or uvx is given ('PATH[server]')."
+        ) from None
     settings = _options(args)
     options.check_speculation(args)
 
