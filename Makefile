@@ -93,5 +93,6 @@ $(VENV)/.lint: $(BIN)/python $(SOURCES)
 	@touch $@
 
 $(VENV)/.docs: $(BIN)/python $(SOURCES)
+	@echo "$(INSTALLING)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	@touch $@
