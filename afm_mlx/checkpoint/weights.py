@@ -122,7 +122,7 @@ def write_weights(
     """
     folder = Path(folder)
     total = sum(spec.nbytes for spec in specs)
-    _check_space(folder, total)
+    check_space(folder, total)
     shards = _split(specs, max_shard_bytes)
     done, paths = 0, []
     weight_map: dict[str, str] = {}
@@ -150,7 +150,8 @@ def save_weights(folder: str | Path, weights: Mapping[str, mx.array], **options:
     return write_weights(folder, specs, lambda spec: [array_bytes(weights[spec.name])], **options)
 
 
-def _check_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int) -> None:
+    """Raise `CheckpointError` when the disk of a folder, which lies in the place of an output, has no room."""
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(

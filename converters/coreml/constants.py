@@ -55,6 +55,11 @@ class Constants:
     def __init__(self) -> None:
         self.by_key: dict[str, Constant] = {}
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all constants' data."""
+        return sum(constant.nbytes for constant in self.by_key.values())
+
     def add(self, constant: Constant) -> Any:
         """The constant's variable in the function that is being built."""
         self.by_key.setdefault(constant.key, constant)

@@ -21,12 +21,16 @@ from coremltools.converters.mil.backend.mil.load import (
 from coremltools.converters.mil.mil import Program, types
 from coremltools.libmilstoragepython import _BlobStorageWriter
 
+from afm_mlx.checkpoint.weights import check_space
 from afm_mlx.converters.coreml.constants import Constant, Constants
+from afm_mlx.errors import AFMError
 from afm_mlx.progress import Progress
 
 TARGET = ct.target.iOS18
 _WEIGHTS = "weights"
 _FILE = "weight.bin"
+_RECORD_BYTES = 64
+"""Length of the record that stands before the data of each constant in the file of weights."""
 
 
 class _Exporter(MILProtoExporter):
@@ -39,8 +43,20 @@ class _Exporter(MILProtoExporter):
         self._constants, self._progress = constants, progress
         self._writer = _BlobStorageWriter(str(folder / _FILE))
         self._offsets: dict[str, int] = {}
-        self._done = 0
-        self.total = sum(constant.nbytes for constant in constants.by_key.values())
+        self._done = self._end = 0
+        self._path = folder / _FILE
+
+    def written(self) -> Any:
+        """The program's description, once the file of weights is whole.
+
+        Raises:
+            RuntimeError: when it is not.
+        """
+        proto = self.export()
+        self._writer = None  # writes what is left, and has no way to say that it failed
+        if self._path.stat().st_size < self._end:
+            raise RuntimeError("it is cut off")
+        return proto
 
     def create_file_value(self, var: Any) -> Any:
         key = var.op.weight_id
@@ -50,8 +66,9 @@ class _Exporter(MILProtoExporter):
             constant = self._constants.by_key[key]
             self._offsets[key] = _write(self._writer, constant, var.dtype)
             self._done += constant.nbytes
+            self._end = self._offsets[key] + _RECORD_BYTES + constant.nbytes
             if self._progress is not None:
-                self._progress(self._done, self.total)
+                self._progress(self._done, self._constants.nbytes)
         return create_file_value_tensor(
             file_name=f"@model_path/{_WEIGHTS}/{_FILE}",
             offset=self._offsets[key],
@@ -95,15 +112,23 @@ def write_program(
         folder: an empty folder whose name ends with `.mlpackage`; it becomes the package.
         metadata: what the package's description says of the model, as Core ML's user-defined keys.
         progress: called with bytes written and bytes in all.
+
+    Raises:
+        CheckpointError: when the disk has no room.
+        AFMError: when the file of weights can't be written.
     """
     beside = folder.with_name(_WEIGHTS)
     beside.mkdir()
-    exporter = _Exporter(program, beside, constants, progress)
-    proto = exporter.export()
+    check_space(folder, constants.nbytes)
+    try:
+        proto = _Exporter(program, beside, constants, progress).written()
+    except RuntimeError as error:  # what the library raises that writes the file
+        raise AFMError(
+            f"The file of weights of {folder.name} can't be written ({error}). Check that there is room and "
+            "permission to write."
+        ) from None
     if progress is not None:  # a few small arrays stand in the program itself
-        progress(exporter.total, exporter.total)
-    # The file is whole when the writer is gone.
-    exporter._writer = None
+        progress(constants.nbytes, constants.nbytes)
     spec = CoreMLProtoExporter(
         program, proto, None, None, None, "mlprogram", "milinternal", TARGET
     ).export(TARGET)

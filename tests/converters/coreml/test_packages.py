@@ -14,6 +14,7 @@ from coremltools.converters.mil.frontend.milproto.load import load as load_progr
 from coremltools.proto import FeatureTypes_pb2
 
 from afm_mlx.architecture import blocks
+from afm_mlx.checkpoint import weights as weights_module
 from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.cli import main
 from afm_mlx.converters.convert import convert
@@ -147,7 +148,7 @@ def test_memory_holds_one_constant_at_a_time(rng, write_model, tmp_path, monkeyp
     assert calls[-1][0] == calls[-1][1]
 
 
-def test_an_interrupt_leaves_nothing_and_a_target_stays(rng, write_model, tmp_path):
+def test_what_fails_leaves_nothing_and_a_target_stays(rng, write_model, tmp_path, monkeypatch):
     folder, path = write_model(packable(rng), rules_of("2 bits")), tmp_path / "m.mlpackage"
     before = listing(tmp_path)
 
@@ -157,6 +158,15 @@ def test_an_interrupt_leaves_nothing_and_a_target_stays(rng, write_model, tmp_pa
 
     with pytest.raises(KeyboardInterrupt):
         convert_to(path, folder, progress=interrupt)
+    assert listing(tmp_path) == before
+    # What the library has no way to say: the end of the file was lost when it was closed.
+    with monkeypatch.context() as patch, pytest.raises(AFMError, match="it is cut off"):
+        patch.setattr(package_module, "_RECORD_BYTES", 1 << 20)
+        convert_to(path, folder)
+    usage = weights_module.shutil.disk_usage(tmp_path)._replace(free=10_000)
+    with monkeypatch.context() as patch, pytest.raises(AFMError, match="has no room"):
+        patch.setattr(weights_module.shutil, "disk_usage", lambda path: usage)
+        convert_to(path, folder)
     assert listing(tmp_path) == before
     path.mkdir()
     with pytest.raises(AFMError, match="exists already"):
