@@ -89,6 +89,32 @@ def read_blobs(path: Path) -> list[np.ndarray]:
     return blobs
 
 
+def check_blob(path: Path, start: int) -> None:
+    """Raise unless a file holds a whole blob, of any type, whose record lies at a byte.
+
+    Raises:
+        CheckpointError: when the file is missing, cut off or damaged.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing or no file.")
+    where, size = f"{path}: the blob at byte {start:,}", path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(start)
+        head = file.read(_RECORD.size)
+    if len(head) < _RECORD.size:
+        raise CheckpointError(f"{where} lies behind the file's {size:,} bytes. It is cut off.")
+    sentinel, _, nbytes, offset = _RECORD.unpack(head)
+    if sentinel != _SENTINEL or offset < start + ALIGNMENT:
+        raise CheckpointError(
+            f"{where} has no record ({sentinel:#x}, data at {offset:,}). The file is damaged."
+        )
+    if nbytes > size - offset:
+        raise CheckpointError(
+            f"{where} announces {nbytes:,} bytes, and the file ends after {max(0, size - offset):,} of them. "
+            "It is cut off: copy it again."
+        )
+
+
 def _read_blob(path: Path, data: np.ndarray, start: int, index: int) -> tuple[np.ndarray, int]:
     """A blob, and where its data ends."""
     where = f"{path}: blob {index} at byte {start:,}"

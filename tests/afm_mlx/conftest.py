@@ -1,10 +1,13 @@
-"""Tokenizer files for the tests of this folder."""
+"""Tokenizer files and Core ML packages for the tests of this folder."""
 
 import shutil
 
+import numpy as np
 import pytest
 
 from afm_mlx.tokenizer.tokenizer import save_tokenizer
+from tests.conftest import SEED
+from tests.tools.coreml import InterpretedPackage, make_package
 from tests.tools.tokenizers import train_tiny_spm
 
 
@@ -44,3 +47,18 @@ def either_folder(request, tokenizer_folder, tmp_path_factory):
         if file.name != "tokenizer.model":
             shutil.copy(file, folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def core_ml(spm_bpe, tmp_path_factory):
+    """A tiny model folder and its Core ML package."""
+    pytest.importorskip("coremltools", reason="pip install 'afm-mlx[coreml]'")
+    return make_package(tmp_path_factory.mktemp("coreml"), spm_bpe, np.random.default_rng(SEED))
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Core ML's place is taken by an interpreter of packages, which runs everywhere."""
+    monkeypatch.setattr("afm_mlx.coreml.model.CompiledPackage", InterpretedPackage)
+    for room in ("measure.coreml", "coreml.availability"):
+        monkeypatch.setattr(f"afm_mlx.{room}.obstacle", lambda: None)

@@ -1,0 +1,65 @@
+"""Whether Core ML can run here: macOS, and coremltools."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import platform
+import re
+from importlib import import_module
+from typing import Any
+
+from afm_mlx.errors import AFMError
+
+MACOS = 15
+"""The first macOS whose models have states."""
+COREMLTOOLS = 9
+INSTALL = "pip install 'afm-mlx[coreml]'"
+
+
+def import_coremltools() -> Any:
+    """coremltools, without its remarks about other packages.
+
+    Raises:
+        AFMError: when it is missing, too old or can't be imported.
+    """
+    logger = logging.getLogger("coremltools")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        coremltools: Any = import_module("coremltools")
+    except ImportError as error:
+        if error.name == "coremltools":
+            raise AFMError(
+                f"coremltools is not installed, which reads and runs Core ML packages: {INSTALL}"
+            ) from None
+        raise AFMError(
+            f"coremltools can't be imported ({error}). Install it anew: {INSTALL}"
+        ) from error
+    finally:
+        logger.setLevel(level)
+    found = re.match(r"\d+", coremltools.__version__)
+    if found is None or int(found[0]) < COREMLTOOLS:
+        raise AFMError(
+            f"coremltools is {coremltools.__version__}; {COREMLTOOLS}.0 or later is needed: {INSTALL}"
+        )
+    return coremltools
+
+
+def obstacle() -> str | None:
+    """Why no Core ML package can run here, and what to do about it; None where it can."""
+    if platform.system() != "Darwin":
+        return f"Core ML is there on macOS {MACOS} and later, and this is {platform.system()}: ask a Mac"
+    version = platform.mac_ver()[0]
+    if int(version.partition(".")[0] or 0) < MACOS:
+        return f"packages with states need macOS {MACOS} or later, and this is macOS {version}: update it"
+    try:
+        import_coremltools()
+    except AFMError as error:
+        return str(error)
+    if importlib.util.find_spec("coremltools.libcoremlpython") is None:
+        return (
+            f"coremltools has no binary part for Python {platform.python_version()}, which runs packages. "
+            "Take a Python that coremltools has a wheel for, such as 3.12"
+        )
+    return None
