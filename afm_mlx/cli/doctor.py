@@ -1,6 +1,6 @@
-"""Test every kernel on this machine, and write a report that can be sent in.
+"""Test every kernel on this machine, or Core ML, and write a report that can be sent in.
 
-Exit status: 0 when all is well, 1 when a kernel failed.
+Exit status: 0 when all is well, 1 when a kernel or a package failed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.cli.argument_table import FLAG, Argument
+from afm_mlx.cli import doctor_coreml
+from afm_mlx.cli.argument_table import FLAG, Argument, flag_of
 from afm_mlx.cli.options import JSON, MAX_SEED
 from afm_mlx.cli.output import finite, print_facts, print_json, print_table, progress_bar
 from afm_mlx.cli.parser import UsageError, integer
@@ -27,7 +28,8 @@ ARGUMENTS = {
         Argument(
             "--report",
             None,
-            "where the report goes; afm-mlx-report-DATE.json in this folder by default",
+            "where the report goes; afm-mlx-report-DATE.json in this folder by default, with --coreml "
+            "afm-mlx-report-coreml-DATE.json",
             metavar="FILE",
         ),
         Argument("--retry", FLAG, "also run kernels that ended the process the last time"),
@@ -38,25 +40,58 @@ ARGUMENTS = {
         ),
         JSON,
     ],
+    "Core ML": [
+        Argument(
+            "--coreml",
+            None,
+            "instead of kernels, test Core ML: a package of convert --to coreml, or packages that are made of "
+            "the model and go afterwards. It is compared with MLX, and both are timed",
+            nargs="?",
+            const=doctor_coreml.MADE,
+            metavar="PACKAGE",
+        ),
+        Argument(
+            "--model",
+            None,
+            "the model folder that the package was made from, or is made from; afm-nano by default",
+        ),
+        Argument("--adapter-path", None, "name of an adapter that the model and the package have"),
+    ],
 }
+_ONLY_KERNELS, _ONLY_COREML = ("retry",), ("model", "adapter_path")
 
 
 def run(args: argparse.Namespace) -> int:
-    path = Path(args.report or f"afm-mlx-report-{datetime.date.today()}.json")
+    coreml = args.coreml is not None
+    for name in _ONLY_KERNELS if coreml else _ONLY_COREML:
+        if getattr(args, name):
+            goes = "does not go with" if coreml else "is for"
+            raise UsageError(
+                f"{flag_of(name)} {goes} --coreml. Leave one out, or see afm-mlx doctor --help."
+            )
+    name = "afm-mlx-report-coreml" if coreml else "afm-mlx-report"
+    path = Path(args.report or f"{name}-{datetime.date.today()}.json")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UsageError(f"--report {path} can't be written: name a file in a folder that exists.")
     from afm_mlx.files import atomic_write
-    from afm_mlx.measure.doctor import examine
 
-    with progress_bar("testing", " problems") as progress:
-        facts = examine(quick=args.quick, retry=args.retry, seed=args.seed, progress=progress)
+    facts = doctor_coreml.examine(args) if coreml else _examine_kernels(args)
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(finite(facts), indent=1, allow_nan=False), encoding="utf-8")
     if args.json:
         print_json(facts)
+    elif coreml:
+        doctor_coreml.print_report(facts, path)
     else:
         _print(facts, path)
     return 0 if facts["ok"] else FAILED
+
+
+def _examine_kernels(args: argparse.Namespace) -> dict[str, Any]:
+    from afm_mlx.measure.doctor import examine
+
+    with progress_bar("testing", " problems") as progress:
+        return examine(quick=args.quick, retry=args.retry, seed=args.seed, progress=progress)
 
 
 def _print(facts: dict[str, Any], path: Path) -> None:

@@ -35,6 +35,7 @@ ROOMS: dict[str, list[str]] = {
         "draft_models.model_draft",
         "draft_models.load_drafts",
     ],
+    "coreml": [],
     "quantization": [],
     "adapters": [
         "pool.AdapterPool",
@@ -58,6 +59,7 @@ ROOMS: dict[str, list[str]] = {
         "perplexity.measure_perplexity",
         "perplexity.Perplexity",
         "doctor.examine",
+        "coreml.examine_coreml",
     ],
     "converters": [
         "convert.convert",

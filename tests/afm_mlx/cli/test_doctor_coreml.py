@@ -1,0 +1,70 @@
+"""`afm-mlx doctor --coreml`, with an interpreter in Core ML's place, and as it is on this system."""
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+
+from afm_mlx.measure import coreml
+from tests.tools.coreml import ADAPTER
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch, tmp_path):
+    """Reports go to the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def here(monkeypatch, interpreted):
+    monkeypatch.setattr(coreml, "in_own_process", lambda function, *arguments: function(*arguments))
+
+
+def test_packages_that_are_made(core_ml, here, done, monkeypatch):
+    monkeypatch.setattr(coreml, "UNITS", ("CPU_AND_NE",))
+    out = done(
+        "doctor", "--coreml", "--quick", "--model", core_ml.folder, "--adapter-path", ADAPTER
+    )
+    (report,) = Path().glob("afm-mlx-report-coreml-*.json")
+    assert out.endswith(f"All is well. Report: {report}\n")
+    assert [line.split()[-1] for line in out.splitlines() if " of 20 " in line] == ["ok"] * 2
+    assert "  linear: CPU and Neural Engine, prefill: CPU 25%, Neural Engine 75%\n" in out
+    facts = json.loads(report.read_text())
+    assert {run.get("package") for run in facts["runs"]} == {None, "linear", "neural_engine"}
+    assert facts["packages"]["neural_engine"]["arrangement"] == "neural_engine"
+    assert [path.name for path in Path().iterdir()] == [report.name]
+
+
+def test_a_package_that_fails(core_ml, here, run, monkeypatch):
+    monkeypatch.setattr(coreml, "ERROR_BOUND", 0.0)
+    arguments = ("--coreml", core_ml.package, "--model", core_ml.folder, "--report", "r.json")
+    status, out, err = run("doctor", *arguments)
+    assert (status, err) == (1, "")
+    mlx, *rows = [line for line in out.splitlines() if line.startswith(("MLX", "tiny.mlpackage:"))]
+    assert mlx.split()[:4] == ["MLX", "-", "-", "-"]
+    assert [row.split()[-1] for row in rows] == ["FAILED"] * 3
+    assert "\nFAILED: tiny.mlpackage, CPU_ONLY\n  logits are " in out
+    assert out.endswith("Please send the report in. Report: r.json\n")
+    status, out, _ = run("doctor", *arguments, "--quick", "--json")
+    assert (status, json.loads(out)["ok"]) == (1, False)
+
+
+@pytest.mark.skipif(platform.system() == "Darwin", reason="Core ML runs there")
+def test_a_system_without_core_ml(core_ml, done, fails):
+    reason = f"Core ML is there on macOS 15 and later, and this is {platform.system()}: ask a Mac"
+    for package in ((), (core_ml.package,)):
+        out = done("doctor", "--coreml", *package, "--model", core_ml.folder, "--report", "r.json")
+        assert out.endswith(f"\nnot run here\n  {reason}\n\nNothing was compared. Report: r.json\n")
+    assert json.loads(Path("r.json").read_text())["not_run"] == reason
+    assert "another model" in fails("doctor", "--coreml", core_ml.package, "--model", "afm-nano")
+
+
+def test_arguments(fails):
+    assert "name that with --model" in fails("doctor", "--coreml", "x.mlpackage")
+    assert "--model is for --coreml" in fails("doctor", "--model", "afm-nano")
+    assert "--adapter-path is for --coreml" in fails("doctor", "--adapter-path", "tone")
+    assert "--retry does not go with --coreml" in fails("doctor", "--coreml", "--retry")
+    missing = fails("doctor", "--coreml", "x.mlpackage", "--model", "afm-nano")
+    assert "x.mlpackage is no folder" in missing
+    assert list(Path().iterdir()) == []
