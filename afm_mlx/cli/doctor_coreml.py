@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from afm_mlx.cli.output import print_facts, print_table, progress_bar
 from afm_mlx.cli.parser import UsageError
+from afm_mlx.errors import AFMError
 
 MADE = ""
 """What `--coreml` stands for without a package: packages are made of the model."""
@@ -37,8 +38,11 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
             "--model."
         )
     folder = resolve_model(args.model or EMBEDDED_MODEL)
-    with _packages(args.coreml, folder) as packages, progress_bar("comparing", " runs") as progress:
-        return examine_coreml(
+    with (
+        _packages(args.coreml, folder) as (packages, not_made),
+        progress_bar("comparing", " runs") as progress,
+    ):
+        facts = examine_coreml(
             packages,
             folder,
             adapter=args.adapter_path,
@@ -46,29 +50,47 @@ def examine(args: argparse.Namespace) -> dict[str, Any]:
             seed=args.seed,
             progress=progress,
         )
+    return {**facts, "not_made": not_made}
 
 
 @contextlib.contextmanager
-def _packages(named: str, folder: Path) -> Iterator[Mapping[str, Path]]:
-    """The package that was named, or packages of the model in both arrangements, which go afterwards."""
+def _packages(named: str, folder: Path) -> Iterator[tuple[dict[str, Path], dict[str, str]]]:
+    """The package that was named, or packages of the model, which go afterwards; and why one can't be made."""
     from afm_mlx.coreml.availability import obstacle
 
     if named != MADE:
-        yield {Path(named).name: Path(named)}
-        return
-    if obstacle() is not None:
-        yield {}
-        return
-    from afm_mlx.converters.convert import convert
+        yield {Path(named).name: Path(named)}, {}
+    elif obstacle() is not None:
+        yield {}, {}
+    else:
+        with tempfile.TemporaryDirectory(prefix="afm-mlx-coreml-") as temporary:
+            yield _make(folder, Path(temporary))
 
-    with tempfile.TemporaryDirectory(prefix="afm-mlx-coreml-") as temporary:
-        packages = {}
-        for name in ("linear", "neural_engine"):
-            packages[name] = Path(temporary) / f"{name}.mlpackage"
-            with progress_bar(f"making {name}", "B") as progress:
-                ane = name == "neural_engine"
-                convert(folder, packages[name], progress=progress, to="coreml", ane=ane)
-        yield packages
+
+def _make(folder: Path, place: Path) -> tuple[dict[str, Path], dict[str, str]]:
+    """Packages of the model in both arrangements, and why one can't be made.
+
+    Raises:
+        AFMError: when none can be made.
+    """
+    from afm_mlx.converters.convert import convert
+    from afm_mlx.measure.doctor import without_private_words
+
+    packages, not_made = {}, {}
+    for name in ("linear", "neural_engine"):
+        path = place / f"{name}.mlpackage"
+        with progress_bar(f"making {name}", "B") as progress:
+            try:
+                convert(folder, path, progress=progress, to="coreml", ane=name == "neural_engine")
+            except AFMError as error:
+                # Not all weights go with each arrangement.
+                not_made[name] = without_private_words(str(error))
+                failure = error
+            else:
+                packages[name] = path
+    if not packages:
+        raise failure
+    return packages, not_made
 
 
 def print_report(facts: dict[str, Any], path: Path) -> None:
@@ -82,8 +104,12 @@ def print_report(facts: dict[str, Any], path: Path) -> None:
         )
         print_table([_TITLES, *map(_row, facts["runs"])])
         _print_devices(facts["runs"])
+    obstacles = [f"{name}: {reason}" for name, reason in facts["not_made"].items()]
     if facts["not_run"] is not None:
-        print(f"\nnot run here\n  {facts['not_run']}")
+        obstacles.append(facts["not_run"])
+    if obstacles:
+        print("\nnot run here")
+        print("\n".join(f"  {obstacle}" for obstacle in obstacles))
     for name, reason in facts["failures"].items():
         print(f"\nFAILED: {name}\n  {reason}")
     well = "All is well." if facts["runs"] else "Nothing was compared."

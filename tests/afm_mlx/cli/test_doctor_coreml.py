@@ -2,10 +2,12 @@
 
 import json
 import platform
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from afm_mlx.errors import AFMError
 from afm_mlx.measure import coreml
 from tests.tools.coreml import ADAPTER
 
@@ -36,15 +38,36 @@ def test_packages_that_are_made(core_ml, here, done, monkeypatch):
     assert [path.name for path in Path().iterdir()] == [report.name]
 
 
+def test_what_can_not_be_made_is_left_out(core_ml, here, done, fails, monkeypatch):
+    monkeypatch.setattr(coreml, "UNITS", ("CPU_ONLY",))
+    converting = import_module("afm_mlx.converters.convert")
+    made, refused = converting.convert, {True}
+
+    def some(folder, path, *, ane, **options):
+        if ane in refused:
+            raise AFMError(f"{folder} has what Core ML can't load. Write float weights.")
+        return made(folder, path, ane=ane, **options)
+
+    monkeypatch.setattr(converting, "convert", some)
+    arguments = ("doctor", "--coreml", "--quick", "--model", core_ml.folder, "--report", "r.json")
+    out = done(*arguments)
+    assert "\n  neural_engine: model has what Core ML can't load. Write float weights.\n" in out
+    assert [line for line in out.splitlines() if line.startswith("linear: CPU ")]
+    assert list(json.loads(Path("r.json").read_text())["not_made"]) == ["neural_engine"]
+    refused.add(False)
+    assert "has what Core ML can't load" in fails(*arguments)
+
+
 def test_a_package_that_fails(core_ml, here, run, monkeypatch):
+    monkeypatch.setattr(coreml, "UNITS", ("CPU_AND_GPU",))
     monkeypatch.setattr(coreml, "ERROR_BOUND", 0.0)
     arguments = ("--coreml", core_ml.package, "--model", core_ml.folder, "--report", "r.json")
     status, out, err = run("doctor", *arguments)
     assert (status, err) == (1, "")
     mlx, *rows = [line for line in out.splitlines() if line.startswith(("MLX", "tiny.mlpackage:"))]
     assert mlx.split()[:4] == ["MLX", "-", "-", "-"]
-    assert [row.split()[-1] for row in rows] == ["FAILED"] * 3
-    assert "\nFAILED: tiny.mlpackage, CPU_ONLY\n  logits are " in out
+    assert [row.split()[-1] for row in rows] == ["FAILED"]
+    assert "\nFAILED: tiny.mlpackage, CPU_AND_GPU\n  logits are " in out
     assert out.endswith("Please send the report in. Report: r.json\n")
     status, out, _ = run("doctor", *arguments, "--quick", "--json")
     assert (status, json.loads(out)["ok"]) == (1, False)

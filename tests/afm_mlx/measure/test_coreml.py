@@ -9,6 +9,7 @@ import pytest
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
 from afm_mlx.measure import coreml
+from tests.tools.cases import each
 from tests.tools.coreml import ADAPTER, edit_spec, set_config
 
 
@@ -47,13 +48,15 @@ def skip_a_token(model):
     model.position += 1
 
 
-@pytest.mark.parametrize("fault", [lose_the_state, stay_at_the_start, put_nan, skip_a_token])
+PREFILL = coreml.CoreMLModel.prefill
+
+
+@each("fault", [lose_the_state, stay_at_the_start, put_nan, skip_a_token])
 def test_faults_are_found(core_ml, here, references, monkeypatch, fault):
     """What may go wrong between two functions: keys and values that are lost, or lie elsewhere."""
-    prefill = coreml.CoreMLModel.prefill
 
     def faulty(model, tokens):
-        prefill(model, tokens)
+        PREFILL(model, tokens)
         fault(model)
 
     monkeypatch.setattr(coreml.CoreMLModel, "prefill", faulty)
