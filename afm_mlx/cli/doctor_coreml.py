@@ -141,9 +141,14 @@ def _print_devices(runs: list[dict[str, Any]]) -> None:
     """Print where operations run, as far as Core ML says it."""
     lines = []
     for run in runs:
-        for function, shares in run.get("devices", {}).items():
+        devices = run.get("devices", {})
+        name = "" if "package" not in run else f"{run['package']}: {_UNITS[run['compute_units']]}"
+        if isinstance(devices, str):
+            lines.append(f"  {name}: not known. {devices}")
+            continue
+        for function, shares in devices.items():
             parts = ", ".join(f"{device} {share:.0%}" for device, share in shares.items())
-            lines.append(f"  {run['package']}: {_UNITS[run['compute_units']]}, {function}: {parts}")
+            lines.append(f"  {name}, {function}: {parts}")
     if lines:
         print("\nwhere Core ML means to run what, by its estimate of the cost")
         print("\n".join(lines))

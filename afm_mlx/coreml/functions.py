@@ -1,4 +1,4 @@
-"""Functions of a package that are loaded, through coremltools, and the devices that run them."""
+"""Functions of a package that are loaded, through coremltools."""
 
 from __future__ import annotations
 
@@ -16,11 +16,6 @@ from afm_mlx.errors import AFMError, shown
 
 COMPUTE_UNITS = ("CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE", "ALL")
 """What a package may run on; `CPU_AND_NE` is the CPU and the Neural Engine."""
-_DEVICES = {
-    "MLCPUComputeDevice": "CPU",
-    "MLGPUComputeDevice": "GPU",
-    "MLNeuralEngineComputeDevice": "Neural Engine",
-}
 
 
 class LoadedFunction(Protocol):
@@ -77,19 +72,10 @@ class CompiledPackage:
                 f"Core ML can't load {', '.join(names)} of {self.path} for {compute_units}: {_one_line(error)}"
             ) from error
 
-    def shares(self, names: Sequence[str], compute_units: str) -> dict[str, dict[str, float]]:
-        """The devices that Core ML means to run each function's operations on, by their share of its cost.
-
-        Returns:
-            Shares of "CPU", "GPU" and "Neural Engine" by the name of a function; nothing for those of which
-            Core ML says nothing.
-        """
+    def plan(self, compute_units: str) -> Any:
+        """coremltools' `MLComputePlan` for the package on some compute units."""
         plans = self._tools.models.compute_plan.MLComputePlan
-        plan = plans.load_from_path(self._compiled, self._units(compute_units))
-        program = plan.model_structure.program
-        functions = {} if program is None else program.functions
-        found = {name: device_shares(plan, functions[name]) for name in names if name in functions}
-        return {name: shares for name, shares in found.items() if shares}
+        return plans.load_from_path(self._compiled, self._units(compute_units))
 
     def _units(self, name: str) -> Any:
         if name not in COMPUTE_UNITS:
@@ -97,29 +83,6 @@ class CompiledPackage:
                 f"compute_units is {shown(name)}; allowed are {', '.join(COMPUTE_UNITS)}."
             )
         return self._tools.ComputeUnit[name]
-
-
-def device_shares(plan: Any, function: Any) -> dict[str, float]:
-    """Shares of the devices in a function's cost, from coremltools' `MLComputePlan`.
-
-    Where the plan knows devices but no costs, each operation counts as much as another.
-    """
-    devices, costs = [], []
-    for operation in function.block.operations:
-        usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
-        if usage is None:  # constants, and what the plan does not know
-            continue
-        kind = type(usage.preferred_compute_device).__name__
-        devices.append(_DEVICES.get(kind, kind))
-        cost = plan.get_estimated_cost_for_mlprogram_operation(operation)
-        costs.append(0.0 if cost is None else float(cost.weight))
-    if not any(costs):
-        costs = [1.0] * len(devices)
-    total = sum(costs)
-    return {
-        device: sum(c for d, c in zip(devices, costs, strict=True) if d == device) / total
-        for device in sorted(set(devices))
-    }
 
 
 def _one_line(error: Exception) -> str:

@@ -39,10 +39,11 @@ class CoreMLModel:
         self, package: str | Path, compute_units: str = "ALL", adapter: str | None = None
     ) -> None:
         self.package = CoreMLPackage.read(package)
-        self._names = self.package.function_names(adapter)
         self._units = compute_units
         self._compiled = CompiledPackage(self.package.path)
-        self._prefill, self._decode = self._compiled.load(self._names, compute_units)
+        self._prefill, self._decode = self._compiled.load(
+            self.package.function_names(adapter), compute_units
+        )
         self._state = self._decode.make_state()
         self.position = 0
 
@@ -132,17 +133,6 @@ class CoreMLModel:
                 f"position is {shown(position)}; 0 to {self.position} have been reached."
             )
         self.position = position
-
-    def device_shares(self) -> dict[str, dict[str, float]]:
-        """The devices that Core ML means to run `prefill` and `decode` on, by their share of the cost.
-
-        Returns:
-            Shares of "CPU", "GPU" and "Neural Engine" by "prefill" and "decode", whose functions Core ML says
-            something of.
-        """
-        shares = self._compiled.shares(self._names, self._units)
-        kinds = zip(("prefill", "decode"), self._names, strict=True)
-        return {kind: shares[name] for kind, name in kinds if name in shares}
 
     def _call(self, function: LoadedFunction, tokens: np.ndarray) -> dict[str, np.ndarray]:
         inputs = {"tokens": tokens[None], "position": np.array([self.position], np.int32)}

@@ -26,6 +26,7 @@ import numpy as np
 
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.coreml.availability import obstacle
+from afm_mlx.coreml.devices import planned_devices
 from afm_mlx.coreml.model import CoreMLModel
 from afm_mlx.coreml.package import CoreMLPackage
 from afm_mlx.errors import AFMError, CheckpointError, shown
@@ -162,10 +163,24 @@ def _run_all(
         try:
             facts |= in_own_process(run_package, path, units, adapter, references, quick)
         except Exception as error:  # of any kind: coremltools raises many, and each is a finding
-            kind = "" if isinstance(error, AFMError) else f"{type(error).__name__}: "
-            facts["failure"] = kind + " ".join(str(error).split())
+            facts["failure"] = _said(error)
+        else:
+            facts["devices"] = _devices(path, units, adapter)
         runs.append(facts)
     return runs
+
+
+def _devices(path: Path, units: str, adapter: str | None) -> Facts | str:
+    """Shares of the devices, or why they are not known, which is no failure of the package."""
+    try:
+        return in_own_process(planned_devices, path, units, adapter)
+    except Exception as error:
+        return _said(error)
+
+
+def _said(error: Exception) -> str:
+    kind = "" if isinstance(error, AFMError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())
 
 
 def make_references(model: Model, rng: np.random.Generator) -> list[Reference]:
@@ -202,8 +217,7 @@ def run_package(
 
     Returns:
         `error`, the root mean square of the differences between logits as a share of theirs, of the worst
-        prompt; how many of the tokens are the same; shares of the devices; times; and `failure`, None or what
-        is wrong.
+        prompt; how many of the tokens are the same; times; and `failure`, None or what is wrong.
     """
     start = time.perf_counter()
     model = CoreMLModel(path, units, adapter)
@@ -225,7 +239,6 @@ def run_package(
         )
     if not quick:
         facts |= _rates(model)
-    facts["devices"] = model.device_shares()
     return facts
 
 

@@ -49,9 +49,6 @@ class InterpretedPackage:
     def load(self, names: Any, compute_units: str) -> list[Any]:
         return [self._package.function(name) for name in names]
 
-    def shares(self, names: Any, compute_units: str) -> dict[str, dict[str, float]]:
-        return {name: {"CPU": 0.25, "Neural Engine": 0.75} for name in names}
-
 
 @functools.lru_cache(maxsize=4)
 def _read(path: Path) -> Any:

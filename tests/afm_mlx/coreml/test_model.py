@@ -6,12 +6,11 @@ import pytest
 
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.coreml import CoreMLModel
-from afm_mlx.coreml.functions import device_shares
 from afm_mlx.errors import AFMError, ContextLengthError
 from afm_mlx.loading.load import load_model
 from tests.tools.cases import each
 from tests.tools.compare import assert_close
-from tests.tools.coreml import ADAPTER, CONTEXT, LENGTHS, InterpretedPackage
+from tests.tools.coreml import ADAPTER, CONTEXT, LENGTHS
 
 # States are float16.
 BOUND = 2e-3
@@ -105,49 +104,3 @@ def test_lengths_that_core_ml_takes_for_others(runner, monkeypatch):
     monkeypatch.setattr(runner._prefill, "predict", lambda i, state: predict(i | first, state))
     with pytest.raises(AFMError, match="read 4 tokens of 12, on CPU_ONLY"):
         runner.prefill([0] * 12)
-
-
-class MLGPUComputeDevice: ...
-
-
-class MLNeuralEngineComputeDevice: ...
-
-
-class Plan:
-    """coremltools' `MLComputePlan`, as far as it is asked: of operations that are (device, cost)."""
-
-    def get_compute_device_usage_for_mlprogram_operation(self, operation):
-        device, _ = operation
-        return None if device is None else Answer(preferred_compute_device=device())
-
-    def get_estimated_cost_for_mlprogram_operation(self, operation):
-        return None if operation[1] is None else Answer(weight=operation[1])
-
-
-class Answer:
-    def __init__(self, **values):
-        self.__dict__.update(values)
-
-
-GPU, ENGINE = MLGPUComputeDevice, MLNeuralEngineComputeDevice
-
-
-@each(
-    "operations, shares",
-    [
-        ([(None, None), (GPU, 0.1), (ENGINE, 0.3)], {"GPU": 0.25, "Neural Engine": 0.75}),
-        ([(GPU, None), (GPU, None), (ENGINE, None)], {"GPU": 2 / 3, "Neural Engine": 1 / 3}),
-        ([(None, 0.5)], {}),
-    ],
-)
-def test_shares_of_devices(operations, shares):
-    function = Answer(block=Answer(operations=operations))
-    assert device_shares(Plan(), function) == pytest.approx(shares)
-
-
-def test_shares_by_what_functions_do(core_ml, interpreted, monkeypatch):
-    model = CoreMLModel(core_ml.package, adapter=ADAPTER)
-    shares = {"CPU": 0.25, "Neural Engine": 0.75}
-    assert model.device_shares() == {"prefill": shares, "decode": shares}
-    monkeypatch.setattr(InterpretedPackage, "shares", lambda *_: {})
-    assert model.device_shares() == {}

@@ -29,7 +29,6 @@ def test_a_package_and_its_model(core_ml, here, references):
     assert facts["failure"] is None
     assert 0 < facts["error"] < 1e-3
     assert facts["same_tokens"] == facts["steps"] == 20
-    assert set(facts["devices"]) == {"prefill", "decode"}
 
 
 def lose_the_state(model):
@@ -66,7 +65,12 @@ def test_faults_are_found(core_ml, here, references, monkeypatch, fault):
 
 def test_an_examination(core_ml, here, monkeypatch):
     """One kind of unit works, another one gives an error, and the last has an adapter forgotten."""
-    run, asked = coreml.run_package, []
+    run, asked, planned = coreml.run_package, [], coreml.planned_devices
+
+    def but_for_the_cpu(path, units, adapter):
+        if units == "CPU_ONLY":
+            raise ValueError("no plan")
+        return planned()
 
     def by_unit(path, units, adapter, references, quick):
         asked.append((units, adapter))
@@ -75,6 +79,7 @@ def test_an_examination(core_ml, here, monkeypatch):
         return run(path, units, None if units == "CPU_AND_NE" else adapter, references, quick)
 
     monkeypatch.setattr(coreml, "run_package", by_unit)
+    monkeypatch.setattr(coreml, "planned_devices", but_for_the_cpu)
     steps = []
     facts = coreml.examine_coreml(
         {"own": core_ml.package},
@@ -96,7 +101,8 @@ def test_an_examination(core_ml, here, monkeypatch):
         "own, CPU_AND_GPU": "RuntimeError: { NSLocalizedDescription = no GPU; }",
         "own, CPU_AND_NE": engine["failure"],
     }
-    assert "error" not in gpu
+    assert {"error", "devices"}.isdisjoint(gpu)
+    assert (cpu["devices"], engine["devices"]) == ("ValueError: no plan", planned())
     assert facts["packages"]["own"]["prompt_lengths"] == [4, 12]
     assert str(core_ml.folder.parent) not in str(facts)
 
