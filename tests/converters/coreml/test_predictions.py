@@ -16,6 +16,7 @@ from afm_mlx.converters.coreml.source import half_split
 from afm_mlx.loading.load import load_model
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.model.model import Model
+from tests.converters.conftest import edit_config
 from tests.converters.coreml.conftest import PACKINGS, packable, rules_of
 from tests.tools.cases import all_pairs
 from tests.tools.compare import error
@@ -144,6 +145,7 @@ def test_afm_nano_in_float16(rng, tmp_path, ane, adapter):
     shutil.copytree(
         resolve_model("afm-nano"), folder, ignore=shutil.ignore_patterns(*left_out, "*.json*l")
     )
+    edit_config(folder, context_length=64)
     path = convert(folder, tmp_path / "m.mlpackage", to="coreml", ane=ane, prompt_lengths=[16, 8])
     weights, _ = package_size(path)
     stored = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
