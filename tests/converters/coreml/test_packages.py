@@ -224,6 +224,12 @@ def test_folders_that_become_no_package(rng, write_model, tmp_path, monkeypatch)
     )
     refused("The adapter was made for another model")
     shutil.rmtree(adapter)
+    path, own = "model.layers.0.mlp.up_proj", {"bits": 3, "group_size": 32, "mode": "affine"}
+    parts = mx.quantize(weights[f"{path}.weight"], bits=3, group_size=32)
+    names = [f"{path}.{name}" for name in ("weight", "scales", "biases")]
+    save_weights(folder, weights | dict(zip(names, parts, strict=True)))
+    edit_config(folder, quantization={path: own, **own}, quantization_config={path: own, **own})
+    refused(rf"{path}.* 'bits': 3.*convert -d")
     with monkeypatch.context() as patch:
         for name in [n for n in sys.modules if n.startswith("afm_mlx.converters.coreml.")]:
             patch.delitem(sys.modules, name)
