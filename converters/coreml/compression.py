@@ -97,7 +97,7 @@ class MatrixConstants:
         shape = (rows.stop - rows.start, width, *axes)
         key = f"{matrix.path}.{rows.start}-{rows.stop}"
         if matrix.rule is None:
-            read = functools.partial(_floats, matrix, rows, self._dtype)
+            read = functools.partial(matrix.floats, rows, self._dtype)
             return Weight(key, self._constants.add(Constant(key, shape, self._dtype, read)))
         read = functools.partial(_codes, matrix, rows)
         numbers = self._constants.add(Constant(key, shape, CODE_TYPES[matrix.rule.bits], read))
@@ -135,10 +135,6 @@ class MatrixConstants:
             )
         self._decodings[key] = found
         return found
-
-
-def _floats(matrix: StoredMatrix, rows: slice, dtype: np.dtype[Any]) -> np.ndarray:
-    return matrix.floats(dtype)[rows]
 
 
 def _codes(matrix: StoredMatrix, rows: slice) -> np.ndarray:

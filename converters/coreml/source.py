@@ -45,22 +45,23 @@ class StoredMatrix:
         """The packed matrix, in the folder's order; None for a float one."""
         return self.stored.packed() if isinstance(self.stored, StoredLayer) else None
 
-    def floats(self, dtype: np.dtype[Any]) -> np.ndarray:
-        """A float matrix, in the program's order.
+    def floats(self, rows: slice, dtype: np.dtype[Any]) -> np.ndarray:
+        """Some rows of a float matrix, in the program's order.
 
         Raises:
             AFMError: for numbers that the type can't hold.
         """
         assert isinstance(self.stored, StoredParameter)
-        rows = self.stored.rows()
-        found = np.empty(self.shape, dtype)
+        stored = self.stored.rows()
+        wanted = rows if self.order is None else slice(0, self.shape[0])
+        found = np.empty((wanted.stop - wanted.start, self.shape[1]), dtype)
         step = max(1, _ROWS_BYTES // (4 * self.shape[1]))
-        for start in range(0, self.shape[0], step):
-            stop = min(start + step, self.shape[0])
+        for start in range(wanted.start, wanted.stop, step):
+            stop = min(start + step, wanted.stop)
             with np.errstate(over="ignore"):
-                found[start:stop] = rows.read(start, stop)
+                found[start - wanted.start : stop - wanted.start] = stored.read(start, stop)
         check_held(found, self.path)
-        return found if self.order is None else found[self.order]
+        return found if self.order is None else found[self.order[rows]]
 
 
 class Source:
