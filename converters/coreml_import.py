@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
+from importlib import import_module
 from typing import Any
 
+from afm_mlx.coreml.availability import INSTALL, import_coremltools
 from afm_mlx.errors import AFMError
 
 
@@ -13,14 +13,13 @@ def coreml_module(name: str) -> Any:
     """A module of `afm_mlx.converters.coreml`.
 
     Raises:
-        AFMError: when coremltools can't be imported here.
+        AFMError: when coremltools can't be imported here, or is too old.
     """
-    # It warns of libraries that only its conversions from PyTorch need, and of what only a Mac has.
-    logging.getLogger("coremltools").setLevel(logging.ERROR)
+    import_coremltools()
     try:
-        return importlib.import_module(f"afm_mlx.converters.coreml.{name}")
+        return import_module(f"afm_mlx.converters.coreml.{name}")
     except ImportError as error:
         raise AFMError(
-            f"Core ML programs are written by coremltools, which can't be imported here ({error}). Install it: "
-            "pip install 'afm-mlx[coreml]'. It has no library for Linux on ARM, nor for Python 3.14."
-        ) from None
+            f"coremltools lacks a part that writes Core ML programs ({error}). Install it anew, for a Python "
+            f"that it has a wheel for: {INSTALL}"
+        ) from error

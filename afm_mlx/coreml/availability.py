@@ -31,7 +31,8 @@ def import_coremltools() -> Any:
     except ImportError as error:
         if error.name == "coremltools":
             raise AFMError(
-                f"coremltools is not installed, which reads and runs Core ML packages: {INSTALL}"
+                f"coremltools is not installed, which writes, reads and runs Core ML packages: {INSTALL}. "
+                "It has no wheels for Linux on ARM, nor for Python 3.14."
             ) from None
         raise AFMError(
             f"coremltools can't be imported ({error}). Install it anew: {INSTALL}"

@@ -131,7 +131,7 @@ class MatrixConstants:
             raise AFMError(
                 f"{named(matrix.path)} is packed to 2 bits with a scale per group or affine rows, in a form "
                 "that the Neural Engine can't load. Pack the float model as balanced rows, which is the "
-                "default (-q), or leave --ane out."
+                "default (-q). A package that is not for the Neural Engine can hold this form."
             )
         self._decodings[key] = found
         return found

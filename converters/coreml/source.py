@@ -134,6 +134,6 @@ def check_held(array: np.ndarray, name: str) -> None:
     """Raise `AFMError` when an array holds NaN or infinity: its type may be too narrow for its numbers."""
     if not np.isfinite(array).all():
         raise AFMError(
-            f"{named(name)} holds NaN, infinity, or numbers that {array.dtype} can't hold. Ask for --dtype "
-            "float32, or check the source."
+            f"{named(name)} holds NaN, infinity, or numbers that {array.dtype} can't hold. Check the "
+            "source; a package of float32 holds greater numbers (--to coreml --dtype float32)."
         )
