@@ -72,11 +72,12 @@ def test_files_that_are_damaged(rng, tmp_path):
     def generate(rng):
         name, module, actions = modules[int(rng.integers(len(modules)))]
         data = damaged(draw_yaml(actions, rng), rng)
+        needed = [a.choices[0] for a in actions if not a.option_strings and a.choices]
 
         def run():
             file.write_bytes(data)
             with naming("c.yaml"):
-                parse(name, module, ["-c", str(file)])
+                parse(name, module, [*needed, "-c", str(file)])
 
         return Case(f"{name} -c {data!r}", run)
 

@@ -25,8 +25,8 @@ def server():
 
 
 @pytest.fixture
-def held(monkeypatch):
-    """Hold the engine's steps back: nothing is computed until the event is set."""
+def hold(monkeypatch):
+    """A function that holds the engine's steps back: nothing is computed until its event is set."""
     go = threading.Event()
     from afm_mlx.engine.engine import Engine
 
@@ -36,9 +36,17 @@ def held(monkeypatch):
         go.wait(20)
         return step(self, *args)
 
-    monkeypatch.setattr(Engine, "_step", slowly)
-    yield go
+    def start():
+        monkeypatch.setattr(Engine, "_step", slowly)
+        return go
+
+    yield start
     go.set()
+
+
+@pytest.fixture
+def held(hold):
+    return hold()
 
 
 def sent(server, body, path="/v1/chat/completions"):
@@ -160,10 +168,11 @@ def test_prompts_and_answers_are_logged_only_on_request(server, client, monkeypa
     assert said in caplog.text
 
 
-def test_prompts_that_are_too_long_take_nothing_of_the_engine(server, http, held):
+def test_prompts_that_are_too_long_take_nothing_of_the_engine(server, http, hold):
     """They are refused while nothing is computed. mlx-lm's server answers nobody for more than a minute."""
     streaming = sent(server, {**CHAT, **LONG, "stream": True})
     until(lambda: server.served.engine.rows == 1)
+    held = hold()
     few = [{"role": "user", "content": "hi"}] * 10_000
     for body in (
         {**CHAT, "messages": few},
