@@ -65,9 +65,10 @@ def run(args: argparse.Namespace) -> int:
     coreml = args.coreml is not None
     for name in _ONLY_KERNELS if coreml else _ONLY_COREML:
         if getattr(args, name):
-            goes = "does not go with" if coreml else "is for"
             raise UsageError(
-                f"{flag_of(name)} {goes} --coreml. Leave one out, or see afm-mlx doctor --help."
+                f"{flag_of(name)} does not go with --coreml. Leave one of them out."
+                if coreml
+                else f"{flag_of(name)} is for --coreml. Add that, or leave {flag_of(name)} out."
             )
     name = "afm-mlx-report-coreml" if coreml else "afm-mlx-report"
     path = Path(args.report or f"{name}-{datetime.date.today()}.json")
