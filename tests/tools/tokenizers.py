@@ -7,6 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
+from afm_mlx.tokenizer.vocabulary import parse_model
+
+_UNIGRAM = 1  # of trainer_spec.model_type
 MARKERS = ["<turn_start>", "<turn_end>", "<executable_start>", "<executable_end>", "<n>"]
 _MODULES = "argparse collections csv datetime decimal json logging pathlib random string textwrap"
 
@@ -23,7 +26,10 @@ def docstrings() -> str:
     """English text that every Python has."""
     texts = []
     for name in _MODULES.split():
-        members = vars(importlib.import_module(name)).values()
+        # Not of modules, which become members of others when they are imported.
+        members = [
+            m for m in vars(importlib.import_module(name)).values() if not inspect.ismodule(m)
+        ]
         texts += [doc for doc in map(inspect.getdoc, members) if doc]
     return "\n".join(texts)
 
@@ -81,12 +87,14 @@ def plain_text(rng: np.random.Generator) -> str:
             return text
 
 
-def is_tie(spm_path: Path, first: list[int], second: list[int]) -> bool:
-    """Whether two segmentations have the same Unigram score, so that rounding decides between them."""
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(spm_path))
-    scores = [sum(processor.GetScore(ids)) for ids in (first, second)]
+def same_ids(spm_path: Path, first: list[int], second: list[int]) -> bool:
+    """Whether segmentations are equal, or have the same Unigram score, so that rounding decides which."""
+    if first == second:
+        return True
+    proto = parse_model(spm_path.read_bytes(), spm_path)
+    if proto.trainer_spec.model_type != _UNIGRAM:
+        return False
+    scores = [sum(proto.pieces[token].score for token in ids) for ids in (first, second)]
     return abs(scores[0] - scores[1]) < 1e-3
 
 

@@ -11,18 +11,18 @@ from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.cases import each
 from tests.tools.chats import USER
-from tests.tools.tokenizers import MARKERS, is_tie, random_text
+from tests.tools.tokenizers import MARKERS, random_text, same_ids
 
 TEXTS = ["", "\n", " ", "\n x", *MARKERS, "<turn_start> system<n>a<turn_end>", "\0a", "\u2581a"]
 
 
 def test_encode_equals_tamm(tokenizer, reference, spm_path, either_folder, rng):
-    may_tie = "unigram" in str(spm_path) and not (either_folder / "tokenizer.model").exists()
+    hub = not (either_folder / "tokenizer.model").exists()
     for text in [*TEXTS, *(random_text(rng) for _ in range(1500))]:
-        if text.startswith("</s>") and not (either_folder / "tokenizer.model").exists():
+        if hub and text.startswith("</s>"):
             continue  # the known gap of tokenizer.json: no dummy prefix there
         ids, expected = tokenizer.encode(text), reference.encode(text)
-        assert ids == expected or (may_tie and is_tie(spm_path, ids, expected)), text
+        assert ids == expected or (hub and same_ids(spm_path, ids, expected)), text
 
 
 def test_decode_takes_arrays_and_single_ids(tokenizer, reference):
