@@ -24,6 +24,12 @@ def server():
         yield running
 
 
+@pytest.fixture(autouse=True)
+def free_server(server):
+    """A test begins when the server has no request that another test has left."""
+    until(lambda: is_free(server))
+
+
 @pytest.fixture
 def hold(monkeypatch):
     """A function that holds the engine's steps back: nothing is computed until its event is set."""
