@@ -13,7 +13,6 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -133,17 +132,12 @@ def run(
         fail(f"{threads} threads in a threadgroup, at most {MAX_THREADS} run")
     if len(buffers) > MAX_BUFFERS:
         fail(f"{len(buffers)} buffers, Metal binds at most {MAX_BUFFERS}")
-    with ThreadPoolExecutor(2) as pool:
-        once = functools.partial(
-            _run_once, program, buffers, grid, threadgroup, seed, lets_equals_race
-        )
-        runs = list(pool.map(once, range(2)))
-    for error, _ in runs:
-        if error:
-            fail(_with_line(program, error))
+    error, runs = _run_twice(program, buffers, grid, threadgroup, seed, lets_equals_race)
+    if error:
+        fail(_with_line(program, error))
     outputs = [name for name, data in buffers if isinstance(data, int)]
     # Two schedules must write the same bytes with the same values.
-    for name, (a, in_a), (b, in_b) in zip(outputs, *(found for _, found in runs), strict=True):
+    for name, (a, in_a), (b, in_b) in zip(outputs, *runs, strict=True):
         differs = (in_a != in_b) | (in_a & (a != b) & ~_alike(a, b, (types or {}).get(name)))
         if differs.any():
             fail(
@@ -151,7 +145,7 @@ def run(
                 f"first at byte {int(differs.argmax())} of {a.size}. It uses memory that nothing wrote, or "
                 "depends on the order of threads, or on denormals, which the second run flushes"
             )
-    return [data for data, _ in runs[0][1]]
+    return [data for data, _ in runs[0]]
 
 
 _TINY = 2.0**-100
@@ -177,56 +171,54 @@ def _alike(a: np.ndarray, b: np.ndarray, kind: str | None) -> np.ndarray:
     return np.repeat(alike, a.size // max(1, numbers[0].size))
 
 
-def _run_once(
+def _run_twice(
     program: Program,
     buffers: Buffers,
     grid: Sequence[int],
     threadgroup: Sequence[int],
     seed: int,
     lets_equals_race: bool,
-    schedule: int,
-) -> tuple[str, list[tuple[np.ndarray, np.ndarray]]]:
-    """One run in a forked process: its error, or the outputs' bytes and which of them were written."""
-    sizes = [data for _, data in buffers if isinstance(data, int)]
+) -> tuple[str, list[list[tuple[np.ndarray, np.ndarray]]]]:
+    """Both runs in a forked process: the error, or each run's outputs, bytes and which of them were written."""
+    size = sum(2 * data for _, data in buffers if isinstance(data, int))
     # Shared with the forked process, which writes its report and the outputs there.
-    shared = mmap.mmap(-1, _ERROR_BYTES + 2 * sum(sizes))
+    shared = mmap.mmap(-1, _ERROR_BYTES + 2 * size)
     memory = np.frombuffer(shared, np.uint8)
-    base, offset = memory.ctypes.data, _ERROR_BYTES
-    table, results, keep = (_Buffer * len(buffers))(), [], []
-    for slot, (name, data) in zip(table, buffers, strict=True):
-        slot.name = name.encode()
-        if isinstance(data, int):
-            slot.size, slot.is_output = data, 1
-            slot.data, slot.written = base + offset, base + offset + data
-            results.append((offset, data))
-            offset += 2 * data
-        else:
-            held = ctypes.c_char_p(data)
-            keep.append(held)
-            slot.size, slot.data = len(data), ctypes.cast(held, ctypes.c_void_p)
-    launch = _Launch(
-        name=program.name.encode(),
-        entry=program.entry,
-        buffers=table,
-        n_buffers=len(buffers),
-        grid=tuple(grid),
-        threadgroup=tuple(threadgroup),
-        seed=seed,
-        schedule=schedule,
-        seconds=SECONDS,
-        threadgroup_bytes=THREADGROUP_BYTES,
-        code_begin=program.code[0],
-        code_end=program.code[1],
-        lets_equals_race=lets_equals_race,
-    )
+    launches, runs, offset = (_Launch * 2)(), [], _ERROR_BYTES
+    for schedule in range(2):
+        table, results = (_Buffer * len(buffers))(), []
+        for slot, (name, data) in zip(table, buffers, strict=True):
+            slot.name = name.encode()
+            if isinstance(data, int):
+                slot.size, slot.is_output = data, 1
+                ends = offset, offset + data, offset + 2 * data
+                slot.data, slot.written = (memory.ctypes.data + end for end in ends[:2])
+                results.append((memory[ends[0] : ends[1]], memory[ends[1] : ends[2]].view(bool)))
+                offset = ends[2]
+            else:
+                slot.size, slot.data = len(data), ctypes.cast(data, ctypes.c_void_p)
+        launches[schedule] = _Launch(
+            name=program.name.encode(),
+            entry=program.entry,
+            buffers=table,
+            n_buffers=len(buffers),
+            grid=tuple(grid),
+            threadgroup=tuple(threadgroup),
+            seed=seed,
+            schedule=schedule,
+            seconds=SECONDS,
+            threadgroup_bytes=THREADGROUP_BYTES,
+            code_begin=program.code[0],
+            code_end=program.code[1],
+            lets_equals_race=lets_equals_race,
+        )
+        runs.append(results)
     failed = toolchain.runtime().emulator_run(
-        ctypes.byref(launch), ctypes.c_void_p(base), ctypes.c_ulong(_ERROR_BYTES)
+        launches, len(launches), ctypes.c_void_p(memory.ctypes.data), ctypes.c_ulong(_ERROR_BYTES)
     )
     if failed:
         return memory[:_ERROR_BYTES].tobytes().split(b"\0", 1)[0].decode(errors="replace"), []
-    return "", [
-        (memory[o : o + n].copy(), memory[o + n : o + 2 * n].astype(bool)) for o, n in results
-    ]
+    return "", runs
 
 
 @functools.lru_cache(256)

@@ -74,7 +74,8 @@ unsigned n_threads, current = NOBODY;
 unsigned resolving;  // first thread of the simdgroup whose arguments are being combined
 void* scheduler_stack_pointer;
 Region regions[MAX_REGIONS];
-unsigned n_regions, last_region;
+unsigned n_regions;
+Region* found_at[256];  // by the low bits of a page's number: the region where an address was found last
 uptr threadgroup_bytes;
 void* buffer_addresses[MAX_REGIONS];
 uint64_t random_state;
@@ -154,7 +155,6 @@ void catch_signals() {
   action.sa_flags = SA_SIGINFO | SA_ONSTACK;
   const int numbers[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGALRM};
   for (int number : numbers) sigaction(number, &action, nullptr);
-  alarm(launch->seconds);
 }
 
 // ---- memory -------------------------------------------------------------------------------------------------
@@ -215,13 +215,10 @@ void poison_threadgroup_memory() {
 }
 
 Region* find_region(uptr address) {
-  if (n_regions && address >= regions[last_region].begin && address < regions[last_region].end)
-    return &regions[last_region];
+  Region*& found = found_at[address / PAGE % 256];
+  if (found && address >= found->begin && address < found->end) return found;
   for (unsigned i = 0; i < n_regions; ++i)
-    if (address >= regions[i].begin && address < regions[i].end) {
-      last_region = i;
-      return &regions[i];
-    }
+    if (address >= regions[i].begin && address < regions[i].end) return found = &regions[i];
   return nullptr;
 }
 
@@ -333,16 +330,25 @@ void record(Region& r, uptr offset, uptr size, bool is_write, void* pc) {
   }
 }
 
+bool is_on_stack(uptr address) { return address >= uptr(stacks) && address < stacks_end; }
+
+/// Check an access of a power of two bytes.
 void access(uptr address, uptr size, bool is_write, void* pc) {
-  if (address >= uptr(stacks) && address < stacks_end) return;
-  if (current == NOBODY) return;
-  if (address % size)
+  if (is_on_stack(address) || current == NOBODY) return;
+  if (address & (size - 1))
     fail("misaligned %s of %lu bytes at address %#lx @%p", is_write ? "write" : "read", size, address, pc);
   Region* r = find_region(address);
   if (!r && !is_write && address >= launch->code_begin && address < launch->code_end) return;
   if (!r || address + size > r->end) fail_access(address, size, is_write, pc);
   if (is_write && r->kind == INPUT) fail("write to input `%s` @%p", r->name, pc);
   if (r->shadow) record(*r, address - r->begin, size, is_write, pc);
+}
+
+/// Check accesses to n bytes, one by one.
+void access_bytes(const void* p, uptr n, bool is_write, void* pc) {
+  const uptr address = uptr(p);
+  if (n && is_on_stack(address) && is_on_stack(address + n - 1)) return;
+  for (uptr i = 0; i < n; ++i) access(address + i, 1, is_write, pc);
 }
 
 // ---- fibers -------------------------------------------------------------------------------------------------
@@ -434,10 +440,11 @@ void start_fiber(unsigned i) {
 }
 
 void allocate_fibers() {
-  fibers = reinterpret_cast<Fiber*>(map(MAX_THREADS * sizeof(Fiber)));
-  stacks = map(MAX_THREADS * STACK);
-  stacks_end = uptr(stacks) + MAX_THREADS * STACK;
-  for (unsigned i = 0; i < MAX_THREADS; ++i) mprotect(stacks + i * STACK, PAGE, PROT_NONE);
+  const unsigned n = launch->threadgroup[0] * launch->threadgroup[1] * launch->threadgroup[2];
+  fibers = reinterpret_cast<Fiber*>(map(n * sizeof(Fiber)));
+  stacks = map(n * STACK);
+  stacks_end = uptr(stacks) + n * STACK;
+  for (unsigned i = 0; i < n; ++i) mprotect(stacks + i * STACK, PAGE, PROT_NONE);
 }
 
 // ---- scheduler ----------------------------------------------------------------------------------------------
@@ -599,18 +606,25 @@ void run_grid() {
   }
 }
 
-[[noreturn]] void run_child(Launch* given, char* error, uptr error_size) {
+void run_launch(Launch* given) {
   launch = given;
-  report = error;
-  report_size = error_size;
   random_state = launch->seed * 0x9e3779b97f4a7c15ull + launch->schedule + 1;
   for (int i = 0; i < 8; ++i) draw();
-  catch_signals();
+  n_regions = 0, threadgroup_bytes = 0, threads_before = 0;
+  memset(found_at, 0, sizeof found_at);
+  alarm(launch->seconds);
   allocate_fibers();
   place_buffers();
   set_denormals();
   run_grid();
   return_outputs();
+}
+
+[[noreturn]] void run_child(Launch* launches, unsigned n, char* error, uptr error_size) {
+  report = error;
+  report_size = error_size;
+  catch_signals();
+  for (unsigned i = 0; i < n; ++i) run_launch(&launches[i]);
   _exit(0);
 }
 
@@ -618,10 +632,10 @@ void run_grid() {
 
 extern "C" {
 
-int emulator_run(Launch* given, char* error, uptr error_size) {
+int emulator_run(Launch* launches, unsigned n, char* error, uptr error_size) {
   error[0] = 0;
   pid_t child = fork();
-  if (child == 0) run_child(given, error, error_size);
+  if (child == 0) run_child(launches, n, error, error_size);
   if (child < 0) {
     snprintf(error, error_size, "fork failed");
     return 1;
@@ -701,11 +715,11 @@ ACCESS(16)
 #define UNALIGNED(size) \
   void __tsan_unaligned_read##size(void* p) { \
     settle(); \
-    for (int i = 0; i < size; ++i) access(uptr(p) + i, 1, false, __builtin_return_address(0)); \
+    access_bytes(p, size, false, __builtin_return_address(0)); \
   } \
   void __tsan_unaligned_write##size(void* p) { \
     settle(); \
-    for (int i = 0; i < size; ++i) access(uptr(p) + i, 1, true, __builtin_return_address(0)); \
+    access_bytes(p, size, true, __builtin_return_address(0)); \
   }
 UNALIGNED(2)
 UNALIGNED(4)
@@ -715,25 +729,21 @@ UNALIGNED(16)
 
 void* __tsan_memcpy(void* to, const void* from, uptr n) {
   settle();
-  for (uptr i = 0; i < n; ++i) {
-    access(uptr(from) + i, 1, false, __builtin_return_address(0));
-    access(uptr(to) + i, 1, true, __builtin_return_address(0));
-  }
+  access_bytes(from, n, false, __builtin_return_address(0));
+  access_bytes(to, n, true, __builtin_return_address(0));
   return memcpy(to, from, n);
 }
 
 void* __tsan_memmove(void* to, const void* from, uptr n) {
   settle();
-  for (uptr i = 0; i < n; ++i) {
-    access(uptr(from) + i, 1, false, __builtin_return_address(0));
-    access(uptr(to) + i, 1, true, __builtin_return_address(0));
-  }
+  access_bytes(from, n, false, __builtin_return_address(0));
+  access_bytes(to, n, true, __builtin_return_address(0));
   return memmove(to, from, n);
 }
 
 void* __tsan_memset(void* to, int value, uptr n) {
   settle();
-  for (uptr i = 0; i < n; ++i) access(uptr(to) + i, 1, true, __builtin_return_address(0));
+  access_bytes(to, n, true, __builtin_return_address(0));
   return memset(to, value, n);
 }
 

@@ -83,8 +83,8 @@ struct Launch {
 #endif
 
 extern "C" {
-/// Run a kernel in a process of its own; 0, or 1 with what went wrong in `error`.
-int emulator_run(Launch* launch, char* error, uptr error_size);
+/// Launch a kernel n times in a process of its own; 0, or 1 with what went wrong in `error`.
+int emulator_run(Launch* launches, unsigned n, char* error, uptr error_size);
 void emulator_collective(const char* name, Site site, void* argument, Resolve resolve);
 void emulator_barrier(const char* name, Site site, unsigned memory);
 EMULATOR_CONST void* emulator_threadgroup_variable(int id, const char* name, uptr size);
