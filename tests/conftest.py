@@ -8,6 +8,7 @@ import os
 import reprlib
 import shlex
 import signal
+from pathlib import Path
 
 import afm_mlx  # noqa: F401  before mlx.core is imported, so that all tests run on the same BLAS
 
@@ -16,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+TESTS = Path(__file__).parent
 SEED = int(os.environ.get("AFM_TEST_SEED") or 0)
 # Tests of the self-test switch it on for themselves; elsewhere it would write to the user's cache folder.
 os.environ.setdefault("AFM_MLX_SELFTEST", "0")
@@ -28,6 +30,17 @@ os.environ["AFM_TEST_SEED"] = str(SEED)
 
 def pytest_report_header(config):
     return f"seed of random inputs: AFM_TEST_SEED={SEED}"
+
+
+def pytest_collection_modifyitems(items):
+    """Kernels first: a launch in the emulator forks, which takes the longer the more memory the process has."""
+    items.sort(key=lambda item: not {"kernels", "metal"} & {*item.path.relative_to(TESTS).parts})
+
+
+def pytest_collection_finish():
+    """What all imports have made will stay, so collecting garbage need not look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -80,7 +93,6 @@ def exact_memory():
     limit = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(limit)
-    gc.unfreeze()
 
 
 @pytest.fixture
