@@ -17,7 +17,7 @@ demo: $(VENV)/.demo metal
 	$(BIN)/afm-mlx generate --prompt "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 
 test: $(VENV)/.test metal
-	@echo "The tests take some 7 minutes on two cores that have nothing else to do."
+	@echo "The tests take some 5 minutes on two cores that have nothing else to do, and another minute the first time."
 	$(PYTEST)
 
 test-slow: $(VENV)/.test metal
