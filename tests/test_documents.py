@@ -18,6 +18,7 @@ from tests.tools.server import running_server
 DOCS = ROOT / "docs"
 OWN_CHECKPOINT = "a checkpoint that a reader has and we have not"
 HOURS = "training takes hours; README.md runs the same commands for a few steps"
+MINUTES = "trains for minutes; README.md runs the same command for a few steps"
 LARGE = "takes minutes: the 3B's shape, or every case of a benchmark"
 OTHER_PROGRAMS = "needs programs, data or machines that are not here"
 SERVES = "runs until it is stopped; here a server in a thread takes its place"
@@ -61,8 +62,18 @@ PAGES: dict[str, dict[str, str]] = {
         "--adapter-path my-adapter --prompt": "the adapter that the line before would train",
         "train_qat(": HOURS,
     },
+    "../bench/README.md": {
+        "pip install": "installs the package, and llama.cpp",
+        "python -m bench.": OTHER_PROGRAMS,
+    },
+    "../examples/adapters/README.md": {
+        "build.py": HOURS,
+        "afm-mlx lora": MINUTES,
+        "afm-mlx evaluate": "the data of a reader, and the adapter that the line before would train",
+    },
+    "../examples/nano/README.md": {"pip install": "installs the package", "examples/nano/": HOURS},
 }
-"""Pages of docs/, and what of their blocks is parsed or compiled only, and why."""
+"""Pages by their paths from docs/, and what of their blocks is parsed or compiled only, and why."""
 
 
 @pytest.fixture
@@ -79,8 +90,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_every_page_is_in_the_table():
-    assert set(PAGES) >= {path.name for path in DOCS.glob("*.md")}
-    for path in (ROOT / "README.md", *DOCS.glob("*.md")):
+    paths = [*DOCS.glob("*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("examples/*/README.md")]
+    assert {(DOCS / name).resolve() for name in PAGES} == set(paths)
+    for path in (ROOT / "README.md", *paths):
         text = path.read_text()
         assert all(block.language in LANGUAGES for block in page_blocks(text)), path
         assert not re.search(r"^(    |\t)(\$ )?(afm-mlx|python|pip|make) ", text, re.M), path

@@ -16,6 +16,7 @@ import runpy
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from afm_mlx.cli import _command, main
 from afm_mlx.cli.parser import parse
 
 ROOT = Path(__file__).parents[2]
-_FENCE = re.compile(r"^(?:`([\w.]+)`:\n\n)?```(\w*)\n(.*?)^```$", re.S | re.M)
+_FENCE = re.compile(r"^(?:`([\w.]+)`:\n\n)?( *)```(\w*)\n(.*?)^\2```$", re.S | re.M)
 LANGUAGES = ("console", "python", "text")
 
 
@@ -51,7 +52,8 @@ def page_blocks(text: str) -> list[Block]:
     found: list[Block] = []
     end = 0
     for fence in _FENCE.finditer(text):
-        file, language, content = fence.groups()
+        file, _, language, content = fence.groups()
+        content = textwrap.dedent(content)
         follows = found and found[-1].language == "python" and not text[end : fence.start()].strip()
         if language == "text" and follows:
             found[-1] = Block("python", found[-1].text, output=content)
