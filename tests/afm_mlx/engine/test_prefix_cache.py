@@ -161,7 +161,8 @@ def test_cancelled_and_failed_rows_leave_what_they_have_computed(rng, model, tok
 def test_a_step_that_raises_leaves_nothing_of_its_own(rng, model, tokenizer, monkeypatch):
     prefixes = PrefixCache(LARGE)
     engine = Engine(model, tokenizer, prefix_cache=prefixes)
-    kept, lost = some_prompt(rng, BLOCK + 5), some_prompt(rng, BLOCK + 5)
+    kept = some_prompt(rng, BLOCK + 5)
+    lost = [kept[0] ^ 1, *some_prompt(rng, BLOCK + 4)]  # which begins otherwise
     answer(engine, kept)
     tokens = prefixes.tokens
     engine.submit(Request([*kept, 1], 9))
