@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from afm_mlx.engine.request import MASK64, Request
-from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, shown
+from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, TokenizerError, shown
 from afm_mlx.guidance.completion import shortest_completion
 from afm_mlx.guidance.matcher import Matcher
 
@@ -48,7 +48,7 @@ class Row:
         known: tokens that are known and not yet fed to the model: the prompt, and what a constraint forces.
         tokens: the answer so far, as far as it was read back.
         sampled: number of the answer's tokens, read back or not.
-        error: raised by the row's own sampler or logits processor.
+        error: raised by the row's own sampler or logits processor, or for a token that has no text.
         lease: lease of the row's adapter; None without an adapter.
         overtaken: number of later rows with adapters that started while this one could not.
         is_prompt_fed: whether all of the prompt is in the cache.
@@ -156,7 +156,10 @@ class Row:
         self.tokens.append(token)
         is_end = token in end_tokens
         if not is_end:
-            self.detokenizer.add_token(token)
+            try:
+                self.detokenizer.add_token(token)
+            except TokenizerError as error:  # the embedding has more rows than the tokenizer has tokens
+                self.error = error
         if self.matcher is not None and self.error is None:
             try:
                 self.matcher.accept(token)

@@ -8,7 +8,7 @@ from tests.tools.constraints import nano_tokenizer, wide_model
 
 
 def test_every_figure_is_measured(rng):
-    model, tokenizer = wide_model(rng), nano_tokenizer()
+    model, tokenizer = wide_model(rng, extra=0), nano_tokenizer()
     figures = {f"steps {n}": constraints.steps(model, tokenizer, n, 3) for n in (1, 8)}
     figures["compiling"] = constraints.compiling(tokenizer, 5, 2)
     figures["first token"] = constraints.first_token(model, tokenizer, 2)

@@ -269,7 +269,7 @@ def held(engine, number):
 
 def test_responses_that_come_too_late_fail_nobody(rng):
     """A stream is closed, and then a loop, while a step with the stream's row is under way."""
-    engine = AsyncEngine(wide_model(rng), nano_tokenizer())
+    engine = AsyncEngine(wide_model(rng, extra=0), nano_tokenizer())
     prompt = some_prompt(rng, 4)
     # The second token forces others: a step has several responses of the row.
     constraint = Constraint.regex("[a-c][0-9]: and a long text that is forced")

@@ -7,8 +7,9 @@ from mlx_lm.sample_utils import make_sampler
 
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
-from afm_mlx.errors import ContextLengthError, RequestError
+from afm_mlx.errors import ContextLengthError, RequestError, TokenizerError
 from tests.tools.cases import each
+from tests.tools.constraints import nano_tokenizer, wide_model
 from tests.tools.engines import logprobs_of, naive_greedy, run, some_prompt, wanted_logprobs
 
 
@@ -114,6 +115,28 @@ def test_an_error_in_a_rows_own_callable_ends_that_row_only(rng, model, tokenize
     assert [r.token for r in found[good]] == naive_greedy(model, prompts[1], 9)
     assert [r.finish_reason for r in found[bad]] == [None, "error"]
     assert isinstance(found[bad][-1].error, ZeroDivisionError)
+
+
+def test_a_token_without_text_ends_its_row_only(rng):
+    """A model may have more logits than its tokenizer has tokens."""
+    model, tokenizer = wide_model(rng), nano_tokenizer()
+    width, size = model.args.vocab_size, tokenizer.vocab_size
+
+    def forced(token):
+        return lambda tokens, logits: mx.where(mx.arange(width) == token, logits, -mx.inf)
+
+    engine = Engine(model, tokenizer)
+    prompt = some_prompt(rng, 5)
+    rows = {
+        token: engine.submit(Request(prompt, max_tokens=9, logits_processors=[forced(token)]))
+        for token in (size - 1, size, width - 1)
+    }
+    found = run(engine)
+    assert [r.token for r in found[rows[size - 1]]] == [size - 1] * 9
+    for token in (size, width - 1):
+        (response,) = found[rows[token]]
+        assert (response.token, response.text, response.finish_reason) == (token, "", "error")
+        assert isinstance(response.error, TokenizerError)
 
 
 def test_end_tokens_stop_strings_and_lengths(rng, model, tokenizer):
