@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from afm_mlx.engine.request import MASK64, Request
-from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, TokenizerError, shown
+from afm_mlx.errors import (
+    ConstraintError,
+    ContextLengthError,
+    IncompleteError,
+    TokenizerError,
+    shown,
+)
 from afm_mlx.guidance.completion import shortest_completion
 from afm_mlx.guidance.matcher import Matcher
 
@@ -158,7 +164,9 @@ class Row:
         if not is_end:
             try:
                 self.detokenizer.add_token(token)
-            except TokenizerError as error:  # the embedding has more rows than the tokenizer has tokens
+            except (
+                TokenizerError
+            ) as error:  # the embedding has more rows than the tokenizer has tokens
                 self.error = error
         if self.matcher is not None and self.error is None:
             try:
