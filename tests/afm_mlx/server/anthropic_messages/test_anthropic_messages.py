@@ -193,7 +193,8 @@ def test_an_answer_ends_where_it_is_told_to(create):
 
     def songs(**fields):
         messages = [create("Any", **call, extra_body=fields) for _ in range(5)]
-        return {message.content[0].input["song"] for message in messages}
+        # A song without an end is cut off.
+        return {message.content[0].input.get("song") for message in messages}
 
     assert len(songs(temperature=1.0, top_k=50)) > 1
     assert len(songs(temperature=1.0, top_p=0)) == 1
