@@ -164,9 +164,8 @@ class Row:
         if not is_end:
             try:
                 self.detokenizer.add_token(token)
-            except (
-                TokenizerError
-            ) as error:  # the embedding has more rows than the tokenizer has tokens
+            except TokenizerError as error:
+                # The model has more logits than the tokenizer has tokens.
                 self.error = error
         if self.matcher is not None and self.error is None:
             try:

@@ -155,10 +155,15 @@ def _run_all(
 ) -> list[Facts]:
     references = make_references(model, rng)
     jobs = [(name, path, units) for name, path in packages.items() for units in UNITS]
-    runs = [_mlx_facts(model, quick)]
-    for name, path, units in jobs:
+    runs: list[Facts] = []
+
+    def done(facts: Facts) -> None:
+        runs.append(facts)
         if progress is not None:
             progress(len(runs), 1 + len(jobs))
+
+    done(_mlx_facts(model, quick))
+    for name, path, units in jobs:
         facts: Facts = {"runs_with": "Core ML", "package": name, "compute_units": units}
         try:
             facts |= in_own_process(run_package, path, units, adapter, references, quick)
@@ -166,7 +171,7 @@ def _run_all(
             facts["failure"] = _said(error)
         else:
             facts["devices"] = _devices(path, units, adapter)
-        runs.append(facts)
+        done(facts)
     return runs
 
 

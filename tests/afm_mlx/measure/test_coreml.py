@@ -89,7 +89,7 @@ def test_an_examination(core_ml, here, monkeypatch):
         progress=lambda *counts: steps.append(counts),
     )
     assert asked == [("CPU_ONLY", ADAPTER), ("CPU_AND_GPU", ADAPTER), ("CPU_AND_NE", ADAPTER)]
-    assert steps == [(1, 4), (2, 4), (3, 4)]
+    assert steps == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert (facts["ok"], facts["not_run"], facts["seed"]) == (False, None, 3)
     mlx, cpu, gpu, engine = facts["runs"]
     for timed in (mlx, cpu, engine):
