@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from importlib.util import find_spec
 
 import pytest
 
@@ -20,22 +21,26 @@ OWN_CHECKPOINT = "a checkpoint that a reader has and we have not"
 HOURS = "training takes hours; README.md runs the same commands for a few steps"
 MINUTES = "trains for minutes; README.md runs the same command for a few steps"
 LARGE = "takes minutes: the 3B's shape, or every case of a benchmark"
-OTHER_PROGRAMS = "needs programs, data or machines that are not here"
+MEASURES = "takes minutes, and mostly needs programs or data of others"
 SERVES = "runs until it is stopped; here a server in a thread takes its place"
 
+
+def without_coremltools(part: str) -> dict[str, str]:
+    """A reason for what needs coremltools, where it is not installed."""
+    return {} if find_spec("coremltools") else {part: "needs coremltools"}
+
+
 PAGES: dict[str, dict[str, str]] = {
-    "adapters.md": {
-        "--draft": "needs coremltools; tests/converters/coreml/test_draft.py does the same"
-    },
+    "adapters.md": without_coremltools("--draft"),
     "architecture.md": {},
     "benchmarks.md": {
         "afm-mlx bench": LARGE,
         "make costs": "needs clang, and minutes",
-        "python -m bench.": OTHER_PROGRAMS,
+        "python -m bench.": MEASURES,
     },
     "chat.md": {},
     "concepts.md": {},
-    "coreml.md": {"--to coreml": "needs coremltools; tests/converters/coreml does the same"},
+    "coreml.md": without_coremltools("--to coreml"),
     "dependencies.md": {},
     "doctor.md": {"afm-mlx doctor": "a minute; its own tests run it with small problems"},
     "examples.md": {},
@@ -64,7 +69,7 @@ PAGES: dict[str, dict[str, str]] = {
     },
     "../bench/README.md": {
         "pip install": "installs the package, and llama.cpp",
-        "python -m bench.": OTHER_PROGRAMS,
+        "python -m bench.": MEASURES,
     },
     "../examples/adapters/README.md": {
         "build.py": HOURS,
