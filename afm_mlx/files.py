@@ -1,16 +1,22 @@
-"""Files that are either whole or not there: written in a place of their own, flushed, and renamed.
+"""Reading a file whole within bounds, and writing files that are either whole or not there.
 
-The place is a hidden folder beside the output. It is locked while its process lives, and removed in the end,
-after an error or an interrupt too. What a killed process leaves is removed by the next one that writes to the
-same folder.
+`read_file` reads what a user or a download brings: it knows how much it may read, and never waits for ever.
+
+Written files come to be in a place of their own, are flushed, and renamed. The place is a hidden folder beside
+the output. It is locked while its process lives, and removed in the end, after an error or an interrupt too.
+What a killed process leaves is removed by the next one that writes to the same folder.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import select
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +30,83 @@ _MAX_NAME = 200  # bytes of an output's name; file systems allow 255 for that of
 
 _places: dict[Path, FileLock] = {}
 """The places of this process and their locks, for `remove_places`."""
+
+PIPE_SECONDS = 30.0
+"""Seconds that the writer of a pipe has from its opening to its end."""
+_PIECE = 1 << 20
+
+
+# -- reading
+
+
+def read_file(path: str | Path, limit: int) -> bytes:
+    """Read a whole file.
+
+    A regular file's size is checked before anything is read. A named pipe, which a shell's `<(command)` is too,
+    may take `PIPE_SECONDS`. Other things (devices, sockets, folders) are refused, except the null device, which
+    is empty.
+
+    Args:
+        path: path of the file.
+        limit: bytes that it may have.
+
+    Raises:
+        OSError: when there is no such file, it can't be read, is of another kind, is larger than the limit, or
+            its writer doesn't come to an end. `strerror` says which.
+    """
+    # A named pipe without a writer would hold a plain `open` up.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISFIFO(status.st_mode):
+            return _read_pipe(descriptor, path, limit)
+        if not stat.S_ISREG(status.st_mode) and not _is_null(status):
+            what = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a socket"
+            raise _refused(path, errno.EINVAL, f"it is {what}, and a file or a pipe is needed")
+        _check_size(path, status.st_size, limit)
+        # The file may grow while it is read, and those of /proc don't tell their size.
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read(limit + 1)
+        _check_size(path, len(data), limit)
+        return data
+    finally:
+        os.close(descriptor)
+
+
+def _read_pipe(descriptor: int, path: str | Path, limit: int) -> bytes:
+    end = time.monotonic() + PIPE_SECONDS
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+            problem = (
+                f"it is a pipe whose writer did not come to an end within {PIPE_SECONDS:.0f} s"
+            )
+            raise _refused(path, errno.ETIMEDOUT, problem)
+        part = os.read(descriptor, _PIECE)
+        if not part:
+            return b"".join(parts)
+        parts.append(part)
+        size += len(part)
+        _check_size(path, size, limit)
+
+
+def _is_null(status: os.stat_result) -> bool:
+    return stat.S_ISCHR(status.st_mode) and os.path.samestat(status, os.stat(os.devnull))
+
+
+def _check_size(path: str | Path, size: int, limit: int) -> None:
+    if size > limit:
+        raise _refused(path, errno.EFBIG, f"it has more than the {limit:,} bytes that are allowed")
+
+
+def _refused(path: str | Path, number: int, problem: str) -> OSError:
+    return OSError(number, problem, str(path))
+
+
+# -- writing
 
 
 @contextmanager

@@ -2,21 +2,31 @@
 
 A file is a digest, a head and the arrays' bytes. Its name is the digest of all that keys and values depend on:
 the model, the key of the prefix cache, and all tokens from the first on. A file whose own digest is wrong is
-removed, and so a file that was cut off, changed or never finished is none.
+removed, and so a file that was cut off, changed or never finished is none. A file whose head is not, byte for
+byte, the one that this model's blocks have is removed as well: nothing that a file says of itself is believed.
 
 Files are read and written in threads of their own. These never touch MLX: they hand over and are handed bytes.
+
+Processes may share a folder. Each one writes alone: it locks the folder, looks which files there are by then,
+and makes room for its own.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import math
 import os
+import stat
 import threading
+import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +35,12 @@ import numpy as np
 
 from afm_mlx.checkpoint.stored_tensor import array_bytes
 from afm_mlx.errors import RequestError
-from afm_mlx.files import atomic_write, remove_leftovers
+from afm_mlx.files import atomic_write, read_file, remove_leftovers
 
 SUFFIX = ".prefix"
 _DIGEST = 32  # bytes
 _MOST_PENDING = 256 << 20  # bytes that wait to be written; what comes then is left out
+_LOCK_SECONDS = 30.0  # for which another process may write
 _DTYPES = {str(d): d for d in (mx.int8, mx.float16, mx.bfloat16, mx.float32)}
 
 
@@ -60,6 +71,40 @@ StoredBlock = tuple[Places, list[StoredArray]]
 """`Columns.places`, and `Columns.groups`."""
 
 
+@dataclass(frozen=True)
+class BlockLayout:
+    """What a model's blocks look like: `Columns.places`, and type and shape of each of `Columns.groups`."""
+
+    places: Places
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(
+        cls, places: Places, groups: Sequence[mx.array | StoredArray], tokens: int
+    ) -> BlockLayout:
+        """The layout of blocks of `tokens` tokens that are like these groups otherwise."""
+        shapes = [(*array.shape[:2], tokens, array.shape[3]) for array in groups]
+        return cls(places, tuple((str(a.dtype), s) for a, s in zip(groups, shapes, strict=True)))
+
+    def nbytes(self, index: int) -> int:
+        """Bytes of an array."""
+        dtype, shape = self.arrays[index]
+        return _DTYPES[dtype].size * math.prod(shape)
+
+    def head(self, name: str) -> bytes:
+        """What stands between the digest and the arrays in the file of a block of that name."""
+        written = json.dumps({"name": name, "places": self.places, "arrays": self.arrays}).encode()
+        return len(written).to_bytes(8, "little") + written
+
+
+@dataclass
+class _File:
+    """Size and last use of a block's file: bytes, and nanoseconds since 1970, as the file system has them."""
+
+    nbytes: int
+    used: int
+
+
 class PrefixFolder:
     """A folder of blocks under a budget; what was not used for longest makes room.
 
@@ -68,10 +113,10 @@ class PrefixFolder:
 
     Args:
         path: the folder; it is made, for its owner only, if it isn't there.
-        budget: bytes of files at most.
+        budget: bytes of files at most, those of other processes included.
 
     Attributes:
-        nbytes: bytes of all files.
+        nbytes: bytes of all files, as they were at the last write.
 
     Raises:
         RequestError: when the folder can't be made or read.
@@ -79,16 +124,15 @@ class PrefixFolder:
 
     def __init__(self, path: str | Path, budget: int):
         self.path, self.budget, self.nbytes = Path(path), budget, 0
-        self._sizes: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # by name, in the order of their last uses
+        self._files: OrderedDict[str, _File] = OrderedDict()  # by name, in the order of last uses
         self._pending = 0  # bytes that wait to be written
         self._is_writing = True
         self._lock = threading.RLock()
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             remove_leftovers(self.path)
-            self._scan()
+            with self._alone():
+                self._evict(0)
         except OSError as error:
             raise RequestError(
                 f"The prefix cache's folder {self.path} can't be used: {error}. Name another one."
@@ -96,19 +140,54 @@ class PrefixFolder:
         self._reader = ThreadPoolExecutor(1, "afm-mlx prefixes read")
         self._writer = ThreadPoolExecutor(1, "afm-mlx prefixes write")
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep the writers of other processes out, and learn what they have written and removed.
+
+        Raises:
+            OSError: when another process does not let go, or the folder can't be read.
+        """
+        descriptor = os.open(self.path, os.O_RDONLY)  # the lock ends with it
+        try:
+            end = time.monotonic() + _LOCK_SECONDS
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > end:
+                        problem = f"another process has kept it locked for {_LOCK_SECONDS:.0f} s"
+                        raise OSError(errno.ETIMEDOUT, problem, str(self.path)) from None
+                    time.sleep(0.005)
+                except OSError:
+                    break  # a file system without such locks: the budget holds for each process
+            self._scan()
+            yield
+        finally:
+            os.close(descriptor)
+
     def _scan(self) -> None:
-        found = []
-        for entry in os.scandir(self.path):
-            if entry.name.endswith(SUFFIX) and entry.is_file(follow_symlinks=False):
-                stat = entry.stat(follow_symlinks=False)
-                found.append((stat.st_mtime_ns, entry.name.removesuffix(SUFFIX), stat.st_size))
-        for _, name, size in sorted(found):
-            self._sizes[name] = size
-            self.nbytes += size
-        self._evict(0)
+        """Take in files that are new here, and forget those that are gone."""
+        files = os.listdir(self.path)
+        there = {name.removesuffix(SUFFIX) for name in files if name.endswith(SUFFIX)}
+        with self._lock:
+            known = set(self._files)
+        new = {}
+        for name in there - known:
+            try:
+                status = self._path(name).lstat()
+            except FileNotFoundError:
+                continue  # another thread or process has removed it
+            if stat.S_ISREG(status.st_mode):
+                new[name] = _File(status.st_size, status.st_mtime_ns)
+        with self._lock:
+            for name in known - there:
+                self._forget(name)
+            for name, file in sorted(new.items(), key=lambda item: item[1].used):
+                self._add(name, file)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._sizes
+        return name in self._files
 
     def close(self) -> None:
         """Write what waits to be written; there is no reading or writing after that."""
@@ -117,9 +196,17 @@ class PrefixFolder:
 
     # -- called by the thread of the prefix cache
 
-    def read(self, names: Sequence[str]) -> Future[list[StoredBlock]]:
-        """Begin to read consecutive blocks: the result ends with the first one that can't be read."""
-        return self._reader.submit(self._read_all, list(names))
+    def read(self, names: Sequence[str], layout: BlockLayout) -> Future[list[StoredBlock]]:
+        """Begin to read consecutive blocks.
+
+        Args:
+            names: see `block_name`.
+            layout: what all of them must look like.
+
+        Returns:
+            The blocks up to the first one that can't be read.
+        """
+        return self._reader.submit(self._read_all, list(names), layout)
 
     def write(self, name: str, places: Places, arrays: Sequence[mx.array]) -> None:
         """Begin to write a block, unless it is there.
@@ -131,7 +218,7 @@ class PrefixFolder:
         nbytes = sum(array.nbytes for array in arrays)
         with self._lock:
             too_many = self._pending + nbytes > _MOST_PENDING
-            if not self._is_writing or name in self._sizes or too_many or nbytes > self.budget:
+            if not self._is_writing or name in self._files or too_many or nbytes > self.budget:
                 return
             self._pending += nbytes
         stored = [StoredArray.of(array) for array in arrays]
@@ -139,19 +226,20 @@ class PrefixFolder:
 
     # -- in threads of its own
 
-    def _read_all(self, names: Sequence[str]) -> list[StoredBlock]:
+    def _read_all(self, names: Sequence[str], layout: BlockLayout) -> list[StoredBlock]:
         found = []
         for name in names:
-            path = self._path(name)
+            path, used = self._path(name), time.time_ns()
             try:
-                block = _decoded(name, path.read_bytes())
-                os.utime(path)
-            except (OSError, ValueError, KeyError, TypeError):
+                block = _decoded(name, layout, path)
+                os.utime(path, ns=(used, used))
+            except (OSError, ValueError):
                 self._remove(name)
                 break
             with self._lock:
-                if name in self._sizes:
-                    self._sizes.move_to_end(name)
+                if name in self._files:
+                    self._files[name].used = used
+                    self._files.move_to_end(name)
             found.append(block)
         return found
 
@@ -159,12 +247,13 @@ class PrefixFolder:
         try:
             if self._is_writing:
                 data = _encoded(name, block)
-                self._evict(len(data))
-                with atomic_write(self._path(name)) as place:
-                    place.write_bytes(data)
-                with self._lock:
-                    self.nbytes += len(data) - self._sizes.pop(name, 0)
-                    self._sizes[name] = len(data)
+                with self._alone():
+                    self._evict(len(data))
+                    with atomic_write(self._path(name)) as place:
+                        place.write_bytes(data)
+                    with self._lock:
+                        self._forget(name)
+                        self._add(name, _File(len(data), time.time_ns()))
         except OSError as error:
             self._stop_writing(error)
         finally:
@@ -184,12 +273,32 @@ class PrefixFolder:
 
     def _evict(self, nbytes: int) -> None:
         with self._lock:
-            while self._sizes and self.nbytes + nbytes > self.budget:
-                self._remove(next(iter(self._sizes)))
+            while self._files and self.nbytes + nbytes > self.budget:
+                name, file = next(iter(self._files.items()))
+                used = self._last_use(name)
+                if used > file.used:  # by another process
+                    file.used = used
+                    self._files.move_to_end(name)
+                else:
+                    self._remove(name)
+
+    def _last_use(self, name: str) -> int:
+        try:
+            return self._path(name).lstat().st_mtime_ns
+        except OSError:
+            return 0
+
+    def _add(self, name: str, file: _File) -> None:
+        self._files[name] = file
+        self.nbytes += file.nbytes
+
+    def _forget(self, name: str) -> None:
+        if (file := self._files.pop(name, None)) is not None:
+            self.nbytes -= file.nbytes
 
     def _remove(self, name: str) -> None:
         with self._lock:
-            self.nbytes -= self._sizes.pop(name, 0)
+            self._forget(name)
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError as error:
@@ -211,33 +320,26 @@ def block_name(above: str, tokens: bytes) -> str:
 
 def _encoded(name: str, block: StoredBlock) -> bytes:
     places, arrays = block
-    kinds = [(array.dtype, array.shape) for array in arrays]
-    written = json.dumps({"name": name, "places": places, "arrays": kinds}).encode()
-    parts = [
-        len(written).to_bytes(8, "little"),
-        written,
-        *(array.data.tobytes() for array in arrays),
-    ]
-    body = b"".join(parts)
+    head = BlockLayout.of(places, arrays, arrays[0].shape[2]).head(name)
+    body = b"".join([head, *(array.data.tobytes() for array in arrays)])
     return hashlib.sha256(body).digest() + body
 
 
-def _decoded(name: str, data: bytes) -> StoredBlock:
-    """A block of a file's bytes.
+def _decoded(name: str, layout: BlockLayout, path: Path) -> StoredBlock:
+    """Read a block of that name and layout.
 
     Raises:
-        ValueError, KeyError, TypeError: when they are not as they were written.
+        OSError, ValueError: when the file is not there, or holds anything else.
     """
+    head, sizes = layout.head(name), [layout.nbytes(i) for i in range(len(layout.arrays))]
+    data = read_file(path, _DIGEST + len(head) + sum(sizes))
     digest, body = data[:_DIGEST], memoryview(data)[_DIGEST:]
     if hashlib.sha256(body).digest() != digest:
         raise ValueError("The digest is another one.")
-    length = int.from_bytes(body[:8], "little")
-    head, at = json.loads(bytes(body[8 : 8 + length])), 8 + length
-    if head["name"] != name:
-        raise ValueError("It is another block's.")
-    arrays = []
-    for dtype, shape in head["arrays"]:
-        count = _DTYPES[dtype].size * int(np.prod(shape))
-        arrays.append(StoredArray(dtype, tuple(shape), np.frombuffer(body, np.uint8, count, at)))
-        at += count
-    return tuple((group, index) for group, index in head["places"]), arrays
+    if body[: len(head)] != head or len(body) != len(head) + sum(sizes):
+        raise ValueError("It is no block of this name and this model.")
+    arrays, at = [], len(head)
+    for (dtype, shape), size in zip(layout.arrays, sizes, strict=True):
+        arrays.append(StoredArray(dtype, shape, np.frombuffer(body, np.uint8, size, at)))
+        at += size
+    return layout.places, arrays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
@@ -10,14 +11,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.engine.prefix_cache import PrefixCache
-from afm_mlx.engine.prefix_cache_folder import StoredBlock
+from afm_mlx.engine.prefix_cache import BLOCK, Columns, PrefixCache
+from afm_mlx.engine.prefix_cache_folder import BlockLayout, StoredBlock
 from afm_mlx.engine.request import Response
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import RowAdapters
 from afm_mlx.engine.row_caches import Cache
 from afm_mlx.model.kv_cache import KVCache
 from afm_mlx.model.kv_cache_placeholder import NoKVCache
+from afm_mlx.model.model import is_afm
 from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 
@@ -51,10 +53,11 @@ class RowPrefixes:
     """
 
     def __init__(self, model: nn.Module, prefixes: PrefixCache | None, adapters: RowAdapters):
-        self._prefixes, self._adapters = prefixes, adapters
+        self._model, self._prefixes, self._adapters = model, prefixes, adapters
         self._keys: dict[int, Hashable] = {}  # of the rows that use the prefix cache
         self._found: dict[int, int] = {}  # prompt tokens that were found, by row
         self._reads: dict[int, _Read] = {}  # what is read for rows that wait
+        self._layouts: dict[Hashable, BlockLayout] = {}  # by kind of cache
         if prefixes is not None:
             prefixes.serve(model)
 
@@ -62,12 +65,14 @@ class RowPrefixes:
         """Whether what files have of a row's prompt is in memory; if not, they begin to be read."""
         if self._prefixes is None or self._prefixes.folder is None or row.request.cache is not None:
             return True
+        if not _can_be_cut(cache):
+            return True
         if (read := self._reads.get(row.id)) is None:
             key, tokens = self._key(row, cache), row.known[:-1]
             first, names = self._prefixes.stored(key, tokens)
             if not names:
                 return True
-            read = _Read(key, tokens, first, self._prefixes.folder.read(names))
+            read = _Read(key, tokens, first, self._prefixes.folder.read(names, self._layout(cache)))
             self._reads[row.id] = read
         if not read.blocks.done():
             return False
@@ -86,6 +91,18 @@ class RowPrefixes:
         kind = cache[0].kind if isinstance(cache[0], KVCache) else ("float", None, False)
         window = kind[1] if kind[2] else None
         return (row.request.client, self._adapters.fingerprint(row), kind[0], window)
+
+    def _layout(self, cache: Cache) -> BlockLayout:
+        """What stored blocks of rows with such an empty cache look like."""
+        kind = cache[0].kind if isinstance(cache[0], KVCache) else None
+        if kind not in self._layouts:
+            probe = copy.deepcopy(cache)
+            # Nothing of this is computed: the shapes tell.
+            run = self._model.prefill if is_afm(self._model) else self._model
+            run(mx.zeros((1, 1), mx.int32), cache=probe)
+            token = Columns.of(_arrays(probe, 0) or [], 0, 1)
+            self._layouts[kind] = BlockLayout.of(token.places, token.groups, BLOCK)
+        return self._layouts[kind]
 
     def begin(self, row: Row, cache: Cache) -> None:
         """Fill a row's empty cache with what is known of its prompt; the last token remains to be fed."""
@@ -165,7 +182,7 @@ def _arrays(cache: Sequence[Any], index: int) -> list[mx.array] | None:
             entry.settle()
             arrays.append(entry.buffer[index : index + 1])
         elif not isinstance(entry, NoKVCache):
-            row = entry.extract(index)
+            row = entry.extract(index) if hasattr(entry, "extract") else entry
             arrays += [row.keys, row.values]
     return arrays
 

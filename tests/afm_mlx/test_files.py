@@ -1,13 +1,15 @@
 """Files are whole or not there."""
 
 import os
+import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from afm_mlx import files
 from afm_mlx.errors import AFMError
-from afm_mlx.files import atomic_folder, atomic_write, remove_leftovers
+from afm_mlx.files import atomic_folder, atomic_write, read_file, remove_leftovers
 from tests.tools.cli import started
 
 # A process that is killed, or lives, in the middle of a write.
@@ -25,6 +27,49 @@ with atomic_folder(sys.argv[1]) as folder:
 
 def writer(path):
     return started(WRITE, path, says="writing")
+
+
+def test_files_are_read_up_to_a_limit(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+    assert read_file(path, 5) == b"12345"
+    with pytest.raises(OSError, match="more than the 4 bytes"):
+        read_file(path, 4)
+    with path.open("wb") as file:  # nothing of which is read
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="more than the 4,096 bytes"):
+        read_file(path, 4096)
+    with pytest.raises(FileNotFoundError):
+        read_file(tmp_path / "none", 5)
+    assert read_file("/dev/null", 5) == b""
+
+
+def test_pipes_are_read_to_their_end_and_devices_are_not(tmp_path, monkeypatch):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=[b"x" * 100_000])
+    writer.start()
+    assert read_file(pipe, 100_000) == b"x" * 100_000
+    writer.join()
+    monkeypatch.setattr(files, "PIPE_SECONDS", 0.05)
+    with pytest.raises(TimeoutError, match="did not come to an end within"):
+        read_file(pipe, 5)
+    reader, writer = os.pipe()  # what `<(command)` gives
+    os.write(writer, b"123456")
+    for limit, error in ((5, "more than the 5 bytes"), (9, "did not come to an end")):
+        with pytest.raises(OSError, match=error):
+            read_file(f"/dev/fd/{reader}", limit)
+    os.write(writer, b"123456")
+    os.close(writer)
+    assert read_file(f"/dev/fd/{reader}", 9) == b"123456"
+    os.close(reader)
+    for other in ("/dev/zero", tmp_path):
+        with pytest.raises(OSError, match="a file or a pipe is needed"):
+            read_file(other, 1 << 40)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "socket"))
+        with pytest.raises(OSError):
+            read_file(tmp_path / "socket", 5)
 
 
 def test_a_written_file_takes_its_place(tmp_path):

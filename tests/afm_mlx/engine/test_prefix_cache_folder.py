@@ -1,16 +1,20 @@
 """Blocks of a prefix cache in files: found by later processes, and never read wrongly."""
 
 import errno
+import hashlib
+import json
 import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from afm_mlx.engine import prefix_cache_folder
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prefix_cache import BLOCK, PrefixCache
-from afm_mlx.engine.prefix_cache_folder import SUFFIX
+from afm_mlx.engine.prefix_cache_folder import SUFFIX, BlockLayout, PrefixFolder, block_name
 from afm_mlx.engine.request import Request
 from afm_mlx.errors import RequestError
 from tests.tools.engines import SIZES, run, some_prompt, tiny
@@ -90,6 +94,85 @@ def test_files_that_are_not_as_they_were_written_are_removed(rng, ask, tmp_path)
     foreign.write_text("somebody's")
     PrefixCache(LARGE, tmp_path / "kept", 1).close()
     assert files(tmp_path) == [foreign]
+
+
+def forged(data, change):
+    """A file with another head, and a digest that is right for it."""
+    length = int.from_bytes(data[32:40], "little")
+    head = change(json.loads(data[40 : 40 + length]))
+    head = head if isinstance(head, bytes) else json.dumps(head).encode()
+    body = len(head).to_bytes(8, "little") + head + data[40 + length :]
+    return hashlib.sha256(body).digest() + body
+
+
+def test_a_right_digest_makes_no_head_right(rng, ask, tmp_path):
+    model = tiny(rng, kv_bits=8)
+    prompt = some_prompt(rng, 2 * BLOCK + 5)
+    answer, _ = ask(model, prompt)
+    whole = {path: path.read_bytes() for path in files(tmp_path)}
+
+    def arrays(change):
+        return lambda head: head | {"arrays": [change(*array) for array in head["arrays"]]}
+
+    def places(change):
+        return lambda head: head | {"places": change(head["places"])}
+
+    changes = [
+        arrays(lambda dtype, shape: ["mlx.core.float32", [*shape[:3], shape[3] // 4]]),
+        arrays(lambda dtype, shape: [dtype, [shape[0], shape[1] // 2, shape[2] * 2, shape[3]]]),
+        arrays(lambda dtype, shape: [dtype, [*shape[:3], 2**62]]),
+        arrays(lambda dtype, shape: [dtype, [-1]]),
+        arrays(lambda dtype, shape: [[], shape]),
+        lambda head: head | {"arrays": []},
+        places(lambda old: old[::-1]),
+        places(lambda old: [[7, 0], *old[1:]]),
+        places(lambda old: [[0, -1], *old[1:]]),
+        places(lambda old: []),
+        places(lambda old: 5),
+        lambda head: [],
+        lambda head: b"[" * 100_000,
+        lambda head: b"",
+    ]
+    for change in changes:
+        for path, data in whole.items():
+            path.write_bytes(forged(data, change))
+        assert ask(model, prompt) == (answer, 0)
+        # The first one was read, removed, and written anew.
+        assert any(path.read_bytes() == data for path, data in whole.items())
+
+
+def test_processes_that_share_a_folder_keep_to_its_budget_together(tmp_path):
+    arrays = [mx.zeros((1, 1, BLOCK, 16))]
+    mx.eval(arrays)
+    layout = BlockLayout.of(((0, 0),), arrays, BLOCK)
+    names = [block_name("", bytes([number])) for number in range(12)]
+    size = 32 + len(layout.head(names[0])) + arrays[0].nbytes
+    # A lock of the folder keeps two objects apart as it does two processes.
+    one, other = (PrefixFolder(tmp_path, 4 * size + 1) for _ in range(2))
+
+    def fill(folder, names):
+        for name in names:
+            folder.write(name, layout.places, arrays)
+            folder._writer.submit(int).result()
+            assert sum(path.stat().st_size for path in tmp_path.glob(f"*{SUFFIX}")) <= folder.budget
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(fill, one, names[:5]), threads.submit(fill, other, names[5:8])]:
+            done.result()
+    fill(one, names[8:10])
+    fill(other, names[10:11])
+    kept = {path.stem for path in tmp_path.glob(f"*{SUFFIX}")}
+    assert len(kept) == 4
+    assert kept > {*names[8:11]}
+    # What another process has used is not the oldest.
+    assert len(other.read(names[8:9], layout).result()) == 1
+    fill(one, names[11:12])
+    kept = {path.stem for path in tmp_path.glob(f"*{SUFFIX}")}
+    assert kept == {names[8], names[9], names[10], names[11]}
+    fill(one, names[:1])
+    assert {path.stem for path in tmp_path.glob(f"*{SUFFIX}")} == {names[i] for i in (0, 8, 10, 11)}
+    for folder in (one, other):
+        folder.close()
 
 
 def test_the_folder_keeps_to_its_budget(rng, ask, tmp_path):
