@@ -21,6 +21,9 @@ FORMULA = """class AfmMlx < Formula
   depends_on macos: :sonoma
   depends_on "python@3.13"
 
+  # Wheels of jiter and rpds-py have no room in their headers for Homebrew's longer library paths.
+  preserve_rpath
+
   def install
     system Formula["python@3.13"].opt_bin/"python3.13", "-m", "venv", libexec
     pip = [libexec/"bin/python", "-m", "pip", "--disable-pip-version-check"]

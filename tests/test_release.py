@@ -86,6 +86,40 @@ def test_every_command_of_a_workflow_exists():
         assert list(ROOT.glob(path)), path
 
 
+def test_actions_are_pinned_to_commits():
+    steps = [s for w in WORKFLOWS.values() for job in w["jobs"].values() for s in job["steps"]]
+    used = [step["uses"] for step in steps if "uses" in step]
+    assert used
+    for action in used:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", action), action
+
+
+def test_packages_name_the_repository_that_builds_them():
+    with_urls = runpy.run_path(str(ROOT / ".ci" / "project_urls.py"))["with_urls"]
+    text = (ROOT / "pyproject.toml").read_text()
+    urls = tomllib.loads(with_urls(text, "https://example.org/a/fork"))["project"]["urls"]
+    assert {"Homepage", "Documentation", "Source", "Issues", "Changelog"} == set(urls)
+    assert all(url.startswith("https://example.org/a/fork") for url in urls.values())
+    for name in ("Documentation", "Changelog"):
+        assert (ROOT / urls[name].partition("/main/")[2]).exists()
+    builds = [
+        job
+        for job in ("macos", "linux", "sdist")
+        if "project_urls" in str(WORKFLOWS["wheels"]["jobs"][job])
+    ]
+    assert builds == ["macos", "linux", "sdist"]
+
+
+def test_the_licence_of_pythons_docstrings_comes_with_them():
+    folder = Path(afm_mlx.__file__).parent / "embedded" / "afm-nano"
+    text = (folder / "LICENSE-PYTHON.txt").read_text()
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in text
+    assert "LICENSE-PYTHON.txt" in (folder / "README.md").read_text()
+    for file in PROJECT["project"]["license-files"]:
+        assert (ROOT / file).is_file()
+    assert "PSF-2.0" in PROJECT["project"]["license"]
+
+
 def test_wheels_are_for_every_python_that_is_promised():
     promised = SpecifierSet(PROJECT["project"]["requires-python"])
     for_linux = WORKFLOWS["wheels"]["jobs"]["linux"]["strategy"]["matrix"]["python"]
@@ -111,6 +145,8 @@ def test_the_formula_is_made_from_an_sdist(tmp_path):
     assert said["sha256"] == "9e691d5adacf0e102f203100842ffaba4e2a7dfe3dbd536827d3c0db8c7e88f1"
     assert said["homepage"] == "https://example.org/afm"
     assert len(said["desc"]) < 80  # Homebrew's limit
+    # https://github.com/crate-py/rpds/issues/200: relinking the libraries of wheels fails
+    assert re.search(r"^  preserve_rpath$", text, re.M)
     assert "{" not in re.sub(r"#\{[^}]*\}", "", text)
     python = said["depends_on"].removeprefix("python@")
     assert python in SpecifierSet(PROJECT["project"]["requires-python"])
