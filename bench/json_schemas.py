@@ -2,7 +2,7 @@
 
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite suite
     git clone https://github.com/guidance-ai/jsonschemabench schemas
-    pip install 'afm-mlx[test]'
+    pip install '.[test]'
     python -m bench.json_schemas --suite suite --schemas schemas --count 1000 --seed 0 --documents 3
 
 Of the suite, the schemas of draft 2020-12 are taken, optional ones aside; of the bench, as many of each of its

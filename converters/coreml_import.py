@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from afm_mlx.coreml.availability import INSTALL, import_coremltools
+from afm_mlx.coreml.availability import REINSTALL, import_coremltools
 from afm_mlx.errors import AFMError
 
 
@@ -20,6 +20,6 @@ def coreml_module(name: str) -> Any:
         return import_module(f"afm_mlx.converters.coreml.{name}")
     except ImportError as error:
         raise AFMError(
-            f"coremltools lacks a part that writes Core ML programs ({error}). Install it anew, for a Python "
-            f"that it has a wheel for: {INSTALL}"
+            f"coremltools lacks a part that writes Core ML programs ({error}). Install it again, for a Python "
+            f"that it has a wheel for: {REINSTALL}"
         ) from error

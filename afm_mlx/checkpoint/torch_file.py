@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from afm_mlx.errors import AFMError, CheckpointError, shown
+from afm_mlx.installation import install_command
 
 if TYPE_CHECKING:
     import torch
@@ -39,8 +40,8 @@ def import_torch() -> Any:
         import torch
     except ImportError:
         raise AFMError(
-            "Reading a .pt checkpoint needs PyTorch, which is not installed: "
-            "pip install 'afm-mlx[convert]'"
+            "Reading a .pt checkpoint needs PyTorch, which is not installed. Install it: "
+            + install_command("convert")
         ) from None
     return torch
 

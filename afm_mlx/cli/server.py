@@ -15,6 +15,7 @@ from afm_mlx.cli.argument_table import FLAG, Argument, unavailable
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer, json_object, number, positive
 from afm_mlx.cli.signals import deferred_signals
 from afm_mlx.errors import shown
+from afm_mlx.installation import install_command
 
 if TYPE_CHECKING:
     from afm_mlx.server.options import ServerOptions
@@ -123,8 +124,8 @@ def run(args: argparse.Namespace) -> None:
         from afm_mlx.server.served_model import ServedModel
     except ImportError as error:
         raise UsageError(
-            f"the server needs {error.name}, which is not installed: pip install 'afm-mlx[server]' beside "
-            "afm-mlx, or name the extra in what pipx or uvx is given ('PATH[server]')."
+            f"the server needs {error.name}, which is not installed. Install it: "
+            f"{install_command('server')} (uvx --from takes the same path with its [server])."
         ) from None
     settings = _options(args)
     options.check_speculation(args)

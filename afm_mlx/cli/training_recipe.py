@@ -13,6 +13,7 @@ from afm_mlx.cli.argument_table import flag_of
 from afm_mlx.cli.parser import MAX_NUMBER, UsageError
 from afm_mlx.cli.training_arguments import DISTILLATION, EPOCHS, FEATURES, STEPS_BETWEEN
 from afm_mlx.errors import shown
+from afm_mlx.installation import install_command
 
 if TYPE_CHECKING:
     from afm_mlx.training.loop.training_options import TrainingOptions
@@ -135,7 +136,7 @@ def _check_plot(path: str) -> None:
         )
     if find_spec("matplotlib") is None:
         raise UsageError(
-            "--plot needs matplotlib, which is not installed. Install it (pip install 'afm-mlx[train]'), or "
+            f"--plot needs matplotlib, which is not installed. Install it ({install_command('train')}), or "
             "leave --plot out."
         )
 

@@ -10,11 +10,12 @@ from importlib import import_module
 from typing import Any
 
 from afm_mlx.errors import AFMError
+from afm_mlx.installation import install_command
 
 MACOS = 15
 """The first macOS whose models have states."""
 COREMLTOOLS = 9
-INSTALL = "pip install 'afm-mlx[coreml]'"
+REINSTALL = f"pip install --force-reinstall 'coremltools>={COREMLTOOLS}'"
 
 
 def import_coremltools() -> Any:
@@ -31,18 +32,19 @@ def import_coremltools() -> Any:
     except ImportError as error:
         if error.name == "coremltools":
             raise AFMError(
-                f"coremltools is not installed, which writes, reads and runs Core ML packages: {INSTALL}. "
-                "It has no wheels for Linux on ARM, nor for Python 3.14."
+                "coremltools is not installed, which writes, reads and runs Core ML packages. Install it: "
+                f"{install_command('coreml')}. It has no wheels for Linux on ARM, nor for Python 3.14."
             ) from None
         raise AFMError(
-            f"coremltools can't be imported ({error}). Install it anew: {INSTALL}"
+            f"coremltools can't be imported ({error}). Install it again: {REINSTALL}"
         ) from error
     finally:
         logger.setLevel(level)
     found = re.match(r"\d+", coremltools.__version__)
     if found is None or int(found[0]) < COREMLTOOLS:
         raise AFMError(
-            f"coremltools is {coremltools.__version__}; {COREMLTOOLS}.0 or later is needed: {INSTALL}"
+            f"coremltools is {coremltools.__version__}; {COREMLTOOLS}.0 or later is needed. "
+            f"Install it: {REINSTALL}"
         )
     return coremltools
 

@@ -2,8 +2,8 @@
 
     python examples/nano/build.py --out DIR --seed 0
 
-Needs `tamm`, `torch` and `sentencepiece` (`pip install "afm-mlx[tamm]"`). Run it again on the same folder
-to resume a run that was interrupted.
+Needs `tamm`, `torch` and `sentencepiece` (`pip install ".[tamm]"` in the repository). Run it again on the
+same folder to resume a run that was interrupted.
 """
 
 from __future__ import annotations

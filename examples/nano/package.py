@@ -13,6 +13,7 @@ import argparse
 import json
 import platform
 import shutil
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ _CARD = Path(__file__).with_name("model_card_template.md")
 _COPIED = ("*.safetensors", "*.safetensors.index.json", "tokenizer*", "chat_template.jinja")
 _DATA = ("evaluation.jsonl", "heldout.jsonl")
 _GOLDEN_TOKENS = 32
+_PYTHON_LICENCE = Path(sysconfig.get_path("stdlib"), "LICENSE.txt")
 
 State = dict[str, torch.Tensor]
 
@@ -63,6 +65,9 @@ def main() -> None:
                 shutil.copy(args.adapter / name, folder / ADAPTER)
         write_golden(folder, args.source)
         (folder / "README.md").write_text(model_card(columns, folder))
+        shutil.copy(
+            _PYTHON_LICENCE, folder / "LICENSE-PYTHON.txt"
+        )  # the held-out docstrings are Python's
 
 
 def figures(

@@ -22,13 +22,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from afm_mlx.installation import install_command
 from afm_mlx.kernels.errors import SettingError
 
 SWITCH, THREADS, ISA = "AFM_MLX_NATIVE", "AFM_MLX_THREADS", "AFM_MLX_ISA"
 MAX_THREADS = 1024
-REINSTALL = (
-    "reinstall afm-mlx (`pip install --force-reinstall --no-deps afm-mlx`) to build it again"
-)
 
 _NAME = "_afm_cpu"
 
@@ -106,19 +104,23 @@ def _loaded() -> tuple[ModuleType | None, str]:
         native = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(native)
     except ImportError as error:
-        return None, f"{path.name} can't be loaded ({error}); {REINSTALL}"
+        return None, f"{path.name} can't be loaded ({error}); {_rebuild()}"
     if native.mlx_version != mx.__version__.split(".dev")[0].split("+")[0]:
         built = f"built against MLX {native.mlx_version}, and this is MLX {mx.__version__}"
         install = f"install that version (`pip install mlx=={native.mlx_version}`)"
-        return None, f"{built}; {install}, or {REINSTALL}"
+        return None, f"{built}; {install}, or {_rebuild()}"
     try:
         native.probe(mx.array(0.0))
     except TypeError:
         other = f"nanobind {native.nanobind_version}, which MLX {mx.__version__} does not share types with"
-        return None, f"built with {other}; {REINSTALL}"
+        return None, f"built with {other}; {_rebuild()}"
     _configure(native)
     sys.modules[spec.name] = native
     return native, ""
+
+
+def _rebuild() -> str:
+    return f"reinstall afm-mlx (`{install_command(rebuild=True)}`) to build it again"
 
 
 def _file_name() -> str:
@@ -138,8 +140,8 @@ def _why_not_built() -> str:
     note = _find("native_reason.txt")
     reason = note.read_text(encoding="utf-8").strip() if note is not None else ""
     if not reason:
-        return f"{_file_name()} is not there; {REINSTALL}"
-    return f"{reason}; {REINSTALL} once that is mended"
+        return f"{_file_name()} is not there; {_rebuild()}"
+    return f"{reason}; {_rebuild()} once that is mended"
 
 
 def _configure(native: ModuleType) -> None:

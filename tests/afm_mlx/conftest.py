@@ -52,7 +52,7 @@ def either_folder(request, tokenizer_folder, tmp_path_factory):
 @pytest.fixture(scope="session")
 def core_ml(spm_bpe, tmp_path_factory):
     """A tiny model folder and its Core ML package."""
-    pytest.importorskip("coremltools", reason="pip install 'afm-mlx[coreml]'")
+    pytest.importorskip("coremltools", reason="pip install '.[coreml]'")
     return make_package(tmp_path_factory.mktemp("coreml"), spm_bpe, np.random.default_rng(SEED))
 
 

@@ -18,7 +18,7 @@ from afm_mlx.loading.resolve import resolve_model
 from tests.tools.cases import each
 from tests.tools.models import random_config, random_model
 
-pytest.importorskip("tamm", reason="the example trains with tamm: pip install 'afm-mlx[tamm]'")
+pytest.importorskip("tamm", reason="the example trains with tamm: pip install '.[tamm]'")
 pytest.importorskip("sentencepiece")
 
 NANO = Path(__file__).parents[2] / "examples" / "nano"

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-pytest.importorskip("tamm", reason="the example trains with tamm: pip install 'afm-mlx[tamm]'")
+pytest.importorskip("tamm", reason="the example trains with tamm: pip install '.[tamm]'")
 pytest.importorskip("sentencepiece")
 
 NANO = Path(__file__).parents[2] / "examples" / "nano"
@@ -314,6 +314,7 @@ def test_the_package_has_the_same_weights_and_their_figures(packed, tmp_path, mo
     assert loaded.args.context_length == 1024
     card = (out / "README.md").read_text()
     assert "@" not in card
+    assert "PYTHON SOFTWARE FOUNDATION" in (out / "LICENSE-PYTHON.txt").read_text()
     assert "of rank 4" in card
     rows = json.loads((packed / "report" / "quality.json").read_text())["variants"]
     line = next(line for line in card.splitlines() if line.startswith("| perplexity"))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tamm", reason="the example trains with tamm: pip install 'afm-mlx[tamm]'")
+pytest.importorskip("tamm", reason="the example trains with tamm: pip install '.[tamm]'")
 pytest.importorskip("sentencepiece")
 
 NANO = Path(__file__).parents[2] / "examples" / "nano"

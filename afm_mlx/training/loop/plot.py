@@ -7,6 +7,7 @@ from typing import Any
 
 from afm_mlx.errors import AFMError, DataError
 from afm_mlx.files import atomic_write
+from afm_mlx.installation import install_command
 from afm_mlx.jsonl import read_jsonl
 
 
@@ -26,7 +27,7 @@ def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise AFMError(
-            "Plots need matplotlib, which is not installed. Install it: pip install 'afm-mlx[train]'"
+            f"Plots need matplotlib, which is not installed. Install it: {install_command('train')}"
         ) from None
 
     records = [record for _, record in read_jsonl(Path(metrics_path))]

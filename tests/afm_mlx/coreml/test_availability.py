@@ -24,7 +24,7 @@ BROKEN = ImportError("numpy.core is gone", name="numpy.core")
     [
         ("Linux", "", None, "Core ML is there on macOS 15 and later, and this is Linux: ask a Mac"),
         ("Darwin", "14.7.1", None, "need macOS 15 or later, and this is macOS 14.7.1"),
-        ("Darwin", "26.0", MISSING, "not installed, .*: pip install 'afm-mlx[coreml]'"),
+        ("Darwin", "26.0", MISSING, "not installed, .*[coreml]"),
         ("Darwin", "26.0", BROKEN, "can't be imported (numpy.core is gone)"),
         ("Darwin", "15.1", coremltools("8.3.0"), "coremltools is 8.3.0; 9.0 or later is needed"),
         ("Darwin", "15.1", coremltools("9.0b1"), "has no binary part for Python"),

@@ -13,7 +13,7 @@ from afm_mlx.errors import AFMError
 @pytest.fixture
 def tools(monkeypatch):
     """coremltools, whose calls into Core ML are recorded and checked against its signatures."""
-    pytest.importorskip("coremltools", reason="pip install 'afm-mlx[coreml]'")
+    pytest.importorskip("coremltools", reason="pip install '.[coreml]'")
     models = import_coremltools().models
     monkeypatch.setattr(functions, "obstacle", lambda: None)
     for owner, name in (

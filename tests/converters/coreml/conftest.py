@@ -14,7 +14,7 @@ from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import draw_tensors, write_folder
 from tests.tools.models import random_config, random_model
 
-pytest.importorskip("coremltools.libmilstoragepython", reason="pip install 'afm-mlx[coreml]'")
+pytest.importorskip("coremltools.libmilstoragepython", reason="pip install '.[coreml]'")
 
 
 def packable(rng, **fixed):

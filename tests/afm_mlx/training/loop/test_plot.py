@@ -42,5 +42,5 @@ def test_nothing_to_draw(tmp_path, content):
 def test_without_matplotlib(tmp_path, monkeypatch):
     for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(AFMError, match=r"pip install 'afm-mlx\[train\]'"):
+    with pytest.raises(AFMError, match=r"pip install .*\[train\]"):
         plot_metrics(tmp_path / "metrics.jsonl", tmp_path / "a.png")

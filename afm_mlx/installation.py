@@ -1,0 +1,72 @@
+"""Where this afm-mlx was installed from, and the command that installs it again.
+
+afm-mlx is on no package index: a command with its bare name would fetch whatever somebody else has put there.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shlex
+import sys
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+ANYWHERE = "PATH-OR-URL-OF-AFM-MLX"
+"""Stands in a command for a source that is not recorded, or that is gone."""
+
+
+def install_command(extra: str = "", *, rebuild: bool = False) -> str:
+    """Return the shell command that installs afm-mlx again, into this environment, from its source.
+
+    The command is that of pip, pipx or uv, whichever made the environment. The source is what the installer
+    recorded in `direct_url.json` (PEP 610): a folder, a wheel, an sdist or a URL.
+
+    Args:
+        extra: name of an extra of pyproject.toml to install with it; none by default.
+        rebuild: True to build and install this version again although it is installed.
+    """
+    source = _source()
+    extras = f"[{extra}]" if extra else ""
+    editable = "--editable " if source.get("dir_info", {}).get("editable") else ""
+    return f"{_installer(rebuild)} {editable}{shlex.quote(_requirement(source, extras))}"
+
+
+def _requirement(source: dict[str, Any], extras: str) -> str:
+    if not source:
+        return ANYWHERE + extras
+    parts = urlsplit(source["url"])
+    if parts.scheme == "file" and "vcs_info" not in source:
+        return url2pathname(parts.path) + extras
+    scheme = f"{source['vcs_info']['vcs']}+" if "vcs_info" in source else ""
+    return f"afm-mlx{extras} @ {scheme}{source['url']}"
+
+
+def _installer(rebuild: bool) -> str:
+    places = {*Path(sys.prefix).parts}
+    if "pipx" in places:
+        return "pipx install --force"
+    if {"uv", "tools"} <= places:
+        return "uv tool install --force" + (" --reinstall" if rebuild else "")
+    if find_spec("pip") is None:
+        again = " --reinstall-package afm-mlx" if rebuild else ""
+        return f"uv pip install --python {shlex.quote(sys.prefix)}{again}"
+    again = " --force-reinstall --no-deps" if rebuild else ""
+    return f"{shlex.quote(sys.executable)} -m pip install{again}"
+
+
+@functools.cache
+def _source() -> dict[str, Any]:
+    """Return the installer's record of the source; an empty one if there is none, or its file is gone."""
+    try:
+        text = metadata.distribution("afm-mlx").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        text = None
+    source: dict[str, Any] = json.loads(text or "{}")
+    parts = urlsplit(source.get("url", ""))
+    gone = parts.scheme == "file" and not Path(url2pathname(parts.path)).exists()
+    return {} if gone else source
