@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-
-import jiter
 
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.fm.errors import DecodingFailureError, GenerationError, InvalidGenerationSchemaError
 from afm_mlx.fm.generable import Generable, GeneratedContent, GenerationID
 from afm_mlx.fm.generation_schema import GenerationSchema, with_whole_patterns
 from afm_mlx.guidance.constraint import Constraint
-
-_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
-_NUMBER_AT_END = re.compile(r"-?\d[\d.eE+-]*$")
+from afm_mlx.guidance.snapshots import MISSING, json_so_far
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,7 @@ class AnswerForm:
                 number that no float can hold.
         """
         with _decoding(text):
-            return GeneratedContent(json.loads(text))
+            return GeneratedContent.of(json.loads(text))
 
     def value(self, content: GeneratedContent) -> Any:
         """A whole answer as the caller wants it."""
@@ -78,16 +73,12 @@ class AnswerForm:
         return self.generating._from_generated_content(content)
 
     def so_far(self, text: str, is_complete: bool = False) -> Any:
-        """The JSON value of an answer, or of the beginning of one; None where there is nothing yet.
-
-        A number at the end of a beginning is left out: more digits may come.
-        """
+        """The JSON value of an answer, or of the beginning of one; None where there is nothing yet."""
         with _decoding(text):
             if is_complete:
                 return json.loads(text)
-            if '"' not in _STRINGS.sub("", text):
-                text = _NUMBER_AT_END.sub("", text)
-            return jiter.from_json(text.encode(), partial_mode="trailing-strings") if text else None
+            value = json_so_far(text)
+            return None if value is MISSING else value
 
     def snapshot(self, value: Any, id: GenerationID, is_complete: bool) -> Any:
         """An answer, or the beginning of one, as a snapshot.
@@ -97,9 +88,8 @@ class AnswerForm:
             id: of all snapshots of one answer.
             is_complete: whether it is all of the answer.
         """
-        made = GeneratedContent if is_complete else GeneratedContent.partial
         with _decoding(value):
-            content = made(value, id)
+            content = GeneratedContent.of(value, id, is_complete)
         if self.generating is None:
             return content
         return self.generating.PartiallyGenerated._from_generated_content(content)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from afm_mlx.fm.transcript import Transcript
+from afm_mlx.fm.transcript import Transcript, joined
 
 POLICIES = ("error", "drop_oldest", "summarize")
 SUMMARY_PROMPT = "Summarize our conversation so far."
@@ -52,7 +52,7 @@ async def made_to_fit(
     target = context_size // 2 - room
 
     def without(first: int) -> Transcript:
-        return draft.with_entries([*before, *_joined(turns[first:])])
+        return draft.with_entries([*before, *joined(turns[first:])])
 
     # Fewer turns have fewer tokens; if even the last one alone has too many, it alone stays.
     first = bisect_left(range(len(turns) - 1), -target, key=lambda n: -count(without(n)))
@@ -67,7 +67,7 @@ async def made_to_fit(
     said = draft.with_entries(before)
     said.add_prompt(SUMMARY_PROMPT)
     said.add_response(summary)
-    return draft.with_entries([*_joined([before, *said.turns()[1], *turns[first:]])])
+    return draft.with_entries([*joined([before, *said.turns()[1], *turns[first:]])])
 
 
 async def _summary(
@@ -81,12 +81,8 @@ async def _summary(
 ) -> str:
     """A summary of turns, as many of the newest as fit; empty when none does."""
     for first in range(len(turns)):
-        asking = draft.with_entries([*before, *_joined(turns[first:])])
+        asking = draft.with_entries([*before, *joined(turns[first:])])
         asking.add_prompt(SUMMARY_PROMPT)
         if count(asking) <= most:
             return await summarize(asking, room)
     return ""
-
-
-def _joined(turns: Sequence[list[Any]]) -> list[Any]:
-    return [entry for turn in turns for entry in turn]

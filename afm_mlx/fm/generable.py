@@ -42,13 +42,34 @@ class GeneratedContent:
     """
 
     def __init__(self, content_dict: Any = None, id: GenerationID | None = None) -> None:
+        self._set({} if content_dict is None else content_dict, id)
+
+    def _set(self, value: Any, id: GenerationID | None, is_complete: bool = True) -> None:
         try:
-            text = json.dumps({} if content_dict is None else content_dict, allow_nan=False)
+            text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"Invalid content, not serializable as JSON: {error}.") from None
         self._content_dict = json.loads(text)
         self.id = id or GenerationID()
-        self._is_complete = True
+        self._is_complete = is_complete
+
+    @classmethod
+    def of(
+        cls, value: Any, id: GenerationID | None = None, is_complete: bool = True
+    ) -> GeneratedContent:
+        """The content of a JSON value, of which None is null.
+
+        Args:
+            value: the value, or what there is of it so far.
+            id: its identity; none makes a new one.
+            is_complete: whether it was generated to its end.
+
+        Raises:
+            TypeError: for what JSON can't hold.
+        """
+        content = cls.__new__(cls)
+        content._set(value, id, is_complete)
+        return content
 
     @classmethod
     def from_json(cls, json_str: str) -> GeneratedContent:
@@ -62,16 +83,9 @@ class GeneratedContent:
         except RecursionError as error:
             raise ValueError(f"The content is nested too deeply: {error}.") from None
         try:
-            return cls(value)
+            return cls.of(value)
         except TypeError as error:  # Python reads numbers that JSON doesn't have
             raise ValueError(str(error)) from None
-
-    @classmethod
-    def partial(cls, content_dict: Any, id: GenerationID | None = None) -> GeneratedContent:
-        """What there is so far of content that is still being generated."""
-        content = cls(content_dict, id)
-        content._is_complete = False
-        return content
 
     def to_json(self) -> str:
         """The content as JSON text."""

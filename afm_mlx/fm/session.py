@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from types import EllipsisType
@@ -251,22 +252,24 @@ class LanguageModelSession:
             tool_errors=self._tool_errors,
             context_policy=self._context_policy,
             logprobs=logprobs,
-            tool_context=self._lock.tool_context(),
         )
-        async with self._lock.held():
+        async with self._lock.held() as hold:
             await self._ready()
             asked.form = form = await form.compiled()
             draft = self.transcript.copy()
             draft.add_prompt(text, form.response_format if include_schema_in_prompt else None)
+            hold.mark()
+            asked.tool_context = contextvars.copy_context()
             turn = Turn(self._model._shared, draft, self._tools, asked)
             async with aclosing(turn.texts()) as texts:
                 async for text in texts:
+                    hold.mark()  # another task may ask for this text than for the one before
                     yield text, None
             text = turn.answer.text
             content = text if form.is_text else form.content(text)
             value = content if isinstance(content, str) else form.value(content)
             turn.draft.add_response(content, self._assets(asked.adapter), form.name)
-            self.transcript.replace(turn.draft)
+            self.transcript.merge(turn.draft)
             self.last_answer = turn.answer
         yield text, value
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,7 +20,8 @@ class Transcript:
     """What was said in a session, in order: instructions, prompts, answers, calls of tools and their results.
 
     Entries are the framework's JSON, kept as they were read. A request makes a `copy`, adds to it while it is
-    answered, and hands it to `replace` when the answer is complete: until then nothing of it is seen.
+    answered, and hands it to `merge` when the answer is complete: until then nothing of it is seen. Sessions
+    may share a transcript: each adds its turns behind those that are there.
     """
 
     _KIND: ClassVar[str] = "FoundationModels.Transcript"
@@ -29,6 +32,8 @@ class Transcript:
             "version": 1,
             "transcript": {"entries": []},
         }
+        self._copied: list[Entry] = []  # the entries of the transcript that this one is a copy of
+        self._merging = threading.Lock()
 
     @property
     def _entries(self) -> list[Entry]:
@@ -59,24 +64,31 @@ class Transcript:
         document = self._document
         entries = list(self._entries)
         other._document = {**document, "transcript": {**document["transcript"], "entries": entries}}
+        other._copied = list(entries)
         return other
 
-    def replace(self, other: Transcript) -> None:
-        """Take over, in one step, all entries of a copy, from which older ones may have been taken out."""
-        self._entries[:] = other._entries
+    def merge(self, draft: Transcript) -> None:
+        """Take over, in one step, what a request has changed in a copy.
+
+        Those are its last turn, and older entries that it took out, or added behind the instructions.
+        """
+        with self._merging:
+            copied, kept = ({id(e) for e in t} for t in (draft._copied, draft._entries))
+            *older, own = _parts(draft._entries)
+            here = [e for e in self._entries if id(e) not in copied or id(e) in kept]
+            before, *turns = _parts(here)
+            added = [e for e in joined(older) if id(e) not in copied]
+            self._entries[:] = [*before, *added, *joined(turns), *own]
 
     def turns(self) -> tuple[list[Entry], list[list[Entry]]]:
         """What comes before the first prompt, and the turns: each a prompt and all that follows it."""
-        starts = [i for i, entry in enumerate(self._entries) if entry["role"] == "user"]
-        ends = [*starts[1:], len(self._entries)]
-        before = self._entries[: starts[0]] if starts else self._entries
-        turns = [self._entries[i:j] for i, j in zip(starts, ends, strict=True)] if starts else []
-        return list(before), turns
+        before, *turns = _parts(self._entries)
+        return before, turns
 
     def with_entries(self, entries: Sequence[Entry]) -> Transcript:
         """A transcript with these entries in place of its own."""
         other = self.copy()
-        other._entries[:] = entries
+        other._entries[:], other._copied = entries, self._copied
         return other
 
     def add_instructions(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -171,6 +183,18 @@ class Transcript:
         entry = {"role": role, "id": _new_id(), **fields}
         self._entries.append(entry)
         return entry
+
+
+def _parts(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """The entries before the first prompt, then those of each turn."""
+    starts = [i for i, entry in enumerate(entries) if entry["role"] == "user"]
+    ends = [0, *starts, len(entries)]
+    return [list(entries[i:j]) for i, j in itertools.pairwise(ends)]
+
+
+def joined(parts: Sequence[list[Entry]]) -> list[Entry]:
+    """Returns the entries of several lists as one list."""
+    return [entry for part in parts for entry in part]
 
 
 _ROLES = {"instructions": "system", "user": "user", "response": "assistant", "tool": "tool"}

@@ -20,8 +20,33 @@ import jiter
 from afm_mlx.guidance.type_fields import bare, fields_of, is_typed_dict, members_of
 from afm_mlx.guidance.type_libraries import Library
 
-_MISSING: Any = object()
+MISSING: Any = object()
 _NUMBER_AT_END = re.compile(r"-?\d[\d.eE+-]*$")
+_CLOSED_STRINGS = re.compile(r'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+', re.S)
+
+
+def json_so_far(text: str, open_strings: bool = True) -> Any:
+    """Read the beginning of a JSON text.
+
+    Args:
+        text: the beginning.
+        open_strings: whether a string that has no end yet is part of the value, as long as it is.
+
+    Returns:
+        The value so far, without a number at the text's end: more digits may come. `MISSING` where there is
+        none.
+
+    Raises:
+        ValueError: when the text is no beginning of JSON.
+    """
+    closed = _CLOSED_STRINGS.match(text)
+    assert closed is not None  # it matches the empty text
+    if closed.end() == len(text):  # the end is in no string
+        text = _NUMBER_AT_END.sub("", text)
+    # As the item of a list: jiter reads nothing, or half a word, as an empty list, and on its own as an error.
+    mode: Literal["on", "trailing-strings"] = "trailing-strings" if open_strings else "on"
+    items = jiter.from_json(b"[" + text.encode(), allow_inf_nan=False, partial_mode=mode)
+    return items[0] if items else MISSING
 
 
 def snapshot(text: str, kind: Any, library: Library) -> Any:
@@ -35,27 +60,11 @@ def snapshot(text: str, kind: Any, library: Library) -> Any:
     Raises:
         ValueError: when the text is no such beginning, or something complete does not fit.
     """
-    # As the item of a list, nothing at all is an empty list, and a number's end is not the text's.
-    listed = b"[" + text.encode()
-    so_far = _parsed(listed, "trailing-strings")
-    if not so_far:
+    so_far = json_so_far(text)
+    if so_far is MISSING:
         return None
-    complete = _complete(listed) or [_MISSING]
-    value = _Snapshots(library).of(so_far[0], complete[0], kind)
-    return None if value is _MISSING else value
-
-
-def _parsed(text: bytes, mode: Literal["on", "trailing-strings"]) -> Any:
-    return jiter.from_json(text, allow_inf_nan=False, partial_mode=mode)
-
-
-def _complete(text: bytes) -> Any:
-    """What of a text is complete, whatever follows."""
-    cut = _NUMBER_AT_END.sub("-", text.decode())
-    try:
-        return _parsed(cut.encode(), "on")
-    except ValueError:  # the digits are part of an escape in a string
-        return _parsed(text, "on")
+    value = _Snapshots(library).of(so_far, json_so_far(text, open_strings=False), kind)
+    return None if value is MISSING else value
 
 
 class _Snapshots:
@@ -73,47 +82,47 @@ class _Snapshots:
 
         Args:
             value: the value so far.
-            complete: the same, without what is not complete; `_MISSING` when that is all of it.
+            complete: the same, without what is not complete; `MISSING` when that is all of it.
             hint: its type.
         """
         if isinstance(value, dict):
             return self._object(value, complete, members_of(hint))
         if isinstance(value, list):
             return self._list(value, complete, members_of(hint))
-        if complete is not _MISSING:
+        if complete is not MISSING:
             # Most values are what their type says.
             is_one = type(value) is hint
             return value if is_one else self._library.decoded(json.dumps(value), hint)
         is_text = isinstance(value, str) and any(m in (str, Any) for m in members_of(hint))
-        return value if is_text else _MISSING
+        return value if is_text else MISSING
 
     def _object(self, value: dict[str, Any], complete: Any, members: list[Any]) -> Any:
-        done = {} if complete is _MISSING else complete
+        done = {} if complete is MISSING else complete
         kind = _class_of(done, members)
         fields = {field.key: field for field in fields_of(kind)}
         others = Any if fields else _argument(members, 1)
         items = {}
         for key, item in value.items():
             hint = fields[key].type if key in fields else others
-            new = self.of(item, done.get(key, _MISSING), hint)
-            if new is not _MISSING:
+            new = self.of(item, done.get(key, MISSING), hint)
+            if new is not MISSING:
                 items[key] = new
         if not fields or is_typed_dict(kind):
             return items
         return _instance(kind, {fields[key].name: v for key, v in items.items() if key in fields})
 
     def _list(self, value: list[Any], complete: Any, members: list[Any]) -> Any:
-        done = [] if complete is _MISSING else complete
+        done = [] if complete is MISSING else complete
         kind = next((m for m in map(_origin, members) if fields_of(m)), None)
         hints = _item_types(members) if kind is None else [f.type for f in fields_of(kind)]
         items = []
         for i, item in enumerate(value):
             hint = hints[min(i, len(hints) - 1)] if hints else Any
-            items.append(self.of(item, done[i] if i < len(done) else _MISSING, hint))
+            items.append(self.of(item, done[i] if i < len(done) else MISSING, hint))
         if kind is not None:
             names = [field.name for field in fields_of(kind)]
             return _instance(kind, dict(zip(names, items, strict=False)))
-        return [item for item in items if item is not _MISSING]  # only the last can be missing
+        return [item for item in items if item is not MISSING]  # only the last can be missing
 
 
 def _origin(hint: Any) -> Any:
@@ -150,7 +159,7 @@ def _item_types(members: list[Any]) -> list[Any]:
 
 
 def _instance(kind: Any, values: dict[str, Any]) -> Any:
-    given = {name: value for name, value in values.items() if name and value is not _MISSING}
+    given = {name: value for name, value in values.items() if name and value is not MISSING}
     return _snapshot_class(kind)(**given)
 
 

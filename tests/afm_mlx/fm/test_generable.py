@@ -140,7 +140,7 @@ def test_what_is_no_generable_class_is_refused():
 
 
 def test_partially_generated_takes_what_is_there():
-    partial = fm.GeneratedContent.partial({"name": "Ha", "children": [{"name": "I"}]})
+    partial = fm.GeneratedContent.of({"name": "Ha", "children": [{"name": "I"}]}, is_complete=False)
 
     seen = Member.PartiallyGenerated._from_generated_content(partial)
 

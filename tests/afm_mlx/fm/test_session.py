@@ -179,16 +179,70 @@ def test_the_event_loop_goes_on_and_loops_come_and_go(model):
     asyncio.run(elsewhere())
 
 
-def test_who_would_wait_for_himself_is_told(model):
+async def in_a_group(request):
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(request)
+    except* fm.GenerationError as errors:
+        raise errors.exceptions[0] from None
+
+
+@each(
+    "asked",
+    [
+        lambda request: request,
+        lambda request: asyncio.wait_for(request, 60),
+        lambda request: asyncio.gather(request),
+        in_a_group,
+        lambda request: asyncio.create_task(asyncio.wait_for(request, 60)),
+    ],
+)
+def test_who_would_wait_for_himself_is_told(model, asked):
     session = fm.LanguageModelSession(model=model)
 
     async def main():
         async for _ in session.stream_response("Hi"):
             with pytest.raises(fm.ConcurrentRequestsError, match="waits for this one"):
-                await session.respond("Hi")
+                await asked(session.respond("Hi"))
+        async for _ in session.stream_response("Hi"):
+            break
+        await asked(session.respond("Hi"))  # the stream has been left
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert roles(session) == ["user", "response"] * 2
+
+
+def test_a_task_from_before_a_loop_over_a_stream_waits_for_its_end(model):
+    session, asks = fm.LanguageModelSession(model=model), asyncio.Event()
+
+    async def main():
+        async def other():
+            await asks.wait()
+            return await session.respond("Hi")
+
+        task = asyncio.create_task(other())
+        async for _ in session.stream_response(FORMAL):
+            asks.set()
+        await task
 
     asyncio.run(main())
-    assert roles(session) == ["user", "response"]
+    assert [e["contents"][0]["text"] for e in entries(session)][::2] == [FORMAL, "Hi"]
+
+
+def test_sessions_of_one_transcript_lose_no_turn(model):
+    """Requests of two sessions at the same time, and one after the other."""
+    transcript = fm.Transcript()
+    one, other = (fm.LanguageModelSession.from_transcript(transcript, model) for _ in range(2))
+
+    async def main():
+        await asyncio.gather(one.respond("Hi"), other.respond(TOPICS))
+        await other.respond(FORMAL)
+        await one.respond("Hi")
+
+    asyncio.run(main())
+    found = [e["contents"][0]["text"] for e in entries(one)][::2]
+    assert sorted(found[:2]) == sorted(["Hi", TOPICS])
+    assert found[2:] == [FORMAL, "Hi"]
 
 
 def test_options_are_honoured(nano, model):

@@ -115,6 +115,30 @@ def test_snapshots_grow_to_the_answer(model):
     asyncio.run(main())
 
 
+@each(
+    "schema, seen",
+    [
+        ({"const": True}, [True]),
+        ({"type": "null"}, [None]),
+        ({"const": -12}, [-12]),
+        ({"enum": ["north"]}, ["north"]),
+        ({"const": [-1, None, False]}, [[-1, None, False]]),
+        ({"const": {"a": -1, "b": None, "c": True}}, [{"a": -1, "b": None, "c": True}]),
+    ],
+)
+def test_streams_end_in_the_value_that_respond_gives(model, schema, seen):
+    async def main():
+        stream = fm.LanguageModelSession(model=model).stream_response("Hi", json_schema=schema)
+        snapshots = [(s.value(), s.is_complete) async for s in stream]
+        assert [value for value, is_complete in snapshots if is_complete] == seen
+        session = fm.LanguageModelSession(model=model)
+        assert (await session.respond("Hi", json_schema=schema)).value() == seen[-1]
+        response = (await session.transcript.to_dict())["transcript"]["entries"][1]
+        assert response["contents"][0]["structure"]["content"] == seen[-1]
+
+    asyncio.run(main())
+
+
 def test_an_answer_that_is_cut_off_is_an_error_or_completed(model):
     short = fm.GenerationOptions(maximum_response_tokens=8)
 

@@ -197,12 +197,34 @@ def test_a_request_is_seen_when_it_is_complete(transcript):
     draft.add_response("No.")
     assert written(transcript) == before
     assert len(entries(draft)) == 10
-    transcript.replace(draft)
+    transcript.merge(draft)
     assert entries(transcript) == entries(draft)
     assert entries(transcript)[:8] == before["transcript"]["entries"]
     other = Transcript()
-    other.replace(transcript)
+    other.merge(transcript)
     assert entries(other) == entries(draft)
+
+
+def prompts(transcript):
+    return [e["contents"][0]["text"] for e in entries(transcript) if e["role"] == "user"]
+
+
+def test_requests_that_share_a_transcript_keep_the_turns_of_each_other(transcript):
+    """Whatever they take out of it, or put in the place of older turns."""
+    drafts = [transcript.copy() for _ in range(3)]
+    before, turns = drafts[1].turns()
+    summary = Transcript()
+    summary.add_prompt("Summary?")
+    summary.add_response("Weather.")
+    drafts[1] = drafts[1].with_entries([*before, *summary._entries, *turns[-1]])
+    for i, draft in enumerate(drafts):
+        draft.add_prompt(f"{i}?")
+        draft.add_response(f"{i}.")
+    for draft in drafts:
+        transcript.merge(draft)
+    assert prompts(transcript) == ["Summary?", "Thanks", "0?", "1?", "2?"]
+    roles = [entry["role"] for entry in entries(transcript)]
+    assert roles == ["instructions", *["user", "response"] * 5]
 
 
 def test_messages_are_what_chat_templates_take(transcript):
@@ -255,7 +277,7 @@ def test_what_is_given_and_returned_is_not_shared(transcript):
 def test_a_transcript_is_freed_when_dropped(transcript):
     draft = transcript.copy()
     seen = weakref.ref(draft)
-    transcript.replace(draft)
+    transcript.merge(draft)
     gc.disable()
     try:
         del draft
