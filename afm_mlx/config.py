@@ -19,6 +19,7 @@ from typing import Any
 
 from afm_mlx.architecture import KV_SCALES, parameter_shapes
 from afm_mlx.errors import ConfigError, named, shown
+from afm_mlx.files import read_file
 
 MODEL_TYPE = "afm7"
 
@@ -224,19 +225,15 @@ def read_config_json(path: str | Path) -> dict[str, Any]:
         ConfigError: when the file is missing or is no JSON object.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():  # a pipe would never end
-        raise ConfigError(f"{path} is no file; a JSON file is needed.")
     try:
-        size = path.stat().st_size
-        if size > _MAX_JSON_BYTES:
-            raise ConfigError(
-                f"{path} has {size:,} bytes; a config has {_MAX_JSON_BYTES:,} at most. It is "
-                "damaged, or no config."
-            )
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(read_file(path, _MAX_JSON_BYTES).decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is missing: a model folder holds config.json, *.safetensors and tokenizer files."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path} can't be read: {error.strerror}. It is damaged, or no config."
         ) from None
     except (ValueError, RecursionError) as error:
         # Python's for bad text, for numbers of thousands of digits, and for deep nesting.

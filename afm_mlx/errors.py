@@ -34,6 +34,11 @@ def named(name: str) -> str:
     return name if len(name) <= SHOWN and name.isprintable() else shown(name)
 
 
+def reason_of(error: Exception) -> str:
+    """What an error says: of a system's error its words alone, without number and path."""
+    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """` (did you mean X?)` for the known name that is most like what was given, else nothing."""
     import difflib

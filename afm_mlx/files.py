@@ -1,6 +1,6 @@
 """Reading a file whole within bounds, and writing files that are either whole or not there.
 
-`read_file` reads what a user or a download brings: it knows how much it may read, and never waits for ever.
+`read_file` reads what a user or a download brings, and no more than it is told; it doesn't wait for ever.
 
 Written files come to be in a place of their own, are flushed, and renamed. The place is a hidden folder beside
 the output. It is locked while its process lives, and removed in the end, after an error or an interrupt too.
@@ -31,79 +31,86 @@ _MAX_NAME = 200  # bytes of an output's name; file systems allow 255 for that of
 _places: dict[Path, FileLock] = {}
 """The places of this process and their locks, for `remove_places`."""
 
-PIPE_SECONDS = 30.0
-"""Seconds that the writer of a pipe has from its opening to its end."""
+PIPE_PAUSE, PIPE_SECONDS = 30.0, 600.0
+"""Seconds that a pipe may be without a further byte, and without an end."""
 _PIECE = 1 << 20
 
 
 # -- reading
 
 
-def read_file(path: str | Path, limit: int) -> bytes:
+def read_file(path: str | Path, limit: int, *, pipes: bool = False) -> bytes:
     """Read a whole file.
 
-    A regular file's size is checked before anything is read. A named pipe, which a shell's `<(command)` is too,
-    may take `PIPE_SECONDS`. Other things (devices, sockets, folders) are refused, except the null device, which
-    is empty.
+    A regular file's size is checked before anything is read. Devices, sockets and folders are refused; the null
+    device alone is an empty file.
 
     Args:
         path: path of the file.
         limit: bytes that it may have.
+        pipes: take a named pipe, too, which a shell's `<(command)` is: for paths that users name.
 
     Raises:
         OSError: when there is no such file, it can't be read, is of another kind, is larger than the limit, or
-            its writer doesn't come to an end. `strerror` says which.
+            is a pipe that stays without an end. `strerror` says which.
     """
     # A named pipe without a writer would hold a plain `open` up.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         status = os.fstat(descriptor)
-        if stat.S_ISFIFO(status.st_mode):
-            return _read_pipe(descriptor, path, limit)
+        if pipes and stat.S_ISFIFO(status.st_mode):
+            return _read_all(_pieces_of_pipe(descriptor), limit)
         if not stat.S_ISREG(status.st_mode) and not _is_null(status):
-            what = "a folder" if stat.S_ISDIR(status.st_mode) else "a device or a socket"
-            raise _refused(path, errno.EINVAL, f"it is {what}, and a file or a pipe is needed")
-        _check_size(path, status.st_size, limit)
+            raise OSError(errno.EINVAL, f"it is {_kind(status)}, and a file is needed")
+        _check_size(status.st_size, limit)
         # The file may grow while it is read, and those of /proc don't tell their size.
-        with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(limit + 1)
-        _check_size(path, len(data), limit)
-        return data
+        piece = status.st_size + 1 if status.st_size else _PIECE
+        return _read_all(iter(lambda: os.read(descriptor, piece), b""), limit)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(descriptor)
 
 
-def _read_pipe(descriptor: int, path: str | Path, limit: int) -> bytes:
+def _read_all(pieces: Iterator[bytes], limit: int) -> bytes:
+    parts, size = [], 0
+    for part in pieces:
+        size += len(part)
+        _check_size(size, limit)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _pieces_of_pipe(descriptor: int) -> Iterator[bytes]:
     end = time.monotonic() + PIPE_SECONDS
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    parts: list[bytes] = []
-    size = 0
     while True:
-        if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-            problem = (
-                f"it is a pipe whose writer did not come to an end within {PIPE_SECONDS:.0f} s"
-            )
-            raise _refused(path, errno.ETIMEDOUT, problem)
-        part = os.read(descriptor, _PIECE)
-        if not part:
-            return b"".join(parts)
-        parts.append(part)
-        size += len(part)
-        _check_size(path, size, limit)
+        seconds = end - time.monotonic()
+        if seconds <= 0:
+            raise OSError(errno.ETIMEDOUT, f"it is a pipe without an end for {PIPE_SECONDS:.0f} s")
+        if poll.poll(min(PIPE_PAUSE, seconds) * 1000):
+            if not (part := os.read(descriptor, _PIECE)):
+                return
+            yield part
+        elif seconds > PIPE_PAUSE:
+            problem = f"it is a pipe that nobody wrote to for {PIPE_PAUSE:.0f} s"
+            raise OSError(errno.ETIMEDOUT, problem)
+
+
+def _kind(status: os.stat_result) -> str:
+    kinds = {stat.S_ISDIR: "a folder", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+    return next((kind for test, kind in kinds.items() if test(status.st_mode)), "a device")
 
 
 def _is_null(status: os.stat_result) -> bool:
     return stat.S_ISCHR(status.st_mode) and os.path.samestat(status, os.stat(os.devnull))
 
 
-def _check_size(path: str | Path, size: int, limit: int) -> None:
+def _check_size(size: int, limit: int) -> None:
     if size > limit:
-        raise _refused(path, errno.EFBIG, f"it has more than the {limit:,} bytes that are allowed")
-
-
-def _refused(path: str | Path, number: int, problem: str) -> OSError:
-    return OSError(number, problem, str(path))
+        raise OSError(errno.EFBIG, f"it has more than the {limit:,} bytes that are allowed")
 
 
 # -- writing

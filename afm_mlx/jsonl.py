@@ -17,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx.errors import DataError
+from afm_mlx.files import read_file
+
+MAX_BYTES = 4 << 30
+"""Bytes of a data file, which is read whole."""
 
 KINDS = (
     '{"text": ...}, {"messages": [...]}, {"prompt": ..., "completion": ...} or a list of messages'
@@ -96,7 +100,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path, MAX_BYTES, pipes=True)
     except OSError as error:
         raise DataError(
             f"{path} can't be read: {error.strerror}. Data sets are local files; none is fetched."

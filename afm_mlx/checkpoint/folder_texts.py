@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig
-from afm_mlx.tokenizer.tokenizer_config import tokenizer_folder
+from afm_mlx.tokenizer.tokenizer_config import tokenizer_files, tokenizer_folder
 
 _CARD = """\
 ---
@@ -119,27 +119,13 @@ def _write_card(
 
 # -- tokenizers
 
-_TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "*.tiktoken",
-    "chat_template*",
-    "generation_config.json",
-)
-
 
 def copy_tokenizer_files(source: Path, folder: Path) -> list[str]:
     """Copy the tokenizer's files of a model folder, for a draft those of its target; returns their names."""
-    source = tokenizer_folder(source)
-    files = {
-        file for pattern in _TOKENIZER_FILES for file in source.glob(pattern) if file.is_file()
-    }
+    files = tokenizer_files(tokenizer_folder(source))
     for file in files:
         shutil.copyfile(file, folder / file.name)
-    return sorted(file.name for file in files)
+    return [file.name for file in files]
 
 
 # -- trained models

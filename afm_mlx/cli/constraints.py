@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from afm_mlx.cli.argument_table import Argument, flag_of
 from afm_mlx.cli.parser import UsageError
-from afm_mlx.errors import shown
+from afm_mlx.errors import reason_of, shown
+from afm_mlx.files import read_file
 
 if TYPE_CHECKING:
     from afm_mlx.guidance.constraint import Constraint
@@ -37,6 +38,9 @@ ARGUMENTS = [
              "error"),
 ]
 # fmt: on
+
+MAX_BYTES = 16 << 20
+"""Bytes of a schema's or a grammar's file."""
 
 _NAMES = ("json_schema", "regex", "choices", "grammar")
 ALTERNATIVES = [
@@ -91,9 +95,10 @@ def asked_of(args: argparse.Namespace) -> Asked | None:
 
 def _read(path: Path, flag: str) -> str:
     try:
-        return path.read_text("utf-8-sig")  # editors write the mark of UTF-8, too
+        # Editors write the mark of UTF-8, too.
+        return read_file(path, MAX_BYTES, pipes=True).decode("utf-8-sig")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{flag}: {path} can't be read ({error}).") from None
+        raise UsageError(f"{flag}: {path} can't be read ({reason_of(error)}).") from None
 
 
 # -- schemas

@@ -16,6 +16,7 @@ from afm_mlx.cli.output import print_answer, print_json
 from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
 from afm_mlx.errors import CacheFileError
 
+MAX_PROMPT_BYTES = 16 << 20
 _RULE = "=" * 10
 _FACTS = "finish_reason prompt_tokens prompt_tps generation_tokens generation_tps".split()
 
@@ -88,7 +89,13 @@ def _prompt_text(args: argparse.Namespace) -> str:
     text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
     if text == "-":
         try:
-            text = sys.stdin.buffer.read().decode("utf-8")
+            data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+            if len(data) > MAX_PROMPT_BYTES:
+                raise UsageError(
+                    f"standard input has more than {MAX_PROMPT_BYTES:,} bytes, which no context holds. Give a "
+                    "shorter prompt."
+                )
+            text = data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise UsageError(
                 f"standard input is not UTF-8 text: byte {error.start} is 0x{error.object[error.start]:02x}. "

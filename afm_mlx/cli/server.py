@@ -14,13 +14,15 @@ from afm_mlx.cli import options
 from afm_mlx.cli.argument_table import FLAG, Argument, unavailable
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer, json_object, number, positive
 from afm_mlx.cli.signals import deferred_signals
-from afm_mlx.errors import shown
+from afm_mlx.errors import reason_of, shown
+from afm_mlx.files import read_file
 from afm_mlx.installation import install_command
 
 if TYPE_CHECKING:
     from afm_mlx.server.options import ServerOptions
 
 KEY_VARIABLE = "AFM_MLX_API_KEY"
+MAX_KEY_FILE_BYTES = 1 << 20
 _LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -217,10 +219,11 @@ def _keys(args: argparse.Namespace) -> tuple[str, ...]:
     keys = [*args.api_key, *os.environ.get(KEY_VARIABLE, "").split(",")]
     if args.api_key_file is not None:
         try:
-            lines = Path(args.api_key_file).read_text("utf-8").splitlines()
+            keys_file = read_file(args.api_key_file, MAX_KEY_FILE_BYTES, pipes=True)
+            lines = keys_file.decode("utf-8").splitlines()
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"--api-key-file {args.api_key_file} can't be read ({error})."
+                f"--api-key-file {args.api_key_file} can't be read ({reason_of(error)})."
             ) from None
         keys += [line for line in lines if not line.lstrip().startswith("#")]
         if not any(line.strip() for line in keys):

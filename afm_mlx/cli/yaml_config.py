@@ -14,6 +14,7 @@ import yaml
 
 from afm_mlx.cli.parser import UsageError, check_text
 from afm_mlx.errors import shown
+from afm_mlx.files import read_file
 
 MAX_BYTES = 1 << 16
 MAX_DEPTH = 20
@@ -62,12 +63,9 @@ def _fail(path: Path, line: int, what: str) -> NoReturn:
 
 def _text_of(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
+        content = read_file(path, MAX_BYTES, pipes=True)
     except OSError as error:
         raise UsageError(f"the config file {path} can't be read: {error.strerror}.") from None
-    if len(content) > MAX_BYTES:
-        raise UsageError(f"the config file {path} is too large; allowed are {MAX_BYTES:,} bytes.")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -27,6 +27,7 @@ from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
 from afm_mlx.quantization.packed_layers import PackedLinear
+from afm_mlx.tokenizer.tokenizer_config import tokenizer_files
 
 
 def load_mlx_lm_folder(
@@ -52,6 +53,7 @@ def load_mlx_lm_folder(
 
     model, config = open_mlx_lm_model(folder, model_config, adapter, trust_remote_code)
     with _errors_of_mlx_lm(folder):
+        tokenizer_files(folder)  # bounds what is about to be read
         tokenizer = utils.load_tokenizer(
             folder, dict(tokenizer_config or {}), eos_token_ids=config.get("eos_token_id")
         )

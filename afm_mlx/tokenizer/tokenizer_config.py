@@ -10,10 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.files import read_file
 from afm_mlx.tokenizer.chat_template import ChatTemplate
 
+VOCABULARY_BYTES, CONFIG_BYTES, TEMPLATE_BYTES = 128 << 20, 16 << 20, 1 << 20
+"""Bytes that `tokenizer.model` and `tokenizer.json`, a configuration, and a chat template may have. The largest
+vocabularies (262,144 tokens) take 35 MB.
+"""
 DRAFT_FOLDER = "draft"
 """Folder of a draft model, in that of its target, with whose tokenizer it works."""
+
+
+_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -30,11 +47,29 @@ def tokenizer_folder(folder: Path) -> Path:
     return folder
 
 
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The tokenizer's files in a model folder of any architecture, sorted by name.
+
+    Raises:
+        TokenizerError: when one of them is no regular file, or larger than any tokenizer's.
+    """
+    found = {file for pattern in _FILES for file in folder.glob(pattern) if not file.is_dir()}
+    for file in found:
+        if not file.is_file():
+            raise TokenizerError(f"{file} is no file; copy the model folder again.")
+        if (size := file.stat().st_size) > VOCABULARY_BYTES:
+            raise TokenizerError(
+                f"{file} has {size:,} bytes, and files of tokenizers have {VOCABULARY_BYTES:,} at most. Copy "
+                "the model folder again."
+            )
+    return sorted(found)
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """The file's content; empty when there is no such file."""
     if not path.exists():
         return {}
-    text = read_text(path)
+    text = read_text(path, CONFIG_BYTES)
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -59,7 +94,7 @@ def read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | N
     """The folder's own chat template: `chat_template.jinja`, else that of its configuration, if any."""
     file = folder / "chat_template.jinja"
     if file.exists():
-        return ChatTemplate(read_text(file), str(file))
+        return ChatTemplate(read_text(file, TEMPLATE_BYTES), str(file))
     given = source = config.get("chat_template")
     if isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
         source = [entry.get("template") for entry in given if entry.get("name") == "default"]
@@ -75,17 +110,17 @@ def read_chat_template(folder: Path, config: dict[str, Any]) -> ChatTemplate | N
     return ChatTemplate(source, str(folder / "tokenizer_config.json"))
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file."""
+def read_bytes(path: Path, limit: int = VOCABULARY_BYTES) -> bytes:
+    """The content of a file of `limit` bytes at most."""
     try:
-        return path.read_bytes()
+        return read_file(path, limit)
     except OSError as error:
         raise TokenizerError(f"{path} can't be read: {error.strerror or error}.") from error
 
 
-def read_text(path: Path) -> str:
-    """The content of a UTF-8 file."""
+def read_text(path: Path, limit: int = VOCABULARY_BYTES) -> str:
+    """The content of a UTF-8 file of `limit` bytes at most."""
     try:
-        return read_bytes(path).decode("utf-8")
+        return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8 text: {error}") from error

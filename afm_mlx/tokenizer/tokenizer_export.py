@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from afm_mlx.errors import TokenizerError, shown
-from afm_mlx.files import atomic_write
+from afm_mlx.files import atomic_write, read_file
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE
-from afm_mlx.tokenizer.tokenizer_config import read_text
+from afm_mlx.tokenizer.tokenizer_config import CONFIG_BYTES, VOCABULARY_BYTES, read_text
 from afm_mlx.tokenizer.vocabulary import (
     MARKERS,
     TURN_END,
@@ -110,7 +110,7 @@ def save_tokenizer(
 
 def _read_model(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_file(path, VOCABULARY_BYTES)
     except OSError as error:
         raise TokenizerError(
             f"The SentencePiece model {path} can't be read ({error.strerror or error}). "
@@ -123,7 +123,7 @@ def _read_model(path: Path) -> bytes:
 
 def _read_toolkit_config(path: Path) -> dict[str, Any]:
     """The settings we know, wherever they are nested; the rest of the file is not ours to judge."""
-    text = read_text(path)
+    text = read_text(path, CONFIG_BYTES)
     try:
         entries = list(_walk(json.loads(text)))
     except (ValueError, RecursionError) as error:

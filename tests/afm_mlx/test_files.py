@@ -49,23 +49,31 @@ def test_pipes_are_read_to_their_end_and_devices_are_not(tmp_path, monkeypatch):
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_bytes, args=[b"x" * 100_000])
     writer.start()
-    assert read_file(pipe, 100_000) == b"x" * 100_000
+    assert read_file(pipe, 100_000, pipes=True) == b"x" * 100_000
     writer.join()
-    monkeypatch.setattr(files, "PIPE_SECONDS", 0.05)
-    with pytest.raises(TimeoutError, match="did not come to an end within"):
+    monkeypatch.setattr(files, "PIPE_PAUSE", 0.05)
+    with pytest.raises(TimeoutError, match="nobody wrote to for"):
+        read_file(pipe, 5, pipes=True)
+    with pytest.raises(OSError, match="a pipe, and a file is needed"):
         read_file(pipe, 5)
     reader, writer = os.pipe()  # what `<(command)` gives
     os.write(writer, b"123456")
-    for limit, error in ((5, "more than the 5 bytes"), (9, "did not come to an end")):
+    for limit, error in ((5, "more than the 5 bytes"), (9, "nobody wrote to")):
         with pytest.raises(OSError, match=error):
-            read_file(f"/dev/fd/{reader}", limit)
+            read_file(f"/dev/fd/{reader}", limit, pipes=True)
     os.write(writer, b"123456")
     os.close(writer)
-    assert read_file(f"/dev/fd/{reader}", 9) == b"123456"
+    assert read_file(f"/dev/fd/{reader}", 9, pipes=True) == b"123456"
     os.close(reader)
+    reader, writer = os.pipe()
+    monkeypatch.setattr(files, "PIPE_SECONDS", 0.0)
+    with pytest.raises(TimeoutError, match="without an end for"):
+        read_file(f"/dev/fd/{reader}", 9, pipes=True)
+    os.close(reader)
+    os.close(writer)
     for other in ("/dev/zero", tmp_path):
-        with pytest.raises(OSError, match="a file or a pipe is needed"):
-            read_file(other, 1 << 40)
+        with pytest.raises(OSError, match="and a file is needed"):
+            read_file(other, 1 << 40, pipes=True)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "socket"))
         with pytest.raises(OSError):

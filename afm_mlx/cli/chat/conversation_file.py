@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.errors import AFMError, shown
-from afm_mlx.files import atomic_write
+from afm_mlx.errors import AFMError, reason_of, shown
+from afm_mlx.files import atomic_write, read_file
 from afm_mlx.tokenizer.chat_messages import Message
 
 MAX_BYTES = 4 << 20
@@ -50,7 +50,7 @@ def write_conversation(
         RecursionError,
     ) as error:  # the latter for a tool's result that is nested deeply
         raise ConversationFileError(
-            f"{where} can't be written: {_reason(error)}. Give the path of a file."
+            f"{where} can't be written: {reason_of(error)}. Give the path of a file."
         ) from None
 
 
@@ -62,20 +62,15 @@ def read_conversation(path: Path) -> tuple[list[Any], str | None]:
     """
     where = shown(str(path))
     try:
-        if not path.is_file():
-            raise ConversationFileError(f"{where} is no file. Give one that /save has written.")
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_file(path, MAX_BYTES)
     except OSError as error:
-        raise ConversationFileError(f"{where} can't be read: {_reason(error)}.") from None
-    if len(data) > MAX_BYTES:
         raise ConversationFileError(
-            f"{where} has more than {MAX_BYTES:,} bytes, which is no conversation that fits a model."
-        )
+            f"{where} can't be read: {reason_of(error)}. Give a file that /save has written."
+        ) from None
     try:
         record = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ConversationFileError(f"{where} is not JSON: {_reason(error)}.") from None
+        raise ConversationFileError(f"{where} is not JSON: {reason_of(error)}.") from None
     return _messages_and_adapter(where, record)
 
 
@@ -94,10 +89,6 @@ def _messages_and_adapter(where: str, record: Any) -> tuple[list[Any], str | Non
             f"{where}: adapter is {shown(adapter)}; a name, or null for none, is needed."
         )
     return record["messages"], adapter
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or str(error) or type(error).__name__
 
 
 def typed_path(text: str) -> Path:

@@ -11,6 +11,11 @@ from afm_mlx.cli.parser import UsageError
 PROMPT, CONTINUED = ">> ", ".. "
 FENCE = '"""'
 """Alone on a line, begins a message of several lines, and ends it."""
+MAX_BYTES = 16 << 20
+"""Bytes of a line, and of a message of several lines."""
+
+
+_TOO_LONG = f"has more than {MAX_BYTES:,} bytes, which no context holds."
 
 
 class Entries(Protocol):
@@ -47,8 +52,10 @@ class Lines:
         """
         if self.terminal:
             return self._typed(prompt)
-        line = self._input.buffer.readline()
+        line = self._input.buffer.readline(MAX_BYTES + 1)
         self._count += 1
+        if len(line) > MAX_BYTES:
+            raise UsageError(f"line {self._count} of standard input {_TOO_LONG}")
         if not line:
             raise EOFError
         try:
@@ -75,15 +82,19 @@ def next_message(entries: Entries) -> str:
 
     Raises:
         EOFError: when there is none.
-        UsageError: when the end of a message is missing.
+        UsageError: when the end of a message is missing, or it is too long.
     """
     entry = entries.read(PROMPT)
     if entry.strip() != FENCE:
         return entry
     lines: list[str] = []
+    size = 0
     try:
         while (entry := entries.read(CONTINUED)).strip() != FENCE:
             lines.append(entry)
+            size += len(entry) + 1
+            if size > MAX_BYTES:
+                raise UsageError(f"a message of several lines {_TOO_LONG}")
     except EOFError:
         if entries.terminal:
             raise

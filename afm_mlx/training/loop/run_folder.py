@@ -14,6 +14,7 @@ the weights.
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -28,13 +29,14 @@ from safetensors import SafetensorError, safe_open
 from afm_mlx.checkpoint.safetensors_file import save_file
 from afm_mlx.errors import CheckpointError, TrainingError
 from afm_mlx.file_lock import FileLock, LockHeldError, Owner
-from afm_mlx.files import atomic_folder, atomic_write, remove_folder, remove_leftovers
+from afm_mlx.files import atomic_folder, atomic_write, read_file, remove_folder, remove_leftovers
 
 KEEP = 2  # checkpoints; the second is for disks that lose what they said was written
 STATE_NAME = "state.json"
 LOCK_NAME = "run.lock"
 TRAINABLE = "trainable"
 
+_MAX_BYTES = 256 << 20  # of a JSON file or the metrics
 _STEP = re.compile(r"step-(\d+)")
 
 
@@ -317,7 +319,7 @@ class RunFolder:
         """Forget the lines of later steps, and a half one at the end."""
         if not self.metrics_path.exists():
             return
-        lines = self.metrics_path.read_text("utf-8").splitlines()
+        lines = read_file(self.metrics_path, _MAX_BYTES).decode("utf-8").splitlines()
         kept = [line for line in lines if _upto(line, step)]
         with atomic_write(self.metrics_path) as path:
             path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
@@ -359,7 +361,7 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = json.loads(read_file(path, _MAX_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(path, error) from None
     if not isinstance(values, dict):
@@ -369,6 +371,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _read_tensors(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
     try:
+        if not path.is_file():  # a pipe would never end
+            raise FileNotFoundError(errno.ENOENT, "it is missing, or no file", str(path))
         with safe_open(path, framework="np"):
             pass  # sizes in the header are checked against the file's
         tensors, metadata = mx.load(str(path), return_metadata=True)

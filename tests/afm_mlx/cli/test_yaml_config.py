@@ -83,7 +83,7 @@ def test_faults_name_file_and_line(read):
         "- a\n- b\n": "line 1: 'name: value' lines are needed",
         "a: 1\nb: [\n": "line 3: ",
         "a: 1\n\tb: 2\n": "line 2: ",
-        "x" * (MAX_BYTES + 1): "is too large",
+        "x" * (MAX_BYTES + 1): "has more than the 65,536 bytes",
     }.items():
         with pytest.raises(UsageError) as caught:
             read(text)
