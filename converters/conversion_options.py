@@ -19,7 +19,8 @@ from afm_mlx.quantization.rule import QuantizationRule
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 TARGETS = ("afm-mlx", "mlx-lm", "coreml")
 PROMPT_LENGTHS = (64, 512)
-"""What the `prefill` of a Core ML package takes by default, as far as the model's context allows."""
+NEURAL_ENGINE_PROMPT_LENGTHS = (32,)
+"""One fixed length: others report that the Neural Engine runs no longer write to a state."""
 RECIPES = {"mixed_2_4": (2, 4), "mixed_2_8": (2, 8), "mixed_4_8": (4, 8)}
 """Bits of most layers, and of those that suffer most; see `recipe`."""
 
@@ -50,8 +51,8 @@ class ConversionOptions:
             the model folder's `heldout.jsonl`.
         dequantize: write packed layers as the numbers that they stand for.
         ane: arrange the operators of a Core ML package as the Neural Engine asks.
-        prompt_lengths: numbers of tokens that the `prefill` of a Core ML package takes; `PROMPT_LENGTHS` by
-            default.
+        prompt_lengths: numbers of tokens that the `prefill` of a Core ML package takes; 64 and 512 by
+            default, and 32 with `ane`.
     """
 
     dtype: str | None = None
@@ -203,6 +204,30 @@ class ConversionOptions:
             predicate = recipe(predicate, config, rule)
         # The model's arrays are lazy, and stay unmade.
         return layer_rules(Model(config), rule, self.embedding_rule(rule), predicate)
+
+
+def prompt_lengths(
+    wanted: Sequence[int] | None, context: int, neural_engine: bool
+) -> tuple[int, ...]:
+    """Return the numbers of tokens that `prefill` of a Core ML package takes, ascending.
+
+    Args:
+        wanted: numbers that were asked for; None for `PROMPT_LENGTHS` or `NEURAL_ENGINE_PROMPT_LENGTHS`, as far
+            as the context allows.
+        context: tokens of the model's context.
+        neural_engine: True for a package in the Neural Engine's arrangement.
+
+    Raises:
+        AFMError: for a number above the context.
+    """
+    if wanted is None:
+        usual = NEURAL_ENGINE_PROMPT_LENGTHS if neural_engine else PROMPT_LENGTHS
+        return tuple(length for length in usual if length <= context) or (context,)
+    if max(wanted) > context:
+        raise AFMError(
+            f"--prompt-lengths has {max(wanted)}; the model's context is {context} tokens, which is the most."
+        )
+    return tuple(sorted(set(wanted)))
 
 
 _OF_QUANTIZATION = (

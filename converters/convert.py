@@ -22,6 +22,7 @@ from afm_mlx.checkpoint.torch_file import check_archive
 from afm_mlx.config import MODEL_TYPE, read_config_json
 from afm_mlx.converters import mixed_bits
 from afm_mlx.converters.conversion_options import ConversionOptions
+from afm_mlx.converters.coreml.plan import plan_package
 from afm_mlx.converters.coreml_import import coreml_module
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.converters.other_models import write_other_model
@@ -125,16 +126,15 @@ def _convert_to_core_ml(
             f"{source} is {what}; a Core ML package is made of an AFM model's folder. `afm-mlx convert` makes "
             "one of a toolkit checkpoint."
         )
+    plan = plan_package(
+        source,
+        dtype=options.dtype or "float16",
+        neural_engine=options.ane,
+        lengths=options.prompt_lengths,
+    )
     write_package = coreml_module("write").write_package
     with atomic_folder(mlx_path) as folder:
-        write_package(
-            source,
-            folder,
-            dtype=options.dtype or "float16",
-            neural_engine=options.ane,
-            lengths=options.prompt_lengths,
-            progress=progress,
-        )
+        write_package(plan, folder, progress)
 
 
 def detect(source: Path) -> str:

@@ -64,7 +64,8 @@ ARGUMENTS = {
         Argument("--ane", FLAG,
                  "arrange operators as the Neural Engine asks: channels first, convolutions, split heads"),
         Argument("--prompt-lengths", integer(1),
-                 "numbers of tokens that prefill takes; 64 and 512 by default, one alone makes a fixed shape",
+                 "numbers of tokens that prefill takes; 64 and 512 by default, 32 with --ane. "
+                 "One alone makes a fixed shape",
                  nargs="+", metavar="TOKENS"),
     ],
 }

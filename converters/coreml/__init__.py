@@ -4,7 +4,8 @@
 
 | | file |
 | --- | --- |
-| from a folder to a package | `write.py` |
+| from a folder to a plan, which refuses what no package holds | `plan.py` |
+| from a plan to a package | `write.py` |
 | where the folder holds each matrix, and in what form a package takes it | `source.py`, `compression.py` |
 | constants of a program whose data is read when it is written | `constants.py` |
 | the program's file of weights and its description | `package.py` |

@@ -26,7 +26,6 @@ from coremltools.converters.mil import Builder as mb
 
 from afm_mlx.converters.coreml.constants import CODE_TYPES, Constant, Constants
 from afm_mlx.converters.coreml.source import StoredMatrix, check_held
-from afm_mlx.errors import AFMError, named
 from afm_mlx.kernels import PackedWeight
 from afm_mlx.kernels.packing import unpack_codes
 
@@ -71,12 +70,10 @@ class MatrixConstants:
     Args:
         constants: takes the arrays.
         dtype: float16 or float32, the type that the program computes in.
-        neural_engine: refuse what the Neural Engine can't load.
     """
 
-    def __init__(self, constants: Constants, dtype: np.dtype[Any], neural_engine: bool) -> None:
+    def __init__(self, constants: Constants, dtype: np.dtype[Any]) -> None:
         self._constants, self._dtype = constants, dtype
-        self._neural_engine = neural_engine
         self._decodings: dict[str, Decoding] = {}
 
     def matrix(
@@ -90,7 +87,7 @@ class MatrixConstants:
             axes: further axes of length 1, as a convolution's weight has them.
 
         Raises:
-            AFMError: for a packing that the Neural Engine can't load, and for scales that `dtype` can't hold.
+            AFMError: for scales that `dtype` can't hold.
         """
         height, width = matrix.shape
         rows = rows or slice(0, height)
@@ -127,12 +124,6 @@ class MatrixConstants:
         for part in vars(found).values():
             if part is not None:
                 check_held(part, matrix.path)
-        if self._neural_engine and found.table is not None and found.scale is not None:
-            raise AFMError(
-                f"{named(matrix.path)} is packed to 2 bits with a scale per group or affine rows, in a form "
-                "that the Neural Engine can't load. Pack the float model as balanced rows, which is the "
-                "default (-q). A package that is not for the Neural Engine can hold this form."
-            )
         self._decodings[key] = found
         return found
 

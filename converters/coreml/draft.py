@@ -17,6 +17,7 @@ from coremltools.proto import Model_pb2
 from afm_mlx.adapters.formats.fmadapter import DRAFT_NAMES
 from afm_mlx.config import ModelConfig
 from afm_mlx.converters.coreml.mil_text import program_text
+from afm_mlx.converters.coreml.plan import plan_package
 from afm_mlx.converters.coreml.write import write_package
 from afm_mlx.progress import Progress
 
@@ -33,7 +34,7 @@ def write_draft(source: Path, folder: Path, progress: Progress | None = None) ->
         progress: called with bytes written and bytes in all.
 
     Raises:
-        AFMError: see `write_package`.
+        AFMError: see `plan_package` and `write_package`.
     """
     text_name, weights_name = DRAFT_NAMES
     length = min(PREFILL_LENGTH, ModelConfig.from_file(source / "config.json").context_length)
@@ -41,7 +42,7 @@ def write_draft(source: Path, folder: Path, progress: Progress | None = None) ->
     with tempfile.TemporaryDirectory(dir=folder) as place:
         package = Path(place, "draft.mlpackage")
         package.mkdir()
-        write_package(source, package, neural_engine=True, lengths=[length], progress=progress)
+        write_package(plan_package(source, neural_engine=True, lengths=[length]), package, progress)
         spec.ParseFromString(next(package.glob("Data/*/*.mlmodel")).read_bytes())
         os.replace(next(package.glob("Data/*/weights/weight.bin")), folder / weights_name)
     versions = {name: importlib.metadata.version(name) for name in ("afm-mlx", "coremltools")}

@@ -5,7 +5,9 @@ Source: coremltools 9.0, `converters/mil/backend/mil/load.py`, whose exporter wr
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from coremltools.converters.mil.mil import Program, types
 from coremltools.libmilstoragepython import _BlobStorageWriter
 
 from afm_mlx.checkpoint.weights import check_space
-from afm_mlx.converters.coreml.constants import Constant, Constants
+from afm_mlx.converters.coreml.constants import Constants
 from afm_mlx.errors import AFMError
 from afm_mlx.progress import Progress
 
@@ -43,6 +45,7 @@ class _Exporter(MILProtoExporter):
         self._constants, self._progress = constants, progress
         self._writer = _BlobStorageWriter(str(folder / _FILE))
         self._offsets: dict[str, int] = {}
+        self._written: dict[tuple[str, bytes], int] = {}
         self._done = self._end = 0
         self._path = folder / _FILE
 
@@ -60,29 +63,44 @@ class _Exporter(MILProtoExporter):
 
     def create_file_value(self, var: Any) -> Any:
         key = var.op.weight_id
-        if key is None:
-            return super().create_file_value(var)
-        if key not in self._offsets:
-            constant = self._constants.by_key[key]
-            self._offsets[key] = _write(self._writer, constant, var.dtype)
-            self._done += constant.nbytes
-            self._end = self._offsets[key] + _RECORD_BYTES + constant.nbytes
-            if self._progress is not None:
-                self._progress(self._done, self._constants.nbytes)
+        if key is None:  # a small array, of the program itself
+            offset = self._write(var.val, var.dtype, var.val.nbytes)
+        else:
+            if key not in self._offsets:
+                constant = self._constants.by_key[key]
+                self._offsets[key] = self._write(constant.read(), var.dtype, constant.nbytes)
+                self._done += constant.nbytes
+                if self._progress is not None:
+                    self._progress(self._done, self._constants.nbytes)
+            offset = self._offsets[key]
         return create_file_value_tensor(
             file_name=f"@model_path/{_WEIGHTS}/{_FILE}",
-            offset=self._offsets[key],
+            offset=offset,
             dim=var.shape,
             data_type=types_to_proto_primitive(var.sym_type.get_primitive()),
         )
+
+    def _write(self, array: np.ndarray, dtype: Any, nbytes: int) -> int:
+        """Return the offset of the record of an array, which is appended unless an equal one is there.
+
+        Args:
+            array: numbers, or codes of one byte each.
+            dtype: their type in the program.
+            nbytes: bytes that they take in the file.
+        """
+        array = np.ascontiguousarray(array.reshape(-1))
+        content = (str(dtype), hashlib.blake2b(array.view(np.uint8)).digest())
+        if content not in self._written:
+            offset = self._written[content] = _append(self._writer, array, dtype)
+            self._end = offset + _RECORD_BYTES + nbytes
+        return self._written[content]
 
     def get_blob_writer(self, weight_path: str) -> Any:
         return self._writer
 
 
-def _write(writer: Any, constant: Constant, dtype: Any) -> int:
-    """Append a constant's data to the file of weights; returns the offset of its record."""
-    array = np.ascontiguousarray(constant.read().reshape(-1))
+def _append(writer: Any, array: np.ndarray, dtype: Any) -> int:
+    """Append (N,) numbers or codes to the file of weights; returns the offset of their record."""
     if dtype == types.uint2:
         return writer.write_uint2_data(array)
     if dtype == types.uint4:
@@ -142,6 +160,11 @@ def write_program(
     ct.utils.save_spec(spec, str(folder), weights_dir=str(empty))
     inside = next(folder.glob(f"Data/*/{_WEIGHTS}"))
     os.replace(beside / _FILE, inside / _FILE)
+    for path in folder.rglob("*"):
+        if (
+            path.is_file()
+        ):  # coremltools makes the description in a temporary file, which only its owner may read
+            shutil.copymode(inside / _FILE, path)
 
 
 def package_size(package: Path) -> tuple[int, int]:

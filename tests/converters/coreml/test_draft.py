@@ -15,7 +15,7 @@ from afm_mlx.cli import main
 from afm_mlx.converters.adapter_conversion import BaseFolder, convert_adapter
 from afm_mlx.converters.coreml import draft
 from afm_mlx.converters.coreml.mil_text import program_text
-from afm_mlx.converters.coreml.write import write_package
+from afm_mlx.converters.coreml.plan import plan_package
 from afm_mlx.errors import AFMError, CheckpointError
 from afm_mlx.loading.load import load_model
 from afm_mlx.quantization.rule import QuantizationRule
@@ -69,7 +69,7 @@ def test_a_draft_model_proposes_what_ours_does(
     What is written is float16. In float32 nothing but an error in the program can make a difference of 1e-5 to
     a model of floats; our kernels for packed weights round more, and int8 codes may fall to either side.
     """
-    monkeypatch.setattr(draft, "write_package", functools.partial(write_package, dtype=dtype))
+    monkeypatch.setattr(draft, "plan_package", functools.partial(plan_package, dtype=dtype))
     source, base = adapter(rules, **own)
     package = source.with_suffix(".fmadapter")
     convert_adapter(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 import weakref
@@ -17,8 +18,10 @@ from afm_mlx.architecture import blocks
 from afm_mlx.checkpoint import weights as weights_module
 from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.cli import main
+from afm_mlx.converters.conversion_options import prompt_lengths
 from afm_mlx.converters.convert import convert
 from afm_mlx.converters.coreml import package as package_module
+from afm_mlx.converters.coreml.constants import Constants
 from afm_mlx.converters.coreml.source import half_split_rows
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
@@ -113,7 +116,7 @@ def test_what_a_package_says_of_itself(rng, write_model, tmp_path, capsys):
     shape = [config.num_kv_layers, config.num_kv_heads, 70, config.head_dim]
     for name, function in functions.items():
         inputs = {i.name: list(i.type.multiArrayType.shape) for i in function.input}
-        assert inputs == {"tokens": [1, 64 if name.startswith("prefill") else 1], "position": [1]}
+        assert inputs == {"tokens": [1, 32 if name.startswith("prefill") else 1], "position": [1]}
         states = {s.name: s.type.stateType.arrayType for s in function.state}
         assert {name: list(state.shape) for name, state in states.items()} == dict.fromkeys(
             ("keys", "values"), shape
@@ -121,14 +124,15 @@ def test_what_a_package_says_of_itself(rng, write_model, tmp_path, capsys):
         assert all(s.dataType == FeatureTypes_pb2.ArrayFeatureType.FLOAT16 for s in states.values())
     about = dict(spec.description.metadata.userDefined)
     assert json.loads(about["afm_config"]) == config.to_dict()
-    assert (about["prompt_lengths"], about["adapters"]) == ("[64]", '["a", "b"]')
+    assert (about["prompt_lengths"], about["adapters"]) == ("[32]", '["a", "b"]')
 
 
 def test_memory_holds_one_constant_at_a_time(rng, write_model, tmp_path, monkeypatch):
     config, alive, largest = packable(rng, vocab_size=4096, hidden_dim=128), [], []
-    folder, write = write_model(config, rules_of("2 bits"), adapters=["a"]), package_module._write
+    folder = write_model(config, rules_of("2 bits"), adapters=["a"])
+    add = Constants.add
 
-    def watched(writer, constant, dtype):
+    def watched(constants, constant):
         def read():
             array = constant.read()
             assert [a.shape for a in map(weakref.ref.__call__, alive) if a is not None] == []
@@ -137,15 +141,56 @@ def test_memory_holds_one_constant_at_a_time(rng, write_model, tmp_path, monkeyp
             largest.append(array.nbytes)
             return array
 
-        return write(writer, dataclasses.replace(constant, read=read), dtype)
+        return add(constants, dataclasses.replace(constant, read=read))
 
-    monkeypatch.setattr(package_module, "_write", watched)
+    monkeypatch.setattr(Constants, "add", watched)
     calls = []
     convert_to(tmp_path / "m.mlpackage", folder, progress=lambda *done: calls.append(done))
     assert len(alive) > 10
     assert max(largest) == 4096 * 128
     assert calls == sorted(calls)
     assert calls[-1][0] == calls[-1][1]
+
+
+@each(
+    ("context", "ane", "wanted"),
+    [
+        (600, False, (64, 512)),
+        (511, False, (64,)),
+        (40, False, (40,)),
+        (600, True, (32,)),
+        (31, True, (31,)),
+    ],
+)
+def test_default_prompt_lengths(context, ane, wanted):
+    """A write to a state of more than 32 tokens keeps a program off the Neural Engine (Anemll#27)."""
+    assert prompt_lengths(None, context, ane) == wanted
+
+
+def test_equal_constants_are_stored_once(rng, write_model, tmp_path):
+    folder = write_model(packable(rng), adapters=["a", "b"])
+    shutil.rmtree(folder / "adapters" / "b")
+    one = convert_to(tmp_path / "one.mlpackage", folder)
+    shutil.copytree(folder / "adapters" / "a", folder / "adapters" / "b")
+    two = convert_to(tmp_path / "two.mlpackage", folder)
+    assert package_module.package_size(one)[0] == package_module.package_size(two)[0]
+    # Both names lead to the same numbers.
+    functions = program_of(two).functions
+    for mine, other in zip(
+        matrices(functions["decode_a"]), matrices(functions["decode_b"]), strict=True
+    ):
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_everybody_whom_the_umask_allows_may_read_a_package(rng, write_model, tmp_path):
+    folder = write_model(packable(rng))
+    before = os.umask(0o027)
+    try:
+        path = convert_to(tmp_path / "m.mlpackage", folder)
+    finally:
+        os.umask(before)
+    modes = {file.name: file.stat().st_mode & 0o777 for file in path.rglob("*") if file.is_file()}
+    assert modes == dict.fromkeys(("Manifest.json", "model.mlmodel", "weight.bin"), 0o640)
 
 
 def test_what_fails_leaves_nothing_and_a_target_stays(rng, write_model, tmp_path, monkeypatch):
@@ -188,7 +233,13 @@ def test_what_fails_leaves_nothing_and_a_target_stays(rng, write_model, tmp_path
         ({"ane": True}, r"model\.embedding is packed to 2 bits with a scale per group"),
     ],
 )
-def test_what_can_not_be_written(rng, tmp_path, refused_folder, options, words):
+def test_refusals_come_before_the_import_of_coremltools(
+    rng, tmp_path, refused_folder, monkeypatch, options, words
+):
+    def imported(name):
+        raise AssertionError(f"{name} is imported, which takes seconds")
+
+    monkeypatch.setattr(sys.modules[convert.__module__], "coreml_module", imported)
     path = tmp_path / "m.mlpackage"
     with pytest.raises(AFMError, match=words):
         convert_to(path, refused_folder, **options)
@@ -224,17 +275,17 @@ def test_folders_that_become_no_package(rng, write_model, tmp_path, monkeypatch)
     )
     refused("The adapter was made for another model")
     shutil.rmtree(adapter)
+    with monkeypatch.context() as patch:
+        for name in [n for n in sys.modules if n.startswith("afm_mlx.converters.coreml.")]:
+            patch.delitem(sys.modules, name)
+        patch.setitem(sys.modules, "coremltools", None)
+        refused(r"pip install .*\[coreml\]")
     path, own = "model.layers.0.mlp.up_proj", {"bits": 3, "group_size": 32, "mode": "affine"}
     parts = mx.quantize(weights[f"{path}.weight"], bits=3, group_size=32)
     names = [f"{path}.{name}" for name in ("weight", "scales", "biases")]
     save_weights(folder, weights | dict(zip(names, parts, strict=True)))
     edit_config(folder, quantization={path: own, **own}, quantization_config={path: own, **own})
     refused(rf"{path}.* 'bits': 3.*convert -d")
-    with monkeypatch.context() as patch:
-        for name in [n for n in sys.modules if n.startswith("afm_mlx.converters.coreml.")]:
-            patch.delitem(sys.modules, name)
-        patch.setitem(sys.modules, "coremltools", None)
-        refused(r"pip install .*\[coreml\]")
     with pytest.raises(AFMError, match=r"ends with \.mlpackage, and .*/m does not"):
         convert_to(tmp_path / "m", folder)
     edit_config(folder, model_type="llama")
