@@ -5,8 +5,9 @@ names in `ACTIONS`. It is imported when it is chosen, and it imports MLX when it
 come at once.
 
 Exit status: 0 done, 1 when `doctor` found a fault, 2 for what the user got wrong (one line on stderr),
-130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP (one line each). Whatever else is raised is a defect
-of ours and keeps its traceback.
+130 after Ctrl-C, 143 after SIGTERM and 129 after SIGHUP (one line each) when something was left undone: a
+server that has let all answers finish was not interrupted, and has 0. Whatever else is raised is a defect of
+ours and keeps its traceback.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ def handled_signals() -> Iterator[None]:
 def deferred_signals() -> Iterator[threading.Event]:
     """Within it the first Ctrl-C, SIGTERM or SIGHUP sets the event that it gives, and raises at its end.
 
-    For work that comes to a good end soon when it is told so. A second Ctrl-C interrupts at once.
+    For work that comes to a good end soon when it is told so. A second Ctrl-C interrupts at once. Work of which
+    nothing is left to do clears the event; then nothing is raised.
     """
     flag = threading.Event()
     if threading.current_thread() is not threading.main_thread():

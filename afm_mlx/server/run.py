@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import resource
 import socket
@@ -67,19 +68,33 @@ def bind(options: ServerOptions) -> socket.socket:
 def _bind_unix(path: Path) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        if path.is_socket():  # of a server that was killed, unless somebody answers
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-                if other.connect_ex(str(path)) == 0:
-                    raise OSError(98, "another server listens there")
-            path.unlink()
+        if path.is_socket():
+            _remove_socket(path)
         made.bind(str(path))
         path.chmod(0o600)  # of this user alone
+        made.listen(0)  # a second server would else take it for one that was left behind
     except OSError as error:
         made.close()
         raise RequestError(
             f"The server can't listen at {path}: {error.strerror or error}. Choose another --unix-socket."
         ) from None
     return made
+
+
+def _remove_socket(path: Path) -> None:
+    """Remove the file of a socket that a server has left behind.
+
+    Raises:
+        OSError: for a socket that is in use, or that no server like this one has made.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.setblocking(False)  # one whose queue is full would keep us waiting
+        found = other.connect_ex(str(path))
+    if found == errno.EPROTOTYPE:
+        raise OSError(found, "another program has a socket of another kind there")
+    if found != errno.ECONNREFUSED:  # somebody listens, or it is another user's
+        raise OSError(found, "another server listens there")
+    path.unlink()
 
 
 def address_of(listening: socket.socket) -> str:
@@ -98,18 +113,21 @@ class _Uvicorn(uvicorn.Server):
         return nullcontext()
 
 
-def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> None:
-    """Serve until an event is set; then let running answers finish, and return.
+def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool:
+    """Serve until an event is set; then let running answers finish.
 
     Args:
         app: from `make_app`.
         listening: from `bind`; it is closed.
         stop: ends the server.
+
+    Returns:
+        Whether all answers have finished; those that took longer than the grace were ended with an error.
     """
-    asyncio.run(serve(app, listening, stop))
+    return asyncio.run(serve(app, listening, stop))
 
 
-async def serve(app: Starlette, listening: socket.socket, stop: threading.Event) -> None:
+async def serve(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool:
     """`run`, in a running event loop."""
     options: ServerOptions = app.state.options
     _allow_connections(options.max_connections)
@@ -129,30 +147,38 @@ async def serve(app: Starlette, listening: socket.socket, stop: threading.Event)
     config.load()
     server = _Uvicorn(config)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
+    has_finished = False
     try:
         while not stop.is_set() and not serving.done():
             await asyncio.sleep(_TICK)
         if not serving.done():
-            await _drain(app.state.served, options.grace)
+            has_finished = await _drain(app.state.served, options.grace)
     finally:
         server.should_exit = True
         await serving
         if options.unix_socket is not None:
             with suppress(OSError):
-                options.unix_socket.unlink()
+                _remove_socket(options.unix_socket)
+    return has_finished
 
 
-async def _drain(served: ServedModel, seconds: float) -> None:
-    """Take nothing new, and wait for what runs; end it with an error after a while."""
+async def _drain(served: ServedModel, seconds: float) -> bool:
+    """Take nothing new, and wait for what runs; end it with an error after a while.
+
+    Returns:
+        Whether all of it has finished by itself.
+    """
     served.admission.draining = True
     until = time.monotonic() + seconds
     if served.admission.active:
         _LOG.info("Waiting for %d answers, %g s at most.", served.admission.active, seconds)
     while served.admission.active and time.monotonic() < until:
         await asyncio.sleep(_TICK)
-    if served.admission.active:
-        served.admission.end_all()
-        await asyncio.sleep(_TICK)
+    if not served.admission.active:
+        return True
+    served.admission.end_all()
+    await asyncio.sleep(_TICK)
+    return False
 
 
 def _allow_connections(count: int) -> None:

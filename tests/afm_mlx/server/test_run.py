@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 
 import httpx2
 import openai
@@ -58,8 +59,7 @@ def test_sigterm_lets_answers_finish(started):
         assert int(refused.headers["retry-after"]) >= 1
         assert [c.choices[0].finish_reason for c in chunks][-1] == "length"
     _, said = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert said == "afm-mlx: stopped by SIGTERM\n"
+    assert (process.returncode, said) == (0, "")  # nothing was interrupted
 
 
 def test_the_grace_ends_and_so_does_the_process(started):
@@ -124,7 +124,38 @@ def test_a_unix_socket_is_this_users_alone(tmp_path):
             bind(ServerOptions(unix_socket=path))
         assert running.url.startswith("unix:")
     assert not path.exists()
+    with running_server(unix_socket=path):
+        path.unlink()
+        other = socket.socket(socket.AF_UNIX)
+        other.bind(str(path))
+        other.listen()
+    assert path.exists()  # by now another server's
+    other.close()
+    path.unlink()
     path.write_text("a file of somebody's")
     with pytest.raises(RequestError, match="can't listen"):
         bind(ServerOptions(unix_socket=path))
     assert path.read_text()
+
+
+def test_sockets_of_other_programs_stay(tmp_path):
+    """Neither one for datagrams nor one whose queue is full is taken for what a killed server has left."""
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.bind(str(path))
+        with pytest.raises(RequestError, match="another kind"):
+            bind(ServerOptions(unix_socket=path))
+        assert path.is_socket()
+    path.unlink()
+    with ExitStack() as opened:
+        other = opened.enter_context(socket.socket(socket.AF_UNIX))
+        other.bind(str(path))
+        other.listen(0)
+        waiting = opened.enter_context(socket.socket(socket.AF_UNIX))
+        waiting.connect(str(path))
+        with pytest.raises(RequestError, match="another server"):
+            bind(ServerOptions(unix_socket=path))
+        assert path.is_socket()
+    path.unlink()
+    with bind(ServerOptions(unix_socket=path)), pytest.raises(RequestError, match="another server"):
+        bind(ServerOptions(unix_socket=path))  # the first one still loads its model
