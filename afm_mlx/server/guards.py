@@ -11,7 +11,6 @@ import ipaddress
 import re
 import socket
 from collections.abc import Iterable, Mapping
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -93,9 +92,8 @@ class Guards:
             or "*" in self._options.cors_origins
         ):
             return
-        parts = urlsplit(origin)
-        is_own = parts.scheme in ("http", "https") and parts.netloc == headers.get("host")
-        if not is_own:
+        host = headers.get("host")
+        if origin not in (f"http://{host}", f"https://{host}"):
             raise ApiError(
                 403,
                 f"Pages of {named(origin)} may not use this server. --cors-origin allows one.",
