@@ -99,6 +99,7 @@ ARGUMENTS = {
         Argument("--timeout", positive(), "seconds that an answer may take", 600.0),
         Argument("--body-timeout", positive(), "seconds in which a request's body has to come", 30.0),
         Argument("--send-timeout", positive(), "seconds that a client may leave what it was sent unread", 60.0),
+        Argument("--ping-interval", positive(), "seconds without an event until a stream has a ping", 10.0),
         Argument("--idle-timeout", positive(), "seconds that a connection may stay without a request", 60.0),
         Argument("--kept-responses", integer(0), "answers of /v1/responses kept for each client", 64),
         Argument("--kept-bytes", nbytes, "bytes of all that are kept, with their conversations", 64_000_000,
@@ -152,8 +153,10 @@ def run(args: argparse.Namespace) -> None:
             },
         )
         print(f"{served.name} is served at {address_of(listening)}", flush=True)
-        run(make_app(served, settings), listening, stop)
+        has_finished = run(make_app(served, settings), listening, stop)
         served.close()
+        if has_finished:
+            stop.clear()  # it was told to end, and has done so in good order: nothing was interrupted
 
 
 def _adapters(given: list[tuple[str, str]]) -> dict[str, str]:
@@ -183,7 +186,14 @@ def _options(args: argparse.Namespace) -> ServerOptions:
                 "max_connections",
                 "timeout",
             ),
-            *("body_timeout", "send_timeout", "idle_timeout", "grace", "log_prompts"),
+            *(
+                "body_timeout",
+                "send_timeout",
+                "ping_interval",
+                "idle_timeout",
+                "grace",
+                "log_prompts",
+            ),
             *("kept_responses", "kept_bytes"),
             *("draft_model", "num_draft_tokens", "prompt_lookup"),
         )

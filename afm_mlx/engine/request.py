@@ -120,6 +120,8 @@ class Response:
         guesses: at the row's end, how many guesses there were for it, and how many were right; None where the
             engine has no `Speculation`.
         cached_tokens: tokens of the prompt that were not computed, because the prefix cache had them.
+        is_forced: whether the constraint allowed no other token: it was not drawn, and may come before the
+            prompt is computed.
     """
 
     row: int
@@ -131,3 +133,4 @@ class Response:
     from_draft: bool = False
     guesses: RowGuesses | None = None
     cached_tokens: int = 0
+    is_forced: bool = False

@@ -94,5 +94,5 @@ class RowResponses:
             if row.request.logprobs:  # it had no alternative
                 vocab_size = self._model.args.vocab_size
                 logprobs = mx.where(mx.arange(vocab_size) == token, 0.0, -math.inf)
-            responses.append(Response(row.id, token, text, logprobs, reason, error))
+            responses.append(Response(row.id, token, text, logprobs, reason, error, is_forced=True))
         return responses

@@ -139,11 +139,10 @@ def _allowed_path(text: str, folders: Sequence[Path]) -> Path:
                 path = (root / text).resolve(strict=True)
                 if path != root and path.is_relative_to(root):
                     return path
-    allowed = ", ".join(map(str, folders))
     raise ApiError(
         403,
         f"There is no adapter {shown(text)} in the folders that this server allows"
-        f"{f' ({allowed})' if folders else ': it allows none. Start it with --adapter-folder'}.",
+        f"{' (--adapter-folder)' if folders else ': it allows none. Start it with --adapter-folder'}.",
         param="path",
         code="path_not_allowed",
     )

@@ -15,13 +15,13 @@ from starlette.routing import BaseRoute, Route
 from afm_mlx.errors import AFMError
 from afm_mlx.server import adapters, health, models, openai_chat, openai_completions, tokenize
 from afm_mlx.server.anthropic_messages import routes as anthropic_messages
-from afm_mlx.server.errors import ApiError, api_error
+from afm_mlx.server.errors import ApiError
 from afm_mlx.server.guards import Guards
 from afm_mlx.server.openai_responses import routes as openai_responses
 from afm_mlx.server.openai_responses.kept_responses import KeptResponses
 from afm_mlx.server.options import ServerOptions
 from afm_mlx.server.page import page_routes
-from afm_mlx.server.request_ids import RequestIds
+from afm_mlx.server.request_ids import REQUEST_ID, RequestIds
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import ClientLeft, error_response
 
@@ -90,8 +90,9 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    told = api_error(error)
-    request.app.state.served.metrics.failed(told.status)
+    served: ServedModel = request.app.state.served
+    told = served.told(error)
+    served.metrics.failed(told.status)
     return error_response(told, request.url.path)
 
 
@@ -117,4 +118,5 @@ async def _left(request: Request, error: Exception) -> Response:
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Of a fault of ours, which Starlette raises once more for the log."""
+    _LOG.error("The request %s has failed.", REQUEST_ID.get())
     return await _refused(request, error)

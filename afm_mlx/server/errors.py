@@ -114,7 +114,8 @@ def api_error(error: Exception, param: str | None = None) -> ApiError:
     """What a client reads of an error that was raised while its request was answered.
 
     Args:
-        error: an `ApiError` stays what it is; what a user can mend is a 400, anything else a 500.
+        error: an `ApiError` stays what it is; what a user can mend is a 400. Anything else is a 500 whose text
+            stays in the log: it may tell of the server's files.
         param: the field that is meant, where the error is a 400.
     """
     if isinstance(error, ApiError):
@@ -126,4 +127,8 @@ def api_error(error: Exception, param: str | None = None) -> ApiError:
         return ApiError(500, str(error), code="no_token")
     if isinstance(error, AFMError):
         return ApiError(400, str(error), param=param)
-    return ApiError(500, str(error) or type(error).__name__, code="internal_error")
+    return ApiError(
+        500,
+        "The server has failed at this request; its log says why, under the id in the header x-request-id.",
+        code="internal_error",
+    )

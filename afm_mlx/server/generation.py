@@ -22,6 +22,7 @@ from afm_mlx.guidance.tool_calls import tool_call_constraint
 from afm_mlx.server.call_splitter import CallArguments, CallHead, CallSplitter, Said
 from afm_mlx.server.errors import ApiError, api_error, bad_request
 from afm_mlx.server.metrics import AnswerClock
+from afm_mlx.server.request_ids import REQUEST_ID
 from afm_mlx.server.sampling import logits_processors, sampler
 from afm_mlx.server.served_model import ServedModel, is_answer
 from afm_mlx.server.token_texts import TokenLogprob
@@ -30,6 +31,8 @@ from afm_mlx.tokenizer.vocabulary import EXECUTABLE_START
 _LOG = logging.getLogger("afm_mlx.server")
 _SEED_STEP = 0xD1342543DE82EF95
 """Between the seeds of two choices; another number than the one between two tokens of a row."""
+_FORCED_WAIT = 0.01
+"""Seconds in which the forced tokens that come one after the other become one event."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,8 @@ class Usage:
         guessed: tokens that were guessed for the model to check, see docs/speculation.md; None where a server
             guesses none.
         accepted: those of them that were right.
+        until_first: seconds until the first choice's first token was drawn; None where none was.
+        rate: tokens per second that were drawn for the first choice; None where that can't be told.
     """
 
     prompt: int
@@ -163,6 +168,8 @@ class Usage:
     completion: int
     guessed: int | None = None
     accepted: int = 0
+    until_first: float | None = None
+    rate: float | None = None
 
 
 Event = TextDelta | ToolCallBegins | ToolCallDelta | Ended | Usage
@@ -205,6 +212,8 @@ async def answer(served: ServedModel, ask: Ask) -> AsyncGenerator[Event, None]:
                 sum(choice.tokens for choice in choices),
                 sum(choice.guessed for choice in choices) if served.guesses else None,
                 sum(choice.accepted for choice in choices),
+                choices[0].clock.until_first,
+                choices[0].clock.rate,
             )
         except ApiError:
             raise
@@ -294,6 +303,7 @@ class _Choice:
         cached: tokens of the prompt that the prefix cache had.
         guessed: tokens that were guessed for it.
         accepted: those of them that were right.
+        clock: when its tokens were drawn.
     """
 
     def __init__(
@@ -314,7 +324,8 @@ class _Choice:
         self._answer: list[int] = []
         self.cached = self.guessed = self.accepted = 0
         self._loop = asyncio.get_running_loop()
-        self._clock = AnswerClock()
+        self.clock = AnswerClock()
+        self._forced: TextDelta | ToolCallDelta | None = None  # not told yet
         self._lost_space = ""  # that the answer begins with, and the engine has dropped
         self._drops_space = False  # whether it begins with one that is no part of the answer
         seed = ask.seed
@@ -340,7 +351,7 @@ class _Choice:
 
     def _on_prefill(self, done: int, tokens: int) -> None:
         """Called in MLX's thread."""
-        self._loop.call_soon_threadsafe(self._served.metrics.scheduled, self._clock)
+        self._loop.call_soon_threadsafe(self._served.metrics.scheduled, self.clock)
 
     async def run(self) -> None:
         """Generate the choice; whatever happens, the last event says so."""
@@ -350,19 +361,26 @@ class _Choice:
             reason = await self._generated()
         except AFMError as error:
             reason = "error"
-            self._events.put_nowait(self._told(error))
+            self._tell(self._told(error))
         except Exception as error:
             reason = "error"
-            _LOG.error("An answer has failed.", exc_info=error)
-            self._events.put_nowait(api_error(error))
+            _LOG.error("An answer to the request %s has failed.", REQUEST_ID.get(), exc_info=error)
+            self._tell(api_error(error))
         finally:
-            self._served.metrics.leaves(self._clock, reason, self.tokens)
+            self._served.metrics.leaves(self.clock, reason, self.tokens)
 
     def _told(self, error: AFMError) -> ApiError:
         """What the client reads of an error of the row."""
         adapter, pool = self._ask.adapter, self._served.pool
         if isinstance(error, CheckpointError):
-            return ApiError(500, str(error), param="model", code="adapter_failed")
+            _LOG.error("The request %s: %s", REQUEST_ID.get(), error)
+            return ApiError(
+                500,
+                f"The adapter {adapter} can't be read: its files are damaged or gone. The server's log says "
+                "more.",
+                param="model",
+                code="adapter_failed",
+            )
         if isinstance(adapter, str) and pool is not None and adapter not in pool.registered:
             return ApiError(404, str(error), param="model", code="model_not_found")
         return api_error(error, "model" if "adapter" in str(error) else _field_of(self._ask))
@@ -383,7 +401,7 @@ class _Choice:
             reason = "tool_calls"
         if self._served.options.log_prompts:
             _LOG.info("Answer: %r", self._served.tokenizer.decode(self._answer))
-        self._events.put_nowait(Ended(self._index, reason, stop_string, self.tokens))
+        self._tell(Ended(self._index, reason, stop_string, self.tokens))
         return reason
 
     def _take(self, response: Response) -> None:
@@ -394,7 +412,8 @@ class _Choice:
         logprobs: list[TokenLogprob] = []
         text = response.text
         if token >= 0:
-            self._served.metrics.token(self._clock)
+            if not response.is_forced:
+                self._served.metrics.drawn(self.clock)
             self.cached = response.cached_tokens
             if not self._answer:
                 self._begin(token)
@@ -410,22 +429,42 @@ class _Choice:
             text, self._lost_space = self._lost_space + text, ""
         if self._splitter is None:
             if text or logprobs:
-                self._events.put_nowait(TextDelta(self._index, text, logprobs))
+                self._tell(TextDelta(self._index, text, logprobs), response.is_forced)
             return
         for part in self._splitter.feed(text, token == self._mark):
             match part:
                 case Said(said):
-                    self._events.put_nowait(TextDelta(self._index, said, logprobs))
+                    self._tell(TextDelta(self._index, said, logprobs), response.is_forced)
                     logprobs = []
                 case CallHead(call, name):
                     self._ids.append(f"call_{uuid.uuid4().hex[:24]}")
-                    self._events.put_nowait(
-                        ToolCallBegins(self._index, call, self._ids[call], name)
-                    )
+                    self._tell(ToolCallBegins(self._index, call, self._ids[call], name))
                 case CallArguments(call, more):
-                    self._events.put_nowait(ToolCallDelta(self._index, call, more))
+                    self._tell(ToolCallDelta(self._index, call, more), response.is_forced)
         if logprobs:
-            self._events.put_nowait(TextDelta(self._index, "", logprobs))
+            self._tell(TextDelta(self._index, "", logprobs), response.is_forced)
+
+    def _tell(self, event: Event | ApiError, is_forced: bool = False) -> None:
+        """Hand an event over; what forced tokens add one after the other is one event."""
+        before, self._forced = self._forced, None
+        match before, event:
+            case TextDelta(), TextDelta() if is_forced:
+                logprobs = [*before.logprobs, *event.logprobs]
+                event = replace(before, text=before.text + event.text, logprobs=logprobs)
+            case ToolCallDelta(), ToolCallDelta() if is_forced and before.call == event.call:
+                event = replace(before, arguments=before.arguments + event.arguments)
+            case _ if before is not None:
+                self._events.put_nowait(before)
+        if is_forced and isinstance(event, TextDelta | ToolCallDelta):
+            self._forced = event
+            self._loop.call_later(_FORCED_WAIT, self._tell_forced)
+        else:
+            self._events.put_nowait(event)
+
+    def _tell_forced(self) -> None:
+        if self._forced is not None:
+            self._events.put_nowait(self._forced)
+            self._forced = None
 
     def _begin(self, token: int) -> None:
         """See whether the engine drops a space: one that is a part of an answer that goes on with a text."""

@@ -24,13 +24,35 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 @dataclass
 class AnswerClock:
-    """When the steps of one answer were, in seconds of `time.monotonic`."""
+    """When the steps of one answer were, in seconds of `time.monotonic`.
+
+    Attributes:
+        arrived: when it was asked for.
+        scheduled: when its prompt began to be computed; None before.
+        first, last: when its first and its last token was drawn, so far; None before. Tokens that a constraint
+            forces are known without the model, even while the answer waits.
+        drawn: number of tokens that were drawn.
+        has_left: whether it has ended.
+    """
 
     arrived: float = field(default_factory=time.monotonic)
     scheduled: float | None = None
     first: float | None = None
     last: float | None = None
+    drawn: int = 0
     has_left: bool = False
+
+    @property
+    def until_first(self) -> float | None:
+        """Seconds until the first token was drawn; None before."""
+        return None if self.first is None else self.first - self.arrived
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second, from the first that was drawn to the last; None where that was no time."""
+        if self.first is None or self.last is None or self.last <= self.first:
+            return None
+        return (self.drawn - 1) / (self.last - self.first)
 
 
 class Metrics:
@@ -77,10 +99,12 @@ class Metrics:
         self._accepted = counter("spec_decode_num_accepted_tokens", "Guesses that were right.")
         self._running = gauge("num_requests_running", "Answers that are computed.")
         self._waiting = gauge("num_requests_waiting", "Answers that wait for the batch.")
-        self._ttft = histogram("time_to_first_token_seconds", "Until the first token.", _SHORT)
-        self._inter = histogram("inter_token_latency_seconds", "Between two tokens.", _SHORT)
+        self._ttft = histogram(
+            "time_to_first_token_seconds", "Until the first drawn token.", _SHORT
+        )
+        self._inter = histogram("inter_token_latency_seconds", "Between two drawn tokens.", _SHORT)
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean of an answer.", _SHORT
+            "request_time_per_output_token_seconds", "Mean of an answer's drawn tokens.", _SHORT
         )
         self._e2e = histogram("e2e_request_latency_seconds", "Of whole answers.", _LONG)
         self._queue = histogram("request_queue_time_seconds", "Until it is begun.", _LONG)
@@ -102,10 +126,11 @@ class Metrics:
             self._running.inc()
             self._queue.observe(clock.scheduled - clock.arrived)
 
-    def token(self, clock: AnswerClock) -> None:
-        """A token has come."""
+    def drawn(self, clock: AnswerClock) -> None:
+        """A token was drawn from the model's logits."""
         self.scheduled(clock)
         now = time.monotonic()
+        clock.drawn += 1
         if clock.first is None:
             clock.first = now
             self._ttft.observe(now - clock.arrived)
@@ -129,8 +154,8 @@ class Metrics:
         self._e2e.observe(time.monotonic() - clock.arrived)
         if tokens:
             self._answer_sizes.observe(tokens)
-        if clock.first is not None and clock.last is not None and tokens > 1:
-            self._per_token.observe((clock.last - clock.first) / (tokens - 1))
+        if clock.first is not None and clock.last is not None and clock.drawn > 1:
+            self._per_token.observe((clock.last - clock.first) / (clock.drawn - 1))
 
     def guesses(self, guesses: RowGuesses) -> None:
         """The guesses for an answer that has ended."""

@@ -35,6 +35,7 @@ from afm_mlx.server.openai_fields import (
     constraint_of,
     guided,
     sampling_of,
+    timings,
     usage,
 )
 from afm_mlx.server.served_model import ServedModel
@@ -182,8 +183,8 @@ async def _chunks(
         async for part in parts:
             if isinstance(part, Usage):
                 if with_usage:
-                    counts = usage(part)
-                    yield event({**head, "choices": [], "usage": counts})
+                    last = {**head, "choices": [], "usage": usage(part)}
+                    yield event({**last, "timings": timings(part)})
                 continue
             if part.index not in begun:
                 begun.add(part.index)

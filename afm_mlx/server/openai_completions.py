@@ -217,11 +217,10 @@ class _Logprobs:
             self._bytes += token.bytes
         return {
             "text_offset": offsets,
-            "token_logprobs": [max(token.logprob, -9999.0) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
             "tokens": [_name(token) for token in tokens],
             "top_logprobs": [
-                {_name(each): max(each.logprob, -9999.0) for each in (*token.top, token)}
-                for token in tokens
+                {_name(each): each.logprob for each in (*token.top, token)} for token in tokens
             ]
             if any(token.top for token in tokens)
             else None,

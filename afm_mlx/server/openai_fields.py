@@ -293,12 +293,7 @@ def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _one(token: TokenLogprob) -> dict[str, Any]:
-    # JSON has no -infinity, which a biased or constrained token may have.
-    return {
-        "token": token.text,
-        "logprob": max(token.logprob, -9999.0),
-        "bytes": list(token.bytes),
-    }
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
 
 
 def sampling_of(body: SampledRequest) -> dict[str, Any]:
@@ -331,3 +326,12 @@ def usage(counts: Usage) -> dict[str, Any]:
             "rejected_prediction_tokens": counts.guessed - counts.accepted,
         }
     return told
+
+
+def timings(counts: Usage) -> dict[str, float | None]:
+    """How fast the first choice came, without what its constraint forced; null where nothing was drawn."""
+    first = counts.until_first
+    return {
+        "first_token_ms": None if first is None else round(1000 * first, 3),
+        "tokens_per_second": None if counts.rate is None else round(counts.rate, 3),
+    }

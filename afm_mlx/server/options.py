@@ -41,6 +41,7 @@ class ServerOptions:
         body_timeout: seconds in which a body has to come.
         timeout: seconds in which an answer has to be given; it is ended with an error then.
         send_timeout: seconds that a client may leave what it was sent unread.
+        ping_interval: seconds without an event after which a stream has a ping.
         idle_timeout: seconds that a connection may stay open without a request.
         max_connections: open connections at most; the one that was idle for longest makes room.
         kept_responses: responses of /v1/responses that are kept in memory for each client at most.
@@ -80,6 +81,7 @@ class ServerOptions:
     body_timeout: float = 30
     timeout: float = 600
     send_timeout: float = 60
+    ping_interval: float = 10
     idle_timeout: float = 60
     max_connections: int = 1000
     kept_responses: int = 64

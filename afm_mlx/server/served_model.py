@@ -19,7 +19,7 @@ from afm_mlx.loading.draft_models import load_drafts
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
 from afm_mlx.model.model import is_afm
-from afm_mlx.server.errors import ApiError, bad_request
+from afm_mlx.server.errors import ApiError, api_error, bad_request
 from afm_mlx.server.limits import Admission
 from afm_mlx.server.metrics import Metrics
 from afm_mlx.server.options import ServerOptions
@@ -270,6 +270,29 @@ class ServedModel:
             **variables,
         )
         return list(tokens)
+
+    # -- errors
+
+    def told(self, error: Exception) -> ApiError:
+        """What a client reads of an error: as `api_error`, without the folders that files lie in."""
+        told = api_error(error)
+        for folder in self._folders():
+            told.message = told.message.replace(str(folder), folder.name)
+        return told
+
+    def _folders(self) -> list[Path]:
+        """Folders that messages may name, those within others first."""
+        options = self.options
+        given = [
+            getattr(self.tokenizer, "name_or_path", ""),
+            options.draft_model or "",
+            options.prompt_cache_folder or "",
+            *options.adapter_folders,
+            *(() if self.pool is None else self.pool.paths.values()),
+        ]
+        paths = [Path(each).absolute() for each in given if str(each)]
+        found = {path for each in paths for path in (each, each.resolve()) if len(path.parts) > 2}
+        return sorted(found, key=lambda path: -len(path.parts))
 
     def close(self) -> None:
         """End the adapters' loading thread, and write what is still to be written of the prefix cache."""

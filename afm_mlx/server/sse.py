@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
@@ -17,7 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from afm_mlx.server.errors import ApiError, api_error
+from afm_mlx.server.errors import ApiError
+from afm_mlx.server.request_ids import REQUEST_ID
 
 _LOG = logging.getLogger("afm_mlx.server")
 Result = TypeVar("Result")
@@ -88,12 +90,14 @@ class EventStream(Response):
     """A response of events, as they come.
 
     The status is sent with the first event, so that what fails before is an error response like any other. An
-    error behind it is an event, and ends the stream.
+    error behind it is an event, and ends the stream. While none comes, a ping is sent each
+    `ping_interval` seconds: clients and proxies give up connections in which nothing happens.
 
     Args:
         events: the events, as `event` writes them.
         request: whose body was read.
         error_event: what an error behind the first event is told with.
+        ping: what is sent while there is no event; clients skip it.
     """
 
     def __init__(
@@ -101,42 +105,65 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         request: Request,
         error_event: Callable[[ApiError], bytes] = lambda error: event(error.openai()),
+        ping: bytes = b": ping\n\n",
     ):
         super().__init__()
-        self._events, self._request, self._error_event = events, request, error_event
+        self._events, self._request = events, request
+        self._error_event, self._ping = error_event, ping
+        self._sent_at: float | None = None  # when the last event or ping was
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with suppress(ClientLeft):
             await while_connected(self._request, self._run(scope, receive, send))
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events) as events:
-            try:
-                first = await anext(events)
-            except Exception as error:
-                response = error_response(self._told(error), scope["path"])
-                await response(scope, receive, send)
-                return
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-            await self._send(send, first)
-            try:
+        pinging = asyncio.create_task(self._ping_while_idle(send))
+        try:
+            async with aclosing(self._events) as events:
                 async for data in events:
                     await self._send(send, data)
-            except ClientLeft:
-                raise
-            except Exception as error:
-                await self._send(send, self._error_event(self._told(error)))
-            await send({"type": "http.response.body", "body": b""})
+        except ClientLeft:
+            raise
+        except Exception as error:
+            pinging.cancel()
+            told = self._told(error)
+            if self._sent_at is None:
+                await error_response(told, scope["path"])(scope, receive, send)
+                return
+            await self._send(send, self._error_event(told))
+        finally:
+            pinging.cancel()
+            await asyncio.gather(pinging, return_exceptions=True)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _ping_while_idle(self, send: Send) -> None:
+        seconds = self._request.app.state.options.ping_interval
+        begun = time.monotonic()
+        while True:
+            idle = time.monotonic() - (begun if self._sent_at is None else self._sent_at)
+            if idle >= seconds:
+                await self._send(send, self._ping)
+                idle = 0
+            await asyncio.sleep(seconds - idle)
 
     def _told(self, error: Exception) -> ApiError:
         if not isinstance(error, ApiError):
-            _LOG.error("A request has failed.", exc_info=error)
-        told = api_error(error)
-        self._request.app.state.served.metrics.failed(told.status)
+            _LOG.error("The request %s has failed.", REQUEST_ID.get(), exc_info=error)
+        served = self._request.app.state.served
+        told: ApiError = served.told(error)
+        served.metrics.failed(told.status)
         return told
 
     async def _send(self, send: Send, data: bytes) -> None:
-        """Send an event; a client that leaves it unread for long counts as gone."""
+        """Send an event, and before the first one the status.
+
+        Raises:
+            ClientLeft: when it stays unread for long: the client counts as gone.
+        """
+        if self._sent_at is None:
+            self._sent_at = time.monotonic()
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        self._sent_at = time.monotonic()
         seconds = self._request.app.state.options.send_timeout
         try:
             async with asyncio.timeout(seconds):

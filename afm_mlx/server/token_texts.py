@@ -11,6 +11,9 @@ import numpy as np
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
 from afm_mlx.tokenizer.tokenizer import Tokenizer
 
+LEAST_LOGPROB = -9999.0
+"""Of a token that could not come: JSON has no -infinity, and OpenAI's API writes this number."""
+
 
 @dataclass(frozen=True)
 class TokenLogprob:
@@ -19,7 +22,7 @@ class TokenLogprob:
     Args:
         token: its id.
         bytes: what it adds to the text; a part of a character's UTF-8, maybe.
-        logprob: logarithm of its probability; 0 where a constraint allowed no other.
+        logprob: logarithm of its probability, `LEAST_LOGPROB` at least; 0 where a constraint allowed no other.
         top: the most likely tokens at its place, the likeliest first.
     """
 
@@ -79,7 +82,7 @@ class TokenTexts:
         """
         if logprobs is None:
             return TokenLogprob(token, self.bytes_of(token), 0.0)
-        values = np.array(logprobs)
+        values = np.maximum(np.array(logprobs), LEAST_LOGPROB)
         likeliest: Any = ()
         if top:
             likeliest = np.argpartition(-values, min(top, values.size - 1))[:top]

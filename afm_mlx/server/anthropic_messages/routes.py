@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from afm_mlx.errors import shown
-from afm_mlx.server.anthropic_messages.answer import Message, StreamEvent, Usage
+from afm_mlx.server.anthropic_messages.answer import Message, Ping, StreamEvent, Usage
 from afm_mlx.server.anthropic_messages.ask import asked, prompt_fields
 from afm_mlx.server.anthropic_messages.fields import MessageFields, PromptFields
 from afm_mlx.server.anthropic_messages.stream import MessageStream
@@ -50,7 +50,7 @@ async def create_message(request: Request) -> Response:
     )
     stream = MessageStream(message)
     if body.stream:
-        return EventStream(_events(served, ask, stream), request, _failed)
+        return EventStream(_events(served, ask, stream), request, _failed, _written(Ping()))
     return json_response(await while_connected(request, _whole(served, ask, stream)))
 
 
@@ -117,7 +117,11 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     async with aclosing(_told(served, ask, stream)) as events:
         async for told in events:
-            yield event(told, str(told.__struct_config__.tag))
+            yield _written(told)
+
+
+def _written(told: StreamEvent) -> bytes:
+    return event(told, str(told.__struct_config__.tag))
 
 
 def _failed(error: ApiError) -> bytes:

@@ -9,9 +9,11 @@ import { streamChat } from "./api.js";
  */
 export async function generate(turn, body, speedometer, signal, onpiece) {
   let usage = null;
+  let timings = null;
   try {
     for await (const chunk of streamChat(body, signal)) {
       usage = chunk.usage ?? usage;
+      timings = chunk.timings ?? timings;
       const choice = chunk.choices?.[0];
       if (!choice) continue;
       if (takeDelta(turn, choice.delta ?? {})) {
@@ -26,7 +28,7 @@ export async function generate(turn, body, speedometer, signal, onpiece) {
     if (turn.end === "error") turn.error = described(error);
   }
   delete turn.ending;
-  turn.stats = speedometer.stats(usage);
+  turn.stats = speedometer.stats(usage, timings);
 }
 
 /** Add what a chunk holds; false if it holds nothing to show. */

@@ -35,14 +35,21 @@ export class Speedometer {
     return rates;
   }
 
-  /** What is known of the answer: of its own clock, and of the server's usage, once there is one. */
-  stats(usage = null) {
+  /**
+   * What is known of the answer: of its own clock, and of the server's usage and timings, once they are there.
+   * The server knows which tokens the model chose: those that a format forces come at once, and early.
+   */
+  stats(usage = null, timings = null) {
     const pieces = this.#arrivals.length;
     const tokens = usage?.completion_tokens ?? pieces;
     const stats = { tokens, rates: this.rates().map(Math.round) };
     if (pieces) stats.firstMs = this.#arrivals[0] - this.#begun;
     const elapsed = pieces ? this.#arrivals.at(-1) - this.#arrivals[0] : 0;
-    if (pieces > 1 && elapsed >= SHORTEST_MS) stats.speed = (1000 * (tokens - 1)) / elapsed;
+    if (pieces > 1 && elapsed >= SHORTEST_MS) stats.speed = (1000 * (pieces - 1)) / elapsed;
+    if (timings) {
+      stats.firstMs = timings.first_token_ms ?? undefined;
+      stats.speed = timings.tokens_per_second ?? undefined;
+    }
     if (!usage) return stats;
     stats.promptTokens = usage.prompt_tokens;
     const { cached_tokens: cached } = usage.prompt_tokens_details ?? {};

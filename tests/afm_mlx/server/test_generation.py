@@ -131,7 +131,7 @@ def test_slow_readers_hold_up_nobody(server, http, caplog):
     slow.close()
 
 
-def test_an_answer_that_fails_fails_alone(server, client, http, monkeypatch):
+def test_an_answer_that_fails_fails_alone(server, client, http, monkeypatch, caplog):
     from afm_mlx.engine.engine import Engine
 
     step, failures = Engine.step, []
@@ -145,11 +145,14 @@ def test_an_answer_that_fails_fails_alone(server, client, http, monkeypatch):
     chunks = client.chat.completions.create(**CHAT, stream=True, extra_body=LONG)
     next(chunks)
     failures.append("out of order")
-    with pytest.raises(openai.APIError, match="out of order"):
+    with pytest.raises(openai.APIError, match="its log says why"):
         list(chunks)
     failures.append("out of order")
     failed = http.post("/v1/chat/completions", json=CHAT)
     assert failed.status_code == 500
+    assert "out of order" not in failed.text
+    assert caplog.text.count("RuntimeError: out of order") >= 2
+    assert failed.headers["x-request-id"] in caplog.text
     assert set(failed.json()["error"]) == {"message", "type", "param", "code"}
     assert failed.json()["error"]["type"] == "server_error"
     assert client.chat.completions.create(**CHAT).choices[0].finish_reason == "stop"
@@ -225,6 +228,79 @@ def test_what_is_counted(server, http, client):
     until(lambda: is_free(server))
     aborted = f'afm_mlx:request_success_total{{finished_reason="abort",{model}}}'
     assert metrics(http)[aborted] - before.get(aborted, 0) == 1
+
+
+def test_forced_tokens_are_no_first_tokens(server, http):
+    """The head of an answer is known while its request waits; the model has computed nothing of it then."""
+    model = 'model_name="afm-nano"'
+    names = ("num_requests_running", "num_requests_waiting", "time_to_first_token_seconds_count")
+    names = [f"afm_mlx:{name}{{{model}}}" for name in names]
+    schema = {"type": "object", "properties": {"a_long_name": {"type": "integer"}}}
+    body = {**CHAT, "guided_json": {**schema, "required": ["a_long_name"]}, "stream": True}
+    options = {"stream_options": {"include_usage": True}}
+    began = metrics(http)
+    with contextlib.ExitStack() as others:
+        for _ in range(4):  # all of the batch
+            others.enter_context(sent(server, {**CHAT, **LONG, "stream": True}))
+        until(lambda: metrics(http).get(names[2], 0) == began.get(names[2], 0) + 4)
+        before = metrics(http)
+        with http.stream("POST", "/v1/chat/completions", json={**body, **options}) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+            chunks = (json.loads(line[6:]) for line in lines)
+            next(chunks)
+            assert next(chunks)["choices"][0]["delta"]["content"] == '{"a_long_name":'
+            during = metrics(http)
+            assert [during[name] - before.get(name, 0) for name in names] == [0, 1, 0]
+            time.sleep(0.2)
+            others.close()
+            last = list(chunks)[-1]
+    until(lambda: is_free(server))
+    assert [metrics(http)[name] - before.get(name, 0) for name in names] == [-4, 0, 1]
+    assert last["timings"]["first_token_ms"] > 200
+
+
+@pytest.fixture
+def quick_pings(server):
+    """Streams without an event for 50 ms have a ping."""
+    state = server.app.state
+    before = state.options
+    state.options = replace(before, ping_interval=0.05)
+    yield
+    state.options = before
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+@pytest.mark.usefixtures("quick_pings")
+def test_streams_that_wait_show_that_they_live(server, http, hold, path):
+    held = hold()
+    asked = {"prompt": "hi"} if path == "completions" else {"messages": CHAT["messages"]}
+    asked = {"input": "hi"} if path == "responses" else asked
+    limit = {"max_output_tokens": 2} if path == "responses" else {"max_tokens": 2}
+    body = {"model": "afm-nano", **asked, **limit, "stream": True}
+    ping = 'event: ping\ndata: {"type":"ping"}\n\n' if path == "messages" else ": ping\n\n"
+    with http.stream("POST", f"/v1/{path}", json=body) as stream:
+        assert stream.status_code == 200
+        parts = stream.iter_text()
+        waited = ""
+        while waited.count(ping) < 3:
+            waited += next(parts)
+        assert waited == ping * waited.count(ping)
+        held.set()
+        rest = "".join(parts)
+    assert '"error"' not in rest.replace('"error":null', "")
+    end = {"responses": "response.incomplete", "messages": "message_stop"}.get(path, "[DONE]")
+    assert end in rest
+    until(lambda: is_free(server))
+
+
+@pytest.mark.usefixtures("quick_pings")
+def test_an_error_behind_a_ping_is_an_event(server, http, hold, monkeypatch):
+    monkeypatch.setattr(server.served, "options", replace(server.served.options, timeout=0.3))
+    hold()
+    late = http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert late.status_code == 200
+    assert late.text.startswith(": ping\n\n")
+    assert json.loads(late.text.rpartition("data: ")[2])["error"]["code"] == "timeout"
 
 
 def metrics(http):

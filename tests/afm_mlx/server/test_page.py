@@ -411,11 +411,14 @@ def the_servers_counts_are_shown(page):
             "rejected_prediction_tokens": 3,
         },
     }
-    chunks = [{"choices": [{"delta": {"content": "Hello"}}]}, {"choices": [], "usage": usage}]
+    timings = {"first_token_ms": 1234.5, "tokens_per_second": 8.25}  # without what a format forces
+    last = {"choices": [], "usage": usage, "timings": timings}
+    chunks = [{"choices": [{"delta": {"content": "Hello"}}]}, last]
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body))
     assert send(page, "x") == "Hello"
-    assert "75 % of drafts taken" in page.locator(".stats").inner_text()
+    said = page.locator(".stats").inner_text()
+    assert said == "12 tokens · 8 per second · first after 1.23 s · 75 % of drafts taken"
     page.get_by_role("button", name=re.compile("^Context: 312 of 1,024 tokens")).click()
     told = page.locator("#figures div").all_inner_texts()
     assert told[-2:] == ["Prompt from the cache\n256", "Drafted tokens taken\n75 %"]

@@ -331,10 +331,10 @@ def test_errors_are_the_clients_exceptions(server, client, create, http, monkeyp
     assert (response.status_code, response.json()["error"]["type"]) == (413, "request_too_large")
 
     fail_after(monkeypatch, server, 4)
-    with pytest.raises(anthropic.InternalServerError, match="out of order"):
+    with pytest.raises(anthropic.InternalServerError, match="its log says why"):
         create(stories.FORMAL)
     events = []
-    with pytest.raises(anthropic.APIStatusError, match="out of order"):
+    with pytest.raises(anthropic.APIStatusError, match="its log says why"):
         events.extend(create(stories.FORMAL, stream=True))
     body = {"model": MODEL, "max_tokens": 50, "stream": True, "messages": [USER]}
     name, data = events_of(http.post("/v1/messages", json=body))[-1]

@@ -214,6 +214,11 @@ def test_log_probabilities_are_told_where_they_are_asked_for(create):
     ]
     assert streamed == [each.token for each in part.logprobs]
     assert not create(stories.FORMAL).output[0].content[0].logprobs
+    held = create(stories.FORMAL, include=include, top_logprobs=20, text={"format": EVENT_FORMAT})
+    beside = [
+        top.logprob for each in held.output[0].content[0].logprobs for top in each.top_logprobs
+    ]
+    assert min(beside) == -9999  # tokens that the format forbids: JSON has no -infinity
 
 
 def test_responses_are_kept_for_their_client(server, client, create):
@@ -323,12 +328,12 @@ def test_errors_are_the_clients_exceptions(server, client, create, monkeypatch):
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "input")
 
     fail_after(monkeypatch, server, 4)
-    with pytest.raises(openai.InternalServerError, match="out of order"):
+    with pytest.raises(openai.InternalServerError, match="its log says why"):
         create(stories.FORMAL)
     events = list(create(stories.FORMAL, stream=True))
     assert events[-1].type == "response.failed"
     assert events[-1].response.error.code == "server_error"
-    assert "out of order" in events[-1].response.error.message
+    assert "its log says why" in events[-1].response.error.message
     assert events[-1].sequence_number == len(events) - 1
 
 
