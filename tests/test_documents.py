@@ -88,7 +88,7 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("AFM_MLX_MODEL", "AFM_MLX_API_KEY"):
+    for name in ("AFM_MLX_MODEL", "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     return tmp_path

@@ -21,7 +21,7 @@ from afm_mlx.installation import install_command
 if TYPE_CHECKING:
     from afm_mlx.server.options import ServerOptions
 
-KEY_VARIABLE = "AFM_MLX_API_KEY"
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY"
 MAX_KEY_FILE_BYTES = 1 << 20
 _LEVELS = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
 
@@ -62,6 +62,11 @@ ARGUMENTS = {
                  f"--api-key-file, or {KEY_VARIABLE} in the environment",
                  [], action="append", metavar="KEY"),
         Argument("--api-key-file", None, "file of keys, one in a line", metavar="FILE"),
+        Argument("--admin-key", None,
+                 "key that requests must have to change adapters or to read the metrics; may be repeated. "
+                 f"Better is --admin-key-file, or {ADMIN_KEY_VARIABLE}",
+                 [], action="append", metavar="KEY"),
+        Argument("--admin-key-file", None, "file of such keys, one in a line", metavar="FILE"),
         Argument("--allowed-host", None, "another name of this server, as requests have it; may be repeated",
                  [], action="append", metavar="NAME"),
         Argument("--cors-origin", None, "origin of web pages that may use the server; may be repeated",
@@ -186,21 +191,15 @@ def _options(args: argparse.Namespace) -> ServerOptions:
                 "max_connections",
                 "timeout",
             ),
-            *(
-                "body_timeout",
-                "send_timeout",
-                "ping_interval",
-                "idle_timeout",
-                "grace",
-                "log_prompts",
-            ),
-            *("kept_responses", "kept_bytes"),
+            *("body_timeout", "send_timeout", "ping_interval", "idle_timeout", "grace"),
+            *("log_prompts", "kept_responses", "kept_bytes"),
             *("draft_model", "num_draft_tokens", "prompt_lookup"),
         )
     }
     return ServerOptions(
         unix_socket=_path(args.unix_socket),
-        api_keys=_keys(args),
+        api_keys=_keys(args, "api", KEY_VARIABLE),
+        admin_keys=_keys(args, "admin", ADMIN_KEY_VARIABLE),
         allowed_hosts=tuple(args.allowed_host),
         cors_origins=tuple(args.cors_origin),
         adapter_folders=tuple(_folder(path) for path in args.adapter_folder),
@@ -224,23 +223,23 @@ def _folder(path: str) -> Path:
     return folder
 
 
-def _keys(args: argparse.Namespace) -> tuple[str, ...]:
-    """The keys of all sources, each once."""
-    keys = [*args.api_key, *os.environ.get(KEY_VARIABLE, "").split(",")]
-    if args.api_key_file is not None:
+def _keys(args: argparse.Namespace, kind: str, variable: str) -> tuple[str, ...]:
+    """The keys of all sources, each once; `kind` is "api" or "admin", as the flags have it."""
+    flag, given = f"--{kind}-key", getattr(args, f"{kind}_key")
+    path = getattr(args, f"{kind}_key_file")
+    keys = [*given, *os.environ.get(variable, "").split(",")]
+    if path is not None:
         try:
-            keys_file = read_file(args.api_key_file, MAX_KEY_FILE_BYTES, pipes=True)
-            lines = keys_file.decode("utf-8").splitlines()
+            lines = read_file(path, MAX_KEY_FILE_BYTES, pipes=True).decode("utf-8").splitlines()
         except (OSError, ValueError) as error:
-            raise UsageError(
-                f"--api-key-file {args.api_key_file} can't be read ({reason_of(error)})."
-            ) from None
-        keys += [line for line in lines if not line.lstrip().startswith("#")]
-        if not any(line.strip() for line in keys):
-            raise UsageError(f"--api-key-file {args.api_key_file} has no key.")
+            raise UsageError(f"{flag}-file {path} can't be read ({reason_of(error)}).") from None
+        of_file = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not of_file:
+            raise UsageError(f"{flag}-file {path} has no key.")
+        keys += of_file
     found = tuple(dict.fromkeys(key.strip() for key in keys if key.strip()))
-    if "" in (key.strip() for key in args.api_key):
-        raise UsageError("--api-key is empty; give a key.")
+    if "" in (key.strip() for key in given):
+        raise UsageError(f"{flag} is empty; give a key.")
     for key in found:
         if not (key.isascii() and key.isprintable() and " " not in key):
             raise UsageError(

@@ -17,8 +17,12 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.errors import ApiError, bad_request
+from afm_mlx.server.guards import check_admin
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import json_response
+
+_FOR_EVERYBODY = ("id", "object", "name", "state", "bytes", "rank", "pinned")
+"""What clients without an admin key are told of an adapter: nothing of its files, and of other clients."""
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 
@@ -38,16 +42,20 @@ class LoadRequest(Struct, forbid_unknown_fields=True):
 
 
 async def list_adapters(request: Request) -> Response:
-    """All adapters, and the memory that they take."""
+    """All adapters; with an admin key also the memory that they take, and who uses them."""
     served: ServedModel = request.app.state.served
     pool = _pool(served)
     known = await asyncio.to_thread(pool.describe)
     adapters = [_described(served, entry) for entry in known.pop("adapters")]
+    if not request.state.is_admin:
+        known = {}
+        adapters = [{name: entry[name] for name in _FOR_EVERYBODY} for entry in adapters]
     return json_response({"object": "list", **known, "data": adapters})
 
 
 async def load_adapter(request: Request) -> Response:
     """Register an adapter and load it."""
+    check_admin(request)
     served: ServedModel = request.app.state.served
     pool = _pool(served)
     body = await read_body(
@@ -81,6 +89,7 @@ def _load(pool: AdapterPool, body: LoadRequest, path: Path) -> None:
 
 async def change_adapter(request: Request) -> Response:
     """Load, unload, pin or unpin an adapter that is registered."""
+    check_admin(request)
     served: ServedModel = request.app.state.served
     pool, name = _pool(served), request.path_params["name"]
     actions: dict[str, Callable[[str], Any]] = {
@@ -92,14 +101,18 @@ async def change_adapter(request: Request) -> Response:
     action = request.path_params["action"]
     if action not in actions:
         raise HTTPException(404)
+    if action == "unload":
+        _refuse_own(served, name)
     await _done(pool, name, actions[action])
     return json_response(await _one(served, name))
 
 
 async def delete_adapter(request: Request) -> Response:
     """Forget an adapter; its files stay."""
+    check_admin(request)
     served: ServedModel = request.app.state.served
     name = request.path_params["name"]
+    _refuse_own(served, name)
     await _done(_pool(served), name, _pool(served).unregister)
     return json_response({"id": f"{served.name}:{name}", "object": "adapter", "deleted": True})
 
@@ -118,6 +131,17 @@ async def _done(pool: AdapterPool, name: str, action: Callable[[str], Any]) -> N
         raise ApiError(409, str(error), code="adapter_in_use") from error
     except AFMError as error:
         raise ApiError(500, str(error), code="adapter_failed") from error
+
+
+def _refuse_own(served: ServedModel, name: str) -> None:
+    if name in served.own_adapters:
+        raise ApiError(
+            409,
+            f"The adapter {name} is one that the server was started with, and stays. Requests take away what "
+            "they have loaded.",
+            param="name",
+            code="adapter_stays",
+        )
 
 
 def _pool(served: ServedModel) -> AdapterPool:
@@ -154,4 +178,8 @@ async def _one(served: ServedModel, name: str) -> dict[str, Any]:
 
 
 def _described(served: ServedModel, entry: dict[str, Any]) -> dict[str, Any]:
-    return {"id": f"{served.name}:{entry['name']}", "object": "adapter", **entry}
+    told = {"id": f"{served.name}:{entry['name']}", "object": "adapter", **entry}
+    for field in ("source", "error"):
+        if isinstance(told[field], str):
+            told[field] = served.without_folders(told[field])
+    return told

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Iterable, Mapping
 
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from afm_mlx.errors import named
@@ -47,8 +48,11 @@ class Guards:
 
     def __init__(self, app: ASGIApp, options: ServerOptions):
         self._app, self._options = app, options
-        self._keys = _by_digest(options.api_keys)
+        self._keys = _by_digest((*options.api_keys, *options.admin_keys))
+        self._admins = frozenset(_by_digest(options.admin_keys).values())
         self._is_local = is_loopback(options.host)
+        is_private = self._is_local or options.unix_socket is not None
+        self._asks_everybody = bool(options.api_keys) or (bool(self._keys) and not is_private)
         names = {*LOOPBACK_NAMES, *options.allowed_hosts}
         if not self._is_local:
             own = socket.gethostname()
@@ -64,7 +68,9 @@ class Guards:
             self._check_length(headers)
             self._check_host(headers)
             self._check_origin(headers)
-            scope.setdefault("state", {})["client"] = self._client(scope, headers)
+            client = self._client(scope, headers)
+            is_admin = client in self._admins or not self._keys
+            scope.setdefault("state", {}).update(client=client, is_admin=is_admin)
         except ApiError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
@@ -101,13 +107,11 @@ class Guards:
             )
 
     def _client(self, scope: Scope, headers: Headers) -> str:
-        """Who asks: a digest of the key; "" where no keys are asked for.
+        """Who asks: a digest of the key; "" where no key is asked for.
 
         Raises:
             ApiError: 401 for a key that is missing or none of the server's.
         """
-        if not self._keys:
-            return ""
         path = scope["path"]
         if path in OPEN_PATHS or path.startswith("/page/"):
             return ""
@@ -118,7 +122,7 @@ class Guards:
         for known, client in self._keys.items():  # all of them, so that the time tells nothing
             if hmac.compare_digest(digest, known):
                 found = client
-        if not found:
+        if not found and self._asks_everybody:
             raise ApiError(
                 401,
                 "The API key is missing or wrong; give it as Authorization: Bearer KEY, or x-api-key.",
@@ -139,6 +143,23 @@ class Guards:
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > self._options.max_body:
             raise too_large(self._options.max_body)
+
+
+def check_admin(request: Request) -> None:
+    """Refuse a request that changes what others use, or reads what they do, unless it has an admin key.
+
+    Raises:
+        ApiError: 403.
+    """
+    if request.state.is_admin:
+        return
+    has_key = bool(request.app.state.options.admin_keys)
+    raise ApiError(
+        403,
+        f"{request.method} {request.url.path} needs an admin key, as it concerns all clients of this server. "
+        + ("Give it in place of yours." if has_key else "Start the server with --admin-key-file."),
+        code="admin_key_needed",
+    )
 
 
 class _Bounded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from afm_mlx.server.guards import check_admin
 from afm_mlx.server.metrics import CONTENT_TYPE
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import json_response
@@ -24,6 +25,7 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """What was counted and measured."""
+    """What was counted and measured, of all clients."""
+    check_admin(request)
     served: ServedModel = request.app.state.served
     return Response(served.metrics.text(), headers={"Content-Type": CONTENT_TYPE})

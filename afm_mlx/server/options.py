@@ -16,6 +16,8 @@ class ServerOptions:
         host, port: address to listen at; port 0 takes a free one.
         unix_socket: path of a Unix socket to listen at, in place of an address.
         api_keys: keys of clients, each a client of its own; none for a server that asks for no key.
+        admin_keys: keys of those who may change adapters and read the metrics, too. With no key of either kind,
+            everybody may who reaches the server.
         allowed_hosts: names that requests may have as their Host, besides those of this machine.
         cors_origins: origins of web pages that may use the server.
         adapter_folders: folders below which adapters may be loaded by a request.
@@ -54,6 +56,7 @@ class ServerOptions:
     port: int = 8080
     unix_socket: Path | None = None
     api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     adapter_folders: tuple[Path, ...] = ()

@@ -34,7 +34,8 @@ def check_access(options: ServerOptions) -> None:
     Raises:
         RequestError: for an address that other machines reach, without a key.
     """
-    if options.unix_socket is None and not is_loopback(options.host) and not options.api_keys:
+    has_key = bool(options.api_keys or options.admin_keys)
+    if options.unix_socket is None and not is_loopback(options.host) and not has_key:
         raise RequestError(
             f"The host {options.host} can be reached from other machines, and that needs a key: give "
             "--api-key, --api-key-file or the environment variable AFM_MLX_API_KEY; or listen at 127.0.0.1."

@@ -51,6 +51,7 @@ class ServedModel:
         token_texts: looks tokens up.
         created: when it was loaded, in seconds since 1970.
         guesses: whether tokens are guessed for the model to check.
+        own_adapters: names of the adapters that it was started with; requests don't take them away.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class ServedModel:
             **engine_options,
         )
         self.guesses = engine_options.get("speculation") is not None
+        self.own_adapters = frozenset(() if pool is None else pool.registered)
         self.admission = Admission(options)
         self.metrics = Metrics(self)
         self.token_texts = TokenTexts(tokenizer)
@@ -276,9 +278,14 @@ class ServedModel:
     def told(self, error: Exception) -> ApiError:
         """What a client reads of an error: as `api_error`, without the folders that files lie in."""
         told = api_error(error)
-        for folder in self._folders():
-            told.message = told.message.replace(str(folder), folder.name)
+        told.message = self.without_folders(told.message)
         return told
+
+    def without_folders(self, text: str) -> str:
+        """A text in which paths of the model's files and adapters begin with the last folder's name."""
+        for folder in self._folders():
+            text = text.replace(str(folder), folder.name)
+        return text
 
     def _folders(self) -> list[Path]:
         """Folders that messages may name, those within others first."""

@@ -13,11 +13,16 @@ def options(*argv):
 
 def test_settings_come_from_flags_files_and_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("AFM_MLX_API_KEY", raising=False)
+    monkeypatch.delenv("AFM_MLX_ADMIN_KEY", raising=False)
     keys = tmp_path / "keys"
     keys.write_text("# of the team\nfirst\n\nsecond\n")
     monkeypatch.setenv("AFM_MLX_API_KEY", "third, first")
     given = options("--api-key", "zeroth", "--api-key-file", str(keys), "--temp", "0.5")
     assert given.api_keys == ("zeroth", "third", "first", "second")
+    assert given.admin_keys == ()
+    monkeypatch.setenv("AFM_MLX_ADMIN_KEY", "fourth")
+    admin = options("--admin-key", "fifth", "--admin-key-file", str(keys))
+    assert admin.admin_keys == ("fifth", "fourth", "first", "second")
     assert given.temperature == 0.5
     settings = tmp_path / "settings.yaml"
     settings.write_text(f"kv_memory: 2GB\nadapter_folder: [{tmp_path}]\nkv_bits: 16\nport: 0\n")
@@ -33,6 +38,8 @@ def test_settings_come_from_flags_files_and_the_environment(tmp_path, monkeypatc
         (["--api-key", "ä"], "HTTP header"),
         (["--api-key", "two words"], "HTTP header"),
         (["--api-key-file", "nowhere"], "can't be read"),
+        (["--admin-key-file", "nowhere"], "--admin-key-file nowhere can't be read"),
+        (["--admin-key", ""], "--admin-key is empty"),
         (["--adapter-folder", "nowhere"], "no such folder"),
         (["--kv-memory", "2 apples"], "number of bytes"),
         (["--port", "65536"], "out of range"),
@@ -49,6 +56,7 @@ def test_settings_that_cant_be_used(argv, says):
 
 def test_what_keeps_it_from_starting_is_one_line(capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("AFM_MLX_API_KEY", raising=False)
+    monkeypatch.delenv("AFM_MLX_ADMIN_KEY", raising=False)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for argv, says in (

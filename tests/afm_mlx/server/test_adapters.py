@@ -61,18 +61,27 @@ def test_an_adapter_comes_and_goes(http, client, folder):
     assert http.delete("/v1/adapters/mine").status_code == 404
 
 
-def test_an_adapter_in_use_stays(server, http, client):
+def test_an_adapter_in_use_stays(server, http, client, folder):
+    shutil.copytree(ADAPTERS / "redact", folder / "busy")
+    assert http.post("/v1/adapters", json={"name": "busy", "path": "busy"}).status_code == 201
     long = {"guided_regex": "[a-z ]{2000}"}
     messages = [{"role": "user", "content": "Count."}]
     chunks = client.chat.completions.create(
-        model="afm-nano:redact", messages=messages, stream=True, extra_body=long, max_tokens=500
+        model="afm-nano:busy", messages=messages, stream=True, extra_body=long, max_tokens=500
     )
     next(chunks)
-    refused = http.delete("/v1/adapters/redact")
+    refused = http.delete("/v1/adapters/busy")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "adapter_in_use")
     chunks.close()
     until(lambda: server.served.engine.rows == 0)
-    assert http.delete("/v1/adapters/redact").status_code == 200
+    assert http.delete("/v1/adapters/busy").status_code == 200
+
+
+def test_what_the_server_was_started_with_stays(http):
+    for method, path in (("DELETE", "redact"), ("POST", "redact/unload")):
+        refused = http.request(method, f"/v1/adapters/{path}")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "adapter_stays")
+    assert http.post("/v1/adapters/redact/load").json()["state"] == "resident"
 
 
 def test_an_adapter_whose_files_went_away(server, http, client, folder):

@@ -1,6 +1,13 @@
+import json
+import shutil
+
 import pytest
+from starlette.datastructures import Headers
 
 from afm_mlx.errors import RequestError
+from afm_mlx.loading.resolve import resolve_model
+from afm_mlx.server.errors import ApiError
+from afm_mlx.server.guards import Guards
 from afm_mlx.server.options import ServerOptions
 from afm_mlx.server.run import bind
 from tests.tools.cases import each
@@ -116,3 +123,51 @@ def test_clients_are_apart(server, http):
     many = http.post("/v1/chat/completions", json={**CHAT, "n": 4}, headers={"x-api-key": KEYS[0]})
     assert (many.status_code, many.json()["error"]["code"]) == (429, "queue_full")
     assert int(many.headers["retry-after"]) >= 1
+
+
+def test_only_an_admin_key_changes_what_others_use(tmp_path):
+    """And reads what they do: their counts, and where the server's files are."""
+    shutil.copytree(resolve_model("afm-nano") / "adapters" / "todo", tmp_path / "mine")
+    changes = [
+        ("POST", "/v1/adapters", {"name": "mine", "path": "mine"}),
+        *(
+            ("POST", f"/v1/adapters/mine/{each}", None)
+            for each in ("pin", "unpin", "unload", "load")
+        ),
+        ("DELETE", "/v1/adapters/mine", None),
+    ]
+    options = {"api_keys": KEYS, "admin_keys": ("the-admins",), "adapter_folders": (tmp_path,)}
+    with running_server(**options) as running, running.http() as http:
+
+        def send(key, method, path, body=None):
+            return http.request(method, path, json=body, headers={"x-api-key": key})
+
+        for method, path, body in [*changes, ("GET", "/metrics", None)]:
+            refused = send(KEYS[0], method, path, body)
+            told = (refused.status_code, refused.json()["error"]["code"])
+            assert told == (403, "admin_key_needed"), path
+        answer = send("the-admins", "POST", "/v1/chat/completions", CHAT)
+        assert answer.json()["usage"]["completion_tokens"] == 2
+        for method, path, body in changes[:-1]:
+            assert send("the-admins", method, path, body).status_code in (200, 201), path
+        plain = send(KEYS[0], "GET", "/v1/adapters").json()
+        assert set(plain) == {"object", "data"}
+        assert set(plain["data"][0]) == {"id", "object", "name", "state", "bytes", "rank", "pinned"}
+        whole = send("the-admins", "GET", "/v1/adapters").json()
+        assert {"rows", "waiting", "source"} < set(whole["data"][0])
+        assert str(tmp_path) not in json.dumps(whole)
+        assert send("the-admins", *changes[-1][:2]).status_code == 200
+        assert send("the-admins", "GET", "/metrics").status_code == 200
+
+
+def test_an_admin_key_alone_leaves_this_machine_open():
+    with running_server(admin_keys=("the-admins",)) as running, running.http() as http:
+        assert running.openai("none").chat.completions.create(**CHAT).usage.completion_tokens == 2
+        assert http.get("/metrics").status_code == 403
+        assert http.get("/metrics", headers={"x-api-key": "wrong"}).status_code == 403
+        assert http.get("/metrics", headers={"x-api-key": "the-admins"}).status_code == 200
+    with bind(ServerOptions(host="0.0.0.0", port=0, admin_keys=("the-admins",))) as listening:
+        assert listening.getsockname()[1]
+    app = Guards(None, options=ServerOptions(host="0.0.0.0", admin_keys=("the-admins",)))
+    with pytest.raises(ApiError, match="API key"):
+        app._client({"path": "/v1/models"}, Headers({}))
