@@ -10,10 +10,7 @@ from afm_mlx.cli import server as command
 from afm_mlx.cli.argument_table import Unavailable
 from afm_mlx.cli.parser import parse
 from afm_mlx.loading.resolve import resolve_model
-from afm_mlx.server.anthropic_messages.fields import MessageFields
-from afm_mlx.server.chat_fields import ChatRequest
-from afm_mlx.server.openai_completions import CompletionRequest
-from afm_mlx.server.openai_responses.fields import ResponseFields
+from tests.tools import field_tables
 from tests.tools.arguments import actions_of
 from tests.tools.server import running_server
 
@@ -44,16 +41,6 @@ def server(tmp_path_factory):
 
 
 def test_the_tables_are_whole(server):
-    text = section("Fields")
-    refused = set(names_in(text.partition("Refused unless")[2].partition("With `response")[0]))
-    fields = {
-        each: {name for cells in table("Fields") for name in names_in(cells[0]) if each in cells[1]}
-        for each in ("both", "chat", "completions")
-    }
-    both, chat, completions = fields["both"], fields["chat"], fields["completions"]
-    assert both | chat | refused - {"suffix"} == set(ChatRequest.__struct_fields__)
-    known = set(CompletionRequest.__struct_fields__)
-    assert known - {"suffix"} == (both | completions) - (chat & both - known)
     paths = {route.path for route in server.app.routes}
     told = {n.split()[-1] for cells in table("Routes") for n in names_in(cells[0])}
     places = {
@@ -76,16 +63,8 @@ def test_the_tables_are_whole(server):
             assert f"# HELP afm_mlx:{name} " in metrics, name
 
 
-@pytest.mark.parametrize(
-    ("title", "body"), [("Responses", ResponseFields), ("Messages", MessageFields)]
-)
-def test_the_tables_of_other_apis_are_whole(title, body):
-    text = section(title)
-    named = {name for cells in table(title) for name in names_in(cells[0])}
-    refused = names_in(text.partition("Refused unless")[2].partition("\n\n")[0])
-    known = set(body.__struct_fields__)
-    assert named | (set(refused) & known) == known
-    assert not named & set(refused) - {"output_config"}
+def test_the_tables_of_fields_are_the_servers_own():
+    assert field_tables.written(PAGE) == PAGE, "write it with python -m tests.tools.field_tables"
 
 
 def test_the_example_has_every_setting():

@@ -48,6 +48,9 @@ ARGUMENTS = {
                  metavar="NAME"),
         Argument("--log-level", _LEVELS, "what is logged, on standard error", "INFO"),
         Argument("--log-prompts", FLAG, "log prompts and answers, too"),
+        Argument("--strict", FLAG,
+                 "refuse what would have no effect: hints, unknown fields, others' tools. Without it they are "
+                 "taken, and named in the header x-afm-ignored"),
         unavailable("--pipeline", "models run on one machine", nargs=0),
         unavailable("--chat-template", "put chat_template.jinja into the model folder"),
         unavailable("--use-default-chat-template",
@@ -192,7 +195,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
                 "timeout",
             ),
             *("body_timeout", "send_timeout", "ping_interval", "idle_timeout", "grace"),
-            *("log_prompts", "kept_responses", "kept_bytes"),
+            *("log_prompts", "strict", "kept_responses", "kept_bytes"),
             *("draft_model", "num_draft_tokens", "prompt_lookup"),
         )
     }

@@ -17,6 +17,7 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.errors import ApiError, bad_request
+from afm_mlx.server.field_rules import Honoured
 from afm_mlx.server.guards import check_admin
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import json_response
@@ -36,7 +37,10 @@ class LoadRequest(Struct, forbid_unknown_fields=True):
         pinned: whether it stays in memory.
     """
 
-    name: Name
+    name: Annotated[
+        Name,
+        Honoured(hint="A name has letters, digits, dots, dashes and underscores, 64 at most."),
+    ]
     path: str
     pinned: bool = False
 
@@ -58,11 +62,7 @@ async def load_adapter(request: Request) -> Response:
     check_admin(request)
     served: ServedModel = request.app.state.served
     pool = _pool(served)
-    body = await read_body(
-        request,
-        LoadRequest,
-        {"name": "A name has letters, digits, dots, dashes and underscores, 64 at most."},
-    )
+    body = await read_body(request, LoadRequest)
     path = _allowed_path(body.path, request.app.state.options.adapter_folders)
     if body.name in pool.registered:
         raise ApiError(

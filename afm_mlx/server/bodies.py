@@ -4,59 +4,62 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
-import re
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from afm_mlx.errors import named, shown
+from afm_mlx.errors import named
 from afm_mlx.server.errors import ApiError, bad_request
+from afm_mlx.server.field_rules import Reader
+from afm_mlx.server.request_fields import REQUESTS, known_elsewhere
 
 Body = TypeVar("Body")
-NO_HINTS: Mapping[str, str] = MappingProxyType({})
 
-_PLACE = re.compile(r" - at `(key in )?\$\.?(.*)`$", re.S)
-_UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`", re.S)
-_MISSING = re.compile(r"^Object missing required field `(.*?)`", re.S)
+_LOG = logging.getLogger("afm_mlx.server")
 
 
-Hints = Mapping[str, str]
-"""What to add to the error of a field, by a regular expression that its place matches as a whole."""
-
-
-async def read_body(request: Request, kind: type[Body], hints: Hints = NO_HINTS) -> Body:
+async def read_body(request: Request, kind: type[Body]) -> Body:
     """The body of a request as a value of a type.
+
+    What of it has no effect is named in the log, and in a header of the response (`request_ids.py`).
 
     Args:
         request: the request; `guards.py` bounds the size of its body.
-        kind: a msgspec struct. Fields that it does not have are refused if it says so (forbid_unknown_fields).
-        hints: what to add to the errors of some fields.
+        kind: a struct of `request_fields.py`, or a msgspec struct of a route's own.
 
     Raises:
         ApiError: 400 for a body that is no such value, with the field as its `param`; 408 for one that does not
             come in time.
     """
-    seconds = request.app.state.options.body_timeout
+    options = request.app.state.options
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(options.body_timeout):
             content = await request.body()
     except TimeoutError:
         raise ApiError(
-            408, f"The body did not come within {seconds:g} s.", headers={"Connection": "close"}
+            408,
+            f"The body did not come within {options.body_timeout:g} s.",
+            headers={"Connection": "close"},
         ) from None
-    return decoded(content, kind, hints)
+    reader = Reader(options.strict, known_elsewhere() if kind in REQUESTS else None)
+    made = reader.read(decoded(content), kind)
+    if reader.ignored:
+        request.state.ignored = ", ".join(reader.ignored)
+        _LOG.info("%s: of no effect here: %s", request.url.path, request.state.ignored)
+    return made
 
 
-def decoded(content: bytes, kind: type[Body], hints: Hints = NO_HINTS) -> Body:
-    """A value of a type from JSON; see `read_body`."""
+def decoded(content: bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        ApiError: 400 for what is no JSON.
+    """
     try:
-        return msgspec.json.decode(content, type=kind)
-    except msgspec.ValidationError as error:
-        raise _refused(str(error), hints=hints) from None
+        return msgspec.json.decode(content)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         if place := _place_of_no_number(content):
             raise bad_request(
@@ -67,50 +70,6 @@ def decoded(content: bytes, kind: type[Body], hints: Hints = NO_HINTS) -> Body:
         raise bad_request(
             f"The body can't be read as JSON: {why}. A JSON object in UTF-8 is needed."
         ) from None
-
-
-def converted(value: Any, kind: type[Body], place: str) -> Body:
-    """A value of a type from what JSON was decoded to.
-
-    Args:
-        value: lists, dicts, texts and numbers.
-        kind: see `read_body`.
-        place: where the value stands in the body.
-
-    Raises:
-        ApiError: as `read_body`.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise _refused(str(error), place) from None
-
-
-def _refused(message: str, below: str = "", hints: Hints = NO_HINTS) -> ApiError:
-    """The error of a validation, which msgspec writes as `what - at `$.place``."""
-    found = _PLACE.search(message)
-    what = message[: found.start()] if found else message
-    place = "" if found is None else found[2]
-    if below:
-        place = below + ("" if place.startswith("[") or not place else ".") + place
-    for pattern in (_UNKNOWN, _MISSING):
-        if field := pattern.match(what):
-            place = f"{place}.{field[1]}" if place else field[1]
-            if pattern is _UNKNOWN:
-                return bad_request(
-                    f"{named(place)} is no field that this server honours. Leave it out.",
-                    named(place),
-                    "unknown_parameter",
-                )
-            return bad_request(
-                f"{place} is missing; it is needed.", place, "missing_required_parameter"
-            )
-    if not place:
-        return bad_request(f"The body can't be used: {what}.")
-    hint = next((f" {hint}" for p, hint in hints.items() if re.fullmatch(p, place)), "")
-    return bad_request(
-        f"{named(place)} can't be used: {what}.{hint}", named(place), "invalid_value"
-    )
 
 
 def _place_of_no_number(content: bytes) -> str | None:
@@ -132,19 +91,3 @@ def _place_of_no_number(content: bytes) -> str | None:
     except (ValueError, RecursionError):
         return None
     return named(found[0]) if found else None
-
-
-def refuse(value: Any, name: str, why: str, *allowed: Any) -> None:
-    """Raise for a field that can't be honoured, unless it is null or has one of the values that change nothing.
-
-    Raises:
-        ApiError: 400 that names the field.
-    """
-    if value is None or any(type(value) is type(each) and value == each for each in allowed):
-        return
-    words = ", ".join(json.dumps(each) for each in (*allowed, None))
-    raise bad_request(
-        f"{name} is {shown(value)}; {why}. Allowed here: {words}, or leave it out.",
-        name,
-        "unsupported_parameter",
-    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from afm_mlx.errors import shown
 from afm_mlx.server.errors import bad_request
@@ -16,19 +18,29 @@ class Conversation:
     """Messages in OpenAI's chat form: instructions first, calls in the message of the text before them.
 
     Results of one answer's calls stand in the order of the calls, however they came: models are not shown the
-    ids by which they belong together.
+    ids by which they belong together. The user's texts that come among the results stand behind them.
+
+    Models read instructions at the beginning of a conversation only. Later ones become a part of the user's
+    turn at their place, which gives them less weight, never more: a paragraph of the user's message before
+    them, or of the one behind them.
 
     Args:
         earlier: messages that come before all others, as `finished` returned them.
+        folds: take late instructions; False refuses them.
     """
 
-    def __init__(self, earlier: Sequence[Message] = ()):
+    def __init__(self, earlier: Sequence[Message] = (), folds: bool = True):
         self.messages: list[Message] = list(earlier)
+        self._folds = folds
         self._instructions: list[str] = []
-        # Of the last answer: its calls in their order, and the results that are there.
+        # Of the last answer: its calls in their order, the results that are there, and what came among these.
         self._calls: list[Message] = []
         self._results: dict[str, Message | None] = {}
         self._has_results = False
+        self._waiting: list[tuple[Callable[[str, str], None], str, str]] = []
+        self._awaits_text = (
+            False  # the last message is a late instruction that the user's next text joins
+        )
         if self.messages and self.messages[0]["role"] == "system":
             self._instructions.append(self.messages.pop(0)["content"])
         if self.messages and self.messages[-1]["role"] == "assistant":
@@ -37,43 +49,84 @@ class Conversation:
             self._begin_calls(last.get("tool_calls", ()))
 
     def add_system(self, text: str, place: str) -> None:
-        """Add to the instructions; `place` is where the text stands in the body.
+        """Add instructions; `place` is where the text stands in the body.
 
         Raises:
-            ApiError: 400 when the conversation has begun: models read instructions at its beginning only.
+            ApiError: 400 for late ones where they are refused.
         """
-        if self.messages:
+        if not self.messages:
+            self._instructions.append(text)
+        elif not self._folds:
             raise bad_request(
                 f"{place} has instructions within a conversation, which this model can't be given. Put them "
                 "before all other messages.",
                 place,
                 "unsupported_value",
             )
-        self._instructions.append(text)
+        elif self._lacks_results:
+            self._waiting.append((self.add_system, text, place))
+        else:
+            self._end_calls(place)
+            is_first = self.messages[-1]["role"] != "user"
+            self._add_user(text, joins=not is_first)
+            self._awaits_text = is_first or self._awaits_text
 
-    def add_text(self, role: str, text: str, place: str) -> None:
-        """Add what the user or the assistant has said; `place` is where the text stands in the body.
+    def add_user(self, text: str, place: str) -> None:
+        """Add what the user has said; `place` is where the text stands in the body."""
+        if self._lacks_results:
+            self._waiting.append((self.add_user, text, place))
+            return
+        self._end_calls(place)
+        self._add_user(text, joins=self._awaits_text)
+        self._awaits_text = False
+
+    def _add_user(self, text: str, joins: bool) -> None:
+        if joins:
+            text = self.messages.pop()["content"] + PARAGRAPH + text
+        self.messages.append({"role": "user", "content": text})
+
+    def add_answer(self, text: str, place: str) -> None:
+        """Add what the assistant has said; `place` is where the text stands in the body.
 
         Raises:
             ApiError: 400 behind a call that has no result.
         """
         self._end_calls(place)
-        self.messages.append({"role": role, "content": text})
+        self._awaits_text = False
+        self.messages.append({"role": "assistant", "content": text})
 
-    def add_call(self, call_id: str, name: str, arguments: str, place: str) -> None:
+    def add_call(
+        self, call_id: str, name: str, arguments: str, place: str, arguments_place: str = ""
+    ) -> None:
         """Add a call to the assistant's message that it stands behind, or to a message of its own.
 
+        Args:
+            call_id, name: the call's id and the tool's name.
+            arguments: JSON of an object; no text at all is one without arguments.
+            place, arguments_place: where the id and the arguments stand in the body.
+
         Raises:
-            ApiError: 400 for an id that another call of the answer has, or while results are missing.
+            ApiError: 400 for an id that another call of the answer has, for arguments that are no JSON, or
+                while results are missing.
         """
         if self._has_results or not self.messages or self.messages[-1]["role"] != "assistant":
-            self.add_text("assistant", "", place)
+            self.add_answer("", place)
         if call_id in self._results:
             raise bad_request(
                 f"{place} is {shown(call_id)}, as of another call; each needs an id of its own.",
                 place,
                 "invalid_value",
             )
+        arguments = arguments.strip() or "{}"
+        try:
+            msgspec.json.decode(arguments, type=dict)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise bad_request(
+                f"{arguments_place} is {shown(arguments)}, which is no JSON object ({error}). Send the "
+                "arguments as the answer had them; leave a call out that was cut off.",
+                arguments_place,
+                "invalid_value",
+            ) from None
         function = {"name": name, "arguments": arguments}
         self._calls.append({"id": call_id, "type": "function", "function": function})
         self._results[call_id] = None
@@ -99,10 +152,15 @@ class Conversation:
         self._results = dict.fromkeys(call["id"] for call in calls)
         self._has_results = False
 
+    @property
+    def _lacks_results(self) -> bool:
+        return None in self._results.values()
+
     def _end_calls(self, place: str) -> None:
-        """Add the results of the last answer's calls, in the order of the calls."""
+        """Add the results of the last answer's calls, in the order of the calls, and what came among them."""
         for call_id, result in self._results.items():
             if result is None:
+                place = self._waiting[0][2] if self._waiting else place
                 raise bad_request(
                     f"{place}: the call {shown(call_id)} has no result before it. Results come right behind "
                     "all calls of an answer, and an answer's text before its calls.",
@@ -111,6 +169,9 @@ class Conversation:
                 )
             self.messages.append(result)
         self._begin_calls(())
+        waiting, self._waiting = self._waiting, []
+        for add, text, where in waiting:
+            add(text, where)
 
     def finished(self, place: str, instructions: str | None = None) -> list[Message]:
         """All messages, the instructions first.
@@ -122,7 +183,7 @@ class Conversation:
         Raises:
             ApiError: 400 for no messages, or calls whose results are missing at the end.
         """
-        if not self.messages:
+        if not self.messages and not self._instructions:
             raise bad_request(
                 f"{place} has no message to answer; at least one is needed.", place, "invalid_value"
             )

@@ -12,13 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from afm_mlx.server.bodies import read_body
-from afm_mlx.server.chat_fields import (
-    HINTS,
-    ChatRequest,
-    chosen_tools,
-    template_messages,
-    tool_definitions,
-)
+from afm_mlx.server.chat_messages import chat_messages, chat_tool_fields
 from afm_mlx.server.errors import bad_request
 from afm_mlx.server.generation import (
     Ask,
@@ -34,10 +28,12 @@ from afm_mlx.server.openai_fields import (
     check_count,
     constraint_of,
     guided,
+    limit,
     sampling_of,
     timings,
     usage,
 )
+from afm_mlx.server.request_fields import ChatRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import EventStream, event, json_response, while_connected
 from afm_mlx.server.token_texts import TokenLogprob
@@ -46,10 +42,10 @@ from afm_mlx.server.token_texts import TokenLogprob
 async def chat_completions(request: Request) -> Response:
     """Answer a chat."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, ChatRequest, HINTS)
+    body = await read_body(request, ChatRequest)
     ask = await while_connected(request, ask_of(body, served, request.state.client))
     if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        with_usage = bool(body.stream_options and body.stream_options.include_usage)
         return EventStream(_chunks(served, ask, body.model, with_usage), request)
     return json_response(await while_connected(request, _completion(served, ask, body.model)))
 
@@ -60,14 +56,13 @@ async def ask_of(body: ChatRequest, served: ServedModel, client: str) -> Ask:
     Raises:
         ApiError: for what can't be honoured.
     """
-    body.check()
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
     adapter = served.adapter_of(body.model)
-    messages = template_messages(body.messages)
-    tool_choice, allowed_tools = chosen_tools(body.tool_choice, body.tools)
-    structured, name = guided(
-        body.structured_outputs,
-        body.guided,
-    )
+    messages = chat_messages(body.messages, folds=not served.options.strict)
+    parallel = body.parallel_tool_calls is not False
+    tools = chat_tool_fields(body.tools, body.tool_choice, parallel)
+    structured, name = guided(body)
     constraint, shown_format = await constraint_of(body.response_format, structured, name)
     if constraint is not None and messages[-1]["role"] == "assistant":
         raise bad_request(
@@ -75,22 +70,29 @@ async def ask_of(body: ChatRequest, served: ServedModel, client: str) -> Ask:
             "answers. Leave the last message out, or the format.",
             f"messages[{len(body.messages) - 1}]",
         )
-    given = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return Ask(
         messages=messages,
-        tools=tool_definitions(body.tools),
-        tool_choice=tool_choice,
-        allowed_tools=allowed_tools,
-        parallel_tool_calls=body.parallel_tool_calls is not False,
+        **tools,
         answer=constraint,
         response_format=shown_format,
         adapter=adapter,
-        max_tokens=given,
+        max_tokens=_limit(body),
         **sampling_of(body),
         n=check_count(body.n, served),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         client=client,
     )
+
+
+def _limit(body: ChatRequest) -> int | None:
+    older = limit("max_tokens", body.max_tokens)
+    given = limit("max_completion_tokens", body.max_completion_tokens)
+    if None not in (older, given) and older != given:
+        raise bad_request(
+            "max_tokens and max_completion_tokens say the same thing, and differ; choose one.",
+            "max_tokens",
+        )
+    return older if given is None else given
 
 
 def _head(kind: str, model: str) -> dict[str, Any]:

@@ -8,74 +8,36 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Any
 
-from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from afm_mlx.errors import TokenizerError, shown
-from afm_mlx.server.bodies import read_body, refuse
+from afm_mlx.server.bodies import read_body
 from afm_mlx.server.errors import ApiError, bad_request
 from afm_mlx.server.generation import Ask, Ended, Event, TextDelta, Usage, answer
 from afm_mlx.server.openai_fields import (
-    Count,
-    SampledRequest,
     check_count,
-    check_stream,
     constraint_of,
     guided,
+    limit,
     sampling_of,
     usage,
 )
+from afm_mlx.server.request_fields import PROMPTS, CompletionRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import EventStream, event, json_response, while_connected
 from afm_mlx.server.token_texts import TokenLogprob
-
-HINTS = {
-    r"prompt.*": "A text, a list of texts, a list of token ids, or a list of such lists is needed."
-}
-
-
-class CompletionRequest(SampledRequest, kw_only=True, forbid_unknown_fields=True):
-    """The fields of a request."""
-
-    prompt: str | list[str | int | list[int]]
-    best_of: Count | None = None
-    echo: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    # What this server can't do
-    suffix: Any = None
-
-    def check(self) -> None:
-        """Raise `ApiError` for a field that can't be honoured."""
-        refuse(self.suffix, "suffix", "this model continues texts, and does not fill gaps")
-        check_stream(self.stream_options, self.stream)
-        if self.echo and self.logprobs is not None:
-            raise bad_request(
-                "logprobs can't be combined with echo: those of the prompt are not computed.",
-                "logprobs",
-                "unsupported_parameter",
-            )
-        if self.best_of is not None:
-            if self.best_of < (self.n or 1):
-                raise bad_request(
-                    f"best_of is {self.best_of} and n is {self.n}; the best n are chosen of best_of.",
-                    "best_of",
-                )
-            if self.stream and self.best_of > (self.n or 1):
-                raise bad_request(
-                    "best_of can't be streamed: the best are known in the end.", "best_of"
-                )
 
 
 async def completions(request: Request) -> Response:
     """Continue one prompt or several."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, CompletionRequest, HINTS)
+    body = await read_body(request, CompletionRequest)
     asked = await while_connected(request, _asked(body, served, request.state.client))
     if body.stream:
-        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        with_usage = bool(body.stream_options and body.stream_options.include_usage)
         return EventStream(_chunks(served, asked, with_usage), request)
     return json_response(await while_connected(request, _completion(served, asked)))
 
@@ -99,13 +61,29 @@ class _Asked:
     tells_logprobs: bool
 
 
+def _check(body: CompletionRequest) -> None:
+    """Raise `ApiError` for fields that can't be honoured together."""
+    if body.echo and body.logprobs is not None:
+        raise bad_request(
+            "logprobs can't be combined with echo: those of the prompt are not computed.",
+            "logprobs",
+            "unsupported_parameter",
+        )
+    if body.best_of is None:
+        return
+    if body.best_of < (body.n or 1):
+        raise bad_request(
+            f"best_of is {body.best_of} and n is {body.n}; the best n are chosen of best_of.",
+            "best_of",
+        )
+    if body.stream and body.best_of > (body.n or 1):
+        raise bad_request("best_of can't be streamed: the best are known in the end.", "best_of")
+
+
 async def _asked(body: CompletionRequest, served: ServedModel, client: str) -> _Asked:
-    body.check()
+    _check(body)
     adapter = served.adapter_of(body.model)
-    structured, name = guided(
-        body.structured_outputs,
-        body.guided,
-    )
+    structured, name = guided(body)
     constraint, _ = await constraint_of(None, structured, name)
     given = _prompts(body.prompt)
     n = check_count(body.n, served, "n", len(given))
@@ -114,7 +92,7 @@ async def _asked(body: CompletionRequest, served: ServedModel, client: str) -> _
     ask = Ask(
         answer=constraint,
         adapter=adapter,
-        max_tokens=body.max_tokens,
+        max_tokens=limit("max_tokens", body.max_tokens),
         **sampling_of(body),
         n=best_of,
         logprobs=0 if best_of > n and body.logprobs is None else body.logprobs,
@@ -138,7 +116,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     if kinds == {int}:
         return [prompt]
     if kinds not in ({str}, {list}):
-        raise bad_request(f"prompt is {shown(prompt)}. {HINTS['prompt.*']}", "prompt")
+        raise bad_request(f"prompt is {shown(prompt)}. {PROMPTS.hint}", "prompt")
     return prompt
 
 

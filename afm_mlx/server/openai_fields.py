@@ -4,120 +4,41 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Any
 
 import msgspec
-from msgspec import Meta
 
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.server.errors import bad_request
 from afm_mlx.server.generation import Usage
+from afm_mlx.server.request_fields import (
+    MAX_STOP,
+    MAX_STOPS,
+    ChatFormat,
+    ChatSchemaFormat,
+    JsonObjectFormat,
+    SampledRequest,
+    Stop,
+    StructuredOutputs,
+)
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.token_texts import TokenLogprob
 
-MAX_STOPS, MAX_STOP = 16, 1000
-"""Stop strings of a request, and characters of one, at most."""
 
-Temperature = Annotated[float, Meta(ge=0, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
-Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-Stop = str | list[str] | None
+def limit(name: str, value: int | None) -> int | None:
+    """The most new tokens that a field allows; -1 is as many as the context holds.
 
-
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
-    include_obfuscation: bool | None = None
-
-
-def check_stream(options: StreamOptions | None, stream: bool | None) -> None:
-    """Raise `ApiError` for options that can't be honoured, or of no stream."""
-    if options is None:
-        return
-    if not stream:
-        raise bad_request("stream_options needs stream: true.", "stream_options", "invalid_value")
-    if options.include_obfuscation:
-        unsupported("stream_options.include_obfuscation", "chunks are not padded")
-
-
-class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
-    name: Annotated[str, Meta(min_length=1, max_length=64)]
-    schema: dict[str, Any] | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
-class TextFormat(msgspec.Struct, tag_field="type", tag="text", forbid_unknown_fields=True):
-    pass
-
-
-class JsonObjectFormat(
-    msgspec.Struct, tag_field="type", tag="json_object", forbid_unknown_fields=True
-):
-    pass
-
-
-class JsonSchemaFormat(
-    msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True
-):
-    json_schema: JsonSchema
-
-
-ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
-
-
-class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """What an answer must look like, under vLLM's names; exactly one of them."""
-
-    json: dict[str, Any] | bool | str | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-
-class SampledRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that chats and completions share."""
-
-    model: str
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Count | None = None
-    max_tokens: Count | None = None
-    temperature: Temperature | None = None
-    top_p: Share | None = None
-    seed: Seed | None = None
-    stop: Stop = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
-    # What others' servers have besides
-    top_k: Whole | None = None
-    min_p: Share | None = None
-    repetition_penalty: RepetitionPenalty | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    # The name of who asks, for OpenAI's own use
-    user: str | None = None
-
-    @property
-    def guided(self) -> dict[str, Any]:
-        """The fields `guided_json` and so on, by their names."""
-        names = (name for name in self.__struct_fields__ if name.startswith("guided_"))
-        return {name: getattr(self, name) for name in names}
-
-
-def unsupported(name: str, why: str) -> NoReturn:
-    """Raise for a field that can't be honoured."""
-    raise bad_request(f"{name} can't be honoured: {why}.", name, "unsupported_parameter")
+    Raises:
+        ApiError: for 0.
+    """
+    if value == 0:
+        raise bad_request(
+            f"{name} is 0; 1 or more are allowed, or -1 for as many as the context holds.",
+            name,
+            "invalid_value",
+        )
+    return value
 
 
 def stops(stop: Stop) -> list[str]:
@@ -169,7 +90,7 @@ def check_count(n: int | None, served: ServedModel, name: str = "n", prompts: in
 
 
 async def constraint_of(
-    response_format: ResponseFormat | None, structured: StructuredOutputs | None, place: str
+    response_format: ChatFormat | None, structured: StructuredOutputs | None, place: str
 ) -> tuple[Constraint | None, dict[str, Any] | None]:
     """What an answer must look like, and the response format that a chat shows to the model.
 
@@ -186,7 +107,7 @@ async def constraint_of(
     param = "response_format"
     if isinstance(response_format, JsonObjectFormat):
         make = _json_object
-    elif isinstance(response_format, JsonSchemaFormat):
+    elif isinstance(response_format, ChatSchemaFormat):
         param = "response_format.json_schema.schema"
         given = response_format.json_schema
         schema = given.schema if given.schema is not None else {"type": "object"}
@@ -220,14 +141,18 @@ def _schema(schema: Any) -> Callable[[], Constraint]:
     return lambda: Constraint.json_schema(schema)
 
 
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+"""What `structured_outputs` may ask for."""
+
+
 def _of_structured(given: StructuredOutputs, place: str) -> tuple[Callable[[], Constraint], str]:
-    names = [n for n in given.__struct_fields__ if getattr(given, n) not in (None, False)]
+    names = [n for n in STRUCTURED if getattr(given, n) not in (None, False)]
     if given.json is False:
         names.append("json")
     if len(names) != 1:
         raise bad_request(
             f"{place} has {', '.join(names) or 'nothing'}; exactly one of "
-            f"{', '.join(given.__struct_fields__)} is needed.",
+            f"{', '.join(STRUCTURED)} is needed.",
             place,
         )
     (name,) = names
@@ -253,10 +178,7 @@ def _grammar(text: str) -> Constraint:
     return Constraint.gbnf(text) if "::=" in text else Constraint.lark(text)
 
 
-def guided(
-    structured: StructuredOutputs | None,
-    legacy: Mapping[str, Any],
-) -> tuple[StructuredOutputs | None, str]:
+def guided(body: SampledRequest) -> tuple[StructuredOutputs | None, str]:
     """vLLM's newer field, or its older ones (`guided_json` and so on) in its form.
 
     Returns:
@@ -265,16 +187,17 @@ def guided(
     Raises:
         ApiError: when both are there.
     """
-    given = {name: value for name, value in legacy.items() if value is not None}
+    names = (name for name in body.__struct_fields__ if name.startswith("guided_"))
+    given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if not given:
-        return structured, "structured_outputs"
-    if structured is not None:
+        return body.structured_outputs, "structured_outputs"
+    if body.structured_outputs is not None:
         raise bad_request(
             f"structured_outputs and {', '.join(given)} say the same thing; choose one.",
             "structured_outputs",
         )
-    names = {name.removeprefix("guided_"): value for name, value in given.items()}
-    return StructuredOutputs(**names), next(iter(given))
+    newer = {name.removeprefix("guided_"): value for name, value in given.items()}
+    return StructuredOutputs(**newer), next(iter(given))
 
 
 # -- log-probabilities, as responses have them

@@ -49,6 +49,7 @@ class ServerOptions:
         kept_responses: responses of /v1/responses that are kept in memory for each client at most.
         kept_bytes: bytes of all responses that are kept, with their conversations, at most.
         grace: seconds that running answers have when the server is told to stop.
+        strict: refuse what would be taken and have no effect, see `field_rules.py`.
         log_prompts: whether the log shows prompts and answers.
     """
 
@@ -90,4 +91,5 @@ class ServerOptions:
     kept_responses: int = 64
     kept_bytes: int = 64_000_000
     grace: float = 30
+    strict: bool = False
     log_prompts: bool = False

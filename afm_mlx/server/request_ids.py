@@ -1,4 +1,4 @@
-"""An id for each request, which its response names in a header, as both APIs' clients look for it."""
+"""Headers of every response: the request's id, as both APIs' clients look for it, and what had no effect."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
 """The id of the request that is being answered."""
 HEADERS = ("x-request-id", "request-id")
 """The headers' names: OpenAI's, and Anthropic's."""
+IGNORED = "x-afm-ignored"
+"""The header that names what of a request was taken and had no effect, see `field_rules.py`."""
 
 
 class RequestIds:
-    """ASGI middleware that gives every request an id.
+    """ASGI middleware that gives every request an id, and its response the headers.
 
     Args:
         app: what comes behind.
@@ -33,6 +35,8 @@ class RequestIds:
                 headers = MutableHeaders(scope=message)
                 for name in HEADERS:
                     headers[name] = request_id
+                if ignored := scope.get("state", {}).get("ignored"):
+                    headers[IGNORED] = ignored
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -11,14 +11,9 @@ from starlette.responses import Response
 
 from afm_mlx.errors import AFMError
 from afm_mlx.server.bodies import read_body
-from afm_mlx.server.chat_fields import (
-    HINTS,
-    ChatMessage,
-    FunctionTool,
-    template_messages,
-    tool_definitions,
-)
+from afm_mlx.server.chat_messages import chat_messages, chat_tools
 from afm_mlx.server.errors import api_error, bad_request
+from afm_mlx.server.request_fields import ChatMessage, ChatTool
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import json_response
 
@@ -30,7 +25,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
 
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    tools: list[FunctionTool] | None = None
+    tools: list[ChatTool] | None = None
     model: str | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -46,7 +41,7 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True):
 async def tokenize(request: Request) -> Response:
     """The token ids of a text, or of a chat as the model is given it."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, TokenizeRequest, HINTS)
+    body = await read_body(request, TokenizeRequest)
     if body.model is not None:
         served.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -68,7 +63,9 @@ def _tokens(served: ServedModel, body: TokenizeRequest) -> list[int]:
             return list(
                 served.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
             )
-        return served.encode_chat(template_messages(body.messages), tool_definitions(body.tools))
+        return served.encode_chat(
+            chat_messages(body.messages, folds=not served.options.strict), chat_tools(body.tools)
+        )
     except AFMError as error:
         raise api_error(error, "prompt" if body.messages is None else "messages") from error
 

@@ -1,4 +1,4 @@
-"""Which tools an answer may or must call, as two of the APIs say it in their own words."""
+"""Which tools an answer may or must call, as the APIs say it in their own words."""
 
 from __future__ import annotations
 
@@ -42,9 +42,12 @@ def tool_fields(
                 "tool_choice",
                 "invalid_value",
             )
-    if not tools and choice not in ("auto", "none"):
+    if only == [] and choice == "auto":  # those that it named are no functions
+        choice, only = "none", None
+    if (not tools or only == []) and choice not in ("auto", "none"):
         raise bad_request(
-            "tool_choice asks for a call, and tools has none to call.",
+            "tool_choice asks for a call, and there is no tool to call: only functions are. Give one, or leave "
+            "tool_choice out.",
             "tool_choice",
             "invalid_value",
         )

@@ -3,7 +3,6 @@
 | file | what it holds |
 | --- | --- |
 | `routes.py` | the routes |
-| `fields.py` | names and types of a body's fields |
 | `ask.py` | what a body asks for: blocks as messages, tools, formats |
 | `answer.py` | a message, its blocks, and the events of its stream |
 | `stream.py` | from the events of generation to these |

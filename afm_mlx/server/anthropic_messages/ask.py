@@ -8,34 +8,27 @@ from typing import Any
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.server.anthropic_messages.fields import (
-    NOT_HONOURED,
-    AnyChoice,
-    JsonFormat,
-    MessageFields,
-    NoChoice,
-    PromptFields,
-    TextBlock,
-    Tool,
-    ToolChoice,
-    ToolResultBlock,
-    ToolUseBlock,
-)
-from afm_mlx.server.bodies import refuse
 from afm_mlx.server.conversation import PARAGRAPH, Conversation, Message
 from afm_mlx.server.errors import bad_request
 from afm_mlx.server.generation import Ask
-from afm_mlx.server.kinds import of_kind
+from afm_mlx.server.request_fields import (
+    AnyChoice,
+    ClaudeAssistant,
+    ClaudeSystem,
+    ClaudeText,
+    ClaudeUser,
+    MessageRequest,
+    NoChoice,
+    PromptRequest,
+    SchemaFormat,
+    ToolChoice,
+    ToolResultBlock,
+)
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.tool_use import function_tool, tool_fields
 
-_TEXT = {"text": TextBlock}
-_USER = {**_TEXT, "tool_result": ToolResultBlock}
-_ASSISTANT = {**_TEXT, "tool_use": ToolUseBlock}
-_READS_TEXT = "the model reads text only, calls of tools and their results"
 
-
-def asked(served: ServedModel, body: MessageFields, client: str) -> Ask:
+def asked(served: ServedModel, body: MessageRequest, client: str) -> Ask:
     """What generation is asked for.
 
     Args:
@@ -47,7 +40,7 @@ def asked(served: ServedModel, body: MessageFields, client: str) -> Ask:
         ApiError: for fields that can't be honoured.
     """
     return Ask(
-        **prompt_fields(body),
+        **prompt_fields(body, folds=not served.options.strict),
         adapter=served.adapter_of(body.model),
         max_tokens=body.max_tokens,
         temperature=body.temperature,
@@ -58,27 +51,24 @@ def asked(served: ServedModel, body: MessageFields, client: str) -> Ask:
     )
 
 
-def prompt_fields(body: PromptFields) -> dict[str, Any]:
+def prompt_fields(body: PromptRequest, folds: bool) -> dict[str, Any]:
     """The fields of an `Ask` that make its prompt, and what its answer has to be.
+
+    Args:
+        body: the request.
+        folds: whether late instructions are taken, see `Conversation`.
 
     Raises:
         ApiError: for fields that can't be honoured.
     """
-    for name, (why, allowed) in NOT_HONOURED.items():
-        refuse(getattr(body, name, None), name, why, *allowed)
-    refuse(
-        body.thinking, "thinking", "the model answers without thinking first", {"type": "disabled"}
-    )
     format, place = body.output_format, "output_format"
-    if body.output_config is not None:
-        refuse(body.output_config.effort, "output_config.effort", "answers take one effort")
-        if body.output_config.format is not None:
-            if format is not None:
-                raise bad_request(
-                    "output_format and output_config.format are both given. Leave one out.", place
-                )
-            format, place = body.output_config.format, "output_config.format"
-    messages = _messages(body)
+    if body.output_config is not None and body.output_config.format is not None:
+        if format is not None:
+            raise bad_request(
+                "output_format and output_config.format are both given. Leave one out.", place
+            )
+        format, place = body.output_config.format, "output_config.format"
+    messages = _messages(body, folds)
     if format is not None and messages[-1]["role"] == "assistant":
         raise bad_request(
             "An answer that the messages begin already can't be held to a format, which is said of whole "
@@ -88,7 +78,7 @@ def prompt_fields(body: PromptFields) -> dict[str, Any]:
     return {"messages": messages, **_tool_fields(body), **_answer_format(format, place)}
 
 
-def _answer_format(format: JsonFormat | None, place: str) -> dict[str, Any]:
+def _answer_format(format: SchemaFormat | None, place: str) -> dict[str, Any]:
     if format is None:
         return {}
     try:
@@ -103,16 +93,8 @@ def _answer_format(format: JsonFormat | None, place: str) -> dict[str, Any]:
     }
 
 
-def _tool_fields(body: PromptFields) -> dict[str, Any]:
-    tools = []
-    for index, tool in enumerate(body.tools or ()):
-        place = f"tools[{index}]"
-        why = "this server runs no tools of its own"
-        made: Tool = of_kind(tool, place, {"custom": Tool}, why, "custom")
-        refuse(made.defer_loading, f"{place}.defer_loading", "all tools are shown at once", False)
-        refuse(made.allowed_callers, f"{place}.allowed_callers", "models call tools", ["direct"])
-        refuse(made.input_examples, f"{place}.input_examples", "models aren't shown any", [])
-        tools.append(function_tool(made.name, made.description, made.input_schema))
+def _tool_fields(body: PromptRequest) -> dict[str, Any]:
+    tools = [function_tool(t.name, t.description, t.input_schema) for t in body.tools or ()]
     choice = body.tool_choice
     if isinstance(choice, ToolChoice):
         return tool_fields(tools, "one", parallel=False, only=[choice.name])
@@ -122,51 +104,61 @@ def _tool_fields(body: PromptFields) -> dict[str, Any]:
     return tool_fields(tools, word, parallel=not choice.disable_parallel_tool_use)
 
 
-def _messages(body: PromptFields) -> list[Message]:
-    conversation = Conversation()
+def _messages(body: PromptRequest, folds: bool) -> list[Message]:
+    conversation = Conversation(folds=folds)
     for index, message in enumerate(body.messages):
         place = f"messages[{index}]"
-        kinds = {"user": _USER, "assistant": _ASSISTANT}.get(message.role, _TEXT)
-        texts: list[str] = []
-        if isinstance(message.content, str):
-            texts.append(message.content)
-        for number, block in enumerate(() if texts else message.content):
-            where = f"{place}.content[{number}]"
-            made = of_kind(block, where, kinds, _READS_TEXT)
-            if isinstance(made, TextBlock):
-                texts.append(made.text)
-                continue
-            if texts:  # what stands before a call or a result
-                conversation.add_text(message.role, PARAGRAPH.join(texts), where)
-                texts = []
-            if isinstance(made, ToolUseBlock):
-                arguments = json.dumps(made.input)
-                conversation.add_call(made.id, made.name, arguments, f"{where}.id")
-            else:
-                conversation.add_result(
-                    made.tool_use_id, _result(made, where), f"{where}.tool_use_id"
-                )
-        if message.role == "system":
-            conversation.add_system(PARAGRAPH.join(texts), place)
-        elif texts or not message.content:
-            conversation.add_text(message.role, PARAGRAPH.join(texts), place)
+        if isinstance(message, ClaudeUser):
+            _add_user(conversation, message, place)
+        elif isinstance(message, ClaudeSystem):
+            conversation.add_system(_joined(message.content), place)
+        else:
+            _add_answer(conversation, message, place)
     return conversation.finished("messages", _system(body.system))
 
 
-def _system(system: str | Sequence[TextBlock] | None) -> str | None:
-    """Instructions; blocks are paragraphs."""
-    if system is None or isinstance(system, str):
-        return system
-    return PARAGRAPH.join(block.text for block in system) if system else None
+def _add_user(conversation: Conversation, message: ClaudeUser, place: str) -> None:
+    """Results, and behind them what the user says."""
+    if isinstance(message.content, str):
+        conversation.add_user(message.content, place)
+        return
+    texts = [block.text for block in message.content if isinstance(block, ClaudeText)]
+    for number, block in enumerate(message.content):
+        if isinstance(block, ToolResultBlock):
+            where = f"{place}.content[{number}].tool_use_id"
+            conversation.add_result(block.tool_use_id, _result(block), where)
+    if texts or not message.content:
+        conversation.add_user(PARAGRAPH.join(texts), place)
 
 
-def _result(block: ToolResultBlock, place: str) -> str:
+def _add_answer(conversation: Conversation, message: ClaudeAssistant, place: str) -> None:
+    if isinstance(message.content, str):
+        conversation.add_answer(message.content, place)
+        return
+    texts: list[str] = []
+    for number, block in enumerate(message.content):
+        if isinstance(block, ClaudeText):
+            texts.append(block.text)
+            continue
+        where = f"{place}.content[{number}]"
+        if texts:  # what stands before a call
+            conversation.add_answer(PARAGRAPH.join(texts), where)
+            texts = []
+        conversation.add_call(block.id, block.name, json.dumps(block.input), f"{where}.id")
+    if texts or not message.content:
+        conversation.add_answer(PARAGRAPH.join(texts), place)
+
+
+def _system(system: str | Sequence[ClaudeText] | None) -> str | None:
+    return _joined(system) if system else None
+
+
+def _joined(content: str | Sequence[ClaudeText]) -> str:
+    """Blocks are paragraphs."""
+    return content if isinstance(content, str) else PARAGRAPH.join(block.text for block in content)
+
+
+def _result(block: ToolResultBlock) -> str:
     """A call's result as the model reads it; JSON, where the call has failed."""
-    text = block.content or ""
-    if not isinstance(text, str):
-        blocks = (
-            of_kind(part, f"{place}.content[{index}]", _TEXT, "the model reads text only")
-            for index, part in enumerate(text)
-        )
-        text = PARAGRAPH.join(made.text for made in blocks)
+    text = _joined(block.content or "")
     return json.dumps({"error": text}) if block.is_error else text

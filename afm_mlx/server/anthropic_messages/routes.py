@@ -15,11 +15,11 @@ from starlette.routing import Route
 from afm_mlx.errors import shown
 from afm_mlx.server.anthropic_messages.answer import Message, Ping, StreamEvent, Usage
 from afm_mlx.server.anthropic_messages.ask import asked, prompt_fields
-from afm_mlx.server.anthropic_messages.fields import MessageFields, PromptFields
 from afm_mlx.server.anthropic_messages.stream import MessageStream
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.errors import ApiError, bad_request
 from afm_mlx.server.generation import Ask, answer
+from afm_mlx.server.request_fields import MessageRequest, PromptRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import EventStream, event, json_response, while_connected
 
@@ -34,7 +34,7 @@ async def create_message(request: Request) -> Response:
     """Answer, whole or as a stream."""
     served: ServedModel = request.app.state.served
     _check_version(request)
-    body = await read_body(request, MessageFields)
+    body = await read_body(request, MessageRequest)
 
     def prepared() -> Ask:
         ask = asked(served, body, request.state.client)
@@ -58,11 +58,11 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens a prompt would have."""
     served: ServedModel = request.app.state.served
     _check_version(request)
-    body = await read_body(request, PromptFields)
+    body = await read_body(request, PromptRequest)
     served.adapter_of(body.model)
 
     def counted() -> int:
-        fields = prompt_fields(body)
+        fields = prompt_fields(body, folds=not served.options.strict)
         return len(
             served.encode_chat(fields["messages"], fields["tools"], fields.get("response_format"))
         )

@@ -7,27 +7,23 @@ from typing import Any
 
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.server.bodies import refuse
 from afm_mlx.server.conversation import Conversation, Message
 from afm_mlx.server.errors import bad_request
 from afm_mlx.server.generation import Ask
-from afm_mlx.server.kinds import of_kind
-from afm_mlx.server.openai_responses.fields import (
-    NOT_HONOURED,
-    AllowedTools,
-    AnswerPart,
+from afm_mlx.server.openai_fields import limit
+from afm_mlx.server.request_fields import (
     CallItem,
-    Format,
-    FunctionTool,
-    InputFields,
+    ChosenTool,
+    InputRequest,
+    ItemTexts,
     JsonObjectFormat,
-    JsonSchemaFormat,
-    MessageItem,
+    ReferenceItem,
     RefusalPart,
-    ResponseFields,
+    ResponseAllowedTools,
+    ResponseFormat,
+    ResponseRequest,
+    ResponseSchemaFormat,
     ResultItem,
-    TextPart,
-    ToolName,
 )
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.tool_use import function_tool, tool_fields
@@ -45,15 +41,9 @@ INCLUDABLE = (
 )
 """What `include` may name: log-probabilities, and parts of items that no answer here has."""
 
-_ITEMS = {"message": MessageItem, "function_call": CallItem, "function_call_output": ResultItem}
-_PARTS = {"input_text": TextPart, "output_text": AnswerPart, "refusal": RefusalPart}
-_TOOLS = {"function": FunctionTool}
-_CHOICES = {"function": ToolName, "allowed_tools": AllowedTools}
-_READS_TEXT = "the model reads text only"
-
 
 def asked(
-    served: ServedModel, body: ResponseFields, conversation: Sequence[Message], client: str
+    served: ServedModel, body: ResponseRequest, conversation: Sequence[Message], client: str
 ) -> Ask:
     """What generation is asked for.
 
@@ -78,17 +68,10 @@ def asked(
             f"{LOGPROBS!r} into include.",
             "top_logprobs",
         )
-    if body.stream_options is not None:
-        refuse(
-            body.stream_options.include_obfuscation,
-            "stream_options.include_obfuscation",
-            "events are never padded",
-            False,
-        )
     return Ask(
         **prompt_fields(body, conversation),
         adapter=served.adapter_of(body.model),
-        max_tokens=body.max_output_tokens,
+        max_tokens=limit("max_output_tokens", body.max_output_tokens),
         temperature=body.temperature,
         top_p=body.top_p,
         logprobs=(body.top_logprobs or 0) if with_logprobs else None,
@@ -96,22 +79,14 @@ def asked(
     )
 
 
-def prompt_fields(body: InputFields, conversation: Sequence[Message]) -> dict[str, Any]:
+def prompt_fields(body: InputRequest, conversation: Sequence[Message]) -> dict[str, Any]:
     """The fields of an `Ask` that make its prompt, and what its answer has to be.
 
     Raises:
         ApiError: for fields that can't be honoured.
     """
-    for name, (why, allowed) in NOT_HONOURED.items():
-        refuse(getattr(body, name, None), name, why, *allowed)
-    if body.reasoning is not None:
-        why = "the model answers without reasoning first"
-        refuse(body.reasoning.effort, "reasoning.effort", why, "none")
-        refuse(body.reasoning.summary, "reasoning.summary", why)
-        refuse(body.reasoning.generate_summary, "reasoning.generate_summary", why)
     answer = response_format = None
     if body.text is not None:
-        refuse(body.text.verbosity, "text.verbosity", "answers are as long as they are", "medium")
         answer, response_format = _answer_format(body.text.format)
     if answer is not None and conversation[-1]["role"] == "assistant":
         raise bad_request(
@@ -127,11 +102,13 @@ def prompt_fields(body: InputFields, conversation: Sequence[Message]) -> dict[st
     }
 
 
-def _answer_format(format: Format | None) -> tuple[Constraint | None, dict[str, Any] | None]:
+def _answer_format(
+    format: ResponseFormat | None,
+) -> tuple[Constraint | None, dict[str, Any] | None]:
     """The constraint of an answer, and its format as the model is shown it."""
     if isinstance(format, JsonObjectFormat):
         return Constraint.json_schema({"type": "object"}), None
-    if not isinstance(format, JsonSchemaFormat):
+    if not isinstance(format, ResponseSchemaFormat):
         return None, None
     try:
         constraint = Constraint.json_schema(format.schema)
@@ -142,32 +119,27 @@ def _answer_format(format: Format | None) -> tuple[Constraint | None, dict[str, 
     return constraint, {"type": "json_schema", "json_schema": schema}
 
 
-def _tool_fields(body: InputFields) -> dict[str, Any]:
-    tools = []
-    for index, tool in enumerate(body.tools or ()):
-        place = f"tools[{index}]"
-        made: FunctionTool = of_kind(tool, place, _TOOLS, "this server runs no tools of its own")
-        refuse(made.defer_loading, f"{place}.defer_loading", "all tools are shown at once", False)
-        tools.append(function_tool(made.name, made.description, made.parameters))
+def _tool_fields(body: InputRequest) -> dict[str, Any]:
+    tools = [function_tool(t.name, t.description, t.parameters) for t in body.tools or ()]
     parallel = body.parallel_tool_calls is not False
     choice = body.tool_choice
-    if choice is None or isinstance(choice, str):
-        return tool_fields(tools, choice or "auto", parallel=parallel)
-    named = of_kind(choice, "tool_choice", _CHOICES, "the only tools are functions")
-    if isinstance(named, ToolName):
-        return tool_fields(tools, "one", parallel=parallel, only=[named.name])
-    only = [tool.name for tool in named.tools]
-    return tool_fields(tools, named.mode, parallel=parallel, only=only)
+    if isinstance(choice, ChosenTool):
+        return tool_fields(tools, "one", parallel=parallel, only=[choice.name])
+    if isinstance(choice, ResponseAllowedTools):
+        only = [tool.name for tool in choice.tools]
+        return tool_fields(tools, choice.mode, parallel=parallel, only=only)
+    return tool_fields(tools, choice or "auto", parallel=parallel)
 
 
 def messages_of(
-    body: InputFields, earlier: Sequence[Message] = ()
+    body: InputRequest, earlier: Sequence[Message], folds: bool
 ) -> tuple[list[Message], list[Message]]:
     """The conversation that a body's input continues.
 
     Args:
-        body: the request.
+        body: the request; items that it refers to are in their places.
         earlier: messages of the response that the request goes on from.
+        folds: whether late instructions are taken, see `Conversation`.
 
     Returns:
         The messages for the model; and those that a later request goes on from, without `instructions`.
@@ -179,37 +151,31 @@ def messages_of(
         raise bad_request(
             "input is missing; a text or items are needed.", "input", "missing_required_parameter"
         )
-    conversation = Conversation(earlier)
+    conversation = Conversation(earlier, folds)
     if isinstance(body.input, str):
-        conversation.add_text("user", body.input, "input")
+        conversation.add_user(body.input, "input")
     for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
         place = f"input[{index}]"
-        why = (
-            "items can't be referred to; send the item itself, or previous_response_id"
-            if isinstance(item, dict) and item.get("type") == "item_reference"
-            else _READS_TEXT + ", calls of functions and their results"
-        )
-        made = of_kind(item, place, _ITEMS, why, "message")
-        if isinstance(made, CallItem):
-            conversation.add_call(made.call_id, made.name, made.arguments, f"{place}.call_id")
-        elif isinstance(made, ResultItem):
-            text = _text(made.output, f"{place}.output")
-            conversation.add_result(made.call_id, text, f"{place}.call_id")
-        elif made.role in ("system", "developer"):
-            conversation.add_system(_text(made.content, f"{place}.content"), place)
+        assert not isinstance(item, ReferenceItem)
+        if isinstance(item, CallItem):
+            conversation.add_call(
+                item.call_id, item.name, item.arguments, f"{place}.call_id", f"{place}.arguments"
+            )
+        elif isinstance(item, ResultItem):
+            conversation.add_result(item.call_id, _text(item.output or ""), f"{place}.call_id")
+        elif item.role == "user":
+            conversation.add_user(_text(item.content), place)
+        elif item.role == "assistant":
+            conversation.add_answer(_text(item.content), place)
         else:
-            conversation.add_text(made.role, _text(made.content, f"{place}.content"), place)
+            conversation.add_system(_text(item.content), place)
     kept = conversation.finished("input")
     if body.instructions is None:
         return kept, kept
     return conversation.finished("input", body.instructions), kept
 
 
-def _text(content: str | list[Any], place: str) -> str:
+def _text(content: ItemTexts) -> str:
     if isinstance(content, str):
         return content
-    parts = [
-        of_kind(part, f"{place}[{index}]", _PARTS, _READS_TEXT)
-        for index, part in enumerate(content)
-    ]
-    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in parts)
+    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import msgspec
 
 from afm_mlx.server.conversation import Message
+from afm_mlx.server.field_rules import Reader
+from afm_mlx.server.request_fields import InputItem, InputRequest
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,20 @@ class KeptResponses:
             return None
         self._kept.move_to_end((client, id))
         return self._kept[client, id][0]
+
+    def find_item(self, client: str, id: str) -> InputItem | None:
+        """An item of a response of this client, as a request sends it; None if there is none."""
+        quoted = msgspec.json.encode(id)
+        for (owner, key), (kept, _) in reversed(self._kept.items()):
+            if owner == client and quoted in kept.body:
+                items = msgspec.json.decode(kept.body)["output"]
+                same = [item for item in items if item["id"] == id]
+                if same:
+                    self._kept.move_to_end((owner, key))
+                    read = Reader().read({"model": "", "input": same}, InputRequest).input
+                    assert isinstance(read, list)
+                    return read[0]
+        return None
 
     def remove(self, client: str, id: str) -> bool:
         """Forget a response; whether there was one."""

@@ -19,9 +19,9 @@ from afm_mlx.server.errors import ApiError, api_error, bad_request
 from afm_mlx.server.generation import Ask, Usage, answer
 from afm_mlx.server.openai_responses.answer import Response, StreamEvent
 from afm_mlx.server.openai_responses.ask import asked, messages_of, prompt_fields
-from afm_mlx.server.openai_responses.fields import InputFields, ResponseFields
 from afm_mlx.server.openai_responses.kept_responses import KeptResponse, KeptResponses
 from afm_mlx.server.openai_responses.stream import ResponseStream, answered_message, new_id
+from afm_mlx.server.request_fields import InputRequest, ReferenceItem, ResponseRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import EventStream, event, json_response, while_connected
 
@@ -29,7 +29,7 @@ from afm_mlx.server.sse import EventStream, event, json_response, while_connecte
 async def create_response(request: Request) -> HttpResponse:
     """Answer, whole or as a stream."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, ResponseFields)
+    body = await read_body(request, ResponseRequest)
     client = request.state.client
     kept: KeptResponses = request.app.state.kept_responses
     if body.store and not kept.is_on:
@@ -39,9 +39,10 @@ async def create_response(request: Request) -> HttpResponse:
             "unsupported_parameter",
         )
     earlier = _earlier(body, kept, client)
+    _resolve_references(body, kept, client)
 
     def prepared() -> _Answer:
-        messages, lasting = messages_of(body, earlier)
+        messages, lasting = messages_of(body, earlier, folds=not served.options.strict)
         ask = asked(served, body, messages, client)
         is_kept = kept.is_on and body.store is not False
         return _Answer(
@@ -58,12 +59,14 @@ async def create_response(request: Request) -> HttpResponse:
 async def count_input_tokens(request: Request) -> HttpResponse:
     """How many tokens a prompt would have."""
     served: ServedModel = request.app.state.served
-    body = await read_body(request, InputFields)
+    body = await read_body(request, InputRequest)
     served.adapter_of(body.model)
-    earlier = _earlier(body, request.app.state.kept_responses, request.state.client)
+    kept: KeptResponses = request.app.state.kept_responses
+    earlier = _earlier(body, kept, request.state.client)
+    _resolve_references(body, kept, request.state.client)
 
     def counted() -> int:
-        messages, _ = messages_of(body, earlier)
+        messages, _ = messages_of(body, earlier, folds=not served.options.strict)
         fields = prompt_fields(body, messages)
         return len(served.encode_chat(messages, fields["tools"], fields["response_format"]))
 
@@ -105,7 +108,7 @@ ROUTES = [
 ]
 
 
-def _earlier(body: InputFields, kept: KeptResponses, client: str) -> Sequence[Message]:
+def _earlier(body: InputRequest, kept: KeptResponses, client: str) -> Sequence[Message]:
     """The conversation that a request goes on from."""
     if body.previous_response_id is None:
         return ()
@@ -113,6 +116,23 @@ def _earlier(body: InputFields, kept: KeptResponses, client: str) -> Sequence[Me
     if found is None:
         raise _not_kept(body.previous_response_id, 400, "previous_response_id")
     return found.messages
+
+
+def _resolve_references(body: InputRequest, kept: KeptResponses, client: str) -> None:
+    """Put items of kept responses into the places of the references to them."""
+    for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
+        if isinstance(item, ReferenceItem):
+            assert isinstance(body.input, list)
+            found = kept.find_item(client, item.id)
+            if found is None:
+                place = f"input[{index}].id"
+                raise bad_request(
+                    f"{place} is {shown(item.id)}, an item of no response that is kept. The last responses of "
+                    "each client are, until the server stops; send the item itself instead.",
+                    place,
+                    "item_not_found",
+                )
+            body.input[index] = found
 
 
 def _not_kept(id: str, status: int, param: str | None) -> ApiError:
@@ -125,7 +145,7 @@ def _not_kept(id: str, status: int, param: str | None) -> ApiError:
     )
 
 
-def _begun(served: ServedModel, body: ResponseFields, is_kept: bool) -> Response:
+def _begun(served: ServedModel, body: ResponseRequest, is_kept: bool) -> Response:
     """The response to a body, as far as it is known before there is an answer."""
     options = served.options
     return Response(

@@ -9,7 +9,7 @@ from afm_mlx.server.errors import ApiError
 def calls(*ids):
     """A conversation in which the model has made calls."""
     conversation = Conversation()
-    conversation.add_text("user", "Go", "here")
+    conversation.add_user("Go", "here")
     for each in ids:
         conversation.add_call(each, f"tool_{each}", "{}", "here")
     return conversation
@@ -31,8 +31,8 @@ def test_results_stand_in_the_order_of_their_calls():
 def test_calls_join_the_text_before_them_and_instructions_come_first():
     conversation = Conversation([{"role": "system", "content": "One"}])
     conversation.add_system("Two", "here")
-    conversation.add_text("user", "Go", "here")
-    conversation.add_text("assistant", "I will", "here")
+    conversation.add_user("Go", "here")
+    conversation.add_answer("I will", "here")
     conversation.add_call("a", "tool", "{}", "here")
     conversation.add_result("a", "done", "here")
     kept = conversation.finished("input")
@@ -42,7 +42,7 @@ def test_calls_join_the_text_before_them_and_instructions_come_first():
     assert conversation.finished("input", "Zero")[0]["content"] == "Zero\n\nOne\n\nTwo"
     # What goes on from it leaves it as it is.
     later = Conversation(kept)
-    later.add_text("assistant", "All done", "here")
+    later.add_answer("All done", "here")
     later.add_call("b", "tool", "{}", "here")
     assert len(kept) == 4
     assert "tool_calls" not in kept[3]
@@ -55,8 +55,7 @@ def test_what_belongs_to_nothing_is_refused():
     assert caught.value.param == "input[3].call_id"
     for go_on in (
         lambda: conversation.finished("here"),
-        lambda: conversation.add_text("user", "Well?", "here"),
-        lambda: conversation.add_text("assistant", "I did", "here"),
+        lambda: conversation.add_answer("I did", "here"),
     ):
         with pytest.raises(ApiError, match="here: the call 'a' has no result before it"):
             go_on()
@@ -65,7 +64,56 @@ def test_what_belongs_to_nothing_is_refused():
         conversation.add_result("b", "", "here")
     with pytest.raises(ApiError, match="'x', a call that the answer before it didn't make"):
         conversation.add_result("x", "", "here")
-    with pytest.raises(ApiError, match="instructions within a conversation"):
-        conversation.add_system("Be brief", "here")
     with pytest.raises(ApiError, match="no message to answer"):
         Conversation().finished("input")
+
+
+def test_what_comes_among_results_stands_behind_them():
+    conversation = calls("a", "b")
+    conversation.add_user("Hurry", "input[3]")
+    conversation.add_system("Be brief", "input[4]")
+    with pytest.raises(ApiError, match=r"input\[3\]: the call 'a' has no result before it"):
+        conversation.finished("input")
+    conversation.add_result("b", "B", "here")
+    conversation.add_result("a", "A", "here")
+    told = [(each["role"], each["content"]) for each in conversation.finished("input")[2:]]
+    assert told == [("tool", "A"), ("tool", "B"), ("user", "Hurry\n\nBe brief")]
+
+
+def test_late_instructions_are_a_part_of_the_users_turn_at_their_place():
+    kept = [{"role": "system", "content": "Zero"}, {"role": "user", "content": "Go"}]
+    conversation = Conversation(kept)
+    conversation.add_system("One", "here")  # behind the user's text
+    conversation.add_user("And go", "here")
+    conversation.add_answer("I go", "here")
+    conversation.add_system("Two", "here")  # before it
+    conversation.add_system("Three", "here")
+    conversation.add_user("Stop", "here")
+    conversation.add_user("Now", "here")
+    assert [(each["role"], each["content"]) for each in conversation.finished("input")] == [
+        ("system", "Zero"),
+        ("user", "Go\n\nOne"),
+        ("user", "And go"),
+        ("assistant", "I go"),
+        ("user", "Two\n\nThree\n\nStop"),
+        ("user", "Now"),
+    ]
+    assert kept[1]["content"] == "Go"  # another request may go on from it
+    conversation.add_answer("Done", "here")
+    conversation.add_system("Last", "here")  # behind all others
+    assert conversation.finished("input")[-1] == {"role": "user", "content": "Last"}
+    strict = Conversation(kept, folds=False)
+    with pytest.raises(ApiError, match="instructions within a conversation"):
+        strict.add_system("Be brief", "here")
+
+
+def test_arguments_are_json():
+    for arguments in ("{", "[]", "7", "null", "{'a': 1}", '{"a": NaN}', "{" * 9000):
+        with pytest.raises(ApiError, match="no JSON object") as caught:
+            calls().add_call("a", "tool", arguments, "call.id", "call.arguments")
+        assert caught.value.param == "call.arguments"
+    conversation = calls()
+    conversation.add_call("a", "tool", " ", "here", "here")  # as some have it who give no arguments
+    conversation.add_result("a", "", "here")
+    (call,) = conversation.finished("input")[1]["tool_calls"]
+    assert call["function"]["arguments"] == "{}"

@@ -111,7 +111,7 @@ def test_the_best_of_several(complete, monkeypatch):
         ({"stop": 7}, "stop"),
         ({"stop": ["a", 7]}, "stop[1]"),
         ({"logit_bias": {"123456": 1}}, "logit_bias"),
-        ({"messages": []}, "messages"),
+        ({"messages": [{}]}, "messages"),
     ],
 )
 def test_what_cant_be_honoured_is_refused_by_its_name(http, fields, param):

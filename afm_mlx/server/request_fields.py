@@ -1,0 +1,874 @@
+"""Every field of every request of the four APIs: its type, and what becomes of it.
+
+The one table that code, documents (the tables of docs/server.md) and tests read. A rule (`field_rules.py`) is
+`Honoured`, `Refused` where a field changes the answer and can't be honoured, or `Ignored` for hints,
+optimisations and other programs' concerns. Fields that a struct doesn't have are taken; at the top of a request
+they are named, or refused if they are `known_elsewhere`.
+
+| structs | request |
+| --- | --- |
+| `ChatRequest` | `/v1/chat/completions` |
+| `CompletionRequest` | `/v1/completions` |
+| `ResponseRequest`, `InputRequest` | `/v1/responses`, and `/v1/responses/input_tokens` |
+| `MessageRequest`, `PromptRequest` | `/v1/messages`, and `/v1/messages/count_tokens` |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from afm_mlx.server.field_rules import EMPTY, Honoured, Ignored, Kinds, Refused, rules_of
+
+MAX_STOPS, MAX_STOP = 16, 1000
+"""Stop strings of a request, and characters of one, at most."""
+
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, Meta(gt=0, le=10)]
+Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Limit = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+Whole = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+FormatName = Annotated[str, Meta(min_length=1, max_length=64)]
+ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}\\Z")]
+ClaudeToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}\\Z")]
+Stop = str | list[str] | None
+
+MODEL = Honoured("one of `/v1/models`; any other is a 404, `model_not_found`")
+STREAM = Honoured("events as the tokens come")
+LIMIT = Honoured(
+    "new tokens at most; -1 for as many as the context holds, which ends an answer in any case"
+)
+SAMPLING = Honoured("sampling; without it, what the server was started with (`--temp` and so on)")
+TOP_K = Honoured("tokens that are drawn from; 0 and -1 are all of them", off=(-1,))
+SEED = Honoured("the same answer again; -1 draws one", off=(-1,))
+PARALLEL = Honoured("whether an answer may have several calls", shapes_answers=False)
+WHO = Ignored("says who asks, for the provider's own use", if_strict=True)
+WHO_ELSE = Ignored("for the provider's own use")
+CACHE = Ignored("the prefix cache finds what prompts share by itself")
+CACHE_MARK = Ignored(CACHE.text, if_strict=True)
+NO_THOUGHTS = Ignored("the model answers without reasoning first", ("none", *EMPTY))
+LENGTH = Ignored("answers are as long as the prompt asks for", ("medium", *EMPTY))
+ALIKE = Ignored("all requests are served alike", ("auto", "default", "standard", *EMPTY))
+NOT_PADDED = Ignored("events are never padded")
+ALL_SHOWN = Ignored("all tools are shown at once")
+NEVER_SHORTENED = Ignored("a conversation is never shortened", ("disabled", {"edits": []}, *EMPTY))
+NO_NAMES = Ignored("the model is not shown the names of speakers")
+ECHO = Ignored("echoed from an earlier answer; of no use here", is_named=False)
+OF_USE_TO_CLIENTS = Ignored(ECHO.text, is_named=False, if_strict=True)
+KEPT_TO = Ignored(
+    "calls and answers keep to their schema, strict or not", is_named=False, if_strict=True
+)
+TEXT_ONLY = "this model reads and writes text only"
+OTHERS_TOOL = "a tool that this server doesn't run: the model is never offered it"
+
+
+class Fields(Struct, kw_only=True):
+    """An object of a request."""
+
+
+# -- chats and completions, as OpenAI has them
+
+
+class TextPart(Fields, tag_field="type", tag="text"):
+    text: str
+    cache_control: Annotated[Any, CACHE] = None
+    prompt_cache_breakpoint: Annotated[Any, CACHE] = None
+
+
+class RefusalPart(Fields, tag_field="type", tag="refusal"):
+    refusal: str
+
+
+PART = Kinds("this model reads text only")
+ANSWER_PART = Kinds(
+    PART.text, ignored=frozenset({"thinking", "reasoning", "redacted_thinking"}), why=ECHO.text
+)
+Texts = str | list[Annotated[TextPart, PART]]
+
+
+class CalledFunction(Fields):
+    name: str
+    arguments: str
+
+
+class ChatCall(Fields, tag_field="type", tag="function"):
+    id: str
+    function: CalledFunction
+    index: Annotated[Any, ECHO] = None
+
+
+class SystemMessage(Fields, tag_field="role", tag="system"):
+    content: Texts
+    name: Annotated[Any, NO_NAMES] = None
+
+
+class DeveloperMessage(Fields, tag_field="role", tag="developer"):
+    content: Texts
+    name: Annotated[Any, NO_NAMES] = None
+
+
+class UserMessage(Fields, tag_field="role", tag="user"):
+    content: Texts
+    name: Annotated[Any, NO_NAMES] = None
+
+
+class AssistantMessage(Fields, tag_field="role", tag="assistant"):
+    content: str | list[Annotated[TextPart | RefusalPart, ANSWER_PART]] | None = None
+    tool_calls: (
+        list[Annotated[ChatCall, Kinds("calls are of functions", default="function")]] | None
+    ) = None
+    refusal: str | None = None
+    name: Annotated[Any, NO_NAMES] = None
+    audio: Annotated[Any, Refused("this model reads text only")] = None
+    function_call: Annotated[Any, Refused("tool_calls took its place")] = None
+    annotations: Annotated[Any, ECHO] = None
+    reasoning_content: Annotated[Any, ECHO] = None
+    provider_specific_fields: Annotated[Any, ECHO] = None
+
+
+class ToolMessage(Fields, tag_field="role", tag="tool"):
+    tool_call_id: str
+    content: Texts | None = None
+    name: Annotated[Any, OF_USE_TO_CLIENTS] = None
+
+
+ChatMessage = Annotated[
+    SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage,
+    Kinds("messages have other roles here"),
+]
+
+
+class Function(Fields):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Annotated[Any, KEPT_TO] = None
+
+
+class ChatFunctionTool(Fields, tag_field="type", tag="function"):
+    function: Function
+    cache_control: Annotated[Any, CACHE] = None
+
+
+OTHERS_TOOLS = Kinds(
+    "this server runs no tools of its own", default="function", ignored=None, why=OTHERS_TOOL
+)
+ChatTool = Annotated[ChatFunctionTool, OTHERS_TOOLS]
+
+
+class NamedFunction(Fields):
+    name: str
+
+
+class ChosenFunction(Fields, tag_field="type", tag="function"):
+    function: NamedFunction
+
+
+class ChatAllowed(Fields):
+    mode: Literal["auto", "required"]
+    tools: list[Annotated[ChosenFunction, OTHERS_TOOLS]]
+
+
+class ChatAllowedTools(Fields, tag_field="type", tag="allowed_tools"):
+    allowed_tools: ChatAllowed
+
+
+ChatToolChoice = (
+    Literal["auto", "none", "required"]
+    | Annotated[ChosenFunction | ChatAllowedTools, Kinds("the only tools are functions")]
+)
+CHOICES = "Allowed are auto, none, required, and a function of tools by its name."
+
+
+class ChatStreamOptions(Fields):
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, NOT_PADDED] = None
+
+
+class JsonSchema(Fields):
+    name: FormatName
+    schema: dict[str, Any] | None = None
+    description: str | None = None
+    strict: Annotated[Any, KEPT_TO] = None
+
+
+class TextFormat(Fields, tag_field="type", tag="text"):
+    pass
+
+
+class JsonObjectFormat(Fields, tag_field="type", tag="json_object"):
+    pass
+
+
+class ChatSchemaFormat(Fields, tag_field="type", tag="json_schema"):
+    json_schema: JsonSchema
+
+
+ChatFormat = Annotated[
+    TextFormat | JsonObjectFormat | ChatSchemaFormat, Kinds("answers have no other formats")
+]
+
+
+class StructuredOutputs(Fields):
+    """What an answer must look like, under vLLM's names; exactly one of them."""
+
+    json: dict[str, Any] | bool | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    whitespace_pattern: Annotated[Any, Refused("JSON is written in one way")] = None
+
+
+OLDER = Honoured("the older names of `structured_outputs`")
+PENALTY = Honoured("-2 to 2, of tokens in the answer")
+
+
+class SampledRequest(Fields):
+    """The fields that chats and completions share."""
+
+    model: Annotated[str, MODEL]
+    stream: Annotated[bool | None, STREAM] = None
+    stream_options: Annotated[
+        ChatStreamOptions | None,
+        Honoured(
+            "`include_usage` adds a last event with the counts, in chats also with `timings`: milliseconds "
+            "until the model chose its first token, and tokens per second from there",
+            shapes_answers=False,
+        ),
+    ] = None
+    n: Annotated[
+        Count | None,
+        Honoured("answers for each prompt; those after the first have seeds that follow `seed`"),
+    ] = None
+    max_tokens: Annotated[Limit | None, LIMIT] = None
+    temperature: Annotated[Temperature | None, SAMPLING] = None
+    top_p: Annotated[Share | None, SAMPLING] = None
+    top_k: Annotated[Whole | None, TOP_K] = None
+    min_p: Annotated[Share | None, SAMPLING] = None
+    seed: Annotated[Seed | None, SEED] = None
+    stop: Annotated[
+        Stop, Honoured("up to 16 texts, wherever they fall among tokens; left out of the answer")
+    ] = None
+    frequency_penalty: Annotated[Penalty | None, PENALTY] = None
+    presence_penalty: Annotated[Penalty | None, PENALTY] = None
+    repetition_penalty: Annotated[
+        RepetitionPenalty | None, Honoured("above 0 to 10, of tokens in prompt and answer")
+    ] = None
+    logit_bias: Annotated[dict[str, Bias] | None, Honoured("-100 to 100 by token id")] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        Honoured(
+            "vLLM's: one of `json`, `regex`, `choice`, `grammar` (Lark, or GBNF with `::=`), `json_object`"
+        ),
+    ] = None
+    guided_json: Annotated[dict[str, Any] | str | None, OLDER] = None
+    guided_regex: Annotated[str | None, OLDER] = None
+    guided_choice: Annotated[list[str] | None, OLDER] = None
+    guided_grammar: Annotated[str | None, OLDER] = None
+    user: Annotated[Any, WHO] = None
+    safety_identifier: Annotated[Any, WHO] = None
+    prompt_cache_key: Annotated[Any, CACHE_MARK] = None
+    prompt_cache_options: Annotated[Any, CACHE] = None
+    prompt_cache_retention: Annotated[Any, Ignored(CACHE.text, ("in_memory", *EMPTY))] = None
+    metadata: Annotated[Any, Ignored("nothing is stored")] = None
+    store: Annotated[Any, Ignored("nothing is stored")] = None
+    service_tier: Annotated[Any, ALIKE] = None
+
+
+class ChatRequest(SampledRequest, kw_only=True):
+    messages: Annotated[
+        Annotated[list[ChatMessage], Meta(min_length=1)],
+        Honoured(
+            "roles `system`, `developer`, `user`, `assistant`, `tool`; content as text or parts of type "
+            "`text`. Instructions behind other messages are read as a part of the user's turn there. An answer "
+            "at the end is continued"
+        ),
+    ]
+    max_completion_tokens: Annotated[Limit | None, LIMIT] = None
+    logprobs: Annotated[
+        bool | None, Honoured("log-probabilities, in streams too; up to 20 most likely tokens")
+    ] = None
+    top_logprobs: Annotated[
+        TopLogprobs | None,
+        Honoured("log-probabilities, in streams too; up to 20 most likely tokens"),
+    ] = None
+    response_format: Annotated[
+        ChatFormat | None,
+        Honoured(
+            "`text`, `json_object`, `json_schema`: a schema is kept to, strict or not, or refused"
+        ),
+    ] = None
+    tools: Annotated[
+        list[ChatTool] | None,
+        Honoured(
+            "functions, whose calls come in pieces while they are generated, under their schema"
+        ),
+    ] = None
+    tool_choice: Annotated[
+        ChatToolChoice | None,
+        Honoured("`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
+    audio: Annotated[Any, Refused(TEXT_ONLY)] = None
+    modalities: Annotated[Any, Refused(TEXT_ONLY, (["text"], *EMPTY))] = None
+    functions: Annotated[Any, Refused("tools and tool_choice took its place")] = None
+    function_call: Annotated[
+        Any, Refused("tools and tool_choice took its place", ("none", *EMPTY))
+    ] = None
+    moderation: Annotated[Any, Refused("there is no moderation")] = None
+    prediction: Annotated[Any, Ignored("outputs are not predicted by requests")] = None
+    reasoning_effort: Annotated[Any, NO_THOUGHTS] = None
+    verbosity: Annotated[Any, LENGTH] = None
+    web_search_options: Annotated[Any, Ignored(OTHERS_TOOL, ())] = None
+
+
+PROMPTS = Honoured(
+    "a text, a list of texts, token ids, or a list of lists of them",
+    "A text, a list of texts, a list of token ids, or a list of such lists is needed.",
+)
+
+
+class CompletionRequest(SampledRequest, kw_only=True):
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        PROMPTS,
+    ]
+    best_of: Annotated[
+        Count | None,
+        Honoured(
+            "of so many answers, the `n` with the highest mean log-probability; not in streams"
+        ),
+    ] = None
+    echo: Annotated[
+        bool | None, Honoured("the prompt comes before the answer; not with `logprobs`")
+    ] = None
+    logprobs: Annotated[
+        TopLogprobs | None,
+        Honoured("log-probabilities of so many most likely tokens, up to 20; in streams too"),
+    ] = None
+    suffix: Annotated[Any, Refused("this model continues texts, and does not fill gaps")] = None
+
+
+# -- responses, OpenAI's newer API
+
+
+class InputTextPart(Fields, tag_field="type", tag="input_text"):
+    text: str
+    prompt_cache_breakpoint: Annotated[Any, CACHE_MARK] = None
+    cache_control: Annotated[Any, CACHE] = None
+
+
+class OutputTextPart(Fields, tag_field="type", tag="output_text"):
+    text: str
+    annotations: Annotated[Any, ECHO] = None
+    logprobs: Annotated[Any, OF_USE_TO_CLIENTS] = None
+
+
+ItemTexts = str | list[Annotated[InputTextPart | OutputTextPart | RefusalPart, PART]]
+
+
+class MessageItem(Fields, tag_field="type", tag="message"):
+    """A message; `type` may be left out."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: ItemTexts
+    id: Annotated[Any, OF_USE_TO_CLIENTS] = None
+    status: Annotated[Any, OF_USE_TO_CLIENTS] = None
+    phase: Annotated[Any, ECHO] = None
+
+
+class CallItem(Fields, tag_field="type", tag="function_call"):
+    """A call that the model has made."""
+
+    call_id: str
+    name: str
+    arguments: str
+    id: Annotated[Any, OF_USE_TO_CLIENTS] = None
+    status: Annotated[Any, OF_USE_TO_CLIENTS] = None
+    caller: Annotated[Any, ECHO] = None
+    namespace: Annotated[Any, ECHO] = None
+
+
+class ResultItem(Fields, tag_field="type", tag="function_call_output"):
+    """What a call has returned."""
+
+    call_id: str
+    output: ItemTexts | None = None
+    id: Annotated[Any, OF_USE_TO_CLIENTS] = None
+    name: Annotated[Any, OF_USE_TO_CLIENTS] = None
+    status: Annotated[Any, OF_USE_TO_CLIENTS] = None
+    caller: Annotated[Any, ECHO] = None
+    namespace: Annotated[Any, ECHO] = None
+
+
+class ReferenceItem(Fields, tag_field="type", tag="item_reference"):
+    """An item of a response that is kept, by its id."""
+
+    id: str
+
+
+InputItem = Annotated[
+    MessageItem | CallItem | ResultItem | ReferenceItem,
+    Kinds(
+        "the model reads text only, calls of functions and their results",
+        default="message",
+        ignored=frozenset({"reasoning", "web_search_call", "file_search_call"}),
+        why=ECHO.text,
+    ),
+]
+
+
+class ResponseFunctionTool(Fields, tag_field="type", tag="function"):
+    """A tool that the client runs. Its arguments are held to the schema, `strict` or not."""
+
+    name: ToolName
+    parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: Annotated[Any, KEPT_TO] = None
+    defer_loading: Annotated[Any, ALL_SHOWN] = None
+    cache_control: Annotated[Any, CACHE] = None
+
+
+ResponseTool = Annotated[ResponseFunctionTool, OTHERS_TOOLS]
+
+
+class ChosenTool(Fields, tag_field="type", tag="function"):
+    """`tool_choice`: exactly one call of this tool; or one of the tools that `allowed_tools` names."""
+
+    name: str
+
+
+class ResponseAllowedTools(Fields, tag_field="type", tag="allowed_tools"):
+    """`tool_choice`: only some of the tools, as if there were no others."""
+
+    mode: Literal["auto", "required"]
+    tools: list[Annotated[ChosenTool, OTHERS_TOOLS]]
+
+
+ResponseToolChoice = (
+    Literal["auto", "none", "required"]
+    | Annotated[ChosenTool | ResponseAllowedTools, Kinds("the only tools are functions")]
+)
+
+
+class Reasoning(Fields):
+    effort: Annotated[Any, NO_THOUGHTS] = None
+    summary: Annotated[Any, NO_THOUGHTS] = None
+    generate_summary: Annotated[Any, NO_THOUGHTS] = None
+
+
+class ResponseStreamOptions(Fields):
+    include_obfuscation: Annotated[Any, NOT_PADDED] = None
+
+
+class ResponseSchemaFormat(Fields, tag_field="type", tag="json_schema"):
+    """`text.format`: JSON under a schema. Every answer is held to it, `strict` or not."""
+
+    name: FormatName
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: Annotated[Any, KEPT_TO] = None
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | ResponseSchemaFormat, Kinds("answers have no other formats")
+]
+
+
+class TextOptions(Fields):
+    format: ResponseFormat | None = None
+    verbosity: Annotated[Any, LENGTH] = None
+
+
+class InputRequest(Fields):
+    """What a prompt is made of: fields of a response, and of a count of its prompt's tokens."""
+
+    model: Annotated[str, MODEL]
+    input: Annotated[
+        str | list[InputItem] | None,
+        Honoured(
+            "a text, or items: messages (`input_text`, `output_text`, `refusal`), `function_call`, "
+            "`function_call_output`, `item_reference` to an item of a response that is kept. Messages of the "
+            "roles `system` and `developer` that come first are instructions; later ones are read as a part of "
+            "the user's turn there"
+        ),
+    ] = None
+    instructions: Annotated[str | None, Honoured("come before all other instructions")] = None
+    previous_response_id: Annotated[
+        str | None,
+        Honoured("goes on from a response that is kept. Its instructions are not taken over"),
+    ] = None
+    text: Annotated[
+        TextOptions | None,
+        Honoured("`format`: `text`, `json_object`, `json_schema`, kept to, `strict` or not"),
+    ] = None
+    tools: Annotated[
+        list[ResponseTool] | None, Honoured("functions, kept to their schema, `strict` or not")
+    ] = None
+    tool_choice: Annotated[
+        ResponseToolChoice | None,
+        Honoured("`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES),
+    ] = None
+    parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
+    conversation: Annotated[Any, Refused("conversations are continued by previous_response_id")] = (
+        None
+    )
+    reasoning: Annotated[Reasoning | None, Honoured(shapes_answers=False)] = None
+    truncation: Annotated[Any, NEVER_SHORTENED] = None
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
+    Meta(max_length=16),
+]
+GIVEN_BACK = Honoured("given back, and of no other effect", shapes_answers=False)
+
+
+class ResponseRequest(InputRequest, kw_only=True):
+    stream: Annotated[bool | None, STREAM] = None
+    temperature: Annotated[Temperature | None, SAMPLING] = None
+    top_p: Annotated[Share | None, SAMPLING] = None
+    max_output_tokens: Annotated[
+        Limit | None,
+        Honoured(
+            "new tokens at most, -1 for as many as the context holds: `incomplete` if they cut"
+        ),
+    ] = None
+    include: Annotated[
+        list[str] | None,
+        Honoured(
+            "`message.output_text.logprobs` asks for log-probabilities, of up to 20 most likely tokens. "
+            "Further names are of items that no answer here has",
+            shapes_answers=False,
+        ),
+    ] = None
+    top_logprobs: Annotated[
+        TopLogprobs | None,
+        Honoured("of the log-probabilities that `include` asks for: most likely tokens, up to 20"),
+    ] = None
+    store: Annotated[
+        bool | None,
+        Honoured(
+            "whether it is kept; it is, unless that is `false`. Responses are in memory, for their own client "
+            "(key) alone, until the server stops",
+            shapes_answers=False,
+        ),
+    ] = None
+    metadata: Annotated[Metadata | None, GIVEN_BACK] = None
+    user: Annotated[str | None, GIVEN_BACK] = None
+    safety_identifier: Annotated[str | None, GIVEN_BACK] = None
+    prompt_cache_key: Annotated[str | None, GIVEN_BACK] = None
+    stream_options: Annotated[ResponseStreamOptions | None, Honoured(shapes_answers=False)] = None
+    background: Annotated[Any, Refused("an answer is made while its client waits")] = None
+    background_options: Annotated[Any, Refused("an answer is made while its client waits")] = None
+    access_programs: Annotated[Any, Refused("there are none here")] = None
+    image: Annotated[Any, Refused(TEXT_ONLY)] = None
+    moderation: Annotated[Any, Refused("there is no moderation")] = None
+    prompt: Annotated[Any, Refused("there are no stored prompts; send the text as input")] = None
+    client_metadata: Annotated[Any, WHO_ELSE] = None
+    context_management: Annotated[Any, NEVER_SHORTENED] = None
+    max_tool_calls: Annotated[
+        Any, Ignored("it counts calls of built-in tools, of which there are none")
+    ] = None
+    prompt_cache_options: Annotated[Any, CACHE] = None
+    prompt_cache_retention: Annotated[Any, Ignored(CACHE.text, ("in_memory", *EMPTY))] = None
+    service_tier: Annotated[Any, ALIKE] = None
+
+
+# -- messages, Anthropic's API
+
+
+class ClaudeText(Fields, tag_field="type", tag="text"):
+    text: str
+    cache_control: Annotated[Any, CACHE_MARK] = None
+    citations: Annotated[Any, ECHO] = None
+
+
+class ToolUseBlock(Fields, tag_field="type", tag="tool_use"):
+    """A call that the model has made."""
+
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: Annotated[Any, CACHE_MARK] = None
+    caller: Annotated[Any, OF_USE_TO_CLIENTS] = None
+    toolset_name: Annotated[Any, ECHO] = None
+
+
+RESULT_PART = Kinds(PART.text, ignored=frozenset({"tool_reference"}), why=ALL_SHOWN.text)
+
+
+class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
+    """What a call has returned."""
+
+    tool_use_id: str
+    content: str | list[Annotated[ClaudeText, RESULT_PART]] | None = None
+    is_error: bool | None = None
+    cache_control: Annotated[Any, CACHE_MARK] = None
+    toolset_name: Annotated[Any, ECHO] = None
+
+
+READS_TEXT = "the model reads text only, calls of tools and their results"
+
+
+class ClaudeUser(Fields, tag_field="role", tag="user"):
+    content: str | list[Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]]
+
+
+class ClaudeAssistant(Fields, tag_field="role", tag="assistant"):
+    content: (
+        str
+        | list[
+            Annotated[
+                ClaudeText | ToolUseBlock,
+                Kinds(
+                    READS_TEXT,
+                    ignored=frozenset({"thinking", "redacted_thinking"}),
+                    why=ECHO.text,
+                ),
+            ]
+        ]
+    )
+
+
+class ClaudeSystem(Fields, tag_field="role", tag="system"):
+    content: str | list[Annotated[ClaudeText, PART]]
+
+
+ClaudeMessage = Annotated[
+    ClaudeUser | ClaudeAssistant | ClaudeSystem, Kinds("messages have other roles here")
+]
+
+
+EAGER = Ignored("calls are streamed as they come", is_named=False, if_strict=True)
+
+
+class ClaudeTool(Fields, tag_field="type", tag="custom"):
+    """A tool that the client runs. The input of a call is held to its schema, `strict` or not."""
+
+    name: ClaudeToolName
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: Annotated[Any, KEPT_TO] = None
+    cache_control: Annotated[Any, CACHE_MARK] = None
+    eager_input_streaming: Annotated[Any, EAGER] = None
+    defer_loading: Annotated[Any, ALL_SHOWN] = None
+    input_examples: Annotated[Any, Ignored("the model isn't shown any")] = None
+    allowed_callers: Annotated[Any, Refused("the model calls tools", (["direct"], *EMPTY))] = None
+
+
+class AutoChoice(Fields, tag_field="type", tag="auto"):
+    """`tool_choice`: text, calls, or both."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnyChoice(Fields, tag_field="type", tag="any"):
+    """`tool_choice`: calls only."""
+
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoice(Fields, tag_field="type", tag="tool"):
+    """`tool_choice`: exactly one call of this tool."""
+
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class NoChoice(Fields, tag_field="type", tag="none"):
+    """`tool_choice`: text only."""
+
+
+class SchemaFormat(Fields, tag_field="type", tag="json_schema"):
+    """`output_config.format`: JSON under a schema."""
+
+    schema: dict[str, Any]
+
+
+ClaudeFormat = Annotated[SchemaFormat, Kinds("answers have no other formats")]
+
+
+class OutputConfig(Fields):
+    format: ClaudeFormat | None = None
+    effort: Annotated[Any, NO_THOUGHTS] = None
+
+
+FORMAT = Honoured(
+    "JSON under a schema; `output_format` is the older name of `output_config.format`"
+)
+
+
+class PromptRequest(Fields):
+    """What a prompt is made of: a body for `/v1/messages/count_tokens`."""
+
+    model: Annotated[str, MODEL]
+    messages: Annotated[
+        Annotated[list[ClaudeMessage], Meta(min_length=1)],
+        Honoured(
+            "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; those beside "
+            "results are read behind them. A failed tool's result (`is_error`) is shown as JSON, "
+            '`{"error": ...}`. Messages of the role `system` that come first are instructions; later ones are '
+            "read as a part of the user's turn there. An answer at the end is continued"
+        ),
+    ]
+    system: Annotated[
+        str | list[Annotated[ClaudeText, PART]] | None,
+        Honoured("instructions; blocks are paragraphs"),
+    ] = None
+    tools: Annotated[
+        list[
+            Annotated[
+                ClaudeTool,
+                Kinds(OTHERS_TOOLS.text, default="custom", ignored=None, why=OTHERS_TOOL),
+            ]
+        ]
+        | None,
+        Honoured("tools that the client runs, kept to their `input_schema`"),
+    ] = None
+    tool_choice: Annotated[
+        Annotated[
+            AutoChoice | AnyChoice | ToolChoice | NoChoice, Kinds("there are no other choices")
+        ]
+        | None,
+        Honoured("`auto`, `any`, `none`, one by its name; `disable_parallel_tool_use`"),
+    ] = None
+    output_config: Annotated[OutputConfig | None, FORMAT] = None
+    output_format: Annotated[ClaudeFormat | None, FORMAT] = None
+    cache_control: Annotated[Any, CACHE_MARK] = None
+    thinking: Annotated[Any, Ignored(NO_THOUGHTS.text, ({"type": "disabled"}, *EMPTY))] = None
+    context_management: Annotated[Any, NEVER_SHORTENED] = None
+    mcp_servers: Annotated[Any, Ignored(OTHERS_TOOL)] = None
+    speed: Annotated[Any, ALIKE] = None
+    user_profile_id: Annotated[Any, WHO_ELSE] = None
+    workspace_id: Annotated[Any, WHO_ELSE] = None
+
+
+CLAUDE_SAMPLING = Honoured(
+    "sampling, 0 to 1; in the API's newer version, too, whose clients send it as `extra_body`"
+)
+
+
+class MessageRequest(PromptRequest, kw_only=True):
+    max_tokens: Annotated[Count, Honoured("new tokens at most; it has to be there")]
+    stream: Annotated[bool | None, STREAM] = None
+    stop_sequences: Annotated[
+        Annotated[
+            list[Annotated[str, Meta(min_length=1, max_length=MAX_STOP)]],
+            Meta(max_length=MAX_STOPS),
+        ]
+        | None,
+        Honoured("up to 16 texts"),
+    ] = None
+    temperature: Annotated[
+        Share | None,
+        CLAUDE_SAMPLING,
+    ] = None
+    top_p: Annotated[Share | None, CLAUDE_SAMPLING] = None
+    top_k: Annotated[Whole | None, TOP_K] = None
+    metadata: Annotated[Any, WHO] = None
+    container: Annotated[Any, Ignored(OTHERS_TOOL)] = None
+    diagnostics: Annotated[Any, WHO_ELSE] = None
+    inference_geo: Annotated[Any, Ignored("answers are made on this machine")] = None
+    service_tier: Annotated[Any, Ignored(ALIKE.text, ("auto", "standard_only", *EMPTY))] = None
+
+
+# -- fields that no struct has
+
+REQUESTS: tuple[type[Fields], ...] = (
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
+    MessageRequest,
+)
+"""What the four APIs read."""
+
+OTHER_SERVERS: Mapping[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": EMPTY,
+    "bad_words": EMPTY,
+    "chat_template": EMPTY,
+    "continue_final_message": EMPTY,
+    "documents": EMPTY,
+    "dry_multiplier": (0, 0.0),
+    "format": EMPTY,
+    "grammar": EMPTY,
+    "ignore_eos": EMPTY,
+    "json_schema": EMPTY,
+    "length_penalty": (1, 1.0),
+    "max_new_tokens": (-1,),
+    "min_tokens": (0,),
+    "mirostat": (0,),
+    "n_predict": (-1,),
+    "no_repeat_ngram_size": (0,),
+    "options": EMPTY,
+    "prompt_logprobs": EMPTY,
+    "repeat_penalty": (1, 1.0),
+    "stop_token_ids": EMPTY,
+    "structural_tag": EMPTY,
+    "template": EMPTY,
+    "truncate_prompt_tokens": (-1,),
+    "typical_p": (1, 1.0),
+    "use_beam_search": EMPTY,
+    "xtc_probability": (0, 0.0),
+}
+"""Fields by which vLLM, llama.cpp and others change answers, and the values that ask for nothing."""
+OFF: Mapping[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "frequency_penalty": (0, 0.0),
+    "logprobs": (False, 0),
+    "min_p": (0, 0.0),
+    "n": (1,),
+    "presence_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "seed": (-1,),
+    "top_k": (0, -1),
+    "top_logprobs": (0,),
+}
+"""Fields of one API here that another doesn't have, and their values that ask for nothing."""
+
+
+@cache
+def known_elsewhere() -> Mapping[str, tuple[Any, ...]]:
+    """Fields that change answers of another API here or of another server, with values that ask for nothing."""
+    shaping = {
+        name: OFF.get(name, EMPTY)
+        for kind in REQUESTS
+        for name, field in rules_of(kind).items()
+        if isinstance(field.rule, Honoured) and field.rule.shapes_answers
+    }
+    return {**shaping, **OTHER_SERVERS}
+
+
+def all_fields(kind: type[Fields]) -> Iterator[tuple[str, Any]]:
+    """Each field of a request at each level, with its rule, by paths such as `messages[].content[].text`.
+
+    A kind of a union's objects that is left out stands at the union's path, with the `Kinds` that says so.
+    """
+    seen: set[str] = set()
+
+    def walk(kind: Any, place: str) -> Iterator[tuple[str, Any]]:
+        for name, field in rules_of(kind).items():
+            path = f"{place}.{name}" if place else name
+            if path not in seen:
+                seen.add(path)
+                yield path, field.rule
+            shape, inner = field.shape, path
+            while shape.element is not None:
+                shape, inner = shape.element, f"{inner}[]"
+            if shape.kinds.why and inner not in seen:
+                seen.add(inner)
+                yield inner, shape.kinds
+            for struct in shape.structs.values():
+                yield from walk(struct, inner)
+
+    yield from walk(kind, "")
