@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "dense.h"
 #include "huge_pages.h"
+#include "isa.h"
 #include "matmul.h"
 #include "mlx/version.h"
 #include "pool.h"
@@ -120,16 +121,20 @@ NB_MODULE(_afm_cpu, m) {
         "size"_a, "huge_pages"_a, "A float16 array whose memory nobody has touched yet.");
   m.def("available_cores", &afm::ThreadPool::available_cores);
 
-  m.def("instruction_sets", &afm::instruction_sets);
-  m.def("instruction_set", &afm::instruction_set);
+  m.def("instruction_sets", [] {
+    std::vector<std::string> names;
+    for (const afm::Kernels* table : afm::usable_kernels()) names.emplace_back(table->name);
+    return names;
+  });
+  m.def("instruction_set", [] { return afm::kernels().name; });
   m.def("use_instruction_set",
-        [](const std::string& name) {
-          if (!afm::use_instruction_set(name)) return false;
+        [](const char* name) {
+          if (!afm::use_kernels(name)) return false;
           afm::use_attention_kernels(name);
           return true;
         },
         "name"_a);
-  afm::use_attention_kernels(afm::instruction_set());
+  afm::use_attention_kernels(afm::kernels().name);
 
   define_products(m);
   m.def("decode_attention",

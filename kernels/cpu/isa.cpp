@@ -3,7 +3,7 @@
 #include "palette_vbmi.h"
 
 #include <atomic>
-#include <cstdlib>
+#include <cstring>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -19,6 +19,7 @@
 namespace afm {
 namespace {
 
+// `__builtin_cpu_supports` asks for the registers, too: whether the system saves them is in XCR0.
 #if defined(__x86_64__)
 bool has_avx2() {
   constexpr unsigned kHalves = 1u << 29;  // of compilers, not all know "f16c" by name
@@ -28,9 +29,9 @@ bool has_avx2() {
 }
 
 bool has_avx512() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
+         __builtin_cpu_supports("avx512vnni");
 }
 
 // The tile registers' 8 KB are saved for threads that asked for them only: Linux wants to be asked once per
@@ -60,27 +61,36 @@ bool has_dot_product() {
 }
 #endif
 
-std::vector<const Kernels*> usable() {
-  std::vector<const Kernels*> tables;
-  auto add = [&](bool runs, const Kernels* table) {
-    if (runs && table != nullptr) tables.push_back(table);
-  };
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  add(amx_kernels() != nullptr && has_amx(), amx_kernels());
-  add(has_avx512(), avx512_kernels());
-  add(has_avx2(), avx2_kernels());
-#elif defined(__aarch64__)
-  add(has_dot_product(), neon_kernels());
-#endif
-  add(true, portable_kernels());
-  return tables;
-}
+struct Choice {
+  bool (*runs)();
+  const Kernels* (*table)();  // called only where `runs`: it is compiled for the same instructions as its kernels
+};
 
-const std::vector<const Kernels*>& tables() {
-  static const std::vector<const Kernels*> found = usable();
-  return found;
-}
+constexpr Choice kChoices[] = {
+#if defined(__x86_64__)
+    {has_amx, amx_kernels},
+    {has_avx512, avx512_kernels},
+    {has_avx2, avx2_kernels},
+#elif defined(__aarch64__)
+    {has_dot_product, neon_kernels},
+#endif
+    {[] { return true; }, portable_kernels},
+};
+
+struct Usable {
+  const Kernels* tables[std::size(kChoices)];
+  size_t count = 0;
+
+  Usable() {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+#endif
+    for (const Choice& choice : kChoices) {
+      const Kernels* table = choice.runs() ? choice.table() : nullptr;
+      if (table != nullptr) tables[count++] = table;
+    }
+  }
+};
 
 std::atomic<const Kernels*> chosen{nullptr};
 
@@ -94,22 +104,19 @@ bool has_vbmi() {
 #endif
 }
 
+std::span<const Kernels* const> usable_kernels() {
+  static const Usable usable;
+  return {usable.tables, usable.count};
+}
+
 const Kernels& kernels() {
   const Kernels* table = chosen.load(std::memory_order_relaxed);
-  return table != nullptr ? *table : *tables().front();
+  return table != nullptr ? *table : *usable_kernels().front();
 }
 
-std::vector<std::string> instruction_sets() {
-  std::vector<std::string> names;
-  for (const Kernels* table : tables()) names.emplace_back(table->name);
-  return names;
-}
-
-std::string instruction_set() { return kernels().name; }
-
-bool use_instruction_set(const std::string& name) {
-  for (const Kernels* table : tables()) {
-    if (name == table->name) {
+bool use_kernels(const char* name) {
+  for (const Kernels* table : usable_kernels()) {
+    if (std::strcmp(name, table->name) == 0) {
       chosen.store(table, std::memory_order_relaxed);
       return true;
     }

@@ -8,10 +8,12 @@
 //   isa_neon.cpp    -march=armv8.2-a+dotprod (nothing on macOS)
 //   isa_portable.cpp, isa.cpp, matmul.cpp: nothing
 // What such a unit defines has internal linkage: a function that two units share could be linked in its
-// AVX-512 version and run on a machine without.
+// AVX-512 version and run on a machine without. Nothing of a unit runs, initializers included, before `isa.cpp` has
+// asked the processor for what the unit was compiled for.
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "prefetch.h"
 #include "matmul.h"
@@ -206,14 +208,22 @@ struct Kernels {
   void (*look_up)(const uint8_t* codes, int bits, const float* table, int64_t count, float* out);
 };
 
-// The tables; null where the unit was compiled for another processor.
+// The tables; null where the unit was compiled for another processor. They run as little as the kernels themselves on
+// a machine without the instructions: ask `usable_kernels`.
 const Kernels* amx_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx2_kernels();
 const Kernels* neon_kernels();
 const Kernels* portable_kernels();
 
-// The one in use.
+// Those that this machine runs, best first: of "amx", "avx512", "avx2", "neon", "portable".
+std::span<const Kernels* const> usable_kernels();
+
+// The one in use: the first of those, or what was chosen.
 const Kernels& kernels();
+
+// Uses another of `usable_kernels()` from now on; false when the machine doesn't run it. Call it while no product is
+// computed.
+bool use_kernels(const char* name);
 
 }  // namespace afm

@@ -93,14 +93,4 @@ void argmax(const Activations& x, const PackedMatrix& weight, uint32_t* indices,
 // The K numbers that row `row` stands for. For one thread: callers share rows among threads.
 void dequantize_row(const PackedMatrix& weight, int64_t row, void* out, Number type);
 
-// Instruction sets that this machine runs, best first: of "amx", "avx512", "avx2", "neon", "portable".
-std::vector<std::string> instruction_sets();
-
-// The one in use: the first of those, or what was chosen.
-std::string instruction_set();
-
-// Uses another of `instruction_sets()` from now on; false when the machine doesn't run it. For tests; call
-// it while no product is computed.
-bool use_instruction_set(const std::string& name);
-
 }  // namespace afm

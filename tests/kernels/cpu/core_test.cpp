@@ -1,5 +1,5 @@
-// Runs the kernels of one instruction set against plain loops in double, without MLX and without a C++
-// runtime library, so that they can be cross-compiled and run in an emulator. Prints what was wrong.
+// Runs the kernels of all instruction sets that the machine has against plain loops in double, without MLX and
+// without a C++ runtime library, so that they can be cross-compiled and run in an emulator. Prints what was wrong.
 //
 //   cpu_core_test SEED
 #include <math.h>
@@ -138,7 +138,9 @@ void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_
     tables[i] = static_cast<uint8_t>(largest ? draw() % 2 * 255 : draw());
   }
   const bool several = vectors > 1, words = several && k.words && (of_palette || group > 0 || digits == 2 || bits == 8);
-  const Layout layout = {bits, several ? 8 * bits : k.vector_bytes, digits, words};
+  const bool plain = !of_palette && group == 0;
+  const bool as_vector = !several || (plain && k.matrix_as_vector);
+  const Layout layout = {bits, as_vector ? k.vector_bytes : 8 * bits, digits, words};
   const int64_t x_row_bytes = digit_bytes(layout, cols);
   float *x = array<float>(cols), *out = array<float>(vectors * rows);
   int8_t* planes = static_cast<int8_t*>(aligned_alloc(64, static_cast<size_t>(vectors * x_row_bytes + 63) / 64 * 64));
@@ -153,7 +155,17 @@ void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_
   const int64_t stride = group > 0 ? (cols / group + 15) / 16 * 16 + 16 : 0;
   float* scales = array<float>(rows * stride);
   for (int64_t i = 0; i < rows * stride; ++i) scales[i] = i % stride < cols / group ? draw_float() : 0;
-  const MatrixJob job = {codes, rows, row_bytes, planes, vectors, x_row_bytes, digits, bits, out, rows, scratch, {}};
+  int8_t* arranged = nullptr;
+  if (plain && k.arrange != nullptr) {
+    const int64_t step = k.matrix_vectors, width = vectors < step ? vectors : step;
+    arranged = static_cast<int8_t*>(aligned_alloc(64, (vectors + step) * x_row_bytes));
+    for (int64_t v = 0; v < vectors; v += step) {
+      const int64_t count = vectors - v < step ? vectors - v : step;
+      k.arrange(planes + v * x_row_bytes, count, width, x_row_bytes, arranged + v / step * width * x_row_bytes);
+    }
+  }
+  const int8_t* digits_of_x = arranged != nullptr ? arranged : planes;
+  const MatrixJob job = {codes, rows, row_bytes, digits_of_x, vectors, x_row_bytes, digits, bits, out, rows, scratch, {}};
   if (of_palette) {
     (several ? k.palette_matrix : k.palette_vector)({job, tables, rows_per_table, 1});
   } else if (group > 0) {
@@ -176,7 +188,7 @@ void test_matrix(const Kernels& k, bool of_palette, int bits, int digits, int64_
       expect(out[v * rows + n], wanted, 1e-6 * gross, of_palette ? "palette" : "matrix");
     }
   }
-  free(codes), free(tables), free(x), free(out), free(planes), free(scratch), free(scales);
+  free(codes), free(tables), free(x), free(out), free(planes), free(arranged), free(scratch), free(scales);
 }
 
 // Tails of rows, of columns and of vectors, one strip and several; groups from four bytes of codes to more than a
@@ -277,43 +289,41 @@ void test_low_rank(const Kernels& k, Number type, int64_t rank, int64_t cols, in
   free(plain), free(x), free(hidden), free(stored), free(out), free(before);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  state = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
-#if defined(__aarch64__)
-  const Kernels* k = neon_kernels();
-#elif defined(__AVX2__)
-  const Kernels* k = avx2_kernels();
-#else
-  const Kernels* k = portable_kernels();
-#endif
-  if (k == nullptr) {
-    printf("compiled without the instruction set\n");
-    return 2;
-  }
+void test_all(const Kernels& k) {
   for (const int bits : {2, 4, 8}) {
     for (const int digits : {1, 2}) {
-      test_matrices(*k, bits, digits);
+      test_matrices(k, bits, digits);
       for (const int64_t rows : {1, 4, 16, 27}) {
         for (const int64_t words : {1, 3, 16, 37, 160}) {
-          test_vector(*k, bits, digits, rows, words * 32 / bits, 0);
+          test_vector(k, bits, digits, rows, words * 32 / bits, 0);
         }
         // Groups of one word, of two, of a register and of four.
         for (const int64_t words : {1, 2, 4, 16}) {
-          test_vector(*k, bits, digits, rows, 48 * 32 / bits, words * 32 / bits);
+          test_vector(k, bits, digits, rows, 48 * 32 / bits, words * 32 / bits);
         }
       }
     }
   }
-  for (const int64_t count : {4, 16, 79, 640}) test_floats(*k, count);
+  for (const int64_t count : {4, 16, 79, 640}) test_floats(k, count);
   for (const Number type : {Number::float32, Number::bfloat16, Number::float16}) {
     for (const int64_t rank : {1, 4, 7, 16}) {
-      test_low_rank(*k, type, rank, 300, 0, 48);
-      test_low_rank(*k, type, rank, 21, 5, 12);  // within a block
-      test_low_rank(*k, type, rank, 3, 9, 41);
+      test_low_rank(k, type, rank, 300, 0, 48);
+      test_low_rank(k, type, rank, 21, 5, 12);  // within a block
+      test_low_rank(k, type, rank, 3, 9, 41);
     }
   }
-  printf("%s: %d checks, %d failures\n", k->name, checks, failures);
-  return failures != 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  state = argc > 1 ? strtoull(argv[1], nullptr, 10) : 1;
+  int of_all = 0;
+  for (const Kernels* k : usable_kernels()) {
+    checks = failures = 0;
+    test_all(*k);
+    printf("%s: %d checks, %d failures\n", k->name, checks, failures);
+    of_all += failures;
+  }
+  return of_all != 0;
 }

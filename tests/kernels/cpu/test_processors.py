@@ -1,0 +1,178 @@
+"""The CPU kernels on x86 processors with and without AVX2 and AVX-512, emulated where this machine is another.
+
+qemu 7.2 emulates no AVX-512: the AVX-512 kernels run on machines that have it.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from afm_mlx.kernels.cpu import extension
+from tests.tools.cli import ROOT
+from tests.tools.emulator import emulator, python_on
+
+HERE = Path(__file__).parent
+SOURCES = ROOT / "kernels" / "cpu"
+PROMPT = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
+
+PORTABLE, AVX2 = ("portable",), ("avx2", "portable")
+PROCESSORS = {
+    "Nehalem": PORTABLE,  # neither AVX
+    "SandyBridge": PORTABLE,  # AVX alone
+    "Haswell": AVX2,
+    "EPYC-Milan": AVX2,
+}
+INCOMPLETE = {  # not for NumPy's OpenBLAS, which looks at the model alone
+    "Haswell,-f16c": PORTABLE,
+    "Haswell,-fma": PORTABLE,
+    "Haswell,-xsave": PORTABLE,  # a system that doesn't save the wide registers
+}
+SETS = PROCESSORS | INCOMPLETE
+FAST = ("Nehalem", "Haswell")
+cpus = pytest.mark.parametrize(
+    "cpu", [cpu if cpu in FAST else pytest.param(cpu, marks=pytest.mark.slow) for cpu in PROCESSORS]
+)
+needs_native = pytest.mark.skipif(extension.module() is None, reason=extension.unavailable())
+
+EVERY_SET = """
+import afm_mlx, mlx.core as mx, numpy as np
+from afm_mlx.kernels.cpu import extension
+from afm_mlx.kernels.selftest.checks import check
+from afm_mlx.kernels.selftest.specs import quick_specs
+native = extension.module()
+for name in native.instruction_sets():
+    assert native.use_instruction_set(name)
+    results = check(quick_specs(mx.float32), np.random.default_rng(0), only_what_runs=True)
+    run = {r.variant for r in results if r.variant.startswith("cpu/") and r.error is not None}
+    wrong = [r.summary for r in results if r.failure]
+    print(name, len(run), *wrong)
+"""
+
+
+@needs_native
+@cpus
+def test_the_extension_runs_what_the_processor_has(cpu):
+    ended = python_on(cpu, "-c", EVERY_SET, cwd=ROOT, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [f"{name} 9" for name in SETS[cpu]]
+
+
+# -- without Python and MLX: the kernels alone
+
+
+def flags():
+    """Those of each instruction set, as the build has them."""
+    found = {}
+    text = (SOURCES / "CMakeLists.txt").read_text()
+    for isa, words in re.findall(r"^set\(flags_(\w+) (.*)\)", text, re.MULTILINE):
+        found[isa] = words.replace("${flags_avx512}", " ".join(found.get("avx512", []))).split()
+    return found
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """By its source, each unit without optimization: a function that isn't inlined is in the object."""
+    if shutil.which("c++") is None or sys.platform != "linux":
+        pytest.skip("needs a C++ compiler on Linux")
+    folder, of_isa = tmp_path_factory.mktemp("core"), flags()
+    found = {}
+    units = [*SOURCES.glob("isa*.cpp"), *SOURCES.glob("palette_*.cpp"), HERE / "core_test.cpp"]
+    for source in [*units, *SOURCES.glob("attention_*.cpp")]:
+        output = folder / f"{source.stem}.o"
+        mine = of_isa.get(source.stem.rpartition("_")[2], []) if source.parent == SOURCES else []
+        if "neon" not in source.stem:
+            command = ["c++", "-std=c++20", "-O0", "-w", f"-I{SOURCES}", *mine, "-c", source]
+            subprocess.run([*command, "-o", output], check=True)
+            found[source.stem] = output
+    return found
+
+
+@pytest.fixture(scope="module")
+def core_test(objects):
+    program = next(iter(objects.values())).parent / "core_test"
+    linked = [file for name, file in objects.items() if not name.startswith("attention")]
+    subprocess.run(["c++", *linked, "-o", program], check=True)
+    return program
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", [None, *SETS])
+def test_kernels_against_plain_loops(rng, core_test, cpu):
+    run = [emulator("x86_64"), "-cpu", cpu] if cpu else []
+    seed = str(rng.integers(2**62))
+    ended = subprocess.run([*run, core_test, seed], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, f"seed {seed}: {ended.stdout}{ended.stderr}"
+    names = tuple(line.partition(":")[0] for line in ended.stdout.splitlines())
+    assert names == (SETS[cpu] if cpu else tuple(extension.status().instruction_sets))
+
+
+@pytest.mark.slow
+def test_units_of_an_instruction_set_share_no_function_and_start_nothing(objects):
+    """The linker keeps one copy of a function that is in several objects, whatever that was compiled for."""
+    of_isa = [name for name in objects if name.rpartition("_")[2] in flags()]
+    assert len(of_isa) == 6
+    for name in of_isa:
+        listing = subprocess.run(
+            ["nm", "-C", objects[name]], capture_output=True, text=True, check=True
+        )
+        symbols = [line[17:].split(" ", 1) for line in listing.stdout.splitlines()]
+        shared = [text for kind, text in symbols if kind in "WVu" and "DW.ref" not in text]
+        assert not shared, name
+        assert not [text for _, text in symbols if "GLOBAL__" in text], "a static initializer"
+        given = [text for kind, text in symbols if kind in "TDBR"]
+        assert all(
+            re.fullmatch(r"afm::(\w+_kernels\(\)|vbmi_\w+\(\)|kAttention\w+)", s) for s in given
+        )
+
+
+# -- a wheel
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The Python of an environment that a wheel is installed in."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "-w",
+        str(folder),
+        str(ROOT),
+    ]
+    subprocess.run(command, check=True)
+    venv.create(folder / "env", symlinks=True)
+    python = folder / "env" / "bin" / "python"
+    site = next((folder / "env").glob("lib/python*/site-packages"))
+    zipfile.ZipFile(next(folder.glob("*.whl"))).extractall(site)
+    others = {path for path in sys.path if path.endswith("site-packages")}
+    (site / "dependencies.pth").write_text("\n".join(sorted(others)))
+    return python
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpu", PROCESSORS)
+def test_a_wheel_works_on_each_processor(installed, tmp_path, monkeypatch, cpu):
+    monkeypatch.setenv("AFM_MLX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("AFM_MLX_SELFTEST", raising=False)
+    for arguments in (["info"], ["doctor", "--quick"], ["generate", "--prompt", PROMPT]):
+        ended = python_on(
+            cpu, "-m", "afm_mlx", *arguments, python=str(installed), cwd=tmp_path, timeout=300
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        if arguments[0] == "doctor":
+            assert f"instruction set   {SETS[cpu][0]}" in ended.stdout
+            assert (
+                str(installed.parent.parent) in (tmp_path / "x").as_posix() or "ok" in ended.stdout
+            )
+        if arguments[0] == "generate":
+            assert "Film Lecture" in ended.stdout
