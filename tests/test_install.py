@@ -70,7 +70,7 @@ def test_the_wheel_installs_one_package(wheel):
     rooms = {f"afm_mlx/{room}/__init__.py" for room in ("kernels", "converters", "adapters")}
     assert rooms | {"afm_mlx/py.typed", "afm_mlx/embedded/afm-nano/config.json"} <= set(names)
     assert "afm_mlx/server/page/index.html" in names
-    sources = (".c", ".cpp", ".h", ".cmake", "CMakeLists.txt", "check_build.py", ".pyc")
+    sources = (".c", ".cpp", ".h", ".cmake", "CMakeLists.txt", ".pyc")
     assert not [name for name in names if name.endswith(sources)]
     assert wheel.stat().st_size < 8e6
 
@@ -162,6 +162,25 @@ def test_an_install_goes_on_when_the_cpu_kernels_do_not_compile(tmp_path):
     assert result.returncode == 0, result.stderr
     assert reason.startswith("it did not compile")
     assert "a header that this compiler does not know" in reason
+
+
+@pytest.mark.slow
+@needs_cmake
+@needs_nanobind
+def test_an_install_names_the_signal_that_the_cpu_kernels_die_of(tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(
+        ROOT / "kernels/cpu", source / "kernels/cpu", ignore=shutil.ignore_patterns("*.cpp")
+    )
+    for name in ("CMakeLists.txt", "kernels/cpu/blas.c"):
+        shutil.copy(ROOT / name, source / name)
+    (source / "kernels/cpu/bindings.cpp").write_text(
+        "#include <nanobind/nanobind.h>\n#include <csignal>\nNB_MODULE(_afm_cpu, m) { raise(SIGILL); }\n"
+    )
+    reason, result = configure(tmp_path / "build", source)
+    assert result.returncode == 0, result.stderr
+    assert reason == "it does not work here: killed by SIGILL while it was tried"
+    assert reason in " ".join(result.stderr.split())
 
 
 @pytest.mark.slow

@@ -24,6 +24,9 @@ function(native_step what reason)
     endif()
     string(REGEX REPLACE "[ \t\r\n]+" " " first "${first}")
     string(STRIP "${first}" first)
+    if(first STREQUAL "")
+      set(first "it printed nothing, and ended with ${status}")  # a number, or the name of a signal
+    endif()
     set(text "${what}: ${first}")
   endif()
   set(${reason} "${text}" PARENT_SCOPE)
@@ -52,7 +55,7 @@ else()
   file(GLOB native_library ${native_build}/out/_afm_cpu*)
   if(NOT native_reason)
     native_step("it does not work here" native_reason
-      ${Python_EXECUTABLE} ${native_source}/check_build.py ${native_library})
+      ${Python_EXECUTABLE} ${native_source}/trial.py ${native_library})
   endif()
 endif()
 

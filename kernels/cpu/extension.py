@@ -7,13 +7,19 @@ MLX, and `status` says why. Read from the environment when it is first asked for
 - `AFM_MLX_THREADS` is the number of threads it uses, by default one per core that the process may run on; dense
   products, whose BLAS is `afm_mlx.blas`, run on the same ones,
 - `AFM_MLX_ISA` is the instruction set it uses, by default the best that the processor has.
+
+A library that this machine has not run before is first tried in a child process (`trial.py`), which takes a
+fraction of a second. What became of it is kept in the user's cache folder, so later starts cost nothing.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
+import json
 import os
+import platform
 import sys
 import sysconfig
 from pathlib import Path
@@ -23,6 +29,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from afm_mlx.installation import install_command
+from afm_mlx.kernels import cache_folder
+from afm_mlx.kernels.cpu import trial
 from afm_mlx.kernels.errors import SettingError
 
 SWITCH, THREADS, ISA = "AFM_MLX_NATIVE", "AFM_MLX_THREADS", "AFM_MLX_ISA"
@@ -97,6 +105,8 @@ def _loaded() -> tuple[ModuleType | None, str]:
     path = _find(_file_name())
     if path is None:
         return None, _why_not_built()
+    if died := _death_in_trial(path):
+        return None, f"{path.name} was {died} while it was tried on this machine; {_rebuild()}"
     spec = importlib.util.spec_from_file_location(f"{__package__}.{_NAME}", path)
     assert spec is not None
     assert spec.loader is not None
@@ -121,6 +131,49 @@ def _loaded() -> tuple[ModuleType | None, str]:
 
 def _rebuild() -> str:
     return f"reinstall afm-mlx (`{install_command(rebuild=True)}`) to build it again"
+
+
+def _death_in_trial(path: Path) -> str:
+    """What ended the process that tried this library on this machine, now or before; empty when nothing did."""
+    key = _trial_key(path)
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    file = cache_folder.path() / f"extension-{digest}.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        if values["key"] == key:
+            return str(values["died"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass  # not tried yet, or a damaged file
+    # In a program that embeds Python, a child would be that program.
+    if not Path(sys.executable or "").name.lower().startswith("python"):
+        return ""
+    try:
+        died, _ = trial.tried(str(path))
+    except OSError:
+        return ""
+    # Else the machine was busy, or short of memory.
+    if not died or died.endswith(trial.FAULTS):
+        cache_folder.write(file, {"key": key, "died": died})
+    return died
+
+
+def _trial_key(path: Path) -> dict[str, str]:
+    """What the outcome of a trial depends on; a home folder may be shared by machines."""
+    file = path.stat()
+    processor = platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as info:
+            first = info.read(16384).partition("\n\n")[0].splitlines()
+        processor += "".join(
+            x for x in first if x.startswith(("model name", "flags", "Features", "CPU "))
+        )
+    except OSError:
+        processor += platform.release()
+    return {
+        "library": f"{path} {file.st_size} {file.st_mtime_ns}",
+        "mlx": mx.__version__,
+        "processor": hashlib.sha256(processor.encode()).hexdigest(),
+    }
 
 
 def _file_name() -> str:

@@ -13,22 +13,19 @@ import hashlib
 import json
 import os
 import platform
-import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mlx.core as mx
 
-from afm_mlx.kernels import dispatch
+from afm_mlx.kernels import cache_folder, dispatch
 from afm_mlx.kernels.cpu import extension
 
-FOLDER = "AFM_MLX_CACHE"
 ENDED = "ended the process in the self-test"
 TESTING_SECONDS = 600
 """More than the test of a variant takes, or the writing of a verdict."""
 
-_TEMPORARY = ".tmp"
 _SOURCES = (".py", ".metal", ".h", ".cpp")
 
 
@@ -45,7 +42,7 @@ class Verdict:
         self.failures: dict[str, str] = {}
         self._key = machine_key()
         digest = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:16]
-        self._path = cache_folder() / f"selftest-{digest}.json"
+        self._path = cache_folder.path() / f"selftest-{digest}.json"
         self._read()
 
     def _read(self) -> None:
@@ -83,28 +80,14 @@ class Verdict:
     def _write(self, running: str | None) -> None:
         values: dict[str, object] = {"key": self._key, "failures": self.failures}
         values |= {"running": running, "pid": os.getpid()}
-        written = self._path.with_name(f"{self._path.stem}-{os.getpid()}{_TEMPORARY}")
-        # A folder that can't be written costs a test at every start, and nothing else.
-        with contextlib.suppress(OSError):
-            written.parent.mkdir(parents=True, exist_ok=True)
-            written.write_text(json.dumps(values, indent=1), encoding="utf-8")
-            os.replace(written, self._path)
+        cache_folder.write(self._path, values)
 
     def _remove_leftovers(self) -> None:
         """Remove files of processes that were killed while they wrote, which takes a moment."""
-        for path in self._path.parent.glob(f"selftest-*{_TEMPORARY}"):
+        for path in self._path.parent.glob(f"selftest-*{cache_folder.TEMPORARY}"):
             if _age(path) > TESTING_SECONDS:
                 with contextlib.suppress(OSError):
                     path.unlink()
-
-
-def cache_folder() -> Path:
-    """Where the system keeps what can be made again."""
-    if given := os.environ.get(FOLDER):
-        return Path(given)
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "afm-mlx"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "afm-mlx"
 
 
 def machine_key() -> dict[str, str]:

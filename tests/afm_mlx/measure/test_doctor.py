@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from afm_mlx.cli import main
-from afm_mlx.kernels import dispatch, reference
+from afm_mlx.kernels import cache_folder, dispatch, reference
 from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.dispatch import Variant
 from afm_mlx.kernels.selftest import checks, specs, verdict
@@ -24,7 +24,7 @@ SMALL = {"in_dims": 256, "out_dims": 64, "bits": 2, "mode": "balanced", "granula
 def machine(monkeypatch, tmp_path):
     """A machine of 100 GB/s without a verdict, with one kernel per backend, and a small model."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(verdict.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.setenv(cache_folder.FOLDER, str(tmp_path / "cache"))
     monkeypatch.delenv(dispatch.SWITCH, raising=False)
     monkeypatch.delenv(checks.SWITCH, raising=False)
     monkeypatch.setattr(dispatch, "_disabled", {})

@@ -1,11 +1,16 @@
 """How the C++ extension is found, refused and set up."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import mlx.core as mx
 import pytest
 
-from afm_mlx.kernels.cpu import extension
+from afm_mlx.kernels import cache_folder
+from afm_mlx.kernels.cpu import extension, trial
 from afm_mlx.kernels.errors import SettingError
 from tests.tools.cli import process
 
@@ -89,6 +94,98 @@ def test_what_a_build_left_says_why_there_is_no_extension(
     module, said = extension._loaded.__wrapped__()
     assert module is None
     assert reason in said
+
+
+# -- tried in a child process
+
+
+@pytest.fixture
+def known(tmp_path, monkeypatch):
+    """A machine that has tried no library: the folder in which it will say what became of one."""
+    monkeypatch.setenv(cache_folder.FOLDER, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """The libraries that were tried."""
+    seen, tried = [], trial.tried
+    monkeypatch.setattr(trial, "tried", lambda library: (seen.append(library), tried(library))[1])
+    return seen
+
+
+@pytest.fixture
+def fatal(tmp_path, monkeypatch):
+    """A library like that of a compiler which was told of another processor; it is installed."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    source, library = tmp_path / "fatal.c", tmp_path / extension._file_name()
+    source.write_text(
+        "#include <signal.h>\nvoid *PyInit__afm_cpu(void) { raise(SIGILL); return 0; }\n"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+    monkeypatch.setattr(extension, "_find", lambda name: library)
+    return library
+
+
+def test_what_a_library_dies_of_is_told_by_name(known, fatal, trials):
+    for _ in range(2):
+        module, reason = extension._loaded.__wrapped__()
+        assert module is None
+        died = f"{fatal.name} was killed by SIGILL while it was tried on this machine; "
+        assert reason == died + extension._rebuild()
+    assert trials == [str(fatal)], "once, and known from then on"
+    assert not list(fatal.parent.glob("core*"))
+
+
+def test_the_build_says_what_ended_the_trial(fatal):
+    command = [sys.executable, trial.__file__, str(fatal)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "killed by SIGILL while it was tried\n")
+
+
+@needs_native
+def test_a_library_is_tried_once(known, trials, tmp_path, monkeypatch):
+    library = tmp_path / "copy.so"
+    shutil.copy(native.__file__, library)
+    assert [extension._death_in_trial(library) for _ in range(2)] == ["", ""]
+    assert len(trials) == 1
+    os.utime(library, times=(1, 1))  # another build
+    for wanted in (2, 2):
+        assert extension._death_in_trial(library) == ""
+        assert len(trials) == wanted
+    for file in known.iterdir():
+        file.write_text("[1, 2")  # damaged
+    assert extension._death_in_trial(library) == ""
+    assert len(trials) == 3
+
+
+@pytest.mark.parametrize("died", ["stopped after 60 s", "killed by SIGKILL"])
+def test_what_others_do_to_a_trial_is_not_kept(known, fatal, monkeypatch, died):
+    monkeypatch.setattr(trial, "tried", lambda library: (died, ""))
+    assert f"was {died} while it was tried" in extension._loaded.__wrapped__()[1]
+    assert not known.exists()
+
+
+def test_a_trial_ends(fatal, monkeypatch):
+    monkeypatch.setattr(trial, "SECONDS", 0.001)
+    assert trial.tried(str(fatal)) == ("stopped after 0.001 s", "")
+
+
+@pytest.mark.parametrize("executable", ["", "/usr/sbin/program-with-python-in-it"])
+def test_a_program_that_embeds_python_is_not_started_again(
+    known, trials, fatal, monkeypatch, executable
+):
+    monkeypatch.setattr(sys, "executable", executable)
+    assert extension._death_in_trial(fatal) == ""
+    assert not trials
+
+
+def test_nothing_is_kept_where_nothing_can_be_written(known, fatal, trials):
+    known.write_text("a file where the folder would be")
+    for _ in range(2):
+        assert extension._death_in_trial(fatal) == "killed by SIGILL"
+    assert len(trials) == 2
 
 
 @needs_native

@@ -2,16 +2,16 @@
 
 import pytest
 
-from afm_mlx.kernels import dispatch, reference
+from afm_mlx.kernels import cache_folder, dispatch, reference
 from afm_mlx.kernels.dispatch import Variant
-from afm_mlx.kernels.selftest import checks, verdict
+from afm_mlx.kernels.selftest import checks
 
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
     """The folder of verdicts, which isn't there yet, nor the one that it is in."""
     folder = tmp_path / "caches" / "afm-mlx"
-    monkeypatch.setenv(verdict.FOLDER, str(folder))
+    monkeypatch.setenv(cache_folder.FOLDER, str(folder))
     monkeypatch.delenv(checks.SWITCH, raising=False)
     checks.ensure_checked.cache_clear()
     yield folder

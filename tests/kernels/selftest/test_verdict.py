@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from afm_mlx.kernels import cache_folder
 from afm_mlx.kernels.selftest import verdict
 from afm_mlx.kernels.selftest.verdict import ENDED, Verdict
 from tests.tools.cases import each
@@ -65,14 +66,14 @@ def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(cache):
         ("darwin", {}, "Library/Caches/afm-mlx"),
         ("linux", {}, ".cache/afm-mlx"),
         ("linux", {"XDG_CACHE_HOME": "{home}/x"}, "x/afm-mlx"),
-        ("linux", {verdict.FOLDER: "{home}/y"}, "y"),
+        ("linux", {cache_folder.FOLDER: "{home}/y"}, "y"),
     ],
 )
 def test_the_cache_folder(monkeypatch, tmp_path, platform, environment, folder):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(sys, "platform", platform)
-    for name in (verdict.FOLDER, "XDG_CACHE_HOME"):
+    for name in (cache_folder.FOLDER, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value.format(home=tmp_path))
-    assert verdict.cache_folder() == tmp_path / folder
+    assert cache_folder.path() == tmp_path / folder
