@@ -130,12 +130,18 @@ def _nanobind_internals() -> list[str]:
 
 
 def main() -> int:
+    found: str | None
     if sys.argv[1] == "--here":
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a death here leaves no file
         found = problem(sys.argv[2])
     else:
-        died, found = tried(sys.argv[1])
+        try:
+            died, found = tried(sys.argv[1])
+        except (
+            OSError
+        ):  # the Python of another machine, in an emulator: its children are this one's
+            died, found = "", problem(sys.argv[1])
         found = f"{died} while it was tried" if died else found
     if found:
         print(found)
