@@ -27,6 +27,7 @@ from afm_mlx.adapters.attach import attach_random_adapters, detach_adapter, rand
 from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import ResidentAdapter, build_resident
+from afm_mlx.cli.parser import integer
 from afm_mlx.config import PRESETS
 from afm_mlx.measure.bandwidth import measure_bandwidth
 from afm_mlx.measure.benchmark import Bench, BenchmarkCase, count_operations
@@ -268,8 +269,8 @@ def measure(preset: str, rank: int, rounds: int, generated: int) -> Figures:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.adapters", description=__doc__)
     parser.add_argument("--preset", choices=list(PRESETS), default="afm-3b")
-    parser.add_argument("--rounds", type=int, default=7, help="measured runs of every case")
-    parser.add_argument("--generated", type=int, default=24, help="tokens of an answer")
+    parser.add_argument("--rounds", type=integer(1), default=7, help="measured runs of every case")
+    parser.add_argument("--generated", type=integer(1), default=24, help="tokens of an answer")
     parser.add_argument("--output", type=Path, help="folder for adapters.json, all figures")
     return parser.parse_args(argv)
 

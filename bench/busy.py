@@ -26,6 +26,7 @@ import afm_mlx  # noqa: F401  before mlx.core: it installs a BLAS
 # isort: split
 import mlx.core as mx
 
+from afm_mlx.cli.parser import integer
 from afm_mlx.kernels import PackedWeight, ProductOptions, packed_matmul, packed_swiglu
 from afm_mlx.measure.process import threads_in_use
 from bench.bystanders import Bystanders
@@ -208,9 +209,9 @@ def targets(speeds: Speeds, threads: int) -> list[Target]:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=integer(1), default=5)
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
-    parser.add_argument("--threads", type=int, default=threads_in_use())
+    parser.add_argument("--threads", type=integer(1), default=threads_in_use())
     parser.add_argument("--only", default="", help="workloads whose name has this in it")
     parser.add_argument(
         "--own-sessions", action="store_true", help="every neighbour in a session of its own"

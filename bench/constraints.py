@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from afm_mlx.cli.parser import integer
 from afm_mlx.config import PRESETS
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
@@ -179,8 +180,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="folder for constraints.json")
     parser.add_argument("--preset", choices=sorted(PRESETS), default="afm-3b", help="the shape")
-    parser.add_argument("--steps", type=int, default=100, help="steps of each kind")
-    parser.add_argument("--rounds", type=int, default=9, help="first tokens of each kind")
+    parser.add_argument("--steps", type=integer(1), default=100, help="steps of each kind")
+    parser.add_argument("--rounds", type=integer(1), default=9, help="first tokens of each kind")
     args = parser.parse_args()
     config = PRESETS[args.preset]
     tokenizer = large_tokenizer(config.vocab_size)

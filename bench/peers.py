@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from afm_mlx.cli.parser import integer
 from afm_mlx.config import PRESETS
 from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
 from afm_mlx.measure.process import threads_in_use
@@ -227,10 +228,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default=models,
         help="the 3B and the zoo model by default",
     )
-    parser.add_argument("--layers", type=int, help="fewer blocks, for a quick look")
+    parser.add_argument("--layers", type=integer(1), help="fewer blocks, for a quick look")
     parser.add_argument("--llama-python", help="a Python that has llama-cpp-python")
     parser.add_argument("--skip", nargs="*", default=[], help="peers, by how their names start")
-    parser.add_argument("--threads", type=int, help="the cores of this process by default")
+    parser.add_argument("--threads", type=integer(1), help="the cores of this process by default")
     for name, text in (
         ("prompt", "tokens of the prompt"),
         ("tokens", "decode steps that are timed"),
@@ -239,7 +240,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ("deep", "the same, far into the context"),
         ("rounds", "how often everything is measured"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=getattr(plan, name), help=text)
+        parser.add_argument(f"--{name}", type=integer(1), default=getattr(plan, name), help=text)
     parser.add_argument("--work", type=Path, help="keep the models there, and use those it has")
     parser.add_argument("--output", type=Path, help="folder for peers.json and the plots")
     return parser.parse_args(argv)

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from afm_mlx.cli.parser import integer
 from afm_mlx.config import PRESETS
 from afm_mlx.measure.process import threads_in_use
 from bench.bystanders import Bystanders
@@ -207,10 +208,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     plan = Plan()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(PRESETS), default="afm-3b", help="the shapes")
-    parser.add_argument("--layers", type=int, help="fewer blocks, for a quick look")
+    parser.add_argument("--layers", type=integer(1), help="fewer blocks, for a quick look")
     parser.add_argument("--llama-server", help="llama.cpp's server")
     parser.add_argument("--skip", nargs="*", default=[], help="programs, by how their names start")
-    parser.add_argument("--threads", type=int, help="the cores of this process by default")
+    parser.add_argument("--threads", type=integer(1), help="the cores of this process by default")
     for name, text in (
         ("clients", "at the same time; a turn for each number"),
         ("prompts", "least and most tokens of a prompt"),
@@ -220,7 +221,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         default = getattr(plan, name.replace("-", "_"))
         parser.add_argument(
             f"--{name}",
-            type=int,
+            type=integer(1),
             nargs=2 if name in ("prompts", "answers") else "+",
             default=default,
             help=text,
@@ -233,7 +234,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         ("seed", "of the requests"),
     ):
         default = getattr(plan, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+        kind = float if isinstance(default, float) else integer(0 if name == "seed" else 1)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
     parser.add_argument("server", nargs="*", help="options of our server, behind --")
     parser.add_argument("--work", type=Path, help="keep the models there, and use those it has")
     parser.add_argument("--output", type=Path, help="folder for server.json")

@@ -13,6 +13,7 @@ ours and keeps its traceback.
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ COMMANDS = {
     "evaluate": "measure how many tasks of a test set a model solves",
     "completion": "print a script that completes commands in a shell",
 }
+RUN = "afm-mlx run [MODEL [TEXT]] is chat with a model; with TEXT, generate.\n"
 USAGE_ERROR, INTERRUPTED = 2, 130
 
 
@@ -105,12 +107,22 @@ def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
     """Name, module and arguments of a command, or of an action of one, such as `adapter info`."""
     from afm_mlx.cli.parser import chosen_command
 
-    name, rest = chosen_command(PROGRAM, DESCRIPTION, COMMANDS, argv), argv[1:]
+    if argv[:1] == ["run"]:
+        argv = _spelled_out(argv[1:])
+    name, rest = chosen_command(PROGRAM, DESCRIPTION, COMMANDS, argv, RUN), argv[1:]
     command = import_module(f"{__name__}.{name}")
     if actions := getattr(command, "ACTIONS", None):
         action = chosen_command(f"{PROGRAM} {name}", command.__doc__ or "", actions, rest)
         return f"{name} {action}", import_module(f"{__name__}.{name}.{action}"), rest[1:]
     return name, command, rest
+
+
+def _spelled_out(argv: list[str]) -> list[str]:
+    """Return the arguments of `chat` or `generate` that those of `run` stand for, as other runtimes have it."""
+    words = list(itertools.takewhile(lambda word: not word.startswith("-") or word == "-", argv))
+    if not words:
+        return ["chat", *argv]
+    return ["generate" if words[1:] else "chat", "--model", *argv]
 
 
 def _is_for_the_user(error: Exception) -> bool:
@@ -154,4 +166,7 @@ def _show_what_the_terminal_can() -> None:
     # A model may write any character, and a file's name may have half of one; one that the terminal lacks is no
     # reason to stop.
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # a caller may have put another stream in its place
+            stream.reconfigure(errors="replace")

@@ -8,11 +8,14 @@ fish: ~/.config/fish/completions/afm-mlx.fish.
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterable, Mapping
 from importlib import import_module
+from typing import Any
 
 from afm_mlx.cli.argument_table import Argument
 from afm_mlx.cli.parser import PROGRAM, add_arguments
+from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
 SHELLS = ["bash", "zsh", "fish"]
 ARGUMENTS: Mapping[str, Iterable[Argument]] = {
@@ -31,6 +34,57 @@ def run(args: argparse.Namespace) -> None:
     import shtab
 
     print(shtab.complete(whole_parser(), shell=args.shell))
+
+
+# What each shell runs for an adapter: the names of those in the folder of --model, then files.
+_BASH = """
+_afm_mlx_adapter_files() {
+  local folder=@EMBEDDED@ i
+  for ((i = 1; i + 1 < COMP_CWORD; i++)); do
+    [[ ${COMP_WORDS[i]} == --model ]] && folder=${COMP_WORDS[i + 1]}
+  done
+  [[ -d $folder/adapters ]] && compgen -W "$(ls -- "$folder/adapters")" -- "$1"
+  compgen -f -- "$1"
+}
+"""
+_ZSH = """
+_afm_mlx_adapter_files() {
+  local folder=@EMBEDDED@ i
+  for ((i = 1; i + 1 < CURRENT; i++)); do
+    [[ ${words[i]} == --model ]] && folder=${words[i + 1]}
+  done
+  local -a names=($folder/adapters/*(N/:t))
+  compadd -a names
+  _files
+}
+"""
+_FISH = """
+function _afm_mlx_adapter_files
+  set -l folder @EMBEDDED@
+  set -l words (commandline -opc)
+  if set -l place (contains -i -- --model $words); and test $place -lt (count $words)
+    set folder $words[(math $place + 1)]
+  end
+  for path in $folder/adapters/*/
+    basename $path
+  end
+  __fish_complete_path (commandline -ct)
+end
+"""
+
+
+def _adapters_and_files() -> dict[str, Any]:
+    """Return shtab's description of a value that is an adapter's name or path."""
+    embedded = shlex.quote(str(resolve_model(EMBEDDED_MODEL)))
+    preambles = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+    return {
+        "bash": "_afm_mlx_adapter_files",
+        "zsh": "_afm_mlx_adapter_files",
+        "fish": "(_afm_mlx_adapter_files)",
+        "preamble": {
+            shell: text.replace("@EMBEDDED@", embedded) for shell, text in preambles.items()
+        },
+    }
 
 
 def whole_parser() -> argparse.ArgumentParser:
@@ -57,4 +111,5 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Mapping[str, str], 
         for action in child._actions:
             # Any text may be a path, or the name of a model that is one.
             if action.nargs != 0 and action.type is None and action.choices is None:
-                action.complete = FILE  # type: ignore[attr-defined]
+                by_name = action.dest in ("adapter", "adapter_path") and name != "lora"
+                action.complete = _adapters_and_files() if by_name else FILE  # type: ignore[attr-defined]

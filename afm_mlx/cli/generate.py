@@ -17,17 +17,19 @@ from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
 from afm_mlx.errors import CacheFileError
 
 MAX_PROMPT_BYTES = 16 << 20
+DEFAULT_PROMPT = "hello"
 _RULE = "=" * 10
 _FACTS = "finish_reason prompt_tokens prompt_tps generation_tokens generation_tps".split()
 
 # fmt: off
 ARGUMENTS = {
     "options": [
+        Argument("text", None, "the prompt, as with --prompt", nargs="?", metavar="TEXT"),
         *options.LOADING,
         Argument("--prompt -p", None,
                  r"what to say to the model, with \n and \t for line break and tab; "
-                 "- reads standard input, but for its last line break",
-                 "hello"),
+                 "- reads standard input, but for its last line break "
+                 f"(default: {DEFAULT_PROMPT})"),
         Argument("--system-prompt", None, "instructions that come before the prompt"),
         Argument("--prefill-response", None, "beginning of the answer, for the model to continue"),
         Argument("--ignore-chat-template", FLAG,
@@ -53,7 +55,7 @@ ARGUMENTS = {
     "keys and values": options.CACHE,
 }
 # fmt: on
-ALTERNATIVES = constraints.ALTERNATIVES
+ALTERNATIVES = (*constraints.ALTERNATIVES, ("text", "prompt", "what the prompt is"))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -86,7 +88,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _prompt_text(args: argparse.Namespace) -> str:
-    text = args.prompt.replace("\\n", "\n").replace("\\t", "\t")
+    given = args.prompt if args.text is None else args.text
+    text = (DEFAULT_PROMPT if given is None else given).replace("\\n", "\n").replace("\\t", "\t")
     if text == "-":
         try:
             data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)

@@ -117,18 +117,23 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def chosen_command(
-    program: str, description: str, commands: Mapping[str, str], argv: Sequence[str]
+    program: str,
+    description: str,
+    commands: Mapping[str, str],
+    argv: Sequence[str],
+    notes: str = "",
 ) -> str:
-    """The command that a program's arguments begin with.
+    """Return the command that a program's arguments begin with; without arguments, print the help.
 
     Args:
         program: what is typed before the command.
         description: of the program, for its help.
         commands: by their names, with a line about each.
         argv: what follows the program's name.
+        notes: lines of the help behind the commands.
 
     Raises:
-        SystemExit: after --help, which lists the commands, and after --version.
+        SystemExit: after the help, which lists the commands, and after --version.
         UsageError: when they begin with no command.
     """
     if argv and argv[0] in commands:
@@ -139,12 +144,12 @@ def chosen_command(
         prog=program,
         usage=f"{program} [--version] COMMAND ...",
         description=description,
-        epilog=f"commands:\n{table}\n\n{program} COMMAND --help shows the arguments of a command.",
+        epilog=f"commands:\n{table}\n\n{notes}{program} COMMAND --help shows the arguments of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", nargs="?", choices=commands, metavar="COMMAND", help="see below")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
-    parser.parse_args(argv)
+    parser.parse_args(argv or ["--help"])
     raise UsageError(
         f"{program} needs a command: {', '.join(commands)}. {program} --help explains them."
     )
@@ -202,8 +207,15 @@ def parse(name: str, command: ModuleType, argv: Sequence[str]) -> argparse.Names
         args = parser.parse_args(argv)
     for one, other, what in alternatives:
         if None not in (getattr(args, one), getattr(args, other)):
-            raise UsageError(f"{flag_of(one)} and {flag_of(other)} both say {what}; choose one.")
+            names = [_shown_name(parser, name) for name in (one, other)]
+            raise UsageError(f"{' and '.join(names)} both say {what}; choose one.")
     return args
+
+
+def _shown_name(parser: Parser, name: str) -> str:
+    """Return how help writes an argument: its flag, or the metavar of a positional one."""
+    action = next(action for action in parser._actions if action.dest == name)
+    return flag_of(name) if action.option_strings else str(action.metavar)
 
 
 def drop_said_otherwise(

@@ -1,5 +1,6 @@
 """The comparison with other programs: what becomes of their answers, and all of it on a small model."""
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -74,6 +75,14 @@ class FakePeer:
         speed = float(self._rng.uniform(1, 9))
         self.given.setdefault((what, *sorted(arguments.items())), []).append(speed)
         return {"tokens_per_second": speed}
+
+
+@pytest.mark.parametrize("bench", ["adapters", "busy", "constraints", "peers", "server"])
+def test_no_rounds_are_refused(bench, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [bench, "--rounds", "0"])
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"bench.{bench}").main()
+    assert "argument --rounds: 0 is out of range; allowed is 1 or more" in capsys.readouterr().err
 
 
 def test_peers_take_turns_and_medians_are_over_rounds(rng, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,10 +22,10 @@ if TYPE_CHECKING:
     from afm_mlx.cli.chat.session import Session
 
 _ENTRIES = (
-    "Anything else is said to the model; a message that begins with a slash is typed with two: //\n"
+    "Anything else is said to the model; a message that begins with a slash is typed with two: //",
     "Several lines: paste them, or press Alt-Enter (or Esc, Enter) for a line break; or type "
-    f"{FENCE} on a line of\nits own before and after them. Ctrl-C stops an answer, or clears the line. "
-    "Tab completes commands,\nadapters and files."
+    f"{FENCE} on a line of its own before and after them. Ctrl-C stops an answer, or clears the line. "
+    "Tab completes commands, adapters and files.",
 )
 
 
@@ -73,9 +75,13 @@ def run_command(session: Session, entry: str) -> None:
 
 def _help(session: Session, argument: str) -> None:
     usages = {f"{name} {command.argument}": command.help for name, command in COMMANDS.items()}
-    width = max(map(len, usages))
-    note("\n".join(f"{usage:<{width}}  {text}" for usage, text in usages.items()))
-    note(_ENTRIES)
+    indent = " " * (max(map(len, usages)) + 2)
+    columns = max(shutil.get_terminal_size().columns, len(indent) + 20)
+    for usage, text in usages.items():
+        first = usage.ljust(len(indent))
+        note(textwrap.fill(text, columns, initial_indent=first, subsequent_indent=indent))
+    for text in _ENTRIES:
+        note(textwrap.fill(text, columns))
 
 
 def _exit(session: Session, argument: str) -> None:

@@ -59,16 +59,49 @@ def test_bash_completes_commands_actions_flags_choices_and_files(scripts, tmp_pa
     (tmp_path / "my-model").mkdir()
     cases = {
         "afm-mlx ''": list(COMMANDS),
-        "afm-mlx adapter co": ["convert", "compose"],
+        "afm-mlx adapter co": ["compose", "convert"],
         "afm-mlx generate --tem": ["--temp"],
         "afm-mlx convert --q-mode bal": ["balanced"],
         "afm-mlx convert --mlx-path my-": ["my-model"],
         "afm-mlx completion f": ["fish"],
         "afm-mlx adapter convert --t": ["--to"],
+        # Adapters by name: the embedded model's, or those of --model; then files.
+        "afm-mlx chat --adapter-path tri": ["triage"],
+        "afm-mlx adapter info red": ["redact"],
+        "afm-mlx generate --model my-model --adapter-path ''": ["poet", "my-model", "script.bash"],
+        "afm-mlx lora --adapter-path tri": [""],
     }
+    (tmp_path / "my-model" / "adapters" / "poet").mkdir(parents=True)
     calls = "".join(f"complete_words {words}\n" for words in cases)
     command = ["bash", "-c", CALL.format(script=script) + calls]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for (words, wanted), got in zip(cases.items(), done.stdout.splitlines(), strict=True):
-        assert re.split(" +", got.strip()) == wanted, words
+        assert sorted(re.split(" +", got.strip())) == sorted(wanted), words
+
+
+COMPLETIONS = {
+    "fish": 'source {script}; complete -C "afm-mlx generate{model} --adapter-path "',
+    "zsh": """
+        compdef() {{ }}
+        compadd() {{ print -l -- ${{(P)2}} }}
+        _files() {{ print -l -- * }}
+        source {script}
+        words=(afm-mlx generate{model} --adapter-path ''); CURRENT=$#words
+        _afm_mlx_adapter_files
+    """,
+}
+
+
+@pytest.mark.parametrize("shell", COMPLETIONS)
+def test_other_shells_complete_adapters_by_name(scripts, tmp_path, shell):
+    if (program := shutil.which(shell)) is None:
+        pytest.skip(f"needs {shell}")
+    script = tmp_path / "script"
+    script.write_text(scripts[shell])
+    (tmp_path / "my-model" / "adapters" / "poet").mkdir(parents=True)
+    for model, names in (("", {"redact", "todo", "triage"}), (" --model my-model", {"poet"})):
+        call = COMPLETIONS[shell].format(script=script, model=model)
+        done = subprocess.run([program, "-c", call], capture_output=True, text=True, cwd=tmp_path)
+        found = {line.split("\t")[0].strip("/") for line in done.stdout.splitlines()}
+        assert found == names | {"my-model", "script"}, done.stderr

@@ -36,6 +36,14 @@ def test_it_prints_as_mlx_lm_does(folder, done):
     assert done(*argv, "--verbose", "F") == f"{text}\n"
 
 
+def test_a_bare_text_is_the_prompt(folder, done, fails):
+    argv = ("--model", folder, "-m", 12, "--verbose", "F")
+    assert done("generate", "A list", *argv) == f"{answer(folder, 'A list')}\n"
+    assert done("generate", *argv) == f"{answer(folder, 'hello')}\n"
+    both = fails("generate", "A list", *argv, "-p", "hello")
+    assert "TEXT and --prompt both say what the prompt is; choose one" in both
+
+
 def test_json(folder, generate):
     facts = generate(r"A\n\tlist")
     assert facts["text"] == answer(folder, "A\n\tlist")

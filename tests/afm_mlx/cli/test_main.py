@@ -1,5 +1,6 @@
 """What all commands share: help, imports, errors, exit statuses."""
 
+import io
 import json
 import os
 import subprocess
@@ -64,7 +65,8 @@ def test_defaults_are_mlx_lms(capsys):
     for name, command in (("generate", generate), ("chat", chat)):
         defaults = vars(theirs[name].setup_arg_parser().parse_args([]))
         ours = vars(parse(name, command, []))
-        others = {"model", "extra_eos_token", "num_draft_tokens"}  # that differ on purpose
+        # Those that differ on purpose; a prompt that is not given is known by None, and is mlx-lm's.
+        others = {"model", "extra_eos_token", "num_draft_tokens", "prompt"}
         shared = set(defaults) & set(ours) - others
         assert {k: ours[k] for k in shared} == {k: defaults[k] for k in shared}
         # What is not taken is refused, not ignored.
@@ -81,7 +83,6 @@ def test_the_embedded_model_is_the_default(tmp_path, spm_bpe, rng, monkeypatch, 
 
 def test_what_the_user_got_wrong_is_one_line(fails):
     for argv, says in {
-        "": "afm-mlx needs a command: generate, chat, ",
         "frobnicate": "frobnicate",
         "generat": "did you mean generate?",
         "adapter conver": "did you mean convert?",
@@ -89,6 +90,39 @@ def test_what_the_user_got_wrong_is_one_line(fails):
         "chat --pipeline": "several machines",
     }.items():
         assert says in fails(*argv.split())
+
+
+@pytest.mark.parametrize("argv", [[], ["adapter"]])
+def test_a_bare_command_shows_the_help(argv, run):
+    assert run(*argv) == run(*argv, "--help")
+    assert run(*argv)[0] == 0
+
+
+def test_run_is_chat_or_generate(monkeypatch):
+    called = []
+    for command in (chat, generate):
+        monkeypatch.setattr(command, "run", called.append)
+    for argv, module, model, text in (
+        ([], chat, "afm-nano", None),
+        (["--temp", "1"], chat, "afm-nano", None),
+        (["folder", "--temp", "1"], chat, "folder", None),
+        (["folder", "say hello", "--temp", "1"], generate, "folder", "say hello"),
+    ):
+        assert main(["run", *argv]) == 0
+        args = called.pop()
+        assert args.command_line.startswith(f"afm-mlx {module.__name__.rpartition('.')[2]}")
+        assert (args.model or "afm-nano", getattr(args, "text", None)) == (model, text)
+        assert args.temp == (1.0 if "--temp" in argv else parse("chat", chat, []).temp)
+
+
+def test_a_caller_may_have_replaced_standard_output(monkeypatch, folder):
+    outputs = {"stdout": io.StringIO(), "stderr": io.StringIO()}
+    for name, stream in outputs.items():
+        monkeypatch.setattr(sys, name, stream)
+    assert main(["generate", "hi", "--model", str(folder), "-m", "2"]) == 0
+    assert "tokens" in outputs["stdout"].getvalue()
+    assert main(["generate", "--no-such-flag"]) == 2
+    assert "--no-such-flag" in outputs["stderr"].getvalue()
 
 
 def test_debug_keeps_the_traceback():

@@ -4,6 +4,7 @@ import json
 import os
 
 import mlx.core as mx
+import pytest
 
 from afm_mlx.cli import options
 from afm_mlx.cli.chat import commands
@@ -37,7 +38,16 @@ def test_a_command_says_what_belongs_behind_it(chat):
         "/save needs something behind it: /save FILE",
         "/reset takes nothing behind it, and got 'now'.",
     ]
-    assert [note.split()[0] for note in notes[2:]][: len(commands.COMMANDS)] == [*commands.COMMANDS]
+    assert [note.split()[0] for note in notes if note.startswith("/")][2:] == [*commands.COMMANDS]
+
+
+@pytest.mark.parametrize("columns", [40, 72, 300])
+def test_the_help_fits_the_terminal(chat, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, notes = chat("/help", "/exit")
+    lines = [line for note in notes for line in note.split("\n")]
+    assert max(map(len, lines)) <= columns
+    assert (len(lines) > len(commands.COMMANDS) + len(commands._ENTRIES)) == (columns < 300)
 
 
 def test_instructions_are_given_shown_and_taken_back(chat, folder):
