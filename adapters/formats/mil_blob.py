@@ -98,11 +98,11 @@ def check_blob(path: Path, start: int) -> None:
     if not path.is_file():
         raise CheckpointError(f"{path} is missing or no file.")
     where, size = f"{path}: the blob at byte {start:,}", path.stat().st_size
+    if start + _RECORD.size > size:
+        raise CheckpointError(f"{where} lies behind the file's {size:,} bytes. It is cut off.")
     with path.open("rb") as file:
         file.seek(start)
         head = file.read(_RECORD.size)
-    if len(head) < _RECORD.size:
-        raise CheckpointError(f"{where} lies behind the file's {size:,} bytes. It is cut off.")
     sentinel, _, nbytes, offset = _RECORD.unpack(head)
     if sentinel != _SENTINEL or offset < start + ALIGNMENT:
         raise CheckpointError(

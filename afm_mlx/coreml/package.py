@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Any, NoReturn
 
 from afm_mlx.adapters.formats.mil_blob import check_blob
 from afm_mlx.config import ModelConfig
 from afm_mlx.coreml.availability import import_coremltools
-from afm_mlx.errors import AFMError, CheckpointError, did_you_mean, named, shown
+from afm_mlx.errors import (
+    AFMError,
+    CheckpointError,
+    did_you_mean,
+    named,
+    reason_of,
+    shown,
+)
+from afm_mlx.files import read_file
 
 PREFILL, DECODE = "prefill", "decode"
-_INPUTS, _STATES = {"tokens", "position"}, {"keys", "values"}
+ARRANGEMENTS = ("linear", "neural_engine")
+_INPUTS, _STATES, _END = ["position", "tokens"], ["keys", "values"], "next_position"
+_MANIFEST_BYTES, _MODEL_BYTES = 1 << 20, 512 << 20
 
 
 @dataclass(frozen=True)
@@ -44,31 +54,24 @@ class CoreMLPackage:
                 made by `afm-mlx convert --to coreml`.
         """
         path = Path(path)
-        spec = _read_spec(path)
-        described = spec.description
-        functions = {function.name: function for function in described.functions}
-        for name in (PREFILL, DECODE):
-            if name not in functions:
-                raise CheckpointError(
-                    f"{path} has no function {name}; it has {shown(sorted(functions) or ['main'])}. Make it "
-                    "with afm-mlx convert --to coreml."
-                )
-            _check_function(path, functions[name])
-        metadata = described.metadata.userDefined
+        model = _model_file(path)
+        spec = _read_spec(path, model)
+        functions = _functions(path, spec)
+        metadata = spec.description.metadata.userDefined
         config = _config(path, metadata.get("afm_config", ""))
-        _check_shapes(path, functions[DECODE], config)
-        _check_weights(path, spec)
-        return cls(
-            path,
-            config,
-            metadata.get("arrangement", "linear"),
-            tuple(sorted(_lengths(functions[PREFILL]))),
-            tuple(
-                name.removeprefix(f"{DECODE}_")
-                for name in functions
-                if name.startswith(f"{DECODE}_")
-            ),
-        )
+        arrangement = metadata.get("arrangement", ARRANGEMENTS[0])
+        if arrangement not in ARRANGEMENTS:
+            _fail(path, f"its arrangement is {shown(arrangement)}; known are {ARRANGEMENTS}")
+        prefix = f"{DECODE}_"
+        adapters = [name.removeprefix(prefix) for name in functions if name.startswith(prefix)]
+        names = [f"{function}_{a}" for a in adapters for function in (PREFILL, DECODE)]
+        lengths = [
+            _check_function(path, name, functions, config) for name in (PREFILL, DECODE, *names)
+        ]
+        if len({*lengths[::2]}) > 1:
+            _fail(path, "its functions of adapters take other lengths than prefill")
+        _check_weights(path, model.parent, spec)
+        return cls(path, config, arrangement, lengths[0], tuple(adapters))
 
     def function_names(self, adapter: str | None = None) -> tuple[str, str]:
         """The functions that read a prompt and that give logits, with an adapter or without.
@@ -86,81 +89,150 @@ class CoreMLPackage:
         return f"{PREFILL}_{adapter}", f"{DECODE}_{adapter}"
 
 
-def _read_spec(path: Path) -> Any:
-    if not (path / "Manifest.json").is_file():
+def _fail(path: Path, what: str) -> NoReturn:
+    raise CheckpointError(f"{path}: {what}. Make it anew with afm-mlx convert --to coreml.")
+
+
+# -- files
+
+
+def _model_file(path: Path) -> Path:
+    """The model's file, as the package's manifest names it."""
+    manifest = path / "Manifest.json"
+    if not manifest.is_file():
         what = "has no Manifest.json" if path.is_dir() else "is no folder"
         raise CheckpointError(
             f"{path} {what}; a Core ML package is a folder NAME.mlpackage. Make one with afm-mlx convert --to "
             "coreml."
         )
+    try:
+        values = json.loads(read_file(manifest, _MANIFEST_BYTES))
+        place = values["itemInfoEntries"][values["rootModelIdentifier"]]["path"]
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except (ValueError, RecursionError) as error:
+        raise _unreadable(path, f"its Manifest.json is no JSON: {named(str(error))}") from None
+    except (KeyError, TypeError, IndexError):
+        raise _unreadable(path, "its Manifest.json names no root model") from None
+    return path / "Data" / _inside(path, place)
+
+
+def _inside(path: Path, place: Any) -> str:
+    """A path relative to a folder of the package that does not lead out of it."""
+    if not isinstance(place, str) or place.startswith("/") or "\0" in place:
+        raise _unreadable(path, f"it names the file {shown(place)}, which is no path inside it")
+    if ".." in PurePosixPath(place).parts or not PurePosixPath(place).parts:
+        raise _unreadable(path, f"it names the file {shown(place)}, which is no path inside it")
+    return place
+
+
+def _unreadable(path: Path, reason: Exception | str) -> CheckpointError:
+    what = " ".join((reason if isinstance(reason, str) else reason_of(reason)).split())
+    return CheckpointError(f"{path} can't be read: {what}. Copy or make it again.")
+
+
+def _read_spec(path: Path, model: Path) -> Any:
     coremltools = import_coremltools()
     from google.protobuf.message import DecodeError
 
+    spec = coremltools.proto.Model_pb2.Model()
     try:
-        spec = coremltools.utils.load_spec(str(path))
-    except (OSError, RuntimeError, ValueError, DecodeError) as error:
-        raise CheckpointError(
-            f"{path} can't be read: {' '.join(str(error).split())}. Copy or make it again."
-        ) from error
+        spec.ParseFromString(read_file(model, _MODEL_BYTES))
+    except (OSError, ValueError, DecodeError) as error:
+        raise _unreadable(path, error) from error
     kind = spec.WhichOneof("Type")
     if kind != "mlProgram":
         raise CheckpointError(f"{path} holds a model of the kind {kind}; mlProgram is needed.")
     return spec
 
 
-def _check_function(path: Path, function: Any) -> None:
-    inputs, states = ({part.name for part in parts} for parts in (function.input, function.state))
-    if (inputs, states) != (_INPUTS, _STATES):
-        raise CheckpointError(
-            f"{path}: {function.name} takes {sorted(inputs)} and has the states {sorted(states)}; needed are "
-            f"{sorted(_INPUTS)} and {sorted(_STATES)}. Make it anew with afm-mlx convert --to coreml."
+def _check_weights(path: Path, folder: Path, spec: Any) -> None:
+    """Raise `CheckpointError` unless the package's files hold all arrays that its functions name."""
+    blobs = {
+        (value.blobFileValue.fileName, value.blobFileValue.offset)
+        for function in spec.mlProgram.functions.values()
+        for block in function.block_specializations.values()
+        for operation in _operations(block)
+        for value in operation.attributes.values()
+        if value.WhichOneof("value") == "blobFileValue"
+    }
+    for name, offset in sorted(blobs):
+        check_blob(folder / _inside(path, name.removeprefix("@model_path/")), offset)
+
+
+def _operations(block: Any) -> Iterator[Any]:
+    for operation in block.operations:
+        yield operation
+        for inner in operation.blocks:
+            yield from _operations(inner)
+
+
+# -- functions
+
+
+def _functions(path: Path, spec: Any) -> dict[str, Any]:
+    """Descriptions of the functions, by name."""
+    functions = {function.name: function for function in spec.description.functions}
+    if len(functions) < len(spec.description.functions):
+        _fail(path, "two of its functions have one name")
+    for name in (PREFILL, DECODE):
+        if name not in functions:
+            found = shown(sorted(functions) or ["main"])
+            raise CheckpointError(
+                f"{path} has no function {name}; it has {found}. Make it with afm-mlx convert --to coreml."
+            )
+    return functions
+
+
+def _check_function(
+    path: Path, name: str, functions: Mapping[str, Any], config: ModelConfig
+) -> tuple[int, ...]:
+    """Hold the shapes of a function against the architecture; return how many tokens it takes, ascending."""
+    if name not in functions:
+        _fail(path, f"it has no function {named(name)}")
+    function = functions[name]
+    inputs, states = ([part.name for part in parts] for parts in (function.input, function.state))
+    if (sorted(inputs), sorted(states)) != (_INPUTS, _STATES):
+        _fail(
+            path,
+            f"{named(name)} takes {shown(sorted(inputs))} and has the states {shown(sorted(states))}; needed "
+            f"are {_INPUTS} and {_STATES}",
         )
+    kinds = {part.name: part.type.multiArrayType for part in function.input}
+    found = {part.name: part.type.multiArrayType.shape for part in function.output}
+    found |= {state.name: state.type.stateType.arrayType.shape for state in function.state}
+    found |= {"position": kinds["position"].shape}
+    kv = [config.num_kv_layers, config.num_kv_heads, config.context_length, config.head_dim]
+    needed = {"position": [1], "keys": kv, "values": kv}
+    needed |= {"logits": [1, config.vocab_size]} if name.startswith(DECODE) else {_END: [1]}
+    for part, shape in needed.items():
+        if (given := list(found.get(part, []))) != shape:
+            _fail(
+                path,
+                f"{part} of {named(name)} is {shown(given)}, and its afm_config means {shape}",
+            )
+    return _lengths(path, name, kinds["tokens"], config)
+
+
+def _lengths(path: Path, name: str, tokens: Any, config: ModelConfig) -> tuple[int, ...]:
+    listed = [list(entry.shape) for entry in tokens.enumeratedShapes.shapes]
+    shapes = listed or [list(tokens.shape)]
+    most = 1 if name.startswith(DECODE) else config.context_length
+    for shape in shapes:
+        if len(shape) != 2 or shape[0] != 1 or not 1 <= shape[1] <= most:
+            _fail(
+                path,
+                f"{named(name)} takes tokens of the shape {shown(shape)}; needed is [1, L] with L from 1 to "
+                f"{most}",
+            )
+    return tuple(sorted({shape[1] for shape in shapes}))
 
 
 def _config(path: Path, text: str) -> ModelConfig:
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
-        raise CheckpointError(
-            f"{path}: its metadata has no afm_config, the model's architecture. Make it anew with "
-            "afm-mlx convert --to coreml."
-        )
+        _fail(path, "its metadata has no afm_config, the model's architecture")
     return ModelConfig.from_dict(values, source=f"afm_config in {path}")
-
-
-def _check_shapes(path: Path, decode: Any, config: ModelConfig) -> None:
-    """Hold the program's shapes against the architecture that the metadata speak of."""
-    logits = next((part for part in decode.output if part.name == "logits"), None)
-    found = {"logits": [] if logits is None else list(logits.type.multiArrayType.shape)}
-    found |= {state.name: list(state.type.stateType.arrayType.shape) for state in decode.state}
-    kv = [config.num_kv_layers, config.num_kv_heads, config.context_length, config.head_dim]
-    needed = {"logits": [1, config.vocab_size], "keys": kv, "values": kv}
-    for name, shape in needed.items():
-        if found[name] != shape:
-            raise CheckpointError(
-                f"{path}: {name} of {named(decode.name)} is {found[name]}, and its afm_config means {shape}. "
-                "Make the package anew with afm-mlx convert --to coreml."
-            )
-
-
-def _lengths(prefill: Any) -> Iterator[int]:
-    kind = next(part.type.multiArrayType for part in prefill.input if part.name == "tokens")
-    for shape in [entry.shape for entry in kind.enumeratedShapes.shapes] or [kind.shape]:
-        yield int(shape[-1])
-
-
-def _check_weights(path: Path, spec: Any) -> None:
-    """Raise `CheckpointError` when a file of weights is missing or ends before its last array."""
-    folder = next(path.glob("Data/*/*.mlmodel")).parent
-    last: dict[str, int] = {}
-    for function in spec.mlProgram.functions.values():
-        for block in function.block_specializations.values():
-            for operation in block.operations:
-                for value in operation.attributes.values():
-                    if value.WhichOneof("value") == "blobFileValue":
-                        blob = value.blobFileValue
-                        last[blob.fileName] = max(blob.offset, last.get(blob.fileName, 0))
-    for name, offset in last.items():
-        check_blob(folder / name.removeprefix("@model_path/"), offset)
