@@ -25,6 +25,7 @@ PREFILL, DECODE = "prefill", "decode"
 ARRANGEMENTS = ("linear", "neural_engine")
 _INPUTS, _STATES, _END = ["position", "tokens"], ["keys", "values"], "next_position"
 _MANIFEST_BYTES, _MODEL_BYTES = 1 << 20, 512 << 20
+_PATH = 200  # characters of a file's path in a package
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,8 @@ def _model_file(path: Path) -> Path:
 
 def _inside(path: Path, place: Any) -> str:
     """A path relative to a folder of the package that does not lead out of it."""
-    if not isinstance(place, str) or place.startswith("/") or "\0" in place:
-        raise _unreadable(path, f"it names the file {shown(place)}, which is no path inside it")
-    if ".." in PurePosixPath(place).parts or not PurePosixPath(place).parts:
+    parts = PurePosixPath(place).parts if isinstance(place, str) else ()
+    if not parts or {"/", "//", ".."} & {*parts} or len(place) > _PATH or not place.isprintable():
         raise _unreadable(path, f"it names the file {shown(place)}, which is no path inside it")
     return place
 
