@@ -7,6 +7,7 @@ It has to be run by the interpreter of the environment, and needs nothing but wh
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
@@ -17,12 +18,18 @@ from pathlib import Path
 PROMPT = "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 
 
-def said(*arguments: str) -> str:
+CORES = {"avx2": "Haswell", "portable": "Nehalem"} if platform.machine() == "x86_64" else {}
+"""What OpenBLAS calls the processors that have an instruction set and no better one."""
+
+
+def said(*arguments: str, **environment: str) -> str:
     """What `afm-mlx` prints; this program ends where it fails."""
     command = [sys.executable, "-P", "-m", "afm_mlx", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    options = {"capture_output": True, "text": True, "env": {**os.environ, **environment}}
+    done = subprocess.run(command, check=False, **options)
     if done.returncode:
-        sys.exit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+        said = f"{done.stdout}{done.stderr}"
+        sys.exit(f"{environment} {' '.join(command)} ended with {done.returncode}:\n{said}")
     if done.stderr:
         print(done.stderr, file=sys.stderr)
     return done.stdout
@@ -46,8 +53,16 @@ def main() -> None:
         report = Path("report.json")
         print(said("doctor", "--quick", "--report", str(report)))
         native = json.loads(report.read_text(encoding="utf-8"))["native_extension"]
-    if isinstance(native, str):
-        sys.exit(f"the CPU kernels are {native}")
+        if isinstance(native, str):
+            sys.exit(f"the CPU kernels are {native}")
+        for isa in native["instruction_sets"]:
+            forced = {"AFM_MLX_ISA": isa}
+            if isa in CORES:
+                forced["OPENBLAS_CORETYPE"] = CORES[isa]
+            said("doctor", "--quick", "--report", str(report), **forced)
+            if "Film Lecture" not in said("generate", "--prompt", PROMPT, **forced):
+                sys.exit(f"the embedded model did not make its message formal with {forced}")
+            print(f"It works with the instruction set {isa} alone.")
 
 
 if __name__ == "__main__":

@@ -28,4 +28,5 @@ def python_on(cpu: str, *arguments: str, **options) -> subprocess.CompletedProce
     # The emulator tells on stderr which of a processor's features it lacks.
     python = options.pop("python", sys.executable)
     command = [emulator("x86_64"), "-cpu", cpu, python, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    kept = {k: v for k, v in os.environ.items() if k not in ("AFM_MLX_ISA", "OPENBLAS_CORETYPE")}
+    return subprocess.run(command, capture_output=True, text=True, env=kept, check=False, **options)
