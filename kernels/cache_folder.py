@@ -8,7 +8,9 @@ import os
 import sys
 from pathlib import Path
 
-FOLDER = "AFM_MLX_CACHE"
+from afm_mlx.kernels import settings
+
+FOLDER = settings.CACHE
 TEMPORARY = ".tmp"
 """End of the names of files that are being written."""
 

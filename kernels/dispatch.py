@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from afm_mlx.kernels import settings
 from afm_mlx.kernels.errors import SettingError
 
 OPS = (
@@ -34,7 +35,7 @@ OPS = (
 )
 BACKENDS = ("metal", "cpu", "mlx", "reference")
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-SWITCH = "AFM_MLX_KERNELS"
+SWITCH = settings.KERNELS
 
 
 class Case(NamedTuple):
@@ -179,15 +180,34 @@ def forced() -> str:
     """The backend or variant that `force` or `AFM_MLX_KERNELS` asks for; empty when neither does.
 
     Raises:
-        SettingError: for a backend that doesn't exist.
+        SettingError: when the variable names what doesn't exist, or can't run on this machine.
     """
-    wanted = _forced[-1] if _forced else os.environ.get(SWITCH, "")
-    if wanted and wanted.split("/")[0] not in BACKENDS:
-        raise SettingError(
-            f"{SWITCH} is {wanted!r}; allowed are {', '.join(BACKENDS)}, and names of variants, "
-            "which `afm-mlx doctor` lists."
-        )
+    if _forced:
+        return _forced[-1]
+    wanted = os.environ.get(SWITCH, "")
+    if wanted and (problem := _problem(wanted)):
+        raise SettingError(f"{SWITCH} is {wanted!r}{problem}")
     return wanted
+
+
+@functools.cache
+def _problem(wanted: str) -> str:
+    """Why a backend or variant can't be asked for on this machine; empty when it can."""
+    from afm_mlx.kernels.cpu import extension
+
+    backend, _, variant = wanted.partition("/")
+    names = {v.name for op in OPS for v in variants(op)}
+    if backend not in BACKENDS or (variant and wanted not in names):
+        return f"; allowed are {', '.join(BACKENDS)}, and names of variants, which `afm-mlx doctor` lists."
+    obstacles = {
+        "metal": "" if mx.metal.is_available() else "MLX has no Metal here",
+        "cpu": extension.unavailable(),
+    }
+    if reason := obstacles.get(backend):
+        return (
+            f", and it can't run: {reason}. Unset it, or name another one of {', '.join(BACKENDS)}."
+        )
+    return ""
 
 
 def device() -> str:

@@ -6,12 +6,13 @@ import os
 import re
 from pathlib import Path
 
+from afm_mlx.kernels import settings
+
 
 def threads_in_use() -> int:
     """Threads that the CPU's kernels compute with: `AFM_MLX_THREADS`, or the cores of this process."""
-    wanted = os.environ.get("AFM_MLX_THREADS", "")
-    if wanted.isdecimal() and int(wanted) >= 1:
-        return int(wanted)
+    if (wanted := settings.threads()) is not None:
+        return wanted
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

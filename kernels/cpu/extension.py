@@ -29,12 +29,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from afm_mlx.installation import install_command
-from afm_mlx.kernels import cache_folder
+from afm_mlx.kernels import cache_folder, settings
 from afm_mlx.kernels.cpu import trial
 from afm_mlx.kernels.errors import SettingError
 
-SWITCH, THREADS, ISA = "AFM_MLX_NATIVE", "AFM_MLX_THREADS", "AFM_MLX_ISA"
-MAX_THREADS = 1024
+SWITCH, THREADS, ISA = settings.NATIVE, settings.THREADS, settings.ISA
 
 _NAME = "_afm_cpu"
 
@@ -100,7 +99,8 @@ def status() -> Status:
 
 @functools.cache
 def _loaded() -> tuple[ModuleType | None, str]:
-    if os.environ.get(SWITCH) == "0":
+    settings.check()
+    if not settings.is_on(SWITCH):
         return None, f"switched off by {SWITCH}=0"
     path = _find(_file_name())
     if path is None:
@@ -198,14 +198,8 @@ def _why_not_built() -> str:
 
 
 def _configure(native: ModuleType) -> None:
-    threads = os.environ.get(THREADS, "")
-    if threads:
-        if not threads.isdecimal() or not 1 <= int(threads) <= MAX_THREADS:
-            raise SettingError(
-                f"{THREADS} is {threads!r}: it must be a whole number from 1 to {MAX_THREADS}, or unset "
-                f"for the {native.available_cores()} cores that this process may run on"
-            )
-        native.set_threads(int(threads))
+    if (threads := settings.threads()) is not None:
+        native.set_threads(threads)
     isa = os.environ.get(ISA, "")
     if isa and not native.use_instruction_set(isa):
         known = ", ".join(native.instruction_sets())

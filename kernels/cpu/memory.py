@@ -7,16 +7,16 @@ Measured on a virtual machine with two cores: single products with 2-bit matrice
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import weakref
 from collections.abc import Iterable
 
 import mlx.core as mx
 
+from afm_mlx.kernels import settings
 from afm_mlx.kernels.cpu import extension
 
-SWITCH = "AFM_MLX_HUGE_PAGES"
+SWITCH = settings.HUGE_PAGES
 WORTH_IT = 16 << 20  # bytes in all; what is less lies in caches, or is read fast enough
 
 
@@ -54,7 +54,7 @@ def unfilled(size: int) -> mx.array:
 
 
 def _gains(nbytes: int) -> bool:
-    return not _on_gpu() and nbytes >= WORTH_IT and os.environ.get(SWITCH) != "0"
+    return not _on_gpu() and nbytes >= WORTH_IT and settings.is_on(SWITCH)
 
 
 def _on_gpu() -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.kernels import dispatch
+from afm_mlx.kernels import dispatch, settings
 from afm_mlx.kernels.selftest.problems import UNIT_ROUNDOFF, Problem, make
 from afm_mlx.kernels.selftest.specs import Spec, quick_specs
 from afm_mlx.kernels.selftest.verdict import Verdict
@@ -32,7 +31,7 @@ _CHAIN_SECONDS, _CHAINS = 0.02, 5
 _MESSAGE = 600  # characters of an exception's text that are kept
 
 
-SWITCH = "AFM_MLX_SELFTEST"
+SWITCH = settings.SELFTEST
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,8 @@ def ensure_checked() -> None:
     verdict from a file (`selftest/verdict.py`), and a process asks once. `AFM_MLX_SELFTEST=0` leaves it out.
     """
     # What somebody asked for by name is neither tested nor a verdict on the rest.
-    if os.environ.get(SWITCH) == "0" or dispatch.forced():
+    settings.check()
+    if dispatch.forced() or not settings.is_on(SWITCH):
         return
     verdict = Verdict()
     switch_off(verdict)

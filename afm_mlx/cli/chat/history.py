@@ -12,7 +12,9 @@ from pathlib import Path
 
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
-SWITCH = "AFM_MLX_HISTORY"
+from afm_mlx.kernels import settings
+
+SWITCH = settings.HISTORY
 """0 in this environment variable keeps nothing between chats."""
 MAX_BYTES = 1 << 20
 """The largest file; when a chat begins with a larger one, its older half is dropped."""
@@ -20,7 +22,7 @@ MAX_BYTES = 1 << 20
 
 def open_history() -> History:
     """The history in the user's state folder, or one in memory where there can't be a file."""
-    if os.environ.get(SWITCH) == "0":
+    if not settings.is_on(SWITCH):
         return InMemoryHistory()
     try:
         path = _state_folder() / "chat-history"

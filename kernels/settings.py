@@ -1,0 +1,88 @@
+"""The variables of the environment that afm-mlx reads: all of them, checked in one way.
+
+`check` runs before a model or a kernel is loaded, so that a misspelt name or value is an error and never
+something else than was meant. The empty string is as good as no variable.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+
+from afm_mlx.kernels.errors import SettingError
+
+NATIVE, THREADS, ISA = "AFM_MLX_NATIVE", "AFM_MLX_THREADS", "AFM_MLX_ISA"
+KERNELS, SELFTEST, HUGE_PAGES = "AFM_MLX_KERNELS", "AFM_MLX_SELFTEST", "AFM_MLX_HUGE_PAGES"
+CACHE, BLAS, HISTORY = "AFM_MLX_CACHE", "AFM_MLX_BLAS", "AFM_MLX_HISTORY"
+MAX_THREADS = 1024
+INSTRUCTION_SETS = ("amx", "avx512", "avx2", "neon", "portable")
+
+_PREFIX = "AFM_MLX_"
+# 0 switches it off, 1 is the default. The last two are for builds and tests.
+_SWITCHES = (
+    NATIVE,
+    SELFTEST,
+    HUGE_PAGES,
+    BLAS,
+    HISTORY,
+    "AFM_MLX_REQUIRE_NATIVE",
+    "AFM_MLX_REQUIRE_BROWSER",
+)
+_TEXTS = (KERNELS, "AFM_MLX_MODEL", "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY")
+VARIABLES = (*_SWITCHES, *_TEXTS, THREADS, ISA, CACHE)
+
+
+def is_on(switch: str) -> bool:
+    """True unless the variable is 0.
+
+    Raises:
+        SettingError: when it is neither 0 nor 1.
+    """
+    value = os.environ.get(switch, "")
+    if value not in ("", "0", "1"):
+        raise SettingError(f"{switch} is {value!r}; allowed are 0 and 1, or no variable for 1.")
+    return value != "0"
+
+
+def threads() -> int | None:
+    """Threads that are asked for; None without the variable.
+
+    Raises:
+        SettingError: when it is no number from 1 to `MAX_THREADS`.
+    """
+    value = os.environ.get(THREADS, "")
+    if not value:
+        return None
+    if not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= MAX_THREADS):
+        raise SettingError(
+            f"{THREADS} is {value!r}: it must be a whole number from 1 to {MAX_THREADS}, or unset for one "
+            "per core that this process may run on."
+        )
+    return int(value)
+
+
+def check() -> None:
+    """Check every variable but `AFM_MLX_KERNELS`, whose values `dispatch.forced` knows.
+
+    Raises:
+        SettingError: for a name that is not read, and a value that can't be used; says what is allowed.
+    """
+    for name in os.environ:
+        if name.startswith(_PREFIX) and name not in VARIABLES:
+            close = difflib.get_close_matches(name, VARIABLES, n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            raise SettingError(
+                f"{name} is no variable of afm-mlx{meant}; known are {', '.join(VARIABLES)}. Unset it."
+            )
+    for switch in _SWITCHES:
+        is_on(switch)
+    threads()
+    if (isa := os.environ.get(ISA, "")) not in ("", *INSTRUCTION_SETS):
+        raise SettingError(
+            f"{ISA} is {isa!r}; allowed are {', '.join(INSTRUCTION_SETS)}, as far as the processor runs them; "
+            "this processor runs those that `afm-mlx info` shows, down to portable."
+        )
+    folder = os.environ.get(CACHE, "")
+    if folder and os.path.lexists(folder) and not Path(folder).is_dir():
+        raise SettingError(f"{CACHE} is {folder!r}, which is no folder; name one, or unset it.")
