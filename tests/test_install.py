@@ -1,8 +1,10 @@
 """The wheel, and that an ordinary install works from anywhere, the clone's own root included."""
 
+import contextlib
 import importlib.util
 import json
 import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -99,7 +101,8 @@ def configure(folder, source=ROOT, toolchain="", **environment):
     values = [f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_TOOLCHAIN_FILE={toolchain}"]
     command = ["cmake", "-S", str(source), "-B", str(folder), *values]
     options = {"capture_output": True, "text": True, "env": os.environ | environment}
-    result = subprocess.run(command, check=False, **options)
+    # Without a terminal, which the build would write to.
+    result = subprocess.run(command, check=False, start_new_session=True, **options)
     note = folder / "native_reason.txt"
     return note.read_text() if note.is_file() else None, result
 
@@ -146,6 +149,29 @@ def test_an_install_goes_on_without_the_cpu_kernels(tmp_path, wanted):
     _, result = configure(tmp_path / "strict", **environment, AFM_MLX_REQUIRE_NATIVE="1")
     assert result.returncode != 0
     assert wanted in " ".join(result.stderr.split())
+
+
+@needs_cmake
+def test_an_install_without_the_cpu_kernels_says_so_on_the_terminal(tmp_path):
+    """pip hides what a build that ends well has printed."""
+    environment = {**os.environ, "CXX": str(tmp_path / "no-such-compiler")}
+    command = (
+        f"cmake -S {ROOT} -B {tmp_path} -DPython_EXECUTABLE={sys.executable} >{tmp_path}/out 2>&1"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execve("/bin/sh", ["sh", "-c", command], environment)
+    said = b""
+    with contextlib.suppress(OSError):  # of a terminal that nobody has open any more
+        while part := os.read(terminal, 4096):
+            said += part
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (
+        b"afm-mlx: The CPU kernels could not be built, and afm-mlx will be slow on the CPU: "
+        in said
+    )
+    assert b"there was no C++ compiler" in said
 
 
 @needs_cmake

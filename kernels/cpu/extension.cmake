@@ -68,6 +68,11 @@ elseif("$ENV{AFM_MLX_REQUIRE_NATIVE}" STREQUAL "1")
   message(FATAL_ERROR "The CPU kernels could not be built: ${native_reason}. All of the build's output: "
                       "${native_build}/log.txt")
 else()
-  message(WARNING "The CPU kernels could not be built, and afm-mlx will be slow on the CPU: ${native_reason}. "
-                  "All of the build's output: ${native_build}/log.txt")
+  set(native_warning "The CPU kernels could not be built, and afm-mlx will be slow on the CPU: ${native_reason}. "
+                     "All of the build's output: ${native_build}/log.txt")
+  string(CONCAT native_warning ${native_warning})
+  message(WARNING "${native_warning}")
+  # pip and uv show nothing of a build that ends well: the line goes to the terminal itself, where there is one.
+  set(native_show "import sys; print('\\nafm-mlx:', sys.argv[1], file=open('/dev/tty', 'w'))")
+  execute_process(COMMAND ${Python_EXECUTABLE} -c "${native_show}" "${native_warning}" OUTPUT_QUIET ERROR_QUIET)
 endif()
