@@ -19,7 +19,7 @@ MAX_THREADS = 1024
 INSTRUCTION_SETS = ("amx", "avx512", "avx2", "neon", "portable")
 
 _PREFIX = "AFM_MLX_"
-# 0 switches it off, 1 is the default. The last two are for builds and tests.
+# 0 switches it off, 1 is the default. The last three are for builds and tests.
 _SWITCHES = (
     NATIVE,
     SELFTEST,
@@ -28,6 +28,7 @@ _SWITCHES = (
     HISTORY,
     "AFM_MLX_REQUIRE_NATIVE",
     "AFM_MLX_REQUIRE_BROWSER",
+    "AFM_MLX_REQUIRE_EMULATOR",
 )
 _TEXTS = (KERNELS, "AFM_MLX_MODEL", "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY")
 VARIABLES = (*_SWITCHES, *_TEXTS, THREADS, ISA, CACHE)
