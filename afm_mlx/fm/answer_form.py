@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.fm.errors import DecodingFailureError, GenerationError, InvalidGenerationSchemaError
 from afm_mlx.fm.generable import Generable, GeneratedContent, GenerationID
+from afm_mlx.fm.generation_property import choices_of, without_none
 from afm_mlx.fm.generation_schema import GenerationSchema, with_whole_patterns
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.snapshots import MISSING, json_so_far
@@ -78,6 +80,9 @@ class AnswerForm:
             if is_complete:
                 return json.loads(text)
             value = json_so_far(text)
+            if self.generating is not None and value is not MISSING:
+                closed = json_so_far(text, open_strings=False)
+                value = _without_open_choices(self.generating, value, closed)
             return None if value is MISSING else value
 
     def snapshot(self, value: Any, id: GenerationID, is_complete: bool) -> Any:
@@ -93,6 +98,34 @@ class AnswerForm:
         if self.generating is None:
             return content
         return self.generating.PartiallyGenerated._from_generated_content(content)
+
+
+def _without_open_choices(type_class: Any, value: Any, closed: Any) -> Any:
+    """A value so far without words of a `Literal` or an `Enum` that may go on.
+
+    Args:
+        type_class: the type of the value, a generable class to begin with.
+        value: with strings that have no end yet.
+        closed: the value without these, or `MISSING`.
+    """
+    type_class, _ = without_none(type_class)
+    if choices_of(type_class) is not None:
+        return closed
+    if isinstance(value, list) and get_origin(type_class) is list:
+        (element,) = get_args(type_class)
+        known = [] if closed is MISSING else closed
+        pairs = itertools.zip_longest(value, known, fillvalue=MISSING)
+        items = [_without_open_choices(element, *pair) for pair in pairs]
+        return [item for item in items if item is not MISSING]
+    if isinstance(value, dict) and isinstance(type_class, Generable):
+        types = {p.name: p.type_class for p in type_class._generable_properties}  # type: ignore[attr-defined]
+        known = {} if closed is MISSING else closed
+        fields = {
+            name: _without_open_choices(types[name], item, known.get(name, MISSING))
+            for name, item in value.items()
+        }
+        return {name: item for name, item in fields.items() if item is not MISSING}
+    return value
 
 
 @contextmanager

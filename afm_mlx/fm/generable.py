@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from enum import Enum
 from typing import Any, Protocol, get_args, get_origin
 
 from afm_mlx.errors import shown
@@ -100,8 +101,8 @@ class GeneratedContent:
         """The whole content, or one of its fields.
 
         Args:
-            type_class: a generable class, a list of it or its option gives instances; other types leave the
-                value as JSON has it, so that a whole number stays an int for `float`.
+            type_class: a generable class or an enum, a list of it or its option gives instances; other types
+                leave the value as JSON has it, so that a whole number stays an int for `float`.
             for_property: the field; none means the whole content.
 
         Returns:
@@ -126,7 +127,7 @@ class GeneratedContent:
 def as_instances(
     type_class: Any, value: Any, name: str | None = None, is_partial: bool = False
 ) -> Any:
-    """A JSON value, with instances where the type has generable classes.
+    """A JSON value, with instances where the type has generable classes, and members where it has enums.
 
     Args:
         type_class: the type.
@@ -136,6 +137,7 @@ def as_instances(
 
     Raises:
         TypeError: for a list type over what is no list.
+        ValueError: for a value that no member of an enum has.
     """
     type_class, is_optional = without_none(type_class)
     is_list = get_origin(type_class) is list
@@ -150,6 +152,8 @@ def as_instances(
     if isinstance(type_class, Generable):
         made: Any = type_class.PartiallyGenerated if is_partial else type_class
         return made._from_generated_content(GeneratedContent(value))
+    if isinstance(type_class, type) and issubclass(type_class, Enum):
+        return type_class(value)
     return value
 
 

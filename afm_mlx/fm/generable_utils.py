@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
+from enum import Enum
 from types import FrameType
 from typing import Any, ForwardRef, TypeVar, dataclass_transform, get_args, get_type_hints, overload
 
@@ -65,6 +66,12 @@ def _apply_generable_decorator(
         raise GenerableDecoratorError(
             f"@generable can only be applied to classes, got a {type(cls).__name__}.\n"
             f"{_example('Correct usage', 'MyClass')}"
+        )
+    if issubclass(cls, Enum):
+        line = f"kind: {cls.__name__}"
+        raise GenerableDecoratorError(
+            f"{cls.__name__} is an enum, and needs no decorator to be the type of a field.\n"
+            f"{_example('Correct usage', 'MyClass', line)}"
         )
     made: Any = _as_dataclass(cls)
     hints = _type_hints(made, frame)
@@ -188,6 +195,8 @@ def _as_json(value: Any) -> Any:
     if isinstance(value, Generable):
         content: GeneratedContent = value.generated_content  # type: ignore[attr-defined]
         return content.value()
+    if isinstance(value, Enum):
+        return value.value
     return [_as_json(v) for v in value] if isinstance(value, list) else value
 
 

@@ -6,8 +6,10 @@ import math
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union, get_args, get_origin
+from enum import Enum, Flag
+from typing import Any, Literal, Union, get_args, get_origin
 
+from afm_mlx.errors import shown
 from afm_mlx.fm.errors import InvalidGenerationSchemaError, UnsupportedGuideError
 from afm_mlx.fm.generation_guide import GenerationGuide, GuideType
 
@@ -25,7 +27,8 @@ class Property:
 
     Args:
         name: its key.
-        type_class: str, int, float, bool, a generable class, `list[T]` or `Optional[T]` of these.
+        type_class: str, int, float, bool, a generable class, a `Literal` or an `Enum` of strings or of
+            integers, `list[T]` or `Optional[T]` of these.
         description: what the model is told about it.
         guides: what its value must be like.
     """
@@ -66,12 +69,23 @@ class Property:
 
 
 def without_none(type_class: Any) -> tuple[Any, bool]:
-    """`(T, True)` for `Optional[T]` and `T | None`, else the type itself and False."""
+    """`(T, True)` for `Optional[T]`, `T | None` and a `Literal` with None, else the type itself and False."""
+    if get_origin(type_class) is Literal and None in get_args(type_class):
+        return Literal[tuple(v for v in get_args(type_class) if v is not None)], True
     if get_origin(type_class) in (Union, types.UnionType):
         others = [t for t in get_args(type_class) if t is not type(None)]
         if len(others) == 1:
-            return others[0], len(get_args(type_class)) == 2
+            return without_none(others[0])[0], len(get_args(type_class)) == 2
     return type_class, False
+
+
+def choices_of(type_class: Any) -> list[Any] | None:
+    """The values of a `Literal`, or of an `Enum`'s members, as JSON has them; None for any other type."""
+    if get_origin(type_class) is Literal:
+        return list(get_args(type_class))
+    if isinstance(type_class, type) and issubclass(type_class, Enum):
+        return [member.value for member in type_class]
+    return None
 
 
 def inner_types(type_class: Any) -> list[Any]:
@@ -98,9 +112,24 @@ def _value(
     if type_class in (int, float):
         _refuse(guides, _OF_NUMBERS, name)
         return {"type": _SCALARS[type_class]} | _number_limits(guides, type_class is int)
-    schema = reference(type_class)
+    choices = choices_of(type_class)
+    schema = reference(type_class) if choices is None else _choice(type_class, choices)
     _refuse(guides, set(), name)
     return schema
+
+
+def _choice(type_class: Any, choices: Sequence[Any]) -> Schema:
+    for kind in (str, int):
+        is_flag = isinstance(type_class, type) and issubclass(type_class, Flag)
+        if choices and not is_flag and all(_is_plain(value, kind) for value in choices):
+            return {"type": _SCALARS[kind], "enum": [kind(value) for value in choices]}
+    raise InvalidGenerationSchemaError(
+        f"{type_class} has the values {shown(choices)}; allowed are strings only or integers only, one or more."
+    )
+
+
+def _is_plain(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool | Enum)
 
 
 def _list(

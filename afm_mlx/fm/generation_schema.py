@@ -59,8 +59,8 @@ class GenerationSchema:
                 return {"$ref": "#"}
             if name not in nested:
                 raise InvalidGenerationSchemaError(
-                    f"{name} is no type that can be generated; allowed are str, int, float, bool, "
-                    "classes decorated with @generable, list[T] and Optional[T] of these."
+                    f"{name} is no type that can be generated; allowed are str, int, float, bool, Literal and "
+                    "Enum, classes decorated with @generable, list[T] and Optional[T] of these."
                 )
             return {"$ref": f"#/$defs/{name}"}
 

@@ -16,7 +16,7 @@ from afm_mlx.fm.generation_options import GenerationOptions, SamplingModeType
 def request_options(
     options: GenerationOptions | None,
     stop: str | Sequence[str] = (),
-    at_limit: str = "error",
+    at_limit: str = "complete",
 ) -> dict[str, Any]:
     """Fields of the engine's `Request`.
 

@@ -178,7 +178,7 @@ class LanguageModelSession:
         stop: str | Sequence[str] = (),
         logprobs: int | None = None,
         tool_choice: str = "auto",
-        at_limit: str = "error",
+        at_limit: str = "complete",
     ) -> AsyncGenerator[Any, None]:
         """Answer a prompt, and yield the whole answer so far each time that there is more of it.
 
@@ -196,8 +196,10 @@ class LanguageModelSession:
                 log-probabilities.
             tool_choice: "auto" lets the model call tools or not; "none", "required" and "one" (exactly one
                 call) say which; a tool's name demands a call of it. After such a call the model is free.
-            at_limit: what becomes of an answer under a schema that `maximum_response_tokens` ends: "error"
-                raises `DecodingFailureError`; "complete" appends the shortest text that the schema allows.
+            at_limit: what becomes of an answer under a schema that `maximum_response_tokens` or a full context
+                ends: "complete" appends the shortest text that makes it valid, and `last_answer.finish_reason`
+                is "length"; "error" raises `DecodingFailureError` or `ExceededContextWindowSizeError`. A call
+                of a tool that is cut off is an error in any case, and not made.
 
         Yields:
             Texts; of an answer under a schema `PartiallyGenerated` instances of the class, or
@@ -237,7 +239,7 @@ class LanguageModelSession:
         stop: str | Sequence[str] = (),
         logprobs: int | None = None,
         tool_choice: str = "auto",
-        at_limit: str = "error",
+        at_limit: str = "complete",
     ) -> AsyncGenerator[tuple[str, Any], None]:
         """Yield the answer's text so far and None; and, when the transcript has it, all of it and its value."""
         text = prompt_text(prompt)

@@ -12,7 +12,7 @@ from typing import Any
 
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.request import Request
-from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError
+from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, shown
 from afm_mlx.fm.answer import Answer
 from afm_mlx.fm.answer_form import AnswerForm
 from afm_mlx.fm.context_window import made_to_fit
@@ -164,10 +164,26 @@ class Turn:
                         answer.take(response, self._shared.tokenizer, self._asked.logprobs)
                         if response.text:
                             yield answer.text
+                self._check_calls(answer)
             except IncompleteError as error:
                 if len(prompt) + len(answer.tokens) < size:
                     raise
                 raise ContextLengthError(str(error)) from error
+
+    def _check_calls(self, answer: Answer) -> None:
+        """Raise `IncompleteError` for a call of a tool that was cut off.
+
+        Completed, it would have arguments that the model has not chosen.
+        """
+        start, end = map(
+            self._shared.tokenizer.convert_tokens_to_ids, (EXECUTABLE_START, EXECUTABLE_END)
+        )
+        if self._tools and start in answer.tokens and end not in answer.tokens:
+            raise IncompleteError(
+                f"The answer ended after {len(answer.tokens)} tokens, in the middle of a call of a tool, which "
+                f"was not made. Raise maximum_response_tokens. So far it is: {shown(answer.text)}",
+                answer.text,
+            )
 
     def _prompt(self, history: Transcript) -> list[int]:
         messages, _ = history.messages()

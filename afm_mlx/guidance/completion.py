@@ -3,6 +3,9 @@
 A search from byte to byte. Of all texts with as many bytes, those that allow the same next bytes, and have as
 many bytes that the grammar forced, count as one: they are at the same place. Places with more forced bytes come
 first, because they are further on. Of the next bytes, the first few in the order of `_PREFERRED` are tried.
+
+Where too much is open for that, it is closed directly, one string or bracket after the other. Such a text need
+not be the shortest.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ class _Text:
 
 
 def shortest_completion(matcher: Matcher) -> list[int] | None:
-    """The tokens of the text that is missing.
+    """The tokens of the text that is missing: the shortest one, unless many things are open.
 
     None when none was found: it would be longer than `MAX_BYTES`, or the grammar asks for what is hard to come
     upon, such as a word in the middle of a string.
@@ -52,6 +55,32 @@ def shortest_completion(matcher: Matcher) -> list[int] | None:
         matcher: the state of the answer so far; it stays as it is.
     """
     tokens = _tokens_of_one_byte(matcher.tokenizer)
+    direct = _direct_completion(matcher, tokens)
+    found = _searched_completion(matcher, tokens, _MAX_BRANCHES // (1 if direct is None else 20))
+    return direct if found is None else found
+
+
+def _direct_completion(matcher: Matcher, tokens: dict[bytes, int]) -> list[int] | None:
+    """The tokens of a text that closes what is open, one thing after the other; None when that finds no end."""
+    text = _Text((), 0, 0, matcher.copy())
+    while text.length < MAX_BYTES and not text.state.is_complete:
+        forced = text.state.forced()
+        if not forced:
+            mask = fill_masks([text.state])
+            allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
+            choices = [byte for byte, token in tokens.items() if allowed[token]]
+            if not choices:
+                return None
+            # A bracket closes; where two kinds are allowed, they are letters of a string.
+            closing = [byte for byte in (b"}", b"]") if byte in choices]
+            forced = [tokens[closing[0] if len(closing) == 1 else choices[0]]]
+        text = text.then(forced)
+    return list(text.tokens) if text.state.is_complete else None
+
+
+def _searched_completion(
+    matcher: Matcher, tokens: dict[bytes, int], max_branches: int
+) -> list[int] | None:
     waiting: dict[int, list[_Text]] = defaultdict(list)
     waiting[0] = [_Text((), 0, 0, matcher.copy())]
     n_branches = 0
@@ -70,18 +99,18 @@ def shortest_completion(matcher: Matcher) -> list[int] | None:
                 continue
             places.add(place)
             allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
-            for token in [token for token in tokens if allowed[token]][:_BRANCHES]:
+            for token in [token for token in tokens.values() if allowed[token]][:_BRANCHES]:
                 n_branches += 1
                 branch = replace(known, state=known.state.copy())
                 waiting[length + 1].append(branch.then([token]))
-        if not waiting or n_branches > _MAX_BRANCHES:
+        if not waiting or n_branches > max_branches:
             return None
     return None
 
 
 @lru_cache(maxsize=4)
-def _tokens_of_one_byte(tokenizer: LLTokenizer) -> list[int]:
-    """Tokens of one byte, the preferred ones first."""
+def _tokens_of_one_byte(tokenizer: LLTokenizer) -> dict[bytes, int]:
+    """Tokens of one byte by that byte, the preferred ones first."""
     found: dict[bytes, int] = {}
     for token in range(tokenizer.vocab_size):
         if not tokenizer.is_special_token(token):
@@ -89,4 +118,5 @@ def _tokens_of_one_byte(tokenizer: LLTokenizer) -> list[int]:
             if len(text) == 1:
                 found.setdefault(text, token)
     order = {byte: i for i, byte in enumerate(_PREFERRED)}
-    return [found[byte] for byte in sorted(found, key=lambda byte: (order.get(byte[0], 256), byte))]
+    by_preference = sorted(found, key=lambda byte: (order.get(byte[0], 256), byte))
+    return {byte: found[byte] for byte in by_preference}

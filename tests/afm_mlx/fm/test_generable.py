@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import gc
 import weakref
 from typing import Optional
@@ -131,6 +132,12 @@ def test_what_is_no_generable_class_is_refused():
         @fm.generable("d")
         class Tags:
             tags: list[str] = []  # noqa: RUF012  the fault
+
+    with pytest.raises(fm.InvalidGenerationSchemaError, match="needs no decorator"):
+
+        @fm.generable
+        class Size(enum.Enum):
+            SMALL = "small"
 
     with pytest.raises(fm.InvalidGenerationSchemaError, match=r"type hints of Odd.*Nowhere"):
 

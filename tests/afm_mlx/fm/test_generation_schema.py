@@ -1,8 +1,10 @@
 """Schemas of generable classes, in the JSON dialect of Apple's framework."""
 
+import enum
 import gc
 import typing
 import weakref
+from typing import Literal
 
 import jsonschema
 import pytest
@@ -195,6 +197,54 @@ def test_a_guide_of_elements_applies_to_their_type(type_class, guide):
 def test_fields_that_no_value_fits_are_refused(type_class, guides):
     with pytest.raises(fm.InvalidGenerationSchemaError, match="Invalid generation schema 'Cat'"):
         field_of(type_class, **guides)
+
+
+class Size(enum.Enum):
+    SMALL = "small"
+    LARGE = "large"
+
+
+class Bits(enum.Flag):
+    A = 1
+    B = 2
+
+
+@each(
+    "type_class, expected",
+    [
+        (Size, {"type": "string", "enum": ["small", "large"]}),
+        (
+            enum.IntEnum("Level", {"LOW": 1, "HIGH": 2, "TOP": 2}),
+            {"type": "integer", "enum": [1, 2]},
+        ),
+        (enum.StrEnum("Word", ["YES", "NO"]), {"type": "string", "enum": ["yes", "no"]}),
+        (Literal["a", "b"], {"type": "string", "enum": ["a", "b"]}),
+        (Literal[3, -1] | None, {"type": "integer", "enum": [3, -1]}),
+        (Literal["a", None], {"type": "string", "enum": ["a"]}),
+        (list[Size], {"type": "array", "items": {"type": "string", "enum": ["small", "large"]}}),
+    ],
+)
+def test_enums_and_literals_have_schemas(type_class, expected):
+    one = Property("x", type_class, "What it is")
+    schema = fm.GenerationSchema(Paw, properties=[one]).to_dict()
+    assert schema["properties"]["x"] == {**expected, "description": "What it is"}
+    assert schema["required"] == ([] if one.is_optional else ["x"])
+    assert one.is_optional == (type_class in (Literal[3, -1] | None, Literal["a", None]))
+
+
+@each(
+    "type_class",
+    [
+        Literal["a", 1], Literal[True], Literal[b"a"], Literal[Size.SMALL], Bits,
+        enum.Enum("Empty", []), enum.Enum("Pairs", {"A": (1, 2)}), enum.Enum("Floats", {"A": 1.5}),
+    ],
+)  # fmt: skip
+def test_enums_and_literals_that_json_can_not_choose_are_refused(type_class):
+    with pytest.raises(fm.InvalidGenerationSchemaError, match="strings only or integers only"):
+        fm.GenerationSchema(Paw, properties=[Property("x", type_class)]).to_dict()
+    with pytest.raises(fm.UnsupportedGuideError, match="anyOf; allowed: none"):
+        guides = [fm.GenerationGuide.anyOf(["a"])]
+        fm.GenerationSchema(Paw, properties=[Property("x", Size, guides=guides)]).to_dict()
 
 
 def test_a_list_says_what_its_elements_are():

@@ -2,10 +2,11 @@
 generated."""
 
 import asyncio
+import enum
 import itertools
 import json
 import re
-from typing import Optional
+from typing import Literal, Optional
 
 import pytest
 
@@ -115,6 +116,58 @@ def test_snapshots_grow_to_the_answer(model):
     asyncio.run(main())
 
 
+class Size(enum.Enum):
+    SMALL = "small"
+    SMALLER = "smaller"
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+    TWELVE = 12
+
+
+@fm.generable
+class Time:
+    day: Literal["Mon", "Monday"]
+    hour: Literal[7, 17]
+
+
+@fm.generable
+class Chosen:
+    size: Size
+    sizes: list[Size] = fm.guide(count=2)
+    number: Number
+    time: Time
+    other: Optional[Size] = None  # noqa: UP045
+
+
+def test_enums_and_literals_are_fields(model):
+    """At a temperature at which nothing but the schema gives the answer its form."""
+
+    async def main():
+        days, hours = set(), set()
+        for seed in range(4):
+            session = fm.LanguageModelSession(model=model)
+            options = fm.GenerationOptions(fm.SamplingMode.random(seed=seed), 3.0)
+            stream = session.stream_response("Choose", options, generating=Chosen)
+            seen = [snapshot async for snapshot in stream]
+            last = seen[-1]
+            time = Time(last.time.day, last.time.hour)
+            made = Chosen(last.size, last.sizes, last.number, time, last.other)
+            assert [type(size) for size in (made.size, *made.sizes)] == [Size] * 3
+            assert isinstance(made.number, Number)
+            assert Chosen._from_generated_content(made.generated_content) == made
+            # A word that may go on is not there yet.
+            assert {s.size for s in seen} == {None, last.size}
+            assert {s.time.day for s in seen if s.time} <= {None, last.time.day}
+            days.add(last.time.day)
+            hours.add(last.time.hour)
+        assert days == {"Mon", "Monday"}
+        assert hours == {7, 17}
+
+    asyncio.run(main())
+
+
 @each(
     "schema, seen",
     [
@@ -144,15 +197,17 @@ def test_an_answer_that_is_cut_off_is_an_error_or_completed(model):
 
     async def main():
         session = fm.LanguageModelSession(model=model)
+        error = {"options": short, "at_limit": "error"}
         with pytest.raises(fm.DecodingFailureError, match="So far it is") as caught:
-            await session.respond(PROMPT, Event, options=short)
+            await session.respond(PROMPT, Event, **error)
         assert caught.value.__cause__.text.startswith('{"title": ')
         with pytest.raises(fm.DecodingFailureError):
             await session.respond(PROMPT, Event, stop="Planning")
         assert not (await session.transcript.to_dict())["transcript"]["entries"]
-        event = await session.respond(PROMPT, Event, options=short, at_limit="complete")
+        event = await session.respond(PROMPT, Event, options=short)
         assert event.title.startswith("Dance")
         assert event.place == ""
+        assert session.last_answer.finish_reason == "length"
 
     asyncio.run(main())
 

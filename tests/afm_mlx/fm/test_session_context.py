@@ -32,12 +32,25 @@ def test_by_default_a_full_context_is_an_error(model):
         asyncio.run(talk(session, 20))
     before = len(session.transcript._entries)
     assert 4 < before < 30
-    # An answer that finds no end is one, too.
-    endless = fm.LanguageModelSession(model=model)
-    schema = {"type": "array", "items": {"const": 1}, "minItems": 1000}
+
+
+def test_an_answer_that_fills_the_context_is_completed(model):
+    schema = {"type": "array", "items": {"const": "yes"}, "minItems": 100}
+
+    def answered(**how):
+        session = fm.LanguageModelSession(model=model)
+        request = session.respond(PROMPT * 30, **{"json_schema": schema, **how})
+        return asyncio.run(request).value(), session
+
+    answer, session = answered()
+    assert len(answer) >= 100
+    assert set(answer) == {"yes"}
+    assert session.last_answer.finish_reason == "length"
     with pytest.raises(fm.ExceededContextWindowSizeError, match="context window"):
-        asyncio.run(endless.respond("Hi", json_schema=schema))
-    assert asyncio.run(endless.respond("Hi"))
+        answered(at_limit="error")
+    # What is too far from any end is an error.
+    with pytest.raises(fm.ExceededContextWindowSizeError, match="context window"):
+        answered(json_schema=schema | {"minItems": 5000})
 
 
 def test_a_prompt_leaves_room_for_a_token_at_least(model, monkeypatch):

@@ -232,6 +232,20 @@ def test_calls_are_made_as_often_as_they_may_be(model):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("limit", [12, 18, 24])
+def test_a_call_that_is_cut_off_is_an_error_and_not_made(model, limit):
+    """Completing would give it arguments that the model has not chosen."""
+    tool = TrackOrder()
+    session = fm.LanguageModelSession(model=model, tools=[tool])
+    options = fm.GenerationOptions(maximum_response_tokens=limit)
+    for schema in (None, {"enum": ["done"]}):
+        request = session.respond(PROMPT, json_schema=schema, options=options, tool_choice="one")
+        with pytest.raises(fm.DecodingFailureError, match="maximum_response_tokens"):
+            asyncio.run(request)
+    assert tool.calls == []
+    assert asyncio.run(session.respond(PROMPT))
+
+
 def test_answers_under_a_schema_may_come_after_calls(model):
     @fm.generable
     class State:

@@ -53,6 +53,13 @@ def test_objects_are_closed(begun, whole):
     assert len(text) == len(whole)
 
 
+def test_what_is_nested_deeply_is_closed():
+    begun = '{"name": "a", "children": [' * 60 + '{"name": "b'
+    text = completed(Constraint.json_schema(PERSON), begun)
+    Draft202012Validator(PERSON).validate(json.loads(text))
+    assert text.endswith('"children": []}' + "]}" * 60)
+
+
 def test_texts_have_their_least_length_and_patterns_are_met():
     schema = {
         "type": "object",

@@ -13,23 +13,6 @@ stand_in()
 
 import apple_fm_sdk as fm  # noqa: E402  what it is was just said
 
-from afm_mlx.fm import session as sessions  # noqa: E402
-
-LIMIT = 200
-"""Tokens of an answer: the embedded model's strings often find no end, so JSON is then completed."""
-
-
-def short(options, stop=(), at_limit="error", made=sessions.request_options):
-    fields = made(options, stop, at_limit)
-    return (
-        fields
-        if fields["max_tokens"] > 0
-        else fields | {"max_tokens": LIMIT, "at_limit": "complete"}
-    )
-
-
-sessions.request_options = short
-
 
 def pytest_configure(config):
     for marker in ("asyncio", "timeout(seconds)"):
