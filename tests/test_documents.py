@@ -59,7 +59,11 @@ PAGES: dict[str, dict[str, str]] = {
         "pip install": "installs the package",
         "afm-mlx server": SERVES,
     },
-    "sessions.md": {},
+    "sessions.md": {
+        "git clone": "fetches Apple's tests",
+        "pip install pytest": "installs packages",
+        "python -m afm_mlx.fm \"$(": MINUTES,
+    },
     "speculation.md": {"afm-mlx bench": LARGE, "afm-mlx lora": HOURS},
     "training.md": {
         "afm-mlx lora": HOURS,

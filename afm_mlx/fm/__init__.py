@@ -19,7 +19,8 @@ Models and sessions are loaded when they are first used; all else costs next to 
 | `generation_schema.py`, `generation_property.py`, `generation_guide.py` | schemas, fields, their limits |
 | `generation_options.py`, `prompt.py` | options of a request; prompts |
 | `tool.py`, `function_tool.py` | tools written as classes, and made of functions |
-| `transcript.py`, `transcript_format.py` | a session's history |
+| `transcript.py`, `transcript_entries.py`, `transcript_format.py` | a session's history |
+| `feedback.py` | what somebody thinks of an answer |
 | `errors.py` | the SDK's errors |
 | `stand_in.py`, `__main__.py` | scripts that import `apple_fm_sdk` |
 """
@@ -75,11 +76,13 @@ if TYPE_CHECKING:
         SystemLanguageModelUnavailableReason,
         SystemLanguageModelUseCase,
     )
+    from afm_mlx.fm.feedback import LanguageModelFeedback
     from afm_mlx.fm.session import LanguageModelSession
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "LanguageModelFeedback": "feedback",
     "LanguageModelSession": "session",
     "SystemLanguageModel": "core",
     "SystemLanguageModelGuardrails": "core",
@@ -109,6 +112,7 @@ __all__ = [
     "ImageAttachment",
     "ImagePromptError",
     "InvalidGenerationSchemaError",
+    "LanguageModelFeedback",
     "LanguageModelSession",
     "Prompt",
     "PromptComponent",

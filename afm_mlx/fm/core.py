@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from enum import IntEnum
+from locale import getlocale
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,8 +50,9 @@ class SystemLanguageModel:
     It is loaded when it is first needed, and freed with the last object that uses it.
 
     Args:
-        use_case, guardrails: kept; the models that run here are the same for all of them, and have no
-            guardrails.
+        use_case: `CONTENT_TAGGING` has sessions answer with the model's adapter `content_tagging`, where they
+            name none themselves. A model without such an adapter answers as it does in general, with a warning.
+        guardrails: kept; the models that run here have no guardrails.
         model: folder, hub id or name of a model, or a model and its tokenizer, as `afm_mlx.load` returns them.
             None takes what the environment variable AFM_MLX_MODEL names, or else the embedded `afm-nano`.
         adapters: folders of the model's adapters by their names, or an `AdapterPool` of a model that is given.
@@ -71,6 +74,7 @@ class SystemLanguageModel:
         self.guardrails = _known(SystemLanguageModelGuardrails.DEFAULT, guardrails)
         with translated(AssetsUnavailableError):
             self._shared = shared_model(model, adapters)
+        self._has_warned = False
 
     def is_available(self) -> tuple[bool, SystemLanguageModelUnavailableReason | None]:
         """Whether the model's files are there, and why not. A hub id's files are fetched first."""
@@ -89,6 +93,55 @@ class SystemLanguageModel:
         """
         with translated(AssetsUnavailableError):
             return self._shared.context_size
+
+    @property
+    def supported_languages(self) -> set[str]:
+        """Codes of the languages that the model's card (`README.md`) names; empty where it names none.
+
+        Raises:
+            AssetsUnavailableError: when the model's files are not there.
+        """
+        with translated(AssetsUnavailableError):
+            return {_language(one) for one in self._shared.languages} - {""}
+
+    def supports_locale(self, locale: str | None = None) -> bool:
+        """Whether the model is made for the language of a locale.
+
+        True where the model's card names no languages: no language is refused then.
+
+        Args:
+            locale: such as "de", "de-AT", "zh_Hant_TW" or "de_AT.UTF-8"; None for the one of this process.
+
+        Raises:
+            ValueError: for what is no locale.
+            AssetsUnavailableError: when the model's files are not there.
+        """
+        if locale is None:
+            locale = getlocale()[0] or "en"
+        language = _language(locale) if isinstance(locale, str) else ""
+        if not language:
+            raise ValueError(
+                f'locale is {shown(locale)}; a name such as "de" or "de-AT" is needed.'
+            )
+        languages = self.supported_languages
+        return not languages or language in languages
+
+    @property
+    def use_case_adapter(self) -> str | None:
+        """The adapter of the model's use case, once the model is loaded; None where it needs or has none."""
+        if self.use_case is SystemLanguageModelUseCase.GENERAL:
+            return None
+        name = self.use_case.name.lower()
+        if self._shared.has_adapter(name):
+            return name
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"The model {self._shared.name} has no adapter {name!r}: for the use case {self.use_case.name} "
+                f"it answers as it does in general. Give it one: adapters={{{name!r}: FOLDER}}.",
+                stacklevel=2,
+            )
+        return None
 
     async def token_count(
         self,
@@ -131,6 +184,12 @@ class SystemLanguageModel:
 
 
 Choice = TypeVar("Choice", bound=IntEnum)
+
+
+def _language(locale: str) -> str:
+    """The language's code in the name of a locale; empty where it has none."""
+    found = re.match(r"([A-Za-z]{2,3})(?![A-Za-z])", locale)
+    return found[1].lower() if found else ""
 
 
 def _known(default: Choice, given: Any) -> Choice:

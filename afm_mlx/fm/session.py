@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from types import EllipsisType
 from typing import Any
@@ -18,7 +18,8 @@ from afm_mlx.fm.context_window import POLICIES
 from afm_mlx.fm.core import SystemLanguageModel
 from afm_mlx.fm.error_translation import translated
 from afm_mlx.fm.errors import AssetsUnavailableError
-from afm_mlx.fm.generable import Generable, GenerationID
+from afm_mlx.fm.feedback import Issue, Sentiment, feedback_attachment
+from afm_mlx.fm.generable import Generable, GeneratedContent, GenerationID
 from afm_mlx.fm.generation_options import GenerationOptions
 from afm_mlx.fm.generation_schema import GenerationSchema
 from afm_mlx.fm.prompt import Prompt, prompt_text
@@ -26,6 +27,7 @@ from afm_mlx.fm.request_options import request_options
 from afm_mlx.fm.session_lock import SessionLock
 from afm_mlx.fm.tool import Tool
 from afm_mlx.fm.transcript import Transcript
+from afm_mlx.fm.transcript_entries import Entry
 from afm_mlx.fm.turn import Asked, Turn
 
 TOOL_ERRORS = ("model", "raise")
@@ -47,7 +49,7 @@ class LanguageModelSession:
         tools: tools that the model may call. A function with annotations and a docstring is one, too. Of
             several that look the same to the model, the first is called.
         adapter: the adapter that answers: the name of one of the model's, or weights of several by their names,
-            which are added up. None for the model alone.
+            which are added up. None for the model alone; left out, it is that of the model's use case.
         context_policy: what happens when the history leaves too little room for an answer: "error" raises
             `ExceededContextWindowSizeError`; "drop_oldest" takes the oldest turns out of the transcript;
             "summarize" puts the model's own summary of them in their place.
@@ -70,7 +72,7 @@ class LanguageModelSession:
         model: SystemLanguageModel | None = None,
         tools: Sequence[Tool | Callable[..., Any]] | None = None,
         *,
-        adapter: AdapterChoice | None = None,
+        adapter: AdapterChoice | EllipsisType | None = ...,
         context_policy: str = "error",
         max_tool_rounds: int = 8,
         tool_errors: str = "model",
@@ -93,6 +95,7 @@ class LanguageModelSession:
         self._tool_errors = tool_errors
         self._lock = SessionLock()
         self.last_answer: Answer | None = None
+        self._failed: tuple[list[Entry], str] | None = None  # what became of the last request
         self.transcript = Transcript()
         if instructions or self._tools:
             definitions = [tool.tool_definition for tool in self._tools.values()]
@@ -248,7 +251,6 @@ class LanguageModelSession:
         asked = Asked(
             form,
             request_options(options, stop, at_limit),
-            adapter=self._adapter if adapter is ... else adapter,
             tool_choice=tool_choice,
             max_tool_rounds=self._max_tool_rounds,
             tool_errors=self._tool_errors,
@@ -257,23 +259,38 @@ class LanguageModelSession:
         )
         async with self._lock.held() as hold:
             await self._ready()
+            asked.adapter = self._chosen(adapter)
             asked.form = form = await form.compiled()
             draft = self.transcript.copy()
-            draft.add_prompt(text, form.response_format if include_schema_in_prompt else None)
+            shown_format = form.response_format if include_schema_in_prompt else None
+            draft.add_prompt(text, shown_format, options, tool_choice)
             hold.mark()
             asked.tool_context = contextvars.copy_context()
             turn = Turn(self._model._shared, draft, self._tools, asked)
-            async with aclosing(turn.texts()) as texts:
-                async for text in texts:
-                    hold.mark()  # another task may ask for this text than for the one before
-                    yield text, None
-            text = turn.answer.text
-            content = text if form.is_text else form.content(text)
-            value = content if isinstance(content, str) else form.value(content)
-            turn.draft.add_response(content, self._assets(asked.adapter), form.name)
+            assets = self._assets(asked.adapter)
+            try:
+                async with aclosing(turn.texts()) as texts:
+                    async for text in texts:
+                        hold.mark()  # another task may ask for this text than for the one before
+                        yield text, None
+                text = turn.answer.text
+                content = text if form.is_text else form.content(text)
+                value = content if isinstance(content, str) else form.value(content)
+            except Exception as error:
+                turn.draft.add_response(turn.answer.text, assets)
+                self._failed = turn.draft.last_turn(), f"{type(error).__name__}: {error}"
+                raise
+            turn.draft.add_response(content, assets, form.name)
             self.transcript.merge(turn.draft)
-            self.last_answer = turn.answer
+            self.last_answer, self._failed = turn.answer, None
         yield text, value
+
+    def _chosen(self, adapter: AdapterChoice | EllipsisType | None = ...) -> AdapterChoice | None:
+        """The adapter that answers: the request's, else the session's, else that of the model's use case."""
+        for choice in (adapter, self._adapter):
+            if not isinstance(choice, EllipsisType):
+                return choice
+        return self._model.use_case_adapter
 
     def _check_tool_choice(self, choice: str) -> None:
         allowed = [*TOOL_CHOICES, *self._tools] if self._tools else ["auto", "none"]
@@ -320,7 +337,7 @@ class LanguageModelSession:
         with translated():
             request = Request(
                 encode_prompt(shared.tokenizer, text),
-                adapter=self._adapter if adapter is ... else adapter,
+                adapter=self._chosen(adapter),
                 logprobs=logprobs is not None,
                 heal=True,
                 **fields,
@@ -331,6 +348,31 @@ class LanguageModelSession:
                     answer.take(response, shared.tokenizer, logprobs)
         self.last_answer = answer
         return answer.text
+
+    def log_feedback_attachment(
+        self,
+        sentiment: Sentiment | str | None = None,
+        issues: Iterable[Issue] = (),
+        desired_output: str | GeneratedContent | Entry | Any = None,
+    ) -> bytes:
+        """Write down what somebody thinks of the last answer, or of the error in its place.
+
+        The result is a line of JSON with the conversation, for a file to which more may be appended. Name and
+        arguments are those of the framework's method in Swift; Apple's Python SDK has none.
+
+        Args:
+            sentiment: what they think.
+            issues: what is wrong.
+            desired_output: the answer that was wanted: a text, generated content, an instance of a generable
+                class, or an entry of a transcript.
+
+        Raises:
+            ValueError, TypeError: for arguments that are none of these.
+        """
+        failed, error = self._failed or ([], None)
+        return feedback_attachment(
+            self.transcript, failed, error, sentiment, issues, desired_output
+        )
 
     async def prewarm(self, prompt_prefix: Prompt | None = None) -> None:
         """Load the model, and compute what the next prompt begins with, so that its answer comes sooner.
@@ -346,7 +388,7 @@ class LanguageModelSession:
             await self._ready()
             with translated():
                 prompt = self._tokens(text, continue_final_message=True)
-                request = Request(prompt, max_tokens=1, adapter=self._adapter, logprobs=False)
+                request = Request(prompt, max_tokens=1, adapter=self._chosen(), logprobs=False)
                 async with aclosing(self._model._shared.engine.stream(request)) as responses:
                     async for _ in responses:
                         pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 import threading
 import weakref
@@ -11,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from afm_mlx import threads
 from afm_mlx.adapters.active import active_adapters
@@ -25,6 +28,7 @@ from afm_mlx.model.model import is_afm
 
 Message = Mapping[str, Any]
 
+_CARD_BYTES = 1 << 16  # of a model card are looked at
 PREFIX_BYTES = 1 << 30  # of what sessions have computed: 60,000 tokens of the 3B
 
 
@@ -90,6 +94,23 @@ class SharedModel:
             name = "context_length" if is_afm(self._source[0]) else "max_position_embeddings"
             known = getattr(args, name, None)
         return known if isinstance(known, int) else sys.maxsize
+
+    @property
+    def languages(self) -> list[str]:
+        """The languages that the model's card names; none where it has none.
+
+        Raises:
+            AFMError: when the model can't be found.
+        """
+        if isinstance(self._source, str):
+            folder = self._found()
+        else:
+            folder = Path(getattr(self._source[1], "name_or_path", "") or os.devnull)
+        return card_languages(folder / "README.md")
+
+    def has_adapter(self, name: str) -> bool:
+        """Whether the model has an adapter of this name, once it is loaded."""
+        return self._pool is not None and name in self._pool.registered
 
     def _found(self) -> Path:
         """The model's folder; a hub id is fetched once."""
@@ -195,6 +216,23 @@ class SharedModel:
         """
         given = {"tools": list(tools)} if tools else {}
         return list(self._tokenizer.apply_chat_template(list(messages), **given, **options))
+
+
+def card_languages(card: Path) -> list[str]:
+    """The `language` field of a model card, as the Hugging Face Hub has it; empty where there is none."""
+    if not card.is_file():
+        return []
+    try:
+        with card.open("rb") as file:
+            text = file.read(_CARD_BYTES).decode("utf-8", "replace")
+        head = re.match(r"---\s*\n(.*?)\n---", text, re.S)
+        fields = yaml.safe_load(head[1]) if head else None
+    except (OSError, yaml.YAMLError):
+        return []
+    found = fields.get("language") if isinstance(fields, dict) else None
+    listed = found if isinstance(found, list) else [found]
+    # YAML takes the code of Norwegian for the word "no".
+    return ["no" if one is False else one for one in listed if one is False or isinstance(one, str)]
 
 
 _models: weakref.WeakValueDictionary[Any, SharedModel] = weakref.WeakValueDictionary()

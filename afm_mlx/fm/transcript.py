@@ -3,41 +3,73 @@
 from __future__ import annotations
 
 import itertools
-import json
 import threading
-import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar, overload
 
+from afm_mlx.errors import shown
+from afm_mlx.fm import transcript_entries as kinds
 from afm_mlx.fm.errors import DecodingFailureError
 from afm_mlx.fm.generable import GeneratedContent
+from afm_mlx.fm.generation_options import GenerationOptions
+from afm_mlx.fm.transcript_entries import JSON, json_copy, json_text
 
-Entry = dict[str, Any]
 Message = dict[str, Any]
 
 
-class Transcript:
+class Transcript(Sequence[kinds.Entry]):
     """What was said in a session, in order: instructions, prompts, answers, calls of tools and their results.
 
-    Entries are the framework's JSON, kept as they were read. A request makes a `copy`, adds to it while it is
-    answered, and hands it to `merge` when the answer is complete: until then nothing of it is seen. Sessions
-    may share a transcript: each adds its turns behind those that are there.
+    A sequence of entries, of the classes `Transcript.Instructions`, `Prompt`, `Response`, `ToolCalls` and
+    `ToolOutput`. They are the framework's JSON, kept as it was read. A request makes a `copy`, adds to it while
+    it is answered, and hands it to `merge` when the answer is complete: until then nothing of it is seen.
+    Sessions may share a transcript: each adds its turns behind those that are there.
+
+    Args:
+        entries: such entries, of another transcript or new ones.
     """
 
     _KIND: ClassVar[str] = "FoundationModels.Transcript"
 
-    def __init__(self) -> None:
+    Entry = kinds.Entry
+    Instructions = kinds.Instructions
+    Prompt = kinds.Prompt
+    Response = kinds.Response
+    ToolCalls = kinds.ToolCalls
+    ToolOutput = kinds.ToolOutput
+    ToolCall = kinds.ToolCall
+    ToolDefinition = kinds.ToolDefinition
+    TextSegment = kinds.TextSegment
+    StructuredSegment = kinds.StructuredSegment
+    OtherSegment = kinds.OtherSegment
+
+    def __init__(self, entries: Iterable[kinds.Entry] = ()) -> None:
         self._document: dict[str, Any] = {
             "type": self._KIND,
             "version": 1,
-            "transcript": {"entries": []},
+            "transcript": {"entries": [_json_of(entry) for entry in entries]},
         }
-        self._copied: list[Entry] = []  # the entries of the transcript that this one is a copy of
+        self._copied: list[JSON] = []  # the entries of the transcript that this one is a copy of
         self._merging = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, index: int) -> kinds.Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[kinds.Entry]: ...
+    def __getitem__(self, index: int | slice) -> kinds.Entry | list[kinds.Entry]:
+        if isinstance(index, slice):
+            return [kinds.Entry.of(entry) for entry in self._entries[index]]
+        return kinds.Entry.of(self._entries[index])
+
+    def __repr__(self) -> str:
+        return f"Transcript({self[:]!r})"
+
     @property
-    def _entries(self) -> list[Entry]:
-        entries: list[Entry] = self._document["transcript"]["entries"]
+    def _entries(self) -> list[JSON]:
+        entries: list[JSON] = self._document["transcript"]["entries"]
         return entries
 
     @classmethod
@@ -80,86 +112,53 @@ class Transcript:
             added = [e for e in joined(older) if id(e) not in copied]
             self._entries[:] = [*before, *added, *joined(turns), *own]
 
-    def turns(self) -> tuple[list[Entry], list[list[Entry]]]:
+    def turns(self) -> tuple[list[JSON], list[list[JSON]]]:
         """What comes before the first prompt, and the turns: each a prompt and all that follows it."""
         before, *turns = _parts(self._entries)
         return before, turns
 
-    def with_entries(self, entries: Sequence[Entry]) -> Transcript:
+    def last_turn(self) -> list[kinds.Entry]:
+        """The last prompt and all that follows it."""
+        return [kinds.Entry.of(entry) for entry in _parts(self._entries)[-1]]
+
+    def with_entries(self, entries: Sequence[JSON]) -> Transcript:
         """A transcript with these entries in place of its own."""
         other = self.copy()
         other._entries[:], other._copied = entries, self._copied
         return other
 
     def add_instructions(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Add the session's instructions.
+        """Add the session's instructions, see `Instructions`."""
+        self._add(kinds.Instructions(text, tools))
 
-        Args:
-            text: what the model is told before all else; may be empty.
-            tools: definitions of the tools that it may call, see `Tool.tool_definition`.
-        """
-        entry = self._add("instructions", contents=[_text(text)] if text else [])
-        if tools:
-            entry["tools"] = json_copy(list(tools))
-
-    def add_prompt(self, text: str, response_format: Mapping[str, Any] | None = None) -> None:
-        """Add what the user asks.
-
-        Args:
-            text: the prompt.
-            response_format: `{"type": "json_schema", "json_schema": {"name", "schema"}}`, see
-                `GenerationSchema.response_format`; none asks for text.
-        """
-        entry = self._add("user", contents=[_text(text)], options={})
-        if response_format is not None:
-            schema = json_copy(dict(response_format["json_schema"]))
-            entry["responseFormat"] = {"type": "jsonSchema", "jsonSchema": schema}
+    def add_prompt(
+        self,
+        text: str,
+        response_format: Mapping[str, Any] | None = None,
+        options: GenerationOptions | None = None,
+        tool_choice: str = "auto",
+    ) -> None:
+        """Add what the user asks, see `Prompt`."""
+        self._add(kinds.Prompt(text, options, response_format, tool_choice))
 
     def add_response(
         self, content: str | GeneratedContent, assets: Sequence[str] = (), source: str = ""
     ) -> None:
-        """Add the answer.
-
-        Args:
-            content: its text, or what was generated.
-            assets: ids of the models and adapters that answered.
-            source: the name of the schema that generated content follows.
-        """
-        if isinstance(content, str):
-            part: dict[str, Any] = {"type": "text", "text": content, "id": "0"}
-        else:
-            structure = {"source": source, "content": json_copy(content.value())}
-            part = {"type": "structure", "structure": structure, "id": "0"}
-        self._add("response", contents=[part], assets=list(assets))
+        """Add the answer, see `Response`."""
+        self._add(kinds.Response(content, assets, source))
 
     def add_tool_calls(self, calls: Sequence[Mapping[str, Any]], text: str = "") -> list[str]:
-        """Add calls of tools that the model wants made.
-
-        Args:
-            calls: `name` and `arguments` (JSON: a dict, or text) of each.
-            text: what the model said before them.
+        """Add calls of tools that the model wants made, see `ToolCalls`.
 
         Returns:
             The calls' ids, for `add_tool_output`.
         """
-        made = [
-            {"id": _new_id(), "name": c["name"], "arguments": _json_text(c["arguments"])}
-            for c in calls
-        ]
-        said = {"contents": [{"type": "text", "text": text, "id": "0"}]} if text else {}
-        self._add("response", **said, toolCalls=made)
-        return [call["id"] for call in made]
+        made = self._add(kinds.ToolCalls(calls, text))
+        return [call["id"] for call in made["toolCalls"]]
 
     def add_tool_output(self, call_id: str, name: str, text: str) -> None:
-        """Add what a call gave.
-
-        Args:
-            call_id: what `add_tool_calls` returned for it.
-            name: the tool.
-            text: its result.
-        """
-        entry = self._add("tool", toolCallID=call_id, toolName=name, contents=[_text(text)])
-        entry["id"] = call_id
+        """Add what a call gave, see `ToolOutput`."""
+        self._add(kinds.ToolOutput(call_id, name, text))
 
     def messages(self) -> tuple[list[Message], list[dict[str, Any]]]:
         """The history as `Tokenizer.apply_chat_template` takes it.
@@ -179,20 +178,27 @@ class Transcript:
                 messages.append(message)
         return messages, tools
 
-    def _add(self, role: str, **fields: Any) -> Entry:
-        entry = {"role": role, "id": _new_id(), **fields}
-        self._entries.append(entry)
-        return entry
+    def _add(self, entry: kinds.Entry) -> JSON:
+        self._entries.append(entry._json)
+        return entry._json
 
 
-def _parts(entries: Sequence[Entry]) -> list[list[Entry]]:
+def _json_of(entry: kinds.Entry) -> JSON:
+    if not isinstance(entry, kinds.Entry):
+        raise TypeError(
+            f"An entry of a transcript is needed, such as Transcript.Prompt; got {shown(entry)}."
+        )
+    return entry._json
+
+
+def _parts(entries: Sequence[JSON]) -> list[list[JSON]]:
     """The entries before the first prompt, then those of each turn."""
     starts = [i for i, entry in enumerate(entries) if entry["role"] == "user"]
     ends = [0, *starts, len(entries)]
     return [list(entries[i:j]) for i, j in itertools.pairwise(ends)]
 
 
-def joined(parts: Sequence[list[Entry]]) -> list[Entry]:
+def joined(parts: Sequence[list[JSON]]) -> list[JSON]:
     """Returns the entries of several lists as one list."""
     return [entry for part in parts for entry in part]
 
@@ -200,7 +206,7 @@ def joined(parts: Sequence[list[Entry]]) -> list[Entry]:
 _ROLES = {"instructions": "system", "user": "user", "response": "assistant", "tool": "tool"}
 
 
-def _message(entry: Entry, where: str) -> Message:
+def _message(entry: JSON, where: str) -> Message:
     contents = entry.get("contents") or []
     message: Message = {
         "role": _ROLES[entry["role"]],
@@ -221,28 +227,7 @@ def _content_text(part: Mapping[str, Any], where: str) -> str:
     if part["type"] == "text":
         return str(part["text"])
     if part["type"] == "structure":
-        return _json_text(part["structure"]["content"])
+        return json_text(part["structure"]["content"])
     raise DecodingFailureError(
         f"{where} has a part of the type {part['type']!r}; this model reads text and generated objects."
     )
-
-
-def json_copy(value: Any) -> Any:
-    """A copy of a JSON value, which is faster than `deepcopy` and takes values of more levels.
-
-    Raises:
-        TypeError, ValueError, RecursionError: for what JSON can't hold.
-    """
-    return json.loads(json.dumps(value, allow_nan=False))
-
-
-def _json_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _text(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text, "id": _new_id()}
-
-
-def _new_id() -> str:
-    return str(uuid.uuid4()).upper()

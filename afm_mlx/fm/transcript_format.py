@@ -8,11 +8,12 @@ from typing import Any, Literal
 import msgspec
 
 from afm_mlx.fm.errors import DecodingFailureError
-from afm_mlx.fm.transcript import json_copy
+from afm_mlx.fm.transcript_entries import json_copy
 
 
 class _Structure(msgspec.Struct):
     content: Any
+    source: str = ""
 
 
 class _Content(msgspec.Struct):
@@ -33,6 +34,7 @@ class _ResponseFormat(msgspec.Struct):
 class _Call(msgspec.Struct):
     name: str
     arguments: str
+    id: str = ""
 
 
 class _Entry(msgspec.Struct):
@@ -42,6 +44,10 @@ class _Entry(msgspec.Struct):
     tools: list[dict[str, Any]] | None = None
     responseFormat: _ResponseFormat | None = None
     toolCalls: list[_Call] | None = None
+    options: dict[str, Any] | None = None
+    assets: list[str] | None = None
+    toolName: str | None = None
+    toolCallID: str | None = None
 
 
 class _Entries(msgspec.Struct):

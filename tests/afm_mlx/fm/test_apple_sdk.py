@@ -79,3 +79,4 @@ def test_apples_own_tests_pass(tmp_path):
 
     assert run.returncode == 0, run.stdout[-20000:] + run.stderr
     assert "skipped" not in run.stdout, run.stdout
+    assert "153 passed, 26 deselected" in run.stdout, run.stdout[-500:]

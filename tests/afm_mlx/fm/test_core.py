@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import shutil
+import warnings
 import weakref
 from types import SimpleNamespace
 
@@ -72,6 +73,55 @@ def test_use_cases_and_guardrails_are_kept_and_unknown_ones_replaced():
     assert (model.use_case, model.guardrails) == (1, 1)
     with pytest.warns(UserWarning, match="GENERAL is used"):
         assert fm.SystemLanguageModel(Other).use_case == fm.SystemLanguageModelUseCase.GENERAL
+
+
+def test_a_use_case_picks_the_adapter_of_its_name(nano):
+    tagging = fm.SystemLanguageModelUseCase.CONTENT_TAGGING
+    text = "Triage this message:\nWhere is order K482?"
+
+    def answered(model, **how):
+        session = fm.LanguageModelSession(model=model, **how)
+        answer = asyncio.run(session.respond(text))
+        return answer, session.transcript[-1].assets[1:]
+
+    with pytest.warns(UserWarning, match="no adapter 'content_tagging'"):
+        plain, used = answered(fm.SystemLanguageModel(tagging, model=FOLDER))
+    assert used == []
+    adapters = {"content_tagging": nano_adapters()["triage"]}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = fm.SystemLanguageModel(tagging, model=nano, adapters=adapters)
+        answer, used = answered(model)
+        assert answer.startswith("Priority")
+        assert used == ["content_tagging"]
+        # What a session or a request says comes first.
+        assert answered(model, adapter=None) == (plain, [])
+        assert answered(fm.SystemLanguageModel(model=nano)) == (plain, [])
+
+
+def test_languages_are_those_of_the_model_card(tmp_path, monkeypatch):
+    model = fm.SystemLanguageModel()
+    assert model.supported_languages == {"en"}
+    assert model.supports_locale("en_GB.UTF-8")
+    assert not model.supports_locale("de-AT")
+    monkeypatch.setattr("afm_mlx.fm.core.getlocale", lambda: ("fr_FR", "UTF-8"))
+    assert not model.supports_locale()
+    monkeypatch.setattr("afm_mlx.fm.core.getlocale", lambda: (None, None))
+    assert model.supports_locale()
+    for wrong in ("", "english", "1", 3):
+        with pytest.raises(ValueError, match="locale is"):
+            model.supports_locale(wrong)
+    folder = shutil.copytree(FOLDER, tmp_path / "model")
+    for head, languages in (
+        ("language: [de, no, zh-Hant]", {"de", "no", "zh"}),
+        ("language: it", {"it"}),
+        ("license: mit", set()),
+        ("language: {", set()),
+    ):
+        (folder / "README.md").write_text(f"---\n{head}\n---\n# A model\n")
+        other = fm.SystemLanguageModel(model=folder)
+        assert other.supported_languages == languages
+        assert other.supports_locale("zh_TW") == (languages == set() or "zh" in languages)
 
 
 def test_adapters_are_names_of_folders_or_a_pool(nano, tmp_path):

@@ -266,6 +266,11 @@ def test_options_are_honoured(nano, model):
         seeded = fm.SamplingMode.random(seed=8)
         draws = [(await answer(fm.GenerationOptions(seeded, t)))[0] for t in (None, 1.0, 3.0)]
         assert draws[0] == draws[1] != draws[2]
+        session = fm.LanguageModelSession(model=model)
+        await session.respond(FORMAL, options=drawn[0])
+        await session.respond("Hi", tool_choice="none")
+        assert session.transcript[0].options == drawn[0]
+        assert session.transcript[2].to_dict()["options"] == {"toolCallingMode": "disallowed"}
         text, details = await answer(fm.GenerationOptions(maximum_response_tokens=5))
         assert len(details.tokens) == 5
         assert details.finish_reason == "length"

@@ -141,6 +141,79 @@ def test_what_was_read_is_written_with_all_that_is_unknown():
         transcript.messages()
 
 
+Kind = fm.Transcript
+
+
+def test_entries_are_typed_and_transcripts_are_made_of_them(transcript):
+    """Of entries that were read, and of new ones: they have the same JSON."""
+    document = written(transcript)
+    document["transcript"]["entries"][1]["unknown"] = [1]
+    again = read(document)
+    kinds = [type(entry) for entry in again]
+    assert kinds[:3] == [Kind.Instructions, Kind.Prompt, Kind.ToolCalls]
+    assert kinds[3:] == [
+        Kind.ToolOutput,
+        Kind.ToolOutput,
+        Kind.Response,
+        Kind.Prompt,
+        Kind.Response,
+    ]
+    assert len(again) == 8
+    first, prompt, calls, output, *_ = again
+    assert first.text == "Be brief."
+    assert [tool.name for tool in first.tool_definitions] == ["_weather"]
+    assert prompt.response_schema == Report.generation_schema().to_dict()
+    assert [call.arguments.value() for call in calls.calls] == [{"city": "Århus"}, {"city": "Ulm"}]
+    assert (output.tool_name, output.call_id, output.text) == (
+        "_weather",
+        calls.calls[0].id,
+        "rain",
+    )
+    (structure,) = again[5].segments
+    assert (structure.source, structure.content.value()) == ("Report", {"sky": "mixed"})
+    assert (again[5].text, again[-1].assets) == ('{"sky": "mixed"}', ["afm"])
+    made = fm.Transcript([*again[:2], again[-1]])
+    assert entries(made) == [document["transcript"]["entries"][i] for i in (0, 1, 7)]
+    assert again[1] in made
+    assert made.messages()[0][1:] == [again.messages()[0][1], again.messages()[0][-1]]
+    with pytest.raises(TypeError, match=r"Transcript\.Prompt; got 'Hi'"):
+        fm.Transcript(["Hi"])
+    image = {"role": "user", "id": "A", "contents": [{"type": "image", "at": 3}]}
+    (part,) = read({"transcript": {"entries": [image]}})[0].segments
+    assert (part.type, part.fields["at"]) == ("image", 3)
+
+
+Random = fm.SamplingMode.random
+
+
+@each(
+    "options, expected",
+    [
+        (fm.GenerationOptions(), {}),
+        (fm.GenerationOptions(fm.SamplingMode.greedy()), {"topK": 1}),
+        (fm.GenerationOptions(Random(top=41, seed=73), 0.7, 256),
+         {"topK": 41, "randomSeed": 73, "temperature": 0.7, "maximumResponseTokens": 256}),
+        (fm.GenerationOptions(Random(probability_threshold=0.5)), {"topP": 0.5}),
+        (fm.GenerationOptions(Random(probability_threshold=1.0)), {"topP": 1.0}),
+        (fm.GenerationOptions(Random(seed=-4)), {"randomSeed": -4}),
+    ],
+)  # fmt: skip
+def test_options_are_in_prompts_and_come_back(options, expected):
+    prompt = fm.Transcript.Prompt("Hi", options)
+    assert prompt.to_dict()["options"] == expected
+    assert read(written(fm.Transcript([prompt])))[0].options == options
+
+
+def test_options_that_can_not_be_are_told_when_they_are_looked_at():
+    entry = {"role": "user", "id": "A", "contents": [], "options": {"temperature": -1}}
+    transcript = read({"transcript": {"entries": [entry]}})
+    with pytest.raises(fm.DecodingFailureError, match="prompt A: 'temperature'"):
+        _ = transcript[0].options
+    entry = {"role": "response", "id": "B", "toolCalls": [{"name": "a", "arguments": "{"}]}
+    with pytest.raises(fm.DecodingFailureError, match="entry B"):
+        _ = read({"transcript": {"entries": [entry]}})[0].calls
+
+
 def nested(levels):
     value = []
     for _ in range(levels):

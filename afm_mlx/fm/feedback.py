@@ -1,0 +1,138 @@
+"""Feedback about an answer, as a file that says what was asked, what came, and what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from afm_mlx.errors import shown
+from afm_mlx.fm.generable import Generable, GeneratedContent
+from afm_mlx.fm.transcript import Transcript
+from afm_mlx.fm.transcript_entries import Entry, Response
+
+
+class Sentiment(Enum):
+    """What somebody thinks of an answer."""
+
+    POSITIVE = "positive"
+    NEGATIVE = "negative"
+    NEUTRAL = "neutral"
+
+
+class Category(Enum):
+    """What is wrong with an answer."""
+
+    UNHELPFUL = "unhelpful"
+    TOO_VERBOSE = "tooVerbose"
+    DID_NOT_FOLLOW_INSTRUCTIONS = "didNotFollowInstructions"
+    INCORRECT = "incorrect"
+    STEREOTYPE_OR_BIAS = "stereotypeOrBias"
+    SUGGESTIVE_OR_SEXUAL = "suggestiveOrSexual"
+    VULGAR_OR_OFFENSIVE = "vulgarOrOffensive"
+    TRIGGERED_GUARDRAIL_UNEXPECTEDLY = "triggeredGuardrailUnexpectedly"
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Something that is wrong with an answer.
+
+    Args:
+        category: what; a `Category` or its value.
+        explanation: in words.
+
+    Raises:
+        ValueError: for a category that there is not.
+    """
+
+    category: Category
+    explanation: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "category", _member(Category, "category", self.category))
+
+
+class LanguageModelFeedback:
+    """The classes of feedback, under the names that they have in the framework."""
+
+    Sentiment = Sentiment
+    Issue = Issue
+    Category = Category
+
+
+def feedback_attachment(
+    transcript: Transcript,
+    rejected: Iterable[Entry],
+    error: str | None,
+    sentiment: Any,
+    issues: Iterable[Issue],
+    desired: Any,
+) -> bytes:
+    """Feedback about the last turn of a transcript as a line of JSON.
+
+    Args:
+        transcript: the session's.
+        rejected: entries of a request that failed since, which are not in the transcript.
+        error: what it failed with; None for a turn that was answered.
+        sentiment: a member of `Sentiment`, its value, or None.
+        issues: what is wrong.
+        desired: the answer that was wanted: a text, generated content, an instance of a generable class, or an
+            entry; None for no answer.
+
+    Raises:
+        ValueError, TypeError: for arguments that are none of these.
+    """
+    issues = list(issues)
+    if not all(isinstance(issue, Issue) for issue in issues):
+        raise TypeError(
+            f"issues is {shown(issues)}; LanguageModelFeedback.Issue(category, ...) are needed."
+        )
+    before, turns = transcript.turns()
+    failed = [entry.to_dict() for entry in rejected]
+    # The turn that the feedback is about is the one that failed, or else the last one.
+    turn = failed or (turns.pop() if turns else [])
+    document: dict[str, Any] = {
+        "type": "LanguageModelFeedback",
+        "version": 1,
+        "input": [*before, *(entry for part in turns for entry in part), *turn[:1]],
+        "output": turn[1:],
+        "sentiment": None
+        if sentiment is None
+        else _member(Sentiment, "sentiment", sentiment).value,
+        "issues": [
+            {"category": i.category.value}
+            | ({"explanation": i.explanation} if i.explanation else {})
+            for i in issues
+        ],
+    }
+    if error is not None:
+        document["error"] = error
+    if desired is not None:
+        document["desiredOutput"] = _entry(desired).to_dict()
+    return json.dumps(document, ensure_ascii=False).encode() + b"\n"
+
+
+def _entry(desired: Any) -> Entry:
+    if isinstance(desired, Entry):
+        return desired
+    if isinstance(desired, Generable) and not isinstance(desired, type):
+        content: GeneratedContent = desired.generated_content  # type: ignore[attr-defined]
+        return Response(content, source=type(desired).__name__)
+    if isinstance(desired, Mapping):
+        desired = GeneratedContent(dict(desired))
+    if isinstance(desired, str | GeneratedContent):
+        return Response(desired)
+    raise TypeError(
+        f"desired_output is {shown(desired)}; a text, GeneratedContent, an instance of a generable class or an "
+        "entry of a transcript is needed."
+    )
+
+
+def _member(kind: type[Enum], name: str, given: Any) -> Any:
+    try:
+        return kind(given)
+    except ValueError:
+        allowed = ", ".join(member.value for member in kind)
+        raise ValueError(f"{name} is {shown(given)}; allowed are {allowed}.") from None

@@ -1,0 +1,339 @@
+"""Entries of a transcript: the framework's JSON, with attributes to read it and arguments to make it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+from afm_mlx.fm.errors import DecodingFailureError
+from afm_mlx.fm.generable import GeneratedContent
+from afm_mlx.fm.generation_options import GenerationOptions, SamplingMode, SamplingModeType
+
+JSON: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TextSegment:
+    """A part of an entry that is text."""
+
+    content: str
+
+    def __str__(self) -> str:
+        return self.content
+
+
+@dataclass(frozen=True)
+class StructuredSegment:
+    """A part of an entry that was generated under a schema.
+
+    Args:
+        source: the schema's name.
+        content: the generated value.
+    """
+
+    source: str
+    content: GeneratedContent
+
+    def __str__(self) -> str:
+        return self.content.to_json()
+
+
+@dataclass(frozen=True)
+class OtherSegment:
+    """A part of an entry of another type, such as an image, with the fields of its JSON."""
+
+    type: str
+    fields: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return ""
+
+
+Segment: TypeAlias = TextSegment | StructuredSegment | OtherSegment
+
+
+@dataclass(frozen=True)
+class ToolDefinition:
+    """A tool that the instructions name: what the model was told of it."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool that the model wants made."""
+
+    id: str
+    name: str
+    arguments: GeneratedContent
+
+
+class Entry:
+    """An entry of a transcript. Equal entries have equal JSON."""
+
+    role: ClassVar[str]
+
+    def __init__(self, **fields: Any) -> None:
+        self._json: JSON = {"role": self.role, "id": new_id(), **fields}
+
+    @classmethod
+    def of(cls, entry: JSON) -> Entry:
+        """The entry that a transcript's JSON holds, which is not copied."""
+        kind = ToolCalls if entry.get("toolCalls") else _KINDS[entry["role"]]
+        made = kind.__new__(kind)
+        made._json = entry
+        return made
+
+    @property
+    def id(self) -> str:
+        """The entry's id."""
+        return str(self._json["id"])
+
+    @property
+    def segments(self) -> list[Segment]:
+        """The parts of what it says."""
+        return [_segment(part) for part in self._json.get("contents") or ()]
+
+    @property
+    def text(self) -> str:
+        """What it says: texts as they are and objects as JSON, each on lines of its own."""
+        return "\n".join(map(str, self.segments))
+
+    def to_dict(self) -> JSON:
+        """A copy of the entry's JSON."""
+        copied: JSON = json_copy(self._json)
+        return copied
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Entry) and self._json == other._json
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.text!r})"
+
+
+class Instructions(Entry):
+    """What the model is told before all else.
+
+    Args:
+        text: may be empty.
+        tools: definitions of the tools that the model may call, see `Tool.tool_definition`.
+    """
+
+    role = "instructions"
+
+    def __init__(self, text: str = "", tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__(contents=[_text(text)] if text else [])
+        if tools:
+            self._json["tools"] = json_copy(list(tools))
+
+    @property
+    def tool_definitions(self) -> list[ToolDefinition]:
+        """The tools that the model may call."""
+        functions = [tool.get("function", tool) for tool in self._json.get("tools") or ()]
+        return [
+            ToolDefinition(f.get("name", ""), f.get("description", ""), f.get("parameters", {}))
+            for f in functions
+        ]
+
+
+class Prompt(Entry):
+    """What the user asks.
+
+    Args:
+        text: the prompt.
+        options: how tokens were to be chosen.
+        response_format: `{"type": "json_schema", "json_schema": {"name", "schema"}}`, see
+            `GenerationSchema.response_format`; none asks for text.
+        tool_choice: whether tools were to be called, see `LanguageModelSession.stream_response`.
+    """
+
+    role = "user"
+
+    def __init__(
+        self,
+        text: str,
+        options: GenerationOptions | None = None,
+        response_format: Mapping[str, Any] | None = None,
+        tool_choice: str = "auto",
+    ) -> None:
+        super().__init__(contents=[_text(text)], options=_options_json(options, tool_choice))
+        if response_format is not None:
+            schema = json_copy(dict(response_format["json_schema"]))
+            self._json["responseFormat"] = {"type": "jsonSchema", "jsonSchema": schema}
+
+    @property
+    def options(self) -> GenerationOptions:
+        """How tokens were to be chosen.
+
+        Raises:
+            DecodingFailureError: for values that options can't have.
+        """
+        given = self._json.get("options") or {}
+        top, threshold, seed = (given.get(key) for key in ("topK", "topP", "randomSeed"))
+        try:
+            sampling = None
+            if top == 1:
+                sampling = SamplingMode.greedy()
+            elif (top, threshold, seed) != (None, None, None):
+                sampling = SamplingMode.random(top, threshold, seed)
+            limit = given.get("maximumResponseTokens")
+            return GenerationOptions(sampling, given.get("temperature"), limit)
+        except ValueError as error:
+            raise DecodingFailureError(f"The options of the prompt {self.id}: {error}") from None
+
+    @property
+    def response_schema(self) -> JSON | None:
+        """The schema that the answer was to follow; None for text."""
+        response_format = self._json.get("responseFormat")
+        return response_format and json_copy(response_format["jsonSchema"]["schema"])
+
+
+class Response(Entry):
+    """An answer.
+
+    Args:
+        content: its text, or what was generated.
+        assets: ids of the models and adapters that answered.
+        source: the name of the schema that generated content follows.
+    """
+
+    role = "response"
+
+    def __init__(
+        self, content: str | GeneratedContent, assets: Sequence[str] = (), source: str = ""
+    ) -> None:
+        if isinstance(content, str):
+            part: JSON = {"type": "text", "text": content, "id": "0"}
+        else:
+            structure = {"source": source, "content": json_copy(content.value())}
+            part = {"type": "structure", "structure": structure, "id": "0"}
+        super().__init__(contents=[part], assets=list(assets))
+
+    @property
+    def assets(self) -> list[str]:
+        """Ids of the models and adapters that answered."""
+        return list(self._json.get("assets") or ())
+
+
+class ToolCalls(Entry):
+    """Calls of tools that the model wants made, and what it said before them.
+
+    Args:
+        calls: `name` and `arguments` (JSON: a dict, or text) of each.
+        text: what was said.
+    """
+
+    role = "response"
+
+    def __init__(self, calls: Sequence[Mapping[str, Any]], text: str = "") -> None:
+        made = [
+            {"id": new_id(), "name": c["name"], "arguments": json_text(c["arguments"])}
+            for c in calls
+        ]
+        said = {"contents": [{"type": "text", "text": text, "id": "0"}]} if text else {}
+        super().__init__(**said, toolCalls=made)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The calls.
+
+        Raises:
+            DecodingFailureError: for arguments that are no JSON.
+        """
+        try:
+            return [
+                ToolCall(
+                    c.get("id", ""), c["name"], GeneratedContent.from_json(c["arguments"] or "{}")
+                )
+                for c in self._json["toolCalls"]
+            ]
+        except ValueError as error:
+            raise DecodingFailureError(f"The calls of the entry {self.id}: {error}") from None
+
+
+class ToolOutput(Entry):
+    """What a call of a tool gave.
+
+    Args:
+        call_id: the call's id.
+        tool_name: the tool.
+        text: its result.
+    """
+
+    role = "tool"
+
+    def __init__(self, call_id: str, tool_name: str, text: str) -> None:
+        super().__init__(id=call_id, toolCallID=call_id, toolName=tool_name, contents=[_text(text)])
+
+    @property
+    def tool_name(self) -> str:
+        """The tool that was called."""
+        return str(self._json.get("toolName", ""))
+
+    @property
+    def call_id(self) -> str:
+        """The id of the call."""
+        return str(self._json.get("toolCallID", self.id))
+
+
+_KINDS: dict[str, type[Entry]] = {k.role: k for k in (Instructions, Prompt, Response, ToolOutput)}
+
+
+def _segment(part: Mapping[str, Any]) -> Segment:
+    if part["type"] == "text":
+        return TextSegment(str(part["text"]))
+    if part["type"] == "structure":
+        structure = part["structure"]
+        content = GeneratedContent.of(structure["content"])
+        return StructuredSegment(structure.get("source", ""), content)
+    return OtherSegment(part["type"], part)
+
+
+def _options_json(options: GenerationOptions | None, tool_choice: str) -> JSON:
+    """Options as the framework writes them. Greedy sampling is one of the 1 most likely tokens."""
+    options = options or GenerationOptions()
+    mode = options.sampling
+    found: JSON = {
+        "maximumResponseTokens": options.maximum_response_tokens,
+        "temperature": options.temperature,
+    }
+    if mode is not None and mode.mode_type is SamplingModeType.GREEDY:
+        found["topK"] = 1
+    elif mode is not None:
+        is_all = (mode.top, mode.probability_threshold, mode.seed) == (None, None, None)
+        threshold = 1.0 if is_all else mode.probability_threshold
+        found |= {"topK": mode.top, "topP": threshold, "randomSeed": mode.seed}
+    if tool_choice != "auto":
+        found["toolCallingMode"] = "disallowed" if tool_choice == "none" else "required"
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def json_copy(value: Any) -> Any:
+    """A copy of a JSON value, which is faster than `deepcopy` and takes values of more levels.
+
+    Raises:
+        TypeError, ValueError, RecursionError: for what JSON can't hold.
+    """
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+def json_text(value: Any) -> str:
+    """A JSON value as text; a string is such a text already."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text, "id": new_id()}
+
+
+def new_id() -> str:
+    """A new id, as the framework writes them."""
+    return str(uuid.uuid4()).upper()
