@@ -62,7 +62,7 @@ PAGES: dict[str, dict[str, str]] = {
     "sessions.md": {
         "git clone": "fetches Apple's tests",
         "pip install pytest": "installs packages",
-        "python -m afm_mlx.fm \"$(": MINUTES,
+        'python -m afm_mlx.fm "$(': "takes minutes",
     },
     "speculation.md": {"afm-mlx bench": LARGE, "afm-mlx lora": HOURS},
     "training.md": {
