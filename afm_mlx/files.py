@@ -28,6 +28,8 @@ _SUFFIX = ".afm-mlx"  # of hidden folders; nothing else is ever taken for a left
 _LOCK_NAME = "owner.json"
 _MAX_NAME = 200  # bytes of an output's name; file systems allow 255 for that of a place
 
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
 _places: dict[Path, FileLock] = {}
 """The places of this process and their locks, for `remove_places`."""
 
@@ -178,13 +180,27 @@ def place_beside(path: Path) -> Iterator[Path]:
     What killed processes left beside `path` is removed before.
     """
     remove_leftovers(path.parent)
-    place, lock = _make(path)
+    with _named_after(path):
+        place, lock = _make(path)
     _places[place] = lock
     try:
-        yield place
+        with _named_after(path):
+            yield place
     finally:
         _discard(place, lock)
         _places.pop(place, None)
+
+
+@contextmanager
+def _named_after(path: Path) -> Iterator[None]:
+    """Let errors of writing name the output, and no hidden place; a full disk's name nothing by themselves."""
+    try:
+        yield
+    except OSError as error:
+        known = str(error.filename or "")
+        if (not known and error.errno in _NO_ROOM) or f"{_SUFFIX}/" in f"{known}/":
+            error.filename, error.filename2 = str(path), None
+        raise
 
 
 def remove_leftovers(folder: str | Path) -> None:

@@ -31,6 +31,8 @@ _SWITCHES = (
     "AFM_MLX_REQUIRE_EMULATOR",
 )
 _TEXTS = (KERNELS, "AFM_MLX_MODEL", "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY")
+# Of the system's, in the order in which the C++ library looks for the folder of temporary files.
+_TEMPORARY = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
 VARIABLES = (*_SWITCHES, *_TEXTS, THREADS, ISA, CACHE)
 
 
@@ -67,7 +69,8 @@ def check() -> None:
     """Check every variable but `AFM_MLX_KERNELS`, whose values `dispatch.forced` knows.
 
     Raises:
-        SettingError: for a name that is not read, and a value that can't be used; says what is allowed.
+        SettingError: for a name that is not read, and a value that can't be used; says what is allowed. Also
+            for a folder of temporary files that is not there.
     """
     for name in os.environ:
         if name.startswith(_PREFIX) and name not in VARIABLES:
@@ -84,6 +87,13 @@ def check() -> None:
             f"{ISA} is {isa!r}; allowed are {', '.join(INSTRUCTION_SETS)}, as far as the processor runs them; "
             "this processor runs those that `afm-mlx info` shows, down to portable."
         )
+    for name in _TEMPORARY:
+        if (value := os.environ.get(name)) is not None:
+            if not Path(value or "/dev/null").is_dir():
+                raise SettingError(
+                    f"{name} is {value!r}, which is no folder, and MLX needs it; make it, or unset {name}."
+                )
+            break
     folder = os.environ.get(CACHE, "")
     if folder and os.path.lexists(folder) and not Path(folder).is_dir():
         raise SettingError(f"{CACHE} is {folder!r}, which is no folder; name one, or unset it.")

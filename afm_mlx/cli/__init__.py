@@ -12,17 +12,22 @@ ours and keeps its traceback.
 
 from __future__ import annotations
 
+import errno
 import io
 import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import ModuleType
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from afm_mlx.cli.signals import Terminated, handled_signals
-from afm_mlx.errors import AFMError, bounded
+from afm_mlx.errors import AFMError, bounded, reason_of
+
+if TYPE_CHECKING:
+    from collections.abc import Buffer
 
 PROGRAM = "afm-mlx"
 DESCRIPTION = "Run Apple's on-device foundation-model architecture (AFM) locally, with MLX."
@@ -53,7 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     _replace_missing_streams()
-    _show_what_the_terminal_can()
+    with _watched_output():
+        _show_what_the_terminal_can()
+        status = _ended(argv)
+        problem = "" if status else _output_problem()
+        return _fail(f"error: {problem}", USAGE_ERROR) if problem else status
+
+
+def _ended(argv: list[str]) -> int:
+    """Run a command to its end, whatever that is, and return its exit status."""
     try:
         with handled_signals():
             status = _run(argv)
@@ -62,15 +75,79 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard(sys.stdout)  # the reader, such as `head`, has closed the pipe
         return 0
+    except OSError as error:
+        if problem := _problem_of_the_process(error):
+            return _fail(f"error: {problem}", USAGE_ERROR)
+        raise
     except KeyboardInterrupt as interrupt:
         return _fail(_with_advice("interrupted", interrupt), INTERRUPTED)
     except Terminated as stopped:
         return _fail(_with_advice(str(stopped), stopped), stopped.status)
 
 
+class _Output(io.FileIO):
+    """Standard output that keeps in mind why it could not be written.
+
+    `problem` is empty as long as all was written, or its reader has closed the pipe.
+    """
+
+    problem = ""
+
+    def write(self, data: Buffer) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self.problem = reason_of(error)
+            raise
+
+
+class _NoOutput(_Output):
+    """Stands for the standard output that a process was started without."""
+
+    def write(self, data: Buffer) -> int:
+        self.problem = "it is closed"
+        return memoryview(data).nbytes
+
+
+@contextmanager
+def _watched_output() -> Iterator[None]:
+    """Let standard output be an `_Output` while the context is open; not what a caller put in its place."""
+    stream = sys.stdout
+    if stream is None:
+        raw: _Output = _NoOutput(os.devnull, "w")
+    elif stream is sys.__stdout__ and isinstance(stream, io.TextIOWrapper):
+        stream.flush()
+        raw = _Output(stream.fileno(), "w", closefd=False)
+    else:
+        yield
+        return
+    encoding = "utf-8" if stream is None else stream.encoding
+    is_direct = stream is not None and (stream.line_buffering or stream.write_through)
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding, line_buffering=is_direct)
+    try:
+        yield
+    finally:
+        # What it could not write goes with it: Python flushes once more at exit.
+        with suppress(OSError):
+            sys.stdout.flush()
+        sys.stdout = stream
+
+
+def _output_problem() -> str:
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
+    if not isinstance(raw, _Output) or not raw.problem:
+        return ""
+    return (
+        f"standard output can't be written: {raw.problem}. What was to be printed is lost; give the command a "
+        "file with room for it, a pipe or a terminal."
+    )
+
+
 def _replace_missing_streams() -> None:
     """Read nothing from standard streams that the process was started without, and write nothing to them."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for name, mode in (("stdin", "r"), ("stderr", "w")):
         if getattr(sys, name) is None:
             nothing = io.TextIOWrapper(io.FileIO(os.devnull, mode), encoding="utf-8")
             setattr(sys, name, nothing)
@@ -132,6 +209,23 @@ def _is_for_the_user(error: Exception) -> bool:
     if isinstance(error, OSError):
         return bool(error.filename)
     return isinstance(error, (AFMError, SettingError))
+
+
+def _problem_of_the_process(error: OSError) -> str:
+    """What is wrong around the process, where the system's error names no file; empty when nothing is found."""
+    if error.filename:
+        return ""
+    if problem := _output_problem():
+        return problem
+    try:
+        os.getcwd()
+    except OSError as gone:
+        return f"the current folder is gone ({reason_of(gone)}). Go to another one, and call this again."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"{reason_of(error)}. Make room, or write to another disk."
+    if "temporary directory" in reason_of(error):
+        return f"{reason_of(error)}. Let TMPDIR name a folder that can be written."
+    return ""
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -1,5 +1,6 @@
 """Files are whole or not there."""
 
+import errno
 import os
 import socket
 import threading
@@ -78,6 +79,23 @@ def test_pipes_are_read_to_their_end_and_devices_are_not(tmp_path, monkeypatch):
         server.bind(str(tmp_path / "socket"))
         with pytest.raises(OSError):
             read_file(tmp_path / "socket", 5)
+
+
+def test_an_error_of_writing_names_the_output(tmp_path):
+    path = tmp_path / "a.json"
+    for error in (OSError(errno.ENOSPC, "No space left"), OSError(errno.EFBIG, "too large", "x")):
+        with pytest.raises(OSError) as caught, atomic_write(path):
+            raise error
+        assert caught.value.filename == (error.filename or str(path))
+    with pytest.raises(OSError) as caught, atomic_write(path) as temporary:
+        (temporary / "x").write_text("")
+    assert caught.value.filename == str(path)
+    with pytest.raises(OSError) as caught, atomic_write(tmp_path / "none" / "a.json"):
+        pass
+    assert caught.value.filename == str(tmp_path / "none" / "a.json")
+    with pytest.raises(OSError) as caught, atomic_write(path):
+        raise OSError(errno.ENOENT, "of something else")
+    assert caught.value.filename is None
 
 
 def test_a_written_file_takes_its_place(tmp_path):

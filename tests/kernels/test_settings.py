@@ -64,6 +64,18 @@ def test_values_that_are_allowed(monkeypatch, name, value):
     monkeypatch.delenv(f"AFM_MLX_{name}")
 
 
+def test_a_folder_of_temporary_files_that_is_not_there_is_an_error(monkeypatch, tmp_path):
+    for name in ("TMPDIR", "TMP", "TEMP", "TEMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMP", str(tmp_path / "none"))
+    with pytest.raises(
+        SettingError, match=r"TMP is '.*none', which is no folder.*make it, or unset TMP"
+    ):
+        settings.check()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # comes before
+    settings.check()
+
+
 def test_kernels_that_cannot_run_here_are_an_error(monkeypatch):
     monkeypatch.setattr(mx.metal, "is_available", lambda: False)
     monkeypatch.setattr(extension, "unavailable", lambda: "nobody built it")

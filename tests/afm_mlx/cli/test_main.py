@@ -174,6 +174,50 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["info", "--preset", "afm-3b"], ["generate", "-m", "2"]], ids=" ".join
+)
+def test_output_that_cannot_be_written_is_one_line(argv, unbuffered):
+    run = f"[sys.executable, '-m', 'afm_mlx', *{argv}]"
+    closed = f"import os, sys; os.close(1); os.execv(sys.executable, {run})"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    for command, why in (
+        (["-m", "afm_mlx", *argv], "No space left on device"),
+        (["-c", closed], "it is closed"),
+    ):
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(
+                [sys.executable, *command],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                env=environment,
+                text=True,
+            )
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"afm-mlx: error: standard output can't be written: {why}.")
+        assert done.stderr.count("\n") == 1
+
+
+def test_commands_in_a_folder_that_is_gone(tmp_path):
+    gone = "import os, sys; os.rmdir(os.getcwd()); from afm_mlx.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for argv, status, says in (
+        (["doctor"], 2, "afm-mlx: error: the current folder is gone"),
+        (["info", "--preset", "afm-3b"], 0, ""),
+    ):
+        (tmp_path / "gone").mkdir()
+        done = subprocess.run(
+            [sys.executable, "-c", gone, *argv],
+            cwd=tmp_path / "gone",
+            capture_output=True,
+            env=environment,
+            text=True,
+        )
+        assert (done.returncode, done.stderr.count("\n")) == (status, status // 2), done.stderr
+        assert done.stderr.startswith(says)
+
+
 def test_a_setting_that_cannot_be_used_is_one_line(monkeypatch):
     monkeypatch.setenv("AFM_MLX_KERNELS", "nonsense")
     done = process("generate", "--prompt", "hi")
