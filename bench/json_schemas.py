@@ -5,12 +5,13 @@
     pip install '.[test]'
     python -m bench.json_schemas --suite suite --schemas schemas --count 1000 --seed 0 --documents 3
 
-Of the suite, the schemas of draft 2020-12 are taken, optional ones aside; of the bench, as many of each of its
-ten sets. For each schema that is honoured, documents are generated with the embedded model's tokenizer: every
-token that the grammar allows is as likely as the next, which comes to corners where a model would not.
-`jsonschema` judges them, by the draft that the schema is written in. Of the suite, the documents that it gives
-are tried, too: invalid ones have to be rejected; valid ones are accepted as far as the grammar allows their
-order of properties and their form of numbers.
+Of the suite, the schemas of draft 2020-12 are taken, optional ones aside; of the bench, as many of each of
+its ten sets. For each schema that is honoured, documents are generated with the embedded model's tokenizer:
+every token that the grammar allows is as likely as the next, which comes to corners where a model would not.
+`jsonschema` judges them with its checks of formats, by the draft that the schema is written in; multiples are
+those of decimals, as the drafts define them, where it divides binary numbers. The documents that the suite
+gives are tried, too: invalid ones have to be rejected; valid ones are accepted as far as the grammar allows
+their order of properties and their form of numbers.
 """
 
 from __future__ import annotations
@@ -31,8 +32,11 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 
 from afm_mlx.errors import ConstraintError
+from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.matcher import Matcher, fill_masks
 from afm_mlx.guidance.schema import schema_grammar
 from afm_mlx.guidance.schema.drafts import dialect
+from afm_mlx.guidance.schema.numbers import exact
 from afm_mlx.guidance.vocabulary import ll_tokenizer
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
@@ -42,12 +46,23 @@ TOKENS = 256
 ENDING = 0.25
 """How often a token is chosen of those that may end a string, a list, an object or the document."""
 _LIMITS = LLParserLimits(verbose_errors=False)
+
+
+def _multiples(validator: Any, step: Any, number: Any, schema: Any) -> Iterator[Any]:
+    is_number = isinstance(number, int | float) and not isinstance(number, bool)
+    if is_number and exact(number) % exact(step):
+        yield jsonschema.ValidationError(f"{number} is not a multiple of {step}")
+
+
 _VALIDATORS = {
-    4: jsonschema.Draft4Validator,
-    6: jsonschema.Draft6Validator,
-    7: jsonschema.Draft7Validator,
-    2019: jsonschema.Draft201909Validator,
-    2020: jsonschema.Draft202012Validator,
+    draft: jsonschema.validators.extend(kind, {"multipleOf": _multiples})
+    for draft, kind in {
+        4: jsonschema.Draft4Validator,
+        6: jsonschema.Draft6Validator,
+        7: jsonschema.Draft7Validator,
+        2019: jsonschema.Draft201909Validator,
+        2020: jsonschema.Draft202012Validator,
+    }.items()
 }
 
 
@@ -99,7 +114,7 @@ class Measurement:
         self._is_ending = np.array([any(c in text for c in '"]}') for text in texts])
         self._is_ending[list(self._tokenizer.eos_token_ids)] = True
 
-    def try_schema(self, name: str, schema: Any, figures: Figures) -> LLMatcher | None:
+    def try_schema(self, name: str, schema: Any, figures: Figures) -> Matcher | None:
         """Count one schema; the matcher of its grammar where it is honoured."""
         figures.schemas += 1
         figures.alone += _is_honoured_alone(schema)
@@ -113,27 +128,32 @@ class Measurement:
         except Exception as error:  # whatever goes wrong is a fault of ours
             figures.faults.append(f"{name}: {type(error).__name__}: {error}"[:300])
             return None
-        matcher = self.compiled(grammar)
-        figures.seconds.append(time.process_time() - start)
-        if matcher.is_error():
-            figures.faults.append(f"{name}: {matcher.get_error()}"[:300])
+        try:
+            matcher = self.compiled(grammar)
+        except ConstraintError as error:
+            figures.faults.append(f"{name}: {error}"[:300])
             return None
+        figures.seconds.append(time.process_time() - start)
         figures.honoured += 1
         for _ in range(self._documents):
             self._generate(name, schema, matcher, figures)
         return matcher
 
-    def compiled(self, grammar: str) -> LLMatcher:
+    def compiled(self, grammar: str) -> Matcher:
         """A grammar at its start, for the embedded model's tokenizer."""
-        return LLMatcher(self._inner, grammar, log_level=0, limits=_LIMITS)
+        return Matcher(Constraint(grammar, "JSON schema"), self._tokenizer)
 
-    def try_document(self, text: str, matcher: LLMatcher) -> bool:
+    def try_document(self, text: str, matcher: Matcher) -> bool:
         """Whether a grammar has a document."""
-        matcher = matcher.deep_copy()
-        tokens = self._inner.tokenize_str(text)
-        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        matcher = matcher.copy()
+        try:
+            for token in self._inner.tokenize_str(text):
+                matcher.accept(token)
+        except ConstraintError:
+            return False
+        return matcher.is_complete
 
-    def _generate(self, name: str, schema: Any, matcher: LLMatcher, figures: Figures) -> None:
+    def _generate(self, name: str, schema: Any, matcher: Matcher, figures: Figures) -> None:
         text, is_whole, error = self.sample(matcher)
         if error:
             figures.faults.append(f"{name}: {error} after {text[:100]}")
@@ -145,35 +165,35 @@ class Measurement:
             figures.invalid += 1
             figures.faults.append(f"{name}: invalid {text[:200]}")
 
-    def sample(self, matcher: LLMatcher) -> tuple[str, bool, str]:
+    def sample(self, matcher: Matcher) -> tuple[str, bool, str]:
         """A text of random allowed tokens, whether it is whole, and what went wrong."""
-        matcher = matcher.deep_copy()
+        matcher = matcher.copy()
         tokens: list[int] = []
-        while not matcher.is_stopped():
-            if len(tokens) == TOKENS:
-                return self._inner.decode_str(tokens), False, ""
-            bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-            if matcher.is_error() or not len(allowed):
-                return (
-                    self._inner.decode_str(tokens),
-                    False,
-                    matcher.get_error() or "no token is allowed",
-                )
-            ending = allowed[self._is_ending[allowed]]
-            if len(ending) and self.rng.random() < ENDING:
-                allowed = ending
-            token = int(self.rng.choice(allowed))
-            matcher.consume_token(token)
-            if token in self._tokenizer.eos_token_ids:
-                break
-            tokens.append(token)
+        try:
+            while not matcher.is_stopped:
+                if len(tokens) == TOKENS:
+                    return self._inner.decode_str(tokens), False, ""
+                bits = fill_masks([matcher]).view(np.uint8)[0]
+                allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+                if not len(allowed):
+                    return self._inner.decode_str(tokens), False, "no token is allowed"
+                ending = allowed[self._is_ending[allowed]]
+                if len(ending) and self.rng.random() < ENDING:
+                    allowed = ending
+                token = int(self.rng.choice(allowed))
+                matcher.accept(token)
+                if token in self._tokenizer.eos_token_ids:
+                    break
+                tokens.append(token)
+        except ConstraintError as error:
+            return self._inner.decode_str(tokens), False, str(error)
         return self._inner.decode_str(tokens), True, ""
 
 
 def is_valid(schema: Any, document: Any) -> bool:
-    """Whether a document is valid, by the draft of its schema."""
-    return _VALIDATORS[dialect(schema)](schema).is_valid(document)
+    """Whether a document is valid, formats included, by the draft of its schema."""
+    kind = _VALIDATORS[dialect(schema)]
+    return kind(schema, format_checker=kind.FORMAT_CHECKER).is_valid(document)
 
 
 def _is_honoured_alone(schema: Any) -> bool:

@@ -5,6 +5,7 @@
 | `constraint.py` | what an answer must look like, checked before anything is generated |
 | `vocabulary.py` | llguidance's view of a tokenizer |
 | `matcher.py` | the state of one row: the tokens that are allowed, and those that are forced |
+| `unique_items.py` | lists whose items must differ: which tokens that forbids |
 | `deep_stack.py` | a stack for llguidance's compiler, however deep a grammar goes |
 | `completion.py` | the shortest text that brings an unfinished answer to an end |
 | `tool_calls.py` | the constraint of an answer that may or must call tools |

@@ -19,6 +19,7 @@ import numpy as np
 from llguidance import LLTokenizer
 
 from afm_mlx.guidance.matcher import Matcher, fill_masks
+from afm_mlx.guidance.vocabulary import byte_tokens
 
 MAX_BYTES = 4096
 _MAX_BRANCHES = 30_000  # in all: a second, for which other rows wait
@@ -111,12 +112,7 @@ def _searched_completion(
 @lru_cache(maxsize=4)
 def _tokens_of_one_byte(tokenizer: LLTokenizer) -> dict[bytes, int]:
     """Tokens of one byte by that byte, the preferred ones first."""
-    found: dict[bytes, int] = {}
-    for token in range(tokenizer.vocab_size):
-        if not tokenizer.is_special_token(token):
-            text = tokenizer.decode_bytes([token])
-            if len(text) == 1:
-                found.setdefault(text, token)
+    found = byte_tokens(tokenizer)
     order = {byte: i for i, byte in enumerate(_PREFERRED)}
     by_preference = sorted(found, key=lambda byte: (order.get(byte[0], 256), byte))
     return {byte: found[byte] for byte in by_preference}

@@ -13,11 +13,12 @@ import json
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
+
+from afm_mlx.guidance.vocabulary import token_texts
 
 MAX_BYTES = 256
 """Bytes of forced text that are looked for at once, each with a mask of its own."""
@@ -47,13 +48,6 @@ def without_forcing(grammar: str) -> str:
     first = parts["grammars"][0]
     first["lark_grammar"] = _NO_FORCING + first["lark_grammar"]
     return json.dumps(parts)
-
-
-@lru_cache(maxsize=4)
-def token_texts(tokenizer: LLTokenizer) -> list[bytes]:
-    """The bytes of each token, none of a control token; those of the last tokenizers are kept."""
-    tokens = range(tokenizer.vocab_size)
-    return [b"" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in tokens]
 
 
 def forced_tokens(matcher: LLMatcher, tokenizer: LLTokenizer, last: int | None) -> list[int]:

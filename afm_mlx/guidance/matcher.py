@@ -14,7 +14,8 @@ from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.constraint import LIMITS, Constraint
 from afm_mlx.guidance.deep_stack import with_deep_stack
 from afm_mlx.guidance.forced import forced_tokens, without_forcing
-from afm_mlx.guidance.vocabulary import ll_tokenizer
+from afm_mlx.guidance.unique_items import UTF8_BYTES, OpenList, State, has_marks
+from afm_mlx.guidance.vocabulary import byte_tokens, ll_tokenizer, token_texts
 
 _COMPILED = 64  # grammars
 _SIDE_BY_SIDE = 16  # rows; with fewer, llguidance's threads cost more than they save
@@ -40,6 +41,12 @@ class Matcher:
         self.tokenizer: LLTokenizer = ll_tokenizer(tokenizer)
         self._matcher = _compiled(constraint, self.tokenizer).deep_copy()
         self._last: int | None = None
+        self._lists: tuple[OpenList, ...] | None = () if has_marks(constraint.grammar) else None
+        if self._lists is not None and not byte_tokens(self.tokenizer).keys() >= UTF8_BYTES:
+            raise ConstraintError(
+                f"The {self.what} asks for items that differ (uniqueItems), which needs a tokenizer with a "
+                "token for each byte. Leave it out, and check the answer."
+            )
 
     @property
     def is_complete(self) -> bool:
@@ -57,6 +64,8 @@ class Matcher:
         Raises:
             ConstraintError: when it is not allowed, or the grammar has become too complex to follow.
         """
+        if self._lists is not None:
+            self._follow(token)
         if not self._matcher.consume_token(token):
             self._raise()
         self._last = token
@@ -75,6 +84,24 @@ class Matcher:
         if self._matcher.is_error():
             self._raise()
         return tokens
+
+    def _follow(self, token: int) -> None:
+        """Take a token into the lists whose items must differ."""
+        text = token_texts(self.tokenizer)[token]
+        if not self._lists and b"[" not in text:
+            return
+        try:
+            state = State(self._matcher.deep_copy(), self.tokenizer, self._lists or ())
+            self._lists = state.then(text).lists
+        except ValueError as error:
+            raise ConstraintError(
+                f"The {self.what} can't be followed any further: {error}"
+            ) from None
+
+    def restrict(self, mask: np.ndarray) -> None:
+        """Take from the tokens that the grammar allows those that would make items of a list equal."""
+        if self._lists is not None:
+            State(self._matcher, self.tokenizer, self._lists).restrict(mask)
 
     def copy(self) -> Matcher:
         """An independent matcher in the same state."""
@@ -105,6 +132,8 @@ def fill_masks(matchers: Sequence[Matcher]) -> np.ndarray:
     else:
         rows = [(matcher, i) for i, matcher in enumerate(inner)]
         _executor().unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(inner))
+    for matcher, mask in zip(matchers, masks, strict=True):
+        matcher.restrict(mask)
     return masks
 
 

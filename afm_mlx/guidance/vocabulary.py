@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -130,3 +131,20 @@ def _zoo_pieces(tokenizer: Any, ends: tuple[int, ...]) -> TokenizerWrapper | str
         return backend.encode(text, add_special_tokens=False).ids
 
     return TokenizerWrapper(_Pieces(tokens, special, ends[0], behind_newline(encode)))
+
+
+@lru_cache(maxsize=4)
+def token_texts(tokenizer: LLTokenizer) -> list[bytes]:
+    """The bytes of each token, none of a control token; those of the last tokenizers are kept."""
+    tokens = range(tokenizer.vocab_size)
+    return [b"" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in tokens]
+
+
+@lru_cache(maxsize=4)
+def byte_tokens(tokenizer: LLTokenizer) -> dict[bytes, int]:
+    """The first token of each single byte that has one."""
+    found: dict[bytes, int] = {}
+    for token, text in enumerate(token_texts(tokenizer)):
+        if len(text) == 1:
+            found.setdefault(text, token)
+    return found

@@ -27,21 +27,20 @@ function of the one before:
 The grammar never allows an invalid document. It allows fewer than all valid ones in these ways:
 
 - Text is as `json.dumps` writes it, without escapes of printable characters; control characters come only as
-  `\\n`, `\\t`, `\\r`, `\\b`, `\\f`, unless the schema names them. Numbers have at most 15 digits (integers 18),
-  and exponents only without bounds. Listed numbers and constants come as the schema writes them.
+  `\\n`, `\\t`, `\\r`, `\\b`, `\\f`, unless the schema names them. Decimals have at most 15 digits; integers 18,
+  or as many as a bound asks for. Exponents are written only without bounds. Listed numbers and constants come
+  as the schema writes them.
 - Properties come in one order: of `x-order`, else as listed, then those that are only required, then others.
   Of `minProperties`, one at most is met by a name that is not listed, as such a name could come twice.
-- Items of `uniqueItems` differ visibly: listed values by themselves, other strings by their first letter or
-  digit, numbers by sign and first digit, objects by such a property, which they then have. Of lists, and of
-  objects without such a property, there is one at most.
-- Formats, which by the drafts only describe, are kept where `formats.py` has a pattern for them.
+- Lists of `uniqueItems` are marked for `unique_items`, which forbids equal items while they are written.
+- Formats are kept: `formats.py` has patterns for all that the drafts list.
 - A pattern holds what it means by ECMA's rules and by Python's, which `jsonschema` uses.
 - Keywords that a newer or older draft has (`const` in draft 4, `dependencies` in 2020-12) are honoured, too,
   where that only rules documents out.
 - Complements leave out numbers that are no multiple, arrays with equal items, and what `unevaluated...` would
   refuse.
 
-Refused by their place: fractions as `multipleOf`; back-references, look-behind, word borders and look-ahead
+Refused by their place: back-references, look-behind, word borders and look-ahead
 inside a repetition in patterns; references to other documents; what no document can fulfil; what multiplies
 beyond a budget.
 """

@@ -1,14 +1,13 @@
 """Rules of arrays.
 
-Unique items can't be told by a grammar that forgets them. So items are put into slots, and each slot is taken
-once at most: a listed value is a slot of its own, other strings share one by their first letter, numbers by
-their sign and first digit, objects by the value of one property; lists and other objects have one slot. Items
-in different slots differ.
+A grammar forgets the items that it has seen, so lists whose items must differ are marked, and who follows the
+grammar forbids equal items (`unique_items`). Here they are made no longer than there are different items, so
+that one can always follow.
 """
 
 from __future__ import annotations
 
-import string
+import json
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -17,19 +16,19 @@ from afm_mlx.guidance.schema.builder import Builder
 from afm_mlx.guidance.schema.cases import Arrays, Case, Numbers, Objects, Strings, Words, lesser
 from afm_mlx.guidance.schema.formulas import FALSE, Formula, conjunction, negation
 from afm_mlx.guidance.schema.keywords import MAX_COUNT
-from afm_mlx.guidance.schema.numbers import exact, first_digits
-from afm_mlx.guidance.schema.patterns import searched
+from afm_mlx.guidance.schema.numbers import number_terminals
 from afm_mlx.guidance.schema.refusals import pointer, refuse
-from afm_mlx.guidance.schema.regular import is_empty, quoted_text
+from afm_mlx.guidance.schema.regular import identity, values_of
 from afm_mlx.guidance.schema.rules import (
+    ALIKE,
     COMMA,
     EMPTY,
     NOTHING,
+    VARIED,
     Rule,
     either,
     maybe,
     seq,
-    terminal,
     text,
     times,
 )
@@ -37,8 +36,8 @@ from afm_mlx.guidance.schema.strings import string_terminals
 
 MAX_STATES = 3_000
 """Pairs of a position and counts of `contains` at most."""
-_LISTED = 50
-"""Values that have slots of their own at most."""
+_COUNTED = 64
+"""Different items that are counted at most, where no more are asked for."""
 
 
 def array_rule(case: Arrays, builder: Builder, place: str) -> Rule:
@@ -48,15 +47,73 @@ def array_rule(case: Arrays, builder: Builder, place: str) -> Rule:
         case = replace(case, most=lesser(case.most, len(case.prefix)))
     if case.most is not None and case.least > case.most:
         return NOTHING
+    mark = EMPTY
     if case.is_unique and case.most not in (0, 1):
-        if not case.prefix and not case.contains:
-            return seq(text("["), _distinct(case, builder, place), text("]"))
-        builder.drop(pointer(place, "uniqueItems"))
-        if case.least > 1:
-            return NOTHING
-        case = replace(case, most=1)
+        case = _with_different_items(case, builder, place)
+        is_varied = case.prefix or case.contains
+        mark = maybe(text(VARIED if is_varied else ALIKE)) if case.most != 1 else EMPTY
+        if not is_varied and case.least > 1:
+            builder.ask_for(case.items, case.least, pointer(place, "uniqueItems"))
     inside = _counted(case, builder, place) if case.contains else _plain(case, builder)
-    return seq(text("["), inside, text("]"))
+    return seq(text("["), mark, inside, text("]"))
+
+
+def _with_different_items(case: Arrays, builder: Builder, place: str) -> Arrays:
+    """An array that is not longer than there are different items for its places."""
+    for position in range(max(len(case.prefix) + 1, case.least)):
+        count = _count(case.item(position), max(_COUNTED, case.least), builder)
+        if count is None and position >= len(case.prefix):
+            return case
+        if count is None:
+            continue
+        before = case.prefix[:position]
+        rivals = sum(not builder.expansion.are_disjoint(one, case.item(position)) for one in before)
+        if position >= len(case.prefix):
+            return _cut(case, position + max(0, count - rivals), builder, place)
+        if count <= rivals:
+            return _cut(case, position, builder, place)
+    return case
+
+
+def _cut(case: Arrays, most: int, builder: Builder, place: str) -> Arrays:
+    if case.least > most:
+        refuse(
+            pointer(place, "uniqueItems"),
+            True,
+            f"only {most} items can differ, and {case.least} are asked for. Ask for fewer.",
+        )
+    return replace(case, most=lesser(case.most, most))
+
+
+def _count(schema: Formula, limit: int, builder: Builder) -> int | None:
+    """How many values a schema has, when they are plain and fewer than a limit; else None."""
+    found: set[Any] = set()
+    for case in builder.expansion.cases(schema):
+        values = _values(case, limit)
+        if values is None or len(found := found | values) >= limit:
+            return None
+    return len(found)
+
+
+def _values(case: Case, limit: int) -> set[Any] | None:
+    """The `identity` of plain values, so many at most; None when they are hard to find."""
+    is_free = isinstance(case, Strings) and case == Strings(case.shortest, formats=case.formats)
+    if isinstance(case, Arrays | Objects) or is_free:
+        return None
+    if isinstance(case, Words):
+        return {identity(json.loads(word)) for word in case.words}
+    if case.values is not None:
+        given = map(json.loads, case.values) if isinstance(case, Numbers) else case.values
+        return set(map(identity, given))
+    terminals = string_terminals(case) if isinstance(case, Strings) else number_terminals(case)
+    found: set[Any] = set()
+    for right in terminals:
+        name = "x" if right.startswith("%json") else "X"
+        values = values_of(f"start: {name}\n{name}: {right}", limit)
+        if values is None:
+            return None
+        found |= values
+    return found
 
 
 def _plain(case: Arrays, builder: Builder) -> Rule:
@@ -120,90 +177,3 @@ def _choice(case: Arrays, position: int, choice: tuple[bool, ...]) -> Formula | 
         elif one.most is not None and position >= one.start:
             parts.append(negation(one.schema))
     return conjunction(*parts)
-
-
-def _distinct(case: Arrays, builder: Builder, place: str) -> Rule:
-    """Items of which no two share a slot."""
-    items = builder.expansion.cases(case.items)
-    if items and all(isinstance(item, Objects) for item in items):
-        options = _object_slots(case.items, items, builder)
-    else:
-        listed = _listed_values(items)
-        options = [pair for item in items for pair in _slots(item, listed, builder, place)]
-    count = len({slot for slot, _ in options})
-    if case.least > count:
-        refuse(
-            pointer(place, "uniqueItems"),
-            True,
-            f"with these items only {count} can be told apart, and minItems is {case.least}. Use fewer.",
-        )
-    return ("distinct", tuple(options), case.least, case.most)
-
-
-def _listed_values(items: tuple[Case, ...]) -> set[type]:
-    """Of strings and numbers, those that the schema lists: so few that each can have a slot."""
-    sizes = {
-        kind: [len(item.values or ()) or _LISTED + 1 for item in items if isinstance(item, kind)]
-        for kind in (Strings, Numbers)
-    }
-    return {kind for kind, own in sizes.items() if sum(own) <= _LISTED // 2}
-
-
-def _slots(item: Case, listed: set[type], builder: Builder, place: str) -> list[tuple[str, Rule]]:
-    """The slots of the items of a case, each with the rule of its items."""
-    if isinstance(item, Words):
-        return [(word, text(word)) for word in item.words]
-    if isinstance(item, Strings) and Strings in listed:
-        return [(f"string {v}", text(quoted_text(v))) for v in item.values or ()]
-    if isinstance(item, Numbers) and Numbers in listed:
-        return [(f"number {exact(v)}", text(v)) for v in item.values or ()]
-    if isinstance(item, Strings):
-        starts = {letter: searched(pattern, wide=False) for letter, pattern in _STARTS.items()}
-        return [
-            (f"string {letter}", terminal(right))
-            for letter, start in starts.items()
-            for right in string_terminals(item, start)
-        ]
-    if isinstance(item, Numbers):
-        heads = [sign + str(digit) for sign in ("", "-") for digit in range(10)]
-        return [
-            (f"number {head}", terminal(right))
-            for head in heads
-            for right in first_digits(item, head)
-            if is_empty(right) is False
-        ]
-    return [(type(item).__name__, builder.case(item, place))]
-
-
-def _object_slots(
-    schema: Formula, items: tuple[Case, ...], builder: Builder
-) -> list[tuple[str, Rule]]:
-    """Objects by the value of one property, which all of them have then; without such a property, one slot."""
-    document = builder.expansion.document
-    listed = [item.listed() for item in items if isinstance(item, Objects)]
-    required = [item.required for item in items if isinstance(item, Objects)]
-    shared = [name for name in listed[0] if all(name in names for names in listed)]
-    shared.sort(key=lambda name: not all(name in names for names in required))
-    for name in shared:
-        options = []
-        for slot, value in _VALUES.items():
-            own = {"type": "object", "required": [name], "properties": {name: value}}
-            part = conjunction(schema, document.own(own))
-            if not builder.expansion.is_void(part, 0):
-                options.append((slot, builder.value(part)))
-        if len(options) > 1:
-            return options
-    return [("an object", builder.value(schema))]
-
-
-_STARTS = {c: f"^[{c}{c.upper()}]" for c in string.ascii_lowercase} | {
-    c: f"^{c}" for c in string.digits
-}
-_STARTS["other"] = "^(?![A-Za-z0-9])"
-"""Slots of strings, as patterns: the first letter, whether small or not, or digit."""
-_VALUES: dict[str, dict[str, Any]] = {
-    slot: {"type": "string", "pattern": pattern} for slot, pattern in _STARTS.items()
-}
-_VALUES |= {f"{n}": {"type": "integer", "minimum": n, "maximum": n} for n in range(20)}
-_VALUES |= {"more": {"type": "integer", "minimum": 20}, "less": {"type": "integer", "maximum": -1}}
-"""Slots of objects, as schemas of a property."""

@@ -36,3 +36,6 @@ class Builder(Protocol):
 
     def drop(self, place: str) -> None:
         """Note that something at a place is not allowed, though it would be valid."""
+
+    def ask_for(self, formula: Formula, count: int, place: str) -> None:
+        """Refuse the schema in the end, if a formula turns out to have fewer values than that."""

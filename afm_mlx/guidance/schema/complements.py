@@ -21,9 +21,12 @@ from afm_mlx.guidance.schema.cases import (
     Words,
     every_case,
 )
+from afm_mlx.guidance.schema.formats import LOOSE
+from afm_mlx.guidance.schema.formats import PATTERNS as FORMATS
 from afm_mlx.guidance.schema.formulas import FALSE, TRUE, negation
 from afm_mlx.guidance.schema.keywords import arrays, numbers, objects, pattern, strings, types
 from afm_mlx.guidance.schema.numbers import exact
+from afm_mlx.guidance.schema.patterns import searched
 from afm_mlx.guidance.schema.references import Document, Node
 from afm_mlx.guidance.schema.refusals import pointer
 from afm_mlx.guidance.schema.regular import complement
@@ -92,12 +95,17 @@ def _numbers(case: Numbers) -> list[Case]:
 
 
 def _strings(value: dict[str, Any], node: Node, is_wide: bool) -> list[Case]:
-    case = strings({k: v for k, v in value.items() if k != "pattern"}, node.place, True)
+    case = strings(
+        {k: v for k, v in value.items() if k not in ("pattern", "format")}, node.place, True
+    )
     cases: list[Case] = [Strings(longest=case.shortest - 1)] if case.shortest else []
     if case.longest is not None:
         cases.append(Strings(shortest=case.longest + 1))
     if "pattern" in value:
         found = pattern(value["pattern"], pointer(node.place, "pattern"), wide=not is_wide)
+        cases.append(Strings(parts=(complement(found),)))
+    if (name := value.get("format")) in FORMATS:
+        found = searched((FORMATS if is_wide else LOOSE)[name], wide=not is_wide)
         cases.append(Strings(parts=(complement(found),)))
     return cases
 

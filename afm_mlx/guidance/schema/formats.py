@@ -1,12 +1,12 @@
-"""Formats: patterns that give valid values only.
+"""Formats: what is generated for them, and what may be taken for one.
 
-By the drafts a format is an annotation, and `jsonschema` does not check it unless told to. What is generated
-has the format all the same, where one of these patterns gives it; other formats (`regex`, `color`, those of a
-company) say nothing. Where a schema needs a string that does *not* conform (in `not`, beside another
-alternative of `oneOf`), a format rules nothing out, as in `jsonschema`.
+By the drafts a format may be checked or not. Here it is: strings have it, and alternatives of `oneOf` may
+differ by it. Two patterns hold each format: `PATTERNS` for what is generated, of which every checker says
+that it has the format; and `LOOSE` for what some checker may say so of. Names of other formats (`color`,
+those of a company) say nothing.
 
-Narrower than the formats: the year 0000, which Python does not know, and leap seconds are left out, and
-international names are ASCII.
+Narrower than the formats: the year 0000, which Python does not know, and leap seconds are left out,
+international names are ASCII, and regular expressions are simple ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _DURATION = (
 )
 _EMAIL = f"[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~-]+(?:\\.[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~-]+)*@{_HOST}"
 _POINTER = "(?:/(?:[^/~\\x00-\\x1f]|~[01])*)*"
-_REFERENCE = f"(?:{_URI}|/?(?:{_PATH}+(?:/{_PATH}*)*)?{_TAIL})"
+_ATOM = r"(?:[A-Za-z0-9_ ,:;@/-]|\\[dwsDWS.*+?()]|\[\^?[A-Za-z0-9_]+\]|\.)(?:[*+?]|\{[0-9]\})?"
+_REGEX = rf"\^?(?:{_ATOM}|\((?:\?:)?(?:{_ATOM})*(?:\|(?:{_ATOM})*)*\)[*+?]?)*\$?"
+_FIRST = _PATH.replace(";=:@", ";=@")  # else it would be a scheme
+_REFERENCE = f"(?:{_URI}|(?:/(?:{_PATH}+(?:/{_PATH}*)*)?|{_FIRST}+(?:/{_PATH}*)*)?{_TAIL})"
 
 PATTERNS = {
     "date-time": f"^{_DATE}T{_TIME}$",
@@ -55,5 +58,25 @@ PATTERNS = {
     "iri-reference": f"^(?:{_REFERENCE})$",
     "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
     "json-pointer": f"^{_POINTER}$",
-    "relative-json-pointer": f"^(?:0|[1-9][0-9]{{0,3}})(?:#|{_POINTER})$",
+    "relative-json-pointer": f"^[1-9]{{0,3}}[0-9](?:#|{_POINTER[:-1]}+)$",
+    "regex": f"^{_REGEX}$",
+    "uri-template": f"^(?:{_PATH}|[/?]|\\{{[A-Za-z][A-Za-z0-9_]*\\}})*$",
 }
+_LOOSE = {
+    "date-time": "^[0-9]{4}-[0-9]{2}-[0-9]{2}.[0-9]{2}:",
+    "date": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
+    "time": "^[0-9]{2}:[0-9]{2}:",
+    "duration": "^P[0-9T]",
+    "email": "@",
+    "idn-email": "@",
+    "ipv4": "^[0-9]+[.][0-9.]+$",
+    "ipv6": "^[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(?:%.*)?$",
+    "uri": "^[A-Za-z][A-Za-z0-9+.-]*:",
+    "iri": "^[A-Za-z][A-Za-z0-9+.-]*:",
+    "uuid": "^[0-9A-Fa-f]{8}-[0-9A-Fa-f-]{27}$",
+    "json-pointer": "^(?:/|$)",
+    "relative-json-pointer": "^[0-9]",
+    "hostname": "^[^:/@ ]*$",
+    "idn-hostname": "^[^:/@ ]*$",
+}
+LOOSE = dict.fromkeys(PATTERNS, "") | _LOOSE

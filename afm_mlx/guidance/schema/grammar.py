@@ -16,8 +16,8 @@ from afm_mlx.guidance.schema.numbers import number_terminals
 from afm_mlx.guidance.schema.object_rules import object_rule
 from afm_mlx.guidance.schema.patterns import is_like
 from afm_mlx.guidance.schema.references import Document
-from afm_mlx.guidance.schema.refusals import Budget, refuse_at
-from afm_mlx.guidance.schema.regular import compile_error
+from afm_mlx.guidance.schema.refusals import Budget, refuse, refuse_at
+from afm_mlx.guidance.schema.regular import compile_error, values_of
 from afm_mlx.guidance.schema.rules import Printer, Rule, depth, either, fulfilled, terminal, text
 from afm_mlx.guidance.schema.strings import string_terminals
 
@@ -58,6 +58,7 @@ class _Grammar:
         self._names: dict[Any, str] = {}
         self._pending: list[Formula] = []
         self._dropped: list[str] = []
+        self._asked: list[tuple[Formula, int, str]] = []
 
     def text(self) -> str:
         """The grammar of the whole document in Lark syntax."""
@@ -75,6 +76,7 @@ class _Grammar:
                 "#",
                 f"schemas name each other {deep} deep, and {MAX_DEPTH} at most. Use shorter chains.",
             )
+        self._check_counts(rules)
         written = Printer(rules).grammar(start)
         if len(written) > MAX_TEXT:
             refuse_at(
@@ -96,7 +98,8 @@ class _Grammar:
             if isinstance(case, Words):
                 return either(*map(text, case.words))
             if isinstance(case, Numbers):
-                return either(*map(terminal, number_terminals(case)))
+                is_plain = self._document.has_unique
+                return either(*map(terminal, number_terminals(case, is_plain=is_plain)))
             if isinstance(case, Strings):
                 return either(*map(terminal, string_terminals(case)))
             key = (case, place)
@@ -125,6 +128,21 @@ class _Grammar:
     def define(self, name: Rule, rule: Rule) -> None:
         """Define a reserved rule."""
         self._rules[name[1]] = rule
+
+    def ask_for(self, formula: Formula, count: int, place: str) -> None:
+        """Refuse the schema in the end, if a formula turns out to have fewer values than that."""
+        self._asked.append((formula, count, place))
+
+    def _check_counts(self, rules: dict[str, Rule]) -> None:
+        for formula, count, place in self._asked:
+            name = self._names[formula]
+            found = values_of(Printer(rules).grammar(name), count) if name in rules else None
+            if found is not None and len(found) < count:
+                refuse(
+                    place,
+                    True,
+                    f"only {len(found)} items can differ, and {count} are asked for. Ask for fewer.",
+                )
 
     def drop(self, place: str) -> None:
         """Note that something at a place is not allowed, though it would be valid."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from afm_mlx.guidance.schema.cases import Arrays, Case, Contains, Layer, Objects, Words
+from afm_mlx.guidance.schema.formats import LOOSE
 from afm_mlx.guidance.schema.formulas import TRUE, Formula
-from afm_mlx.guidance.schema.numbers import INTEGER_DIGITS, Numbers, exact, written
+from afm_mlx.guidance.schema.numbers import MAX_DIGITS, Numbers, exact, written
 from afm_mlx.guidance.schema.patterns import searched
 from afm_mlx.guidance.schema.references import Document, Node
 from afm_mlx.guidance.schema.refusals import pointer, refuse
@@ -42,7 +42,7 @@ def typed_case(
         value: the keywords that are honoured.
         node: the schema.
         document: what it is in.
-        is_wide: formats rule nothing out, and patterns match by any rule.
+        is_wide: formats and patterns match by any rule.
 
     Raises:
         ConstraintError: for a keyword that can't be honoured.
@@ -73,38 +73,22 @@ def numbers(value: Mapping[str, Any], place: str, is_integer: bool) -> Numbers:
             low, above = bound, True
         if not is_low and bound is not None and (high is None or bound <= high):
             high, below = bound, True
-    limit = 10**INTEGER_DIGITS
-    for bound, is_beyond in (
-        (low, low is not None and low >= limit),
-        (high, high is not None and high <= -limit),
-    ):
-        if is_beyond:
-            refuse(
-                place, dict(value), f"its numbers ({bound}) are beyond 64 bits. Use smaller bounds."
-            )
-    case = Numbers(is_integer or None, low, above, high, below)
-    divisor = _divisor(value, place)
-    return case if divisor is None else replace(case, is_integer=True, divisor=divisor)
+    return Numbers(is_integer or None, low, above, high, below, _step(value, place))
 
 
-def _divisor(value: Mapping[str, Any], place: str) -> int | None:
+def _step(value: Mapping[str, Any], place: str) -> Fraction | None:
     if "multipleOf" not in value:
         return None
     step = number(value, "multipleOf", place)
     if step is None or step <= 0:
         refuse(pointer(place, "multipleOf"), value["multipleOf"], "it is a number above 0.")
-    divides_integers = step < 1 and (1 / step).denominator == 1 and value.get("type") == "integer"
-    # Division of binary numbers says so, too, if the step is stored this exactly.
-    if divides_integers and abs(Fraction(float(step)) / step - 1) < Fraction(1, 2**54):
-        return 1
-    if step.denominator != 1 or step > 10**9:
+    if step > 10**9 or step < Fraction(1, 10**9):
         refuse(
             pointer(place, "multipleOf"),
             value["multipleOf"],
-            "multiples of integers up to 10^9 are honoured; of a fraction, validators refuse some "
-            "multiples, as they reckon in binary. Leave it out, or use integers of a smaller unit.",
+            "multiples of numbers from 10^-9 to 10^9 are honoured. Use another unit.",
         )
-    return int(step)
+    return step
 
 
 def number(value: Mapping[str, Any], key: str, place: str) -> Fraction | None:
@@ -119,7 +103,14 @@ def number(value: Mapping[str, Any], key: str, place: str) -> Fraction | None:
         or abs(given) == float("inf")
     ):
         refuse(pointer(place, key), given, "it is a number.")
-    return exact(given)
+    if abs(given) >= 10**MAX_DIGITS:
+        refuse(pointer(place, key), given, f"numbers have {MAX_DIGITS} digits at most.")
+    bound = exact(given)
+    if isinstance(given, float) and abs(given) >= 2**53:
+        # 1e23 is stored as less than 10^23: within bounds is what is so for the text and for the number.
+        stored = Fraction(given)
+        return (max if key.endswith("inimum") else min)(bound, stored)
+    return bound
 
 
 def count(value: Mapping[str, Any], key: str, place: str, largest: int | None = None) -> int | None:
@@ -155,7 +146,10 @@ def strings(value: Mapping[str, Any], place: str, is_wide: bool) -> Strings:
         if "pattern" in value
         else []
     )
-    formats = (value["format"],) if isinstance(value.get("format"), str) and not is_wide else ()
+    formats = (value["format"],) if isinstance(value.get("format"), str) else ()
+    if is_wide:
+        parts += [searched(LOOSE[name], wide=True) for name in formats if name in LOOSE]
+        formats = ()
     return Strings(
         shortest=count(value, "minLength", place, MAX_LENGTH) or 0,
         longest=count(value, "maxLength", place),

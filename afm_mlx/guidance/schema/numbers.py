@@ -1,8 +1,10 @@
 """Numbers: what a schema allows of them, and their JSON text.
 
-What is generated has at most 15 digits, as many as a binary number holds exactly: so comparing with a bound
-comes out the same for the text and for the number that a program reads. Integers have 18 at most, so that they
-fit 64 bits. An exponent is written only where nothing bounds the number.
+Two forms are generated. Integers have at most 18 digits (64 bits), or as many as a bound asks for. Decimals
+have at most 15 digits, as many as a binary number holds exactly: comparing with a bound gives the same result
+for the text and for the number that a program reads. An exponent is written only where nothing bounds the
+number. Multiples are those of the decimal that the schema writes: 0.07 is a multiple of 0.01, though not in
+binary.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import ceil, floor, lcm
+from math import ceil, floor, gcd, lcm
 from typing import Any
 
 DIGITS = 15
 INTEGER_DIGITS = 18
+MAX_DIGITS = 310
+"""Digits of an integer bound at most: those of the largest binary number."""
 _LISTED = 256
 """Multiples that are listed one by one at most."""
 _ZERO = Fraction(0)
@@ -29,7 +33,7 @@ class Numbers:
         is_integer: whether they are integers; None when either.
         low, high: bounds; None without.
         above, below: whether the bounds are exclusive.
-        divisor: they are multiples of this integer; 1 when that says nothing.
+        step: they are multiples of this number; None when that says nothing.
         values: the only ones there are, as they are written; None when they are not listed.
         excluded: numbers that are not of the set.
     """
@@ -39,7 +43,7 @@ class Numbers:
     above: bool = False
     high: Fraction | None = None
     below: bool = False
-    divisor: int = 1
+    step: Fraction | None = None
     values: tuple[str, ...] | None = None
     excluded: frozenset[Fraction] = frozenset()
 
@@ -63,7 +67,7 @@ class Numbers:
             above=above,
             high=high,
             below=not closed,
-            divisor=lcm(self.divisor, other.divisor),
+            step=common_step(self.step, other.step),
             excluded=self.excluded | other.excluded,
         )
         return None if met.is_void() else met
@@ -79,7 +83,7 @@ class Numbers:
             return False
         if self.high is not None and (value > self.high or (self.below and value == self.high)):
             return False
-        is_multiple = self.divisor == 1 or value % self.divisor == 0
+        is_multiple = self.step is None or value % self.step == 0
         return is_multiple and value not in self.excluded
 
     def is_void(self) -> bool:
@@ -88,20 +92,42 @@ class Numbers:
             return not self.values
         if self.low is None or self.high is None:
             return False
-        if self.is_integer:
-            first, last = self.integers()
+        if self.is_integer or self.step is not None:
+            first, last = self.multiples()
             return first > last
+        return self.is_empty_range()
+
+    def is_empty_range(self) -> bool:
+        """Whether there is nothing between the bounds."""
+        if self.low is None or self.high is None:
+            return False
         return self.low > self.high or (self.low == self.high and (self.above or self.below))
 
-    def integers(self) -> tuple[int, int]:
-        """The smallest and the largest integer, within `INTEGER_DIGITS`."""
-        limit = 10**INTEGER_DIGITS - 1
-        low, high = -limit, limit
-        if self.low is not None:
-            low = max(low, floor(self.low) + 1 if self.above else ceil(self.low))
-        if self.high is not None:
-            high = min(high, ceil(self.high) - 1 if self.below else floor(self.high))
-        return low, high
+    def multiples(self) -> tuple[Fraction, Fraction]:
+        """The smallest and the largest multiple of the step (1 for integers without one) within `limit`."""
+        step = self.step or Fraction(1)
+        if self.is_integer:
+            step = Fraction(step.numerator)
+        most = Fraction(self.limit() - 1)
+        low = -most if self.low is None else max(self.low, -most)
+        high = most if self.high is None else min(self.high, most)
+        first, last = step * ceil(low / step), step * floor(high / step)
+        return (
+            first + step * (self.above and first == self.low),
+            last - step * (self.below and last == self.high),
+        )
+
+    def limit(self) -> int:
+        """The power of ten that integers stay below: of `INTEGER_DIGITS`, or of the bound that is beyond."""
+        ends = [_ZERO if self.low is None else self.low, _ZERO if self.high is None else -self.high]
+        return 10 ** max(INTEGER_DIGITS, len(str(ceil(max(ends)))) + 1)
+
+
+def common_step(a: Fraction | None, b: Fraction | None) -> Fraction | None:
+    """The number whose multiples are those of both."""
+    if a is None or b is None:
+        return b if a is None else a
+    return Fraction(lcm(a.numerator, b.numerator), gcd(a.denominator, b.denominator))
 
 
 def exact(number: Any) -> Fraction:
@@ -114,85 +140,103 @@ def written(number: Any) -> str:
     return json.dumps(number)
 
 
-def number_terminals(numbers: Numbers) -> list[str]:
+def number_terminals(numbers: Numbers, *, is_plain: bool = False) -> list[str]:
     """Right sides of Lark terminals whose texts are the numbers of a set; without any when there are none.
 
-    Multiples that are too many to list come as a `%json` rule, which no terminal can be.
+    Multiples that are too many to list come as `%json` rules, which no terminal can be.
+
+    Args:
+        numbers: the set.
+        is_plain: without exponents.
     """
     if numbers.values is not None:
         return [_listed(numbers.values)] if numbers.values else []
-    if numbers.divisor > 1:
-        return _multiples(numbers)
-    form = _form(numbers)
-    if form is None:
-        return []
-    if numbers.excluded:
-        texts = "|".join(_equal(value) for value in sorted(numbers.excluded))
-        form = f"{form} & ~/(?:{texts})/"
-    return [form]
-
-
-def first_digits(numbers: Numbers, head: str) -> list[str]:
-    """Those whose text starts with a regular expression, of which there are no two texts of one number.
-
-    Such as `-3` for the negative ones that begin with 3.
-    """
-    if numbers.values is None and numbers.divisor > 1:
-        return []
-    plain = (
-        replace(numbers, excluded=numbers.excluded | {_ZERO}) if numbers.values is None else numbers
-    )
-    terminals = number_terminals(plain)
-    zero = ["/0/"] if head == "0" and numbers.values is None and numbers.has("0") else []
-    return [f"({t}) & /{head}[0-9.]*/" for t in terminals] + zero
+    if numbers.step is not None and not (numbers.is_integer and numbers.step.numerator == 1):
+        return _multiples(numbers, numbers.step)
+    return _forms(numbers, is_plain=is_plain)
 
 
 def _listed(texts: Iterable[str]) -> str:
     return " | ".join(json.dumps(text) for text in texts)
 
 
-def _multiples(numbers: Numbers) -> list[str]:
-    whole = replace(numbers, is_integer=True)
-    first, last = whole.integers()
-    first += -first % numbers.divisor
-    if numbers.is_integer is False or first > last:
+def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
+    places = len(_digits(step)[1])
+    if step.numerator == 1 and step * 10**places == 1:
+        return _forms(numbers, places)
+    if numbers.is_integer:
+        step = Fraction(step.numerator)
+    first, last = numbers.multiples()
+    if first > last or numbers.is_integer is False:
         return []
-    count = (last - first) // numbers.divisor + 1
-    if count <= _LISTED:
-        listed = [n for n in range(first, last + 1, numbers.divisor) if n not in numbers.excluded]
-        return [_listed(map(str, listed))] if listed else []
+    beyond = 10**DIGITS
+    if (last - first) / step < _LISTED or first >= beyond or last <= -beyond:
+        # Of those that no binary number is close to, the first ones that are not bounded.
+        start = last - step * min(_LISTED - 1, (last - first) // step) if last < 0 else first
+        count = int(min(_LISTED, (last - start) // step + 1))
+        listed = [start + step * i for i in range(count)]
+        texts = [decimal(value) for value in listed if value not in numbers.excluded]
+        return [_listed(texts)] if texts else []
+    first, last = max(first, step * ceil(-beyond / step)), min(last, step * floor(beyond / step))
+    gaps = sorted(v for v in numbers.excluded if v % step == 0 and first <= v <= last)
+    starts, ends = [first, *(gap + step for gap in gaps)], [*(gap - step for gap in gaps), last]
     schema = {
         "x-guidance": {"whitespace_flexible": False},
-        "type": "integer",
-        "minimum": first,
-        "maximum": last,
-        "multipleOf": numbers.divisor,
+        "type": "integer" if step.denominator == 1 else "number",
+        "multipleOf": _plain(step),
     }
-    return [f"%json {json.dumps(schema)}"]
+    ranges = [
+        schema | {"minimum": _plain(low), "maximum": _plain(high)}
+        for low, high in zip(starts, ends, strict=True)
+        if low <= high
+    ]
+    return [f"%json {json.dumps(one)}" for one in ranges]
 
 
-def _form(numbers: Numbers) -> str | None:
-    """The terminal without what is excluded."""
+def _plain(value: Fraction) -> int | float:
+    return int(value) if value.denominator == 1 else float(value)
+
+
+def _forms(numbers: Numbers, places: int | None = None, is_plain: bool = False) -> list[str]:
+    """The terminal of a range; with `places`, of multiples of 10^-places."""
     low, above, high, below = numbers.low, numbers.above, numbers.high, numbers.below
-    size, fraction = DIGITS, "(?:\\.[0-9]+)?"
-    if numbers.is_integer:
-        first, last = numbers.integers()
-        size, fraction, above, below = INTEGER_DIGITS, "", False, False
-        low = None if low is None else Fraction(first)
-        high = None if high is None else Fraction(last)
-    elif numbers.is_integer is False:
-        fraction = "\\.[0-9]*[1-9][0-9]*"
-    elif low is None and high is None and not numbers.excluded:
-        return f"/-?(?:0|[1-9][0-9]{{0,{size - 1}}})(?:\\.[0-9]{{1,{size}}})?(?:[eE][+-]?[0-9]{{1,2}})?/"
-    limit = Fraction(10**size)
-    low, above = (None, False) if low is not None and low <= -limit else (low, above)
-    high, below = (None, False) if high is not None and high >= limit else (high, below)
-    if (low is not None and low >= limit) or (high is not None and high <= -limit):
-        return None
-    if low is not None and high is not None and (low > high or (low == high and (above or below))):
-        return None
-    length = f"/-?[0-9]{{1,{size}}}/" if not fraction else f"/-?[0-9.]{{1,{size + 1}}}/"
-    return f"({_range(low, above, high, below, fraction)}) & {length}"
+    is_free = low is None and high is None and not (numbers.excluded or places or is_plain)
+    if is_free and numbers.is_integer is None:
+        return [
+            f"/-?(?:0|[1-9][0-9]{{0,{DIGITS - 1}}})(?:\\.[0-9]{{1,{DIGITS}}})?(?:[eE][+-]?[0-9]{{1,2}})?/"
+        ]
+    forms = []
+    if numbers.is_integer is not False:
+        first, last = replace(numbers, is_integer=True, step=None).multiples()
+        if first <= last:
+            limit = numbers.limit()
+            bounds = (None if first == 1 - limit else first), (None if last == limit - 1 else last)
+            form = _range(bounds[0], False, bounds[1], False, "")
+            forms.append(f"({form}) & /-?[0-9]{{1,{len(str(limit)) - 1}}}/")
+    if numbers.is_integer is not True:
+        most = Fraction(10 ** (DIGITS - 1))
+        is_void = (low is not None and low >= most) or (high is not None and high <= -most)
+        is_void |= numbers.is_empty_range()
+        low, above = (None, False) if low is not None and low <= -most else (low, above)
+        high, below = (None, False) if high is not None and high >= most else (high, below)
+        fraction = "\\.[0-9]*[1-9][0-9]*" if numbers.is_integer is False else "\\.[0-9]+"
+        if not is_void:
+            length = f"/-?[0-9.]{{1,{DIGITS + 1}}}/"
+            length += f" & /-?[0-9]+\\.[0-9]{{1,{places}}}/" if places else ""
+            forms.append(f"({_range(low, above, high, below, fraction)}) & {length}")
+    if not forms:
+        return []
+    form = " | ".join(f"({one})" for one in forms)
+    if numbers.excluded:
+        texts = "|".join(_equal(value) for value in sorted(numbers.excluded))
+        form = f"({form}) & ~/(?:{texts})/"
+    return [form]
+
+
+def decimal(value: Fraction) -> str:
+    """A decimal as text, without an exponent."""
+    whole, digits = _digits(abs(value))
+    return f"{'-' if value < 0 else ''}{whole}" + (f".{digits}" if digits else "")
 
 
 def _range(

@@ -72,6 +72,7 @@ class Document:
     Attributes:
         root: the formula of the whole schema.
         has_unevaluated: whether `unevaluatedProperties` or `unevaluatedItems` is anywhere in it.
+        has_unique: whether `uniqueItems` is.
 
     Raises:
         ConstraintError: when it is no schema, too large, or too deep.
@@ -83,6 +84,7 @@ class Document:
             refuse("#", schema, "a schema is an object, true or false.")
         keys = _keys(schema)
         self.has_unevaluated = not keys.isdisjoint({"unevaluatedProperties", "unevaluatedItems"})
+        self.has_unique = "uniqueItems" in keys
         self._is_dynamic = not keys.isdisjoint(
             {"$dynamicRef", "$recursiveRef"}
         ) or _is_metaschema_used(schema)

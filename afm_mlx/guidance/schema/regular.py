@@ -12,6 +12,7 @@ import json
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 Expr = tuple[Any, ...]
@@ -27,6 +28,8 @@ ANY: Expr = ("rep", CHAR, 0, None)
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0xD7FF), (0xE000, LAST))
 _LIMITS = LLParserLimits(verbose_errors=False)
+_STEPS = 1_000
+"""Texts whose continuations are looked at to count values of a grammar, and 30 more for each."""
 
 
 def literal(text: str) -> Expr:
@@ -229,3 +232,38 @@ def has_text(terminal: str, text: str) -> bool:
     if matcher.is_error():
         raise ValueError(matcher.get_error())
     return taken == len(tokens) and matcher.is_accepting()
+
+
+def values_of(grammar: str, limit: int) -> set[Any] | None:
+    """The `identity` of so many JSON values of a Lark grammar, or all; None when they are hard to find."""
+    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_lark(grammar), log_level=0, limits=_LIMITS)
+    found: set[Any] = set()
+    pending = [(matcher, b"", b"")]
+    for _ in range(_STEPS + 30 * limit):
+        if not pending or len(found) >= limit:
+            return found
+        before, text, byte = pending.pop()
+        state, text = before.deep_copy(), text + byte
+        if byte:
+            state.consume_token(byte[0])
+        if state.is_accepting():
+            found.add(identity(json.loads(text)))
+        if state.is_error():
+            return None
+        if state.is_stopped():
+            continue
+        bits = np.unpackbits(np.frombuffer(state.compute_bitmask(), np.uint8), bitorder="little")
+        # What ends something is tried first, ASCII before the rest. Marks (`rules.ALIKE`) are in no text.
+        further = [code for code in np.flatnonzero(bits[:256]).tolist() if code >= 0x20]
+        further.sort(key=lambda code: (code in b'"]}', code < 0x80))
+        pending += [(state, text, bytes([code])) for code in further]
+    return None
+
+
+def identity(value: Any) -> Any:
+    """What equal JSON values share: 1 and 1.0 are equal, 1 and true are not, and keys have no order."""
+    if isinstance(value, dict):
+        return "object", frozenset((key, identity(inner)) for key, inner in value.items())
+    if isinstance(value, list):
+        return "list", tuple(map(identity, value))
+    return type(value) if isinstance(value, bool) else None, value

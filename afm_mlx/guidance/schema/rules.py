@@ -1,8 +1,7 @@
 """Rules of a grammar as expressions, without those that no text fulfils, and as Lark for llguidance.
 
 An expression is a tuple: `("text", literal)`, `("terminal", right side)`, `("rule", name)`, `("seq", parts)`,
-`("or", parts)`, `("times", part, low, high)`, or `("distinct", options, low, high)`: a list of options, of each
-slot one at most.
+`("or", parts)`, or `("times", part, low, high)`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,10 @@ NOTHING: Rule = ("or", ())
 EMPTY: Rule = ("seq", ())
 COMMA: Rule = ("text", ", ")
 COLON: Rule = ("text", ": ")
+ALIKE = "\x01"
+"""Marks a list whose items must differ, behind its bracket; no answer has it. See `unique_items`."""
+VARIED = "\x02"
+"""The same for a list whose places have different schemas."""
 
 
 def text(literal: str) -> Rule:
@@ -68,8 +71,6 @@ def names_in(part: Rule) -> list[str]:
             pending += reversed(one[1])
         elif one[0] == "times":
             pending.append(one[1])
-        elif one[0] == "distinct":
-            pending += [option for _, option in reversed(one[1])]
     return list(found)
 
 
@@ -109,11 +110,6 @@ def _missing(part: Rule, good: set[str]) -> set[str] | None:
                 return None
             found |= missing
         return found
-    if kind == "distinct":
-        blocked = [(slot, _missing(option, good)) for slot, option in part[1]]
-        if len({slot for slot, missing in blocked if missing is None}) >= part[2]:
-            return None
-        return set().union(*(missing for _, missing in blocked if missing))
     return None
 
 
@@ -128,12 +124,6 @@ def pruned(part: Rule, good: set[str]) -> Rule:
         return either(*(pruned(one, good) for one in part[1]))
     if kind == "times":
         return times(pruned(part[1], good), part[2], part[3])
-    if kind == "distinct":
-        options = [(slot, pruned(option, good)) for slot, option in part[1]]
-        kept = tuple((slot, option) for slot, option in options if option != NOTHING)
-        return (
-            ("distinct", kept, *part[2:]) if len({slot for slot, _ in kept}) >= part[2] else NOTHING
-        )
     return part
 
 
@@ -190,8 +180,6 @@ class Printer:
             return str(part[1])
         if kind == "terminal":
             return self._terminal(part[1])
-        if kind == "distinct":
-            return self._distinct(*part[1:])
         if kind == "times":
             inner, low, high = self._lark(part[1]), part[2], part[3]
             if (low, high) == (0, 1):
@@ -210,31 +198,3 @@ class Printer:
             self._terminals[right] = name = f"{'j' if is_rule else 'T'}{len(self._terminals)}"
             self._lines.append(f"{name}: {right}")
         return self._terminals[right]
-
-    def _distinct(self, options: Any, low: int, high: int | None) -> str:
-        """A rule with a bit for each slot, set once an option of the slot is taken."""
-        slots = {slot: i for i, slot in enumerate(dict.fromkeys(slot for slot, _ in options))}
-        high = len(slots) if high is None else min(high, len(slots))
-        name = f"u{len(self._lines)}"
-        first, later = [], []
-        if low == 0:
-            first.append('""')
-        end = f'"" %if bit_count_ge(_, {low})'
-        for slot, option in options:
-            item = self._named(option)
-            bit = slots[slot]
-            first.append(f"{item} {name}x::set_bit({bit})")
-            free = f"and(bit_clear({bit}), bit_count_lt(_, {high}))"
-            later.append(f'", " {item} {name}x::set_bit({bit}) %if {free}')
-        self._lines.append(f"{name}::_: " + "\n | ".join(first))
-        self._lines.append(f"{name}x::_: " + "\n | ".join([end, *later]))
-        return f"{name}::0"
-
-    def _named(self, part: Rule) -> str:
-        """An expression that can stand before a rule with a parameter."""
-        if part[0] in ("text", "rule", "terminal"):
-            return self._lark(part)
-        inner = self._lark(part)
-        name = f"n{len(self._lines)}"
-        self._lines.append(f"{name}: {inner}")
-        return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from afm_mlx.guidance.schema.formats import PATTERNS
+from afm_mlx.guidance.schema.formats import LOOSE, PATTERNS
 from afm_mlx.guidance.schema.patterns import searched
 from afm_mlx.guidance.schema.regular import (
     ANY,
@@ -33,7 +33,7 @@ class Strings:
     Attributes:
         shortest, longest: characters; longest is None without a bound.
         parts: expressions that they are all of.
-        formats: names of formats that they should have.
+        formats: names of formats that they have.
         values: the only ones there are; None when they are not listed.
         excluded: strings that are not of the set.
     """
@@ -64,7 +64,7 @@ class Strings:
         return None if met.is_void() else met
 
     def has(self, text: str) -> bool:
-        """Whether a string is of the set; formats are not looked at.
+        """Whether a string is of the set, and may be said to have its formats.
 
         Raises:
             ValueError: when llguidance can't tell within its limits.
@@ -73,7 +73,8 @@ class Strings:
             return False
         if text in self.excluded or (self.values is not None and text not in self.values):
             return False
-        return all(matches(part, text) for part in self.parts)
+        formats = (searched(LOOSE[name], wide=True) for name in self.formats if name in LOOSE)
+        return all(matches(part, text) for part in (*self.parts, *formats))
 
     def is_void(self) -> bool:
         """Whether no string can be seen to be of the set."""
@@ -111,19 +112,16 @@ def string_terminals(strings: Strings, *further: Expr) -> tuple[str, ...]:
     if strings.values is not None:
         texts = [v for v in strings.values if all(matches(part, v) for part in further)]
         return (" | ".join(lark_string(quoted_text(text)) for text in texts),) if texts else ()
-    plain = both(strings.expression(), *further)
     patterns = [
         searched(PATTERNS[name], wide=False) for name in strings.formats if name in PATTERNS
     ]
-    for expression in [both(plain, *patterns), plain] if patterns else [plain]:
-        if expression == ANY or expression[0] == "chars" or not _may_be_empty(expression):
-            return (quoted(expression),)
-        verdict = is_empty(quoted(expression))
-        if verdict is False:
-            return (quoted(expression),)
-        if verdict is None and expression is plain:
-            raise ValueError("its patterns are too complex to tell whether any string matches")
-    return ()
+    expression = both(strings.expression(), *further, *patterns)
+    if expression == ANY or expression[0] == "chars" or not _may_be_empty(expression):
+        return (quoted(expression),)
+    verdict = is_empty(quoted(expression))
+    if verdict is None:
+        raise ValueError("its patterns are too complex to tell whether any string matches")
+    return () if verdict else (quoted(expression),)
 
 
 def _may_be_empty(expression: Expr) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from llguidance import LLMatcher
 
+from afm_mlx.guidance.matcher import Matcher
 from afm_mlx.guidance.schema import schema_grammar
 from bench.json_schemas import Measurement, is_valid
 
@@ -35,14 +35,14 @@ class Checker:
             assert not error, f"{error} after {text}"
             assert not is_whole or is_valid(schema, json.loads(text)), f"{text} is invalid"
 
-    def matcher(self, schema) -> LLMatcher:
+    def matcher(self, schema) -> Matcher:
         return self._measurement.compiled(schema_grammar(schema))
 
-    def has(self, matcher: LLMatcher, document) -> bool:
+    def has(self, matcher: Matcher, document) -> bool:
         text = json.dumps(document, ensure_ascii=False)
         return self._measurement.try_document(text, matcher)
 
-    def generated(self, matcher: LLMatcher):
+    def generated(self, matcher: Matcher):
         """A generated document; None when it was cut."""
         text, is_whole, error = self._measurement.sample(matcher)
         assert not error, f"{error} after {text}"

@@ -1,13 +1,17 @@
 """Arrays: their items, counts, and items that must not be equal."""
 
-import json
-
 import pytest
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema import schema_grammar
 from tests.tools.cases import each
 
+PAIR = {
+    "type": "object",
+    "properties": {"a": {"enum": [1, 2, 3]}, "b": {"type": "boolean"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 NULL, TEXT = {"type": "null"}, {"type": "string", "maxLength": 4}
 
 
@@ -53,27 +57,50 @@ def test_unique_objects_differ_in_a_property(checker):
 @each(
     "schema, reason",
     [
-        (
-            {"items": {"type": "array"}, "uniqueItems": True, "minItems": 2},
-            "only 1 can be told apart",
-        ),
-        (
-            {"items": {"type": "object"}, "uniqueItems": True, "minItems": 2},
-            "only 1 can be told apart",
-        ),
-        ({"items": TEXT, "uniqueItems": True, "minItems": 100}, "only 37 can be told apart"),
+        ({"items": {"enum": [[1], [1.0]]}, "uniqueItems": True, "minItems": 2}, "only 1 items can differ"),
+        ({"items": {"pattern": "^[ab]$", "type": "string"}, "uniqueItems": True, "minItems": 3},
+         "only 2 items can differ"),
+        ({"prefixItems": [{"const": 1}, {"const": 1.0}], "uniqueItems": True, "minItems": 2}, "only 1 items"),
         ({"items": TEXT, "minItems": 10**9}, "#/minItems is 1000000000"),
         ({"contains": TEXT, "minContains": 200, "maxItems": 400}, "#/contains"),
     ],
-)
+)  # fmt: skip
 def test_what_can_not_be_counted_is_refused(schema, reason):
     with pytest.raises(ConstraintError, match=reason):
         schema_grammar({"type": "array", **schema})
 
 
-def test_unique_texts_are_told_apart_by_their_first_letter(checker):
-    """The language is narrower than the schema: this is the price of a grammar."""
-    matcher = checker.matcher({"type": "array", "items": TEXT, "uniqueItems": True})
-    assert not checker.has(matcher, ["ab", "ac"])
-    assert not checker.has(matcher, ["ab", "Ac"])
-    assert json.loads(checker.text({"const": [1]})) == [1]
+@each(
+    "schema",
+    [
+        {"items": {"enum": ["a", "ab", "b", 1, None]}, "minItems": 5},
+        {"items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 10},
+        {"items": {"type": "number", "minimum": 0, "maximum": 1}, "minItems": 5},
+        {"items": {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 2}, "minItems": 5},
+        {"items": {"type": "string", "pattern": "^[a-c]?$"}, "minItems": 4},
+        {"items": {"type": "string", "format": "date"}, "minItems": 3},
+        {"items": {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}, "minItems": 5},
+        {"items": {"type": ["integer", "string", "null"]}, "minItems": 4},
+        {"items": PAIR, "minItems": 6},
+        {"items": {"type": "object", "properties": {"n": {"type": "number", "minimum": 0, "maximum": 1},
+                                                    "b": {"enum": ["x", "y"]}},
+                   "required": ["n", "b"], "additionalProperties": False}, "minItems": 4, "maxItems": 6},
+        {"prefixItems": [{"enum": ["a", "b"]}, {"enum": ["a", "b"]}, {"type": "string"}], "minItems": 3},
+        {"contains": {"const": "a"}, "items": {"enum": ["a", "b", "c"]}, "minItems": 3},
+        {"contains": {"enum": ["a", "b"]}, "minContains": 2, "items": {"type": "string"}, "maxItems": 3},
+        {"minItems": 2},
+    ],
+)  # fmt: skip
+def test_items_that_must_differ_do_and_never_run_out(checker, schema):
+    """Also where all values that there are come, and where several brackets are open."""
+    checker.check({"type": "array", "uniqueItems": True, **schema}, generated=6)
+
+
+def test_items_that_must_differ_may_begin_alike(checker):
+    schema = {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
+    texts = ["ab", "ac", "Ac", "", "a"]
+    checker.check(schema, [texts, texts[::-1]], [["ab", "ac", "ab"]])
+
+
+def test_no_items_differ_without_a_list_of_one(checker):
+    checker.check({"items": False, "uniqueItems": True, "type": "array"}, [[]], [[1]])
