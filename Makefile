@@ -20,7 +20,8 @@ test: $(VENV)/.test metal
 	@echo "The tests take some 5 minutes on two cores that have nothing else to do, and another minute the first time."
 	$(PYTEST)
 
-test-slow: $(VENV)/.test metal
+# Coding agents run where npm has installed them (codex, claude, opencode on the PATH).
+test-slow: $(VENV)/.test $(VENV)/.clients metal
 	$(PYTEST) -m slow
 
 # Fresh seeds, and ten times the hostile inputs, again and again for so many minutes. A failure names the one command
@@ -85,6 +86,14 @@ $(VENV)/.demo: $(BIN)/python $(SOURCES)
 $(VENV)/.test: $(BIN)/python $(SOURCES)
 	@echo "$(INSTALLING)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	@touch $@
+
+# Others' clients of the server need other versions of what the tests need, so they have an environment of their own.
+CLIENTS := tests/afm_mlx/server/clients/requirements.txt
+$(VENV)/.clients: $(BIN)/python $(CLIENTS)
+	@echo "Installing clients of the server into $(VENV)/clients: a minute or two, 480 MB."
+	$(PYTHON) -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(CLIENTS)
 	@touch $@
 
 $(VENV)/.lint: $(BIN)/python $(SOURCES)

@@ -28,6 +28,7 @@ FIELDS = [
     *"messages model prompt name path input tokens metadata store nothing suffix functions".split(),
     *"instructions text include parallel_tool_calls previous_response_id max_output_tokens".split(),
     *"system stop_sequences thinking output_config cache_control".split(),
+    *"reasoning client_metadata truncation max_completion_tokens prediction mcp_servers n_predict".split(),
 ]
 TEXTS = [
     "", " ", "a", "\0", "\ud800", "\U0001f600", "<turn_end>", "<executable_start>", "auto", "none", "user",

@@ -101,6 +101,8 @@ def test_what_ends_an_answer(ask):
     # The context ends an answer, too; 100 times is more than the 1,024 tokens hold.
     full = ask("Count.", max_tokens=10**6, extra_body={"guided_regex": "(one ){4000}"})
     assert (full.choices[0].finish_reason, full.usage.total_tokens) == ("length", 1024)
+    full = ask("Count.", max_completion_tokens=-1, extra_body={"guided_regex": "(one ){4000}"})
+    assert full.usage.total_tokens == 1024
 
 
 def test_choices_are_reproducible_and_differ(ask):
@@ -251,6 +253,41 @@ def test_instructions_and_beginnings_of_answers(client):
 USER = {"role": "user", "content": "hi"}
 
 
+def call(id, arguments="{}"):
+    return {"id": id, "type": "function", "function": {"name": "look", "arguments": arguments}}
+
+
+def calls(*made):
+    return {"role": "assistant", "content": None, "tool_calls": list(made)}
+
+
+def result(id, content="seen"):
+    return {"role": "tool", "tool_call_id": id, "content": content}
+
+
+def test_results_of_parallel_calls_belong_to_their_calls(http):
+    def tokens(*messages):
+        told = http.post("/tokenize", json={"messages": [USER, *messages]})
+        assert told.status_code == 200, told.text
+        return told.json()["tokens"]
+
+    asked = calls(call("a"), call("b"), call("c"))
+    a, b, c = (result(each, each * 5) for each in "abc")
+    in_order = tokens(asked, a, b, c)
+    assert in_order == tokens(asked, c, a, b)
+    swapped = [result("a", "bbbbb"), result("b", "aaaaa"), c]
+    assert in_order != tokens(asked, *swapped)
+    # What the user says among them comes behind them, and late instructions are a part of what the user says.
+    text = {"role": "user", "content": "Hurry"}
+    brief = {"role": "system", "content": "Be brief"}
+    assert tokens(asked, a, text, brief, c, b) == tokens(
+        asked, a, b, c, {"role": "user", "content": "Hurry\n\nBe brief"}
+    )
+    assert tokens(calls(call("a", "")), result("a", None)) == tokens(
+        calls(call("a")), result("a", "")
+    )
+
+
 @each(
     "fields, param",
     [
@@ -258,6 +295,23 @@ USER = {"role": "user", "content": "hi"}
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [USER, result("a")]}, "messages[1].tool_call_id"),
+        ({"messages": [USER, calls(call("a")), result("b")]}, "messages[2].tool_call_id"),
+        (
+            {"messages": [USER, calls(call("a")), result("a"), result("a")]},
+            "messages[3].tool_call_id",
+        ),
+        ({"messages": [USER, calls(call("a"))]}, "messages"),
+        ({"messages": [USER, calls(call("a"), call("b")), result("a"), USER]}, "messages[3]"),
+        ({"messages": [USER, calls(call("a"), call("a"))]}, "messages[1].tool_calls[1].id"),
+        (
+            {"messages": [USER, calls(call("a", '{"city": "Ro')), result("a")]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (
+            {"messages": [USER, calls(call("a", "Rome")), result("a")]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
         ({"messages": []}, "messages"),
         ({"messages": None}, "messages"),
         (

@@ -240,6 +240,34 @@ def test_responses_are_kept_for_their_client(server, client, create):
             client.responses.retrieve(id)
 
 
+def test_items_of_kept_responses_stand_for_themselves(server, client, create):
+    defined = tools(stories.STOP_TOOLS)
+    asked = [{"role": "user", "content": stories.STOP}]
+    first = create(asked, tools=defined, tool_choice="required")
+    (call,) = first.output
+    reference = {"type": "item_reference", "id": call.id}
+    result = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": stories.STOP_RESULT,
+    }
+    second = create([*asked, reference, result], tools=defined)
+    assert second.output_text == stories.STOP_ANSWER
+    whole = [*asked, call, result, second.output[0], {"role": "user", "content": "Thanks"}]
+    short = [*asked, reference, result, {"type": "item_reference", "id": second.output[0].id}]
+    short.append(whole[-1])
+    counts = [
+        client.responses.input_tokens.count(model=MODEL, input=each, tools=defined).input_tokens
+        for each in (whole, short)
+    ]
+    assert counts[0] == counts[1]
+    with pytest.raises(
+        openai.BadRequestError, match="an item of no response that is kept"
+    ) as caught:
+        server.openai("ben").responses.create(model=MODEL, input=[*asked, reference, result])
+    assert (caught.value.code, caught.value.param) == ("item_not_found", "input[1].id")
+
+
 def item(**fields):
     return {"input": [fields]}
 
@@ -260,6 +288,7 @@ REFUSED = [
     ("input[0].call_id", item(type="function_call_output", call_id="x", output="")),
     ("input", {"input": [USER, CALL]}),
     ("input[2]", {"input": [USER, CALL, USER]}),
+    ("input[1].arguments", {"input": [USER, {**CALL, "arguments": "{"}]}),
     ("tool_choice", {"tools": [{"type": "web_search"}], "tool_choice": "required"}),
     ("tools[0].name", {"tools": [{"type": "function"}]}),
     ("tools", {"tools": [{**TOOL, "parameters": {"type": "nothing"}}]}),

@@ -1,0 +1,75 @@
+"""Python clients of others, over several turns with tools; each is a process with an empty environment."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tools.scripted_server import scripted_server
+
+FOLDER = Path(__file__).parent
+PYTHON = Path(
+    os.environ.get("AFM_CLIENTS_PYTHON") or Path(sys.prefix) / "clients" / "bin" / "python"
+)
+"""Python with what requirements.txt names; `make test-slow` makes it."""
+
+BOTH = [("weather", {"city": "Rome"}), ("weather", {"city": "Oslo"})]
+LIMA = [("weather", {"city": "Lima"})]
+STEPS = (BOTH, "Rome is warmer.", LIMA, "Lima is warm.")
+WRONG_FIRST = ([("Weather", {"city": "Rome"})], [("Weather", {"city": "Lima"})])
+CASES = {
+    "litellm": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"reasoning_effort"}),
+    "autogen": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"messages[].name"}),
+    "langchain": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"messages[].name"}),
+    "langchain_responses": (
+        STEPS,
+        ["Rome", "Oslo", "Lima"],
+        "Lima is warm.",
+        {"reasoning.effort", "reasoning.summary"},
+    ),
+    "openai_agents": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", {"verbosity", "store"}),
+    "openai_agents_responses": (
+        STEPS,
+        ["Rome", "Oslo", "Lima"],
+        "Lima is warm.",
+        {"text.verbosity", "truncation", "reasoning.effort"},
+    ),
+    "instructor": (WRONG_FIRST, ["Rome", "Lima"], "Lima", set()),
+    "llm": (STEPS, ["Rome", "Oslo", "Lima"], "Lima is warm.", set()),
+}
+"""For each program: the model's answers, what its tool was asked, its last words, and what the log named."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON.exists(), reason=f"there are no clients at {PYTHON}: make test-slow")
+@pytest.mark.parametrize("name", CASES)
+def test_a_client_talks_over_several_turns(name, tmp_path, caplog):
+    steps, asked, said, ignored = CASES[name]
+    with caplog.at_level("INFO", "afm_mlx.server"), scripted_server(*steps) as (server, script):
+        done = subprocess.run(
+            [PYTHON, FOLDER / "programs.py", name, server.url],
+            env={"PATH": os.defpath, "HOME": str(tmp_path), "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert "request_errors_total{" not in server.http().get("/metrics").text, done.stderr
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(told["asked"]) == sorted(asked)
+    assert told["said"] == said
+    named = {
+        field
+        for record in caplog.records
+        if (found := re.search("of no effect here: (.*)", record.message))
+        for field in found[1].split(", ")
+    }
+    assert ignored <= named, named
+    # Results stand behind the calls that they are of, in the calls' order, whatever order they came in.
+    if name != "instructor":
+        assert re.findall(r"<turn_start> tool\s(\w+)", script.prompts[-1]) == asked

@@ -1,0 +1,110 @@
+"""The real server with a tiny random model of a long context, whose answers are held to a script.
+
+For what clients and servers say to each other: the model's own words would be noise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from afm_mlx import threads
+from afm_mlx.guidance.constraint import Constraint, literal
+from afm_mlx.loading.resolve import resolve_model
+from afm_mlx.server import generation
+from afm_mlx.server.generation import Ask
+from afm_mlx.server.options import ServerOptions
+from afm_mlx.server.served_model import ServedModel
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
+from tests.tools.models import random_config, random_model
+from tests.tools.server import RunningServer, running_server
+
+MODEL = "tiny"
+Calls = Sequence[tuple[str, dict[str, Any]]]
+
+
+@dataclass
+class Script:
+    """What the model says.
+
+    Attributes:
+        steps: answers in their order, in each conversation: calls of tools (names and arguments), or a text.
+        prompts: the prompts that were answered, as text.
+        tools: names of the tools that were offered with each.
+    """
+
+    steps: Sequence[Calls | str]
+    prompts: list[str] = field(default_factory=list)
+    tools: list[list[str]] = field(default_factory=list)
+
+    def constraint(self, served: ServedModel, ask: Ask) -> Constraint:
+        """The constraint that leaves the model nothing but the answer, and whether a space is in it.
+
+        Without any choice the engine would not compute the prompt. Answers under a schema are free below it.
+        """
+        ids = ask.prompt
+        if ask.messages is not None:
+            ids = served.encode_chat(ask.messages, ask.tools, ask.response_format)
+        prompt = served.tokenizer.decode(list(ids or ()))
+        self.prompts.append(prompt)
+        self.tools.append([tool["function"]["name"] for tool in ask.tools])
+        if not ask.may_call:
+            return ask.answer or _text("Done.")
+        step = self.steps[min(prompt.count("<turn_start> assistant") - 1, len(self.steps) - 1)]
+        if isinstance(step, str):
+            return _text(step)
+        calls = json.dumps([{"name": name, "arguments": arguments} for name, arguments in step])
+        opening, rest = literal(" ```function\n["), literal(f"{calls[1:]}```")
+        return Constraint.lark(f'start: {EXECUTABLE_START} {opening} " "? {rest} {EXECUTABLE_END}')
+
+
+def _text(text: str) -> Constraint:
+    return Constraint.choices([text, f"{text} "])
+
+
+@contextmanager
+def scripted_server(
+    *steps: Calls | str, context: int = 32768, **settings: Any
+) -> Iterator[tuple[RunningServer, Script]]:
+    """Start a server whose model follows a script.
+
+    Args:
+        steps: see `Script`.
+        context: tokens of its context.
+        settings: fields of `ServerOptions`.
+    """
+    options = ServerOptions(**{"port": 0, "grace": 1, **settings})
+    script = Script(steps)
+
+    def make() -> ServedModel:
+        rng = np.random.default_rng(0)
+        config = random_config(
+            rng,
+            vocab_size=4096,
+            hidden_dim=16,
+            num_layers=2,
+            num_kv_reuse_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+            kv_bits=8,
+            context_length=context,
+        )
+        tokenizer = load_tokenizer(resolve_model("afm-nano"))
+        return ServedModel(random_model(config, rng), tokenizer, None, name=MODEL, options=options)
+
+    served = threads.submit(make).result()
+    try:
+        with (
+            mock.patch.object(generation, "_constraint", script.constraint),
+            running_server(served, **settings) as server,
+        ):
+            yield server, script
+    finally:
+        served.close()
