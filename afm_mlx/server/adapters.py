@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -49,7 +48,7 @@ async def list_adapters(request: Request) -> Response:
     """All adapters; with an admin key also the memory that they take, and who uses them."""
     served: ServedModel = request.app.state.served
     pool = _pool(served)
-    known = await asyncio.to_thread(pool.describe)
+    known = await served.workers.change_adapters(pool.describe)
     adapters = [_described(served, entry) for entry in known.pop("adapters")]
     if not request.state.is_admin:
         known = {}
@@ -71,7 +70,7 @@ async def load_adapter(request: Request) -> Response:
             param="name",
             code="name_taken",
         )
-    await asyncio.to_thread(_load, pool, body, path)
+    await served.workers.change_adapters(lambda: _load(pool, body, path))
     return json_response(await _one(served, body.name), 201)
 
 
@@ -103,7 +102,7 @@ async def change_adapter(request: Request) -> Response:
         raise HTTPException(404)
     if action == "unload":
         _refuse_own(served, name)
-    await _done(pool, name, actions[action])
+    await _done(served, name, actions[action])
     return json_response(await _one(served, name))
 
 
@@ -113,11 +112,12 @@ async def delete_adapter(request: Request) -> Response:
     served: ServedModel = request.app.state.served
     name = request.path_params["name"]
     _refuse_own(served, name)
-    await _done(_pool(served), name, _pool(served).unregister)
+    await _done(served, name, _pool(served).unregister)
     return json_response({"id": f"{served.name}:{name}", "object": "adapter", "deleted": True})
 
 
-async def _done(pool: AdapterPool, name: str, action: Callable[[str], Any]) -> None:
+async def _done(served: ServedModel, name: str, action: Callable[[str], Any]) -> None:
+    pool = _pool(served)
     if name not in pool.registered:
         raise ApiError(
             404,
@@ -126,7 +126,7 @@ async def _done(pool: AdapterPool, name: str, action: Callable[[str], Any]) -> N
             code="adapter_not_found",
         )
     try:
-        await asyncio.to_thread(action, name)
+        await served.workers.change_adapters(lambda: action(name))
     except RequestError as error:  # rows use it, or others leave it no memory
         raise ApiError(409, str(error), code="adapter_in_use") from error
     except AFMError as error:
@@ -173,7 +173,7 @@ def _allowed_path(text: str, folders: Sequence[Path]) -> Path:
 
 
 async def _one(served: ServedModel, name: str) -> dict[str, Any]:
-    known = await asyncio.to_thread(_pool(served).describe)
+    known = await served.workers.change_adapters(_pool(served).describe)
     return _described(served, next(each for each in known["adapters"] if each["name"] == name))
 
 

@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from afm_mlx.errors import named
+from afm_mlx.errors import named, shown
 from afm_mlx.server.errors import ApiError, bad_request
 from afm_mlx.server.field_rules import Reader
 from afm_mlx.server.request_fields import REQUESTS, known_elsewhere
+from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.sse import while_connected
+from afm_mlx.server.workers import LARGE, in_thread
 
 Body = TypeVar("Body")
 
 _LOG = logging.getLogger("afm_mlx.server")
+
+
+def _number(text: str) -> float:
+    """A number with a point or an exponent; msgspec itself would take 12 us for one such as 1.5e300."""
+    value = float(text)
+    if math.isinf(value):
+        raise msgspec.DecodeError(f"the number {shown(text)} is too large")
+    return value
+
+
+_DECODER = msgspec.json.Decoder(float_hook=_number)
+_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
+_INTEGERS = b"0123456789-, \t\r\n"
+"""What lists of token ids consist of, which are read fast as a whole."""
+_LEVELS = 4
+"""Levels of large values that are read element by element; each is looked through once more."""
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
@@ -44,8 +67,15 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
             f"The body did not come within {options.body_timeout:g} s.",
             headers={"Connection": "close"},
         ) from None
+    served: ServedModel = request.app.state.served
+    served.workers.begin(request.state.client, len(content))
     reader = Reader(options.strict, known_elsewhere() if kind in REQUESTS else None)
-    made = reader.read(decoded(content), kind)
+    if len(content) > LARGE:
+        made = await while_connected(
+            request, in_thread(lambda: reader.read(decoded(content), kind))
+        )
+    else:
+        made = reader.read(decoded(content), kind)
     if reader.ignored:
         request.state.ignored = ", ".join(reader.ignored)
         _LOG.info("%s: of no effect here: %s", request.url.path, request.state.ignored)
@@ -59,9 +89,12 @@ def decoded(content: bytes) -> Any:
         ApiError: 400 for what is no JSON.
     """
     try:
-        return msgspec.json.decode(content)
+        if len(content) <= LARGE:
+            return _DECODER.decode(content)
+        with _without_gc():
+            return _parts_decoded(content, _LEVELS)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        if place := _place_of_no_number(content):
+        if len(content) <= LARGE and (place := _place_of_no_number(content)):
             raise bad_request(
                 f"{place} is NaN or infinite, which JSON has no number for; a finite number is needed.",
                 place,
@@ -70,6 +103,30 @@ def decoded(content: bytes) -> Any:
         raise bad_request(
             f"The body can't be read as JSON: {why}. A JSON object in UTF-8 is needed."
         ) from None
+
+
+def _parts_decoded(content: bytes | msgspec.Raw, levels: int) -> Any:
+    """What a large JSON says, read element by element: a decoder lets no other thread run until it is done."""
+    if len(content) > LARGE and levels:
+        first = bytes(memoryview(content)[:100]).lstrip()[:1]
+        if first == b"{":
+            fields = _FIELDS.decode(content)
+            return {name: _parts_decoded(part, levels - 1) for name, part in fields.items()}
+        if first == b"[" and bytes(content).strip(b"[] \t\r\n").translate(None, _INTEGERS):
+            return [_parts_decoded(part, levels - 1) for part in _ELEMENTS.decode(content)]
+    return _DECODER.decode(content)
+
+
+@contextmanager
+def _without_gc() -> Iterator[None]:
+    """Without the search for cycles, which takes longer than the decoder where lists are many."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _place_of_no_number(content: bytes) -> str | None:

@@ -26,11 +26,14 @@ from afm_mlx.server.request_ids import REQUEST_ID
 from afm_mlx.server.sampling import logits_processors, sampler
 from afm_mlx.server.served_model import ServedModel, is_answer
 from afm_mlx.server.token_texts import TokenLogprob
+from afm_mlx.server.workers import in_thread
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_START
 
 _LOG = logging.getLogger("afm_mlx.server")
 _SEED_STEP = 0xD1342543DE82EF95
 """Between the seeds of two choices; another number than the one between two tokens of a row."""
+_MOST_GRAMMARS = 1 << 22
+"""Characters of the grammars of one request's answers at most: each is compiled for itself."""
 _FORCED_WAIT = 0.01
 """Seconds in which the forced tokens that come one after the other become one event."""
 
@@ -192,7 +195,11 @@ async def answer(served: ServedModel, ask: Ask) -> AsyncGenerator[Event, None]:
         deadline = loop.call_later(seconds, queue.put_nowait, late)
         tasks: list[asyncio.Task[None]] = []
         try:
-            request = await asyncio.to_thread(_request, served, ask)
+            request = await in_thread(lambda: _request(served, ask), is_admitted=True)
+            constraint = await in_thread(
+                lambda: _constraint(served, ask), compiles=bool(ask.tools), is_admitted=True
+            )
+            request = replace(request, constraint=constraint)
             if served.options.log_prompts:
                 _LOG.info("Prompt: %r", served.tokenizer.decode(request.prompt))
             choices = [_Choice(served, ask, request, i, queue) for i in range(ask.n)]
@@ -231,7 +238,7 @@ def _field_of(ask: Ask) -> str:
 
 
 def _request(served: ServedModel, ask: Ask) -> Request:
-    """The engine's request, for the first choice. This may take a while."""
+    """The engine's request, for the first choice, without its constraint. This may take a while."""
     if ask.messages is None:
         prompt = list(ask.prompt or ())
     else:
@@ -261,11 +268,22 @@ def _request(served: ServedModel, ask: Ask) -> Request:
         stop=list(ask.stop),
         logprobs=ask.logprobs is not None,
         adapter=ask.adapter,
-        constraint=_constraint(served, ask),
     )
 
 
 def _constraint(served: ServedModel, ask: Ask) -> Constraint | None:
+    """What all of the answer must look like, calls included. This may take a while."""
+    made = _with_calls(served, ask)
+    if made is not None and len(made.grammar) * ask.n > _MOST_GRAMMARS:
+        raise bad_request(
+            f"n is {ask.n}, and the grammar that each answer is held to has {len(made.grammar)} characters; "
+            f"together they may have {_MOST_GRAMMARS}. Ask for fewer answers at a time.",
+            "n",
+        )
+    return made
+
+
+def _with_calls(served: ServedModel, ask: Ask) -> Constraint | None:
     if not ask.tools:
         return ask.answer
     if not ask.may_call:  # the model has read of tools

@@ -1,45 +1,44 @@
-"""How many answers may wait and run: all of them, and those of one client."""
+"""How many answers and requests may wait and run: all of them, and those of one client."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from afm_mlx.server.errors import ApiError
 from afm_mlx.server.options import ServerOptions
 
 
 class Admission:
-    """Counts the answers under way, and refuses what is too much.
+    """Counts the answers under way, and the work that requests make besides, and refuses what is too much.
 
     Args:
         options: the server's settings.
 
     Attributes:
         draining: whether the server ends: nothing new begins.
-        active: answers that wait or run.
     """
 
     def __init__(self, options: ServerOptions):
         self._options = options
         self.draining = False
-        self.active = 0
-        self._by_client: Counter[str] = Counter()
+        self._places = _Places(options.max_batch + options.max_queue, options.max_share)
+        self._large = _Places(options.max_batch, options.max_share)
         self._told: list[Callable[[ApiError], None]] = []
         self._seconds = 1.0  # that an answer takes, a moving mean
 
     @property
-    def limit(self) -> int:
-        """Answers that may wait and run together."""
-        return self._options.max_batch + self._options.max_queue
+    def active(self) -> int:
+        """Answers that wait or run, and requests that are being prepared."""
+        return self._places.taken
 
     @contextmanager
     def admitted(
         self, client: str, answers: int, tell: Callable[[ApiError], None]
     ) -> Iterator[None]:
-        """Within it, so many answers of a client are under way.
+        """Reserve places for the answers of a client while the context is open.
 
         Args:
             client: who asks; only clients with keys have a share of their own.
@@ -49,6 +48,33 @@ class Admission:
         Raises:
             ApiError: 503 when the server ends, 429 when the queue is full or the client has its share.
         """
+        with self._reserved(self._places, client, answers, "answers"):
+            began = time.monotonic()
+            self._told.append(tell)
+            try:
+                yield
+            finally:
+                self._told.remove(tell)
+                self._seconds += 0.1 * (time.monotonic() - began - self._seconds)
+
+    def working(self, client: str) -> AbstractContextManager[None]:
+        """Reserve a place for a request that is being prepared, before it has one for its answers.
+
+        Raises:
+            ApiError: as `admitted`.
+        """
+        return self._reserved(self._places, client, 1, "requests")
+
+    def working_on_large(self, client: str) -> AbstractContextManager[None]:
+        """Reserve one of the few places for requests with a large body.
+
+        Raises:
+            ApiError: as `admitted`.
+        """
+        return self._reserved(self._large, client, 1, "large requests")
+
+    @contextmanager
+    def _reserved(self, places: _Places, client: str, count: int, what: str) -> Iterator[None]:
         if self.draining:
             raise ApiError(
                 503,
@@ -56,31 +82,13 @@ class Admission:
                 code="server_stopping",
                 retry_after=self._options.grace,
             )
-        share = int(self.limit * self._options.max_share) if client else self.limit
-        own = self._by_client[client]
-        if self.active + answers > self.limit or own + answers > max(1, share):
-            whose = "" if self.active + answers > self.limit else " of this key"
-            count = self.active if not whose else own
-            raise ApiError(
-                429,
-                f"{count} answers{whose} wait or run already, and {answers} more would be too many. Try again "
-                "later, or send fewer at a time.",
-                code="queue_full",
-                retry_after=self._retry_after,
-            )
-        began = time.monotonic()
-        self.active += answers
-        self._by_client[client] += answers
-        self._told.append(tell)
+        if refused := places.refusal(client, count, what):
+            raise ApiError(429, refused, code="queue_full", retry_after=self._retry_after)
+        places.take(client, count)
         try:
             yield
         finally:
-            self._told.remove(tell)
-            self.active -= answers
-            self._by_client[client] -= answers
-            if not self._by_client[client]:
-                del self._by_client[client]
-            self._seconds += 0.1 * (time.monotonic() - began - self._seconds)
+            places.take(client, -count)
 
     def end_all(self) -> None:
         """End all answers under way: the server stops, and has waited for long enough."""
@@ -91,3 +99,36 @@ class Admission:
     def _retry_after(self) -> float:
         """Seconds until some of what waits has ended, as far as the last answers tell."""
         return min(60.0, self._seconds * max(1.0, self.active / self._options.max_batch / 2))
+
+
+class _Places:
+    """Places of which each client takes a share at most.
+
+    Args:
+        count: number of places.
+        share: the share of a client with a key; others have no shares.
+    """
+
+    def __init__(self, count: int, share: float):
+        self._count, self._share = count, max(1, int(count * share))
+        self.taken = 0
+        self._by_client: Counter[str] = Counter()
+
+    def refusal(self, client: str, count: int, what: str) -> str | None:
+        """Why a client can't have so many places; None when it can."""
+        own = self._by_client[client]
+        is_full = self.taken + count > self._count
+        if not is_full and (not client or own + count <= self._share):
+            return None
+        told = f"{self.taken} {what}" if is_full else f"{own} {what} of this key"
+        return (
+            f"{told} wait or run already, and {count} more would be too many. Try again later, or send fewer "
+            "at a time."
+        )
+
+    def take(self, client: str, count: int) -> None:
+        """Take places, or give them back where the number is negative."""
+        self.taken += count
+        self._by_client[client] += count
+        if not self._by_client[client]:
+            del self._by_client[client]

@@ -37,6 +37,7 @@ from afm_mlx.server.request_fields import ChatRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import EventStream, event, json_response, while_connected
 from afm_mlx.server.token_texts import TokenLogprob
+from afm_mlx.server.workers import in_thread
 
 
 async def chat_completions(request: Request) -> Response:
@@ -59,7 +60,9 @@ async def ask_of(body: ChatRequest, served: ServedModel, client: str) -> Ask:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
     adapter = served.adapter_of(body.model)
-    messages = chat_messages(body.messages, folds=not served.options.strict)
+    messages = await in_thread(
+        lambda: chat_messages(body.messages, folds=not served.options.strict)
+    )
     parallel = body.parallel_tool_calls is not False
     tools = chat_tool_fields(body.tools, body.tool_choice, parallel)
     structured, name = guided(body)

@@ -29,6 +29,7 @@ from afm_mlx.server.request_fields import PROMPTS, CompletionRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import EventStream, event, json_response, while_connected
 from afm_mlx.server.token_texts import TokenLogprob
+from afm_mlx.server.workers import in_thread
 
 
 async def completions(request: Request) -> Response:
@@ -85,10 +86,10 @@ async def _asked(body: CompletionRequest, served: ServedModel, client: str) -> _
     adapter = served.adapter_of(body.model)
     structured, name = guided(body)
     constraint, _ = await constraint_of(None, structured, name)
-    given = _prompts(body.prompt)
+    given = await in_thread(lambda: _prompts(body.prompt))
     n = check_count(body.n, served, "n", len(given))
     best_of = check_count(body.best_of or n, served, "best_of", len(given))
-    prompts = await asyncio.to_thread(_encoded, given, served)
+    prompts, echoes = await in_thread(lambda: _encoded(given, served, bool(body.echo)))
     ask = Ask(
         answer=constraint,
         adapter=adapter,
@@ -98,12 +99,6 @@ async def _asked(body: CompletionRequest, served: ServedModel, client: str) -> _
         logprobs=0 if best_of > n and body.logprobs is None else body.logprobs,
         client=client,
     )
-    echoes = [""] * len(given)
-    if body.echo:
-        echoes = [
-            p if isinstance(p, str) else served.tokenizer.decode(ids)
-            for p, ids in zip(given, prompts, strict=True)
-        ]
     asks = [replace(ask, prompt=prompt) for prompt in prompts]
     return _Asked(body.model, asks, echoes, n, body.logprobs is not None)
 
@@ -120,17 +115,22 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
     return prompt
 
 
-def _encoded(prompts: Sequence[str | list[int]], served: ServedModel) -> list[list[int]]:
-    """Token ids of prompts; those that were given are checked."""
-    encoded = []
+def _encoded(
+    prompts: Sequence[str | list[int]], served: ServedModel, echo: bool
+) -> tuple[list[list[int]], list[str]]:
+    """Token ids of prompts, of which those that were given are checked; and what their answers begin with."""
+    encoded, echoes = [], []
     for index, prompt in enumerate(prompts):
         place = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
+        text = prompt if isinstance(prompt, str) else None
         if isinstance(prompt, str):
             served.check_length([prompt], place)
             try:
                 prompt = list(served.tokenizer.encode(prompt, add_special_tokens=True))
             except TokenizerError as error:
                 raise bad_request(str(error), place) from error
+        else:
+            served.check_tokens(prompt, place)
         unknown = [token for token in prompt if not 0 <= token < served.vocab_size]
         if unknown or not prompt:
             got = f"the token {unknown[0]}" if unknown else "no token"
@@ -139,7 +139,9 @@ def _encoded(prompts: Sequence[str | list[int]], served: ServedModel) -> list[li
                 place,
             )
         encoded.append(prompt)
-    return encoded
+        if echo:
+            echoes.append(served.tokenizer.decode(prompt) if text is None else text)
+    return encoded, echoes if echo else [""] * len(encoded)
 
 
 async def _answers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from afm_mlx.server.request_fields import (
 )
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.token_texts import TokenLogprob
+from afm_mlx.server.workers import in_thread
 
 
 def limit(name: str, value: int | None) -> int | None:
@@ -128,7 +128,7 @@ async def constraint_of(
         return None, None
     try:
         # A large schema takes a while to be compiled, and others must not wait for that.
-        return await asyncio.to_thread(make), shown_format
+        return await in_thread(make, compiles=True), shown_format
     except ConstraintError as error:
         raise bad_request(str(error), param, "invalid_schema") from error
 

@@ -25,6 +25,10 @@ from afm_mlx.server.field_rules import EMPTY, Honoured, Ignored, Kinds, Refused,
 
 MAX_STOPS, MAX_STOP = 16, 1000
 """Stop strings of a request, and characters of one, at most."""
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 1 << 14, 1 << 12, 1 << 10
+"""Messages or items of a request; parts, blocks or calls of a message; and tools, at most."""
+MAX_CHOICES, MAX_BIASES, MAX_TOKENS = 1 << 12, 1 << 14, 1 << 20
+"""Texts that an answer may be one of, biases of tokens, and prompts or token ids of one prompt, at most."""
 
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -39,7 +43,7 @@ TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
 FormatName = Annotated[str, Meta(min_length=1, max_length=64)]
 ToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,64}\\Z")]
 ClaudeToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}\\Z")]
-Stop = str | list[str] | None
+Stop = str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None
 
 MODEL = Honoured("one of `/v1/models`; any other is a 404, `model_not_found`")
 STREAM = Honoured("events as the tokens come")
@@ -91,7 +95,7 @@ PART = Kinds("this model reads text only")
 ANSWER_PART = Kinds(
     PART.text, ignored=frozenset({"thinking", "reasoning", "redacted_thinking"}), why=ECHO.text
 )
-Texts = str | list[Annotated[TextPart, PART]]
+Texts = str | Annotated[list[Annotated[TextPart, PART]], Meta(max_length=MAX_PARTS)]
 
 
 class CalledFunction(Fields):
@@ -121,9 +125,19 @@ class UserMessage(Fields, tag_field="role", tag="user"):
 
 
 class AssistantMessage(Fields, tag_field="role", tag="assistant"):
-    content: str | list[Annotated[TextPart | RefusalPart, ANSWER_PART]] | None = None
+    content: (
+        str
+        | Annotated[
+            list[Annotated[TextPart | RefusalPart, ANSWER_PART]], Meta(max_length=MAX_PARTS)
+        ]
+        | None
+    ) = None
     tool_calls: (
-        list[Annotated[ChatCall, Kinds("calls are of functions", default="function")]] | None
+        Annotated[
+            list[Annotated[ChatCall, Kinds("calls are of functions", default="function")]],
+            Meta(max_length=MAX_PARTS),
+        ]
+        | None
     ) = None
     refusal: str | None = None
     name: Annotated[Any, NO_NAMES] = None
@@ -174,7 +188,7 @@ class ChosenFunction(Fields, tag_field="type", tag="function"):
 
 class ChatAllowed(Fields):
     mode: Literal["auto", "required"]
-    tools: list[Annotated[ChosenFunction, OTHERS_TOOLS]]
+    tools: Annotated[list[Annotated[ChosenFunction, OTHERS_TOOLS]], Meta(max_length=MAX_TOOLS)]
 
 
 class ChatAllowedTools(Fields, tag_field="type", tag="allowed_tools"):
@@ -217,12 +231,15 @@ ChatFormat = Annotated[
 ]
 
 
+Choices = Annotated[list[str], Meta(max_length=MAX_CHOICES)]
+
+
 class StructuredOutputs(Fields):
     """What an answer must look like, under vLLM's names; exactly one of them."""
 
     json: dict[str, Any] | bool | str | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     json_object: bool | None = None
     whitespace_pattern: Annotated[Any, Refused("JSON is written in one way")] = None
@@ -263,7 +280,10 @@ class SampledRequest(Fields):
     repetition_penalty: Annotated[
         RepetitionPenalty | None, Honoured("above 0 to 10, of tokens in prompt and answer")
     ] = None
-    logit_bias: Annotated[dict[str, Bias] | None, Honoured("-100 to 100 by token id")] = None
+    logit_bias: Annotated[
+        Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None,
+        Honoured("-100 to 100 by token id"),
+    ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None,
         Honoured(
@@ -272,7 +292,7 @@ class SampledRequest(Fields):
     ] = None
     guided_json: Annotated[dict[str, Any] | str | None, OLDER] = None
     guided_regex: Annotated[str | None, OLDER] = None
-    guided_choice: Annotated[list[str] | None, OLDER] = None
+    guided_choice: Annotated[Choices | None, OLDER] = None
     guided_grammar: Annotated[str | None, OLDER] = None
     user: Annotated[Any, WHO] = None
     safety_identifier: Annotated[Any, WHO] = None
@@ -286,7 +306,7 @@ class SampledRequest(Fields):
 
 class ChatRequest(SampledRequest, kw_only=True):
     messages: Annotated[
-        Annotated[list[ChatMessage], Meta(min_length=1)],
+        Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)],
         Honoured(
             "roles `system`, `developer`, `user`, `assistant`, `tool`; content as text or parts of type "
             "`text`. Instructions behind other messages are read as a part of the user's turn there. An answer "
@@ -308,7 +328,7 @@ class ChatRequest(SampledRequest, kw_only=True):
         ),
     ] = None
     tools: Annotated[
-        list[ChatTool] | None,
+        Annotated[list[ChatTool], Meta(max_length=MAX_TOOLS)] | None,
         Honoured(
             "functions, whose calls come in pieces while they are generated, under their schema"
         ),
@@ -331,6 +351,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     web_search_options: Annotated[Any, Ignored(OTHERS_TOOL, ())] = None
 
 
+TokenIds = Annotated[list[int], Meta(max_length=MAX_TOKENS)]
 PROMPTS = Honoured(
     "a text, a list of texts, token ids, or a list of lists of them",
     "A text, a list of texts, a list of token ids, or a list of such lists is needed.",
@@ -339,7 +360,7 @@ PROMPTS = Honoured(
 
 class CompletionRequest(SampledRequest, kw_only=True):
     prompt: Annotated[
-        str | list[str | int | list[int]],
+        str | Annotated[list[str | int | TokenIds], Meta(max_length=MAX_TOKENS)],
         PROMPTS,
     ]
     best_of: Annotated[
@@ -373,7 +394,13 @@ class OutputTextPart(Fields, tag_field="type", tag="output_text"):
     logprobs: Annotated[Any, OF_USE_TO_CLIENTS] = None
 
 
-ItemTexts = str | list[Annotated[InputTextPart | OutputTextPart | RefusalPart, PART]]
+ItemTexts = (
+    str
+    | Annotated[
+        list[Annotated[InputTextPart | OutputTextPart | RefusalPart, PART]],
+        Meta(max_length=MAX_PARTS),
+    ]
+)
 
 
 class MessageItem(Fields, tag_field="type", tag="message"):
@@ -451,7 +478,7 @@ class ResponseAllowedTools(Fields, tag_field="type", tag="allowed_tools"):
     """`tool_choice`: only some of the tools, as if there were no others."""
 
     mode: Literal["auto", "required"]
-    tools: list[Annotated[ChosenTool, OTHERS_TOOLS]]
+    tools: Annotated[list[Annotated[ChosenTool, OTHERS_TOOLS]], Meta(max_length=MAX_TOOLS)]
 
 
 ResponseToolChoice = (
@@ -494,7 +521,7 @@ class InputRequest(Fields):
 
     model: Annotated[str, MODEL]
     input: Annotated[
-        str | list[InputItem] | None,
+        str | Annotated[list[InputItem], Meta(max_length=MAX_MESSAGES)] | None,
         Honoured(
             "a text, or items: messages (`input_text`, `output_text`, `refusal`), `function_call`, "
             "`function_call_output`, `item_reference` to an item of a response that is kept. Messages of the "
@@ -512,7 +539,8 @@ class InputRequest(Fields):
         Honoured("`format`: `text`, `json_object`, `json_schema`, kept to, `strict` or not"),
     ] = None
     tools: Annotated[
-        list[ResponseTool] | None, Honoured("functions, kept to their schema, `strict` or not")
+        Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None,
+        Honoured("functions, kept to their schema, `strict` or not"),
     ] = None
     tool_choice: Annotated[
         ResponseToolChoice | None,
@@ -544,7 +572,7 @@ class ResponseRequest(InputRequest, kw_only=True):
         ),
     ] = None
     include: Annotated[
-        list[str] | None,
+        Annotated[list[str], Meta(max_length=MAX_PARTS)] | None,
         Honoured(
             "`message.output_text.logprobs` asks for log-probabilities, of up to 20 most likely tokens. "
             "Further names are of items that no answer here has",
@@ -611,7 +639,9 @@ class ToolResultBlock(Fields, tag_field="type", tag="tool_result"):
     """What a call has returned."""
 
     tool_use_id: str
-    content: str | list[Annotated[ClaudeText, RESULT_PART]] | None = None
+    content: (
+        str | Annotated[list[Annotated[ClaudeText, RESULT_PART]], Meta(max_length=MAX_PARTS)] | None
+    ) = None
     is_error: bool | None = None
     cache_control: Annotated[Any, CACHE_MARK] = None
     toolset_name: Annotated[Any, ECHO] = None
@@ -621,27 +651,36 @@ READS_TEXT = "the model reads text only, calls of tools and their results"
 
 
 class ClaudeUser(Fields, tag_field="role", tag="user"):
-    content: str | list[Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]]
+    content: (
+        str
+        | Annotated[
+            list[Annotated[ClaudeText | ToolResultBlock, Kinds(READS_TEXT)]],
+            Meta(max_length=MAX_PARTS),
+        ]
+    )
 
 
 class ClaudeAssistant(Fields, tag_field="role", tag="assistant"):
     content: (
         str
-        | list[
-            Annotated[
-                ClaudeText | ToolUseBlock,
-                Kinds(
-                    READS_TEXT,
-                    ignored=frozenset({"thinking", "redacted_thinking"}),
-                    why=ECHO.text,
-                ),
-            ]
+        | Annotated[
+            list[
+                Annotated[
+                    ClaudeText | ToolUseBlock,
+                    Kinds(
+                        READS_TEXT,
+                        ignored=frozenset({"thinking", "redacted_thinking"}),
+                        why=ECHO.text,
+                    ),
+                ]
+            ],
+            Meta(max_length=MAX_PARTS),
         ]
     )
 
 
 class ClaudeSystem(Fields, tag_field="role", tag="system"):
-    content: str | list[Annotated[ClaudeText, PART]]
+    content: str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTS)]
 
 
 ClaudeMessage = Annotated[
@@ -713,7 +752,7 @@ class PromptRequest(Fields):
 
     model: Annotated[str, MODEL]
     messages: Annotated[
-        Annotated[list[ClaudeMessage], Meta(min_length=1)],
+        Annotated[list[ClaudeMessage], Meta(min_length=1, max_length=MAX_MESSAGES)],
         Honoured(
             "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; those beside "
             "results are read behind them. A failed tool's result (`is_error`) is shown as JSON, "
@@ -722,15 +761,18 @@ class PromptRequest(Fields):
         ),
     ]
     system: Annotated[
-        str | list[Annotated[ClaudeText, PART]] | None,
+        str | Annotated[list[Annotated[ClaudeText, PART]], Meta(max_length=MAX_PARTS)] | None,
         Honoured("instructions; blocks are paragraphs"),
     ] = None
     tools: Annotated[
-        list[
-            Annotated[
-                ClaudeTool,
-                Kinds(OTHERS_TOOLS.text, default="custom", ignored=None, why=OTHERS_TOOL),
-            ]
+        Annotated[
+            list[
+                Annotated[
+                    ClaudeTool,
+                    Kinds(OTHERS_TOOLS.text, default="custom", ignored=None, why=OTHERS_TOOL),
+                ]
+            ],
+            Meta(max_length=MAX_TOOLS),
         ]
         | None,
         Honoured("tools that the client runs, kept to their `input_schema`"),

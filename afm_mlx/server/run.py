@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import resource
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
@@ -131,6 +133,9 @@ def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool
 async def serve(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool:
     """`run`, in a running event loop."""
     options: ServerOptions = app.state.options
+    # The engine compiles the constraint of each answer there; the model needs the processor, too.
+    compiling = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "engine-compiling")
+    asyncio.get_running_loop().set_default_executor(compiling)
     _allow_connections(options.max_connections)
     config = uvicorn.Config(
         app,

@@ -24,6 +24,7 @@ from afm_mlx.server.limits import Admission
 from afm_mlx.server.metrics import Metrics
 from afm_mlx.server.options import ServerOptions
 from afm_mlx.server.token_texts import TokenTexts
+from afm_mlx.server.workers import Workers
 from afm_mlx.tokenizer.caller_text import strings_in
 from afm_mlx.tokenizer.tokenizer import Tokenizer
 
@@ -46,7 +47,8 @@ class ServedModel:
     Attributes:
         engine: runs the rows of all requests.
         prefix_cache: keys and values of earlier prompts and answers; None for none.
-        admission: how many answers may wait and run.
+        admission: how many answers and requests may wait and run.
+        workers: threads for what requests need besides the model.
         metrics: what is counted.
         token_texts: looks tokens up.
         created: when it was loaded, in seconds since 1970.
@@ -92,6 +94,7 @@ class ServedModel:
         self.guesses = engine_options.get("speculation") is not None
         self.own_adapters = frozenset(() if pool is None else pool.registered)
         self.admission = Admission(options)
+        self.workers = Workers(self.admission)
         self.metrics = Metrics(self)
         self.token_texts = TokenTexts(tokenizer)
 
@@ -220,6 +223,20 @@ class ServedModel:
                 "context_length_exceeded",
             )
 
+    def check_tokens(self, tokens: Sequence[int], place: str) -> None:
+        """Refuse more token ids than the context holds, before anything looks at each of them.
+
+        Raises:
+            ApiError: 400 with their place in the body.
+        """
+        if len(tokens) > max(_LONG, self.context_size):
+            raise bad_request(
+                f"{place} has {len(tokens)} tokens, and the context of {self.name} holds {self.context_size}. "
+                "Send fewer.",
+                place,
+                "context_length_exceeded",
+            )
+
     @cached_property
     def _longest_piece(self) -> int:
         if not isinstance(self.tokenizer, Tokenizer):
@@ -302,7 +319,8 @@ class ServedModel:
         return sorted(found, key=lambda path: -len(path.parts))
 
     def close(self) -> None:
-        """End the adapters' loading thread, and write what is still to be written of the prefix cache."""
+        """End the threads, and write what is still to be written of the prefix cache."""
+        self.workers.close()
         if self.pool is not None:
             self.pool.close()
         if self.prefix_cache is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -13,9 +12,10 @@ from afm_mlx.errors import AFMError
 from afm_mlx.server.bodies import read_body
 from afm_mlx.server.chat_messages import chat_messages, chat_tools
 from afm_mlx.server.errors import api_error, bad_request
-from afm_mlx.server.request_fields import ChatMessage, ChatTool
+from afm_mlx.server.request_fields import MAX_MESSAGES, MAX_TOKENS, MAX_TOOLS, ChatMessage, ChatTool
 from afm_mlx.server.served_model import ServedModel
-from afm_mlx.server.sse import json_response
+from afm_mlx.server.sse import json_response, while_connected
+from afm_mlx.server.workers import in_thread
 
 Token = Annotated[int, Meta(ge=0)]
 
@@ -24,8 +24,10 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     """A text, or a chat."""
 
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)] | None = None
-    tools: list[ChatTool] | None = None
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = (
+        None
+    )
+    tools: Annotated[list[ChatTool], Meta(max_length=MAX_TOOLS)] | None = None
     model: str | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
@@ -34,7 +36,7 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
     """Token ids."""
 
-    tokens: list[Token]
+    tokens: Annotated[list[Token], Meta(max_length=MAX_TOKENS)]
     model: str | None = None
 
 
@@ -46,20 +48,25 @@ async def tokenize(request: Request) -> Response:
         served.adapter_of(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise bad_request("Either prompt or messages is needed.", "prompt")
-    tokens = await asyncio.to_thread(_tokens, served, body)
-    told: dict[str, Any] = {
-        "count": len(tokens),
-        "max_model_len": served.context_size,
-        "tokens": tokens,
-    }
-    if body.return_token_strs:
-        told["token_strs"] = served.tokenizer.convert_ids_to_tokens(tokens)
-    return json_response(told)
+
+    def tokenized() -> Response:
+        tokens = _tokens(served, body)
+        told: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": served.context_size,
+            "tokens": tokens,
+        }
+        if body.return_token_strs:
+            told["token_strs"] = served.tokenizer.convert_ids_to_tokens(tokens)
+        return json_response(told)
+
+    return await while_connected(request, in_thread(tokenized))
 
 
 def _tokens(served: ServedModel, body: TokenizeRequest) -> list[int]:
     try:
         if body.messages is None:
+            served.check_length([body.prompt or ""], "prompt")
             return list(
                 served.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
             )
@@ -76,8 +83,12 @@ async def detokenize(request: Request) -> Response:
     body = await read_body(request, DetokenizeRequest)
     if body.model is not None:
         served.adapter_of(body.model)
+    served.check_tokens(body.tokens, "tokens")
+
+    def detokenized() -> Response:
+        return json_response({"prompt": served.tokenizer.decode(body.tokens)})
+
     try:
-        text = await asyncio.to_thread(served.tokenizer.decode, body.tokens)
+        return await while_connected(request, in_thread(detokenized))
     except AFMError as error:
         raise bad_request(str(error), "tokens") from error
-    return json_response({"prompt": text})

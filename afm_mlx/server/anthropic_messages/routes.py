@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -22,6 +21,7 @@ from afm_mlx.server.generation import Ask, answer
 from afm_mlx.server.request_fields import MessageRequest, PromptRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import EventStream, event, json_response, while_connected
+from afm_mlx.server.workers import in_thread
 
 VERSIONS = ("2023-06-01", "2026-10-21")
 """Values of the header anthropic-version, which may be left out.
@@ -44,7 +44,7 @@ async def create_message(request: Request) -> Response:
         return replace(ask, messages=None, prompt=prompt)
 
     # Large conversations and schemas take a while, and others must not wait for them.
-    ask = await while_connected(request, asyncio.to_thread(prepared))
+    ask = await while_connected(request, in_thread(prepared, compiles=_has_format(body)))
     message = Message(
         id=f"msg_{uuid.uuid4().hex}", model=body.model, usage=Usage(len(ask.prompt or ()))
     )
@@ -67,7 +67,7 @@ async def count_tokens(request: Request) -> Response:
             served.encode_chat(fields["messages"], fields["tools"], fields.get("response_format"))
         )
 
-    count = await while_connected(request, asyncio.to_thread(counted))
+    count = await while_connected(request, in_thread(counted, compiles=_has_format(body)))
     return json_response({"input_tokens": count})
 
 
@@ -75,6 +75,10 @@ ROUTES = [
     Route("/v1/messages", create_message, methods=["POST"]),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
 ]
+
+
+def _has_format(body: PromptRequest) -> bool:
+    return body.output_config is not None or body.output_format is not None
 
 
 def _check_version(request: Request) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -24,6 +23,7 @@ from afm_mlx.server.openai_responses.stream import ResponseStream, answered_mess
 from afm_mlx.server.request_fields import InputRequest, ReferenceItem, ResponseRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import EventStream, event, json_response, while_connected
+from afm_mlx.server.workers import in_thread
 
 
 async def create_response(request: Request) -> HttpResponse:
@@ -50,7 +50,8 @@ async def create_response(request: Request) -> HttpResponse:
         )
 
     # Large conversations and schemas take a while, and others must not wait for them.
-    made = await while_connected(request, asyncio.to_thread(prepared))
+    compiles = body.text is not None and body.text.format is not None
+    made = await while_connected(request, in_thread(prepared, compiles=compiles))
     if body.stream:
         return EventStream(made.events(), request, made.failed)
     return json_response(await while_connected(request, made.whole()))
@@ -71,7 +72,7 @@ async def count_input_tokens(request: Request) -> HttpResponse:
         return len(served.encode_chat(messages, fields["tools"], fields["response_format"]))
 
     try:
-        count = await while_connected(request, asyncio.to_thread(counted))
+        count = await while_connected(request, in_thread(counted, compiles=body.text is not None))
     except (ApiError, TokenizerError) as error:
         raise _of_input(api_error(error, "input")) from error
     return json_response({"object": "response.input_tokens", "input_tokens": count})
