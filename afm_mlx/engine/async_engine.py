@@ -107,15 +107,18 @@ class AsyncEngine:
     def _begin(self, stream: _Stream, prepared: Prepared) -> None:
         try:
             stream.row = self._made().submit_prepared(prepared)
-        except Exception as error:
+            self._streams[stream.row] = stream
+            self._queue_turn()
+        except BaseException as error:  # whatever it is, its caller waits for it
+            self._streams.pop(stream.row, None)
             stream.fail(error)
-            return
-        self._streams[stream.row] = stream
-        self._queue_turn()
 
     def _cancel(self, stream: _Stream) -> None:
         if self._streams.pop(stream.row, None) is not None:
-            self._made().cancel(stream.row)
+            try:
+                self._made().cancel(stream.row)
+            except BaseException as error:
+                self._fail_started(error)
 
     def _queue_turn(self) -> None:
         if not self._turn_is_queued:
@@ -128,9 +131,9 @@ class AsyncEngine:
         engine = self._made()
         try:
             self._hand_out(engine.step())
-        except Exception as error:
-            self._fail(self._streams.keys() - engine.drop_started(), error)
-        if engine.busy:
+        except BaseException as error:  # whatever it is, rows wait for it
+            self._fail_started(error)
+        if self._engine is engine and engine.busy:
             self._queue_turn()
 
     def _hand_out(self, responses: Iterable[Response]) -> None:
@@ -146,7 +149,16 @@ class AsyncEngine:
             elif not stream.put(response):
                 self._cancel(stream)
 
-    def _fail(self, rows: Iterable[int], cause: Exception) -> None:
+    def _fail_started(self, cause: BaseException) -> None:
+        """Fail the rows that took part in a step, or all rows and the engine where they can't be told apart."""
+        waiting: list[int] = []
+        try:
+            waiting = self._made().drop_started()
+        except BaseException:
+            self._engine = None  # the next request makes another one
+        self._fail(self._streams.keys() - waiting, cause)
+
+    def _fail(self, rows: Iterable[int], cause: BaseException) -> None:
         for row in rows:
             error = StepError(f"A step of the engine failed ({type(cause).__name__}: {cause}).")
             error.__cause__ = cause
@@ -180,8 +192,14 @@ class _Stream:
             return False
         return True
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """End with an error that no response of the engine's carries."""
+        if not isinstance(error, Exception):  # a caller's loop is not to end with SystemExit
+            cause, error = (
+                error,
+                StepError(f"The request failed ({type(error).__name__}: {error})."),
+            )
+            error.__cause__ = cause
         self.put(Response(self.row, -1, "", None, "error", error))
 
     # -- in the event loop

@@ -11,6 +11,7 @@ import mlx.core as mx
 from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import batch_adapters
+from afm_mlx.engine.row_caches import change_blocks, let_go
 
 
 @dataclass
@@ -22,12 +23,14 @@ class RowBatch:
         cache: one entry per block, of B rows.
         inputs: (B,) tokens to feed next.
         adapters: adapters of the rows; None when no row has one.
+        by_block: see `RowCaches`.
     """
 
     rows: list[Row] = field(default_factory=list)
     cache: list[Any] = field(default_factory=list)
     inputs: mx.array = field(default_factory=lambda: mx.zeros((0,), mx.int32))
     adapters: BatchAdapters | None = None
+    by_block: bool = False
 
     def join(self, other: RowBatch) -> None:
         """Append the rows of another batch."""
@@ -37,8 +40,14 @@ class RowBatch:
             self.rows, self.cache, self.inputs = other.rows, other.cache, other.inputs
             self.adapters = other.adapters
             return
-        for mine, theirs in zip(self.cache, other.cache, strict=True):
-            mine.extend(theirs)
+        theirs = iter(other.cache)
+
+        def extend(mine: Any) -> None:
+            entry = next(theirs)
+            mine.extend(entry)
+            let_go(entry)
+
+        change_blocks(self.cache, extend, self.by_block)
         self.rows = self.rows + other.rows
         self.inputs = mx.concatenate([self.inputs, other.inputs])
         self.adapters = batch_adapters(self.rows)
@@ -58,8 +67,7 @@ class RowBatch:
         self.inputs = self.inputs[mx.array(indices, dtype=mx.int32)]
         if not self.rows:
             self.cache = []
-        for layer in self.cache:
-            layer.filter(indices)
+        change_blocks(self.cache, lambda entry: entry.filter(indices), self.by_block)
 
     def take_out(self, index: int) -> tuple[Row, list[Any]]:
         """Take a row out that is to come back: it keeps its adapter.
@@ -73,11 +81,20 @@ class RowBatch:
             cache, self.rows, self.cache = self.cache, [], []
             self.inputs, self.adapters = self.inputs[:0], None
             return row, cache
-        cache = [layer.extract(index) for layer in self.cache]
-        lease, row.lease = row.lease, None  # not to be released
-        self.keep([i for i in range(len(self.rows)) if i != index])
-        row.lease = lease
-        return row, cache
+        others = [i for i in range(len(self.rows)) if i != index]
+        mine: list[Any] = []
+
+        def take(entry: Any) -> None:
+            mine.append(entry.extract(index))
+            if self.by_block and not mine[-1].empty():
+                mx.eval(mine[-1].state)
+            entry.filter(others)
+
+        change_blocks(self.cache, take, self.by_block)
+        self.rows = [self.rows[i] for i in others]
+        self.adapters = batch_adapters(self.rows)
+        self.inputs = self.inputs[mx.array(others, dtype=mx.int32)]
+        return row, mine
 
 
 @dataclass
@@ -87,12 +104,14 @@ class Prefill:
     Args:
         batch: the rows of the tokens.
         tokens: (B, most known tokens - 1); the last known token is its row's next decode step.
+        lengths: for each row, how many of its tokens there are.
         done: columns of `tokens` that are in the cache.
         cancelled: ids of rows that nobody waits for any more.
     """
 
     batch: RowBatch
     tokens: mx.array
+    lengths: list[int]
     done: int = 0
     cancelled: set[int] = field(default_factory=set)
 
@@ -103,18 +122,22 @@ class Prefill:
 
     def report(self) -> None:
         """Tell those who asked for it how much of their prompts is done."""
-        for row in self.batch.rows:
-            if row.request.on_prefill and not row.is_prompt_fed:
-                whole = len(row.request.prompt)
-                row.request.on_prefill(min(self.done, whole), whole)
+        for index, row in enumerate(self.batch.rows):
+            if not row.is_prompt_fed and row.id not in self.cancelled:
+                row.report(row.position - row.start - self.left_of(index))
+
+    def left_of(self, index: int) -> int:
+        """Tokens of a row that are not yet in the cache."""
+        return max(0, self.lengths[index] - self.done)
 
     @classmethod
-    def of(cls, rows: Sequence[Row], cache: list[Any]) -> Prefill:
+    def of(cls, rows: Sequence[Row], cache: list[Any], by_block: bool = False) -> Prefill:
         """Make the prefill of B rows.
 
         Args:
             rows: the rows.
             cache: one entry per block, of all rows.
+            by_block: see `RowCaches`.
         """
         known = [row.known for row in rows]
         lengths = [len(tokens) - 1 for tokens in known]
@@ -130,7 +153,8 @@ class Prefill:
         for row, length in zip(rows, lengths, strict=True):
             row.position += length
             row.known = []
-        return cls(RowBatch(list(rows), cache, last, batch_adapters(rows)), tokens)
+        batch = RowBatch(list(rows), cache, last, batch_adapters(rows), by_block)
+        return cls(batch, tokens, lengths)
 
 
 @dataclass

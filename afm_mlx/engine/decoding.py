@@ -6,6 +6,8 @@ tokens leaves for a prefill, and comes back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -14,7 +16,7 @@ from afm_mlx.engine.prefills import Prefills
 from afm_mlx.engine.request import Response
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import RowAdapters
-from afm_mlx.engine.row_caches import RowCaches, hand_back
+from afm_mlx.engine.row_caches import RowCaches, hand_back, make_ready
 from afm_mlx.engine.row_prefixes import RowPrefixes
 from afm_mlx.engine.row_responses import RowResponses
 from afm_mlx.engine.sampling import sample
@@ -52,7 +54,7 @@ class Decoding:
         self._model, self._is_afm = model, is_afm(model)
         self._caches, self._adapters, self._prefixes = caches, adapters, prefixes
         self._responses, self._prefills = responses, prefills
-        self.batch = RowBatch()
+        self.batch = RowBatch(by_block=caches.by_block)
         self._feed: Feed | None = None
         self._flight: Flight | None = None
 
@@ -65,7 +67,7 @@ class Decoding:
         rows = self.batch.rows
         for row in rows:
             row.release()
-        self.batch, self._flight, self._feed = RowBatch(), None, None
+        self.batch, self._flight, self._feed = RowBatch(by_block=self._caches.by_block), None, None
         return rows
 
     def step(self) -> list[Response]:
@@ -87,24 +89,39 @@ class Decoding:
             self._flight = self._choose(self._feed)
         return responses
 
-    def leave(self, finished: set[int]) -> None:
-        """Take finished or cancelled rows out of the batch, and hand their caches back to the callers."""
+    def leave(self, finished: set[int], responses: Sequence[Response] = ()) -> None:
+        """Take finished or cancelled rows out of the batch, and hand their caches back to the callers.
+
+        Args:
+            finished: ids of the rows.
+            responses: the last ones of finished rows are among them; they get the error where a caller's cache
+                can't be filled, as one that was changed meanwhile.
+        """
+        failed: list[Exception] = []
         for i, row in enumerate(self.batch.rows):
             if row.id in finished and row.request.cache is not None:
-                mine = [layer.extract(i) for layer in self.batch.cache]
-                hand_back(mine, row.request.cache, row.surplus)
-                mx.async_eval([layer.state for layer in row.request.cache])  # for any thread
-                row.request.cache[0].adapter = self._adapters.fingerprint(row)
+                adapter = self._adapters.fingerprint(row)
+                try:
+                    hand_back(self.batch.cache, i, row.request.cache, row.surplus, adapter)
+                except Exception as error:
+                    last = [r for r in responses if r.row == row.id and r.finish_reason is not None]
+                    failed += [] if last else [error]
+                    for response in last:
+                        response.finish_reason, response.error = "error", response.error or error
             elif row.id in finished:
                 self._prefixes.keep(row, self.batch.cache, i)
         keep = [i for i, row in enumerate(self.batch.rows) if row.id not in finished]
         self._flight = self._flight and self._flight.keep(keep)
         self._feed = self._feed and self._feed.keep(keep)
         self.batch.keep(keep)
+        if failed:  # of a row that was cancelled
+            raise failed[0]
 
     def _forward(self) -> None:
         """Feed every row its last token: the next tokens are in flight then, or the logits in the feed."""
         batch = self.batch
+        if self._caches.by_block:
+            make_ready(batch.cache, batch.inputs, 1)
         for row in batch.rows:
             row.position += 1
         with self._adapters.using(batch.adapters):
@@ -134,8 +151,12 @@ class Decoding:
         return self._submitted(Flight(feed.rows, tokens, peaks, logprobs, told))
 
     def _submitted(self, flight: Flight) -> Flight:
-        mx.async_eval(flight.tokens, flight.peaks)
-        self.batch.inputs = flight.tokens
+        inputs = flight.tokens
+        if any(row.request.sampler for row in flight.rows):  # which may return what is no token
+            known = [row.vocab_size for row in flight.rows if row.vocab_size is not None]
+            inputs = mx.where((inputs < 0) | (inputs >= min(known, default=1)), 0, inputs)
+        mx.async_eval(flight.tokens, flight.peaks, inputs)
+        self.batch.inputs = inputs
         return flight
 
     def _read(self, flight: Flight) -> list[Response]:
@@ -151,7 +172,7 @@ class Decoding:
             if new[-1].finish_reason is not None:
                 finished.add(row.id)
         if finished:
-            self.leave(finished)
+            self.leave(finished, responses)
         self._fast_forward()
         return responses
 
@@ -169,4 +190,5 @@ class Decoding:
         others = [i for i in range(len(rows)) if i != index]
         self._feed = self._feed and self._feed.keep(others)
         row, cache = self.batch.take_out(index)
-        self._prefills.append(Prefill.of([row], self._caches.merged([cache]) if others else cache))
+        merged = self._caches.merged([cache]) if others else cache
+        self._prefills.append(Prefill.of([row], merged, self._caches.by_block))

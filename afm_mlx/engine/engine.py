@@ -25,8 +25,9 @@ runs in the thread of `afm_mlx.threads`, and every thread may use it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 import mlx.core as mx
@@ -42,14 +43,13 @@ from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request, Response
 from afm_mlx.engine.row import Prepared, Row
 from afm_mlx.engine.row_adapters import RowAdapters
-from afm_mlx.engine.row_caches import RowCaches
+from afm_mlx.engine.row_caches import RowCaches, make_ready
 from afm_mlx.engine.row_prefixes import RowPrefixes
 from afm_mlx.engine.row_responses import RowResponses
-from afm_mlx.engine.speculation.draft_length import MOST
 from afm_mlx.engine.speculation.drafting import Drafting, Speculation
 from afm_mlx.engine.speculation.speculative_decoding import SpeculativeDecoding
 from afm_mlx.engine.waiting_rows import WaitingRows
-from afm_mlx.errors import ContextLengthError, RequestError
+from afm_mlx.errors import ContextLengthError, RequestError, shown
 from afm_mlx.guidance.matcher import Matcher
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.heap import hold_heaps_down
@@ -83,8 +83,9 @@ class Engine:
         adapters: pool of the adapters that requests may name; None for no adapter but the attached one.
         speculation: how tokens are guessed, for the model to check several in one step; None for one at a time.
         prefix_cache: where the beginning of a prompt is looked up, and what rows compute is kept; or None.
-        kv_memory: bytes that keys and values of all rows may take together, without those of the prefix cache;
-            None for no budget. A row waits until what it may come to need is there (`KVMemory`).
+        kv_memory: bytes that keys and values of all rows may take together, those of draft models and copies
+            for a moment included, without those of the prefix cache; None for no budget. A row waits until what
+            it may come to need is there (`KVMemory`).
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main
@@ -111,8 +112,14 @@ class Engine:
             ("prefill_step_size", 1 if prefill_step_size is None else prefill_step_size),
             ("max_kv_size", 1 if max_kv_size is None else max_kv_size),
         ):
-            if value < 1:
-                raise RequestError(f"{name} is {value}; at least 1 is needed.")
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+                raise RequestError(f"{name} is {shown(value)}; an integer of 1 or more is needed.")
+        ends = getattr(tokenizer, "eos_token_ids", None)
+        if not hasattr(tokenizer, "detokenizer") or not isinstance(ends, Collection):
+            raise RequestError(
+                f"tokenizer is {shown(tokenizer)}; one with eos_token_ids and a detokenizer is needed, such as "
+                "load returns."
+            )
         self.model = model
         self.tokenizer = tokenizer
         self.adapters = adapters
@@ -126,17 +133,22 @@ class Engine:
         asked = STEP if prefill_step_size is None else prefill_step_size
         self.prefill_step_size = min(asked, CPU_STEP) if on_cpu else asked
         self._is_afm = is_afm(model)
-        self._caches = RowCaches(model, kv, max_kv_size, sliding_window)
+        self._caches = RowCaches(model, kv, max_kv_size, sliding_window, kv_memory is not None)
         self._drafting: Drafting | None = None
         if speculation is not None:
             speculation.check(model, sliding_window)
             ends = tokenizer.eos_token_ids
-            self._drafting = Drafting(speculation, ends, self.prefill_step_size)
+            self._drafting = Drafting(
+                speculation, model, ends, self.prefill_step_size, self._caches.by_block
+            )
         self.prefix_cache = prefix_cache
-        self._prefixes = self._home.call(RowPrefixes, model, prefix_cache, self._adapters)
-        guesses = 0 if speculation is None else MOST
+        self._prefixes = self._home.call(
+            RowPrefixes, model, prefix_cache, self._adapters, self._caches.by_block
+        )
+        guesses = 0 if self._drafting is None else self._drafting.surplus
+        drafts = [] if self._drafting is None else self._drafting.draft_caches
         self._memory = self._home.call(
-            KVMemory, self._caches, kv_memory, self.prefill_step_size, guesses
+            KVMemory, self._caches, kv_memory, self.prefill_step_size, guesses, drafts
         )
         self._responses = RowResponses(tokenizer, model, self._drafting)
         self._ids = itertools.count()
@@ -145,7 +157,7 @@ class Engine:
             Response
         ] = []  # of rows that can't start, or that begin with forced tokens
         beside = CPU_STEP_BESIDE if on_cpu and prefill_step_size is None else self.prefill_step_size
-        self._prefills = Prefills(self._caches, self.prefill_step_size, beside)
+        self._prefills = Prefills(self._caches, self._adapters, self.prefill_step_size, beside)
         drafting = self._drafting
         made: Callable[..., Decoding] = (
             Decoding if drafting is None else partial(SpeculativeDecoding, drafting)
@@ -180,7 +192,7 @@ class Engine:
         Raises:
             RequestError, ConstraintError: as `submit` does.
         """
-        request.validate(self.model.args.vocab_size if self._is_afm else None)
+        request = request.checked(getattr(self.model.args, "vocab_size", None))
         request, repeated = healed(request, self.tokenizer)
         constraint = request.constraint
         matcher = None if constraint is None else Matcher(constraint, self.tokenizer)
@@ -202,11 +214,12 @@ class Engine:
                 "raise max_kv_size, or ask for a sliding window."
             )
         columns = self._memory.columns(request, cache)
+        detokenizer = self._detokenizer(matcher)
         lease = self._adapters.lease(request.adapter)
         row = Row(
             next(self._ids),
             request,
-            self._detokenizer(matcher),
+            detokenizer,
             position,
             _seed_of(request),
             matcher,
@@ -239,7 +252,7 @@ class Engine:
     def cancel(self, row_id: int) -> None:
         """Drop a row, wherever it is; unknown and finished ids are ignored.
 
-        The request's cache then holds prompt and answer as far as they came, or what it held before.
+        The request's cache then holds prompt and answer as far as they came.
         """
         self._home.call(self._cancel, row_id)
 
@@ -266,7 +279,9 @@ class Engine:
         return self._home.call(self._drop_started)
 
     def _drop_started(self) -> list[int]:
-        self._waiting.drop({row.id for row in self._waiting if row.sampled})
+        self._waiting.drop(
+            {row.id for row in self._waiting if row.sampled or row.error is not None}
+        )
         started = self._decoding.drop_all() + self._prefills.drop_all()
         if self._drafting is not None:
             self._drafting.forget([row.id for row in started])
@@ -298,8 +313,9 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that keys and values take, without those of the prefix cache."""
-        return bytes_in([self._decoding.batch.cache, *self._prefills.caches])
+        """Bytes that keys and values take, those of draft models too, without those of the prefix cache."""
+        drafts = [] if self._drafting is None else self._drafting.caches
+        return bytes_in([self._decoding.batch.cache, *self._prefills.caches, *drafts])
 
     @property
     def kv_memory(self) -> int | None:
@@ -335,12 +351,13 @@ class Engine:
     # -- prompts
 
     def _advance_prefill(self) -> None:
-        self._prefills.begin(self._next_rows())
+        for prefill in self._prefills.begin(self._next_rows()):
+            if not prefill.left:  # prompts of one token
+                prefill.report()
+                self._end_failed(prefill)
         if (turn := self._prefills.next(bool(self._decoding.batch.rows))) is not None:
             self._prefill_chunk(*turn)
         for prefill in self._prefills.take_whole():
-            if not prefill.tokens.shape[1]:
-                prefill.report()
             for layer in prefill.batch.cache:
                 layer.finalize()
             for i, row in enumerate(prefill.batch.rows):
@@ -353,6 +370,8 @@ class Engine:
     def _prefill_chunk(self, prefill: Prefill, columns: int) -> None:
         """Compute the keys and values of a prefill's next columns."""
         chunk = prefill.tokens[:, prefill.done : prefill.done + columns]
+        if self._caches.by_block:
+            make_ready(prefill.batch.cache, None, chunk.shape[1])
         # A zoo model's logits are never evaluated, and MLX computes only what is.
         prefill_step = self.model.prefill if self._is_afm else self.model
         with self._adapters.using(prefill.batch.adapters):
@@ -364,6 +383,14 @@ class Engine:
         mx.eval([layer.state for layer in prefill.batch.cache])
         mx.clear_cache()
         prefill.report()
+        self._end_failed(prefill)
+
+    def _end_failed(self, prefill: Prefill) -> None:
+        """End the rows of a prefill whose callbacks have raised."""
+        for row in list(prefill.batch.rows):
+            if row.error is not None and row.id not in prefill.cancelled:
+                self._early.append(Response(row.id, -1, row.rest(), None, "error", row.error))
+                self._prefills.cancel(row.id)
 
     def _next_rows(self) -> list[tuple[Row, list[Any]]]:
         """Take the first waiting rows that can start: the batch has room, and their adapters are loaded."""

@@ -13,11 +13,11 @@ import mlx.nn as nn
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.registry import AdapterChoice
 from afm_mlx.engine.engine import Engine
-from afm_mlx.engine.request import Request, Response
+from afm_mlx.engine.request import Request, Response, token_ids
 from afm_mlx.engine.row_caches import fit_empty, kind_of
 from afm_mlx.engine.speculation.draft_length import RowGuesses
 from afm_mlx.engine.speculation.drafting import Speculation
-from afm_mlx.errors import RequestError, shown
+from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
@@ -75,11 +75,13 @@ class BatchResponse:
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    """Token ids of a prompt, whatever form it comes in."""
-    if isinstance(prompt, mx.array):
-        return prompt.tolist()
+    """Return the token ids of a prompt, whatever form it comes in.
+
+    Raises:
+        RequestError: for anything but a text, and a sequence or an array of integers.
+    """
     if not isinstance(prompt, str):
-        return list(prompt)
+        return token_ids(prompt)
     bos = tokenizer.bos_token
     return tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos))
 
@@ -123,11 +125,12 @@ def stream_generate(
         logits_processors: as mlx-lm's `make_logits_processors` builds.
         max_kv_size: tokens that the cache may hold; None takes the model's context length.
         sliding_window: past `max_kv_size`, forget the oldest tokens; without it the run ends with an error.
-        prompt_cache: keys and values of tokens that come before the prompt; updated in place.
+        prompt_cache: keys and values of tokens that come before the prompt; updated in place, at the end and
+            when the iterator is left before.
         prefill_step_size: prompt tokens that are processed at a time, at most.
         kv_bits: storage of an AFM model's keys and values: None takes int8 when the model has scales
             for it, 8 insists on that, and 16 stores floats.
-        prompt_progress_callback: called with (tokens done, tokens in all).
+        prompt_progress_callback: called with (tokens done, tokens in all), at last with equal numbers.
         seed: seed of this run's own random stream.
         stop: strings that end the answer; they are not part of it.
         logprobs: whether responses carry log-probabilities; without them, greedy decoding skips the logits.
@@ -173,9 +176,13 @@ def stream_generate(
         at_limit=at_limit,
         heal=heal if heal is not None else constraint is not None and isinstance(prompt, str),
     )
-    engine.submit(request)
+    row = engine.submit(request)
     with wired_memory(model):
-        yield from _timed(engine, len(request.prompt))
+        try:
+            yield from _timed(engine, len(request.prompt))
+        except GeneratorExit:  # it was left
+            engine.cancel(row)
+            raise
 
 
 def _cache_options(
@@ -348,7 +355,12 @@ def batch_generate(
         )
     }
     with wired_memory(model):
-        return _answers(engine, rows, sum(map(len, encoded)))
+        try:
+            return _answers(engine, rows, sum(map(len, encoded)))
+        except AFMError:
+            for row in rows:
+                engine.cancel(row)  # their caches hold what they have come to
+            raise
 
 
 def _for_each(name: str, value: Any, count: int) -> list[Any]:

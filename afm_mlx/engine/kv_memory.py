@@ -1,20 +1,26 @@
 """What the keys and values of rows may come to take of a budget, before they take any of it.
 
 A batch has one rectangular cache for each block of the model: as many columns for each row as the longest one
-has. So rows may take (number of rows) x (most columns that one of them may need) x (bytes of a column). What
-copies take for a moment, when rows join or leave, is not counted, nor is a prefix cache or the cache of a draft
-model.
+has. When that row leaves, its columns go with it. So rows may take
+
+    (number of rows) x (most columns that one of them may need) x (bytes of a column)
+
+and for a moment more: the new array of one block beside its old one, where rows join or leave and where the
+cache grows, for this is done one block after the other; and a second tail, while a step copies it. All of it is
+counted, and a draft model's cache like the model's. A prefix cache has a budget of its own, and a cache that a
+caller gives or is handed back is the caller's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any
 
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_caches import RowCaches
-from afm_mlx.errors import RequestError
+from afm_mlx.errors import RequestError, shown
 from afm_mlx.model.kv_cache import STEP, TAIL
 
 
@@ -26,19 +32,41 @@ class KVMemory:
         budget: bytes at most; None for no budget.
         chunk: tokens of a prompt that are written at once, at most.
         guesses: tokens that a row may be fed in vain, at most.
+        drafts: caches of draft models; a row has one of them at most.
 
     Raises:
         RequestError: when the budget has no room for a token, or the model's caches don't say what they take.
     """
 
-    def __init__(self, caches: RowCaches, budget: int | None, chunk: int, guesses: int = 0):
+    def __init__(
+        self,
+        caches: RowCaches,
+        budget: int | None,
+        chunk: int,
+        guesses: int = 0,
+        drafts: Sequence[RowCaches] = (),
+    ):
         self.budget, self._caches, self._chunk, self._guesses = budget, caches, chunk, guesses
-        self._column = 0 if budget is None else caches.bytes_per_token()
-        if budget is not None and budget < (least := self._column * _columns(1)):
+        self._column = self._copies = 0  # bytes: of a column, and of one block's
+        if budget is None:
+            return
+        if isinstance(budget, bool) or not isinstance(budget, Integral):
+            raise RequestError(
+                f"kv_memory is {shown(budget)}; a number of bytes or None is needed."
+            )
+        blocks, others = caches.bytes_per_token(), [draft.bytes_per_token() for draft in drafts]
+        self._column = sum(blocks) + max(map(sum, others), default=0)
+        # A window that forgets takes rows apart and puts them together again.
+        self._copies = max(map(max, [blocks, *others])) * (2 if caches.sliding else 1)
+        if budget < (least := self._bytes(1, _columns(1))):
             raise RequestError(
                 f"kv_memory is {budget} bytes; the smallest cache of a row takes {least}. Give more, or None "
                 "for no budget."
             )
+
+    def _bytes(self, rows: int, columns: int) -> int:
+        """Bytes that rows with these columns each, one tail included, take at most."""
+        return rows * (columns * (self._column + self._copies) + TAIL * self._column)
 
     def columns(self, request: Request, cache: Sequence[Any]) -> int:
         """Columns that a row's cache may come to have; 0 without a budget.
@@ -67,9 +95,9 @@ class KVMemory:
         assert wanted is not None
         wanted += self._guesses
         columns = _columns(wanted if bound is None else min(wanted, bound))
-        if columns * self._column > self.budget:
+        if (needed := self._bytes(1, columns)) > self.budget:
             raise RequestError(
-                f"The request may need {columns * self._column} bytes for keys and values: {held} tokens are "
+                f"The request may need {needed} bytes for keys and values: {held} tokens are "
                 f"there, the prompt has {len(request.prompt)}, and max_tokens is {request.max_tokens}. The "
                 f"engine has {self.budget} (kv_memory). Ask for fewer tokens, or give the engine more."
             )
@@ -82,7 +110,7 @@ class KVMemory:
         columns = (
             max(row.columns, *(other.columns for other in running)) if running else row.columns
         )
-        return (len(running) + 1) * columns * self._column <= self.budget
+        return self._bytes(len(running) + 1, columns) <= self.budget
 
 
 def bytes_in(caches: Iterable[Sequence[Any]]) -> int:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from afm_mlx.engine.batch import Prefill
 from afm_mlx.engine.row import Row
-from afm_mlx.engine.row_caches import Cache, RowCaches
+from afm_mlx.engine.row_adapters import RowAdapters
+from afm_mlx.engine.row_caches import Cache, RowCaches, hand_back
 
 
 class Prefills:
@@ -21,12 +22,14 @@ class Prefills:
 
     Args:
         caches: makes batches of the rows' caches.
+        adapters: the rows' adapters.
         chunk: tokens that a step computes at most, of all rows together.
         chunk_beside: the same while other rows decode, which wait for them.
     """
 
-    def __init__(self, caches: RowCaches, chunk: int, chunk_beside: int):
-        self._caches, self._chunk, self._chunk_beside = caches, chunk, chunk_beside
+    def __init__(self, caches: RowCaches, adapters: RowAdapters, chunk: int, chunk_beside: int):
+        self._caches, self._adapters = caches, adapters
+        self._chunk, self._chunk_beside = chunk, chunk_beside
         self._under_way: list[Prefill] = []
         self._is_oldests_turn = False
 
@@ -43,9 +46,10 @@ class Prefills:
         """The rows of all prefills."""
         return [row for prefill in self._under_way for row in prefill.batch.rows]
 
-    def begin(self, admitted: Sequence[tuple[Row, Cache]]) -> None:
-        """Begin the prefills of rows with these caches: those of short prompts together, in one chunk."""
+    def begin(self, admitted: Sequence[tuple[Row, Cache]]) -> list[Prefill]:
+        """Begin the prefills of rows with these caches, and return them: short prompts share one."""
         group: list[tuple[Row, Cache]] = []
+        before = len(self._under_way)
         # Rows are padded to the longest, and those of about one length have little padding.
         for row, cache in sorted(admitted, key=lambda pair: len(pair[0].known)):
             shared = (len(group) + 1) * (len(row.known) - 1) <= self._chunk
@@ -55,10 +59,11 @@ class Prefills:
             group.append((row, cache))
         if group:
             self._begin(group)
+        return self._under_way[before:]
 
     def _begin(self, group: Sequence[tuple[Row, Cache]]) -> None:
         rows, caches = zip(*group, strict=True)
-        self.append(Prefill.of(rows, self._caches.merged(caches)))
+        self.append(Prefill.of(rows, self._caches.merged(caches), self._caches.by_block))
 
     def append(self, prefill: Prefill) -> None:
         self._under_way.append(prefill)
@@ -92,14 +97,21 @@ class Prefills:
         return rows
 
     def cancel(self, row_id: int) -> None:
-        """Drop a row; unknown ids are ignored.
+        """Drop a row, and hand back what its cache has come to hold; unknown ids are ignored.
 
         Padded rows are taken apart only once they are whole; so a row in company stays until then.
         """
         for prefill in list(self._under_way):
-            ids = {row.id for row in prefill.batch.rows}
-            if row_id in ids:
-                prefill.cancelled.add(row_id)
-                if ids == prefill.cancelled:
-                    prefill.batch.drop(ids)
-                    self._under_way.remove(prefill)
+            rows = prefill.batch.rows
+            index = next((i for i, row in enumerate(rows) if row.id == row_id), None)
+            if index is None or row_id in prefill.cancelled:
+                continue
+            prefill.cancelled.add(row_id)
+            row = rows[index]
+            if row.request.cache is not None and not prefill.batch.cache[0].empty():
+                padding = max(0, prefill.done - prefill.lengths[index])
+                adapter = self._adapters.fingerprint(row)
+                hand_back(prefill.batch.cache, index, row.request.cache, padding, adapter)
+            if {row.id for row in rows} == prefill.cancelled:
+                prefill.batch.drop(prefill.cancelled)
+                self._under_way.remove(prefill)

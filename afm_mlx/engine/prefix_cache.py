@@ -64,8 +64,16 @@ class Columns:
         return cls(joined, tuple(places))
 
     @staticmethod
-    def joined(parts: Sequence[Columns], tokens: int) -> list[mx.array]:
-        """The arrays (1, heads, tokens, head_dim) of consecutive parts, up to a number of tokens."""
+    def joined(parts: Sequence[Columns], tokens: int, apart: bool = False) -> list[mx.array]:
+        """The arrays (1, heads, tokens, head_dim) of consecutive parts, up to a number of tokens.
+
+        With `apart`, each array has memory of its own; else those of a group are views of one, which is faster.
+        """
+        if apart:
+            return [
+                mx.concatenate([p.groups[group][at : at + 1] for p in parts], axis=2)[:, :, :tokens]
+                for group, at in parts[0].places
+            ]
         groups = [
             mx.concatenate(group, axis=2)[:, :, :tokens]
             for group in zip(*(part.groups for part in parts), strict=True)
@@ -190,12 +198,15 @@ class PrefixCache:
                 "The prefix cache holds keys and values of another model; make one for each model."
             )
 
-    def find(self, key: Hashable, tokens: Sequence[int]) -> tuple[list[mx.array], int]:
+    def find(
+        self, key: Hashable, tokens: Sequence[int], apart: bool = False
+    ) -> tuple[list[mx.array], int]:
         """Find what is kept of some tokens.
 
         Args:
             key: whatever keys and values depend on beside the tokens, and who may see them.
             tokens: ids of the tokens.
+            apart: see `Columns.joined`.
 
         Returns:
             Arrays (1, heads, found tokens, head_dim), as they were kept; and how many tokens were found.
@@ -205,7 +216,7 @@ class PrefixCache:
         self._touch(path)
         self.hits += found
         parts = [block.columns for block in path if block.columns is not None]
-        return (Columns.joined(parts, found) if found else []), found
+        return (Columns.joined(parts, found, apart) if found else []), found
 
     def keep(self, key: Hashable, tokens: Sequence[int], arrays: Sequence[mx.array]) -> None:
         """Keep what is not kept yet of some tokens, as far as the budget allows.

@@ -26,7 +26,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +109,7 @@ class PrefixFolder:
     """A folder of blocks under a budget; what was not used for longest makes room.
 
     Files with other names are left alone, and not counted. When a file can't be written, that is told in one
-    warning, and no more are.
+    warning, and no more are. A folder that may only be read is read, and told of in the same way.
 
     Args:
         path: the folder; it is made, for its owner only, if it isn't there.
@@ -132,7 +132,10 @@ class PrefixFolder:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             remove_leftovers(self.path)
             with self._alone():
-                self._evict(0)
+                if os.access(self.path, os.W_OK | os.X_OK):
+                    self._evict(0)
+                else:
+                    self._stop_writing(PermissionError(errno.EACCES, "the folder may only be read"))
         except OSError as error:
             raise RequestError(
                 f"The prefix cache's folder {self.path} can't be used: {error}. Name another one."
@@ -232,10 +235,15 @@ class PrefixFolder:
             path, used = self._path(name), time.time_ns()
             try:
                 block = _decoded(name, layout, path)
-                os.utime(path, ns=(used, used))
-            except (OSError, ValueError):
+            except OSError:  # it is gone, or not for this user to read
+                with self._lock:
+                    self._forget(name)
+                break
+            except ValueError:
                 self._remove(name)
                 break
+            with suppress(OSError):  # where it may only be read
+                os.utime(path, ns=(used, used))
             with self._lock:
                 if name in self._files:
                     self._files[name].used = used
@@ -265,8 +273,8 @@ class PrefixFolder:
             was_writing, self._is_writing = self._is_writing, False
         if was_writing:
             warnings.warn(
-                f"The prefix cache writes no more to {self.path}: {error}. It goes on in memory, and reads "
-                "what is there.",
+                f"The prefix cache writes nothing to {self.path}: {error.strerror or error}. It goes on in "
+                "memory, and reads what is there.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -299,6 +307,8 @@ class PrefixFolder:
     def _remove(self, name: str) -> None:
         with self._lock:
             self._forget(name)
+        if not self._is_writing:
+            return
         try:
             self._path(name).unlink(missing_ok=True)
         except OSError as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
+import numpy as np
 
 from afm_mlx.engine.speculation.draft_length import RowGuesses
 from afm_mlx.errors import RequestError, shown
@@ -20,6 +21,7 @@ Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 MASK64 = 2**64 - 1
+MOST_TOKENS = 2**31  # that a vocabulary can have
 AT_LIMIT = ("error", "complete")
 
 
@@ -28,7 +30,7 @@ class Request:
     """One prompt to continue.
 
     Args:
-        prompt: token ids, at least one.
+        prompt: token ids, at least one: a sequence, or an array (L,), of integers.
         max_tokens: new tokens at most; -1 for no limit but the context's.
         sampler: maps log-probabilities (1, vocab_size) to a token (1,), as mlx-lm's `make_sampler`
             builds; None takes the most likely token.
@@ -39,7 +41,8 @@ class Request:
         cache: keys and values of tokens that come before the prompt, from `Model.make_cache` or mlx-lm's
             `make_prompt_cache`; at the end it holds prompt and answer, the last token excepted. Its bound is
             the row's bound, too.
-        on_prefill: called with (prompt tokens done, prompt tokens in all).
+        on_prefill: called with (prompt tokens done, prompt tokens in all), with equal numbers once the first
+            new token is there.
         logprobs: whether responses carry log-probabilities. Without them, a batch of rows that take the
             most likely token needs no logits.
         adapter: name of an adapter in the engine's pool, or weights of several by their names, which are
@@ -70,26 +73,39 @@ class Request:
     draft: bool = True
     client: str = ""
 
-    def validate(self, vocab_size: int | None) -> None:
-        """Raise `RequestError` for a request that no model could answer."""
-        if len(self.prompt) == 0:
+    def checked(self, vocab_size: int | None) -> Request:
+        """Return the request with plain Python values; raise `RequestError` if no model could answer it.
+
+        Args:
+            vocab_size: number of the model's tokens; None where it doesn't say.
+        """
+        prompt = token_ids(self.prompt)
+        if not prompt:
             raise RequestError(
                 "The prompt is empty; at least one token is needed to continue from."
             )
-        is_whole = isinstance(self.max_tokens, Integral) and not isinstance(self.max_tokens, bool)
-        if not is_whole or self.max_tokens == 0 or self.max_tokens < -1:
+        if not _is_whole(self.max_tokens) or self.max_tokens == 0 or self.max_tokens < -1:
             raise RequestError(
-                f"max_tokens is {self.max_tokens}; allowed are 1 and more, or -1 for no limit."
+                f"max_tokens is {shown(self.max_tokens)}; allowed are 1 and more, or -1 for no limit."
             )
-        if vocab_size is not None and not 0 <= min(self.prompt) <= max(self.prompt) < vocab_size:
+        end = MOST_TOKENS if vocab_size is None else vocab_size
+        if not 0 <= min(prompt) <= max(prompt) < end:
             raise RequestError(
-                f"The prompt has token ids from {min(self.prompt)} to {max(self.prompt)}; this model's "
-                f"go from 0 to {vocab_size - 1}. Was it encoded by another model's tokenizer?"
+                f"The prompt has token ids from {shown(min(prompt))} to {shown(max(prompt))}; this model's "
+                f"go from 0 to {end - 1}. Was it encoded by another model's tokenizer?"
             )
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
-            raise RequestError(f"stop is {self.stop!r}; a list of non-empty strings is needed.")
-        if self.seed is not None and not 0 <= self.seed <= MASK64:
-            raise RequestError(f"seed is {self.seed}; allowed is 0 to 2**64 - 1.")
+        stop = _each("stop", self.stop, "non-empty strings", lambda s: isinstance(s, str) and s)
+        if self.seed is not None and not (_is_whole(self.seed) and 0 <= self.seed <= MASK64):
+            raise RequestError(f"seed is {shown(self.seed)}; allowed is 0 to 2**64 - 1.")
+        processors = _each("logits_processors", self.logits_processors or (), "functions", callable)
+        for name, function in (("sampler", self.sampler), ("on_prefill", self.on_prefill)):
+            if function is not None and not callable(function):
+                raise RequestError(f"{name} is {shown(function)}; a function or None is needed.")
+        for name in ("logprobs", "heal", "draft"):
+            if not isinstance(getattr(self, name), bool | np.bool_ | int):
+                raise RequestError(
+                    f"{name} is {shown(getattr(self, name))}; True or False is needed."
+                )
         if self.constraint is not None and not isinstance(self.constraint, Constraint):
             raise RequestError(
                 f"constraint is {shown(self.constraint)}; a Constraint is needed, such as "
@@ -101,6 +117,57 @@ class Request:
             raise RequestError(
                 f"at_limit is {shown(self.at_limit)}; allowed are {', '.join(AT_LIMIT)}."
             )
+        return replace(
+            self,
+            prompt=prompt,
+            max_tokens=int(self.max_tokens),
+            stop=stop,
+            seed=None if self.seed is None else int(self.seed),
+            logits_processors=processors,
+        )
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Return a prompt's token ids as Python integers, from a sequence or an array of integers.
+
+    Raises:
+        RequestError: for anything else.
+    """
+    if isinstance(prompt, mx.array):
+        is_whole = mx.issubdtype(prompt.dtype, mx.integer)
+    elif isinstance(prompt, np.ndarray):
+        is_whole = np.issubdtype(prompt.dtype, np.integer)
+    elif isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray):
+        wrong = next((token for token in prompt if not _is_whole(token)), None)
+        if wrong is None:
+            return [int(token) for token in prompt]
+        raise RequestError(
+            f"The prompt has {shown(wrong)} for the id of a token; integers are needed, one list of them."
+        )
+    else:
+        raise RequestError(
+            f"The prompt is {shown(prompt)}; a list of token ids is needed, as tokenizer.encode(text) returns."
+        )
+    if not is_whole or prompt.ndim != 1:
+        raise RequestError(
+            f"The prompt is an array of {prompt.dtype} and shape {tuple(prompt.shape)}; token ids are "
+            "integers in one dimension."
+        )
+    ids: list[int] = prompt.tolist()
+    return ids
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _each(name: str, values: Any, what: str, is_right: Callable[[Any], Any]) -> tuple[Any, ...]:
+    """A list that a caller gave as a tuple, if all values are right."""
+    if not isinstance(values, str) and isinstance(values, Iterable):
+        given = tuple(values)
+        if all(is_right(value) for value in given):
+            return given
+    raise RequestError(f"{name} is {shown(values)}; a list of {what} is needed.")
 
 
 @dataclass

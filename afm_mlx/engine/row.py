@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from afm_mlx.engine.request import MASK64, Request
-from afm_mlx.errors import (
-    ConstraintError,
-    ContextLengthError,
-    IncompleteError,
-    TokenizerError,
-    shown,
-)
+from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, shown
 from afm_mlx.guidance.completion import shortest_completion
 from afm_mlx.guidance.matcher import Matcher
 
@@ -54,13 +48,15 @@ class Row:
         known: tokens that are known and not yet fed to the model: the prompt, and what a constraint forces.
         tokens: the answer so far, as far as it was read back.
         sampled: number of the answer's tokens, read back or not.
-        error: raised by the row's own sampler or logits processor, or for a token that has no text.
+        error: raised by what the caller gave for the row (sampler, logits processors, callbacks, detokenizer),
+            or for what that returned.
         lease: lease of the row's adapter; None without an adapter.
         overtaken: number of later rows with adapters that started while this one could not.
         is_prompt_fed: whether all of the prompt is in the cache.
         bound: tokens that the cache may hold; None where nothing but the request ends the row.
         hidden: characters at the beginning of the answer that repeat the end of the prompt.
         columns: columns that the row's cache may come to have, where memory has a budget.
+        vocab_size: number of ids that the row's sampler may return; None where it has none.
     """
 
     id: int
@@ -79,6 +75,7 @@ class Row:
     bound: int | None = None
     hidden: int = 0
     columns: int = 0
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         self.position = self.start
@@ -86,6 +83,7 @@ class Row:
         self._unseen = self.hidden
         self._stop = StopStrings(self.request.stop)
         self._context: mx.array | None = None
+        self._reported = -1
 
     @property
     def adapter(self) -> ResidentAdapter | None:
@@ -96,6 +94,18 @@ class Row:
         """Give the adapter back."""
         if self.lease is not None:
             self.lease.release()
+
+    def report(self, done: int) -> None:
+        """Call `on_prefill` if more of the prompt is done than it knows. Its error is the row's."""
+        whole = len(self.request.prompt)
+        done = min(done, whole)
+        if self.request.on_prefill is None or done <= self._reported:
+            return
+        self._reported = done
+        try:
+            self.request.on_prefill(done, whole)
+        except Exception as error:
+            self.error = self.error or error
 
     @property
     def needs_logits(self) -> bool:
@@ -159,14 +169,21 @@ class Row:
         Returns:
             The text to show, and the finish reason.
         """
+        try:
+            return self._accept(token, end_tokens)
+        except Exception as error:
+            self.error = self.error or error
+            return "", "error"
+
+    def _accept(self, token: int, end_tokens: set[int]) -> tuple[str, str | None]:
         self.tokens.append(token)
         is_end = token in end_tokens
         if not is_end:
             try:
                 self.detokenizer.add_token(token)
-            except TokenizerError as error:
-                # The model has more logits than the tokenizer has tokens.
-                self.error = error
+            except Exception as error:
+                # As where the model has more logits than the tokenizer has tokens.
+                self.error = self.error or error
         if self.matcher is not None and self.error is None:
             try:
                 self.matcher.accept(token)
@@ -204,7 +221,7 @@ class Row:
             return taken
         try:
             forced = self.matcher.forced()
-        except ConstraintError as error:
+        except Exception as error:
             self.error = error  # the next token ends the row
             return taken
         for token in forced:
@@ -251,6 +268,13 @@ class Row:
                 answer,
             )
 
+    def rest(self) -> str:
+        """Return the text that is left to show, for a row that ends with an error."""
+        try:
+            return self.show(ended=True)[0]
+        except Exception:  # the detokenizer's; the row has an error already
+            return ""
+
     def show(self, ended: bool) -> tuple[str, bool]:
         """Returns the text to show next, all of it once the answer has ended; and whether it stops there."""
         if ended:
@@ -262,28 +286,54 @@ class Row:
 
 
 class StopStrings:
-    """Holds back text that may turn out to be the start of a stop string."""
+    """Finds stop strings in a growing text, and holds back what may turn out to be the beginning of one.
+
+    Each character is looked at once, however long the strings are: for each string, the state is the number of
+    its first characters that the text ends with.
+
+    Source: Knuth, Morris and Pratt, "Fast Pattern Matching in Strings" (SIAM J. Comput. 6, 1977).
+
+    Args:
+        stop: the strings; the first one to be completed ends the text, the longest of several.
+    """
 
     def __init__(self, stop: Sequence[str]):
-        self._stop = tuple(stop)
+        self._stop = sorted(stop, key=len, reverse=True)
+        self._borders = [_borders(string) for string in self._stop]
+        self._matched = [0] * len(self._stop)
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Returns the text that is safe to show, and whether a stop string was completed."""
+        """Return the text that is safe to show, and whether a stop string was completed."""
         if not self._stop:
             return text, False
         held = self._held + text
-        found = [at for at in (held.find(s) for s in self._stop) if at >= 0]
-        if found:
-            self._held = ""
-            return held[: min(found)], True
-        longest = max(
-            (n for s in self._stop for n in range(1, len(s)) if held.endswith(s[:n])), default=0
-        )
-        self._held = held[len(held) - longest :]
-        return held[: len(held) - longest], False
+        for at, character in enumerate(text, start=len(self._held) + 1):
+            for i, (string, borders) in enumerate(zip(self._stop, self._borders, strict=True)):
+                matched = self._matched[i]
+                while matched and string[matched] != character:
+                    matched = borders[matched - 1]
+                self._matched[i] = matched = matched + (string[matched] == character)
+                if matched == len(string):
+                    self._held = ""
+                    return held[: at - matched], True
+        safe = len(held) - max(self._matched)
+        self._held = held[safe:]
+        return held[:safe], False
 
     def flush(self) -> str:
         """What was held back, once no more text comes."""
         held, self._held = self._held, ""
         return held
+
+
+def _borders(string: str) -> list[int]:
+    """For each beginning of a string, the length of its longest proper beginning that it also ends with."""
+    borders = [0] * len(string)
+    length = 0
+    for i in range(1, len(string)):
+        while length and string[i] != string[length]:
+            length = borders[length - 1]
+        length += string[i] == string[length]
+        borders[i] = length
+    return borders

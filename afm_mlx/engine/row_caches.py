@@ -7,7 +7,8 @@ or floats) and sliding window have to be the engine's, because rows of a batch s
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -28,13 +29,20 @@ class RowCaches:
     Args:
         model: the model that the engine runs.
         kv, max_kv_size, sliding_window: see `Engine`.
+        by_block: whether caches are grown, joined and taken apart one block after the other, each evaluated
+            before the next, so that old and new arrays of one block only are there at a time.
     """
 
     def __init__(
-        self, model: nn.Module, kv: str, max_kv_size: int | None, sliding_window: bool = False
+        self,
+        model: nn.Module,
+        kv: str,
+        max_kv_size: int | None,
+        sliding_window: bool = False,
+        by_block: bool = False,
     ):
         self._model, self._kv, self._asked = model, kv, max_kv_size
-        self.sliding = sliding_window
+        self.sliding, self.by_block = sliding_window, by_block
         self._is_afm = is_afm(model)
         self.limit = max_kv_size or model.args.context_length if self._is_afm else max_kv_size
         blocks = getattr(model, "layers", [])
@@ -70,7 +78,32 @@ class RowCaches:
                 )
         if not cache[0].empty() and len(getattr(cache[0], "lengths", [0])) != 1:
             raise RequestError("A prompt cache holds one row; extract one from the batch.")
-        return list(cache)
+        self._check_arrays(cache)
+        # Under handles of the engine's own, so that these can be let go.
+        return [entry.copy() if isinstance(entry, KVCache) else copy(entry) for entry in cache]
+
+    def _check_arrays(self, cache: Sequence[Any]) -> None:
+        """Raise `RequestError` for another model's arrays, and for blocks that hold different tokens."""
+        filled = [entry for entry in cache if isinstance(entry, KVCache) and not entry.empty()]
+        if not filled:
+            return
+        wanted = (2 * self._model.args.num_kv_heads, self._model.args.head_dim)
+        for index, entry in enumerate(filled):
+            entry.settle()
+            shape, dtype = entry.buffer.shape, entry.buffer.dtype
+            is_ours = len(shape) == 4 and (shape[0], shape[1], shape[3]) == (1, *wanted)
+            if not is_ours or (dtype == mx.int8) != entry.int8:
+                raise RequestError(
+                    f"Block {index} of the prompt cache holds {dtype} of shape {list(shape)}; this model's is "
+                    f"[1, {wanted[0]}, columns, {wanted[1]}]. Was it filled by another model?"
+                )
+        counts = sorted({entry.lengths[0] for entry in filled})
+        blocks = sum(isinstance(entry, KVCache) for entry in cache)
+        if len(counts) > 1 or len(filled) < blocks or filled[0].size() > filled[0].buffer.shape[2]:
+            raise RequestError(
+                f"The blocks of the prompt cache hold different tokens ({shown(counts)}), as after an "
+                "interrupt. Begin a new cache."
+            )
 
     def merged(self, caches: Sequence[Cache]) -> Cache:
         """One batch of rows, one entry per block.
@@ -83,12 +116,20 @@ class RowCaches:
                 f"{type(caches[0][0]).__name__} caches can't be batched; this model does not run here."
             )
         blocks = list(zip(*caches, strict=True))
+        merge: Callable[[Any], Any] = lambda entries: entries[0].merge(list(entries))  # noqa: E731
         if self._takes_zoo_kv_cache:
             from mlx_lm.models.cache import KVCache as MlxKVCache
 
             if all(type(entry) is MlxKVCache for entries in blocks for entry in entries):
-                return [ZooKVCache.of_rows(entries) for entries in blocks]
-        return [entries[0].merge(list(entries)) for entries in blocks]
+                merge = ZooKVCache.of_rows
+        merged = []
+        for entries in blocks:
+            merged.append(merge(entries))
+            if self.by_block:
+                for entry in entries:
+                    let_go(entry)
+                _evaluate(merged[-1])
+        return merged
 
     def bound(self, cache: Cache) -> int | None:
         """Tokens after which a row has to end; None with a sliding window, and for models of mlx-lm's zoo.
@@ -100,8 +141,8 @@ class RowCaches:
         bounds = [size for size in (cache[0].max_size, self._asked) if size is not None]
         return min(bounds, default=self.limit)
 
-    def bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all blocks.
+    def bytes_per_token(self) -> list[int]:
+        """Bytes of one token's keys and values in each block that has any.
 
         Raises:
             RequestError: when the model's caches are of a kind that doesn't say.
@@ -109,18 +150,18 @@ class RowCaches:
         cache, token = self.make(), mx.zeros((1, 1), mx.int32)
         # Nothing of this is computed: the shapes tell.
         (self._model.prefill if self._is_afm else self._model)(token, cache=cache)
-        arrays: list[mx.array] = []
+        blocks: list[list[mx.array]] = []
         for entry in cache:
             if isinstance(entry, KVCache):
-                arrays.append(entry.buffer)
+                blocks.append([entry.buffer])
             elif not isinstance(entry, NoKVCache):
                 if not hasattr(entry, "keys") or hasattr(entry, "max_size"):
                     raise RequestError(
                         f"kv_memory can't be honoured: a {type(entry).__name__} of this model doesn't say what "
                         "a token takes."
                     )
-                arrays += [entry.keys, entry.values]
-        return sum(array.nbytes // array.shape[2] for array in arrays)
+                blocks.append([entry.keys, entry.values])
+        return [sum(a.nbytes // a.shape[2] for a in arrays) for arrays in blocks]
 
     def room(self, cache: Cache) -> int:
         """Tokens that every row of an AFM model's batch may still be fed; a large number without a bound."""
@@ -165,15 +206,60 @@ def fit_empty(cache: Cache, kv: str | None, window: int | None) -> None:
             cache[i] = KVCache(int8, min(bounds, default=None), window is not None)
 
 
-def hand_back(mine: Sequence[Any], theirs: Cache, surplus: int) -> None:
-    """Fill the caller's cache with prompt and answer, but for the answer's last token.
+def hand_back(batch: Cache, row: int, theirs: Cache, surplus: int, adapter: str) -> None:
+    """Fill the caller's cache with what a batch's row has computed, evaluated for any thread.
 
     Args:
-        mine: the row's cache, taken out of the batch.
+        batch: the batch's cache.
+        row: the row's index there.
         theirs: the caller's cache, which is changed.
-        surplus: tokens that were fed before it was known that they are past the end.
+        surplus: tokens at the row's end that its caller's cache is not to hold.
+        adapter: fingerprint of the row's adapter.
     """
-    for source, target in zip(mine, theirs, strict=True):
-        if surplus and source.is_trimmable():
-            source.trim(surplus)
-        target.state = source.state
+    for source, target in zip(batch, theirs, strict=True):
+        mine = source.extract(row)
+        if surplus and mine.is_trimmable():
+            mine.trim(surplus)
+        if not mine.empty():
+            target.state = mine.state
+        mx.eval(target.state)  # one block after the other: there is one copy at a time
+    theirs[0].adapter = adapter
+
+
+def change_blocks(cache: Sequence[Any], change: Callable[[Any], None], by_block: bool) -> None:
+    """Change each entry of a cache; with `by_block`, evaluate it before the next one is changed."""
+    for entry in cache:
+        change(entry)
+        if by_block:
+            _evaluate(entry)
+
+
+def _evaluate(entry: Any) -> None:
+    if not entry.empty():
+        mx.eval(entry.buffer if isinstance(entry, KVCache) else entry.state)
+
+
+def make_ready(cache: Sequence[Any], inputs: mx.array | None, count: int) -> None:
+    """Move and grow a cache's arrays, block by block, so that the next step copies none of them.
+
+    MLX writes in place only where nothing else holds an array, so the step before has to have ended.
+
+    Args:
+        cache: one entry per block.
+        inputs: tokens that the step before has made; None without one.
+        count: tokens of every row that the next step writes.
+    """
+    ours = [entry for entry in cache if isinstance(entry, KVCache)]
+    if all(entry.has_room_in_tail(count) for entry in ours):
+        return
+    if inputs is not None:
+        mx.eval(inputs)
+    change_blocks(ours, lambda entry: entry.reserve(count), by_block=True)
+
+
+def let_go(entry: Any) -> None:
+    """Drop the arrays of a cache's entry whose rows are in another one now."""
+    if isinstance(entry, KVCache):
+        entry.buffer = entry.tail = None
+    elif hasattr(entry, "keys"):  # of mlx-lm's
+        entry.keys = entry.values = None

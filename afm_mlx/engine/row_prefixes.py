@@ -47,13 +47,21 @@ class RowPrefixes:
         model: the model that the engine runs.
         prefixes: the engine's prefix cache; None for none.
         adapters: the adapters of the engine's rows.
+        by_block: see `RowCaches`.
 
     Raises:
         RequestError: when the prefix cache is another model's.
     """
 
-    def __init__(self, model: nn.Module, prefixes: PrefixCache | None, adapters: RowAdapters):
+    def __init__(
+        self,
+        model: nn.Module,
+        prefixes: PrefixCache | None,
+        adapters: RowAdapters,
+        by_block: bool = False,
+    ):
         self._model, self._prefixes, self._adapters = model, prefixes, adapters
+        self._by_block = by_block
         self._keys: dict[int, Hashable] = {}  # of the rows that use the prefix cache
         self._found: dict[int, int] = {}  # prompt tokens that were found, by row
         self._reads: dict[int, _Read] = {}  # what is read for rows that wait
@@ -110,7 +118,7 @@ class RowPrefixes:
             return
         self._reads.pop(row.id, None)
         key = self._keys[row.id] = self._key(row, cache)
-        arrays, found = self._prefixes.find(key, row.known[:-1])
+        arrays, found = self._prefixes.find(key, row.known[:-1], self._by_block)
         self._found[row.id] = min(found, len(row.request.prompt))
         if found:
             _fill(cache, arrays)

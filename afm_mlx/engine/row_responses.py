@@ -15,6 +15,7 @@ from afm_mlx.engine.sampling import no_token
 from afm_mlx.engine.speculation.draft import Draft
 from afm_mlx.engine.speculation.drafting import Drafting
 from afm_mlx.engine.speculation.verification import Drawn
+from afm_mlx.errors import RequestError
 
 
 class RowResponses:
@@ -40,10 +41,11 @@ class RowResponses:
             peak: the largest logit that it was drawn from; no number where no token could be.
             logprobs: (vocab_size,), None where the row asked for none.
         """
-        if not math.isfinite(peak) and row.error is None:
-            text, _ = row.show(ended=True)
-            cause = no_token(peak, row.request)
-            return [Response(row.id, -1, text, None, "error", cause)]
+        row.report(len(row.request.prompt))
+        if row.error is None:
+            row.error = _refusal(row, token, peak)
+            if row.error is not None:
+                return [Response(row.id, -1, row.rest(), None, "error", row.error)]
         text, reason = row.accept(token, self._tokenizer.eos_token_ids)
         error = row.error if reason == "error" else None
         responses = [Response(row.id, token, text, logprobs, reason, error)]
@@ -96,3 +98,14 @@ class RowResponses:
                 logprobs = mx.where(mx.arange(vocab_size) == token, 0.0, -math.inf)
             responses.append(Response(row.id, token, text, logprobs, reason, error, is_forced=True))
         return responses
+
+
+def _refusal(row: Row, token: int, peak: float) -> Exception | None:
+    """The error of a row that got no token: none could be chosen, or its sampler's is none."""
+    if not math.isfinite(peak):
+        return no_token(peak, row.request)
+    if row.vocab_size is not None and not 0 <= token < row.vocab_size:
+        return RequestError(
+            f"The sampler returned the token {token}; this model's tokens go from 0 to {row.vocab_size - 1}."
+        )
+    return None

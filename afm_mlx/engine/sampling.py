@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.row import Row
-from afm_mlx.errors import LogitsError
+from afm_mlx.errors import LogitsError, RequestError, shown
 from afm_mlx.guidance.matcher import fill_masks
 
 
@@ -77,9 +77,10 @@ def draw(
         inputs: (B,) tokens that the logits follow; not needed where all places have assumed tokens.
 
     Returns:
-        Tokens (B,) int32; the largest logit of each place, (B,), NaN or infinity where any is NaN or +infinity;
-        and log-probabilities (B, vocab_size) float32. Nothing is evaluated yet. The most likely token needs
-        no log-probabilities, so they cost nothing until a sampler or a caller looks.
+        Tokens (B,) int32, which a row's sampler may have made none of the vocabulary (`Row.vocab_size`); the
+        largest logit of each place, (B,), NaN or infinity where any is NaN or +infinity; and log-probabilities
+        (B, vocab_size) float32. Nothing is evaluated yet. The most likely token needs no log-probabilities, so
+        they cost nothing until a sampler or a caller looks.
     """
     logits = logits.astype(mx.float32)
     if any(place.row.request.logits_processors for place in places):
@@ -147,11 +148,21 @@ def _process(place: Place, logits: mx.array, token: mx.array | None) -> mx.array
         context = place.context(token)
         processed = logits
         for processor in row.request.logits_processors:
-            processed = processor(context, processed)
-        return processed.reshape(logits.shape)
+            processed = _checked_logits(processor(context, processed), logits.size)
+        return processed.reshape(logits.shape).astype(logits.dtype)
     except Exception as error:
         row.error = error
         return logits
+
+
+def _checked_logits(processed: Any, vocab_size: int) -> mx.array:
+    is_right = isinstance(processed, mx.array) and processed.size == vocab_size
+    if is_right and processed.dtype not in (mx.bool_, mx.complex64):
+        return processed
+    raise RequestError(
+        f"A logits processor returned {_described(processed)}; needed are logits, an mx.array of floats and "
+        f"shape (1, {vocab_size})."
+    )
 
 
 def _draw(place: Place, logprobs: mx.array, likeliest: mx.array) -> mx.array:
@@ -160,10 +171,32 @@ def _draw(place: Place, logprobs: mx.array, likeliest: mx.array) -> mx.array:
         return likeliest
     try:
         mx.random.seed(place.seed)
-        return row.request.sampler(logprobs).reshape(1).astype(likeliest.dtype)
+        token = row.request.sampler(logprobs)
+        row.vocab_size = logprobs.shape[-1]
+        return _checked_token(token, row.vocab_size)
     except Exception as error:
         row.error = error
         return likeliest
+
+
+def _checked_token(token: Any, vocab_size: int) -> mx.array:
+    """A sampler's token as (1,) int32. Its number isn't known yet: ids that int32 can't hold become -1."""
+    is_array = isinstance(token, mx.array) and token.size == 1
+    if not is_array or not mx.issubdtype(token.dtype, mx.integer):
+        raise RequestError(
+            f"The sampler returned {_described(token)}; needed: the id of a token, one integer in an mx.array."
+        )
+    token = token.reshape(1)
+    if token.dtype.size < 4 or token.dtype == mx.int32:
+        return token.astype(mx.int32)
+    is_small = (token >= 0) & (token < mx.array(2**31, token.dtype))
+    return mx.where(is_small, token.astype(mx.int32), mx.array([-1], mx.int32))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, mx.array | np.ndarray):
+        return f"an array of {value.dtype} and shape {tuple(value.shape)}"
+    return shown(value)
 
 
 @contextmanager

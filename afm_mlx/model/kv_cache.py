@@ -2,7 +2,7 @@
 
 One `KVCache` holds one block's, for one row or a batch. Column c of a row holds its c-th token, so rows of
 different lengths lie side by side, each with its own offset; a row joins, leaves, or is trimmed without
-moving the others. One buffer holds keys and values. It grows by `STEP` columns.
+moving the others. One buffer holds keys and values. It grows by `STEP` columns, and shrinks when a row leaves.
 
 MLX writes a buffer in place only where nobody else holds it, and the step before, which is still running when
 the next one is submitted, does. So decode steps leave the buffer alone: each writes its token into a copy of a
@@ -206,7 +206,7 @@ class KVCache:
             ContextLengthError: past `max_size`.
         """
         self._check_bound(max(self._lengths) + count)
-        if not 0 < self.in_tail <= TAIL - count:
+        if not self.has_room_in_tail(count):
             self.settle()
             shape = (len(self._lengths), heads, TAIL, head_dim)
             if self.tail is None:
@@ -236,6 +236,20 @@ class KVCache:
             self._write(self.tail[:, :, :count], self._in_buffer)
         self._in_buffer = None
 
+    def has_room_in_tail(self, count: int) -> bool:
+        """True if a tail is open and `open_tail` can write `count` more tokens there, moving nothing."""
+        return 0 < self.in_tail <= TAIL - count
+
+    def reserve(self, count: int) -> None:
+        """Settle, and let the buffer hold `count` more tokens of every row, so that writing them needs no copy.
+
+        Raises:
+            ContextLengthError: past `max_size` without a sliding window.
+        """
+        if self.buffer is not None:
+            self.settle()
+            self._make_room(count)
+
     def in_use(self) -> mx.array:
         """The buffer's columns in use, all tokens settled; the buffer must be there."""
         self.settle()
@@ -257,7 +271,7 @@ class KVCache:
 
     def _grow(self, needed: int) -> None:
         """Give the buffer a multiple of `STEP` columns, `needed` at least."""
-        columns = -(-max(needed, self.buffer.shape[2]) // STEP) * STEP - self.buffer.shape[2]
+        columns = _whole_steps(max(needed, self.buffer.shape[2])) - self.buffer.shape[2]
         if columns:
             self.buffer = _padded(self.buffer, columns)
 
@@ -326,14 +340,18 @@ class KVCache:
         return cache
 
     def filter(self, rows: Any) -> None:
-        """Keep only these rows, in this order: a sequence of indices, or an integer array."""
+        """Keep only these rows, in this order: a sequence of indices, or an integer array.
+
+        Columns that only rows which leave have used go with them.
+        """
         rows = rows.tolist() if isinstance(rows, mx.array) else list(rows)
         self.settle()
         self.tail = None
-        if self.buffer is not None:
-            self.buffer = self.buffer[mx.array(rows, dtype=mx.int32)]
         self._lengths = [self._lengths[r] for r in rows]
         self._forgotten = [self._forgotten[r] for r in rows]
+        if self.buffer is not None:
+            columns = _whole_steps(max(self._columns, default=0))
+            self.buffer = self.buffer[:, :, :columns][mx.array(rows, dtype=mx.int32)]
 
     def extend(self, other: KVCache) -> None:
         """Append the rows of another cache of the same block."""
@@ -368,14 +386,14 @@ class KVCache:
             merged.buffer = _handle(first.buffer)
         elif filled:
             _, heads, _, dim = filled[0].shape
-            capacity = max(buffer.shape[2] for buffer in filled)
-            parts = []
+            shape = (len(merged._lengths), heads, _whole_steps(merged.size()), dim)
+            merged.buffer = mx.zeros(shape, filled[0].dtype)
+            first_row = 0
             for cache in caches:
-                part = cache.buffer
-                if part is None:
-                    part = mx.zeros((len(cache._lengths), heads, 0, dim), dtype=filled[0].dtype)
-                parts.append(_padded(part, capacity - part.shape[2]))
-            merged.buffer = mx.concatenate(parts, axis=0)
+                end = first_row + len(cache._lengths)
+                if cache.buffer is not None and (used := cache.size()):
+                    merged.buffer[first_row:end, :, :used] = cache.buffer[:, :, :used]
+                first_row = end
         return merged
 
     def _like(self, rows: Sequence[int]) -> KVCache:
@@ -462,6 +480,11 @@ def _ragged_index(
 def _handle(x: mx.array | None) -> mx.array | None:
     """The same array under a second handle, since assigning to columns changes what a handle holds."""
     return None if x is None else x[...]
+
+
+def _whole_steps(columns: int) -> int:
+    """The least multiple of `STEP` that is `columns` at least."""
+    return -(-columns // STEP) * STEP
 
 
 def _padded(buffer: mx.array, columns: int) -> mx.array:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 
+from afm_mlx.engine.request import MOST_TOKENS
 from afm_mlx.engine.row import Row
-from afm_mlx.errors import ConstraintError
+from afm_mlx.errors import ConstraintError, RequestError, shown
 from afm_mlx.guidance.matcher import Matcher, fill_masks
 
 
@@ -20,6 +23,7 @@ class Draft:
         row: the row; all of its answer was read back.
         limit: tokens that it may be fed, 1 at least.
         end_tokens: ids that end an answer; nothing is guessed behind them.
+        vocab_size: number of the model's tokens.
 
     Attributes:
         fed: the row's last token, those that are known to follow it, and those that may.
@@ -28,8 +32,11 @@ class Draft:
         proposed: indices into `fed` of the tokens that were guessed.
     """
 
-    def __init__(self, row: Row, limit: int, end_tokens: set[int]):
-        self.row, self.limit, self._end_tokens = row, limit, end_tokens
+    def __init__(
+        self, row: Row, limit: int, end_tokens: Collection[int], vocab_size: int = MOST_TOKENS
+    ):
+        self.row, self.limit = row, limit
+        self._end_tokens, self._vocab_size = end_tokens, vocab_size
         self.fed = [row.last_token, *row.known][:limit]
         self.known = len(self.fed) - 1
         self.masks: dict[int, np.ndarray] = {}
@@ -62,10 +69,28 @@ class Draft:
         return guessed if self._follows else [*guessed, len(self.fed) - 1]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Guess that these tokens follow, as far as there is room and the row's constraint allows them."""
+        """Guess that these tokens follow, as far as there is room and the row's constraint allows them.
+
+        A guess that is no token of the model's is the row's error.
+        """
         for token in tokens:
+            if self.is_open and not self._is_token(token):
+                self.row.error = self.row.error or RequestError(
+                    f"{shown(token)} was guessed; a guess is an integer, and this model's tokens go from 0 to "
+                    f"{self._vocab_size - 1}."
+                )
+                self.limit = len(self.fed)
             if not self._add(token):
                 return
+
+    def _is_token(self, token: Any) -> bool:
+        is_whole = isinstance(token, Integral) and not isinstance(token, bool)
+        return is_whole and 0 <= int(token) < self._vocab_size
+
+    @property
+    def is_sound(self) -> bool:
+        """True if the row can be fed this, whatever a drafter has done to it."""
+        return len(self.fed) <= max(1, self.limit) and all(map(self._is_token, self.fed))
 
     def _add(self, token: int) -> bool:
         if not self.is_open or not self._allows(token):
@@ -77,7 +102,7 @@ class Draft:
                 self.limit = len(self.fed)
                 return False
         self.proposed.add(len(self.fed))
-        self.fed.append(token)
+        self.fed.append(int(token))
         if token in self._end_tokens:
             self.limit = len(self.fed)
         elif self._matcher is not None:

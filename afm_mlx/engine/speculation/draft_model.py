@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.engine.row import Row
+from afm_mlx.engine.row_caches import change_blocks, let_go, make_ready
 from afm_mlx.engine.sampling import Place, draw
 from afm_mlx.engine.speculation.draft import Draft
 from afm_mlx.model.model import Model
@@ -27,14 +28,20 @@ class DraftModel:
     Args:
         model: the draft model.
         prefill_step_size: prompt tokens of a row that it takes in one round at most.
+        by_block: see `RowCaches`.
     """
 
-    def __init__(self, model: Model, prefill_step_size: int):
-        self.model = model
+    def __init__(self, model: Model, prefill_step_size: int, by_block: bool = False):
+        self.model, self._by_block = model, by_block
         self._chunk = prefill_step_size
         self._joining: dict[int, tuple[list[Any], _Held]] = {}  # rows whose prompt it is being fed
         self._held: dict[int, _Held] = {}  # rows of the batch, in its order
         self._cache: list[Any] = []
+
+    @property
+    def caches(self) -> list[list[Any]]:
+        """The caches of all rows; safe in any thread."""
+        return [self._cache, *(cache for cache, _ in list(self._joining.values()))]
 
     def propose(self, drafts: Sequence[Draft], count: int) -> None:
         """Append `count` guesses at most to each draft; a row whose prompt is still being fed gets none."""
@@ -50,7 +57,10 @@ class DraftModel:
             if not guessing:
                 return
             for draft, token in zip(guessing.values(), self.guess(guessing), strict=True):
-                draft.extend([token])
+                if 0 <= token < self.model.args.vocab_size:
+                    draft.extend([token])
+                else:  # of the row's sampler, which will return none either when the model is asked
+                    draft.limit = len(draft.fed)
 
     def forget(self, rows: Iterable[int]) -> None:
         """Drop the caches of rows, by their ids."""
@@ -60,8 +70,7 @@ class DraftModel:
         if len(keep) == len(self._held):
             return
         self._held = {row: held for row, held in self._held.items() if row not in gone}
-        for layer in self._cache:
-            layer.filter(keep)
+        change_blocks(self._cache, lambda entry: entry.filter(keep), self._by_block)
         if not keep:
             self._cache = []
 
@@ -74,14 +83,22 @@ class DraftModel:
         missing = held.missing(row)
         if len(missing) > FEW // 2:
             chunk = missing[: min(self._chunk, len(missing) - 1)]
+            if self._by_block:
+                make_ready(cache, None, len(chunk))
             self.model.prefill(mx.array([chunk], mx.int32), cache)
             mx.eval([layer.state for layer in cache])
             held.take(row, chunk)
         if len(held.missing(row)) <= FEW // 2:
             del self._joining[row.id]
             if self._cache:
-                for mine, theirs in zip(self._cache, cache, strict=True):
-                    mine.extend(theirs)
+                theirs = iter(cache)
+
+                def extend(mine: Any) -> None:
+                    entry = next(theirs)
+                    mine.extend(entry)
+                    let_go(entry)
+
+                change_blocks(self._cache, extend, self._by_block)
             self._cache = self._cache or cache
             self._held[row.id] = held
 
@@ -110,6 +127,8 @@ class DraftModel:
         ]
         width = max(map(len, missing))
         inputs = mx.array([tokens + [0] * (width - len(tokens)) for tokens in missing], mx.int32)
+        if self._by_block:
+            make_ready(self._cache, None, width)
         drafts = list(guessing.values())
         takes_likeliest = all(_takes_likeliest(draft) for draft in drafts)
         found = self.model.verify(inputs, self._cache, "argmax" if takes_likeliest else "logits")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from afm_mlx.engine.row import Row
+from afm_mlx.engine.row_caches import RowCaches
 from afm_mlx.engine.speculation.draft import Draft
 from afm_mlx.engine.speculation.draft_length import (
     MOST,
@@ -16,10 +18,10 @@ from afm_mlx.engine.speculation.draft_length import (
     StepCosts,
     best_count,
 )
-from afm_mlx.engine.speculation.draft_model import DraftModel
+from afm_mlx.engine.speculation.draft_model import FEW, DraftModel
 from afm_mlx.engine.speculation.prompt_lookup import PromptLookup
 from afm_mlx.errors import RequestError, shown
-from afm_mlx.model.model import is_afm
+from afm_mlx.model.model import Model, is_afm
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,10 @@ class Speculation:
             raise RequestError(
                 f"num_draft_tokens is {shown(count)}; allowed are 1 to {MOST}, or None for as many as pay."
             )
+        if not isinstance(self.adapter_drafts, Mapping):
+            raise RequestError(
+                f"adapter_drafts is {shown(self.adapter_drafts)}; draft models by names of adapters are needed."
+            )
 
     def check(self, model: Any, sliding_window: bool) -> None:
         """Raise `RequestError` where it can't be honoured for a model."""
@@ -65,11 +71,12 @@ class Speculation:
             )
         named = {"draft_model": self.draft_model, **self.adapter_drafts}
         for name, draft in named.items():
-            if draft is None or hasattr(draft, "propose"):
+            if draft is None or _is_drafter(draft):
                 continue
             if not is_afm(draft):
                 raise RequestError(
-                    f"{name} is {shown(draft)}; an AFM model is needed, such as load_draft returns."
+                    f"{name} is {shown(draft)}; an AFM model is needed, such as load_draft returns, or a "
+                    "Drafter with the methods propose and forget."
                 )
             if draft.args.vocab_size != model.args.vocab_size:
                 raise RequestError(
@@ -79,7 +86,11 @@ class Speculation:
 
 
 class Drafter(Protocol):
-    """A way to guess."""
+    """A way to guess.
+
+    What `propose` raises ends the rows of its drafts, with the error in their last responses. What `forget`
+    raises is told in one warning, because no answer depends on it.
+    """
 
     def propose(self, drafts: Sequence[Draft], count: int) -> None:
         """Append `count` guesses at most to each draft."""
@@ -88,27 +99,43 @@ class Drafter(Protocol):
         """Drop what is known of rows, by their ids."""
 
 
+def _is_drafter(given: Any) -> bool:
+    return callable(getattr(given, "propose", None)) and callable(getattr(given, "forget", None))
+
+
 class Drafting:
     """The guesses for an engine's rows.
 
     Args:
         options: what to guess with.
+        model: the model that checks the guesses.
         end_tokens: ids that end an answer.
         prefill_step_size: prompt tokens that a draft model takes at a time, at most.
+        by_block: see `RowCaches`.
 
     Attributes:
         costs: what the model's steps take.
         overall: how often guesses are right, over all rows.
     """
 
-    def __init__(self, options: Speculation, end_tokens: set[int], prefill_step_size: int):
+    def __init__(
+        self,
+        options: Speculation,
+        model: Model,
+        end_tokens: Collection[int],
+        prefill_step_size: int,
+        by_block: bool = False,
+    ):
         self.costs = StepCosts()
         self.overall = Acceptance()
         self._fixed = options.num_draft_tokens
-        self._end_tokens = end_tokens
+        self._end_tokens, self._vocab_size = end_tokens, model.args.vocab_size
+        self._warned: set[int] = set()
         self._lookup = PromptLookup() if options.prompt_lookup else None
         drafters: dict[int, Drafter] = {
-            id(given): given if hasattr(given, "propose") else DraftModel(given, prefill_step_size)
+            id(given): given
+            if _is_drafter(given)
+            else DraftModel(given, prefill_step_size, by_block)
             for given in [options.draft_model, *options.adapter_drafts.values()]
             if given is not None
         }
@@ -119,6 +146,25 @@ class Drafting:
         }
         self._rows: dict[int, RowGuesses] = {}
         self._guess_costs = StepCosts()
+
+    @property
+    def _draft_models(self) -> list[DraftModel]:
+        return [drafter for drafter in self._drafters if isinstance(drafter, DraftModel)]
+
+    @property
+    def draft_caches(self) -> list[RowCaches]:
+        """The kinds of the draft models' caches."""
+        return [RowCaches(drafter.model, "int8", None) for drafter in self._draft_models]
+
+    @property
+    def caches(self) -> list[list[Any]]:
+        """The draft models' caches."""
+        return [cache for drafter in self._draft_models for cache in drafter.caches]
+
+    @property
+    def surplus(self) -> int:
+        """Tokens that a row may be fed in vain, at most: guesses, and padding in a draft model's batch."""
+        return max(MOST, FEW) if self._draft_models else MOST
 
     def plan(self, rows: Sequence[Row]) -> int:
         """Number of guesses for each row in the next step; 0 where a step of one token is faster."""
@@ -150,19 +196,47 @@ class Drafting:
             limit: tokens that a row may be fed at most.
         """
         start = time.perf_counter()
-        drafts = [Draft(row, min(limit, _room(row)), self._end_tokens) for row in rows]
+        drafts = [self._draft(row, min(limit, _room(row))) for row in rows]
         guessing = {row.id for row, _ in self._guessing(rows)}
         open_drafts = [d for d in drafts if d.row.id in guessing and d.is_open]
         if self._lookup is not None:
             self._lookup.propose(open_drafts, count)
         for drafter in self._drafters:
             unguessed = [d for d in open_drafts if not d.proposed]
-            drafter.propose([d for d in unguessed if self._drafter_of(d.row) is drafter], count)
+            self._propose(
+                drafter, [d for d in unguessed if self._drafter_of(d.row) is drafter], count
+            )
+        drafts = [
+            self._draft(d.row, 1) if d.row.error is not None or not d.is_sound else d
+            for d in drafts
+        ]
         most = max((len(draft.proposed) for draft in drafts), default=0)
         if most:
             seconds = time.perf_counter() - start
             self._guess_costs.observe(len(rows), 1, seconds / most)
         return drafts
+
+    def _draft(self, row: Row, limit: int) -> Draft:
+        return Draft(row, limit, self._end_tokens, self._vocab_size)
+
+    def _propose(self, drafter: Drafter, drafts: Sequence[Draft], count: int) -> None:
+        """Have a drafter guess. What it raises, and drafts that it leaves unsound, are errors of their rows."""
+        try:
+            drafter.propose(drafts, count)
+        except Exception as error:
+            for draft in drafts:
+                failed = RequestError(
+                    f"The drafter {type(drafter).__name__} failed to guess ({type(error).__name__}: {error}). "
+                    "Leave it out, or have it guess nothing."
+                )
+                failed.__cause__ = error
+                draft.row.error = draft.row.error or failed
+        for draft in drafts:
+            if not draft.is_sound:
+                draft.row.error = draft.row.error or RequestError(
+                    f"The drafter {type(drafter).__name__} made a draft of {shown(draft.fed)}; guesses are "
+                    "appended by Draft.extend."
+                )
 
     def count(self, draft: Draft, right: int) -> None:
         """Take note of how many guesses of a draft were right."""
@@ -187,7 +261,17 @@ class Drafting:
 
     def _forget_drafts(self, rows: Collection[int]) -> None:
         for drafter in [*self._drafters, *([self._lookup] if self._lookup else [])]:
-            drafter.forget(rows)
+            try:
+                drafter.forget(rows)
+            except Exception as error:
+                if id(drafter) not in self._warned:  # once
+                    self._warned.add(id(drafter))
+                    warnings.warn(
+                        f"The drafter {type(drafter).__name__} failed to forget rows ({type(error).__name__}: "
+                        f"{error}). Answers are right, but what it keeps of rows that have ended may stay.",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
 
     def _guessing(self, rows: Sequence[Row]) -> list[tuple[Row, RowGuesses]]:
         """The rows that guesses are made for now."""

@@ -7,12 +7,14 @@ pay, steps are those of `Decoding`.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from afm_mlx.engine.decoding import Decoding
 from afm_mlx.engine.request import Response
+from afm_mlx.engine.row_caches import make_ready
 from afm_mlx.engine.speculation.drafting import Drafting
 from afm_mlx.engine.speculation.verification import verified
 
@@ -35,9 +37,9 @@ class SpeculativeDecoding(Decoding):
             return self._step_with_guesses(guesses)
         return self._timed_step()
 
-    def leave(self, finished: set[int]) -> None:
-        super().leave(finished)
+    def leave(self, finished: set[int], responses: Sequence[Response] = ()) -> None:
         self._drafting.forget(finished)
+        super().leave(finished, responses)
 
     def _timed_step(self) -> list[Response]:
         """A step without guesses; how long it takes decides whether they pay."""
@@ -61,9 +63,11 @@ class SpeculativeDecoding(Decoding):
         room = self._caches.room(batch.cache)
         drafts = self._drafting.drafts(batch.rows, guesses, room)
         start = time.perf_counter()
+        width = max(len(draft.fed) for draft in drafts)
+        if self._caches.by_block:
+            make_ready(batch.cache, batch.inputs, width)
         with self._adapters.using(batch.adapters):
             drawn = verified(self._model, batch.cache, drafts)
-        width = max(len(draft.fed) for draft in drafts)
         kept, finished = [], set()
         for draft, tokens in zip(drafts, drawn, strict=True):
             new, count = self._responses.to_draft(draft, tokens)
@@ -76,6 +80,6 @@ class SpeculativeDecoding(Decoding):
         self._drafting.costs.observe(len(drafts), width, time.perf_counter() - start)
         batch.inputs = mx.array([row.last_token for row in batch.rows], mx.int32)
         if finished:
-            self.leave(finished)
+            self.leave(finished, responses)
         self._fast_forward()
         return responses

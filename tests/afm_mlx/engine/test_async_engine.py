@@ -11,13 +11,15 @@ import pytest
 
 from afm_mlx import threads
 from afm_mlx.engine.async_engine import AsyncEngine, StepError
+from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import generate
 from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request
+from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import ContextLengthError, RequestError
 from afm_mlx.guidance.constraint import Constraint
 from tests.tools.constraints import nano_tokenizer, wide_model
-from tests.tools.engines import some_prompt
+from tests.tools.engines import run, some_prompt
 
 
 @pytest.fixture
@@ -216,27 +218,132 @@ def test_the_text_so_far_comes_before_the_error(rng, model, tokenizer):
     assert len(text.split()) == 4
 
 
-def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on(rng, model, tokenizer):
-    """A callback fails while one row is prefilled, one decodes, and one waits."""
-    engine = AsyncEngine(model, tokenizer, max_batch=2)
-    prompts = [some_prompt(rng, 4) for _ in range(3)]
-    wanted = generate(model, tokenizer, prompts[2], max_tokens=12)
-
-    def fails(done, whole):
-        raise KeyError("callback")
+@pytest.mark.parametrize("kind", [KeyError, SystemExit, asyncio.CancelledError, KeyboardInterrupt])
+def test_a_step_that_raises_fails_its_rows_and_the_engine_goes_on(rng, model, tokenizer, kind):
+    """A step fails while one row decodes and one waits: no kind of exception leaves a row waiting."""
+    engine = AsyncEngine(model, tokenizer, max_batch=1)
+    prompts = [some_prompt(rng, 4) for _ in range(2)]
+    wanted = generate(model, tokenizer, prompts[1], max_tokens=12)
 
     async def main():
         decoding = engine.stream(Request(prompts[0], 10**6))
         await anext(decoding)
-        prefilled = asyncio.create_task(answer(engine, prompts[1], on_prefill=fails))
-        waits = asyncio.create_task(answer(engine, prompts[2]))
-        for failed in (prefilled, decoding):
-            with pytest.raises(StepError, match="KeyError: 'callback'"):
-                await failed if failed is prefilled else [r async for r in failed]
-        assert await waits == wanted
-        assert await answer(engine, prompts[2]) == wanted
+        waits = asyncio.create_task(answer(engine, prompts[1]))
+        await idle(engine)
+        real = engine.engine._decoding.step
 
-    asyncio.run(main())
+        def fails():
+            engine.engine._decoding.step = real
+            raise kind("of the step")
+
+        engine.engine._decoding.step = fails
+        with pytest.raises(StepError, match=f"{kind.__name__}: .*of the step"):
+            [r async for r in decoding]
+        assert await waits == wanted
+        assert await answer(engine, prompts[1]) == wanted
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_that_can_not_recover_fails_all_rows_and_another_one_is_made(
+    rng, model, tokenizer
+):
+    engine = AsyncEngine(model, tokenizer, max_batch=1)
+    prompt = some_prompt(rng, 4)
+
+    async def main():
+        running = engine.stream(Request(prompt, 10**6))
+        await anext(running)
+        waits = asyncio.create_task(answer(engine, prompt))
+        await idle(engine)
+
+        def fails():
+            raise KeyError("broken")
+
+        engine.engine._decoding.step = engine.engine._drop_started = fails
+        with pytest.raises(StepError, match="broken"):
+            [r async for r in running]
+        with pytest.raises(StepError, match="broken"):
+            await waits
+        assert await answer(engine, prompt) == generate(model, tokenizer, prompt, max_tokens=12)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+class BadDrafter:
+    """A way to guess that fails."""
+
+    def __init__(self, propose=None, forget=None):
+        self._propose, self._forget = propose, forget
+
+    def propose(self, drafts, count):
+        if self._propose is not None:
+            self._propose(drafts)
+
+    def forget(self, rows):
+        if self._forget is not None:
+            self._forget()
+
+
+def test_a_drafter_that_can_not_forget_holds_nobody_up(rng, model, tokenizer):
+    prompts = [some_prompt(rng, 4) for _ in range(3)]
+    wanted = [generate(model, tokenizer, p, max_tokens=12) for p in prompts]
+
+    def fails():
+        raise KeyError("of forget")
+
+    speculation = Speculation(BadDrafter(forget=fails), num_draft_tokens=2)
+    engine = AsyncEngine(model, tokenizer, speculation=speculation, max_batch=2)
+
+    async def main():
+        left = engine.stream(Request(prompts[0], 10**6))
+        await anext(left)
+        answers = asyncio.gather(*(answer(engine, p) for p in prompts))
+        await left.aclose()
+        assert await answers == wanted
+
+    with pytest.warns(RuntimeWarning, match="BadDrafter failed to forget rows .*of forget"):
+        asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("tokens", [[-1], [64], [2**40], [1.5], ["a"], [None], [[1, 2]], [True]])
+def test_guesses_that_are_no_tokens_end_their_row_alone(rng, model, tokenizer, tokens):
+    prompts = [some_prompt(rng, 4) for _ in range(2)]
+    wanted = generate(model, tokenizer, prompts[1], max_tokens=12)
+
+    def guess(drafts):
+        for draft in drafts:
+            if draft.row.request.prompt == prompts[0]:
+                draft.extend(tokens)
+
+    engine = Engine(
+        model, tokenizer, speculation=Speculation(BadDrafter(guess), num_draft_tokens=2)
+    )
+    bad, good = (engine.submit(Request(p, 12, logprobs=False)) for p in prompts)
+    found = run(engine)
+    assert found[bad][-1].finish_reason == "error"
+    with pytest.raises(RequestError, match="was guessed"):
+        raise found[bad][-1].error
+    assert "".join(response.text for response in found[good]) == wanted
+
+
+@pytest.mark.parametrize(
+    "propose",
+    [lambda drafts: 1 / 0, lambda drafts: [d.fed.append(-7) for d in drafts]],
+    ids=["raises", "appends"],
+)
+def test_a_drafter_that_fails_ends_the_rows_that_it_was_asked_for(rng, model, tokenizer, propose):
+    prompts = [some_prompt(rng, 4) for _ in range(2)]
+    wanted = generate(model, tokenizer, prompts[1], max_tokens=12)
+    engine = Engine(
+        model, tokenizer, speculation=Speculation(BadDrafter(propose), num_draft_tokens=2)
+    )
+    bad = engine.submit(Request(prompts[0], 12, logprobs=False))
+    good = engine.submit(Request(prompts[1], 12, logprobs=False, draft=False))
+    found = run(engine)
+    with pytest.raises(RequestError, match="The drafter BadDrafter"):
+        raise found[bad][-1].error
+    assert "".join(response.text for response in found[good]) == wanted
 
 
 @contextmanager

@@ -178,7 +178,7 @@ def test_a_full_context_ends_with_an_error_or_slides(rng, model, tokenizer):
 
 @each("option", ["max_batch", "prefill_step_size", "max_kv_size"])
 def test_sizes_below_one_are_refused(model, tokenizer, option):
-    with pytest.raises(RequestError, match=f"{option} is 0; at least 1"):
+    with pytest.raises(RequestError, match=f"{option} is 0; an integer of 1 or more"):
         Engine(model, tokenizer, **{option: 0})
 
 

@@ -9,15 +9,18 @@ from dataclasses import fields
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from mlx_lm.generate import GenerationResponse, generate_step, speculative_generate_step
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 import afm_mlx
 from afm_mlx.engine import generation
+from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate, stream_generate
+from afm_mlx.engine.request import Request
 from afm_mlx.errors import RequestError
-from tests.tools.engines import SIZES, naive_greedy, some_prompt, tiny
+from tests.tools.engines import SIZES, naive_greedy, run, some_prompt, tiny
 from tests.tools.models import random_config, random_model
 from tests.tools.zoo import zoo_model
 
@@ -84,7 +87,118 @@ def test_progress_of_the_prompt_is_reported(model, tokenizer):
     calls = []
     options = {"prompt_progress_callback": lambda *done: calls.append(done), "max_tokens": 1}
     generate(model, tokenizer, [1] * 10, prefill_step_size=4, **options)
-    assert calls == [(4, 10), (8, 10), (9, 10)]
+    assert calls == [(4, 10), (8, 10), (9, 10), (10, 10)]
+
+
+def test_progress_of_prompts_in_company_reaches_each_ones_end(rng, model, tokenizer):
+    engine = Engine(model, tokenizer, prefill_step_size=64)
+    told = {}
+    for length in (1, 2, 9, 30):
+        calls = told[length] = []
+        request = Request(
+            some_prompt(rng, length), 3, on_prefill=lambda *d, calls=calls: calls.append(d)
+        )
+        engine.submit(request)
+    run(engine)
+    for length, calls in told.items():
+        done = [d for d, whole in calls]
+        assert {whole for _, whole in calls} == {length}
+        assert done == sorted(set(done))
+        assert done[-2:] == ([length - 1, length] if length > 1 else [0, 1])
+
+
+def test_a_progress_callback_that_raises_ends_its_row_alone(rng, model, tokenizer):
+    prompts = [some_prompt(rng, length) for length in (1, 6, 7, 5)]
+    wanted = naive_greedy(model, prompts[3], 8)
+
+    def fails(at):
+        def callback(done, whole):
+            if done >= at:
+                raise KeyError(done)
+
+        return callback
+
+    for at in (0, 7):  # in the prefill, and once the first token is there
+        engine = Engine(model, tokenizer)
+        cache = engine.make_cache()
+        bad = [
+            engine.submit(Request(p, 8, on_prefill=fails(at if at < len(p) else len(p)), **extra))
+            for p, extra in zip(prompts[:3], ({}, {}, {"cache": cache}), strict=True)
+        ]
+        good = engine.submit(Request(prompts[3], 8, logprobs=False))
+        found = run(engine)
+        for row in bad:
+            assert isinstance(found[row][-1].error, KeyError)
+            assert len(found[row]) == 1
+        assert [response.token for response in found[good]] == wanted
+        assert not engine.busy
+    assert cache[0].lengths == [7]
+
+
+@pytest.mark.parametrize("kv_bits", [8, 16])
+@pytest.mark.parametrize("leave", ["prefill", "early", "late"])
+def test_a_stream_that_is_left_leaves_its_cache_with_what_it_computed(
+    rng, tokenizer, kv_bits, leave
+):
+    """The next turn goes on from there, as after a whole answer."""
+    model, prompt = tiny(rng, kv_bits=8), some_prompt(rng, 40)
+    cache = model.make_cache("int8" if kv_bits == 8 else "float")
+    options = {"kv_bits": kv_bits, "prefill_step_size": 8, "prompt_cache": cache}
+
+    def interrupt(done, whole):
+        if leave == "prefill" and done == 24:
+            raise KeyError("enough")
+
+    stream = stream_generate(
+        model, tokenizer, prompt, 50, prompt_progress_callback=interrupt, **options
+    )
+    tokens = []
+    if leave == "prefill":
+        with pytest.raises(KeyError, match="enough"):
+            next(stream)
+        held = prompt[:24]
+    else:
+        for response in stream:
+            tokens.append(response.token)
+            if len(tokens) == (1 if leave == "early" else 9):
+                break
+        stream.close()
+        held = [*prompt, *tokens[:-1]]
+    assert [layer.lengths for layer in cache[: len(model.model.layers)]] == [
+        [len(held)] for _ in model.model.layers
+    ]
+    rest = some_prompt(rng, 3)
+    found = [r.token for r in stream_generate(model, tokenizer, rest, 5, **options)]
+    whole = [r.token for r in stream_generate(model, tokenizer, held + rest, 5, kv_bits=kv_bits)]
+    assert found == whole
+
+
+def test_prompts_of_numpy_integers_are_prompts(rng, model, tokenizer):
+    ids = some_prompt(rng, 5)
+    wanted = generate(model, tokenizer, ids, max_tokens=6)
+    forms = ([*np.array(ids)], np.array(ids), np.array(ids, np.uint8), mx.array(ids), tuple(ids))
+    for form in forms:
+        assert generate(model, tokenizer, form, max_tokens=6) == wanted
+    assert batch_generate(model, tokenizer, forms, max_tokens=6).texts == [wanted] * len(forms)
+    for wrong in (np.ones((1, 3), np.int32), mx.ones((3,)), [1.5], [True], [[1]], 5, b"text"):
+        with pytest.raises(RequestError, match="prompt"):
+            generate(model, tokenizer, wrong, max_tokens=6)
+
+
+def test_caches_of_another_shape_are_refused_at_the_door(rng, model, tokenizer):
+    other = random_model(random_config(rng, **(SIZES | {"num_kv_heads": 4})), rng)
+    cache = other.make_cache("float")
+    other.prefill(mx.array([[1, 2]]), cache)
+    uneven = model.make_cache("float")
+    model.prefill(mx.array([[1, 2, 3]]), uneven)
+    uneven[1].trim(1)
+    half = model.make_cache("float")
+    half[0].update(uneven[0].in_use())
+    engine = Engine(model, tokenizer, kv="float")
+    for wrong, message in ((cache, "another model"), (uneven, "different"), (half, "different")):
+        with pytest.raises(RequestError, match=message):
+            engine.submit(Request([3], 4, cache=wrong))
+    assert not engine.busy
 
 
 def test_what_cannot_be_honoured_is_refused(model, tokenizer):

@@ -1,31 +1,39 @@
 """Rows start only when the keys and values that they may come to need have room in the budget."""
 
+import gc
+
+import mlx.core as mx
 import pytest
 
 from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.prefix_cache import PrefixCache
 from afm_mlx.engine.request import Request
+from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import RequestError
 from afm_mlx.model.kv_cache import STEP, TAIL
 from tests.tools.engines import SIZES, naive_greedy, run, some_prompt, tiny
+from tests.tools.models import random_config, random_model
 from tests.tools.zoo import zoo_model
 
 SMALLEST = STEP + TAIL  # columns of a row with few tokens
 
 
-def bytes_of_a_token(model, tokenizer):
-    """What the cache grows by."""
+def bytes_of_rows(model, tokenizer, rows=1, columns=SMALLEST):
+    """What rows may take: their columns, a copy of one block's, and of each tail."""
     cache = Engine(model, tokenizer).make_cache()
     engine = Engine(model, tokenizer)
     engine.submit(Request([1, 2, 3], 2, cache=cache))
     run(engine)
-    return sum(a.nbytes // a.shape[2] for entry in cache for a in list(entry.state)[:2])
+    arrays = [list(entry.state)[:2] for entry in cache if entry.state]
+    blocks = [sum(a.nbytes // a.shape[2] for a in of_block) for of_block in arrays]
+    return rows * (columns * (sum(blocks) + max(blocks)) + TAIL * sum(blocks))
 
 
 @pytest.mark.parametrize("kind", ["int8", "float", "zoo"])
 def test_rows_wait_for_memory_and_never_take_more(rng, tokenizer, kind):
     zoo = zoo_model("llama", SIZES["vocab_size"], 3) if kind == "zoo" else None
     model = zoo or tiny(rng, kv_bits=8 if kind == "int8" else None)
-    a_row = SMALLEST * bytes_of_a_token(model, tokenizer)
+    a_row = bytes_of_rows(model, tokenizer)
     engine = Engine(model, tokenizer, kv_memory=3 * a_row, prefill_step_size=16)
     asked = [(some_prompt(rng, n), count) for n, count in ((3, 9), (150, 4), (7, 30), (250, 12))]
     asked += [(some_prompt(rng, 5), 6) for _ in range(4)]  # the fourth one alone needs more columns
@@ -46,7 +54,7 @@ def test_rows_wait_for_memory_and_never_take_more(rng, tokenizer, kind):
 
 
 def test_what_could_never_fit_is_refused(rng, model, tokenizer):
-    a_row = SMALLEST * bytes_of_a_token(model, tokenizer)
+    a_row = bytes_of_rows(model, tokenizer)
     engine = Engine(model, tokenizer, kv_memory=a_row)
     for request in (
         Request([1], STEP),
@@ -61,11 +69,11 @@ def test_what_could_never_fit_is_refused(rng, model, tokenizer):
     bounded = Engine(model, tokenizer, kv_memory=a_row, max_kv_size=100)
     bounded.submit(Request([1], -1))
     window = {"max_kv_size": 32, "sliding_window": True}
-    slides = Engine(model, tokenizer, kv_memory=2 * a_row, prefill_step_size=8, **window)
+    slides = Engine(model, tokenizer, kv_memory=3 * a_row, prefill_step_size=8, **window)
     slides.submit(Request([1] * 300, -1, logprobs=False))
     for _ in range(100):
         slides.step()
-        assert slides.kv_bytes <= 2 * a_row
+        assert slides.kv_bytes <= 3 * a_row
     with pytest.raises(RequestError, match="smallest cache"):
         Engine(model, tokenizer, kv_memory=a_row - 1)
     zoo = zoo_model("llama", SIZES["vocab_size"], 3)
@@ -74,3 +82,64 @@ def test_what_could_never_fit_is_refused(rng, model, tokenizer):
     zoo = zoo_model("qwen3", SIZES["vocab_size"], 3)
     with pytest.raises(RequestError, match="RotatingKVCache"):
         Engine(zoo, tokenizer, kv_memory=1 << 30, max_kv_size=64)
+
+
+def test_the_longest_rows_columns_go_with_it(rng, model, tokenizer):
+    """A batch of short rows that a long one was part of takes no more than one that it never was part of."""
+    engine = Engine(model, tokenizer, kv_memory=bytes_of_rows(model, tokenizer, 3, 512 + TAIL))
+    long = engine.submit(Request(some_prompt(rng, 400), 100, logprobs=False))
+    for _ in range(2):
+        engine.submit(Request(some_prompt(rng, 5), 200, logprobs=False))
+    while len(engine._decoding.batch.rows) < 3:
+        engine.step()
+    with_long = engine.kv_bytes
+    engine.cancel(long)
+    engine.step()
+    assert engine.rows_running == 2
+    assert engine.kv_bytes <= with_long * 2 / 3 * SMALLEST / 512
+
+
+def wide(rng, kv_bits):
+    """A model whose keys and values outweigh all else that a step computes."""
+    sizes = SIZES | {"hidden_dim": 256, "num_heads": 2, "num_kv_heads": 2}
+    return random_model(random_config(rng, **sizes, kv_bits=kv_bits), rng).eval()
+
+
+@pytest.mark.parametrize("kind", ["int8", "float", "draft", "prefix"])
+def test_arrays_of_keys_and_values_never_take_more(rng, tokenizer, exact_memory, kind):
+    """Over random rows, long and short, that end and are cancelled: all that MLX has allocated at any moment,
+    activations included."""
+    model = wide(rng, None if kind == "float" else 8)
+    speculation = None
+    if kind == "draft":
+        speculation = Speculation(wide(rng, 8), num_draft_tokens=2)
+    prefix = PrefixCache(1 << 30) if kind == "prefix" else None
+    options = {"speculation": speculation, "prefix_cache": prefix, "prefill_step_size": 8}
+    per_row = 2 if kind == "draft" else 1
+    budget = 4 * per_row * bytes_of_rows(model, tokenizer, 1, 512 + TAIL)
+    engine = Engine(model, tokenizer, kv_memory=budget, max_batch=6, **options)
+    shared = some_prompt(rng, 150)
+    running, most_rows, most_bytes = [], 0, 0
+    mx.eval(model.parameters())
+    gc.collect()
+    before = mx.get_active_memory()
+    asked = 0
+    while asked < 16 or engine.busy:
+        if asked < 16 and rng.random() < 0.3:
+            length = int(rng.choice([3, 20, 200]))
+            prompt = shared[: length // 2] + some_prompt(rng, length)
+            request = Request(prompt, int(rng.integers(1, 40)), logprobs=False)
+            running.append(engine.submit(request))
+            asked += 1
+        elif running and rng.random() < 0.02:
+            engine.cancel(running.pop(int(rng.integers(len(running)))))
+        mx.reset_peak_memory()
+        engine.step()
+        kept = 0 if prefix is None else prefix.nbytes
+        taken = mx.get_peak_memory() - before - kept
+        assert taken <= budget
+        assert engine.kv_bytes <= budget
+        most_rows, most_bytes = max(most_rows, engine.rows_running), max(most_bytes, taken)
+    assert most_rows >= 4
+    assert most_bytes > budget / 4
+    assert engine.kv_bytes == 0

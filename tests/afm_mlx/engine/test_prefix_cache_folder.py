@@ -3,9 +3,12 @@
 import errno
 import hashlib
 import json
+import os
+import tempfile
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
@@ -235,3 +238,45 @@ def test_rows_go_on_while_files_are_read(rng, ask, tokenizer, tmp_path, monkeypa
     assert responses[-1].cached_tokens == 2 * BLOCK
     assert not engine._prefixes._reads
     prefixes.close()
+
+
+@contextmanager
+def no_superuser():
+    """Run as a user who may not write what others own."""
+    if os.geteuid():
+        yield
+        return
+    os.setresuid(65534, 65534, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+
+
+def test_a_folder_that_may_only_be_read_is_read(rng, tokenizer):
+    model, prompt = tiny(rng, kv_bits=8), some_prompt(rng, 2 * BLOCK + 10)
+
+    def ask(prefixes, prompt):
+        engine = Engine(model, tokenizer, prefix_cache=prefixes)
+        row = engine.submit(Request(prompt, 4, logprobs=False))
+        responses = run(engine)[row]
+        prefixes.close()
+        return [r.token for r in responses], responses[-1].cached_tokens
+
+    with tempfile.TemporaryDirectory() as folder:
+        kept = Path(folder, "kept")
+        answer, _ = ask(PrefixCache(LARGE, kept), prompt)
+        stored = sorted(kept.iterdir())
+        Path(folder).chmod(0o755)
+        for file in stored:
+            file.chmod(0o444)
+        kept.chmod(0o555)
+        with no_superuser():
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                prefixes = PrefixCache(LARGE, kept, folder_budget=1)  # nor is anything removed
+                assert ask(prefixes, prompt) == (answer, 2 * BLOCK)
+            (warning,) = told
+            assert "may only be read. It goes on in memory, and reads" in str(warning.message)
+        assert sorted(kept.iterdir()) == stored
+        kept.chmod(0o755)

@@ -10,8 +10,10 @@ from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import generate, stream_generate
 from afm_mlx.engine.request import Request
-from afm_mlx.errors import LogitsError
+from afm_mlx.engine.speculation.drafting import Speculation
+from afm_mlx.errors import LogitsError, RequestError
 from tests.tools.engines import SIZES, Adapters, run, some_prompt, tiny
+from tests.tools.models import WordTokenizer
 from tests.tools.zoo import zoo_model
 
 VOCAB = SIZES["vocab_size"]
@@ -106,3 +108,114 @@ def test_an_answer_that_fails_later_is_whole_up_to_there(rng, tokenizer):
         assert cache[0].lengths == [3 + 3 - 1]
         more = generate(model, tokenizer, [int(words[2][1:])], max_tokens=3, prompt_cache=cache)
         assert more.split() == words[3:]
+
+
+class BadTokenizer(WordTokenizer):
+    """A tokenizer whose detokenizers fail in one of their methods, from the third token on."""
+
+    def __init__(self, fails_in):
+        super().__init__(VOCAB, ends=())
+        self.fails_in = fails_in
+
+    @property
+    def detokenizer(self):
+        inner, count, fails_in = super().detokenizer, [0], self.fails_in
+
+        class Failing:
+            def add_token(self, token):
+                count[0] += 1
+                if fails_in == "add_token" and count[0] == 3:
+                    raise KeyError("of add_token")
+                inner.add_token(token)
+
+            def finalize(self):
+                if fails_in == "finalize":
+                    raise KeyError("of finalize")
+                inner.finalize()
+
+            @property
+            def last_segment(self):
+                if fails_in == "last_segment" and count[0] == 3:
+                    raise KeyError("of last_segment")
+                return inner.last_segment
+
+        return Failing()
+
+
+@pytest.mark.parametrize("fails_in", ["add_token", "finalize", "last_segment"])
+def test_what_a_detokenizer_raises_is_its_rows_error(rng, model, fails_in):
+    engine = Engine(model, BadTokenizer(fails_in))
+    short, long = (engine.submit(Request(some_prompt(rng, 3), n, logprobs=False)) for n in (2, 5))
+    found = run(engine)
+    assert not engine.busy
+    with pytest.raises(KeyError, match=f"of {fails_in}"):
+        raise found[long][-1].error
+    is_whole = fails_in != "finalize"
+    assert found[short][-1].finish_reason == ("length" if is_whole else "error")
+
+
+WRONG_TOKENS = {
+    "negative": lambda logprobs: mx.array([-1]),
+    "past the end": lambda logprobs: mx.array([VOCAB]),
+    "far past the end": lambda logprobs: mx.array([2**40 + 5], mx.int64),
+    "unsigned": lambda logprobs: mx.array([2**40], mx.uint64),
+    "float": lambda logprobs: mx.array([3.0]),
+    "boolean": lambda logprobs: mx.array([True]),
+    "two": lambda logprobs: mx.array([3, 4]),
+    "int": lambda logprobs: 3,
+    "numpy": lambda logprobs: np.array([3]),
+    "nothing": lambda logprobs: None,
+}
+WRONG_LOGITS = {
+    "short": lambda tokens, logits: logits[:, :-1],
+    "complex": lambda tokens, logits: logits.astype(mx.complex64),
+    "boolean": lambda tokens, logits: logits > 0,
+    "numpy": lambda tokens, logits: np.array(logits),
+    "nothing": lambda tokens, logits: None,
+}
+
+
+@pytest.mark.parametrize("kind", ["float", "2-bit", "zoo"])
+@pytest.mark.parametrize("speculates", [False, True])
+def test_what_a_callers_function_returns_wrongly_is_its_rows_error(
+    rng, tokenizer, kind, speculates
+):
+    """From the second token on; neighbours go on, and no id that is none reaches the model."""
+    if kind == "zoo" and speculates:
+        pytest.skip("models of the zoo are not drafted for")
+    model = zoo_model("llama", VOCAB, 3) if kind == "zoo" else tiny(rng, kind, kv_bits=8)
+    options = {"speculation": Speculation(prompt_lookup=True, num_draft_tokens=2)}
+    options = options if speculates else {}
+    prompt = some_prompt(rng, 3)
+    alone = Engine(model, tokenizer)
+    alone.submit(Request(prompt, 6, logprobs=False))
+    wanted = [response.token for response in run(alone)[0]]
+
+    def later(wrong, right):
+        calls = []
+
+        def function(*given):
+            calls.append(1)
+            return (right if len(calls) == 1 else wrong)(*given)
+
+        return function
+
+    engine = Engine(
+        model, tokenizer, max_batch=len(WRONG_TOKENS) + len(WRONG_LOGITS) + 1, **options
+    )
+    bad = {}
+    for name, wrong in WRONG_TOKENS.items():
+        sampler = later(wrong, lambda logprobs: mx.argmax(logprobs, axis=-1))
+        bad[engine.submit(Request(prompt, 6, sampler=sampler))] = name, "The sampler returned"
+    for name, wrong in WRONG_LOGITS.items():
+        processor = later(wrong, lambda tokens, logits: logits)
+        request = Request(prompt, 6, logits_processors=[processor])
+        bad[engine.submit(request)] = name, "A logits processor returned"
+    good = engine.submit(Request(prompt, 6, logprobs=False))
+    found = run(engine)
+    assert [response.token for response in found[good]] == wanted
+    for row, (name, message) in bad.items():
+        last = found[row][-1]
+        assert (last.finish_reason, type(last.error)) == ("error", RequestError), name
+        assert str(last.error).startswith(message), name
+        assert len(found[row]) <= 2, name
