@@ -69,6 +69,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    from afm_mlx import processor
+
+    processor.check()
     return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

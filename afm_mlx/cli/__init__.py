@@ -23,6 +23,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, TextIO
 
+from afm_mlx import processor
 from afm_mlx.cli.signals import Terminated, handled_signals
 from afm_mlx.errors import AFMError, bounded, reason_of
 
@@ -187,6 +188,7 @@ def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
     if argv[:1] == ["run"]:
         argv = _spelled_out(argv[1:])
     name, rest = chosen_command(PROGRAM, DESCRIPTION, COMMANDS, argv, RUN), argv[1:]
+    processor.check()
     command = import_module(f"{__name__}.{name}")
     if actions := getattr(command, "ACTIONS", None):
         action = chosen_command(f"{PROGRAM} {name}", command.__doc__ or "", actions, rest)
@@ -204,11 +206,13 @@ def _spelled_out(argv: list[str]) -> list[str]:
 
 def _is_for_the_user(error: Exception) -> bool:
     """Whether the user can mend the cause: it is one of our errors, or the system's about a file."""
-    from afm_mlx.kernels.errors import SettingError
-
     if isinstance(error, OSError):
         return bool(error.filename)
-    return isinstance(error, (AFMError, SettingError))
+    if isinstance(error, AFMError):
+        return True
+    from afm_mlx.kernels.errors import SettingError  # and NumPy, which may not run here
+
+    return isinstance(error, SettingError)
 
 
 def _problem_of_the_process(error: OSError) -> str:
