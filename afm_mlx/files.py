@@ -197,10 +197,16 @@ def _named_after(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        known = str(error.filename or "")
-        if (not known and error.errno in _NO_ROOM) or f"{_SUFFIX}/" in f"{known}/":
-            error.filename, error.filename2 = str(path), None
-        raise
+        known = Path(error.filename) if isinstance(error.filename, str | Path) else None
+        output = path if known is None and error.errno in _NO_ROOM else known and output_of(known)
+        if output is None or output == known:
+            raise
+        raise OSError(error.errno, error.strerror, str(output)) from error
+
+
+def output_of(path: Path) -> Path:
+    """What a path inside a place of `place_beside` will be called in the end; any other path as it is."""
+    return Path(*(part for part in path.parts if not (part[:1] == "." and part.endswith(_SUFFIX))))
 
 
 def remove_leftovers(folder: str | Path) -> None:

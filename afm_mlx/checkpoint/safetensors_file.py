@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from afm_mlx.checkpoint.stored_tensor import StoredTensor, TensorSpec, array_bytes, array_specs
 from afm_mlx.errors import CheckpointError, named
+from afm_mlx.files import output_of
 
 # The types that MLX loads; safetensors has more.
 _DTYPES: dict[str, mx.Dtype] = {"BOOL": mx.bool_, "BF16": mx.bfloat16}
@@ -179,6 +180,6 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         free = shutil.disk_usage(path.parent).free
         raise CheckpointError(
-            f"{path} could not be written: {os.strerror(error.errno or 0)}; {free / 1e9:.1f} GB are free on "
-            "that disk. Make room or choose another output path."
+            f"{output_of(path)} could not be written: {os.strerror(error.errno or 0)}; {free / 1e9:.1f} GB are "
+            "free on that disk. Make room or choose another output path."
         ) from None

@@ -89,10 +89,14 @@ def test_an_error_of_writing_names_the_output(tmp_path):
         assert caught.value.filename == (error.filename or str(path))
     with pytest.raises(OSError) as caught, atomic_write(path) as temporary:
         (temporary / "x").write_text("")
+    assert caught.value.filename == str(path / "x")
+    assert "->" not in str(caught.value)
+    with pytest.raises(OSError) as caught, atomic_write(path):
+        pass  # nothing was written that could be renamed
     assert caught.value.filename == str(path)
     with pytest.raises(OSError) as caught, atomic_write(tmp_path / "none" / "a.json"):
         pass
-    assert caught.value.filename == str(tmp_path / "none" / "a.json")
+    assert caught.value.filename == str(tmp_path / "none")
     with pytest.raises(OSError) as caught, atomic_write(path):
         raise OSError(errno.ENOENT, "of something else")
     assert caught.value.filename is None

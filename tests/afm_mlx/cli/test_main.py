@@ -1,11 +1,13 @@
 """What all commands share: help, imports, errors, exit statuses."""
 
+import errno
 import io
 import json
 import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +16,7 @@ import afm_mlx
 from afm_mlx.cli import COMMANDS, chat, generate, info, main
 from afm_mlx.cli.parser import parse
 from afm_mlx.loading import resolve
-from tests.tools.cli import ROOT, process, write_folder
+from tests.tools.cli import ROOT, lines, process, write_folder
 
 HEAVY = "mlx prompt_toolkit numpy transformers mlx_lm tokenizers sentencepiece yaml tqdm".split()
 
@@ -197,6 +199,22 @@ def test_output_that_cannot_be_written_is_one_line(argv, unbuffered):
         assert done.returncode == 2
         assert done.stderr.startswith(f"afm-mlx: error: standard output can't be written: {why}.")
         assert done.stderr.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line(fails, monkeypatch, tmp_path):
+    def full(path, *args, **options):
+        path.open("w").close()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    lines(tmp_path / "train.jsonl", *[{"prompt": "a", "completion": "b"}] * 3)
+    monkeypatch.setattr("afm_mlx.cli.doctor._examine_kernels", lambda args: {"ok": True})
+    monkeypatch.setattr(Path, "write_text", full)
+    report = tmp_path / "report.json"
+    said = fails("doctor", "--quick", "--report", report)
+    assert f"No space left on device: '{report}'" in said
+    run = ("--train", "--iters", 1, "--batch-size", 1, "--adapter-path", tmp_path / "new")
+    said = fails("lora", "--model", "afm-nano", "--data", tmp_path / "train.jsonl", *run)
+    assert f"No space left on device: '{tmp_path / 'new' / 'run' / 'run.json'}'" in said
 
 
 def test_commands_in_a_folder_that_is_gone(tmp_path):
