@@ -71,6 +71,7 @@ KEPT_TO = Ignored(
     "calls and answers keep to their schema, strict or not", is_named=False, if_strict=True
 )
 TEXT_ONLY = "this model reads and writes text only"
+CALLERS = Refused("the model calls tools itself", (["direct"], *EMPTY))
 OTHERS_TOOL = "a tool that this server doesn't run: the model is never offered it"
 
 
@@ -462,6 +463,7 @@ class ResponseFunctionTool(Fields, tag_field="type", tag="function"):
     description: str | None = None
     strict: Annotated[Any, KEPT_TO] = None
     defer_loading: Annotated[Any, ALL_SHOWN] = None
+    allowed_callers: Annotated[Any, CALLERS] = None
     cache_control: Annotated[Any, CACHE] = None
 
 
@@ -702,7 +704,7 @@ class ClaudeTool(Fields, tag_field="type", tag="custom"):
     eager_input_streaming: Annotated[Any, EAGER] = None
     defer_loading: Annotated[Any, ALL_SHOWN] = None
     input_examples: Annotated[Any, Ignored("the model isn't shown any")] = None
-    allowed_callers: Annotated[Any, Refused("the model calls tools", (["direct"], *EMPTY))] = None
+    allowed_callers: Annotated[Any, CALLERS] = None
 
 
 class AutoChoice(Fields, tag_field="type", tag="auto"):
@@ -790,6 +792,11 @@ class PromptRequest(Fields):
     thinking: Annotated[Any, Ignored(NO_THOUGHTS.text, ({"type": "disabled"}, *EMPTY))] = None
     context_management: Annotated[Any, NEVER_SHORTENED] = None
     mcp_servers: Annotated[Any, Ignored(OTHERS_TOOL)] = None
+    compaction: Annotated[Any, Refused("conversations are not summarized here")] = None
+    thread: Annotated[Any, Refused("conversations are not kept; send all messages")] = None
+    billing_policy: Annotated[Any, WHO_ELSE] = None
+    fallback_credit_token: Annotated[Any, WHO_ELSE] = None
+    fallbacks: Annotated[Any, Ignored("no other model answers in this one's place")] = None
     speed: Annotated[Any, ALIKE] = None
     user_profile_id: Annotated[Any, WHO_ELSE] = None
     workspace_id: Annotated[Any, WHO_ELSE] = None

@@ -2,9 +2,14 @@
 
 import json
 import re
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
+from anthropic.types import message_create_params as message_params
+from anthropic.types.beta import message_create_params as beta_params
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
 from afm_mlx.server.errors import ApiError
 from afm_mlx.server.field_rules import MAX_IGNORED, Honoured, Ignored, Kinds, Reader, Refused
@@ -414,6 +419,23 @@ def test_other_apis_fields_are_refused_unless_they_ask_for_nothing():
             for value in (None, *off):
                 Reader(known=known_elsewhere()).read({**asked, name: value}, kind)
     assert not OTHER_SERVERS.keys() & {name for kind in REQUESTS for name in kind.__struct_fields__}
+
+
+@pytest.mark.slow
+def test_every_field_of_the_official_clients_is_in_the_table():
+    """A field that a newer client has must be thought about: whether it changes the answer.
+
+    It is among the slow tests because a client's release may make it fail.
+    """
+    for params, kind in (
+        (chat_params.CompletionCreateParamsBase, ChatRequest),
+        (completion_params.CompletionCreateParamsBase, CompletionRequest),
+        (response_params.ResponseCreateParamsBase, ResponseRequest),
+        (message_params.MessageCreateParamsBase, MessageRequest),
+        (beta_params.MessageCreateParamsBase, MessageRequest),
+    ):
+        sent = get_type_hints(params).keys() - {"betas"}  # a header
+        assert sent <= set(kind.__struct_fields__), params
 
 
 def test_names_in_the_header_are_plain_and_few():
