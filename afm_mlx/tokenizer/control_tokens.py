@@ -28,7 +28,8 @@ class ControlTokens:
     """The control tokens of a vocabulary.
 
     These are the markers of the prompt format, special ids, and user-defined symbols (added tokens) that are a
-    name in brackets. `<n>` is the newline and none of them.
+    name in brackets. `<n>` is the newline and none of them; but that, too, is written by the template, or by a
+    true newline in a text: a caller's `<n>` is three characters.
 
     Args:
         vocabulary: encodes texts.
@@ -52,6 +53,9 @@ class ControlTokens:
             if is_bracketed(name) and not vocabulary.is_hidden(token):
                 self.names[name] = token
         self.ids = frozenset(special | set(self.names.values()))
+        self._newline = vocabulary.id_of(NEWLINE)
+        newline = {} if self._newline is None else {NEWLINE: self._newline}
+        self._found = self.names | newline  # what the vocabulary finds in text
         self._name = _pattern(tuple(self.names), "")
         self._firsts = {name[0] for name in self.names}
 
@@ -66,16 +70,26 @@ class ControlTokens:
         return [self.names[name] for name in pattern.findall(text)]
 
     def are_those_of(self, text: str, tokens: Iterable[int]) -> bool:
-        """Whether ids, behind a separator, have the control tokens whose names the text has, and no others.
+        """Whether ids, behind a separator, have the control tokens and newlines of a text, and no others.
 
         A normalizer may make a name of a text that has none.
         """
-        return self._vocabulary.is_literal or self.ids_in(tokens)[1:] == self.written_in(text)
+        if self._vocabulary.is_literal:
+            return True
+        tokens = list(tokens)
+        return self.ids_in(tokens)[1:] == self.written_in(text) and self.has_newlines(text, tokens)
+
+    def has_newlines(self, text: str, tokens: Iterable[int], mark: str = "") -> bool:
+        """Whether ids have as many newlines as a text, in which a `<n>` with marks is none."""
+        if self._newline is None:
+            return True
+        written = len(_pattern((NEWLINE,), mark).findall(text)) + text.count("\n")
+        return sum(token == self._newline for token in tokens) == written
 
     def may_come_from(self, chat: Chat) -> bool:
         """Whether the caller's texts may have a part in a name that is in the rendered chat."""
         if chat.template.is_own:  # it writes texts whole, and none beside another
-            return _any_in(self.names, chat.texts)
+            return _any_in(self._found, chat.texts)
         return _any_in(self._firsts, chat.texts) or not self._are_whole_in(chat.template.source)
 
     def _are_whole_in(self, source: str) -> bool:
@@ -97,11 +111,12 @@ class ControlTokens:
     def encode(self, text: str, mark: str) -> list[int]:
         """The ids of a rendered chat whose caller's characters have a mark behind them.
 
-        As `Vocabulary.encode` gives them, but that names with a mark are text.
+        As `Vocabulary.encode` gives them, but that names and newlines with a mark are text.
         """
         names, vocabulary = self._secret
-        text = _pattern(tuple(self.names), mark).sub(lambda match: names[match[0]], text)
-        return vocabulary.encode(text.replace(mark, "").replace("\n", NEWLINE))
+        text = _pattern(tuple(self._found), mark).sub(lambda match: names[match[0]], text)
+        text = text.replace(mark, "").replace("\n", names.get(NEWLINE, NEWLINE))
+        return vocabulary.encode(text)
 
     @cached_property
     def _secret(self) -> tuple[Mapping[str, str], Vocabulary]:
@@ -113,10 +128,10 @@ class ControlTokens:
             name: "".join(
                 chr(_PRIVATE_USE + secrets.randbelow(0xFFFE)) for _ in range(_SECRET_LENGTH)
             )
-            for name in self.names
+            for name in self._found
         }
         return names, self._vocabulary.renamed(
-            {token: names[name] for name, token in self.names.items()}
+            {token: names[name] for name, token in self._found.items()}
         )
 
 

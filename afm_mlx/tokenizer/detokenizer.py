@@ -68,8 +68,8 @@ class PieceSource(Protocol):
 class PieceJoiner:
     """Joins pieces into text, O(1) per piece; follows `SentencePieceProcessor::Decode`."""
 
-    def __init__(self, spacing: Spacing) -> None:
-        self._spacing = spacing
+    def __init__(self, spacing: Spacing, spells_newlines: bool = True) -> None:
+        self._spacing, self._spells_newlines = spacing, spells_newlines
         self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE)
         self._held = ""  # may be the beginning of NEWLINE
         self._at_start = True  # a leading SPACE would still be the dummy prefix
@@ -86,7 +86,7 @@ class PieceJoiner:
         """What was held back; U+FFFD for each byte of a sequence that never became whole."""
         text = self._held + self._characters(ended=True)
         self._held = ""
-        return text.replace(NEWLINE, "\n")
+        return text.replace(NEWLINE, "\n") if self._spells_newlines else text
 
     def _surface(self, piece: Piece) -> str:
         if self._dropped_space or not self._empty:
@@ -95,7 +95,9 @@ class PieceJoiner:
         if piece.kind is PieceKind.CONTROL:
             return ""
         text = piece.text
-        if piece.kind is PieceKind.TEXT:
+        if text == NEWLINE:
+            text = "\n"
+        elif piece.kind is PieceKind.TEXT:
             if self._at_start and (self._spacing.dummy_prefix or self._spacing.strip_all):
                 stripped = text.removeprefix(SPACE)
                 self._dropped_space = stripped != text and not self._spacing.strip_all
@@ -111,6 +113,8 @@ class PieceJoiner:
         return text
 
     def _release(self, text: str) -> str:
+        if not self._spells_newlines:
+            return text
         text = (self._held + text).replace(NEWLINE, "\n")
         self._held = next((b for b in _BEGINNINGS_OF_NEWLINE if text.endswith(b)), "")
         return text[: len(text) - len(self._held)]
@@ -124,12 +128,16 @@ class StreamingDetokenizer:
     `tokenizer.decode(tokens)`, for any ids.
     """
 
-    def __init__(self, tokenizer: PieceSource, spacing: Spacing | None = None) -> None:
+    def __init__(
+        self, tokenizer: PieceSource, spacing: Spacing | None = None, spells_newlines: bool = True
+    ) -> None:
         """Begin a sequence.
 
         Args:
             spacing: which leading spaces are dropped; the tokenizer's own when not given.
+            spells_newlines: whether pieces that make `<n>` together are a newline, as in `tokenizer.decode`.
         """
+        self._spells_newlines = spells_newlines
         self._piece: Callable[[int], Piece] = tokenizer.piece
         self._spacing = spacing or tokenizer.spacing
         self.reset()
@@ -137,7 +145,7 @@ class StreamingDetokenizer:
     def reset(self) -> None:
         """Forget the sequence."""
         self.tokens: list[int] = []
-        self._joiner = PieceJoiner(self._spacing)
+        self._joiner = PieceJoiner(self._spacing, self._spells_newlines)
         self._segments: list[str] = []
         self._read = 0
 

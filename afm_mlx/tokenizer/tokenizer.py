@@ -179,8 +179,8 @@ class Tokenizer(MLXLMTokenizer):
         definitions come from `tools` or from the system message's `tools`.
 
         Only the template writes control tokens. Where messages, tools, response formats or `kwargs` hold the
-        name of one, the ids are those of its characters. The text of `tokenize=False` can't tell the two apart:
-        encoded again, it has control tokens for both.
+        name of one, or `<n>`, the ids are those of its characters. The text of `tokenize=False` can't tell the
+        two apart: encoded again, it has control tokens for both.
 
         Args:
             messages: `{"role", "content"}` dicts, see `chat_messages.checked_messages`.
@@ -232,7 +232,9 @@ class Tokenizer(MLXLMTokenizer):
         written = controls.written_in(rendered, mark)
         # A template that looks into texts in ways that marks disturb has said something else this time.
         is_same = rendered.replace(mark, "") == text
-        if controls.ids_in(tokens[1:]) == written and (is_same or not controls.are_in(chat.texts)):
+        has_written = controls.ids_in(tokens[1:]) == written
+        has_written = has_written and controls.has_newlines(rendered, tokens, mark)
+        if has_written and (is_same or not controls.are_in(chat.texts)):
             return tokens
         tokens = self._behind_separator(controls.encode(rendered, mark), rendered)
         rest = iter(written)
@@ -273,8 +275,12 @@ class Tokenizer(MLXLMTokenizer):
 
     @property
     def inner_detokenizer(self) -> StreamingDetokenizer:
-        """A new streaming detokenizer for text behind other text: a space at its beginning is one."""
-        return StreamingDetokenizer(self, Spacing(dummy_prefix=False, strip_all=False))
+        """A new streaming detokenizer for text that a constraint allows, to the character.
+
+        A space at its beginning is one, and a `<n>` that several pieces spell is no newline.
+        """
+        spacing = Spacing(dummy_prefix=False, strip_all=False)
+        return StreamingDetokenizer(self, spacing, spells_newlines=False)
 
     def piece(self, token: int) -> Piece:
         """The vocabulary entry of one id.

@@ -188,6 +188,8 @@ class HubVocabulary:
         self._has_bytes = bool(model.get("byte_fallback"))
         # A file that `save_tokenizer` wrote has a true newline where SentencePiece has "<n>".
         self._newline_id = self._tokenizer.token_to_id("\n")
+        # There, a text's `<n>` becomes one by the normalizer.
+        self._has_raw_newline = "\n" in set(names)
         self.separator_id = self._find_separator(path, config)
         self.pad_id = self.id_of(text_of(config.get("pad_token"), "pad_token") or "<pad>")
         self.unk_id = self.id_of(_unknown_name(model) or "<unk>")
@@ -276,7 +278,7 @@ class HubVocabulary:
         content["added_tokens"] += [
             {**_PLAIN_TOKEN, "id": token, "content": name}
             for token, name in names.items()
-            if name not in known
+            if name not in known and not (token == self._newline_id and self._has_raw_newline)
         ]
         other = copy.copy(self)
         other._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))

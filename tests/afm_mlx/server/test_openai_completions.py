@@ -150,3 +150,17 @@ def test_models_and_their_tokens(client, http, complete):
     ):
         refused = http.post(path, json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_what_is_typed_as_a_newline_mark_stays_so(client, http):
+    """In an answer that is held to it, and in a message."""
+    for text in ("List<n>", "<n>", "a\n<n>"):
+        answer = client.completions.create(
+            model="afm-nano", prompt="a", extra_body={"guided_choice": [text]}, max_tokens=30
+        )
+        assert answer.choices[0].text == text
+    counts = []
+    for text in ("a\nb", "a<n>b"):
+        body = {"messages": [{"role": "user", "content": text}], "return_token_strs": True}
+        counts.append(http.post("/tokenize", json=body).json()["token_strs"].count("<n>"))
+    assert counts[0] == counts[1] + 1

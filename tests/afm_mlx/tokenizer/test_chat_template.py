@@ -41,7 +41,7 @@ EDGES = [
     [USER],
     [{**SYSTEM, "content": ""}, {**USER, "content": ""}],
     [USER, {"role": "assistant", "content": "Hello\n  you"}],
-    [{**USER, "content": "{{ 7*7 }} {% raw %} <turn end> <n>"}],
+    [{**USER, "content": "{{ 7*7 }} {% raw %} <turn end> < n>"}],
     [
         USER,
         answer("Look:", "{}", '{"city": ', '"x"', "", "3"),
@@ -64,6 +64,16 @@ def test_ids_equal_tamm(tokenizer, tamm_ids, rng, spm_path, either_folder):
             assert ids == wanted or (hub and same_ids(spm_path, ids, wanted))
             text = tokenizer.apply_chat_template(messages, tools, prompt, tokenize=False)
             assert tokenizer.encode(text, add_special_tokens=True) == ids
+
+
+def test_a_typed_newline_mark_is_none_of_tamms(tokenizer, tamm_ids):
+    """tamm finds a newline in a user's `<n>`; here only the template and a true newline make one."""
+    typed, meant = ([{**USER, "content": f"a{mark}b"}] for mark in ("<n>", "\n"))
+    assert tamm_ids(typed, None, True) == tamm_ids(meant, None, True)
+    assert tokenizer.apply_chat_template(meant, None, True) == tamm_ids(meant, None, True)
+    ids = tokenizer.apply_chat_template(typed, None, True)
+    newline = tokenizer.convert_tokens_to_ids("<n>")
+    assert ids.count(newline) == tamm_ids(typed, None, True).count(newline) - 1
 
 
 def test_arguments_may_be_decoded_or_json_text():

@@ -200,3 +200,28 @@ def test_what_is_a_name_in_brackets():
         assert is_bracketed(name), name
     for name in ["\u2581\u2581", "  ", *"word [0] {x} < > <> (c) ... <- a>b".split()]:
         assert not is_bracketed(name), name
+
+
+def test_a_typed_newline_mark_is_three_characters(tokenizer):
+    """`<n>` is how vocabularies write a newline: one of the template's, and of a text that has a newline."""
+    newline = tokenizer.convert_tokens_to_ids("<n>")
+
+    def ids(text, **options):
+        return tokenizer.apply_chat_template(user(text), **options)
+
+    empty = ids("a b").count(newline)
+    for text in ("a<n>b", "List<n> x", "<n>", "＜n＞", "<N>", "a <n><turn_end>", "<<n>>"):
+        assert ids(text).count(newline) == empty, text
+        if not text.isascii():
+            continue  # some normalizers write it in ASCII
+        decoded = tokenizer.inner_detokenizer
+        for token in ids(text):
+            decoded.add_token(token)
+        decoded.finalize()
+        assert text.lower().replace(" ", "") in decoded.text.lower().replace(" ", ""), text
+    assert ids("a\nb").count(newline) == ids("a<n>\nb").count(newline) == empty + 1
+    assert len(ids("a<n>b")) > len(ids("a\nb"))
+    other = "{{ messages[0].content }}<n>{{ messages[0].content }}<turn_end>"
+    assert ids("x<n>", chat_template=other).count(newline) == 1
+    innocent = [token for token in ids("x\ny") if token == newline]
+    assert [token for token in ids("x\n<n>y") if token == newline] == innocent
