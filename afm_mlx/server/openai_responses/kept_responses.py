@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from afm_mlx.server.conversation import Message
-from afm_mlx.server.field_rules import Reader
-from afm_mlx.server.request_fields import InputItem, InputRequest
+from afm_mlx.server.request_fields import InputItem
 
 
 @dataclass(frozen=True)
@@ -20,10 +19,12 @@ class KeptResponse:
     Args:
         body: as it was sent.
         messages: the conversation that it ends, without the instructions of its request.
+        items: the answer's, as requests send them, by their ids.
     """
 
     body: bytes
     messages: Sequence[Message]
+    items: Mapping[str, InputItem] = field(default_factory=dict)
 
 
 class KeptResponses:
@@ -37,6 +38,7 @@ class KeptResponses:
     def __init__(self, per_client: int, max_bytes: int):
         self._per_client, self._max_bytes = per_client, max_bytes
         self._kept: OrderedDict[tuple[str, str], tuple[KeptResponse, int]] = OrderedDict()
+        self._item_places: dict[tuple[str, str], str] = {}
         self._bytes = 0
 
     @property
@@ -48,6 +50,7 @@ class KeptResponses:
         """Keep a response of a client."""
         size = len(kept.body) + len(msgspec.json.encode(kept.messages))
         self._kept[client, id] = kept, size
+        self._item_places |= {(client, item): id for item in kept.items}
         self._bytes += size
         own = [key for key in self._kept if key[0] == client]
         for key in own[: max(0, len(own) - self._per_client)]:
@@ -64,17 +67,8 @@ class KeptResponses:
 
     def find_item(self, client: str, id: str) -> InputItem | None:
         """An item of a response of this client, as a request sends it; None if there is none."""
-        quoted = msgspec.json.encode(id)
-        for (owner, key), (kept, _) in reversed(self._kept.items()):
-            if owner == client and quoted in kept.body:
-                items = msgspec.json.decode(kept.body)["output"]
-                same = [item for item in items if item["id"] == id]
-                if same:
-                    self._kept.move_to_end((owner, key))
-                    read = Reader().read({"model": "", "input": same}, InputRequest).input
-                    assert isinstance(read, list)
-                    return read[0]
-        return None
+        found = self.get(client, self._item_places.get((client, id), ""))
+        return None if found is None else found.items[id]
 
     def remove(self, client: str, id: str) -> bool:
         """Forget a response; whether there was one."""
@@ -84,4 +78,7 @@ class KeptResponses:
         return True
 
     def _drop(self, key: tuple[str, str]) -> None:
-        self._bytes -= self._kept.pop(key)[1]
+        kept, size = self._kept.pop(key)
+        self._bytes -= size
+        for id in kept.items:
+            self._item_places.pop((key[0], id), None)

@@ -19,7 +19,12 @@ from afm_mlx.server.generation import Ask, Usage, answer
 from afm_mlx.server.openai_responses.answer import Response, StreamEvent
 from afm_mlx.server.openai_responses.ask import asked, messages_of, prompt_fields
 from afm_mlx.server.openai_responses.kept_responses import KeptResponse, KeptResponses
-from afm_mlx.server.openai_responses.stream import ResponseStream, answered_message, new_id
+from afm_mlx.server.openai_responses.stream import (
+    ResponseStream,
+    answered_message,
+    input_items,
+    new_id,
+)
 from afm_mlx.server.request_fields import InputRequest, ReferenceItem, ResponseRequest
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import EventStream, event, json_response, while_connected
@@ -229,7 +234,8 @@ class _Answer:
         response = self._stream.response
         if self._kept is not None:
             message = answered_message(response.output)
-            kept = KeptResponse(msgspec.json.encode(response), [*self._messages, message])
+            body, items = msgspec.json.encode(response), input_items(response.output)
+            kept = KeptResponse(body, [*self._messages, message], items)
             self._kept.keep(self._ask.client, response.id, kept)
 
 

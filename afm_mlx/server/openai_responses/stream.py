@@ -40,6 +40,7 @@ from afm_mlx.server.openai_responses.answer import (
     TopLogprob,
     Usage,
 )
+from afm_mlx.server.request_fields import CallItem, InputItem, MessageItem
 from afm_mlx.server.token_texts import TokenLogprob
 
 
@@ -188,6 +189,16 @@ def _logprob(token: TokenLogprob) -> Logprob:
 
 def _top_logprob(token: TokenLogprob) -> TopLogprob:
     return TopLogprob(token.text, list(token.bytes), token.logprob)
+
+
+def input_items(output: Sequence[Item]) -> dict[str, InputItem]:
+    """An answer's items as requests send them, by their ids."""
+    return {
+        item.id: CallItem(call_id=item.call_id, name=item.name, arguments=item.arguments)
+        if isinstance(item, FunctionCall)
+        else MessageItem(role="assistant", content="".join(part.text for part in item.content))
+        for item in output
+    }
 
 
 def answered_message(output: Sequence[Item]) -> Message:

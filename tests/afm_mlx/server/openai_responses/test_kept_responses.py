@@ -1,10 +1,12 @@
 """What is kept of earlier responses, and for whom."""
 
 from afm_mlx.server.openai_responses.kept_responses import KeptResponse, KeptResponses
+from afm_mlx.server.request_fields import MessageItem
 
 
 def response(text):
-    return KeptResponse(text.encode(), [{"role": "user", "content": text}])
+    item = MessageItem(role="assistant", content=text)
+    return KeptResponse(text.encode(), [{"role": "user", "content": text}], {f"msg {text}": item})
 
 
 def test_the_last_ones_of_each_client_are_kept_and_only_for_it():
@@ -15,9 +17,13 @@ def test_the_last_ones_of_each_client_are_kept_and_only_for_it():
             kept.get(client, f"{client}-0")  # used last, so another one goes
     assert [kept.get("ann", f"ann-{n}") is not None for n in range(3)] == [True, False, True]
     assert kept.get("ben", "ben-2").body == b"ben 2"
+    assert kept.find_item("ben", "msg ben 2").content == "ben 2"
+    assert kept.find_item("ben", "msg ann 2") is kept.find_item("ann", "msg ann 1") is None
     assert kept.get("ben", "ann-2") is None
     assert not kept.remove("ben", "ann-2")
+    assert kept.find_item("ann", "msg ann 2") is not None
     assert kept.remove("ann", "ann-2")
+    assert kept.find_item("ann", "msg ann 2") is None
     assert not kept.remove("ann", "ann-2")
 
 
