@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import shlex
 import sys
 from importlib import metadata
@@ -34,6 +35,56 @@ def install_command(extra: str = "", *, rebuild: bool = False) -> str:
     extras = f"[{extra}]" if extra else ""
     editable = "--editable " if source.get("dir_info", {}).get("editable") else ""
     return f"{_installer(rebuild)} {editable}{shlex.quote(_requirement(source, extras))}"
+
+
+def package_problem(error: ImportError) -> str:
+    """Say which package of others can't be imported, whether it is missing or broken, and what installs it.
+
+    Args:
+        error: what an import has raised.
+
+    Returns:
+        One sentence and a command; empty when what is missing is a part of afm-mlx, or nobody says what it is.
+    """
+    module = (error.name or "").partition(".")[0]
+    if module in ("", "afm_mlx"):
+        return ""
+    reason = " ".join(str(error).split())
+    if module in sys.stdlib_module_names:
+        return f"This Python ({sys.executable}) lacks a part of its own: {reason}. Take another Python."
+    package = _PACKAGES.get(module, module.replace("_", "-"))
+    requirement, extra = _required(package)
+    if isinstance(error, ModuleNotFoundError) and find_spec(module) is None:
+        command = f"{shlex.quote(sys.executable)} -m pip install {shlex.quote(package)}"
+        install = install_command(extra) if requirement else command
+        return f"The package {package} is not installed. Install it: {install}"
+    again = f"{shlex.quote(sys.executable)} -m pip install --force-reinstall --no-deps"
+    return (
+        f"The package {package} is broken: it can't be imported ({reason}). Install it again: {again} "
+        f"{shlex.quote(requirement or package)}"
+    )
+
+
+# Packages whose modules have other names.
+_PACKAGES = {"google": "protobuf", "yaml": "PyYAML", "prometheus_client": "prometheus-client"}
+_FOR_DEVELOPERS = ("test", "docs", "lint", "bench", "tamm")
+
+
+def _required(package: str) -> tuple[str, str]:
+    """What afm-mlx asks of a package (`torch==2.13.0`), and the extra that does; both empty if none does."""
+    try:
+        lines = metadata.requires("afm-mlx") or []
+    except metadata.PackageNotFoundError:
+        lines = []
+    for line in lines:
+        requirement, _, marker = line.partition(";")
+        extra = re.search(r"""extra == ['"](\w+)['"]""", marker)
+        name = re.match(r"[\w.-]+", requirement)
+        if name is None or name[0].lower().replace("_", "-") != package.lower():
+            continue
+        if extra is None or extra[1] not in _FOR_DEVELOPERS:
+            return requirement.strip(), extra[1] if extra else ""
+    return "", ""
 
 
 def _requirement(source: dict[str, Any], extras: str) -> str:

@@ -21,6 +21,7 @@ from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.layer_packing import mlx_rule, to_mlx_format
 from afm_mlx.converters.mixed_bits import calibration_file, check_mlx_format, choose_mix
 from afm_mlx.errors import AFMError, named, shown
+from afm_mlx.installation import package_problem
 from afm_mlx.loading.mlx_lm_models import has_packed_layers, load_mlx_lm_model
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, packed_layer_for
@@ -66,6 +67,8 @@ def write_other_model(
                 _write_by_mlx_lm(source, inner, options)
     except AFMError:
         raise
+    except ImportError as error:
+        raise AFMError(package_problem(error) or str(error)) from error
     except Exception as error:  # whatever a damaged folder makes mlx-lm raise
         if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
             raise  # the disk's: `convert` says what it lacks

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 
 from afm_mlx.errors import AFMError, CheckpointError, shown
-from afm_mlx.installation import install_command
+from afm_mlx.installation import package_problem
 
 if TYPE_CHECKING:
     import torch
@@ -38,11 +38,10 @@ def import_torch() -> Any:
     """
     try:
         import torch
-    except ImportError:
+    except ImportError as error:
         raise AFMError(
-            "Reading a .pt checkpoint needs PyTorch, which is not installed. Install it: "
-            + install_command("convert")
-        ) from None
+            f"Reading a .pt checkpoint needs PyTorch. {package_problem(error) or error}"
+        ) from error
     return torch
 
 

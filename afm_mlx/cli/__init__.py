@@ -171,6 +171,12 @@ def _run(argv: list[str]) -> int:
         if debug or not _is_for_the_user(error):
             raise
         return _fail(f"error: {bounded(str(error))}", USAGE_ERROR)
+    except ImportError as error:
+        from afm_mlx.installation import package_problem
+
+        if debug or not (problem := package_problem(error)):
+            raise
+        return _fail(f"error: {bounded(problem)}", USAGE_ERROR)
     except (MemoryError, RuntimeError) as error:
         if debug or not _is_out_of_memory(error):
             raise

@@ -16,7 +16,7 @@ from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer, json_object, numbe
 from afm_mlx.cli.signals import deferred_signals
 from afm_mlx.errors import reason_of, shown
 from afm_mlx.files import read_file
-from afm_mlx.installation import install_command
+from afm_mlx.installation import package_problem
 
 if TYPE_CHECKING:
     from afm_mlx.server.options import ServerOptions
@@ -134,9 +134,11 @@ def run(args: argparse.Namespace) -> None:
         from afm_mlx.server.run import address_of, bind, run
         from afm_mlx.server.served_model import ServedModel
     except ImportError as error:
+        if not (problem := package_problem(error)):
+            raise
         raise UsageError(
-            f"the server needs {error.name}, which is not installed. Install it: "
-            f"{install_command('server')} (uvx --from takes the same path with its [server])."
+            f"the server needs packages of its own. {problem} (uvx --from takes the same path with its "
+            "[server])."
         ) from None
     settings = _options(args)
     options.check_speculation(args)

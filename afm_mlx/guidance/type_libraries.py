@@ -11,6 +11,7 @@ from msgspec import inspect
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.type_fields import bare, fields_of, members_of
+from afm_mlx.installation import package_problem
 
 _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")  # packages
 _PYDANTICS = ("__get_pydantic_core_schema__", "__pydantic_fields__")  # attributes of its classes
@@ -97,11 +98,11 @@ def _adapter_of(kind: Any) -> Any:
         return kind
     try:
         from pydantic import TypeAdapter
-    except ImportError:
+    except ImportError as error:
         raise ConstraintError(
-            f"{kind!r} has limits of annotated_types, which pydantic reads; pip install pydantic, or use "
-            "msgspec.Meta."
-        ) from None
+            f"{kind!r} has limits of annotated_types, which pydantic reads; use msgspec.Meta, or pydantic. "
+            f"{package_problem(error) or error}"
+        ) from error
     return TypeAdapter(kind)
 
 

@@ -24,6 +24,7 @@ from afm_mlx.checkpoint.stored_layers import (
 from afm_mlx.checkpoint.weights import load_weights
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, named
+from afm_mlx.installation import package_problem
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
 from afm_mlx.quantization.packed_layers import PackedLinear
@@ -118,6 +119,8 @@ def _errors_of_mlx_lm(folder: Path) -> Iterator[None]:
         yield
     except AFMError:
         raise
+    except ImportError as error:
+        raise AFMError(package_problem(error) or str(error)) from error
     except Exception as error:
         reason = named(" ".join(str(error).split()) or type(error).__name__)
         raise CheckpointError(

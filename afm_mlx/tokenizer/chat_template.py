@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any, NoReturn
 
 from afm_mlx.errors import TokenizerError
+from afm_mlx.installation import package_problem
 from afm_mlx.tokenizer.caller_text import CallerText, strings_in
 
 _REASON = 600  # characters of a reason
@@ -123,6 +124,8 @@ class ChatTemplate:
     def _compiled(self) -> Callable[[dict[str, Any]], str]:
         try:
             return _compile(self.source)
+        except ImportError as error:  # of Jinja itself: templates import nothing
+            raise TokenizerError(package_problem(error) or str(error)) from error
         except Exception as error:  # Jinja's own errors, and Python's when it compiles Jinja's code
             raise TokenizerError(f"{self._name} is not valid Jinja: {_reason(error)}") from error
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.installation import package_problem
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, PieceJoiner, PieceKind, Spacing
 from afm_mlx.tokenizer.tokenizer_config import text_of
 
@@ -38,6 +39,8 @@ def _finds_damage(method: _Method) -> _Method:
             return method(self, *args)
         except TokenizerError:
             raise
+        except ImportError as error:
+            raise TokenizerError(package_problem(error) or str(error)) from error
         except BaseException as error:
             # What Rust code of `tokenizers` ends with is no Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -67,9 +70,9 @@ class SentencePieceVocabulary:
         Raises:
             TokenizerError: when it is not a SentencePiece model, or one without an end-of-sequence piece.
         """
+        self._model, self._path = model, path
         from sentencepiece import SentencePieceProcessor
 
-        self._model, self._path = model, path
         self._processor = SentencePieceProcessor()
         try:
             loaded = bool(model) and self._processor.LoadFromSerializedProto(model)
@@ -166,9 +169,9 @@ class HubVocabulary:
         Raises:
             TokenizerError: when it is not a tokenizer file, or has no separator.
         """
+        self._path = path
         import tokenizers
 
-        self._path = path
         content = json.loads(text)
         model = content["model"]
         added = content.get("added_tokens") or []

@@ -1,6 +1,10 @@
 """Commands that install afm-mlx again name where it came from, never a name that no index has."""
 
+import importlib
+import importlib.abc
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from afm_mlx import installation
-from afm_mlx.installation import ANYWHERE, install_command
+from afm_mlx.errors import TokenizerError
+from afm_mlx.installation import ANYWHERE, install_command, package_problem
+from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.cases import each
+from tests.tools.cli import process
 
 ROOT = Path(__file__).parent.parent.parent
 PIP = f"{sys.executable} -m pip install"
@@ -94,3 +101,99 @@ def test_nothing_tells_a_user_to_install_a_name_that_is_on_no_index():
         pytest.skip("needs a git checkout")
     found = [line for line in listed.stdout.splitlines() if not line.startswith("tests/")]
     assert not found, found
+
+
+class Broken(importlib.abc.MetaPathFinder):
+    """Finds a package that can't be imported: a library that it needs is not there."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def find_spec(self, name, path=None, target=None):
+        if name == self.name:
+            raise ImportError("libx.so.1: cannot open shared object file", name=f"{name}._inner")
+        return None
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Take a package away, or break it."""
+
+    def without(name, *, broken=False):
+        for known in [known for known in sys.modules if known.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, known)
+        if broken:
+            monkeypatch.setattr(sys, "meta_path", [Broken(name), *sys.meta_path])
+        else:
+            monkeypatch.setitem(sys.modules, name, None)
+
+    return without
+
+
+@each(
+    "name, command",
+    [
+        ("sentencepiece", "-m pip install"),
+        ("tokenizers", "-m pip install"),
+        ("torch", r"-m pip install .*\[convert\]"),
+        ("matplotlib", r"-m pip install .*\[train\]"),
+        ("starlette", r"-m pip install .*\[server\]"),
+        ("h11", "-m pip install h11"),
+        ("llguidance", "-m pip install"),
+        ("yaml", "-m pip install"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_told_with_what_installs_it(name, command):
+    package = {"yaml": "PyYAML"}.get(name, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, name, None)
+        with pytest.raises(ImportError) as missing:
+            importlib.import_module(name)
+        said = package_problem(missing.value)
+    assert re.fullmatch(f"The package {package} is not installed. Install it: .*{command}.*", said)
+    broken = ImportError("libx.so.1: cannot open", name=f"{name}._inner")
+    said = package_problem(broken)
+    assert said.startswith(
+        f"The package {package} is broken: it can't be imported (libx.so.1: cannot open)."
+    )
+    assert (
+        f"-m pip install --force-reinstall --no-deps {package}".lower()
+        in said.replace("'", "").lower()
+    )
+
+
+def test_what_is_no_package_of_others_is_not_told_as_one():
+    for name in (None, "afm_mlx.engine", "afm_mlx"):
+        assert package_problem(ImportError("x", name=name)) == ""
+    assert "lacks a part of its own" in package_problem(ImportError("no _ssl", name="_ssl"))
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_imports_of_tokenizers_that_fail_are_no_damage(without, tokenizer_folder, tmp_path, broken):
+    words = "is broken: it can't be imported" if broken else "is not installed. Install it: "
+    without("sentencepiece", broken=broken)
+    with pytest.raises(TokenizerError, match=f"^The package sentencepiece {words}"):
+        load_tokenizer(tokenizer_folder)
+    for file in tokenizer_folder.iterdir():
+        if file.name != "tokenizer.model":
+            shutil.copy(file, tmp_path)
+    without("tokenizers", broken=broken)
+    with pytest.raises(TokenizerError, match=f"^The package tokenizers {words}"):
+        load_tokenizer(tmp_path)
+
+
+def test_commands_tell_a_package_that_cannot_be_imported_in_one_line():
+    code = """
+import sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "llguidance":
+            raise ImportError("libx.so.1: cannot open", name="llguidance._lib")
+sys.meta_path.insert(0, Broken())
+from afm_mlx.cli import main
+sys.exit(main(["generate", "--regex", "a+", "-m", "3"]))
+"""
+    done = process(code=code)
+    assert done.returncode == 2
+    assert done.stderr.startswith("afm-mlx: error: The package llguidance is broken")
+    assert done.stderr.count("\n") == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from afm_mlx.errors import AFMError, DataError
 from afm_mlx.files import atomic_write
-from afm_mlx.installation import install_command
+from afm_mlx.installation import package_problem
 from afm_mlx.jsonl import read_jsonl
 
 
@@ -25,10 +25,8 @@ def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError:
-        raise AFMError(
-            f"Plots need matplotlib, which is not installed. Install it: {install_command('train')}"
-        ) from None
+    except ImportError as error:
+        raise AFMError(f"Plots need matplotlib. {package_problem(error) or error}") from error
 
     records = [record for _, record in read_jsonl(Path(metrics_path))]
     if not any("loss" in record or "valid_loss" in record for record in records):
