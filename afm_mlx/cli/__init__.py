@@ -28,7 +28,7 @@ from afm_mlx.cli.signals import Terminated, handled_signals
 from afm_mlx.errors import AFMError, bounded, reason_of
 
 if TYPE_CHECKING:
-    from collections.abc import Buffer
+    from _typeshed import ReadableBuffer
 
 PROGRAM = "afm-mlx"
 DESCRIPTION = "Run Apple's on-device foundation-model architecture (AFM) locally, with MLX."
@@ -94,7 +94,7 @@ class _Output(io.FileIO):
 
     problem = ""
 
-    def write(self, data: Buffer) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         try:
             return super().write(data)
         except BrokenPipeError:
@@ -107,7 +107,7 @@ class _Output(io.FileIO):
 class _NoOutput(_Output):
     """Stands for the standard output that a process was started without."""
 
-    def write(self, data: Buffer) -> int:
+    def write(self, data: ReadableBuffer) -> int:
         self.problem = "it is closed"
         return memoryview(data).nbytes
 

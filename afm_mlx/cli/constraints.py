@@ -40,7 +40,7 @@ ARGUMENTS = [
 # fmt: on
 
 MAX_BYTES = 16 << 20
-"""Bytes of a schema's or a grammar's file."""
+"""Bytes of the file of a schema, a grammar or a type."""
 
 _NAMES = ("json_schema", "regex", "choices", "grammar")
 ALTERNATIVES = [
@@ -179,6 +179,7 @@ def _import(name: str) -> ModuleType:
 
 def _run(path: Path) -> ModuleType:
     name = f"{__name__}.{path.stem}"  # no other module's
+    read_file(path, MAX_BYTES)  # Python would read a device without an end
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
