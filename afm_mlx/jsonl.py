@@ -4,26 +4,37 @@
     {"prompt": ..., "completion": ..., "tools"?: [...]}
     {"messages": [...], "tools"?: [...]}
     [{"role": ..., "content": ...}, ...], or an object whose first value is such a list
+    {"conversations": [{"from": "human", "value": ...}, ...], "system"?: ..., "tools"?: ...}
+    {"instruction": ..., "input"?: ..., "output": ..., "system"?: ...}
 
-The first three are mlx-lm's, the last is that of Apple's adapter training toolkit.
+The first three are mlx-lm's, the fourth is that of Apple's adapter training toolkit, the last two are those of
+ShareGPT and Alpaca. Records may also be the items of one JSON array, or the rows of a CSV file. Files may be
+gzipped.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
+import re
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.errors import DataError
+from afm_mlx.errors import DataError, shown
 from afm_mlx.files import read_file
 
 MAX_BYTES = 4 << 30
 """Bytes of a data file, which is read whole."""
 
 KINDS = (
-    '{"text": ...}, {"messages": [...]}, {"prompt": ..., "completion": ...} or a list of messages'
+    '{"text": ...}, {"messages": [...]}, {"prompt": ..., "completion": ...}, a list of messages, '
+    '{"conversations": [{"from", "value"}, ...]} or {"instruction": ..., "output": ...}'
 )
 
 
@@ -45,47 +56,159 @@ class ChatRecord:
 # -- files
 
 
+def is_data_file(path: Path) -> bool:
+    """Whether a file's name says that it holds records."""
+    return path.name.removesuffix(".gz").endswith(_SUFFIXES)
+
+
+def data_file(folder: Path, stem: str) -> Path | None:
+    """The file of a data set's split in a folder: `stem.jsonl`, or one of another format; None without one.
+
+    Raises:
+        DataError: when there are several, and none is `stem.jsonl`.
+    """
+    names = [f"{stem}{suffix}{gz}" for suffix in _SUFFIXES for gz in ("", ".gz")]
+    found = [folder / name for name in names if (folder / name).is_file()]
+    if len(found) > 1 and found[0].name != f"{stem}.jsonl":
+        listed = ", ".join(file.name for file in found)
+        raise DataError(
+            f"{folder} has {listed}; which one is meant? Name the file, or leave only one."
+        )
+    return found[0] if found else None
+
+
+def data_files(folder: Path) -> str:
+    """What a folder holds that may be a data set, for messages: its data files, or those of its subfolders."""
+    for pattern in ("*", "*/*"):
+        found = sorted(str(p.relative_to(folder)) for p in folder.glob(pattern) if is_data_file(p))
+        if found:
+            more = f" and {len(found) - 10} more" if len(found) > 10 else ""
+            inside = " (in a subfolder: name that)" if pattern == "*/*" else ""
+            return f"{', '.join(found[:10])}{more}{inside}"
+    others = sorted(p.name for p in folder.iterdir())[:10]
+    return f"none; it holds {', '.join(others) or 'nothing'}"
+
+
 def read_text(path: Path) -> str:
-    """The content of a UTF-8 file.
+    """The content of a text file, unpacked if it is gzipped: UTF-8, or UTF-16 or 32.
 
     Raises:
         DataError: when it is missing or is no text.
     """
-    content = _read(path)
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}:{line}: {_not_text(error)}") from None
+    text = _text(path)
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            _check_text(line)
+        except DataError as error:
+            raise DataError(f"{path}:{number}: {error}") from None
+    return text
 
 
-def read_lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield "file:line" and the bytes of every line that is not blank.
+def read_lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield "file:line" and the JSON text of every record of a data file.
+
+    That is every line that is not blank; every item of a file that is one JSON array of records, or holds
+    objects over several lines each; or every row of a CSV file, as an object by the names in its first row.
 
     Raises:
         DataError: when the file can't be read.
     """
-    for number, line in enumerate(_read(path).split(b"\n"), start=1):
-        if line.strip():
-            yield f"{path}:{number}", line
+    text = _text(path)
+    name = path.name.removesuffix(".gz")
+    if name.endswith((".csv", ".tsv")):
+        records = _rows(path, text)
+    elif _is_array(text):
+        records = _values(path, text, text.index("[") + 1, "]")
+    elif text.lstrip().startswith(("{\n", "{\r\n")):
+        records = _values(path, text, 0, "")
+    else:
+        lines = enumerate(text.split("\n"), start=1)
+        records = ((number, line) for number, line in lines if line.strip())
+    for number, record in records:
+        yield f"{path}:{number}", record
 
 
-def parse_line(line: bytes) -> Any:
+def _is_array(text: str) -> bool:
+    """Whether a text is a JSON array of records, and not of lines; a line may be an array of messages."""
+    begin = text.lstrip()
+    if not begin.startswith("["):
+        return False
+    first_line, _, rest = begin.partition("\n")
+    try:
+        found = json.loads(first_line)
+    except (ValueError, RecursionError):
+        # An array over several lines, or a wrong line: one that has messages, as the lines behind it have.
+        is_open = not first_line.rstrip().endswith("]") and begin.rstrip().endswith("]")
+        return first_line.strip() == "[" or (bool(rest.strip()) and is_open)
+    is_chat = all(isinstance(m, dict) and ("role" in m or "from" in m) for m in found)
+    return not rest.strip() and not is_chat
+
+
+def _values(path: Path, text: str, at: int, end_mark: str) -> Iterator[tuple[int, str]]:
+    """The number of its line, and the text, of each JSON value from a place up to a mark."""
+    decoder, space = json.JSONDecoder(), re.compile(r"[\s,]*")
+    number, counted = 1, 0
+    while True:
+        at = space.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
+        number += text.count("\n", counted, at)
+        counted = at
+        if text[at : at + 1] in ("]", ""):
+            break
+        try:
+            _, end = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{path}:{number}: this is not JSON: {error}.") from None
+        yield number, text[at:end]
+        at = end
+    if text[at:].strip() != end_mark:
+        raise DataError(
+            f"{path}:{number}: this is not JSON: the array has no end, or more follows it."
+        )
+
+
+def _rows(path: Path, text: str) -> Iterator[tuple[int, str]]:
+    """The number of its last line, and an object by the names in the first row, of each row of a CSV file."""
+    header = text.partition("\n")[0]
+    delimiter = max(",;\t", key=header.count)
+    csv.field_size_limit(MAX_BYTES)
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    names = reader.fieldnames or ()
+    if len(set(names)) < len(names):
+        raise DataError(f"{path}:1: two columns have one name: {', '.join(names)}.")
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise csv.Error(f"the row has not the {len(names)} fields that the first row names")
+            yield reader.line_num, json.dumps(row, ensure_ascii=False)
+    except csv.Error as error:
+        raise DataError(f"{path}:{reader.line_num}: {error}.") from None
+
+
+def parse_line(line: str) -> Any:
     """The JSON of a line.
 
     Raises:
-        DataError: when it is no UTF-8, or no JSON.
+        DataError: when it is no UTF-8 or no JSON, or an object has a key twice.
     """
+    _check_text(line)
     try:
-        return json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise DataError(_not_text(error)) from None
+        return json.loads(line, object_pairs_hook=_object)
+    except DataError:
+        raise
     except (ValueError, RecursionError) as error:
         raise DataError(f"this is not JSON: {error}.") from None
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
+        raise DataError(f"an object has the key {shown(twice)} twice; which one is meant?")
+    return found
+
+
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield "file:line" and the JSON of every line that is not blank.
+    """Yield "file:line" and the JSON of every record of a data file, see `read_lines`.
 
     Raises:
         DataError: names the line that is no JSON.
@@ -107,8 +230,65 @@ def _read(path: Path) -> bytes:
         ) from None
 
 
-def _not_text(error: UnicodeDecodeError) -> str:
-    return f"this is not UTF-8 text ({error.reason})."
+def _unpacked(path: Path, content: bytes) -> bytes:
+    if not content.startswith(b"\x1f\x8b"):
+        return content
+    try:
+        with gzip.open(io.BytesIO(content)) as file:
+            unpacked = file.read(MAX_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} can't be unpacked ({error}).") from None
+    if len(unpacked) > MAX_BYTES:
+        raise DataError(f"{path} has more than {MAX_BYTES:,} bytes when it is unpacked.")
+    return unpacked
+
+
+def _text(path: Path) -> str:
+    """The content of a text file; bytes that are no UTF-8 are surrogates."""
+    content = _unpacked(path, _read(path))
+    for start, kind in _OTHERS.items():
+        if content.startswith(start):
+            raise DataError(f"{path} is {kind}, and no text. {_CONVERSION}")
+    encoding = next((name for mark, name in _MARKS.items() if content.startswith(mark)), "utf-8")
+    if encoding == "utf-8" and content[1:2] == b"\0" != content[:1]:
+        encoding = "utf-16-le"
+    elif encoding == "utf-8" and content[:1] == b"\0" != content[1:2]:
+        encoding = "utf-16-be"
+    try:
+        return content.decode(encoding, "surrogateescape" if "8" in encoding else "strict")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is no {encoding.upper()} text ({error.reason}).") from None
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(
+            "this is not UTF-8 text. Convert it: iconv -f LATIN1 -t UTF-8 FILE > NEW, for example."
+        ) from None
+
+
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+_MARKS = {
+    b"\xef\xbb\xbf": "utf-8-sig",
+    b"\xff\xfe\x00\x00": "utf-32",
+    b"\xff\xfe": "utf-16",
+    b"\xfe\xff": "utf-16",
+}
+_OTHERS = {
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"PK\x03\x04": "a zip archive or a spreadsheet",
+    b"\x28\xb5\x2f\xfd": "packed by zstd",
+    b"BZh": "packed by bzip2",
+    b"\xfd7zXZ": "packed by xz",
+    b"SQLite format 3": "an SQLite database",
+}
+_CONVERSION = (
+    "Unpack it, or convert it with pandas: "
+    "pandas.read_parquet(FILE).to_json('train.jsonl', orient='records', lines=True)."
+)
 
 
 # -- records
@@ -121,32 +301,98 @@ def document_of(record: Any) -> TextRecord | ChatRecord:
         DataError: when it is none of the kinds, or could be two of them.
     """
     if isinstance(record, list):
-        return ChatRecord(record)
+        return ChatRecord(_messages(record))
     if not isinstance(record, Mapping):
         raise DataError(f"a JSON {type(record).__name__} is no document; allowed are {KINDS}.")
     kinds = [keys for keys in _KEYS if all(key in record for key in keys)]
     if len(kinds) > 1:
         found = " and ".join(repr(key) for keys in kinds for key in keys)
-        raise DataError(f"a document has {found}; which one is meant? Leave only one kind.")
-    tools = record.get("tools")
-    if kinds == [("messages",)]:
-        return ChatRecord(record["messages"], tools)
-    if kinds == [("prompt", "completion")]:
-        roles = {"user": "prompt", "assistant": "completion"}
-        return ChatRecord(
-            [{"role": r, "content": _string(record, key)} for r, key in roles.items()], tools
+        raise DataError(
+            f"a document has {found}; which one is meant? Leave only one kind, or name the keys "
+            "(--prompt-feature and --completion-feature, --chat-feature, or --text-feature)."
+        )
+    if not kinds:
+        first = next(iter(record.values()), None)
+        if isinstance(first, list):
+            return ChatRecord(
+                _messages(first), record.get("tools") if first is not record.get("tools") else None
+            )
+        hint = (
+            " This is one message: the list of a chat's messages is needed."
+            if "role" in record
+            else ""
+        )
+        raise DataError(
+            f"a document with the keys {', '.join(map(str, record)) or 'none'}; allowed are {KINDS}.{hint}"
         )
     if kinds == [("text",)]:
         return TextRecord(_string(record, "text"))
-    first = next(iter(record.values()), None)
-    if isinstance(first, list):
-        return ChatRecord(first, tools if first is not tools else None)
-    raise DataError(
-        f"a document with the keys {', '.join(map(str, record)) or 'none'}; allowed are {KINDS}."
+    (keys,) = kinds
+    if len(keys) == 1:
+        messages = _messages(record[keys[0]])
+    elif keys[0] == "prompt":
+        messages = _turns(_string(record, "prompt"), _string(record, "completion"))
+    else:
+        # Alpaca: what the instruction is about stands below it.
+        asked = [
+            _string(record, "instruction"),
+            _string(record, "input") if record.get("input") else "",
+        ]
+        past = [turn for pair in record.get("history") or () for turn in _turns(*pair)]
+        messages = [*past, *_turns("\n".join(filter(None, asked)), _string(record, "output"))]
+    tools = record.get("tools")
+    if keys in _OF_OTHERS:
+        if record.get("system"):
+            messages = [{"role": "system", "content": _string(record, "system")}, *messages]
+        if isinstance(tools, str):
+            tools = parse_line(tools) if tools.strip() else None
+    return ChatRecord(messages, tools)
+
+
+_OF_OTHERS = (("conversations",), ("instruction", "output"))
+_KEYS = (("messages",), ("prompt", "completion"), ("text",), *_OF_OTHERS)
+_SENDERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+    "function_response": "tool",
+}
+
+
+def _turns(prompt: Any, completion: Any) -> list[Any]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+
+
+def _messages(messages: Any) -> Any:
+    """Messages, those of ShareGPT's form (`from` and `value`) under the names of the others."""
+    if not isinstance(messages, list):
+        return messages
+    return [_message(i, m) if _is_sharegpt(m) else m for i, m in enumerate(messages)]
+
+
+def _is_sharegpt(message: Any) -> bool:
+    return (
+        isinstance(message, Mapping) and {"from", "value"} <= set(message) and "role" not in message
     )
 
 
-_KEYS = (("messages",), ("prompt", "completion"), ("text",))
+def _message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
+    sender = message["from"]
+    if sender == "function_call":
+        found = parse_line(_string(message, "value"))
+        calls = [{"function": call} for call in (found if isinstance(found, list) else [found])]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
+    if sender not in _SENDERS:
+        raise DataError(
+            f"messages[{index}] is from {shown(sender)}; allowed are {', '.join(_SENDERS)} and function_call."
+        )
+    return {"role": _SENDERS[sender], "content": message["value"]}
 
 
 def _string(record: Mapping[str, Any], key: str) -> str:

@@ -24,11 +24,21 @@ import mlx.nn as nn
 import numpy as np
 
 from afm_mlx.errors import DataError, TokenizerError
-from afm_mlx.jsonl import KINDS, TextRecord, document_of, encode_text, read_jsonl, read_text
+from afm_mlx.jsonl import (
+    KINDS,
+    TextRecord,
+    data_file,
+    data_files,
+    document_of,
+    encode_text,
+    is_data_file,
+    read_jsonl,
+    read_text,
+)
 from afm_mlx.progress import Progress
 
 SEQUENCE_LENGTH = 512  # tokens of a piece, mlx-lm's default
-SPLITS = ("test.jsonl", "valid.jsonl", "train.jsonl")
+SPLITS = ("test", "valid", "train")
 
 
 @dataclass(frozen=True)
@@ -61,9 +71,8 @@ def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
     """Read documents and tokenize them.
 
     Args:
-        path: a `.txt` file, which is one document; a JSONL file with a document per line, of the form
-            `{"text"}`, `{"messages", "tools"?}`, `{"prompt", "completion"}` or a list of messages; or a
-            folder with such files (`test.jsonl`, else `valid.jsonl`, else `train.jsonl`).
+        path: a `.txt` file, which is one document; a file with a document in each record, see `jsonl`; or a
+            folder with such files (`test.jsonl`, else `valid.jsonl`, else `train.jsonl`, or another format).
         tokenizer: a tokenizer of `load`.
 
     Raises:
@@ -74,9 +83,9 @@ def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
         path = _split_of(path)
     if path.suffix == ".txt":
         return [encode_text(read_text(path), tokenizer)]
-    if path.suffix != ".jsonl":
+    if not (is_data_file(path) or path.is_fifo()):
         raise DataError(
-            f"{path} is neither a .jsonl nor a .txt file, nor a folder with .jsonl files."
+            f"{path} is neither a .jsonl (.json, .csv) nor a .txt file, nor a folder with .jsonl files."
         )
     documents = []
     for where, record in read_jsonl(path):
@@ -90,10 +99,12 @@ def load_documents(path: str | Path, tokenizer: Any) -> list[list[int]]:
 
 
 def _split_of(folder: Path) -> Path:
-    for name in SPLITS:
-        if (folder / name).is_file():
-            return folder / name
-    raise DataError(f"{folder} holds none of {', '.join(SPLITS)}.")
+    for split in SPLITS:
+        if (file := data_file(folder, split)) is not None:
+            return file
+    raise DataError(
+        f"{folder} holds no {', '.join(SPLITS)} (.jsonl, .json or .csv); its data files: {data_files(folder)}."
+    )
 
 
 def _encode_record(record: Any, tokenizer: Any) -> list[int]:

@@ -44,9 +44,10 @@ def random_chat(rng):
         messages.append(user | ({"response_format": SCHEMA} if rng.integers(4) == 0 else {}))
         for _ in range(rng.integers(3)):
             content = plain_text(rng) if rng.integers(2) else ""
-            messages.append({"role": "assistant", "content": content, "tool_calls": [CALL]})
+            count = int(rng.integers(1, 3))
+            messages.append({"role": "assistant", "content": content, "tool_calls": [CALL] * count})
             results = [{"ok": 1.5, "ä": plain_text(rng)}, plain_text(rng), [TOOL]]
-            for index in rng.integers(3, size=rng.integers(1, 3)):
+            for index in rng.integers(3, size=count):
                 role = str(rng.choice(["tool", "function"]))
                 messages.append({"role": role, "content": results[index]})
         messages.append({"role": "assistant", "content": "a" + plain_text(rng)})

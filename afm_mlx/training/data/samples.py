@@ -19,8 +19,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from afm_mlx.errors import AFMError, DataError
-from afm_mlx.jsonl import KINDS, TextRecord, document_of, encode_text, parse_line, read_lines
+from afm_mlx.errors import AFMError, DataError, shown
+from afm_mlx.jsonl import (
+    KINDS,
+    ChatRecord,
+    TextRecord,
+    data_file,
+    data_files,
+    document_of,
+    encode_text,
+    is_data_file,
+    parse_line,
+    read_lines,
+)
 from afm_mlx.measure.perplexity import cut
 from afm_mlx.progress import Progress
 from afm_mlx.tokenizer.chat_messages import Message, checked_messages
@@ -63,7 +74,7 @@ class Sample:
 def has_split(path: str | Path, split: str) -> bool:
     """Whether `load_split` would find such a file. A path of a file is a train split alone."""
     path = Path(path)
-    return (path / f"{split}.jsonl").is_file() if path.is_dir() else split == "train"
+    return data_file(path, split) is not None if path.is_dir() else split == "train"
 
 
 def load_split(
@@ -79,8 +90,8 @@ def load_split(
     """Read and tokenize a data set.
 
     Args:
-        path: a folder with `train.jsonl`, `valid.jsonl`, `test.jsonl`; or one JSONL file, which is then
-            read whatever `split` says.
+        path: a folder with `train.jsonl`, `valid.jsonl`, `test.jsonl`, or files of these names in another
+            format that `read_lines` knows; or one such file, which is then read whatever `split` says.
         split: "train", "valid" or "test".
         tokenizer: a tokenizer of `load`, AFM's or one of mlx-lm's zoo.
         max_seq_length: the most tokens of a sample. A longer text is cut, a longer chat is an error.
@@ -101,8 +112,8 @@ def load_split(
     lines = list(read_lines(file))
     for done, (where, line) in enumerate(lines, start=1):
         try:
-            record = _renamed(parse_line(line), features or {})
-            for tokens, weights in _sequences(record, tokenizer, max_seq_length, prompt_weight):
+            document = _document(parse_line(line), features or {})
+            for tokens, weights in _sequences(document, tokenizer, max_seq_length, prompt_weight):
                 samples.append(Sample(tokens, weights, where))
         except AFMError as error:
             faults.append(f"{where}: {error}")
@@ -128,14 +139,37 @@ def _check_options(split: str, max_seq_length: int, prompt_weight: float) -> Non
 
 def _file_of(path: Path, split: str) -> Path:
     if not path.is_dir():
-        if path.exists() and path.suffix != ".jsonl":
-            raise DataError(f"{path} is no .jsonl file, nor a folder with {split}.jsonl.")
+        if path.is_file() and not is_data_file(path):
+            raise DataError(
+                f"{path} is no data file, nor a folder with {split}.jsonl. Files of JSON lines are named "
+                ".jsonl; .json, .csv and .tsv, and .gz of each are read, too."
+            )
         return path
-    file = path / f"{split}.jsonl"
-    if not file.is_file():
-        found = ", ".join(sorted(entry.name for entry in path.glob("*.jsonl"))) or "none"
-        raise DataError(f"{path} has no {split}.jsonl; its .jsonl files: {found}.")
+    file = data_file(path, split)
+    if file is None:
+        raise DataError(
+            f"{path} has no {split}.jsonl, nor {split}.json or {split}.csv; its data files: "
+            f"{data_files(path)}."
+        )
     return file
+
+
+def _document(record: Any, features: Mapping[str, str]) -> TextRecord | ChatRecord:
+    """The text or the chat of a record whose keys have the names of `features`."""
+    keys = record if isinstance(record, Mapping) else ()
+    lacking = [f"{key!r} as the {name}" for name, key in features.items() if key not in keys]
+    wrong = DataError(
+        f"the line lacks {' and '.join(lacking)}; it has the keys {', '.join(map(str, keys)) or 'none'}. "
+        "Name those (--prompt-feature, --completion-feature, --chat-feature, --text-feature)."
+    )
+    if keys and 0 < len(lacking) < len(features):
+        raise wrong
+    try:
+        return document_of(_renamed(record, features))
+    except DataError:
+        if keys and lacking:
+            raise wrong from None
+        raise
 
 
 def _renamed(record: Any, features: Mapping[str, str]) -> Any:
@@ -152,10 +186,9 @@ def _renamed(record: Any, features: Mapping[str, str]) -> Any:
 
 
 def _sequences(
-    record: Any, tokenizer: Any, max_seq_length: int, prompt_weight: float
+    document: TextRecord | ChatRecord, tokenizer: Any, max_seq_length: int, prompt_weight: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Tokens and weights of the samples that a line holds."""
-    document = document_of(record)
     if not isinstance(document, TextRecord):
         tokens, weights = encode_chat(document.messages, document.tools, tokenizer, prompt_weight)
         if len(tokens) > max_seq_length:
@@ -201,6 +234,7 @@ def encode_chat(
         raise DataError("a chat, and the model's folder has no chat template.")
     checked = checked_messages(messages)
     _check_turns(checked)
+    _check_calls(checked, tools)
     chat = _Chat(messages, checked, tools, tokenizer)
     weights = np.full(len(chat.tokens), prompt_weight, np.float32)
     weights[0] = 0
@@ -233,9 +267,45 @@ def _check_turns(messages: Sequence[Message]) -> None:
                 raise DataError(
                     f"messages[{index}] is an empty assistant turn: no content and no tool calls."
                 )
+        elif role in ("user", "system") and not (message["content"].strip() or "tools" in message):
+            raise DataError(f"messages[{index}] is an empty turn of the role {role!r}. Remove it.")
         before = role
     if before != "assistant":
         raise DataError(f"the chat ends with the role {before!r}; it must end with 'assistant'.")
+
+
+def _check_calls(messages: Sequence[Message], tools: Any) -> None:
+    """Raise `DataError` for calls that are not of the chat's tools, and for results without a call."""
+    known = [*(tools if isinstance(tools, list) else ()), *messages[0].get("tools", ())]
+    waiting = 0  # calls without a result yet
+    for index, message in enumerate(messages):
+        if message["role"] in ("tool", "function"):
+            if isinstance(message["content"], list):  # new tools, which no call asks for
+                known += message["content"]
+                continue
+            waiting -= 1
+            if waiting < 0:
+                raise DataError(
+                    f"messages[{index}] is a tool's result, and no call before it is without one. Add the "
+                    "call, as tool_calls of the assistant, or remove the result."
+                )
+            continue
+        calls = message.get("tool_calls", ())
+        waiting = len(calls)
+        names = {tool.get("function", tool).get("name") for tool in known}
+        for number, call in enumerate(calls):
+            where = f"messages[{index}].tool_calls[{number}]"
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if not isinstance(arguments, Mapping):
+                raise DataError(
+                    f'{where}: the arguments {shown(arguments)} are no JSON object, as {{"at": 1}} is one.'
+                )
+            if name not in names:
+                have = ", ".join(map(str, names - {None})) or "none"
+                raise DataError(
+                    f"{where} calls {shown(name)}, which is no tool of the chat; it has {have}. Give its "
+                    'definition: "tools" beside the messages.'
+                )
 
 
 class _Chat:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import mlx.nn as nn
 
+from afm_mlx.errors import TrainingError
 from afm_mlx.files import refuse_existing
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.training_options import TrainingOptions
@@ -39,6 +40,11 @@ class Method:
 
     def check_path(self, path: Path, run_path: Path, resume: bool) -> None:
         """Raise `AFMError` if something at `path` would be overwritten."""
+        if resume and (path / "config.json").is_file() and (run_path / "run.json").is_file():
+            raise TrainingError(
+                f"The run in {run_path} is finished: {path} is its result, and nothing is left to do. To train "
+                "longer, start another run, into another folder."
+            )
         refuse_existing(path)
 
     def check(self, recipe: Recipe, source: ModelSource) -> None:

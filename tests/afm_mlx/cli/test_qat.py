@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -92,6 +93,9 @@ def test_an_interrupted_run_resumes(base, done, fails, tmp_path):
     assert done(*argv, "--resume").count("Resumed after step") == 1
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (out / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+    finished = fails(*argv, "--resume")
+    assert f"The run in {out}-run is finished: {out} is its result" in finished
+    assert not re.search("remove|delete", finished)
 
 
 def test_a_plot(base, done, tmp_path):

@@ -1,6 +1,7 @@
 """Training data: tokens and weights against tamm's labels, three shapes of records, and bad lines by name."""
 
 import copy
+import gzip
 import itertools
 import json
 import warnings
@@ -12,7 +13,17 @@ from afm_mlx.errors import DataError
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from afm_mlx.training.data.samples import Sample, encode_chat, has_split, load_split
 from tests.tools.cases import each
-from tests.tools.chats import ANSWER, SYSTEM, TOOL, USER, load_one, random_chat, targets, write
+from tests.tools.chats import (
+    ANSWER,
+    CALL,
+    SYSTEM,
+    TOOL,
+    USER,
+    load_one,
+    random_chat,
+    targets,
+    write,
+)
 from tests.tools.tokenizers import docstrings
 
 
@@ -51,7 +62,8 @@ def test_tokens_and_targets_of_chats_equal_tamm(tokenizer_folder, tamm_labels, r
     tokenizer = load_tokenizer(tokenizer_folder)
     for _ in range(40):
         messages = random_chat(rng)
-        tools = [TOOL, {"name": "b"}] if rng.integers(2) else None
+        has_calls = any("tool_calls" in message for message in messages)
+        tools = [TOOL, {"name": "b"}] if has_calls or rng.integers(2) else None
         before = copy.deepcopy(messages)
         tokens, weights = encode_chat(messages, tools, tokenizer, prompt_weight=0.25)
         assert messages == before
@@ -75,8 +87,20 @@ def test_keys_of_other_names(tokenizer, tmp_path):
         assert sample.tokens.tolist() == expected.tokens.tolist()
     text = load_one(tmp_path, tokenizer, {"body": "a b", "text": 3}, features={"text": "body"})
     assert text.tokens.tolist() == [2, *tokenizer.encode("a b"), 2]
-    with pytest.raises(DataError, match="with the keys none"):
-        load_one(tmp_path, tokenizer, {"text": "a"}, features={"text": "body"})
+    for record, features, message in (
+        (
+            {"text": "a", "id": 3},
+            {"text": "body"},
+            "lacks 'body' as the text; it has the keys text, id",
+        ),
+        (
+            {"q": "a", "a": "b", "text": "c"},
+            {"prompt": "qu", "completion": "a"},
+            "lacks 'qu' as the prompt",
+        ),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_one(tmp_path, tokenizer, record, features=features)
 
 
 def test_chats_in_all_spellings(tokenizer, tmp_path):
@@ -112,6 +136,86 @@ def test_turns_that_a_message_spells_out_are_text(tmp_path, tokenizer):
     start = tokenizer.convert_tokens_to_ids("<turn_start>")
     assert sample.tokens.tolist().count(start) == 1 + len(chat)
     assert targets(sample, tokenizer) == f"{ANSWER['content']}<turn_end>" * 2
+
+
+SHAREGPT = [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "The fox."}]
+
+
+def test_sharegpt_and_alpaca_are_chats(tokenizer, tmp_path):
+    plain, told = [USER, ANSWER], [SYSTEM, USER, ANSWER]
+    look = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    with_tool = [USER, look, {"role": "tool", "content": "3"}, ANSWER]
+    call = {"from": "function_call", "value": json.dumps(CALL["function"])}
+    result = {"from": "observation", "value": "3"}
+    for record, messages, tools in (
+        ({"id": "a", "conversations": SHAREGPT}, plain, None),
+        ({"conversations": [{"from": "system", "value": "Be brief."}, *SHAREGPT]}, told, None),
+        ({"conversations": SHAREGPT, "system": "Be brief.", "tools": ""}, told, None),
+        ({"messages": SHAREGPT}, plain, None),
+        ({"conversations": plain}, plain, None),
+        ({"conversations": [SHAREGPT[0], call, result, SHAREGPT[1]], "tools": json.dumps([TOOL])},
+         with_tool, [TOOL]),
+        ({"instruction": "Who?", "output": "The fox."}, plain, None),
+        ({"instruction": "Who?", "input": "", "output": "The fox.", "system": "Be brief."}, told, None),
+        ({"instruction": "Who?", "input": "A or b?", "output": "The fox."},
+         [{**USER, "content": "Who?\nA or b?"}, ANSWER], None),
+        ({"instruction": "Who?", "output": "The fox.", "history": [["Who?", "The fox."]]}, plain * 2, None),
+    ):  # fmt: skip
+        sample = load_one(tmp_path, tokenizer, record)
+        assert sample.tokens.tolist() == tokenizer.apply_chat_template(messages, tools)
+
+
+RECORDS = [{"prompt": "Wér?", "completion": 'The "fox",\nand'}, {"prompt": "b", "completion": "c"}]
+LINES = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in RECORDS)
+ARRAY = json.dumps(RECORDS, indent=2, ensure_ascii=False)
+
+
+@each(
+    "name, content, numbers",
+    [
+        ("train.jsonl", LINES.encode(), (1, 2)),
+        ("train.jsonl", LINES.encode("utf-8-sig"), (1, 2)),
+        ("train.jsonl", LINES.encode("utf-16"), (1, 2)),
+        ("train.jsonl", LINES.encode("utf-16-le"), (1, 2)),
+        ("train.jsonl", LINES.encode("utf-16-be"), (1, 2)),
+        ("train.jsonl", LINES.replace("\n", "\r\n").encode("utf-32"), (1, 2)),
+        ("train.jsonl.gz", gzip.compress(LINES.encode()), (1, 2)),
+        ("train.ndjson", LINES.encode(), (1, 2)),
+        ("train.json", json.dumps(RECORDS).encode(), (1, 1)),
+        ("train.json", ARRAY.encode(), (2, 6)),
+        ("train.jsonl", ARRAY.encode("utf-8-sig"), (2, 6)),
+        ("train.json", "\n".join(json.dumps(r, indent=1) for r in RECORDS).encode(), (1, 5)),
+        ("train.json.gz", gzip.compress(ARRAY.encode("utf-16")), (2, 6)),
+        ("train.csv", 'id,prompt,completion\n1,Wér?,"The ""fox"",\nand"\n2,b,c\n'.encode(), (3, 4)),
+        ("train.csv", 'prompt;completion\r\nWér?;"The ""fox"",\nand"\r\nb;c'.encode("utf-8-sig"), (3, 4)),
+        ("train.tsv", 'prompt\tcompletion\nWér?\t"The ""fox"",\nand"\nb\tc\n'.encode(), (3, 4)),
+    ],
+)  # fmt: skip
+def test_data_is_read_as_people_have_it(tokenizer, tmp_path, name, content, numbers):
+    folder = tmp_path / str(len(list(tmp_path.iterdir())))
+    folder.mkdir()
+    (folder / name).write_bytes(content)
+    assert has_split(folder, "train")
+    samples = load_split(folder, "train", tokenizer, max_seq_length=200)
+    assert [sample.where for sample in samples] == [f"{folder / name}:{n}" for n in numbers]
+    for sample, record in zip(samples, RECORDS, strict=True):
+        chat = [{**USER, "content": record["prompt"]}, {**ANSWER, "content": record["completion"]}]
+        assert sample.tokens.tolist() == tokenizer.apply_chat_template(chat)
+
+
+@each(
+    "content, message",
+    [
+        ('[\n{"text": "a"},\n{"text" "b"}\n]', r"json:3: this is not JSON"),
+        ('[\n{"text": "a"},\n{"txt": "b"}\n]', r"json:3: a document with the keys txt"),
+        ('[\n{"text": "a"},\n{"text": "b"}\n', r"json:4: .*the array has no end"),
+        ('{\n"text": "a",\n"text": "b"}', r"json:1: an object has the key 'text' twice"),
+    ],
+)
+def test_a_fault_in_an_array_is_named_by_its_line(tokenizer, tmp_path, content, message):
+    (tmp_path / "train.json").write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_split(tmp_path, "train", tokenizer, max_seq_length=200)
 
 
 # -- texts
@@ -151,7 +255,7 @@ def test_a_folder_has_splits_and_a_file_is_one(tokenizer, tmp_path):
         assert has_split(tmp_path, split)
     assert not has_split(tmp_path, "test")
     with pytest.raises(
-        DataError, match=r"no test\.jsonl; its .jsonl files: train.jsonl, valid.jsonl"
+        DataError, match=r"no test\.jsonl.*; its data files: train\.jsonl, valid\.jsonl"
     ):
         load_split(tmp_path, "test", tokenizer, max_seq_length=50)
     file = tmp_path / "valid.jsonl"
@@ -162,16 +266,42 @@ def test_a_folder_has_splits_and_a_file_is_one(tokenizer, tmp_path):
 
 
 def test_files_that_are_no_data(tokenizer, tmp_path):
-    (tmp_path / "a.csv").write_text("text")
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "inside" / "data").mkdir(parents=True)
+    (tmp_path / "inside" / "data" / "train.json").write_text("[]")
+    (tmp_path / "several").mkdir()
+    for name in ("train.json", "train.csv"):
+        (tmp_path / "several" / name).write_text("text")
+    (tmp_path / "odd.json.gz").write_bytes(b"\x1f\x8b cut")
+    (tmp_path / "odd.jsonl").write_bytes(b"PAR1 ...")
+    (tmp_path / "half.csv").write_text('text,id\n"a b",1\nc\n')
+    (tmp_path / "twice.csv").write_text("text,text\na,b\n")
     (tmp_path / "empty.jsonl").write_text("\n  \n")
     for name, message in (
-        ("a.csv", r"a\.csv is no \.jsonl file"),
+        ("a.txt", r"a\.txt is no data file.*\.jsonl; \.json, \.csv"),
+        (
+            "inside",
+            r"no train\.jsonl.*its data files: data/train\.json \(in a subfolder: name that\)",
+        ),
+        ("several", r"has train\.json, train\.csv; which one is meant"),
+        ("odd.json.gz", "can't be unpacked"),
+        ("odd.jsonl", "is a Parquet file.*read_parquet"),
+        ("half.csv", r"half\.csv:3: the row has not the 2 fields"),
+        ("twice.csv", r"twice\.csv:1: two columns have one name"),
         ("missing.jsonl", r"missing\.jsonl can't be read: No such file.*none is fetched"),
         ("owner/name", "none is fetched"),
         ("empty.jsonl", r"empty\.jsonl holds no samples; each line must be"),
     ):
         with pytest.raises(DataError, match=message):
             load_split(tmp_path / name, "train", tokenizer, max_seq_length=50)
+
+
+def called(arguments, results=1):
+    """A chat with one call."""
+    call = {"role": "assistant", "content": "", "tool_calls": [copy.deepcopy(CALL)]}
+    call["tool_calls"][0]["function"]["arguments"] = arguments
+    answers = [{"role": "tool", "content": "3"}] * results
+    return {"messages": [USER, call, *answers, ANSWER], "tools": [TOOL]}
 
 
 # What the turns of any chat may be is `checked_messages`'s to say.
@@ -196,6 +326,19 @@ BAD_RECORDS = [
     ([USER, USER, ANSWER], r"messages\[0\] and messages\[1\] both have the role 'user'"),
     ([USER, ANSWER, ANSWER], r"messages\[1\] and messages\[2\] both have the role 'assistant'"),
     ([USER, ANSWER, USER], "ends with the role 'user'"),
+    (b'{"text": "a", "text": "b"}', "an object has the key 'text' twice"),
+    ({"role": "user", "content": "Hi"}, "This is one message"),
+    ({"conversations": [{"from": "nobody", "value": "a"}]}, "from 'nobody'; allowed are system, human"),
+    ({"conversations": [USER, ANSWER], "messages": [USER, ANSWER]}, "'messages' and 'conversations'"),
+    ({"instruction": "a", "output": 3}, "'output' is a int"),
+    ([{**USER, "content": " "}, ANSWER], r"messages\[0\] is an empty turn of the role 'user'"),
+    ([{**SYSTEM, "content": ""}, USER, ANSWER], r"messages\[0\] is an empty turn of the role 'system'"),
+    (called('{"at": 1'), r"tool_calls\[0\]: the arguments '.*' are no JSON object"),
+    (called("[1]"), r"tool_calls\[0\]: the arguments \[1\] are no JSON object"),
+    ({**called("{}"), "tools": None}, r"calls 'look', which is no tool of the chat; it has none"),
+    ({**called("{}"), "tools": [{"name": "see"}]}, "no tool of the chat; it has see"),
+    ([USER, ANSWER, {"role": "tool", "content": "3"}, ANSWER], r"messages\[2\] is a tool's result"),
+    (called("{}", results=2), r"messages\[3\] is a tool's result, and no call"),
     ([USER, {"role": "assistant", "content": " "}], r"messages\[1\] is an empty assistant turn"),
     ([USER, {"role": "assistant", "content": "", "tool_calls": []}], "empty assistant turn"),
     ({"messages": [{**SYSTEM, "tools": [TOOL]}, USER, ANSWER], "tools": [TOOL]}, "given twice"),

@@ -79,10 +79,11 @@ def test_assistant_turns_of_a_zoo_template(zoo_tokenizer, tmp_path, rng):
             message.pop("response_format", None)
             if isinstance(message["content"], list):
                 message["content"] = "text"
-        sample = load_one(tmp_path, tokenizer, messages, max_seq_length=10**5)
+        record = {"messages": messages, "tools": [TOOL]}
+        sample = load_one(tmp_path, tokenizer, record, max_seq_length=10**5)
         call = '<call>{"name": "look", "arguments": {"at": [1, "x"]}}'
         answers = [
-            message["content"] + (call if "tool_calls" in message else "") + "<|im_end|>"
+            message["content"] + call * len(message.get("tool_calls", ())) + "<|im_end|>"
             for message in messages
             if message["role"] == "assistant"
         ]
