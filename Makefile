@@ -92,7 +92,7 @@ $(VENV)/.test: $(BIN)/python $(SOURCES)
 CLIENTS := tests/afm_mlx/server/clients/requirements.txt
 $(VENV)/.clients: $(BIN)/python $(CLIENTS)
 	@echo "Installing clients of the server into $(VENV)/clients: a minute or two, 480 MB."
-	$(PYTHON) -m venv $(VENV)/clients
+	$(BIN)/python -m venv $(VENV)/clients
 	$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check --requirement $(CLIENTS)
 	@touch $@
 

@@ -246,7 +246,7 @@ class StructuredOutputs(Fields):
     whitespace_pattern: Annotated[Any, Refused("JSON is written in one way")] = None
 
 
-OLDER = Honoured("the older names of `structured_outputs`")
+OLDER = Honoured("the older names of `structured_outputs`", off=("", []))
 PENALTY = Honoured("-2 to 2, of tokens in the answer")
 
 
@@ -274,7 +274,10 @@ class SampledRequest(Fields):
     min_p: Annotated[Share | None, SAMPLING] = None
     seed: Annotated[Seed | None, SEED] = None
     stop: Annotated[
-        Stop, Honoured("up to 16 texts, wherever they fall among tokens; left out of the answer")
+        Stop,
+        Honoured(
+            "up to 16 texts, wherever they fall among tokens; left out of the answer", off=("",)
+        ),
     ] = None
     frequency_penalty: Annotated[Penalty | None, PENALTY] = None
     presence_penalty: Annotated[Penalty | None, PENALTY] = None
@@ -531,10 +534,14 @@ class InputRequest(Fields):
             "the user's turn there"
         ),
     ] = None
-    instructions: Annotated[str | None, Honoured("come before all other instructions")] = None
+    instructions: Annotated[
+        str | None, Honoured("come before all other instructions", off=("",))
+    ] = None
     previous_response_id: Annotated[
         str | None,
-        Honoured("goes on from a response that is kept. Its instructions are not taken over"),
+        Honoured(
+            "goes on from a response that is kept. Its instructions are not taken over", off=("",)
+        ),
     ] = None
     text: Annotated[
         TextOptions | None,

@@ -24,6 +24,7 @@ def test_settings_come_from_flags_files_and_the_environment(tmp_path, monkeypatc
     admin = options("--admin-key", "fifth", "--admin-key-file", str(keys))
     assert admin.admin_keys == ("fifth", "fourth", "first", "second")
     assert given.temperature == 0.5
+    assert (given.strict, options("--strict").strict) == (False, True)
     settings = tmp_path / "settings.yaml"
     settings.write_text(f"kv_memory: 2GB\nadapter_folder: [{tmp_path}]\nkv_bits: 16\nport: 0\n")
     given = options("-c", str(settings), "--port", "9000", "--decode-concurrency", "3")

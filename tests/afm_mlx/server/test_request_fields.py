@@ -93,6 +93,7 @@ TAKEN = [
     (chat(tools=[], functions=[], function_call="none", audio=None, modalities=["text"]), ""),
     (chat(tool_choice="auto", parallel_tool_calls=True, logprobs=False, top_logprobs=0), ""),
     (chat(max_tokens=1, max_completion_tokens=1, top_k=-1, seed=-1, stop=None), ""),
+    (chat(stop="", guided_regex="", guided_choice=[], logit_bias={}, n=None), ""),
     (chat(min_tokens=0, ignore_eos=False, stop_token_ids=[], repeat_penalty=1.0), ""),
     (
         chat(
@@ -121,7 +122,7 @@ TAKEN = [
     (responses(context_management=[{"type": "compaction"}]), "context_management"),
     (responses(prompt_cache_retention="24h", stream_options={"include_obfuscation": True}),
      "prompt_cache_retention, stream_options.include_obfuscation"),
-    (responses(max_output_tokens=-1, instructions="One word.", previous_response_id=None), ""),
+    (responses(max_output_tokens=-1, instructions="", previous_response_id=""), ""),
     (responses(tools=[{**TOOL, "defer_loading": True, "output_schema": {}}]), "tools[].defer_loading"),
     (
         responses(
