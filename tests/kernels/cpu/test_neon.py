@@ -14,8 +14,8 @@ SOURCES = HERE.parents[2] / "kernels" / "cpu"
 NATIVE = platform.machine() in ("aarch64", "arm64") and sys.platform == "linux"
 
 
-def zig(tool, *arguments):
-    command = [sys.executable, "-m", "ziglang", tool, "-target", "aarch64-linux-musl", *arguments]
+def zig(*arguments):
+    command = [sys.executable, "-m", "ziglang", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
@@ -26,17 +26,18 @@ def core_test(tmp_path_factory):
     if not NATIVE:
         emulator("aarch64")
     folder = tmp_path_factory.mktemp("neon")
-    # Compiled as C++ but linked as C: the library of C++ would have to be compiled as well.
-    flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror"]
-    flags += ["-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics"]
+    # Linked without a library of C or C++, which would have to be compiled as well.
+    flags = ["-target", "aarch64-linux-musl", "-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror"]
+    flags += ["-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics", "-mno-outline-atomics"]
     sources = [SOURCES / f"isa{unit}.cpp" for unit in ("", "_neon", "_portable")]
-    sources.append(HERE / "core_test.cpp")
+    sources += [HERE / "core_test.cpp", HERE / "bare_aarch64.cpp"]
     objects = [folder / f"{source.stem}.o" for source in sources]
     for source, output in zip(sources, objects, strict=True):
-        isa = ["-mcpu=generic+v8_2a+dotprod"] if source.stem == "isa_neon" else ["-mcpu=generic"]
-        zig("c++", *isa, *flags, "-I", SOURCES, "-c", source, "-o", output)
+        own = ["-mcpu=generic+v8_2a+dotprod" if source.stem == "isa_neon" else "-mcpu=generic"]
+        own += ["-fno-builtin"] * (source.stem == "bare_aarch64")
+        zig("c++", *flags, *own, "-I", SOURCES, "-c", source, "-o", output)
     program = folder / "cpu_core_test"
-    zig("cc", *objects, "-o", program)
+    zig("ld.lld", "-static", *objects, "-o", program)
     return program
 
 
