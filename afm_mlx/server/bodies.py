@@ -7,8 +7,8 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,6 +17,7 @@ from starlette.requests import Request
 from afm_mlx.errors import named, shown
 from afm_mlx.server.errors import ApiError, bad_request
 from afm_mlx.server.field_rules import Reader
+from afm_mlx.server.limits import Admission
 from afm_mlx.server.request_fields import REQUESTS, known_elsewhere
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import while_connected
@@ -55,19 +56,38 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
 
     Raises:
         ApiError: 400 for a body that is no such value, with the field as its `param`; 408 for one that does not
-            come in time.
+            come in time; 429 and 503 when the server has enough to do, or ends.
     """
-    options = request.app.state.options
+    served: ServedModel = request.app.state.served
+    with ExitStack() as held:
+        content = await _content(request, served.admission, held)
+        made, ignored = await _made(request, served, content, kind)
+    if ignored:
+        request.state.ignored = ", ".join(ignored)
+        _LOG.info("%s: of no effect here: %s", request.url.path, request.state.ignored)
+    return made
+
+
+async def _content(request: Request, admission: Admission, held: ExitStack) -> bytes:
+    """All of a body; its memory is reserved until `held` is closed."""
+    seconds, parts = request.app.state.options.body_timeout, []
     try:
-        async with asyncio.timeout(options.body_timeout):
-            content = await request.body()
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                held.enter_context(admission.reading(request.state.client, len(part)))
+                parts.append(part)
     except TimeoutError:
         raise ApiError(
-            408,
-            f"The body did not come within {options.body_timeout:g} s.",
-            headers={"Connection": "close"},
+            408, f"The body did not come within {seconds:g} s.", headers={"Connection": "close"}
         ) from None
-    served: ServedModel = request.app.state.served
+    return b"".join(parts)
+
+
+async def _made(
+    request: Request, served: ServedModel, content: bytes, kind: type[Body]
+) -> tuple[Body, Iterable[str]]:
+    """What a body is read as, and the names of what it ignores."""
+    options = request.app.state.options
     served.workers.begin(request.state.client, len(content))
     reader = Reader(options.strict, known_elsewhere() if kind in REQUESTS else None)
     if len(content) > LARGE:
@@ -76,10 +96,7 @@ async def read_body(request: Request, kind: type[Body]) -> Body:
         )
     else:
         made = reader.read(decoded(content), kind)
-    if reader.ignored:
-        request.state.ignored = ", ".join(reader.ignored)
-        _LOG.info("%s: of no effect here: %s", request.url.path, request.state.ignored)
-    return made
+    return made, reader.ignored
 
 
 def decoded(content: bytes) -> Any:

@@ -10,6 +10,9 @@ from contextlib import AbstractContextManager, contextmanager
 from afm_mlx.server.errors import ApiError
 from afm_mlx.server.options import ServerOptions
 
+_BODIES = 16
+"""Bodies of the largest size that are in memory at a time."""
+
 
 class Admission:
     """Counts the answers under way, and the work that requests make besides, and refuses what is too much.
@@ -26,6 +29,7 @@ class Admission:
         self.draining = False
         self._places = _Places(options.max_batch + options.max_queue, options.max_share)
         self._large = _Places(options.max_batch, options.max_share)
+        self._bytes = _Places(_BODIES * options.max_body, max(1 / _BODIES, options.max_share))
         self._told: list[Callable[[ApiError], None]] = []
         self._seconds = 1.0  # that an answer takes, a moving mean
 
@@ -72,6 +76,14 @@ class Admission:
             ApiError: as `admitted`.
         """
         return self._reserved(self._large, client, 1, "large requests")
+
+    def reading(self, client: str, count: int) -> AbstractContextManager[None]:
+        """Reserve memory for so many bytes of a body.
+
+        Raises:
+            ApiError: as `admitted`.
+        """
+        return self._reserved(self._bytes, client, count, "bytes of bodies")
 
     @contextmanager
     def _reserved(self, places: _Places, client: str, count: int, what: str) -> Iterator[None]:

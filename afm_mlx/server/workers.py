@@ -40,7 +40,7 @@ class Workers:
     """
 
     def __init__(self, admission: Admission):
-        self._admission = admission
+        self.admission = admission
         self._threads = {
             kind: ThreadPoolExecutor(count, f"server-{kind}") for kind, count in _THREADS.items()
         }
@@ -56,21 +56,10 @@ class Workers:
 
     async def change_adapters(self, function: Callable[[], Result]) -> Result:
         """Run a change of the adapters, which may wait for files to be read."""
-        return await self._run(_ADAPTERS, function)
+        return await self.run(_ADAPTERS, function)
 
-    async def run(
-        self, function: Callable[[], Result], request: _Request, compiles: bool, is_admitted: bool
-    ) -> Result:
-        """See `in_thread`."""
-        admission, client = self._admission, request.client
-        with (
-            nullcontext() if is_admitted else admission.working(client),
-            admission.working_on_large(client) if request.is_large else nullcontext(),
-        ):
-            kind = _LARGE if request.is_large else _COMPILING if compiles else _SMALL
-            return await self._run(kind, function)
-
-    async def _run(self, kind: str, function: Callable[[], Result]) -> Result:
+    async def run(self, kind: str, function: Callable[[], Result]) -> Result:
+        """Run a function in one of the threads of a kind."""
         context = contextvars.copy_context()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads[kind], context.run, function)
@@ -90,13 +79,13 @@ class _Request:
     is_large: bool
 
 
-_REQUEST: ContextVar[_Request] = ContextVar("_REQUEST")
+_REQUEST: ContextVar[_Request | None] = ContextVar("_REQUEST", default=None)
 
 
 async def in_thread(
     function: Callable[[], Result], *, compiles: bool = False, is_admitted: bool = False
 ) -> Result:
-    """Run a part of a request's work in a thread, after `read_body`; nothing else waits for it.
+    """Run a part of a request's work in a thread; nothing else waits for it.
 
     Args:
         function: the work.
@@ -107,4 +96,12 @@ async def in_thread(
         ApiError: 429 when too much waits already, 503 when the server ends.
     """
     request = _REQUEST.get()
-    return await request.workers.run(function, request, compiles, is_admitted)
+    if request is None:  # no request's body was read: a program calls what routes do
+        return await asyncio.to_thread(function)
+    workers, client = request.workers, request.client
+    with (
+        nullcontext() if is_admitted else workers.admission.working(client),
+        workers.admission.working_on_large(client) if request.is_large else nullcontext(),
+    ):
+        kind = _LARGE if request.is_large else _COMPILING if compiles else _SMALL
+        return await workers.run(kind, function)

@@ -1,8 +1,10 @@
 """What requests need besides the model holds up nobody else, and there is never too much of it."""
 
 import json
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
@@ -204,3 +206,21 @@ def test_every_list_of_a_request_has_a_length(http):
         assert refused.status_code == 400, path
         assert refused.json()["error"].get("param") == param
         assert "length <=" in refused.json()["error"]["message"]
+
+
+def test_bodies_that_come_slowly_take_no_more_than_their_memory():
+    """16 of the largest size are in memory; what comes then is refused."""
+    size = 100_000
+    head = f"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n"
+    with ExitStack() as opened:
+        server = opened.enter_context(running_server(max_body=size))
+        http = opened.enter_context(server.http())
+        with ExitStack() as slow:
+            for _ in range(16):
+                connection = slow.enter_context(
+                    socket.create_connection(("127.0.0.1", server.port))
+                )
+                connection.sendall(head.encode() + b" " * (size - 1))
+            until(lambda: http.post("/tokenize", json={"prompt": "a word"}).status_code == 429)
+            assert http.get("/health").status_code == 200
+        until(lambda: http.post("/tokenize", json={"prompt": "a word"}).status_code == 200)
