@@ -196,9 +196,12 @@ async def answer(served: ServedModel, ask: Ask) -> AsyncGenerator[Event, None]:
         tasks: list[asyncio.Task[None]] = []
         try:
             request = await in_thread(lambda: _request(served, ask), is_admitted=True)
-            constraint = await in_thread(
-                lambda: _constraint(served, ask), compiles=bool(ask.tools), is_admitted=True
-            )
+            constraint = ask.answer
+            if ask.tools:
+                constraint = await in_thread(
+                    lambda: _constraint(served, ask), compiles=True, is_admitted=True
+                )
+            _check_grammars(constraint, ask.n)
             request = replace(request, constraint=constraint)
             if served.options.log_prompts:
                 _LOG.info("Prompt: %r", served.tokenizer.decode(request.prompt))
@@ -271,21 +274,19 @@ def _request(served: ServedModel, ask: Ask) -> Request:
     )
 
 
-def _constraint(served: ServedModel, ask: Ask) -> Constraint | None:
-    """What all of the answer must look like, calls included. This may take a while."""
-    made = _with_calls(served, ask)
-    if made is not None and len(made.grammar) * ask.n > _MOST_GRAMMARS:
+def _check_grammars(constraint: Constraint | None, n: int) -> None:
+    """Refuse more than all answers of a request may have to be compiled, each for itself."""
+    size = 0 if constraint is None else len(constraint.grammar)
+    if n > 1 and size * n > _MOST_GRAMMARS:
         raise bad_request(
-            f"n is {ask.n}, and the grammar that each answer is held to has {len(made.grammar)} characters; "
-            f"together they may have {_MOST_GRAMMARS}. Ask for fewer answers at a time.",
+            f"n is {n}, and the grammar that each answer is held to has {size} characters; together they may "
+            f"have {_MOST_GRAMMARS}. Ask for fewer answers at a time.",
             "n",
         )
-    return made
 
 
-def _with_calls(served: ServedModel, ask: Ask) -> Constraint | None:
-    if not ask.tools:
-        return ask.answer
+def _constraint(served: ServedModel, ask: Ask) -> Constraint | None:
+    """What an answer that may have calls must look like. This may take a while."""
     if not ask.may_call:  # the model has read of tools
         return ask.answer or Constraint.text()
     # Those of mlx-lm's zoo have marks of their own, and other forms of calls.
@@ -464,15 +465,17 @@ class _Choice:
 
     def _tell(self, event: Event | ApiError, is_forced: bool = False) -> None:
         """Hand an event over; what forced tokens add one after the other is one event."""
-        before, self._forced = self._forced, None
-        match before, event:
-            case TextDelta(), TextDelta() if is_forced:
+        match self._forced, event:
+            case TextDelta() as before, TextDelta() if is_forced:
                 logprobs = [*before.logprobs, *event.logprobs]
-                event = replace(before, text=before.text + event.text, logprobs=logprobs)
-            case ToolCallDelta(), ToolCallDelta() if is_forced and before.call == event.call:
-                event = replace(before, arguments=before.arguments + event.arguments)
-            case _ if before is not None:
-                self._events.put_nowait(before)
+                self._forced = replace(before, text=before.text + event.text, logprobs=logprobs)
+                return
+            case ToolCallDelta() as before, ToolCallDelta() if (
+                is_forced and before.call == event.call
+            ):
+                self._forced = replace(before, arguments=before.arguments + event.arguments)
+                return
+        self._tell_forced()
         if is_forced and isinstance(event, TextDelta | ToolCallDelta):
             self._forced = event
             self._loop.call_later(_FORCED_WAIT, self._tell_forced)

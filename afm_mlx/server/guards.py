@@ -99,7 +99,7 @@ class Guards:
         ):
             return
         host = headers.get("host")
-        if origin not in (f"http://{host}", f"https://{host}"):
+        if host is None or origin not in (f"http://{host}", f"https://{host}"):
             raise ApiError(
                 403,
                 f"Pages of {named(origin)} may not use this server. --cors-origin allows one.",

@@ -52,6 +52,7 @@ class Admission:
         Raises:
             ApiError: 503 when the server ends, 429 when the queue is full or the client has its share.
         """
+        self._refuse_late()
         with self._reserved(self._places, client, answers, "answers"):
             began = time.monotonic()
             self._told.append(tell)
@@ -67,13 +68,14 @@ class Admission:
         Raises:
             ApiError: as `admitted`.
         """
+        self._refuse_late()
         return self._reserved(self._places, client, 1, "requests")
 
     def working_on_large(self, client: str) -> AbstractContextManager[None]:
         """Reserve one of the few places for requests with a large body.
 
         Raises:
-            ApiError: as `admitted`.
+            ApiError: 429 when there is none.
         """
         return self._reserved(self._large, client, 1, "large requests")
 
@@ -83,10 +85,10 @@ class Admission:
         Raises:
             ApiError: as `admitted`.
         """
+        self._refuse_late()
         return self._reserved(self._bytes, client, count, "bytes of bodies")
 
-    @contextmanager
-    def _reserved(self, places: _Places, client: str, count: int, what: str) -> Iterator[None]:
+    def _refuse_late(self) -> None:
         if self.draining:
             raise ApiError(
                 503,
@@ -94,6 +96,9 @@ class Admission:
                 code="server_stopping",
                 retry_after=self._options.grace,
             )
+
+    @contextmanager
+    def _reserved(self, places: _Places, client: str, count: int, what: str) -> Iterator[None]:
         if refused := places.refusal(client, count, what):
             raise ApiError(429, refused, code="queue_full", retry_after=self._retry_after)
         places.take(client, count)

@@ -300,7 +300,7 @@ class ServedModel:
 
     def without_folders(self, text: str) -> str:
         """A text in which paths of the model's files and adapters begin with the last folder's name."""
-        for folder in self._folders():
+        for folder in self._folders() if "/" in text else ():
             text = text.replace(str(folder), folder.name)
         return text
 
