@@ -103,5 +103,8 @@ def test_the_table_has_all_variables_that_are_read():
     ]
     read = {name for f in files for name in re.findall(r"AFM_MLX_[A-Z_]+[A-Z]", f.read_text())}
     assert read == set(settings.VARIABLES)
+    page = (ROOT / "docs" / "doctor.md").read_text()
+    missing = {name for name in read if f"`{name}`" not in page}
+    assert all(name.startswith("AFM_MLX_REQUIRE_") for name in missing), "of builds and tests"
     native = extension.module()
     assert native is None or {*native.instruction_sets()} <= {*settings.INSTRUCTION_SETS}
