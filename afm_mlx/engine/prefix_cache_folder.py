@@ -342,7 +342,12 @@ def _decoded(name: str, layout: BlockLayout, path: Path) -> StoredBlock:
         OSError, ValueError: when the file is not there, or holds anything else.
     """
     head, sizes = layout.head(name), [layout.nbytes(i) for i in range(len(layout.arrays))]
-    data = read_file(path, _DIGEST + len(head) + sum(sizes))
+    try:
+        data = read_file(path, _DIGEST + len(head) + sum(sizes))
+    except OSError as error:
+        if error.errno in (errno.EFBIG, errno.EINVAL):  # too large, or no regular file
+            raise ValueError(error.strerror) from None
+        raise
     digest, body = data[:_DIGEST], memoryview(data)[_DIGEST:]
     if hashlib.sha256(body).digest() != digest:
         raise ValueError("The digest is another one.")
