@@ -233,6 +233,18 @@ def test_hints_and_others_tools_are_taken_and_named(http, asked, ignored):
     assert streamed.headers.get("x-afm-ignored", "") == ignored
 
 
+def test_tokens_of_a_whole_request_are_counted(http):
+    """Clients count what they are about to send: a limit and a temperature change no prompt."""
+    sampling = {"temperature": 0.5, "top_p": 0.9, "stream": False}
+    for path, (kind, fields), named in (
+        ("/v1/responses/input_tokens", responses(store=False, **sampling), "max_output_tokens"),
+        ("/v1/messages/count_tokens", claude(CLAUDE_RESULT, **sampling), "max_tokens"),
+    ):
+        counted = http.post(path, json=body(kind, fields))
+        assert counted.json()["input_tokens"] > 20, counted.text
+        assert {named, "temperature"} <= set(counted.headers["x-afm-ignored"].split(", "))
+
+
 def test_what_is_taken_is_in_the_log(http, caplog):
     with caplog.at_level("INFO", "afm_mlx.server"):
         http.post("/v1/chat/completions", json=body(*chat(verbosity="low", audio=None)))
