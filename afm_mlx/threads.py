@@ -6,6 +6,9 @@ with it, because MLX's destructors ask for Python's lock then. So no thread that
 MLX thread does its work, and ends in good order when Python does.
 
 The main thread runs MLX itself, at no cost, and Ctrl-C interrupts it as ever.
+
+A forked child has none of these threads, nor those of MLX itself, and waits for them for ever. So once MLX has
+run in a process, its forked children may import everything and run nothing (`check_process`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import atexit
 import functools
 import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -103,14 +107,41 @@ _turn = threading.RLock()  # held by the thread that runs a model: the two may s
 _wanting: set[int] = set()  # threads that wait for a turn
 
 
+_IMPORTED = 64  # bytes of the scalars that modules make when they are imported, at most
+_ran_before_fork = False  # at the last fork
+_parent: int | None = None  # id of the process that had run MLX and was forked into this one
+
+
+def _note_use() -> None:
+    """Before a fork: note whether MLX has computed anything in this process, whoever called it.
+
+    Frameworks of macOS that `mlx.core` starts when it is imported don't survive a fork either.
+    """
+    global _ran_before_fork
+    used = max(mx.get_peak_memory(), mx.get_active_memory(), mx.get_cache_memory())
+    _ran_before_fork = used > _IMPORTED or sys.platform == "darwin"
+
+
 def _forget_threads() -> None:
     """In a forked child, where only the thread that forked is left."""
-    global _mlx_thread, _turn
+    global _mlx_thread, _turn, _parent
+    if _ran_before_fork:
+        _parent = _parent or os.getppid()
     _mlx_thread, _turn = MLXThread(), threading.RLock()
     _wanting.clear()
 
 
-os.register_at_fork(after_in_child=_forget_threads)
+os.register_at_fork(before=_note_use, after_in_child=_forget_threads)
+
+
+def check_process() -> None:
+    """Raise `RequestError` in a process that was forked from one in which MLX had run."""
+    if _parent is not None:
+        raise RequestError(
+            f"This process was forked from process {_parent}, in which MLX had run, and its threads don't "
+            "survive a fork: it would wait for them for ever. Use spawn: "
+            'multiprocessing.get_context("spawn"), or DataLoader(multiprocessing_context="spawn").'
+        )
 
 
 def runs_mlx() -> bool:
@@ -129,8 +160,9 @@ def call(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     What it returns should be evaluated (`mx.eval`), or used by functions that are called this way.
 
     Raises:
-        RequestError: once Python has begun to end.
+        RequestError: once Python has begun to end, and in a forked process (`check_process`).
     """
+    check_process()
     return function(*args, **kwargs) if runs_mlx() else submit(function, *args, **kwargs).result()
 
 
@@ -138,8 +170,9 @@ def submit(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Future
     """As `call`, but always in the MLX thread, and without waiting: for asyncio.
 
     Raises:
-        RequestError: once Python has begun to end.
+        RequestError: once Python has begun to end, and in a forked process (`check_process`).
     """
+    check_process()
     return _mlx_thread.submit(function, *args, **kwargs)
 
 
@@ -157,6 +190,7 @@ class Home:
     """The thread that an object's arrays belong to: the main one if it is made there, else the MLX thread."""
 
     def __init__(self) -> None:
+        check_process()
         self._is_main = in_main_thread()
 
     def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
@@ -164,8 +198,9 @@ class Home:
 
         Raises:
             RequestError: in any other thread when the home is the main one, which can't be made to run it; and
-                once Python has begun to end.
+                once Python has begun to end, or in a forked process (`check_process`).
         """
+        check_process()
         if self._is_main:
             if not in_main_thread():
                 raise RequestError(

@@ -25,6 +25,7 @@ from typing import Any, TypeGuard
 import mlx.core as mx
 import mlx.nn as nn
 
+from afm_mlx import threads
 from afm_mlx.config import MODEL_TYPE, ModelConfig
 from afm_mlx.kernels import (
     AttentionParts,
@@ -317,6 +318,7 @@ class Model(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        threads.check_process()
         self.args = config  # mlx-lm's name
         self.model_type = MODEL_TYPE
         self.model = Transformer(config)
@@ -367,6 +369,7 @@ class Model(nn.Module):
     def _next(
         self, inputs: mx.array, cache: Sequence[Any] | None, head: str, few: bool = False
     ) -> Any:
+        threads.check_process()
         positions, cache = self._positions(inputs, cache, few)
         writing = cache[: len(self.model.layers)]
         if positions.lengths is not None and self._step.applies(self, writing):
@@ -411,6 +414,7 @@ class Model(nn.Module):
         Returns:
             (T, hidden_dim).
         """
+        threads.check_process()
         where = self.positions(inputs, segments)
         h, kv = self.model.write(inputs, where, [None] * len(self.model.layers))
         h = self.model.read(h, where, kv)
@@ -437,6 +441,7 @@ class Model(nn.Module):
             inputs: (B, L) integers.
             cache: a cache of `make_cache`; grows by L tokens.
         """
+        threads.check_process()
         positions, cache = self._positions(inputs, cache)
         self.model.write(inputs, positions, cache)
 

@@ -1,6 +1,8 @@
 """Generation in threads: the same answers as in the main one, and no state that stays behind."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -191,3 +193,89 @@ def test_a_lazy_model_runs_in_all_threads_once_one_has_read_it():
     for each in (model, in_thread(load, lazy=True)[0]):
         assert in_thread(generate, each, tokenizer, "hello", max_tokens=5) == wanted
         assert generate(each, tokenizer, "hello", max_tokens=5) == wanted
+
+
+FORKED = """
+import asyncio, os, sys, threading, time
+import afm_mlx
+from afm_mlx import fm, threads
+from afm_mlx.engine.async_engine import AsyncEngine
+from afm_mlx.engine.engine import Engine
+from afm_mlx.engine.request import Request
+from afm_mlx.errors import AFMError
+from afm_mlx.training.methods.train import train_lora
+
+def in_child(check):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            threading.Timer(60, os._exit, [3]).start()
+            check()
+            code = 0
+        except BaseException as error:
+            print(repr(error), file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def works():
+    assert afm_mlx.generate(*afm_mlx.load("afm-nano"), "A", max_tokens=2)
+
+async def streamed(engine):
+    async for response in engine.stream(Request([1])):
+        pass
+
+def refuses():
+    def in_thread():
+        raised = []
+        def run():
+            try:
+                afm_mlx.generate(model, tokenizer, "A")
+            except AFMError as error:
+                raised.append(error)
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(30)
+        raise raised[0]
+
+    for entry in (
+        lambda: afm_mlx.load("afm-nano"),
+        lambda: afm_mlx.generate(model, tokenizer, "A"),
+        lambda: afm_mlx.batch_generate(model, tokenizer, ["A"]),
+        lambda: next(afm_mlx.stream_generate(model, tokenizer, "A")),
+        lambda: Engine(model, tokenizer),
+        lambda: engine.step(),
+        lambda: asyncio.run(streamed(many)),
+        lambda: asyncio.run(streamed(AsyncEngine(model, tokenizer))),
+        lambda: afm_mlx.AdapterPool(model),
+        lambda: model.make_cache() and model(None),
+        lambda: train_lora(None, "x"),
+        lambda: asyncio.run(fm.LanguageModelSession().respond("A")),
+        in_thread,
+    ):
+        try:
+            entry()
+        except (AFMError, fm.errors.FoundationModelsError) as error:
+            assert "Use spawn" in str(error), error
+        else:
+            raise AssertionError(entry)
+
+if sys.platform != "darwin":  # where the frameworks that mlx.core starts don't survive it
+    assert in_child(works) == 0, "a child of a process in which MLX has not run"
+model, tokenizer = afm_mlx.load("afm-nano")
+engine, many = Engine(model, tokenizer), AsyncEngine(model, tokenizer)
+engine.submit(Request([1], 2))
+engine.step()
+asyncio.run(streamed(many))
+assert in_child(lambda: None) == 0
+assert in_child(refuses) == 0
+print("done")
+"""
+
+
+def test_a_forked_child_is_told_to_be_spawned(tmp_path):
+    """Where MLX has run before, it would wait for threads that are not there."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.stdout == "done\n", done.stderr[-2000:]

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from afm_mlx import threads
 from afm_mlx.training.loop.events import Event, Testing
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation, Loss
 from afm_mlx.training.loop.run_folder import RunFolder
@@ -121,6 +122,7 @@ def train_by(
     Raises:
         AFMError: what is wrong with an argument, the data, the model or the run.
     """
+    threads.check_process()
     path, on_event = Path(path), on_event or (lambda event: None)
     run_path = Path(run_path or method.default_run_path(path))
     # What can be refused is refused before a model is loaded; `run_path` is checked again when it is opened.
