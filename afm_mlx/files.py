@@ -184,11 +184,24 @@ def place_beside(path: Path) -> Iterator[Path]:
         place, lock = _make(path)
     _places[place] = lock
     try:
-        with _named_after(path):
+        with _named_after(path), _told_as(path, place / path.name):
             yield place
     finally:
         _discard(place, lock)
         _places.pop(place, None)
+
+
+@contextmanager
+def _told_as(path: Path, temporary: Path) -> Iterator[None]:
+    """Let errors whose text has the temporary path, such as MLX's and ours, have the output's instead."""
+    try:
+        yield
+    except Exception as error:
+        error.args = tuple(
+            part.replace(str(temporary), str(path)) if isinstance(part, str) else part
+            for part in error.args
+        )
+        raise
 
 
 @contextmanager

@@ -37,6 +37,7 @@ from afm_mlx.kernels.reference import (
     dequantize_int8,
     fake_int8,
     quantize_int8,
+    rms_norm,
     rope_norm,
 )
 
@@ -66,6 +67,7 @@ __all__ = [
     "packed_swiglu",
     "quantize_int8",
     "reads_tails",
+    "rms_norm",
     "rope_norm",
     "rope_norm_quantize",
     "unpack_codes",

@@ -23,7 +23,7 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.dispatch import Case, Variant, other_than_floats
 from afm_mlx.kernels.formats import PackedWeight, ProductOptions
 from afm_mlx.kernels.packing import take_rows
-from afm_mlx.kernels.reference import low_rank_product
+from afm_mlx.kernels.reference import low_rank_product, rms_norm
 
 GROUPS = (128, 64, 32)  # that MLX knows, the cheapest first
 # On a CPU, MLX multiplies with codes on one thread and without vectors, 0.7 to 1.3 ns per weight and row;
@@ -138,7 +138,7 @@ def packed_embedding(tokens: mx.array, weight: PackedWeight, dtype: mx.Dtype) ->
 
 def _normed(x: mx.array, options: ProductOptions) -> mx.array:
     norm = options.norm
-    return x if norm is None else mx.fast.rms_norm(x, norm.astype(x.dtype), options.eps)
+    return x if norm is None else rms_norm(x, norm.astype(x.dtype), options.eps)
 
 
 def _product(

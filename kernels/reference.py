@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from itertools import pairwise
 
 import mlx.core as mx
@@ -98,7 +99,23 @@ def rope_norm(
         x = rows.reshape(tokens.shape).swapaxes(1, 2)
     else:
         x = rope(x, offset=offset)
-    return mx.fast.rms_norm(x, weight, eps)
+    return rms_norm(x, weight, eps)
+
+
+def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
+    """`x * weight / sqrt(mean(x^2) + eps)`; NaN where the mean overflows, of which MLX's own makes zeros.
+
+    Args:
+        x: (..., K).
+        weight: (K,).
+        eps: added to the mean square.
+
+    Returns:
+        The shape and dtype of `x`.
+    """
+    squares = mx.mean(mx.square(x.astype(mx.float32)), axis=-1, keepdims=True)
+    normed = mx.fast.rms_norm(x, weight, eps)
+    return mx.where(squares < math.inf, normed, mx.array(math.nan, normed.dtype))
 
 
 def attention(queries: mx.array, kv: KeyValues, mask: mx.array | str | None) -> mx.array:
@@ -287,7 +304,7 @@ def packed_matmul(x: mx.array, weight: PackedWeight, options: ProductOptions = P
     dtype = x.dtype
     x = x.astype(mx.float32)
     if options.norm is not None:
-        x = mx.fast.rms_norm(x, options.norm.astype(mx.float32), options.eps)
+        x = rms_norm(x, options.norm.astype(mx.float32), options.eps)
     y = _product(x, weight)
     for low_rank in options.adapters:
         y = y + low_rank_product(x, low_rank)

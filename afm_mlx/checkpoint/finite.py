@@ -1,4 +1,7 @@
-"""Whether numbers are finite: what is read from files is looked at once, before anything is computed with it.
+"""Whether numbers can be computed with: what is read from files is looked at once, before anything is.
+
+NaN and infinity can't, nor can numbers whose squares float32 can't hold: a norm of what they are added to or
+multiplied with overflows.
 
 The check of a model costs one read of its float tensors at memory speed, and nothing of packed codes, of which
 all are numbers.
@@ -18,8 +21,10 @@ from afm_mlx.architecture import KV_SCALES
 from afm_mlx.checkpoint.safetensors_file import reading
 from afm_mlx.errors import CheckpointError, named
 
-# The largest bits of a finite number of a half type, below the sign.
-_LARGEST_HALF = {mx.float16: 0x7BFF, mx.bfloat16: 0x7F7F}
+LARGEST = float(np.sqrt(np.finfo(np.float32).max))  # just below 2^64
+
+# The largest bits of a usable number of a half type, below the sign.
+_LARGEST_HALF = {mx.float16: 0x7BFF, mx.bfloat16: 0x5F7F}
 _SMALL = 1 << 13  # numbers in a tensor that is checked together with others
 _IN_CACHE = 1 << 17
 """Numbers of a half type that are looked at together: the second look finds them in the processor's cache."""
@@ -49,19 +54,20 @@ def read_parameters(model: nn.Module, source: str | Path) -> dict[str, mx.array]
 
 
 def check_finite(tensors: Mapping[str, mx.array], source: str | Path) -> None:
-    """Raise `CheckpointError` for NaN and infinity, naming a tensor that has one; integers pass."""
+    """Raise `CheckpointError` for NaN, infinity and numbers over `LARGEST`, naming a tensor that has one."""
     with reading(source):
         bad = not_finite(tensors)
     if bad:
         more = f" and {len(bad) - 1} more tensors" if len(bad) > 1 else ""
         raise CheckpointError(
-            f"{source}: {named(bad[0])}{more} holds NaN or infinity: the training diverged, the file is "
-            "damaged, or the numbers are too large for their type."
+            f"{source}: {named(bad[0])}{more} holds NaN or infinity, or a number over {LARGEST:.3g}, whose "
+            "square is infinite: the training diverged, the file is damaged, or the numbers are too large for "
+            "their type."
         )
 
 
 def not_finite(tensors: Mapping[str, mx.array]) -> list[str]:
-    """Names of the tensors that hold NaN or infinity."""
+    """Names of the tensors that hold NaN, infinity or numbers over `LARGEST`; integers pass."""
     floats = {name: t for name, t in tensors.items() if mx.issubdtype(t.dtype, mx.floating)}
     small = {name: t for name, t in floats.items() if t.size <= _SMALL}
     large = {name: t for name, t in floats.items() if t.size > _SMALL}
@@ -76,16 +82,22 @@ def _are_finite(tensors: Collection[mx.array]) -> list[bool]:
     flat = mx.concatenate([tensor.reshape(-1).astype(mx.float32) for tensor in tensors])
     if _is_finite(flat):
         return [True] * len(tensors)
-    return [mx.all(mx.isfinite(tensor)).item() for tensor in tensors]
+    return [_are_usable(tensor) for tensor in tensors]
 
 
 def _is_finite(tensor: mx.array) -> bool:
     if mx.default_device() == mx.Device(mx.cpu):
         return _is_finite_on_cpu(tensor)
-    # A sum is one read, and finite only if all numbers are; it may overflow where they are.
-    if mx.isfinite(mx.sum(tensor)).item():
+    # Two reads, and no array of truth values; NaN may hide from them, but not from the sum.
+    ends = mx.stack([mx.max(tensor), -mx.min(tensor)]).astype(mx.float32)
+    if mx.isfinite(mx.sum(tensor)).item() and mx.all(ends <= LARGEST).item():
         return True
-    return mx.all(mx.isfinite(tensor)).item()
+    return _are_usable(tensor)
+
+
+def _are_usable(tensor: mx.array) -> bool:
+    # Not by the sum alone, which is one read: it may overflow where the numbers are small.
+    return bool(mx.all(mx.abs(tensor.astype(mx.float32)) <= LARGEST).item())
 
 
 def _is_finite_on_cpu(tensor: mx.array) -> bool:
@@ -93,8 +105,8 @@ def _is_finite_on_cpu(tensor: mx.array) -> bool:
     if tensor.dtype not in _LARGEST_HALF:
         values = np.array(tensor.reshape(-1), copy=False)
         with np.errstate(all="ignore"):
-            # BLAS reads at memory speed. The sum of squares may overflow where the numbers are finite.
-            return bool(np.isfinite(np.dot(values, values)) or np.isfinite(values).all())
+            # BLAS reads at memory speed. The sum of squares may overflow where no square does.
+            return bool(np.isfinite(np.dot(values, values)) or (np.abs(values) <= LARGEST).all())
     largest = _LARGEST_HALF[tensor.dtype]
     bits = np.array(tensor.reshape(-1).view(mx.uint16), copy=False)
     for start in range(0, bits.size, _IN_CACHE):

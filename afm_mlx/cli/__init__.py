@@ -180,8 +180,9 @@ def _run(argv: list[str]) -> int:
     except (MemoryError, RuntimeError) as error:
         if debug or not _is_out_of_memory(error):
             raise
+        cause = f" ({bounded(str(error))})" if str(error) else ""  # Python's own has no text
         return _fail(
-            f"error: there is not enough memory ({bounded(str(error))}). Ask for fewer or shorter rows, "
+            f"error: there is not enough memory{cause}. Ask for fewer or shorter rows, "
             "a smaller rank or a smaller model.",
             USAGE_ERROR,
         )

@@ -20,6 +20,7 @@ from afm_mlx.kernels import (
     packed_argmax,
     packed_matmul,
     packed_swiglu,
+    rms_norm,
 )
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 
@@ -84,7 +85,7 @@ def project_head(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.arra
     """Logits of a tied head: (..., vocab_size) for x (..., K)."""
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
         return packed_matmul(x, embedding.packed, _options(embedding, norm))
-    return embedding.as_linear(norm(x))
+    return embedding.as_linear(rms_norm(x, norm.weight, norm.eps))
 
 
 def head_argmax(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array]:
@@ -95,7 +96,7 @@ def head_argmax(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> tuple[mx
     """
     if isinstance(embedding, PackedEmbedding) and not embedding.training:
         return packed_argmax(x, embedding.packed, _options(embedding, norm))
-    logits = embedding.as_linear(norm(x))
+    logits = embedding.as_linear(rms_norm(x, norm.weight, norm.eps))
     return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)
 
 

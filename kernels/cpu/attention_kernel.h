@@ -86,7 +86,9 @@ inline void turn(const float* __restrict x, const float* __restrict turns, const
   for (int width = kSums / 2; width > 0; width /= 2) {
     for (int j = 0; j < width; ++j) sums[j] += sums[j + width];
   }
-  float factor = 1.0f / __builtin_sqrtf(sums[0] / static_cast<float>(dim) + eps);
+  // Where the squares overflow, the root would make zeros of all numbers; NaN is seen in the logits.
+  float factor =
+      __builtin_isinf(sums[0]) ? __builtin_nanf("") : 1.0f / __builtin_sqrtf(sums[0] / static_cast<float>(dim) + eps);
   for (i = 0; i < dim; ++i) out[i] *= factor * weight[i];
 }
 

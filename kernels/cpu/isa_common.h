@@ -117,7 +117,9 @@ void rms_norm(float* x, const float* weight, float eps, int64_t count) {
   }
   float sum = sum16(squares[0] + squares[1]);
   for (; i < count; ++i) sum += x[i] * x[i];
-  const float factor = 1 / __builtin_sqrtf(sum / static_cast<float>(count) + eps);
+  // Where the squares overflow, the root would make zeros of all numbers; NaN is seen in the logits.
+  const float factor =
+      __builtin_isinf(sum) ? __builtin_nanf("") : 1 / __builtin_sqrtf(sum / static_cast<float>(count) + eps);
   for (i = 0; i < count; ++i) x[i] *= factor * weight[i];
 }
 

@@ -135,6 +135,8 @@ struct Vectors {
   float factor(uint k) const { return NORM ? float(norm[k]) : 1.0f; }
 
   float inverse_rms(float squares, uint in_dims) const {
+    // Where the squares overflow, 1 / rms would make zeros of all numbers; NaN is seen in the logits.
+    if (NORM && squares == INFINITY) return NAN;
     return NORM ? metal::precise::rsqrt(squares / float(in_dims) + eps) : 1.0f;
   }
 };

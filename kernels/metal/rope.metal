@@ -40,7 +40,10 @@ struct Head {
       x[i] = rotated(x[i], position * (pair < PAIRS ? constants[pair] : 0.0f));
       squares += x[i].x * x[i].x + x[i].y * x[i].y;
     }
-    const float scale = metal::precise::rsqrt(simd_sum(squares) / float(DIM) + constants[PAIRS]);
+    squares = simd_sum(squares);
+    // Where the squares overflow, 1 / rms would make zeros of all numbers; NaN is seen in the logits.
+    const float scale =
+        squares == INFINITY ? NAN : metal::precise::rsqrt(squares / float(DIM) + constants[PAIRS]);
     UNROLL for (uint i = 0; i < STEPS; i++) {
       const uint pair = i * 32 + lane;
       if (pair < PAIRS) {

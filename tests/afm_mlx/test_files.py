@@ -100,6 +100,13 @@ def test_an_error_of_writing_names_the_output(tmp_path):
     with pytest.raises(OSError) as caught, atomic_write(path):
         raise OSError(errno.ENOENT, "of something else")
     assert caught.value.filename is None
+    for kind in (AFMError, RuntimeError, ValueError):
+        with (
+            pytest.raises(kind, match=f"{path}/model is damaged") as told,
+            atomic_folder(path) as place,
+        ):
+            raise kind(f"{place}/model is damaged")
+        assert ".afm-mlx" not in str(told.value)
 
 
 def test_a_written_file_takes_its_place(tmp_path):

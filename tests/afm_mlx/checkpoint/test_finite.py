@@ -1,4 +1,4 @@
-"""NaN and infinity are found wherever they are, and refused by the name of the tensor."""
+"""NaN, infinity and numbers without a square are found wherever they are, and refused by the tensor's name."""
 
 import os
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from afm_mlx.checkpoint.finite import check_finite, not_finite, read_parameters
+from afm_mlx.checkpoint.finite import LARGEST, check_finite, not_finite, read_parameters
 from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.errors import CheckpointError
 from tests.tools.cases import all_pairs, each
@@ -32,14 +32,21 @@ def test_one_bad_number_is_found_wherever_it_is(rng, monkeypatch, device, dtype,
         assert not_finite(tensors | {"bad": mx.array(bad).astype(dtype)}) == ["bad"]
     with pytest.raises(CheckpointError, match="here: bad and 1 more tensors holds NaN or infinity"):
         check_finite(tensors | dict.fromkeys(["bad", "too"], mx.array(bad).astype(dtype)), "here")
-    extreme = mx.full((4, size), mx.finfo(dtype).max, dtype)  # sums and squares of them overflow
+    highest = min(mx.finfo(dtype).max, 0.99 * LARGEST)
+    extreme = mx.full((4, size), highest, dtype)  # sums, and sums of squares of them overflow
     assert not_finite({"high": extreme, "both": mx.concatenate([extreme, -extreme])}) == []
+    if dtype != mx.float16:
+        for value in (3.38e38, -3.38e38, 1.9e19):
+            bad[:] = 0
+            bad[int(rng.integers(4)), int(rng.integers(size))] = value
+            assert not_finite(tensors | {"bad": mx.array(bad).astype(dtype)}) == ["bad"]
 
 
 @each(
     ("name", "value", "words"),
     [
         ("model.embedding.weight", float("nan"), "holds NaN or infinity"),
+        ("model.embedding.weight", 3.4e38, "holds NaN or infinity, or a number over 1.84e[+]19"),
         ("model.layers.0.self_attn.quant_value_scale", 0.0, "is 0; a scale of int8"),
         ("model.layers.0.self_attn.quant_key_scale", -0.01, "is -0.01; a scale of int8"),
     ],

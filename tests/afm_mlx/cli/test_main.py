@@ -136,6 +136,7 @@ def test_debug_keeps_the_traceback():
     ("error", "says"),
     [
         (MemoryError("Unable to allocate 9 bytes."), "there is not enough memory (Unable to"),
+        (MemoryError(), "there is not enough memory. Ask for"),
         (
             RuntimeError("[malloc] Unable to allocate 9 bytes."),
             "there is not enough memory ([malloc]",

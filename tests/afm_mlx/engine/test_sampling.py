@@ -110,6 +110,28 @@ def test_an_answer_that_fails_later_is_whole_up_to_there(rng, tokenizer):
         assert more.split() == words[3:]
 
 
+@pytest.mark.parametrize("kind", ["float", "2-bit"])
+@pytest.mark.parametrize(
+    "place",
+    ["layers.0.mlp.down_proj", "layers.0.self_attn.out_proj", "layers.0.mlp.gate_proj"],
+)
+def test_a_number_whose_square_overflows_is_an_error_and_no_zeros(rng, tokenizer, kind, place):
+    """A norm of numbers whose mean square is infinite would make zeros of them, and of all logits."""
+    model = tiny(rng, kind, kv_bits=8)
+    layer = model.model
+    for part in place.split("."):
+        layer = layer[int(part)] if part.isdigit() else layer[part]
+    name = "scales" if kind == "2-bit" else "weight"
+    numbers = np.array(layer[name])
+    numbers.reshape(-1)[3] = 1e25
+    layer[name] = mx.array(numbers)
+    for options in KINDS.values():
+        engine = Engine(model, tokenizer)
+        engine.submit(Request([1, 2, 3], 5, **options))
+        ((response,),) = run(engine).values()
+        assert isinstance(response.error, LogitsError)
+
+
 class BadTokenizer(WordTokenizer):
     """A tokenizer whose detokenizers fail in one of their methods, from the third token on."""
 
