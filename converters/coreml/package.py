@@ -6,8 +6,10 @@ Source: coremltools 9.0, `converters/mil/backend/mil/load.py`, whose exporter wr
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
+import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -160,11 +162,30 @@ def write_program(
     ct.utils.save_spec(spec, str(folder), weights_dir=str(empty))
     inside = next(folder.glob(f"Data/*/{_WEIGHTS}"))
     os.replace(beside / _FILE, inside / _FILE)
+    _make_repeatable(folder, spec)
     for path in folder.rglob("*"):
         if (
             path.is_file()
         ):  # coremltools makes the description in a temporary file, which only its owner may read
             shutil.copymode(inside / _FILE, path)
+
+
+def _make_repeatable(folder: Path, spec: Any) -> None:
+    """Write the program and the manifest again, so that they depend on nothing but the package's contents.
+
+    protobuf writes the entries of a map in the order in which they lie in memory, and coremltools draws ids.
+    """
+    manifest_path = folder / "Manifest.json"
+    manifest = json.loads(manifest_path.read_text())
+    entries = sorted(manifest["itemInfoEntries"].items(), key=lambda item: item[1]["path"])
+    root = manifest["itemInfoEntries"][manifest["rootModelIdentifier"]]
+    program = spec.SerializeToString(deterministic=True)
+    (folder / "Data" / root["path"]).write_bytes(program)
+    of_program = uuid.uuid5(uuid.NAMESPACE_OID, hashlib.sha256(program).hexdigest())
+    ids = {old: str(uuid.uuid5(of_program, entry["path"])) for old, entry in entries}
+    manifest["itemInfoEntries"] = {ids[old]: entry for old, entry in entries}
+    manifest["rootModelIdentifier"] = ids[manifest["rootModelIdentifier"]]
+    manifest_path.write_text(json.dumps(manifest, indent=4, sort_keys=True))
 
 
 def package_size(package: Path) -> tuple[int, int]:

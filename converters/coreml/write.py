@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from coremltools.converters.mil.mil import Program
+from coremltools.converters.mil.mil import Block, Builder, Program
 
 from afm_mlx.converters.coreml.channel_layout import ChannelLayout
 from afm_mlx.converters.coreml.compression import MatrixConstants
@@ -28,6 +31,22 @@ def write_package(plan: PackagePlan, folder: Path, progress: Progress | None = N
     Raises:
         AFMError: when weights can't be read, or hold numbers that the package's type can't hold.
     """
+    with _own_names():
+        _write(plan, folder, progress)
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Count names from 0: coremltools goes on from the last program of the process."""
+    before = Builder.name_count, Block.counter
+    Builder.name_count, Block.counter = defaultdict(int), 0
+    try:
+        yield
+    finally:
+        Builder.name_count, Block.counter = before
+
+
+def _write(plan: PackagePlan, folder: Path, progress: Progress | None) -> None:
     constants = Constants()
     matrices = MatrixConstants(constants, plan.dtype)
     kind = ChannelLayout if plan.neural_engine else LinearLayout

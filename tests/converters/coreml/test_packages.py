@@ -182,6 +182,15 @@ def test_equal_constants_are_stored_once(rng, write_model, tmp_path):
         np.testing.assert_array_equal(mine, other)
 
 
+def test_two_conversions_of_a_model_are_equal_to_the_byte(rng, write_model, tmp_path):
+    folder = write_model(packable(rng), adapters=["a"])
+    one, two = (convert_to(tmp_path / f"{name}.mlpackage", folder) for name in ("one", "two"))
+    files = [path.relative_to(one) for path in sorted(one.rglob("*")) if path.is_file()]
+    assert len(files) == 3
+    for file in files:
+        assert (one / file).read_bytes() == (two / file).read_bytes(), file
+
+
 def test_everybody_whom_the_umask_allows_may_read_a_package(rng, write_model, tmp_path):
     folder = write_model(packable(rng))
     before = os.umask(0o027)
