@@ -2,25 +2,22 @@
 
 It feeds every row its next token, or a few of them: those that speculative decoding checks.
 
-A step is some 400 operations, and calling them one by one from Python takes longer than a fast GPU takes to run
-them. `mx.compile` keeps the graph: what changes from token to token (the token, lengths, buffers and
-tails of the cache, every parameter, and the adapters' numbers) goes in as an argument.
+`kernels.replay` keeps the graph: what changes from token to token (the token, lengths, buffers and tails of the
+cache, every parameter, and the adapters' numbers) goes in as an argument.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from afm_mlx.kernels import dispatch
+from afm_mlx.kernels import dispatch, replay
 from afm_mlx.model.adapted_layers import adapters_layout
 from afm_mlx.model.kv_cache import KVCache
 from afm_mlx.model.positions_and_masks import Positions
-from afm_mlx.quantization.packed_layers import PackedLinear
 
 if TYPE_CHECKING:
     from afm_mlx.model.model import Model
@@ -49,22 +46,14 @@ class _TracedCache:
 
 
 class _Traces(threading.local):
-    """The traces of one thread. MLX keeps traces for each thread, by the address of the traced function.
-
-    A new function may lie at the address of one that was dropped in another thread: `serial` keeps it from
-    finding that one's traces.
-    """
+    """The traces of one thread."""
 
     def __init__(self) -> None:
         self.drop()
 
     def drop(self) -> None:
-        self.replay: Any = None
-        self.serial = next(_SERIALS)
+        self.replay: replay.Replay | None = None
         self.made_for: set[tuple[Any, ...]] = set()
-
-
-_SERIALS = itertools.count()
 
 
 class DecodeStep:
@@ -72,19 +61,11 @@ class DecodeStep:
 
     def __init__(self) -> None:
         self._traces = _Traces()
-        self._packed: tuple[int, bool] = (-1, False)
 
     def applies(self, model: Model, cache: Sequence[KVCache]) -> bool:
-        """Whether the model's steps are worth a trace, and the caches ready for one.
-
-        On a CPU, MLX fuses elementwise operations with a compiler that it looks for at run time. A step of
-        packed layers has none to fuse; that of a float model does.
-        """
-        if model.training or len({entry.int8 for entry in cache}) > 1:
-            return False
-        if self._packed[0] != dispatch.generation():  # layers were wrapped or unwrapped, perhaps
-            self._packed = (dispatch.generation(), _is_packed(model))
-        return self._packed[1] or dispatch.device() == "gpu"
+        """True if steps can be replayed here, and the caches are ready for it."""
+        is_one_kind = len({entry.int8 for entry in cache}) == 1
+        return not model.training and is_one_kind and replay.is_available()
 
     def __reduce__(self) -> tuple[type[DecodeStep], tuple[()]]:
         return DecodeStep, ()  # a copied or pickled model traces anew
@@ -120,24 +101,15 @@ class DecodeStep:
             mine.drop()
         mine.made_for.add(trace)
         if mine.replay is None:
-            mine.replay = _compiled(model)
+            mine.replay = _replay(model)
         given = (inputs, lengths, starts, buffers, tails)
-        result, tails = mine.replay(*given, head, *chosen, mine.serial)
+        result, tails = mine.replay(*given, constants=(head, *chosen))
         for entry, tail in zip(cache, tails, strict=True):
             entry.take_tail(tail, inputs.shape[1])
         return result
 
 
-def _is_packed(model: Model) -> bool:
-    return all(
-        isinstance(layer, PackedLinear) and "bias" not in layer
-        for block in model.layers
-        for name, layer in [*block.self_attn.items(), *block.mlp.items()]
-        if name.endswith("_proj")
-    )
-
-
-def _compiled(model: Model) -> Any:
+def _replay(model: Model) -> replay.Replay:
     def step(
         inputs: mx.array,
         lengths: mx.array,
@@ -148,12 +120,11 @@ def _compiled(model: Model) -> Any:
         device: str,
         generation: int,
         layout: str,
-        serial: int,
     ) -> tuple[Any, list[mx.array]]:
-        # The last four are there because another choice of kernels needs another trace, and so do adapters
-        # whose numbers lie elsewhere, and other models.
+        # The last three are there because another choice of kernels needs another trace, and so do adapters
+        # whose numbers lie elsewhere.
         cache = [_TracedCache(*of, starts) for of in zip(buffers, tails, strict=True)]
         result = model.forward(inputs, Positions(lengths - 1, None, lengths), cache, head)
         return result, [entry.tail for entry in cache]
 
-    return mx.compile(step, inputs=[model.state])
+    return replay.Replay(step, model.state)

@@ -15,6 +15,7 @@
 #include "mlx/version.h"
 #include "pool.h"
 #include "primitives.h"
+#include "replay.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -77,6 +78,38 @@ void define_products(nb::module_& m) {
         "tokens"_a, "weight"_a, "dtype"_a);
 }
 
+// The arrays in dicts, lists and tuples, depth first.
+void add_leaves(nb::handle tree, std::vector<afm::mx::array>& leaves) {
+  if (nb::isinstance<afm::mx::array>(tree)) {
+    leaves.push_back(nb::cast<afm::mx::array>(tree));
+  } else if (nb::isinstance<nb::dict>(tree)) {
+    for (auto item : nb::borrow<nb::dict>(tree)) add_leaves(item.second, leaves);
+  } else if (nb::isinstance<nb::list>(tree)) {
+    for (nb::handle item : nb::borrow<nb::list>(tree)) add_leaves(item, leaves);
+  } else if (nb::isinstance<nb::tuple>(tree)) {
+    for (nb::handle item : nb::borrow<nb::tuple>(tree)) add_leaves(item, leaves);
+  }
+}
+
+std::vector<afm::mx::array> leaves(nb::handle tree) {
+  std::vector<afm::mx::array> found;
+  add_leaves(tree, found);
+  return found;
+}
+
+void define_replay(nb::module_& m) {
+  m.def("leaves", &leaves, "tree"_a, "The arrays of a tree in the order of `Replay`'s.");
+  m.def("placeholders", [](nb::handle tree) { return afm::placeholders(leaves(tree)); }, "tree"_a,
+        "An array for each of the tree, to build a graph on.");
+  nb::class_<afm::Replay>(m, "Replay", "See `kernels/replay.py`.")
+      .def("__init__",
+           [](afm::Replay* self, nb::handle inputs, nb::handle placeholders, nb::handle outputs) {
+             new (self) afm::Replay(leaves(inputs), leaves(placeholders), leaves(outputs));
+           },
+           "inputs"_a, "placeholders"_a, "outputs"_a)
+      .def("__call__", [](const afm::Replay& self, nb::handle inputs) { return self(leaves(inputs)); }, "inputs"_a);
+}
+
 }  // namespace
 
 #define AFM_TEXT(x) #x
@@ -136,6 +169,7 @@ NB_MODULE(_afm_cpu, m) {
         "name"_a);
   afm::use_attention_kernels(afm::kernels().name);
 
+  define_replay(m);
   define_products(m);
   m.def("decode_attention",
         [](const afm::mx::array& queries, const afm::mx::array& kv, const afm::Scale& key_scale,

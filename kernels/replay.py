@@ -1,0 +1,117 @@
+"""Graphs that are built once and then replayed with other arrays; and no C++ compiler on a CPU.
+
+A step of a model is some 400 operations, and to call them one by one from Python takes longer than a fast device
+takes to run them. On a GPU, `mx.compile` keeps the graph, and fuses elementwise operations into kernels.
+
+On a CPU, `mx.compile` fuses them by means of `g++`, which takes a second for each expression, at the first call
+after every boot; it loads what it finds under a predictable name in the shared temporary folder; and where there
+is no compiler it does nothing at all. So there the C++ extension replays graphs, without fusing, and
+`keep_compiler_out` switches `mx.compile` off: functions that MLX and mlx-lm have decorated with it run as they
+are written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from afm_mlx.kernels import dispatch
+from afm_mlx.kernels.cpu import extension
+
+_SERIALS = itertools.count()
+_is_compiler_out = False
+
+
+def keep_compiler_out() -> None:
+    """Switch `mx.compile` off in this process if MLX runs on the CPU, and on again once it runs on a GPU.
+
+    Call it before work begins: the default device may have changed.
+    """
+    global _is_compiler_out
+    if dispatch.device() == "cpu":
+        mx.disable_compile()
+        _is_compiler_out = True
+    elif _is_compiler_out:
+        mx.enable_compile()
+        _is_compiler_out = False
+
+
+def is_available() -> bool:
+    """True if `Replay` can run where MLX runs by default."""
+    return dispatch.device() == "gpu" or extension.module() is not None
+
+
+class Replay:
+    """`function(*trees, *constants)`, whose graph is built once for each set of constants, shapes and types.
+
+    For one thread: MLX's streams belong to threads.
+
+    Args:
+        function: returns a tree of arrays. It must not evaluate any, and must use none but those of `trees` and
+            `state` that change from call to call.
+        state: dicts and lists, such as `Module.state`, whose arrays `function` uses. They are looked up at each
+            call.
+    """
+
+    def __init__(self, function: Callable[..., Any], state: Any):
+        self._function = function
+        self._state = state
+        self._graphs: dict[Hashable, list[tuple[Any, Any]]] = {}
+        # MLX keeps compiled graphs by thread and by the function's address, where another one may have lain
+        # whose graphs another thread still has.
+        self._serial = next(_SERIALS)
+        self._compiled: Any = None
+
+    def __call__(self, *trees: Any, constants: tuple[Any, ...] = ()) -> Any:
+        """Return what the function returns, not evaluated.
+
+        Args:
+            trees: arrays, or lists and tuples of arrays.
+            constants: hashable arguments behind the trees: strings and ints.
+        """
+        if dispatch.device() == "gpu":
+            if self._compiled is None:
+                function = self._function
+                self._compiled = mx.compile(lambda serial, *all: function(*all), [self._state])
+            return self._compiled(self._serial, *trees, *constants)
+        inputs = (trees, self._state)
+        for graph, like in self._graphs.get(constants, ()):
+            outputs = graph(inputs)
+            if outputs is not None:
+                return _filled(like, iter(outputs))
+        graph, like = self._built(trees, constants)
+        self._graphs.setdefault(constants, []).append((graph, like))
+        return _filled(like, iter(graph(inputs)))
+
+    def _built(self, trees: tuple[Any, ...], constants: tuple[Any, ...]) -> tuple[Any, Any]:
+        """The graph of a call, and the function's result as a template of its outputs' tree."""
+        native: Any = extension.module()
+        held = native.leaves(self._state)
+        given, put = native.placeholders(trees), native.placeholders(held)
+        try:
+            _put(self._state, iter(put))
+            outputs = self._function(*_filled(trees, iter(given)), *constants)
+        finally:
+            _put(self._state, iter(held))
+        graph = native.Replay((trees, held), (given, put), outputs)
+        return graph, _filled(outputs, itertools.repeat(None))
+
+
+def _filled(tree: Any, leaves: Iterator[Any]) -> Any:
+    """Copy a tree of lists and tuples, with other leaves."""
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([_filled(item, leaves) for item in tree])
+    return next(leaves)
+
+
+def _put(tree: Any, arrays: Iterator[mx.array]) -> None:
+    """Replace the arrays in dicts and lists, in the order in which the extension finds them."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+    for key, value in list(items):
+        if isinstance(value, mx.array):
+            tree[key] = next(arrays)
+        elif isinstance(value, (dict, list, tuple)):
+            _put(value, arrays)
