@@ -23,6 +23,7 @@ from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.mlx_lm import read_config
 from afm_mlx.errors import AFMError, DataError
 from afm_mlx.loading.load import load_model
+from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.measure.perplexity import cut, load_documents
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.rule import QuantizationRule
@@ -99,6 +100,7 @@ def mix_of_folder(
     quantization = quantization_of(values, source / "config.json")
     options.check_source(source, bool(quantization))
     model = load_model(source, values | config.to_dict())
+    warn_if_slow(model)
     dtype = options.mlx_dtype or tensors["model.output_norm.weight"].dtype
     tokenizer = load_tokenizer(source)
     return choose_mix(

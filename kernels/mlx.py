@@ -7,8 +7,7 @@ MLX's format has a scale and a bias for every 32, 64 or 128 inputs. Coarser ones
 matrix gets the biases of the affine one that it is; both are made anew by each call, from 1/32 of the matrix's
 elements at most.
 
-Nothing here is compiled (`mx.compile`): on the CPU that takes a compiler, and these are the machines that
-may have none.
+Nothing here is compiled (`mx.compile`): on a CPU that would start a C++ compiler, see `replay.py`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Graphs that are built once and then replayed with other arrays; and no C++ compiler on a CPU.
 
-A step of a model is some 400 operations, and to call them one by one from Python takes longer than a fast device
-takes to run them. On a GPU, `mx.compile` keeps the graph, and fuses elementwise operations into kernels.
+A step of a model is some 400 operations, and to call them one by one from Python takes longer than a fast
+device takes to run them. On a GPU, `mx.compile` keeps the graph, and fuses elementwise operations into kernels.
 
-On a CPU, `mx.compile` fuses them by means of `g++`, which takes a second for each expression, at the first call
-after every boot; it loads what it finds under a predictable name in the shared temporary folder; and where there
-is no compiler it does nothing at all. So there the C++ extension replays graphs, without fusing, and
+On a CPU, `mx.compile` fuses them by means of `g++`, which takes a second or more for each expression; it loads
+what lies under a predictable name in the shared temporary folder, whoever put it there; and where there is no
+compiler it does nothing at all. So there the C++ extension replays graphs, without fusing, and
 `keep_compiler_out` switches `mx.compile` off: functions that MLX and mlx-lm have decorated with it run as they
 are written.
 """

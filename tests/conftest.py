@@ -17,6 +17,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from afm_mlx.kernels.replay import keep_compiler_out
+
 TESTS = Path(__file__).parent
 SEED = int(os.environ.get("AFM_TEST_SEED") or 0)
 # Tests of the self-test switch it on for themselves; elsewhere it would write to the user's cache folder.
@@ -52,6 +54,14 @@ def pytest_runtest_makereport(item, call):
             report.sections.append(("variables of the test", values))
         report.sections.append(("repeat with", _command(item)))
     return report
+
+
+@pytest.fixture
+def compiled():
+    """Switch `mx.compile` on, as it is on a GPU: on a CPU this takes a C++ compiler, and a while."""
+    mx.enable_compile()
+    yield
+    keep_compiler_out()
 
 
 def _name(item):

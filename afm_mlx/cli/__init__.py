@@ -17,6 +17,7 @@ import io
 import itertools
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
@@ -69,7 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _ended(argv: list[str]) -> int:
     """Run a command to its end, whatever that is, and return its exit status."""
     try:
-        with handled_signals():
+        with handled_signals(), warnings.catch_warnings():
+            warnings.showwarning = _show_warning
             status = _run(argv)
             sys.stdout.flush()
         return status
@@ -248,6 +250,12 @@ def _is_out_of_memory(error: Exception) -> bool:
 def _with_advice(what: str, error: BaseException) -> str:
     """What ended a command, followed by the error's notes, which say how to go on."""
     return " ".join([f"{what}.", *notes]) if (notes := getattr(error, "__notes__", ())) else what
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    """Print a warning in one line, without the place in the source that Python would name."""
+    with suppress(OSError):
+        print(f"{PROGRAM}: warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
 def _fail(message: str, status: int) -> int:

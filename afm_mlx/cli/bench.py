@@ -171,11 +171,13 @@ def _limit_threads(threads: int | None) -> None:
 def _model_of(args: argparse.Namespace) -> tuple[str, Any, Any]:
     """The name of the model, the model, and its tokenizer, which is None for random weights."""
     if args.preset is not None:
+        from afm_mlx.loading.missing_kernels import warn_if_slow
         from afm_mlx.measure.random_model import random_packed_model
         from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, PRESET_RULES
 
         rules = PRESET_RULES.get(args.preset, (AFM_RULE, AFM_EMBEDDING_RULE))
         model = random_packed_model(PRESETS[args.preset], *rules, seed=args.seed)
+        warn_if_slow(model)
         return f"{args.preset} (random)", model, None
     from afm_mlx.loading.load import load
 

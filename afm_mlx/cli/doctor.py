@@ -108,7 +108,13 @@ def _print(facts: dict[str, Any], path: Path) -> None:
     for name, reason in facts["failures"].items():
         what = "plain MLX" if name == "reference" else f"and switched off from now on: {name}"
         print(f"\nFAILED, {what}\n  {reason}")
-    print(f"\n{'All is well.' if facts['ok'] else 'Please send the report in.'} Report: {path}")
+    if not facts["ok"]:
+        verdict = "Please send the report in."
+    elif facts["slow"]:
+        verdict = f"Right, but slow: models run without this package's kernels ({facts['slow']})."
+    else:
+        verdict = "All is well."
+    print(f"\n{verdict} Report: {path}")
 
 
 def _kernel_row(kernel: dict[str, Any]) -> tuple[str, ...]:

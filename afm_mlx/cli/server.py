@@ -130,6 +130,7 @@ ARGUMENTS = {
 
 def run(args: argparse.Namespace) -> None:
     try:
+        from afm_mlx.engine.generation import kv_storage
         from afm_mlx.server.app import make_app
         from afm_mlx.server.run import address_of, bind, run
         from afm_mlx.server.served_model import ServedModel
@@ -162,6 +163,8 @@ def run(args: argparse.Namespace) -> None:
                 "activation_bits": args.activation_bits,
             },
         )
+        if args.kv_bits is not None:
+            kv_storage(served.model, args.kv_bits)
         print(f"{served.name} is served at {address_of(listening)}", flush=True)
         has_finished = run(make_app(served, settings), listening, stop)
         served.close()

@@ -53,6 +53,7 @@ from afm_mlx.errors import ContextLengthError, RequestError, shown
 from afm_mlx.guidance.matcher import Matcher
 from afm_mlx.kernels import dispatch
 from afm_mlx.kernels.cpu.heap import hold_heaps_down
+from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.model.model import is_afm
 from afm_mlx.threads import Home
 from afm_mlx.tokenizer.tokenizer import Tokenizer
@@ -127,6 +128,7 @@ class Engine:
         self._home.call(self._home.take_in, model.state, "The model")
         self._adapters = self._home.call(RowAdapters, model, adapters)
         self.max_batch = max_batch
+        keep_compiler_out()
         on_cpu = dispatch.device() == "cpu"
         if on_cpu:
             hold_heaps_down()

@@ -196,7 +196,7 @@ def _cache_options(
 
     Empty caches are changed to what the caller asks for, as mlx-lm does.
     """
-    kv = None if kv_bits is None else _kv_storage(model, kv_bits)
+    kv = None if kv_bits is None else kv_storage(model, kv_bits)
     context = model.args.context_length if is_afm(model) else None
     given = [cache for cache in caches if cache is not None]
     for cache in given:
@@ -212,7 +212,12 @@ def _cache_options(
     }
 
 
-def _kv_storage(model: nn.Module, kv_bits: int) -> str:
+def kv_storage(model: nn.Module, kv_bits: int) -> str:
+    """The kind of cache with so many bits, "int8" or "float".
+
+    Raises:
+        RequestError: when the model has none of that kind.
+    """
     config_bits = model.args.kv_bits if is_afm(model) else None
     if kv_bits == 16:
         return "float"

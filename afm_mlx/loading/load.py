@@ -22,7 +22,9 @@ from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
+from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.kernels.selftest.checks import ensure_checked
+from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_adapter, resolve_model
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import activation_dtype, set_activation_bits
@@ -69,7 +71,11 @@ def load(
 
     Raises:
         AFMError: what is wrong with the folder, and where.
+
+    Warns:
+        SlowWarning: that the model runs without kernels made for it, why, and what to do.
     """
+    keep_compiler_out()
     lazy = lazy and in_main_thread()
     folder = resolve_model(path_or_hf_repo, revision)
     values = _read_values(folder / "config.json", model_config)
@@ -90,6 +96,7 @@ def load(
             attach_adapter(model, adapter, base_folder=folder, force=force_adapter)
         tokenizer = load_tokenizer(folder)
     set_activation_bits(model, activation_bits)
+    warn_if_slow(model)
     return (model, tokenizer, values) if return_config else (model, tokenizer)
 
 

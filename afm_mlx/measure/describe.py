@@ -23,6 +23,7 @@ from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.loading.draft_models import model_draft
+from afm_mlx.loading.missing_kernels import missing_kernels
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
@@ -180,6 +181,7 @@ def describe_runtime() -> Facts:
         "device_name": mx.device_info().get("device_name", platform.processor()),
         "activation_dtype": str(activation_dtype()).removeprefix("mlx.core."),
         "metal": "available" if metal else "not found; everything runs on the CPU",
+        "kernels": f"missing: {reason}" if (reason := missing_kernels()) else "in use",
         "blas": blas.status(),
         "cpu_gflops_float32": measure_gflops(),
         "system": f"{platform.system()} {platform.machine()}",

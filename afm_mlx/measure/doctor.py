@@ -27,6 +27,7 @@ from afm_mlx.kernels.selftest import checks, specs
 from afm_mlx.kernels.selftest.checks import CheckResult
 from afm_mlx.kernels.selftest.specs import Spec
 from afm_mlx.kernels.selftest.verdict import Verdict
+from afm_mlx.loading.missing_kernels import missing_kernels
 from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
 from afm_mlx.measure.describe import Facts, describe_runtime
 from afm_mlx.measure.prediction import Chip, chip_of, predict_call
@@ -74,9 +75,10 @@ def examine(
         progress: called with (problems done, problems in all).
 
     Returns:
-        `ok`; facts about the machine; `kernels`, one line per operation and variant; `timed`, one per call that
-        a 3B model makes and variant, on a known chip beside what was predicted for it (`predicted_for`,
-        `measured_over_predicted`: the median of the calls that run); `failures`; `problems`, all that was run.
+        `ok`; `slow`, why models run without kernels made for this machine, or None; facts about the machine;
+        `kernels`, one line per operation and variant; `timed`, one per call that a 3B model makes and variant,
+        on a known chip beside what was predicted for it (`predicted_for`, `measured_over_predicted`: the
+        median of the calls that run); `failures`; `problems`, all that was run.
     """
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     bandwidth = None if quick else measure_bandwidth(_threads())
@@ -89,6 +91,7 @@ def examine(
     timed_facts = [_result_facts(r, bandwidth, chip) for r in timed]
     facts = {
         "ok": not failures,
+        "slow": missing_kernels() or None,
         "format": FORMAT,
         "date": date.isoformat(timespec="seconds"),
         "quick": quick,

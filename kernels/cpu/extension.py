@@ -101,7 +101,7 @@ def status() -> Status:
 def _loaded() -> tuple[ModuleType | None, str]:
     settings.check()
     if not settings.is_on(SWITCH):
-        return None, f"switched off by {SWITCH}=0"
+        return None, f"switched off by {SWITCH}=0; unset it to have it back"
     path = _find(_file_name())
     if path is None:
         return None, _why_not_built()

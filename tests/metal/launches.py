@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.config import ModelConfig
-from afm_mlx.kernels import PackedWeight, dispatch
+from afm_mlx.kernels import PackedWeight, dispatch, replay
 from afm_mlx.kernels.metal import runtime as metal_runtime
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
@@ -44,12 +44,9 @@ def record(run: Callable[[], Any]) -> list[Recorded]:
         shapes = zip(options["output_shapes"], options["output_dtypes"], strict=True)
         return [mx.zeros(shape, dtype) for shape, dtype in shapes]
 
-    mx.disable_compile()
-    try:
-        with dispatch.force("metal"), mock.patch.object(metal_runtime, "launch", launch):
-            run()
-    finally:
-        mx.enable_compile()
+    untraced = mock.patch.object(replay, "is_available", return_value=False)
+    with untraced, dispatch.force("metal"), mock.patch.object(metal_runtime, "launch", launch):
+        run()
     return calls
 
 

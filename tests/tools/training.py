@@ -117,7 +117,6 @@ def toy_run(
 
 if __name__ == "__main__":
     # A checkpoint at every step, until it is done or killed: folder, steps, "resume" or "start".
-    mx.disable_compile()
     toy_run(
         sys.argv[1],
         int(sys.argv[2]),

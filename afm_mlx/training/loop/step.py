@@ -1,8 +1,8 @@
 """One step of training as one graph: gradients, clipping, the optimizer, and the average of weights.
 
-`mx.compile` takes the step, or with accumulation a micro-step and an update. On a CPU MLX then fuses
-elementwise operations with `g++`, and where there is none it runs them one by one, to the same numbers but for
-rounding. `MLX_DISABLE_COMPILE=1` turns compiling off everywhere.
+`mx.compile` takes the step, or with accumulation a micro-step and an update. On a CPU it does nothing, see
+`kernels.replay`: operations run one by one, to the same numbers but for rounding. `MLX_DISABLE_COMPILE=1` turns
+it off everywhere.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_map
 
+from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.loop.losses import Loss
 from afm_mlx.training.loop.optimizer import AdamW, Tree, averaged
@@ -61,6 +62,7 @@ class TrainingStep:
         max_norm: float | None = None,
         ema_decay: float | None = None,
     ):
+        keep_compiler_out()
         self.model = model
         self.loss = loss
         self.optimizer = optimizer

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.errors import TrainingError
+from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.losses import Acceptance, CrossEntropy
 from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
@@ -121,6 +122,7 @@ def measure_adapter(
     if on_data is not None:
         on_data(batches)
     model = source.load()
+    warn_if_slow(model)
     measure = partial(measure_split, model, batches, recipe.test_batches, progress=progress)
     untrained, trained = measure(), None
     if adapter_path is not None:

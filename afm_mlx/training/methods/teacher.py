@@ -11,6 +11,7 @@ from afm_mlx.adapters.adapter_folder import load_adapter
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import ConfigError
+from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.training.methods.model_source import ModelSource, open_as_teacher
 from afm_mlx.training.methods.recipe import Recipe
 
@@ -60,6 +61,7 @@ def load_teacher(recipe: Recipe, source: ModelSource, student: ModelSource) -> T
     if not source.is_same(student):
         _check_vocabulary(source, student)
     model, name = source.load(), source.name
+    warn_if_slow(model, "the teacher")
     manifest = {"teacher": name, "teacher_weights": source.fingerprint(model)}
     adapter = recipe.teacher_adapter
     if adapter is not None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx import threads
+from afm_mlx.loading.missing_kernels import warn_if_slow
 from afm_mlx.training.loop.events import Event, Testing
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation, Loss
 from afm_mlx.training.loop.run_folder import RunFolder
@@ -135,6 +136,7 @@ def train_by(
     options = method.with_defaults(recipe.loop_options(data.train.per_epoch))
 
     model = source.load()
+    warn_if_slow(model, "validation")  # training itself has no kernels
     manifest = {
         "kind": method.kind,
         "model": source.name,

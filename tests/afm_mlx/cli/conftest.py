@@ -3,7 +3,6 @@
 import io
 import sys
 
-import mlx.core as mx
 import pytest
 
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
@@ -55,14 +54,6 @@ def write_config(tmp_path):
         return tmp_path / "config.yaml"
 
     return write_config
-
-
-@pytest.fixture
-def uncompiled():
-    """Compiling takes longer than short runs of training."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
 
 
 @pytest.fixture

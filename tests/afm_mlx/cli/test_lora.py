@@ -13,8 +13,6 @@ from tests.tools.training_runs import random_adapter
 
 SHORT = ("--iters", 3, "--batch-size", 2, "--max-seq-length", 96)
 
-pytestmark = pytest.mark.usefixtures("uncompiled")
-
 
 @pytest.fixture
 def base(trainable_folder, data):

@@ -15,8 +15,6 @@ from tests.tools.cli import ROOT
 
 SHORT = ("--iters", 4, "--batch-size", 2, "--max-seq-length", 96, "--learning-rate", 5e-3)
 
-pytestmark = pytest.mark.usefixtures("uncompiled")
-
 
 @pytest.fixture
 def base(trainable_folder, data):

@@ -10,14 +10,6 @@ from afm_mlx.errors import RequestError
 from tests.tools.cases import each
 
 
-@pytest.fixture(autouse=True)
-def uncompiled():
-    """Compiling mlx-lm's for each shape and argument takes longer than all the rest."""
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
 def draw_logprobs(rng, vocab_size, rows=1):
     logits = rng.normal(0, rng.choice([0.3, 2, 6]), (rows, vocab_size)).astype(np.float32)
     return mx.array(logits) - mx.logsumexp(mx.array(logits), axis=-1, keepdims=True)

@@ -182,7 +182,7 @@ def test_hidden_states_at_chosen_tokens_give_their_logits(rng):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_every_parameter_gets_a_gradient_recomputed_and_compiled_too(rng, packed):
+def test_every_parameter_gets_a_gradient_recomputed_and_compiled_too(compiled, rng, packed):
     # Fixed sizes: compiled operations hold them as constants, and are kept on disk from run to run.
     sizes = {"hidden_dim": 32, "num_heads": 4, "num_kv_heads": 2, "rope_theta": 10000.0}
     config = random_config(rng, num_layers=2, num_kv_reuse_layers=1, **sizes)

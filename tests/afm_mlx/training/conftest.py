@@ -1,11 +1,7 @@
-"""A model and a recipe for whole runs, uncompiled.
-
-On a CPU, `mx.compile` runs a C++ compiler for every new expression: tests ask for it where it matters.
-"""
+"""A model and a recipe for whole runs."""
 
 import dataclasses
 
-import mlx.core as mx
 import pytest
 
 from afm_mlx.config import PRESETS
@@ -16,21 +12,6 @@ from afm_mlx.training.methods.recipe import Recipe
 from tests.tools.cli import write_folder
 from tests.tools.training_data import TRAINABLE, write_data
 from tests.tools.training_runs import OPTIONS
-
-
-@pytest.fixture(autouse=True)
-def _uncompiled(request):
-    if "compiled" in request.fixturenames:
-        yield
-        return
-    mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.fixture
-def compiled():
-    """Leave `mx.compile` on."""
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def test_status_says_what_runs_with_which_settings(monkeypatch):
 def test_it_can_be_switched_off(monkeypatch):
     monkeypatch.setenv(extension.SWITCH, "0")
     status = probe()
-    assert status["reason"] == "switched off by AFM_MLX_NATIVE=0"
+    assert status["reason"] == "switched off by AFM_MLX_NATIVE=0; unset it to have it back"
     assert status["chosen"] == "mlx/quantized"
 
 

@@ -106,7 +106,7 @@ def test_an_adapter_given_twice_is_one_array(ops, rng):
     assert_right(ops, x, weight, up, adapters=(twice, twice._replace(scales=mx.array([1.0, 3.0]))))
 
 
-def test_a_trace_keeps_adapters_apart_that_differ_in_place_only(ops, rng):
+def test_a_trace_keeps_adapters_apart_that_differ_in_place_only(compiled, ops, rng):
     """`mx.compile` merges equal operations: those of other parts of one array are not equal."""
     weight, x = packed_weight(SPEC, rng), draw(rng, (1, K))
     first, second = (draw_low_rank(rng, [0], K, (N,), [4]) for _ in range(2))

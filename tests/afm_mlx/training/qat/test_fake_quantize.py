@@ -64,7 +64,7 @@ def test_values_and_gradients_equal_torchs(rng, rule):
 
 
 @pytest.mark.parametrize("mode", ["balanced", "affine"])
-def test_compiled_and_recomputed_gradients_are_the_same(rng, mode):
+def test_compiled_and_recomputed_gradients_are_the_same(compiled, rng, mode):
     rule = QuantizationRule(2, mode, "row")
     weight, clip, loss = random_case(rng, rule)
     of = gradients(loss, rule)

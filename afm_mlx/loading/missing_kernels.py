@@ -1,0 +1,89 @@
+"""Which of a model's operations run without this package's kernels on this machine, and why."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from afm_mlx.kernels import dispatch
+from afm_mlx.kernels.dispatch import Case
+from afm_mlx.model.model import is_afm
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear, activation_dtype
+from afm_mlx.quantization.rule import AFM_RULE
+
+_HEAD_DIM = 128
+_ATTENTION = ("rope_norm_quantize", "write_and_attend", "decode_attention", "causal_attention")
+
+
+class SlowWarning(RuntimeWarning):
+    """A model runs without kernels that were made for it: right, but far more slowly."""
+
+
+def missing_kernels(model: nn.Module | None = None) -> str:
+    """Why a model runs without kernels that this package has for it, as a clause; empty if it runs with them.
+
+    Empty as well for a model that has nothing to do for them: a float one of mlx-lm's zoo.
+
+    Args:
+        model: the model; None for an AFM model in 2 bits, to ask about the machine.
+    """
+    return _clause(_lacking(model))
+
+
+def warn_if_slow(model: nn.Module, what: str = "the model") -> None:
+    """Warn of a model that runs without its kernels (`SlowWarning`); Python shows the same warning once.
+
+    Args:
+        model: the model.
+        what: what is slow, for the message.
+    """
+    told = dispatch.disabled().values()  # by `ensure_checked`
+    if reason := _clause({why: ops for why, ops in _lacking(model).items() if why not in told}):
+        message = f"{what} is right, but slow: it runs on plain MLX, without this package's kernels"
+        warnings.warn(f"{message} ({reason})", SlowWarning, stacklevel=3)
+
+
+def _lacking(model: nn.Module | None) -> dict[str, list[str]]:
+    """Operations that run without a kernel of ours, by the reason."""
+    own = "cpu" if dispatch.device() == "cpu" else "metal"
+    lacking: dict[str, list[str]] = {}
+    for op, case in dict.fromkeys(_calls(model)):
+        variants = dispatch.explain(op, case)
+        runs = next(variant for variant, obstacle in variants if obstacle is None)
+        obstacle = next((why for variant, why in variants if variant.backend == own), None)
+        if runs.backend != own and obstacle is not None:
+            lacking.setdefault(obstacle, []).append(op)
+    if lacking and (wanted := dispatch.forced()):
+        return {f"{dispatch.SWITCH} asks for {wanted}; unset it": []}
+    return lacking
+
+
+def _clause(lacking: dict[str, list[str]]) -> str:
+    if len(lacking) == 1:  # such as a missing library: it holds for all operations
+        return next(iter(lacking))
+    return "; ".join(f"{', '.join(dict.fromkeys(ops))}: {why}" for why, ops in lacking.items())
+
+
+def _calls(model: nn.Module | None) -> Iterator[tuple[str, Case]]:
+    """One call of each operation and format that a decode step of the model has."""
+    base = Case(dispatch.device(), activation_dtype(), 1)
+    if model is None:
+        yield (
+            "packed_matmul",
+            base._replace(mode=AFM_RULE.mode, granularity=AFM_RULE.granularity),
+        )
+        yield from ((op, base._replace(head_dim=_HEAD_DIM)) for op in _ATTENTION)
+        return
+    for module in model.modules():
+        if isinstance(module, (PackedLinear, PackedEmbedding)):
+            op = "packed_matmul" if isinstance(module, PackedLinear) else "packed_embedding"
+            packed = module.packed
+            format = (packed.mode, packed.granularity, packed.group_size)
+            yield op, Case(*base[:3], *format)
+    if is_afm(model):
+        stored = mx.int8 if model.args.kv_bits else base.dtype
+        case = base._replace(head_dim=model.args.head_dim, stored=stored)
+        yield from ((op, case) for op in _ATTENTION)
