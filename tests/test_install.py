@@ -233,3 +233,19 @@ def test_another_nanobind_than_that_of_mlx_is_found_at_build_time(tmp_path):
     assert result.returncode == 0, result.stderr
     assert reason.startswith("it does not work here: nanobind 2.15.0 has other internals")
     assert "build with the nanobind that afm-mlx's pyproject.toml names" in reason
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize("has_uv", [True, False])
+def test_make_shows_how_the_install_goes_and_takes_uv_where_it_is(tmp_path, has_uv):
+    """What make would run for a new environment; nothing is silenced, and pip is there if uv fails."""
+    for name in ("make", "sh", "env", "uname", *["uv"] * has_uv):
+        program = shutil.which(name) or sys.executable
+        (tmp_path / name).symlink_to(program)
+    for target, what in ((".demo", "."), (".test", '".[test]"'), (".lint", '".[test,lint]"')):
+        command = ["make", "-n", f"new/{target}", "VENV=new"]
+        out = said(command, cwd=ROOT, env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
+        assert f"new/bin/python -m pip install --disable-pip-version-check --editable {what}" in out
+        assert (f"{tmp_path}/uv pip install --python new/bin/python" in out) is has_uv
+        assert "--quiet" not in out
+        assert "-q " not in out
