@@ -6,7 +6,9 @@ import sys
 import mlx.core as mx
 import pytest
 
+from afm_mlx.cli import generate as generate_command
 from afm_mlx.cli import main
+from afm_mlx.cli.chat import lines as chat_lines
 from afm_mlx.engine.prompt_cache import save_prompt_cache
 from afm_mlx.loading.load import load
 from tests.tools.cli import answer, example, lines, write_folder
@@ -61,6 +63,18 @@ def test_a_prompt_from_standard_input(folder, generate, fails, say):
     }.items():
         say(data)
         assert says in fails("generate", "--model", folder, "-p", "-")
+
+
+def test_standard_input_without_an_end(folder, fails, say, monkeypatch):
+    monkeypatch.setattr(generate_command, "MAX_PROMPT_BYTES", 10)
+    monkeypatch.setattr(chat_lines, "MAX_BYTES", 10)
+    say(b"x" * 11)
+    assert "standard input has more than 10 bytes" in fails(
+        "generate", "--model", folder, "-p", "-"
+    )
+    for data in (b"x" * 11, b'"""\n' + b"xx\n" * 9):
+        say(data)
+        assert "which no context holds" in fails("chat", "--model", folder)
 
 
 def test_standard_streams_that_are_closed(fails, monkeypatch):

@@ -1,12 +1,15 @@
 """What a model folder says of its tokenizer: the end of an answer, the chat template, and errors."""
 
 import json
+import os
 import shutil
 
 import pytest
 
 from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
+from afm_mlx.tokenizer.tokenizer_config import tokenizer_files
+from tests.tools.cases import each
 from tests.tools.chats import USER
 
 
@@ -72,3 +75,23 @@ def test_chat_template_of_the_folder(configured, tmp_path):
     text = tokenizer.apply_chat_template([USER], tokenize=False, colour="red")
     assert text == "<turn_start> red<n>"
     assert tokenizer.apply_chat_template([USER])[:2] == [2, 3]
+
+
+@each("name", "tokenizer.model tokenizer.json tokenizer_config.json chat_template.jinja".split())
+def test_files_are_read_within_a_limit_and_pipes_are_none(tokenizer_folder, tmp_path, name):
+    for put, says in (
+        (lambda path: os.truncate(path, 1 << 40), "bytes that are allowed"),
+        (lambda path: (path.unlink(), os.mkfifo(path)), "it is a pipe, and a file is needed"),
+    ):
+        folder = tmp_path / f"{name}-{says[:2]}"
+        shutil.copytree(tokenizer_folder, folder)
+        if name == "tokenizer.json":
+            (folder / "tokenizer.model").unlink()
+        (folder / name).touch()
+        put(folder / name)
+        with pytest.raises(TokenizerError, match=f"{name} can't be read: .*{says}"):
+            load_tokenizer(folder)
+        if name != "tokenizer_config.json":  # copied, and read by libraries of others
+            with pytest.raises(TokenizerError, match=f"{name} (has|is no file)"):
+                tokenizer_files(folder)
+        shutil.rmtree(folder)
