@@ -12,6 +12,7 @@
 | `schema/` | JSON schemas as grammars: rewritten where llguidance lacks a keyword, or refused |
 | `types.py` | a Python type: its schema, instances from answers, snapshots of unfinished ones |
 | `type_libraries.py`, `type_fields.py` | msgspec and pydantic, which know types; what annotations are made of |
+| `pydantic_schema.py` | pydantic's schemas, made to say all that its types ask for |
 | `type_schema.py` | their schemas, in the form in which AFM was shown schemas |
 | `function_arguments.py` | a function's parameters as a type |
 | `snapshots.py` | typed values from the beginning of a JSON text |

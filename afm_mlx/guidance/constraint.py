@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.deep_stack import with_deep_stack
 from afm_mlx.guidance.schema import schema_grammar
+from afm_mlx.guidance.schema.regular import LIMITS
 
 MAX_TEXT = 1 << 20
 """Characters of a pattern or list of choices at most."""
@@ -21,7 +22,6 @@ MAX_GRAMMAR = 1 << 17
 """Characters of a grammar at most; it may have a rule for every dozen of them, one inside the other."""
 MAX_KEPT = 1 << 16
 """Characters of a schema whose grammar is kept, at most."""
-LIMITS = LLParserLimits(verbose_errors=False)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +12,19 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from afm_mlx.errors import ConstraintError
-from afm_mlx.guidance.constraint import LIMITS, Constraint
+from afm_mlx.guidance.constraint import Constraint, named_grammars
 from afm_mlx.guidance.deep_stack import with_deep_stack
 from afm_mlx.guidance.forced import forced_tokens, without_forcing
+from afm_mlx.guidance.schema.regular import LIMITS
 from afm_mlx.guidance.unique_items import UTF8_BYTES, OpenList, State, has_marks
 from afm_mlx.guidance.vocabulary import byte_tokens, ll_tokenizer, token_texts
 
 _COMPILED = 64  # grammars
+_PATTERN = re.compile(
+    r'^T[0-9]+: ("\\"".* & .*)$', re.MULTILINE
+)  # terminals of strings, as `rules` writes them
+_CHECKED = 16  # patterns of a grammar
+_CHECKED_TOKENS = 12  # of each
 _SIDE_BY_SIDE = 16  # rows; with fewer, llguidance's threads cost more than they save
 
 
@@ -155,11 +162,40 @@ def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
             if "NoExtensionBias" in reason:  # llguidance's name for it
                 reason = "no text follows it. Does one of its rules need itself without an end?"
             raise ConstraintError(f"The {constraint.what} can't be honoured: {reason}")
+        _check_patterns(constraint, tokenizer)
         kept = tokenizer, matcher
     _grammars[key] = kept
     while len(_grammars) > _COMPILED:
         _grammars.popitem(last=False)
     return kept[1]
+
+
+def _check_patterns(constraint: Constraint, tokenizer: LLTokenizer) -> None:
+    """Follow a random text of each pattern with conditions: only then may llguidance find too many states.
+
+    Raises:
+        ConstraintError: when it does.
+    """
+    rng = np.random.default_rng(0)
+    parts = (part.get("lark_grammar", "") for part in named_grammars(constraint.grammar, ""))
+    patterns = [found for part in parts for found in _PATTERN.findall(part)]
+    for pattern in list(dict.fromkeys(patterns))[:_CHECKED]:
+        grammar = f"start: X\nX: {pattern}"
+        matcher = with_deep_stack(LLMatcher, tokenizer, grammar, log_level=0, limits=LIMITS)
+        for _ in range(_CHECKED_TOKENS):
+            bits = np.unpackbits(
+                np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"
+            )
+            allowed = np.flatnonzero(bits)
+            if matcher.is_error():
+                reason = matcher.get_error().partition("\n")[0]
+                raise ConstraintError(
+                    f"The {constraint.what} can't be honoured: one of its patterns has more states than are "
+                    f"followed ({reason}). Use one with fewer conditions, or repeat less."
+                )
+            if matcher.is_stopped() or not len(allowed):
+                break
+            matcher.consume_token(int(rng.choice(allowed)))
 
 
 def _executor() -> LLExecutor:

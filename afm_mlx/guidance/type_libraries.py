@@ -75,7 +75,9 @@ class Pydantic(Library):
     """A type that has something of pydantic's in it; or a `TypeAdapter`."""
 
     def schema(self) -> dict[str, Any]:
-        return _adapter_of(self.kind).json_schema()
+        from afm_mlx.guidance.pydantic_schema import ExactJsonSchema  # it imports pydantic
+
+        return _adapter_of(self.kind).json_schema(schema_generator=ExactJsonSchema)
 
     def reader(self, kind: Any) -> Callable[[str | bytes], Any]:
         adapter = _adapter_of(kind)

@@ -23,7 +23,7 @@ def as_afm_reads_it(schema: dict[str, Any]) -> dict[str, Any]:
 
     The root is no reference, but may be referred to as `#`. Objects have their properties only, in the order of
     `x-order`; their properties take descriptions from the class's docstring. Lists of fields have no more than
-    those. Titles are those of classes. Sets are lists: one that repeats a value is a set all the same.
+    those. Titles are those of classes.
 
     Args:
         schema: the schema, which stays as it is.
@@ -54,7 +54,6 @@ def _rewritten(schema: Any, root: str, titled: bool = False) -> Any:
             new[key] = {n: _rewritten(s, root, key == "$defs") for n, s in new[key].items()}
     if root and new.get("$ref") == root:
         new["$ref"] = "#"
-    new.pop("uniqueItems", None)
     if "prefixItems" in new:
         new.setdefault("items", False)
     if "properties" in new:

@@ -14,6 +14,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.schema.regular import LIMITS
+from afm_mlx.guidance.unique_items import State
 
 _numbers = itertools.count()  # classes of one name in one schema are none of msgspec's
 NAMES = "title person day time place name age note kind street n_1".split()
@@ -127,17 +129,19 @@ def accepts(constraint: Constraint, text: str) -> bool:
 
 def random_text(rng: np.random.Generator, constraint: Constraint, soft_limit: int = 60) -> str:
     """A text under a constraint, drawn byte by byte; past `soft_limit`, what closes it is preferred."""
-    matcher = LLMatcher(BYTES, constraint.grammar)
+    state = State(LLMatcher(BYTES, constraint.grammar, limits=LIMITS), BYTES)
     data = bytearray()
-    while not matcher.is_stopped():
-        bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits[:256])
-        if matcher.is_accepting() and (
+    while not state.matcher.is_stopped():
+        mask = np.frombuffer(state.matcher.compute_bitmask(), np.uint32).copy()
+        state.restrict(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[:256])
+        if state.matcher.is_accepting() and (
             not len(allowed) or len(data) > soft_limit or rng.integers(2)
         ):
             break
         closing = [byte for byte in b'"]}' if byte in allowed] if len(data) > soft_limit else []
         byte = int(rng.choice(closing or allowed))
-        assert matcher.consume_token(byte)
+        state = state.then(bytes([byte]))
+        assert not state.matcher.is_error()
         data.append(byte)
     return data.decode()

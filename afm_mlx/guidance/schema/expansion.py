@@ -101,6 +101,10 @@ class Expansion:
         self._known[formula] = result
         return result
 
+    def check_time(self, place: str) -> None:
+        """Raise when the work on the document has taken too long."""
+        self._budget.spend(place, 0)
+
     def _expanded(self, formula: Formula, place: str) -> tuple[Case, ...]:
         if formula[0] == "and":
             # What can't be true together ends the work early; alternatives come last.

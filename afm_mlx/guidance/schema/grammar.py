@@ -66,6 +66,7 @@ class _Grammar:
         while self._pending:
             formula = self._pending.pop()
             place = self._document.place(formula)
+            self.expansion.check_time(place)
             cases = self.expansion.cases(formula)
             self._rules[self._names[formula]] = either(*(self.case(case, place) for case in cases))
         rules = fulfilled(self._rules)

@@ -50,14 +50,14 @@ def object_rule(case: Objects, builder: Builder, place: str) -> Rule:
     """The texts of the objects of a case."""
     if case.some:
         return _with_some(case, builder, place)
-    listed = _listed(case, builder)
+    listed = _listed(case, builder, place)
     return _members(case, listed, _free(case, listed, builder, place), None, builder, place)
 
 
 def _with_some(case: Objects, builder: Builder, place: str) -> Rule:
     """Objects with a property that is known by its kind only: a listed one, or the last one."""
     some, case = case.some[0], replace(case, some=case.some[1:])
-    listed = _listed(case, builder)
+    listed = _listed(case, builder, place)
     candidates = [name for name in listed if _is_kind(name, some, builder)][:_CANDIDATES]
     layers = [Layer(properties=((name, some.value),), is_evaluating=False) for name in candidates]
     options = [
@@ -95,14 +95,18 @@ def _is_named(name: str, schemas: tuple[Formula, ...], builder: Builder) -> bool
     )
 
 
-def _listed(case: Objects, builder: Builder) -> dict[str, Formula]:
+def _listed(case: Objects, builder: Builder, place: str) -> dict[str, Formula]:
     """Properties that are known by name, with the schema of their value."""
     names = case.listed()
     finite = _finite_names(case, builder)
     if finite is not None:
         names = list(dict.fromkeys([*names, *finite]))
-    result = {name: case.value(name, is_like) for name in names}
-    return {n: v if _is_named(n, case.names, builder) else FALSE for n, v in result.items()}
+    result = {}
+    for name in names:
+        builder.expansion.check_time(place)
+        is_named = _is_named(name, case.names, builder)
+        result[name] = case.value(name, is_like) if is_named else FALSE
+    return result
 
 
 def _finite_names(case: Objects, builder: Builder) -> list[str] | None:

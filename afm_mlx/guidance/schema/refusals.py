@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, NoReturn
 
 from afm_mlx.errors import ConstraintError, shown
 
 MAX_STEPS = 30_000
 """Intersections of two cases for one schema at most: a few seconds."""
+MAX_SECONDS = 8.0
+"""Seconds of work on one schema at most."""
 MAX_CASES = 600
 """Alternatives of one schema at most."""
 
@@ -50,17 +53,23 @@ def check_count(place: str, cases: int) -> None:
 
 
 class Budget:
-    """Counts steps of one schema, so that a hostile one ends in a refusal."""
+    """Counts steps and seconds of one schema, so that a hostile one ends in a refusal."""
 
     def __init__(self, steps: int = MAX_STEPS) -> None:
         self._left = steps
+        self._start = time.monotonic()
 
     def spend(self, place: str, steps: int = 1) -> None:
         """Count steps.
 
         Raises:
-            ConstraintError: when there were more than `MAX_STEPS`.
+            ConstraintError: when there were more than `MAX_STEPS`, or they take longer than `MAX_SECONDS`.
         """
+        if time.monotonic() - self._start > MAX_SECONDS:
+            refuse_at(
+                place,
+                f"compiling takes longer than {MAX_SECONDS:g} s. Give a smaller schema, or simpler patterns.",
+            )
         self._left -= steps
         if self._left < 0:
             refuse_at(

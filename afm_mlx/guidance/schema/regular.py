@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from afm_mlx.guidance.deep_stack import with_deep_stack
+
 Expr = tuple[Any, ...]
 Ranges = tuple[tuple[int, int], ...]
 
@@ -27,9 +29,13 @@ ANY: Expr = ("rep", CHAR, 0, None)
 
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0xD7FF), (0xE000, LAST))
-_LIMITS = LLParserLimits(verbose_errors=False)
-_STEPS = 1_000
+LIMITS = LLParserLimits(step_lexer_fuel=2_000_000, verbose_errors=False)
+"""Of llguidance's work: 0.1 s for the tokens that may follow, at most."""
+_MAX_FLOATING = 9
+_STEPS = 300
 """Texts whose continuations are looked at to count values of a grammar, and 30 more for each."""
+_MAX_COUNTED = 400
+"""Bytes of a value that is counted, at most."""
 
 
 def literal(text: str) -> Expr:
@@ -92,8 +98,38 @@ def inverted(ranges: Ranges) -> Ranges:
 
 
 def quoted(expr: Expr) -> str:
-    """The JSON texts of the strings, as the right side of a Lark terminal."""
+    """The JSON texts of the strings, as the right side of a Lark terminal.
+
+    Raises:
+        ValueError: when too many patterns that may be found anywhere have to match at once.
+    """
+    if (count := _floating(expr)) > _MAX_FLOATING:
+        raise ValueError(
+            f"{count} patterns without a ^ (or look-aheads) are about one string, and {_MAX_FLOATING} are "
+            "followed at most: together they have states beyond number"
+        )
     return f'"\\"" {_lark(expr, False)} "\\""'
+
+
+def _floating(expr: Expr) -> int:
+    """How many sets that begin with any text meet in an expression."""
+    kind = expr[0]
+    if kind == "chars":
+        return 0
+    if kind in ("rep", "not"):
+        return _floating(expr[1])
+    if kind != "and":
+        return max(map(_floating, expr[1]), default=0)
+    bare = [part[1] if part[0] == "not" else part for part in expr[1]]
+    return sum(_floating(part) or _is_floating(part) for part in bare)
+
+
+def _is_floating(expr: Expr) -> bool:
+    if expr[0] == "cat":
+        return bool(expr[1]) and _is_floating(expr[1][0])
+    if expr[0] == "alt":
+        return any(map(_is_floating, expr[1]))
+    return expr[0] == "rep" and expr[3] is None and expr[1][0] == "chars"
 
 
 def quoted_text(text: str) -> str:
@@ -187,14 +223,18 @@ def compile_error(grammar: str) -> str:
 
     Its own check does not come to all of its limits: 65,525 symbols, for one.
     """
-    matcher = LLMatcher(_bytes(), grammar, log_level=0, limits=_LIMITS)
+    matcher = _compiled(grammar)
     return matcher.get_error().partition("\n")[0][:200] if matcher.is_error() else ""
 
 
 @lru_cache(maxsize=256)
 def _matcher(terminal: str) -> LLMatcher:
     lark = f"start: X\nX: {terminal}"
-    return LLMatcher(_bytes(), LLMatcher.grammar_from_lark(lark), log_level=0, limits=_LIMITS)
+    return _compiled(LLMatcher.grammar_from_lark(lark))
+
+
+def _compiled(grammar: str) -> LLMatcher:
+    return with_deep_stack(LLMatcher, _bytes(), grammar, log_level=0, limits=LIMITS)
 
 
 @lru_cache(maxsize=256)
@@ -236,7 +276,7 @@ def has_text(terminal: str, text: str) -> bool:
 
 def values_of(grammar: str, limit: int) -> set[Any] | None:
     """The `identity` of so many JSON values of a Lark grammar, or all; None when they are hard to find."""
-    matcher = LLMatcher(_bytes(), LLMatcher.grammar_from_lark(grammar), log_level=0, limits=_LIMITS)
+    matcher = _compiled(LLMatcher.grammar_from_lark(grammar))
     found: set[Any] = set()
     pending = [(matcher, b"", b"")]
     for _ in range(_STEPS + 30 * limit):
@@ -248,7 +288,7 @@ def values_of(grammar: str, limit: int) -> set[Any] | None:
             state.consume_token(byte[0])
         if state.is_accepting():
             found.add(identity(json.loads(text)))
-        if state.is_error():
+        if state.is_error() or len(text) > _MAX_COUNTED:
             return None
         if state.is_stopped():
             continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema.formats import LOOSE, PATTERNS
 from afm_mlx.guidance.schema.patterns import searched
 from afm_mlx.guidance.schema.regular import (
@@ -83,7 +84,14 @@ class Strings:
         if self.longest is not None and self.shortest > self.longest:
             return True
         is_simple = len(self.parts) + bool(self.excluded) + (self.longest is not None) < 2
-        return not is_simple and is_empty(quoted(self.expression())) is True
+        if is_simple:
+            return False
+        try:
+            return is_empty(quoted(self.expression())) is True
+        except ConstraintError:
+            raise
+        except ValueError:
+            return False  # it is refused where it is written
 
     def expression(self) -> Expr:
         """The set as an expression, without its formats."""

@@ -1,12 +1,16 @@
 """Constraints of every kind: what they accept, and what is refused before anything is generated."""
 
+import json
 import re
+import threading
+import time
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
 from afm_mlx.errors import ConstraintError
-from afm_mlx.guidance import constraint
+from afm_mlx.guidance import constraint, deep_stack, matcher
 from afm_mlx.guidance.constraint import MAX_TEXT, Constraint
 from afm_mlx.guidance.matcher import Matcher, fill_masks
 from tests.tools.cases import each
@@ -109,3 +113,46 @@ def test_grammars_of_schemas_are_kept_but_for_large_ones(monkeypatch):
         assert len(compiled) == count
     with pytest.raises(ConstraintError):
         Constraint.json_schema({"const": object()})
+
+
+PASSWORD = r"^(?=.*[A-Z])(?=.*[a-z])(?=.*\d)(?=.*[^A-Za-z0-9]).{8,32}$"
+
+
+def test_the_rule_of_a_password_generates_one(rng):
+    constraint = Constraint.json_schema({"type": "string", "pattern": PASSWORD})
+    for _ in range(5):
+        text = json.loads(random_answer(rng, constraint))
+        assert re.search(PASSWORD, text), text
+
+
+def test_a_pattern_with_too_many_states_is_refused_before_an_answer_begins(monkeypatch):
+    monkeypatch.setattr(matcher, "LIMITS", LLParserLimits(step_lexer_fuel=100_000))
+    rule = {"type": "string", "pattern": PASSWORD.replace("32", "33")}
+    constraint = Constraint.json_schema({"properties": {"key": rule}, "required": ["key"]})
+    with pytest.raises(ConstraintError, match="more states than are followed"):
+        Matcher(constraint, nano_tokenizer())
+
+
+def test_patterns_that_multiply_are_refused_in_time():
+    """llguidance would take hours over the first."""
+    patterns = [f"a.{{{i}}}b" for i in range(60)]
+    start = time.monotonic()
+    with pytest.raises(ConstraintError, match="9 are followed at most"):
+        Constraint.json_schema({"type": "string", "allOf": [{"pattern": p} for p in patterns]})
+    assert time.monotonic() - start < 10
+
+
+def test_a_compiler_without_an_end_is_waited_for_no_longer(monkeypatch):
+    monkeypatch.setattr(deep_stack, "SECONDS", 0.05)
+    done = threading.Event()
+    with pytest.raises(ConstraintError, match="longer than"):
+        deep_stack.with_deep_stack(done.wait)
+    with pytest.raises(ConstraintError, match="longer than"):
+        deep_stack.with_deep_stack(done.wait)
+    with pytest.raises(ConstraintError, match="Try again later"):
+        deep_stack.with_deep_stack(int)
+    done.set()
+    monkeypatch.setattr(deep_stack, "SECONDS", 5)
+    while any(not one.done() for one in deep_stack._left):
+        time.sleep(0.01)
+    assert deep_stack.with_deep_stack(int) == 0

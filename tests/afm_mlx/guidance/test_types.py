@@ -1,11 +1,16 @@
 """Python types as answers: schema, constraint, instance."""
 
+import collections
 import datetime
 import decimal
 import enum
+import ipaddress
 import json
+import re
 import subprocess
 import sys
+import typing
+import uuid
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -182,7 +187,7 @@ def test_a_list_of_fields_has_no_more_than_those():
 
 def test_a_set_is_a_list():
     answers = answer_type(set[str])
-    assert answers.schema == {"type": "array", "items": {"type": "string"}}
+    assert answers.schema == {"type": "array", "items": {"type": "string"}, "uniqueItems": True}
     assert answers.instance('["a", "b", "a"]') == {"a", "b"}
 
 
@@ -254,3 +259,50 @@ def test_what_a_types_code_raises_is_the_cause_of_a_refusal():
     assert isinstance(refused.value.__cause__, KeyError)
     with pytest.raises(ConstraintError, match="None begins no Faulty"):
         answer_type(Faulty).partial(None)
+
+
+class Color(enum.Enum):
+    RED, BLUE = "red", "blue"
+
+
+@each(
+    "kind",
+    [
+        decimal.Decimal, pydantic.condecimal(gt=0, max_digits=5, decimal_places=2), bytes,
+        pydantic.conbytes(max_length=5), dict[int, str], dict[uuid.UUID, int], dict[datetime.date, int],
+        dict[Color, int], pydantic.NaiveDatetime, pydantic.AwareDatetime, datetime.datetime, datetime.time,
+        datetime.timedelta, pydantic.HttpUrl, pydantic.AnyUrl, pydantic.PostgresDsn,
+        set[typing.Literal["a", "b"]], frozenset[Color], pydantic.conset(int, min_length=2), pydantic.UUID1,
+        pydantic.UUID4, ipaddress.IPv4Network, ipaddress.IPv6Interface, pydantic.IPvAnyAddress, re.Pattern,
+        pydantic.Base64Str, pydantic.Base64UrlBytes, pydantic.SecretStr, pydantic.FiniteFloat,
+        pydantic.confloat(multiple_of=0.5), collections.deque[int], datetime.date | datetime.datetime,
+    ],
+)  # fmt: skip
+def test_what_is_generated_is_what_pydantic_asks_for(rng, kind):
+    answers = answer_type(pydantic.create_model("Answer", x=(kind, ...)))
+    for _ in range(3):
+        answers.instance(random_text(rng, answers.constraint, soft_limit=20))
+
+
+@each(
+    "kind, reason",
+    [
+        (pydantic.PastDate, "date with limits"),
+        (pydantic.Json, "has Json"),
+        (pydantic.FilePath, "file-path"),
+        (complex, "has complex"),
+        (dict[float, int], "keys of type float"),
+        (dict[pydantic.PositiveInt, int], "keys of type int"),
+    ],
+)
+def test_what_no_schema_describes_of_pydantic_is_refused(kind, reason):
+    with pytest.raises(ConstraintError, match=reason):
+        answer_type(pydantic.create_model("Answer", x=(kind, ...)))
+
+
+def test_a_set_ends_where_its_values_do():
+    assert accepts(answer_type(set[typing.Literal["a", "b"]]).constraint, '["b", "a"]')
+    with pytest.raises(ConstraintError, match="only 2 items can differ"):
+        _ = answer_type(
+            typing.Annotated[set[typing.Literal["a", "b"]], msgspec.Meta(min_length=3)]
+        ).constraint
