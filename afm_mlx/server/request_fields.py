@@ -157,7 +157,7 @@ class ToolMessage(Fields, tag_field="role", tag="tool"):
 
 ChatMessage = Annotated[
     SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage,
-    Kinds("messages have other roles here"),
+    Kinds("no message has this role"),
 ]
 
 
@@ -693,7 +693,7 @@ class ClaudeSystem(Fields, tag_field="role", tag="system"):
 
 
 ClaudeMessage = Annotated[
-    ClaudeUser | ClaudeAssistant | ClaudeSystem, Kinds("messages have other roles here")
+    ClaudeUser | ClaudeAssistant | ClaudeSystem, Kinds("no message has this role")
 ]
 
 

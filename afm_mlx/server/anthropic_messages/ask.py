@@ -132,6 +132,7 @@ def _add_user(conversation: Conversation, message: ClaudeUser, place: str) -> No
 
 
 def _add_answer(conversation: Conversation, message: ClaudeAssistant, place: str) -> None:
+    """Text and calls; a message of nothing else (of thoughts) is none."""
     if isinstance(message.content, str):
         conversation.add_answer(message.content, place)
         return
@@ -145,7 +146,7 @@ def _add_answer(conversation: Conversation, message: ClaudeAssistant, place: str
             conversation.add_answer(PARAGRAPH.join(texts), where)
             texts = []
         conversation.add_call(block.id, block.name, json.dumps(block.input), f"{where}.id")
-    if texts or not message.content:
+    if texts:
         conversation.add_answer(PARAGRAPH.join(texts), place)
 
 

@@ -218,6 +218,9 @@ def test_what_a_conversation_is_made_of(client):
     assert count([{"role": "user", "content": [plain_block, marked]}]) == count(
         "Be brief\n\nBe kind"
     )
+    thought = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
+    thoughts = [user, {"role": "assistant", "content": [thought]}]
+    assert count(thoughts) == count([user])
     begun = [
         {"role": "user", "content": stories.FORMAL},
         {"role": "assistant", "content": "Dear Hana, I am"},
