@@ -11,7 +11,7 @@ import mlx.core as mx
 from afm_mlx.adapters.active import BatchAdapters
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import batch_adapters
-from afm_mlx.engine.row_caches import change_blocks, let_go
+from afm_mlx.engine.row_caches import change_blocks, filter_rows, let_go
 
 
 @dataclass
@@ -67,7 +67,7 @@ class RowBatch:
         self.inputs = self.inputs[mx.array(indices, dtype=mx.int32)]
         if not self.rows:
             self.cache = []
-        change_blocks(self.cache, lambda entry: entry.filter(indices), self.by_block)
+        change_blocks(self.cache, lambda entry: filter_rows(entry, indices), self.by_block)
 
     def take_out(self, index: int) -> tuple[Row, list[Any]]:
         """Take a row out that is to come back: it keeps its adapter.
@@ -88,7 +88,7 @@ class RowBatch:
             mine.append(entry.extract(index))
             if self.by_block and not mine[-1].empty():
                 mx.eval(mine[-1].state)
-            entry.filter(others)
+            filter_rows(entry, others)
 
         change_blocks(self.cache, take, self.by_block)
         self.rows = [self.rows[i] for i in others]

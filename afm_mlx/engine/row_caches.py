@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.errors import RequestError, shown
-from afm_mlx.model.kv_cache import KVCache
+from afm_mlx.model.kv_cache import STEP, KVCache
 from afm_mlx.model.kv_cache_placeholder import NoKVCache
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.zoo_kv_cache import ZooKVCache
@@ -237,6 +237,17 @@ def change_blocks(cache: Sequence[Any], change: Callable[[Any], None], by_block:
 def _evaluate(entry: Any) -> None:
     if not entry.empty():
         mx.eval(entry.buffer if isinstance(entry, KVCache) else entry.state)
+
+
+def filter_rows(entry: Any, rows: Sequence[int]) -> None:
+    """Keep only these rows of a batch's entry, and the columns that they use."""
+    entry.filter(rows)
+    if (
+        type(entry).__name__ == "BatchKVCache" and entry.keys is not None
+    ):  # mlx-lm's keeps all columns
+        columns = -(-entry._idx // STEP) * STEP
+        entry.keys = mx.contiguous(entry.keys[:, :, :columns])
+        entry.values = mx.contiguous(entry.values[:, :, :columns])
 
 
 def make_ready(cache: Sequence[Any], inputs: mx.array | None, count: int) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.row import Row
 from afm_mlx.errors import LogitsError, RequestError, shown
-from afm_mlx.guidance.matcher import fill_masks
+from afm_mlx.guidance.matcher import Matcher, fill_masks
 
 
 class Place(NamedTuple):
@@ -55,13 +55,27 @@ def sample(
         known: the token of each row, by its index, that a constraint has forced; nothing is drawn for it.
     """
     held = {i: r.matcher for i, r in enumerate(rows) if r.matcher is not None and i not in known}
-    masks = dict(zip(held, fill_masks(list(held.values())), strict=True)) if held else {}
+    masks = _masks(rows, held) if held else {}
     places = [Place(row, masks.get(i)) for i, row in enumerate(rows)]
     tokens, peaks, logprobs = draw(places, logits, inputs)
     if known:
         forced = mx.array([known.get(i, -1) for i in range(len(rows))], mx.int32)
         tokens = mx.where(forced < 0, tokens, forced)
     return tokens, peaks, logprobs
+
+
+def _masks(rows: Sequence[Row], held: Mapping[int, Matcher]) -> dict[int, np.ndarray]:
+    """The tokens that matchers allow, by the rows' indices; a matcher that fails is its row's error."""
+    try:
+        return dict(zip(held, fill_masks(list(held.values())), strict=True))
+    except Exception:
+        masks = {}
+        for index, matcher in held.items():
+            try:
+                (masks[index],) = fill_masks([matcher])
+            except Exception as error:
+                rows[index].error = rows[index].error or error
+        return masks
 
 
 def draw(

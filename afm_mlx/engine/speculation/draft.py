@@ -128,7 +128,10 @@ class Draft:
             self._follows = len(forced) > room
         except ConstraintError:
             self.limit = len(self.fed)
-        if self._matcher.is_stopped:
-            self.limit = len(self.fed)
-        if not self._follows:
-            self.masks[len(self.fed) - 1] = fill_masks([self._matcher])[0]
+        try:
+            if self._matcher.is_stopped:
+                self.limit = len(self.fed)
+            if not self._follows:
+                self.masks[len(self.fed) - 1] = fill_masks([self._matcher])[0]
+        except Exception as error:
+            self.row.error, self.limit = self.row.error or error, len(self.fed)

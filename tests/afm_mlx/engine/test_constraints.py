@@ -17,9 +17,11 @@ from afm_mlx.engine.logits_processors import make_logits_processors
 from afm_mlx.engine.prompt_reuse import PromptCaches, tokens_in
 from afm_mlx.engine.request import Request
 from afm_mlx.engine.samplers import make_sampler
+from afm_mlx.engine.speculation import draft
+from afm_mlx.engine.speculation.drafting import Speculation
 from afm_mlx.errors import ContextLengthError, IncompleteError, LogitsError, RequestError
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.guidance.matcher import Matcher
+from afm_mlx.guidance.matcher import Matcher, fill_masks
 from tests.tools.cases import each
 from tests.tools.constraints import (
     CONSTRAINTS,
@@ -376,3 +378,26 @@ def test_a_full_context_is_still_an_error_of_rows_without_constraints(rng, model
     engine = Engine(model, tokenizer, max_kv_size=12)
     engine.submit(Request(a_prompt(rng, 9), 50))
     assert isinstance(run(engine)[0][-1].error, ContextLengthError)
+
+
+@pytest.mark.parametrize("speculation", [None, Speculation(prompt_lookup=True, num_draft_tokens=2)])
+def test_a_matcher_that_fails_ends_its_row_alone(rng, monkeypatch, speculation):
+    engine = Engine(wide_model(rng), nano_tokenizer(), speculation=speculation)
+    bad, good = (
+        engine.submit(Request([5, 6, 7], 6, constraint=Constraint.regex(f"[{letters}]{{200}}")))
+        for letters in ("a-f", "u-z")
+    )
+    what = {row.id: row.matcher for row in engine._waiting}
+    what[bad].what = "failing"
+
+    def fails(given):
+        if any(matcher.what == "failing" for matcher in given):
+            raise KeyError("of the matcher")
+        return fill_masks(given)
+
+    for module in (sampling, draft):
+        monkeypatch.setattr(module, "fill_masks", fails)
+    found = run(engine)
+    assert isinstance(found[bad][-1].error, KeyError)
+    assert isinstance(found[good][-1].error, IncompleteError)
+    assert len(found[good]) == 6

@@ -84,8 +84,10 @@ def test_what_could_never_fit_is_refused(rng, model, tokenizer):
         Engine(zoo, tokenizer, kv_memory=1 << 30, max_kv_size=64)
 
 
-def test_the_longest_rows_columns_go_with_it(rng, model, tokenizer):
+@pytest.mark.parametrize("kind", ["ours", "zoo"])
+def test_the_longest_rows_columns_go_with_it(rng, tokenizer, kind):
     """A batch of short rows that a long one was part of takes no more than one that it never was part of."""
+    model = zoo_model("llama", SIZES["vocab_size"], 3) if kind == "zoo" else tiny(rng)
     engine = Engine(model, tokenizer, kv_memory=bytes_of_rows(model, tokenizer, 3, 512 + TAIL))
     long = engine.submit(Request(some_prompt(rng, 400), 100, logprobs=False))
     for _ in range(2):
