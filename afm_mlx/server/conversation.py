@@ -38,6 +38,7 @@ class Conversation:
         self._results: dict[str, Message | None] = {}
         self._has_results = False
         self._waiting: list[tuple[Callable[[str, str], None], str, str]] = []
+        self._paragraphs: list[str] = []  # of the last message, the user's, when it is several
         self._awaits_text = (
             False  # the last message is a late instruction that the user's next text joins
         )
@@ -81,9 +82,20 @@ class Conversation:
         self._awaits_text = False
 
     def _add_user(self, text: str, joins: bool) -> None:
-        if joins:
-            text = self.messages.pop()["content"] + PARAGRAPH + text
-        self.messages.append({"role": "user", "content": text})
+        if not joins:
+            self._end_user()
+            self.messages.append({"role": "user", "content": text})
+            return
+        if not self._paragraphs:
+            self.messages[-1] = {**self.messages[-1]}
+            self._paragraphs.append(self.messages[-1]["content"])
+        self._paragraphs.append(text)
+
+    def _end_user(self) -> None:
+        """Join the paragraphs of the user's message: one by one, many would take quadratic time."""
+        if self._paragraphs:
+            self.messages[-1]["content"] = PARAGRAPH.join(self._paragraphs)
+            self._paragraphs = []
 
     def add_answer(self, text: str, place: str) -> None:
         """Add what the assistant has said; `place` is where the text stands in the body.
@@ -92,6 +104,7 @@ class Conversation:
             ApiError: 400 behind a call that has no result.
         """
         self._end_calls(place)
+        self._end_user()
         self._awaits_text = False
         self.messages.append({"role": "assistant", "content": text})
 
@@ -188,6 +201,7 @@ class Conversation:
                 f"{place} has no message to answer; at least one is needed.", place, "invalid_value"
             )
         self._end_calls(place)
+        self._end_user()
         texts = [*([] if instructions is None else [instructions]), *self._instructions]
         if not texts:
             return self.messages

@@ -1,5 +1,7 @@
 """Messages that are put together from items or blocks."""
 
+import time
+
 import pytest
 
 from afm_mlx.server.conversation import Conversation
@@ -105,6 +107,18 @@ def test_late_instructions_are_a_part_of_the_users_turn_at_their_place():
     strict = Conversation(kept, folds=False)
     with pytest.raises(ApiError, match="instructions within a conversation"):
         strict.add_system("Be brief", "here")
+
+
+def test_many_late_instructions_take_linear_time():
+    """8 MB of them took more than two minutes when each made the user's message anew."""
+    conversation = Conversation()
+    conversation.add_user("Go", "here")
+    began = time.process_time()
+    for _ in range(16_000):
+        conversation.add_system("y" * 500, "here")
+    (message,) = conversation.finished("input")
+    assert time.process_time() - began < 5
+    assert message["content"] == "\n\n".join(["Go", *["y" * 500] * 16_000])
 
 
 def test_arguments_are_json():
