@@ -338,7 +338,7 @@ def document_of(record: Any) -> TextRecord | ChatRecord:
             _string(record, "instruction"),
             _string(record, "input") if record.get("input") else "",
         ]
-        past = [turn for pair in record.get("history") or () for turn in _turns(*pair)]
+        past = [turn for pair in _pairs(record.get("history") or []) for turn in _turns(*pair)]
         messages = [*past, *_turns("\n".join(filter(None, asked)), _string(record, "output"))]
     tools = record.get("tools")
     if keys in _OF_OTHERS:
@@ -367,6 +367,15 @@ _SENDERS = {
 
 def _turns(prompt: Any, completion: Any) -> list[Any]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+
+
+def _pairs(history: Any) -> list[Any]:
+    is_list = isinstance(history, list)
+    if not is_list or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise DataError(
+            f"'history' is {shown(history)}; a list of [instruction, output] is needed."
+        )
+    return list(history)
 
 
 def _messages(messages: Any) -> Any:

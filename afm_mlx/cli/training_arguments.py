@@ -73,8 +73,8 @@ def training_tables(learning_rate: str, *own: Argument) -> Tables:
             Argument("--force", FLAG, "take an adapter that was made for another model, if its shapes fit"),
             Argument("--data", None,
                      "a folder with train.jsonl, and valid.jsonl and test.jsonl where there are any; or one "
-                     '.jsonl file. Lines are {"messages"}, {"prompt", "completion"}, {"text"}, or a list of '
-                     "messages",
+                     '.jsonl file; .json, .csv and .gz are read, too. Lines are {"messages"}, {"prompt", '
+                     '"completion"}, {"text"}, a list of messages, or records of ShareGPT or Alpaca',
                      metavar="PATH"),
             options.JSON,
             unavailable("--report-to",

@@ -16,6 +16,8 @@ from afm_mlx.fm.transcript_entries import JSON, json_copy, json_text
 
 Message = dict[str, Any]
 
+_merging = threading.Lock()
+
 
 class Transcript(Sequence[kinds.Entry]):
     """What was said in a session, in order: instructions, prompts, answers, calls of tools and their results.
@@ -50,7 +52,6 @@ class Transcript(Sequence[kinds.Entry]):
             "transcript": {"entries": [_json_of(entry) for entry in entries]},
         }
         self._copied: list[JSON] = []  # the entries of the transcript that this one is a copy of
-        self._merging = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -104,7 +105,7 @@ class Transcript(Sequence[kinds.Entry]):
 
         Those are its last turn, and older entries that it took out, or added behind the instructions.
         """
-        with self._merging:
+        with _merging:
             copied, kept = ({id(e) for e in t} for t in (draft._copied, draft._entries))
             *older, own = _parts(draft._entries)
             here = [e for e in self._entries if id(e) not in copied or id(e) in kept]

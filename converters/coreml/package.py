@@ -91,7 +91,7 @@ class _Exporter(MILProtoExporter):
             nbytes: bytes that they take in the file.
         """
         array = np.ascontiguousarray(array.reshape(-1))
-        content = (str(dtype), hashlib.blake2b(array.view(np.uint8)).digest())
+        content = (str(dtype), hashlib.blake2b(array.view(np.uint8).data).digest())
         if content not in self._written:
             offset = self._written[content] = _append(self._writer, array, dtype)
             self._end = offset + _RECORD_BYTES + nbytes

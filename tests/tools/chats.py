@@ -38,9 +38,9 @@ def targets(sample, tokenizer):
 
 def random_chat(rng):
     """A chat that the toolkit takes: tools, tool results and response formats among its turns."""
-    messages = [{"role": "system", "content": plain_text(rng)}] if rng.integers(2) else []
+    messages = [{"role": "system", "content": "s" + plain_text(rng)}] if rng.integers(2) else []
     for _ in range(rng.integers(1, 4)):
-        user = {"role": "user", "content": plain_text(rng)}
+        user = {"role": "user", "content": "q" + plain_text(rng)}
         messages.append(user | ({"response_format": SCHEMA} if rng.integers(4) == 0 else {}))
         for _ in range(rng.integers(3)):
             content = plain_text(rng) if rng.integers(2) else ""

@@ -34,7 +34,7 @@ from afm_mlx.jsonl import (
 )
 from afm_mlx.measure.perplexity import cut
 from afm_mlx.progress import Progress
-from afm_mlx.tokenizer.chat_messages import Message, checked_messages
+from afm_mlx.tokenizer.chat_messages import Message, checked_messages, checked_tools
 
 SPLITS = ("train", "valid", "test")
 _FAULTS_SHOWN = 5
@@ -276,7 +276,7 @@ def _check_turns(messages: Sequence[Message]) -> None:
 
 def _check_calls(messages: Sequence[Message], tools: Any) -> None:
     """Raise `DataError` for calls that are not of the chat's tools, and for results without a call."""
-    known = [*(tools if isinstance(tools, list) else ()), *messages[0].get("tools", ())]
+    known = [*(checked_tools(tools) if tools else ()), *messages[0].get("tools", ())]
     waiting = 0  # calls without a result yet
     for index, message in enumerate(messages):
         if message["role"] in ("tool", "function"):
@@ -292,7 +292,12 @@ def _check_calls(messages: Sequence[Message], tools: Any) -> None:
             continue
         calls = message.get("tool_calls", ())
         waiting = len(calls)
-        names = {tool.get("function", tool).get("name") for tool in known}
+        functions = [tool.get("function", tool) for tool in known]
+        names = {
+            f["name"]
+            for f in functions
+            if isinstance(f, Mapping) and isinstance(f.get("name"), str)
+        }
         for number, call in enumerate(calls):
             where = f"messages[{index}].tool_calls[{number}]"
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -301,7 +306,7 @@ def _check_calls(messages: Sequence[Message], tools: Any) -> None:
                     f'{where}: the arguments {shown(arguments)} are no JSON object, as {{"at": 1}} is one.'
                 )
             if name not in names:
-                have = ", ".join(map(str, names - {None})) or "none"
+                have = ", ".join(sorted(names)) or "none"
                 raise DataError(
                     f"{where} calls {shown(name)}, which is no tool of the chat; it has {have}. Give its "
                     'definition: "tools" beside the messages.'
