@@ -134,10 +134,10 @@ def fill_masks(matchers: Sequence[Matcher]) -> np.ndarray:
     words = -(-matchers[0].tokenizer.vocab_size // 32)
     masks = np.zeros((len(inner), words), np.uint32)
     if len(inner) < _SIDE_BY_SIDE:
-        for matcher, mask in zip(inner, masks, strict=True):
-            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        for one, mask in zip(inner, masks, strict=True):
+            one.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     else:
-        rows = [(matcher, i) for i, matcher in enumerate(inner)]
+        rows = [(one, i) for i, one in enumerate(inner)]
         _executor().unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * words, len(inner))
     for matcher, mask in zip(matchers, masks, strict=True):
         matcher.restrict(mask)

@@ -401,3 +401,19 @@ def test_a_matcher_that_fails_ends_its_row_alone(rng, monkeypatch, speculation):
     assert isinstance(found[bad][-1].error, KeyError)
     assert isinstance(found[good][-1].error, IncompleteError)
     assert len(found[good]) == 6
+
+
+def test_items_differ_with_drafts_and_without(rng):
+    """Drafts are followed by copies of a row's state; a token that they may not have, the row may not have."""
+    model = wide_model(rng)
+    items = {"type": "integer", "minimum": 0, "maximum": 30}
+    schema = {"type": "array", "items": items, "uniqueItems": True, "minItems": 12, "maxItems": 20}
+    constraint = Constraint.json_schema(schema)
+    options = {"constraint": constraint, "max_tokens": 200}
+    found = [
+        generate(model, nano_tokenizer(), [5, 6, 7], draft_model=drafter, **options)
+        for drafter in (None, model)
+    ]
+    assert found[0] == found[1]
+    values = json.loads(found[0])
+    assert len(set(values)) == len(values) >= 12
