@@ -101,9 +101,9 @@ def test_the_longest_rows_columns_go_with_it(rng, tokenizer, kind):
     assert engine.kv_bytes <= with_long * 2 / 3 * SMALLEST / 512
 
 
-def wide(rng, kv_bits):
+def wide(rng, kv_bits, layers=4):
     """A model whose keys and values outweigh all else that a step computes."""
-    sizes = SIZES | {"hidden_dim": 256, "num_heads": 2, "num_kv_heads": 2}
+    sizes = SIZES | {"hidden_dim": 256, "num_heads": 2, "num_kv_heads": 2, "num_layers": layers}
     return random_model(random_config(rng, **sizes, kv_bits=kv_bits), rng).eval()
 
 
@@ -145,3 +145,25 @@ def test_arrays_of_keys_and_values_never_take_more(rng, tokenizer, exact_memory,
     assert most_rows >= 4
     assert most_bytes > budget / 4
     assert engine.kv_bytes == 0
+
+
+def test_a_budget_without_slack_holds_while_caches_grow_and_rows_leave(
+    rng, tokenizer, exact_memory
+):
+    """There is no room for two copies of all blocks."""
+    model = wide(rng, 8, layers=10)
+    budget = bytes_of_rows(model, tokenizer, 3, 512 + TAIL)
+    engine = Engine(model, tokenizer, kv_memory=budget, prefill_step_size=32)
+    for _ in range(3):
+        engine.submit(Request(some_prompt(rng, 250), 150, logprobs=False))
+    gc.collect()
+    before, most = mx.get_active_memory(), 0
+    left = 20
+    while left:
+        if engine.kv_tokens > 3 * 325:  # all rows have grown to 512 columns
+            engine.cancel(0)
+        left -= engine.kv_tokens < 3 * 250 and engine.rows_running == 2
+        mx.reset_peak_memory()
+        engine.step()
+        most = max(most, mx.get_peak_memory() - before)
+    assert budget * 0.8 < most <= budget
