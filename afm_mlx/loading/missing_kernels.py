@@ -73,7 +73,7 @@ def _calls(model: nn.Module | None) -> Iterator[tuple[str, Case]]:
     if model is None:
         yield (
             "packed_matmul",
-            base._replace(mode=AFM_RULE.mode, granularity=AFM_RULE.granularity),
+            base._replace(mode=AFM_RULE.mode, granularity=AFM_RULE.granularity or ""),
         )
         yield from ((op, base._replace(head_dim=_HEAD_DIM)) for op in _ATTENTION)
         return
