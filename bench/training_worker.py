@@ -22,6 +22,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 
 from afm_mlx.adapters.lora import add_lora
+from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
@@ -134,6 +135,9 @@ def mlx_lm_step(config: ModelConfig, case: Case, stack: ExitStack) -> Callable[[
     optimizer = optim.AdamW(1e-5, weight_decay=0.0)
     gradients = nn.value_and_grad(model, default_loss)
     state = [model.state, optimizer.state, mx.random.state]
+
+    mx.enable_compile()  # as mlx-lm's users have it
+    stack.callback(keep_compiler_out)
 
     @partial(mx.compile, inputs=state, outputs=state)
     def step(batch: mx.array, lengths: mx.array) -> Any:
