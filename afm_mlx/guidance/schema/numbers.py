@@ -22,6 +22,8 @@ MAX_DIGITS = 310
 """Digits of an integer bound at most: those of the largest binary number."""
 _LISTED = 256
 """Multiples that are listed one by one at most."""
+_MAX_REMAINDERS = 10_000
+"""Remainders that llguidance follows at most; of a larger step, the multiples next to zero are listed."""
 _ZERO = Fraction(0)
 
 
@@ -170,9 +172,11 @@ def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
     if first > last or numbers.is_integer is False:
         return []
     beyond = 10**DIGITS
-    if (last - first) / step < _LISTED or first >= beyond or last <= -beyond:
-        # Of those that no binary number is close to, the first ones that are not bounded.
-        start = last - step * min(_LISTED - 1, (last - first) // step) if last < 0 else first
+    is_round = step.denominator == 1 and not str(step).strip("0").strip("1")
+    is_coarse = step * 10**places > _MAX_REMAINDERS and not is_round
+    if (last - first) / step < _LISTED or first >= beyond or last <= -beyond or is_coarse:
+        # Those next to zero, where there are too many.
+        start = max(first, min(last - step * (_LISTED - 1), -step * (_LISTED // 2)))
         count = int(min(_LISTED, (last - start) // step + 1))
         listed = [start + step * i for i in range(count)]
         texts = [decimal(value) for value in listed if value not in numbers.excluded]
