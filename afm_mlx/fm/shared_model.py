@@ -227,7 +227,7 @@ def card_languages(card: Path) -> list[str]:
             text = file.read(_CARD_BYTES).decode("utf-8", "replace")
         head = re.match(r"---\s*\n(.*?)\n---", text, re.S)
         fields = yaml.safe_load(head[1]) if head else None
-    except (OSError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
     found = fields.get("language") if isinstance(fields, dict) else None
     listed = found if isinstance(found, list) else [found]

@@ -235,6 +235,7 @@ def encode_chat(
     checked = checked_messages(messages)
     _check_turns(checked)
     _check_calls(checked, tools)
+    _check_argument_texts(messages)
     chat = _Chat(messages, checked, tools, tokenizer)
     weights = np.full(len(chat.tokens), prompt_weight, np.float32)
     weights[0] = 0
@@ -311,6 +312,19 @@ def _check_calls(messages: Sequence[Message], tools: Any) -> None:
                     f"{where} calls {shown(name)}, which is no tool of the chat; it has {have}. Give its "
                     'definition: "tools" beside the messages.'
                 )
+
+
+def _check_argument_texts(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `DataError` for arguments, written as JSON text, in which an object has a key twice."""
+    for index, message in enumerate(messages):
+        for number, call in enumerate(message.get("tool_calls") or ()):
+            arguments = call.get("function", call).get("arguments")
+            if isinstance(arguments, str):
+                try:
+                    parse_line(arguments)
+                except DataError as error:
+                    where = f"messages[{index}].tool_calls[{number}]"
+                    raise DataError(f"{where}: in the arguments, {error}") from None
 
 
 class _Chat:

@@ -334,6 +334,7 @@ BAD_RECORDS = [
     ([{**USER, "content": " "}, ANSWER], r"messages\[0\] is an empty turn of the role 'user'"),
     ([{**SYSTEM, "content": ""}, USER, ANSWER], r"messages\[0\] is an empty turn of the role 'system'"),
     (called('{"at": 1'), r"tool_calls\[0\]: the arguments '.*' are no JSON object"),
+    (called('{"at": 1, "at": 2}'), r"tool_calls\[0\]: in the arguments, an object has the key 'at' twice"),
     (called("[1]"), r"tool_calls\[0\]: the arguments \[1\] are no JSON object"),
     ({**called("{}"), "tools": None}, r"calls 'look', which is no tool of the chat; it has none"),
     ({**called("{}"), "tools": ["look"]}, r"tools\[0\] must be a tool definition"),
