@@ -153,8 +153,11 @@ def number_terminals(numbers: Numbers, *, is_plain: bool = False) -> list[str]:
     """
     if numbers.values is not None:
         return [_listed(numbers.values)] if numbers.values else []
-    if numbers.step is not None and not (numbers.is_integer and numbers.step.numerator == 1):
-        return _multiples(numbers, numbers.step)
+    step = numbers.step
+    if step is not None and step.denominator == 1 and numbers.is_integer is None:
+        numbers = replace(numbers, is_integer=True)
+    if step is not None and not (numbers.is_integer and step.numerator == 1):
+        return _multiples(numbers, step)
     return _forms(numbers, is_plain=is_plain)
 
 
@@ -163,6 +166,8 @@ def _listed(texts: Iterable[str]) -> str:
 
 
 def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
+    if step.denominator == 1 and numbers.is_integer is False:
+        return []
     places = len(_digits(step)[1])
     if step.numerator == 1 and step * 10**places == 1:
         return _forms(numbers, places)
