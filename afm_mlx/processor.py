@@ -1,4 +1,4 @@
-"""Whether this processor runs NumPy, which is not asked by NumPy itself until it is too late.
+"""Ask the processor for the instructions that NumPy needs, before NumPy's import ends the process.
 
 NumPy's wheels for x86 are compiled for x86-64-v2 from 2.4 on: all processors since 2009, but not what virtual
 machines show by default in places (`kvm64`, `qemu64`). There its import ends the process by SIGILL.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import platform
 import sys
-from importlib import metadata
 
 from afm_mlx.errors import AFMError
 
@@ -37,6 +36,8 @@ def check() -> None:
     missing = _missing()
     if not missing:
         return
+    from importlib import metadata  # with fifty modules, which no other processor has to import
+
     version = metadata.version("numpy")
     if tuple(map(int, version.split(".")[:2])) >= (2, 4):
         raise ProcessorError(
