@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from afm_mlx.cli.argument_table import Argument, flag_of
 from afm_mlx.cli.parser import UsageError
 from afm_mlx.errors import reason_of, shown
-from afm_mlx.files import read_file
 
 if TYPE_CHECKING:
     from afm_mlx.guidance.constraint import Constraint
@@ -94,6 +93,8 @@ def asked_of(args: argparse.Namespace) -> Asked | None:
 
 
 def _read(path: Path, flag: str) -> str:
+    from afm_mlx.files import read_file
+
     try:
         # Editors write the mark of UTF-8, too.
         return read_file(path, MAX_BYTES, pipes=True).decode("utf-8-sig")
@@ -178,6 +179,8 @@ def _import(name: str) -> ModuleType:
 
 
 def _run(path: Path) -> ModuleType:
+    from afm_mlx.files import read_file
+
     name = f"{__name__}.{path.stem}"  # no other module's
     read_file(path, MAX_BYTES)  # Python would read a device without an end
     spec = importlib.util.spec_from_file_location(name, path)
