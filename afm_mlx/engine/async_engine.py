@@ -77,7 +77,7 @@ class AsyncEngine:
         if engine is None:
             engine = await asyncio.wrap_future(threads.submit(self._made))
         # A constraint takes a while to be compiled, and neither the loop nor the other rows wait for that.
-        is_slow = request.constraint is not None or request.heal
+        is_slow = isinstance(request, Request) and (request.constraint is not None or request.heal)
         prepared = (
             await asyncio.to_thread(engine.prepare, request) if is_slow else engine.prepare(request)
         )

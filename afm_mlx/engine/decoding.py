@@ -152,9 +152,9 @@ class Decoding:
 
     def _submitted(self, flight: Flight) -> Flight:
         inputs = flight.tokens
-        if any(row.request.sampler for row in flight.rows):  # which may return what is no token
-            known = [row.vocab_size for row in flight.rows if row.vocab_size is not None]
-            inputs = mx.where((inputs < 0) | (inputs >= min(known, default=1)), 0, inputs)
+        known = [row.vocab_size for row in flight.rows if row.vocab_size is not None]
+        if known:  # a sampler has returned something, which may be no token
+            inputs = mx.where((inputs < 0) | (inputs >= min(known)), 0, inputs)
         mx.async_eval(flight.tokens, flight.peaks, inputs)
         self.batch.inputs = inputs
         return flight

@@ -63,6 +63,12 @@ STEP = 2048
 # On a CPU, MLX takes memory for some ten operations ahead: 219 MB for 512 tokens of the 3B. Fewer are as fast a
 # token, from 32 on; so few go into a step for which rows that decode wait.
 CPU_STEP, CPU_STEP_BESIDE = 128, 32
+# What options of these names are.
+NEEDED = {
+    "model": "a model, such as load returns,",
+    "prefix_cache": "a PrefixCache or None",
+    "speculation": "a Speculation or None",
+}
 # Seconds that a step waits for an adapter when there is nothing else to do; then new requests have their turn.
 LOADING_STEP = 0.01
 
@@ -115,6 +121,15 @@ class Engine:
         ):
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise RequestError(f"{name} is {shown(value)}; an integer of 1 or more is needed.")
+        for name, given, kind in (
+            ("model", model, nn.Module),
+            ("prefix_cache", prefix_cache, PrefixCache | None),
+            ("speculation", speculation, Speculation | None),
+        ):
+            if not isinstance(given, kind):
+                raise RequestError(f"{name} is {shown(given)}; {NEEDED[name]} is needed.")
+        if kv not in ("int8", "float"):
+            raise RequestError(f"kv is {shown(kv)}; allowed are int8 and float.")
         ends = getattr(tokenizer, "eos_token_ids", None)
         if not hasattr(tokenizer, "detokenizer") or not isinstance(ends, Collection):
             raise RequestError(
@@ -194,6 +209,10 @@ class Engine:
         Raises:
             RequestError, ConstraintError: as `submit` does.
         """
+        if not isinstance(request, Request):
+            raise RequestError(
+                f"The request is {shown(request)}; a Request is needed, such as Request(token_ids)."
+            )
         request = request.checked(getattr(self.model.args, "vocab_size", None))
         request, repeated = healed(request, self.tokenizer)
         constraint = request.constraint

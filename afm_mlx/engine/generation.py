@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from afm_mlx.engine.request import Request, Response, token_ids
 from afm_mlx.engine.row_caches import fit_empty, kind_of
 from afm_mlx.engine.speculation.draft_length import RowGuesses
 from afm_mlx.engine.speculation.drafting import Speculation
-from afm_mlx.errors import AFMError, RequestError, shown
+from afm_mlx.errors import RequestError, shown
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.model.model import is_afm
 from afm_mlx.model.wired_memory import wired_memory
@@ -166,7 +166,7 @@ def stream_generate(
         max_tokens=max_tokens,
         sampler=sampler,
         seed=seed,
-        logits_processors=list(logits_processors or ()),
+        logits_processors=() if logits_processors is None else logits_processors,
         stop=stop,
         cache=prompt_cache,
         on_prefill=prompt_progress_callback,
@@ -336,6 +336,10 @@ def batch_generate(
     Raises:
         AFMError: as `stream_generate` does, and as soon as one row can't go on.
     """
+    if isinstance(prompts, str | Mapping) or not isinstance(prompts, Collection | mx.array):
+        raise RequestError(
+            f"prompts is {shown(prompts)}; a list of prompts is needed, texts or lists of token ids."
+        )
     max_new = _for_each("max_tokens", max_tokens, len(prompts))
     names = _for_each("adapter", adapter, len(prompts))
     constraints = _for_each("constraint", constraint, len(prompts))
@@ -360,12 +364,7 @@ def batch_generate(
         )
     }
     with wired_memory(model):
-        try:
-            return _answers(engine, rows, sum(map(len, encoded)))
-        except AFMError:
-            for row in rows:
-                engine.cancel(row)  # their caches hold what they have come to
-            raise
+        return _answers(engine, rows, sum(map(len, encoded)))
 
 
 def _for_each(name: str, value: Any, count: int) -> list[Any]:
@@ -407,7 +406,10 @@ def _answers(engine: Engine, rows: Mapping[int, int], prompt_tokens: int) -> Bat
     tokens: list[list[int]] = [[] for _ in rows]
     start = first = time.perf_counter()
     for response in engine.run():
-        _raise_if_failed(response)
+        if response.error is not None:
+            for row in rows:
+                engine.cancel(row)  # their caches hold what they have come to
+            raise response.error
         index = rows[response.row]
         if not any(tokens) and not any(reasons):
             first = time.perf_counter()

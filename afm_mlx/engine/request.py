@@ -138,11 +138,11 @@ def token_ids(prompt: Any) -> list[int]:
     elif isinstance(prompt, np.ndarray):
         is_whole = np.issubdtype(prompt.dtype, np.integer)
     elif isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray):
-        wrong = next((token for token in prompt if not _is_whole(token)), None)
-        if wrong is None:
+        wrong = [token for token in prompt if not _is_whole(token)]
+        if not wrong:
             return [int(token) for token in prompt]
         raise RequestError(
-            f"The prompt has {shown(wrong)} for the id of a token; integers are needed, one list of them."
+            f"The prompt has {shown(wrong[0])} for the id of a token; integers are needed, one list of them."
         )
     else:
         raise RequestError(

@@ -60,7 +60,7 @@ class DraftModel:
                 if 0 <= token < self.model.args.vocab_size:
                     draft.extend([token])
                 else:  # of the row's sampler, which will return none either when the model is asked
-                    draft.limit = len(draft.fed)
+                    draft.close()
 
     def forget(self, rows: Iterable[int]) -> None:
         """Drop the caches of rows, by their ids."""

@@ -206,10 +206,7 @@ class Drafting:
             self._propose(
                 drafter, [d for d in unguessed if self._drafter_of(d.row) is drafter], count
             )
-        drafts = [
-            self._draft(d.row, 1) if d.row.error is not None or not d.is_sound else d
-            for d in drafts
-        ]
+        drafts = [self._draft(d.row, 1) if d.row.error is not None else d for d in drafts]
         most = max((len(draft.proposed) for draft in drafts), default=0)
         if most:
             seconds = time.perf_counter() - start
@@ -220,9 +217,9 @@ class Drafting:
         return Draft(row, limit, self._end_tokens, self._vocab_size)
 
     def _propose(self, drafter: Drafter, drafts: Sequence[Draft], count: int) -> None:
-        """Have a drafter guess. What it raises, and drafts that it leaves unsound, are errors of their rows."""
+        """Have a drafter guess. What it raises is the error of its drafts' rows."""
         try:
-            drafter.propose(drafts, count)
+            drafter.propose(list(drafts), count)
         except Exception as error:
             for draft in drafts:
                 failed = RequestError(
@@ -231,12 +228,6 @@ class Drafting:
                 )
                 failed.__cause__ = error
                 draft.row.error = draft.row.error or failed
-        for draft in drafts:
-            if not draft.is_sound:
-                draft.row.error = draft.row.error or RequestError(
-                    f"The drafter {type(drafter).__name__} made a draft of {shown(draft.fed)}; guesses are "
-                    "appended by Draft.extend."
-                )
 
     def count(self, draft: Draft, right: int) -> None:
         """Take note of how many guesses of a draft were right."""

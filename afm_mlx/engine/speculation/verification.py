@@ -41,7 +41,7 @@ def verified(
         For each draft the tokens at its places, by their index into `fed`. All is evaluated.
     """
     width = max(len(draft.fed) for draft in drafts)
-    inputs = mx.array([d.fed + [0] * (width - len(d.fed)) for d in drafts], mx.int32)
+    inputs = mx.array([[*d.fed] + [0] * (width - len(d.fed)) for d in drafts], mx.int32)
     if not any(draft.row.needs_logits for draft in drafts):
         tokens, peaks = model.verify(inputs, cache, "argmax")
         mx.eval(tokens, peaks)

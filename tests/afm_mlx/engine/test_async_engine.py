@@ -329,8 +329,19 @@ def test_guesses_that_are_no_tokens_end_their_row_alone(rng, model, tokenizer, t
 
 @pytest.mark.parametrize(
     "propose",
-    [lambda drafts: 1 / 0, lambda drafts: [d.fed.append(-7) for d in drafts]],
-    ids=["raises", "appends"],
+    [
+        lambda drafts: 1 / 0,
+        lambda drafts: [d.fed.append(-7) for d in drafts],
+        lambda drafts: [d.fed.append(7) for d in drafts],
+        lambda drafts: [d.fed.clear() for d in drafts],
+        lambda drafts: [d.fed.__setitem__(0, 7) for d in drafts],
+        lambda drafts: [d.masks.clear() for d in drafts],
+        *(
+            lambda drafts, name=name: [setattr(d, name, None) for d in drafts]
+            for name in ("fed", "masks", "proposed", "known", "row")
+        ),
+    ],
+    ids="raises appends bypasses clears rewrites unmasks fed masks proposed known row".split(),
 )
 def test_a_drafter_that_fails_ends_the_rows_that_it_was_asked_for(rng, model, tokenizer, propose):
     prompts = [some_prompt(rng, 4) for _ in range(2)]

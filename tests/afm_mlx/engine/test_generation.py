@@ -3,6 +3,7 @@
 Each test that names a letter is a regression test of a defect that mlx-lm 0.32.2 has on this architecture.
 """
 
+import asyncio
 import copy
 import inspect
 from dataclasses import fields
@@ -16,6 +17,7 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 
 import afm_mlx
 from afm_mlx.engine import generation
+from afm_mlx.engine.async_engine import AsyncEngine
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate, stream_generate
 from afm_mlx.engine.request import Request
@@ -263,3 +265,41 @@ def test_zoo_models_run_in_the_engine(rng, tokenizer, model_type):
         assert [r.token for r in got] == tokens
         steps = generate_step(mx.array(prompt), model, max_tokens=6)
         assert [int(token) for token, _ in steps] == tokens
+
+
+def test_what_is_no_model_prompt_or_option_is_refused_at_the_door(rng, model, tokenizer):
+    prompt = some_prompt(rng, 3)
+    for options in (
+        {"speculation": 5},
+        {"prefix_cache": "folder"},
+        {"kv": None},
+        {"kv": ["int8"]},
+        {"model": None},
+        {"model": "afm-nano"},
+    ):
+        (name,) = options
+        with pytest.raises(RequestError, match=f"^{name} is "):
+            Engine(**{"model": model, "tokenizer": tokenizer, **options})
+    for request in (None, "text", prompt, Request):
+        with pytest.raises(RequestError, match="a Request is needed"):
+            Engine(model, tokenizer).submit(request)
+        with pytest.raises(RequestError, match="a Request is needed"):
+            asyncio.run(anext(AsyncEngine(model, tokenizer).stream(request)))
+    for prompts in (None, "text", 5, iter([prompt]), {"a": prompt}):
+        with pytest.raises(RequestError, match=r"^prompts is "):
+            batch_generate(model, tokenizer, prompts)
+    with pytest.raises(RequestError, match=r"^logits_processors is "):
+        generate(model, tokenizer, prompt, logits_processors=len)
+
+
+def test_a_callers_own_error_leaves_the_caches_of_a_batch_filled(rng, model, tokenizer):
+    prompts, caches = [some_prompt(rng, n) for n in (3, 5)], [model.make_cache() for _ in range(2)]
+
+    def fails(tokens, logits):
+        if len(tokens) == 4:
+            raise KeyError("of the caller")
+        return logits
+
+    with pytest.raises(KeyError, match="of the caller"):
+        batch_generate(model, tokenizer, prompts, 8, cache=caches, logits_processors=[fails])
+    assert [cache[0].lengths for cache in caches] == [[3], [5]]  # the last token excepted

@@ -30,6 +30,7 @@ from tests.tools.cases import each
         ({"prompt": None}, "prompt is None"),
         ({"prompt": [[1, 2]]}, r"prompt has \[1, 2\]"),
         ({"prompt": [1, 2.0]}, "prompt has 2.0"),
+        ({"prompt": [1, None]}, "prompt has None"),
         ({"prompt": [1, True]}, "prompt has True"),
         ({"prompt": [1, "2"]}, "prompt has '2'"),
         ({"prompt": np.ones((1, 3), np.int32)}, r"array of int32 and shape \(1, 3\)"),

@@ -241,3 +241,24 @@ def test_what_a_callers_function_returns_wrongly_is_its_rows_error(
         assert (last.finish_reason, type(last.error)) == ("error", RequestError), name
         assert str(last.error).startswith(message), name
         assert len(found[row]) <= 2, name
+
+
+def test_what_raises_in_a_rows_first_step_changes_no_other_row(rng, tokenizer):
+    model = tiny(rng, "2-bit", kv_bits=8)
+    prompts = [some_prompt(rng, 4) for _ in range(2)]
+    wanted = generate(model, tokenizer, prompts[0], max_tokens=8)
+
+    def fails(*arrays):
+        raise KeyError("of the caller")
+
+    for options in (
+        {"sampler": fails},
+        {"sampler": mx.random.categorical, "logits_processors": [fails]},
+        {"on_prefill": fails},
+    ):
+        engine = Engine(model, tokenizer)
+        good = engine.submit(Request(prompts[0], 8))
+        bad = engine.submit(Request(prompts[1], 8, **options))
+        found = run(engine)
+        assert isinstance(found[bad][-1].error, KeyError)
+        assert "".join(response.text for response in found[good]) == wanted

@@ -26,7 +26,10 @@ def test_guesses_are_what_followed_before(rng):
         for _ in range(12):
             draft = Draft(row, 6, end_tokens=set())
             lookup.propose([draft], 4)
-            assert draft.fed == [[*prompt, *row.tokens][-1], *by_search([*prompt, *row.tokens], 4)]
+            assert [*draft.fed] == [
+                [*prompt, *row.tokens][-1],
+                *by_search([*prompt, *row.tokens], 4),
+            ]
             found += bool(draft.proposed)
             row.tokens += rng.integers(0, vocab, int(rng.integers(1, 4))).tolist()
         lookup.forget([0])
@@ -40,5 +43,5 @@ def test_nothing_is_guessed_behind_an_end_or_past_the_limit(rng):
     for limit, ends, fed in ((6, {9}, [2, 3, 9]), (2, set(), [2, 3]), (1, set(), [2])):
         draft = Draft(row, limit, ends)
         PromptLookup().propose([draft], 4)
-        assert draft.fed == fed
+        assert [*draft.fed] == fed
         assert not draft.is_open
