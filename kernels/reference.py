@@ -99,7 +99,7 @@ def rope_norm(
         x = rows.reshape(tokens.shape).swapaxes(1, 2)
     else:
         x = rope(x, offset=offset)
-    return rms_norm(x, weight, eps)
+    return mx.fast.rms_norm(x, weight, eps)
 
 
 def rms_norm(x: mx.array, weight: mx.array, eps: float) -> mx.array:
