@@ -1,5 +1,6 @@
 """What a release rests on: one version, workflows whose commands exist, a formula, pages for contributors."""
 
+import itertools
 import re
 import runpy
 import shlex
@@ -47,6 +48,7 @@ def commands(workflow):
 
 def check(words):
     """Raise AssertionError or UsageError where a command has a part that does not exist."""
+    words = [*itertools.dropwhile(lambda word: re.match(r"[A-Z_]+=", word), words)]
     program, *rest = words
     if program == "make":
         assert rest

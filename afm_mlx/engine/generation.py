@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,7 +182,8 @@ def stream_generate(
         try:
             yield from _timed(engine, len(request.prompt))
         except GeneratorExit:  # it was left
-            engine.cancel(row)
+            with suppress(RequestError):  # Python is ending, and its threads run no more
+                engine.cancel(row)
             raise
 
 

@@ -203,7 +203,6 @@ def test_compose_to_a_package(make_adapter, folder, done, fails, tmp_path):
 
 
 REFUSED = {
-    "": "needs a command: info, convert, verify, compose",
     "show": "invalid choice: 'show'",
     "info": "ADAPTER is missing",
     "info {adapter} --adapter-path {out}": "two adapters were given",
