@@ -21,7 +21,7 @@ from afm_mlx.server.openai_responses import routes as openai_responses
 from afm_mlx.server.openai_responses.kept_responses import KeptResponses
 from afm_mlx.server.options import ServerOptions
 from afm_mlx.server.page import page_routes
-from afm_mlx.server.request_ids import REQUEST_ID, RequestIds
+from afm_mlx.server.request_ids import HEADERS, IGNORED, REQUEST_ID, RequestIds
 from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import ClientLeft, error_response
 
@@ -69,6 +69,7 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
             allow_origins=list(options.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
+            expose_headers=[*HEADERS, IGNORED, "Retry-After"],
         )
         middleware.insert(0, cors)
     app = Starlette(

@@ -116,7 +116,11 @@ def decoded(content: bytes) -> Any:
                 f"{place} is NaN or infinite, which JSON has no number for; a finite number is needed.",
                 place,
             ) from None
-        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        why = str(error)
+        if isinstance(error, RecursionError):
+            why = "it is nested too deeply"
+        elif isinstance(error, UnicodeDecodeError):  # whose text counts from the string's beginning
+            why = "it has a string that is no UTF-8"
         raise bad_request(
             f"The body can't be read as JSON: {why}. A JSON object in UTF-8 is needed."
         ) from None

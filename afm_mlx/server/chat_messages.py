@@ -37,7 +37,7 @@ def chat_messages(messages: Sequence[Any], folds: bool) -> list[Message]:
             _add_answer(conversation, message, place)
         elif isinstance(message, ToolMessage):
             conversation.add_result(
-                message.tool_call_id, _text(message.content or ""), f"{place}.tool_call_id"
+                message.tool_call_id, _text(message.content), f"{place}.tool_call_id"
             )
         elif isinstance(message, UserMessage):
             conversation.add_user(_text(message.content), place)
@@ -57,9 +57,9 @@ def _add_answer(conversation: Conversation, message: AssistantMessage, place: st
         )
 
 
-def _text(content: str | Sequence[TextPart | RefusalPart]) -> str:
-    if isinstance(content, str):
-        return content
+def _text(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
     return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
 
 

@@ -109,13 +109,13 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
 
     def add_call(
-        self, call_id: str, name: str, arguments: str, place: str, arguments_place: str = ""
+        self, call_id: str, name: str, arguments: str | None, place: str, arguments_place: str = ""
     ) -> None:
         """Add a call to the assistant's message that it stands behind, or to a message of its own.
 
         Args:
             call_id, name: the call's id and the tool's name.
-            arguments: JSON of an object; no text at all is one without arguments.
+            arguments: JSON of an object; None and an empty text are one without arguments.
             place, arguments_place: where the id and the arguments stand in the body.
 
         Raises:
@@ -130,7 +130,7 @@ class Conversation:
                 place,
                 "invalid_value",
             )
-        arguments = arguments.strip() or "{}"
+        arguments = (arguments or "").strip() or "{}"
         try:
             msgspec.json.decode(arguments, type=dict)
         except (msgspec.DecodeError, RecursionError) as error:

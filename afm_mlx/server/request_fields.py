@@ -101,7 +101,7 @@ Texts = str | Annotated[list[Annotated[TextPart, PART]], Meta(max_length=MAX_PAR
 
 class CalledFunction(Fields):
     name: str
-    arguments: str
+    arguments: str | None
 
 
 class ChatCall(Fields, tag_field="type", tag="function"):
@@ -111,17 +111,17 @@ class ChatCall(Fields, tag_field="type", tag="function"):
 
 
 class SystemMessage(Fields, tag_field="role", tag="system"):
-    content: Texts
+    content: Texts | None
     name: Annotated[Any, NO_NAMES] = None
 
 
 class DeveloperMessage(Fields, tag_field="role", tag="developer"):
-    content: Texts
+    content: Texts | None
     name: Annotated[Any, NO_NAMES] = None
 
 
 class UserMessage(Fields, tag_field="role", tag="user"):
-    content: Texts
+    content: Texts | None
     name: Annotated[Any, NO_NAMES] = None
 
 
@@ -291,7 +291,8 @@ class SampledRequest(Fields):
     structured_outputs: Annotated[
         StructuredOutputs | None,
         Honoured(
-            "vLLM's: one of `json`, `regex`, `choice`, `grammar` (Lark, or GBNF with `::=`), `json_object`"
+            "vLLM's: one of `json`, `regex`, `choice`, `grammar` (Lark, or GBNF with `::=`), `json_object`",
+            off=({},),
         ),
     ] = None
     guided_json: Annotated[dict[str, Any] | str | None, OLDER] = None
@@ -319,7 +320,8 @@ class ChatRequest(SampledRequest, kw_only=True):
     ]
     max_completion_tokens: Annotated[Limit | None, LIMIT] = None
     logprobs: Annotated[
-        bool | None, Honoured("log-probabilities, in streams too; up to 20 most likely tokens")
+        bool | None,
+        Honoured("log-probabilities, in streams too; up to 20 most likely tokens", off=(0,)),
     ] = None
     top_logprobs: Annotated[
         TopLogprobs | None,
@@ -328,7 +330,8 @@ class ChatRequest(SampledRequest, kw_only=True):
     response_format: Annotated[
         ChatFormat | None,
         Honoured(
-            "`text`, `json_object`, `json_schema`: a schema is kept to, strict or not, or refused"
+            "`text`, `json_object`, `json_schema`: a schema is kept to, strict or not, or refused",
+            off=({},),
         ),
     ] = None
     tools: Annotated[
@@ -339,7 +342,7 @@ class ChatRequest(SampledRequest, kw_only=True):
     ] = None
     tool_choice: Annotated[
         ChatToolChoice | None,
-        Honoured("`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES),
+        Honoured("`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES, ("", {})),
     ] = None
     parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
     audio: Annotated[Any, Refused(TEXT_ONLY)] = None
@@ -378,7 +381,10 @@ class CompletionRequest(SampledRequest, kw_only=True):
     ] = None
     logprobs: Annotated[
         TopLogprobs | None,
-        Honoured("log-probabilities of so many most likely tokens, up to 20; in streams too"),
+        Honoured(
+            "log-probabilities of so many most likely tokens, up to 20; in streams too",
+            off=(False,),
+        ),
     ] = None
     suffix: Annotated[Any, Refused("this model continues texts, and does not fill gaps")] = None
 
@@ -411,7 +417,7 @@ class MessageItem(Fields, tag_field="type", tag="message"):
     """A message; `type` may be left out."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: ItemTexts
+    content: ItemTexts | None
     id: Annotated[Any, OF_USE_TO_CLIENTS] = None
     status: Annotated[Any, OF_USE_TO_CLIENTS] = None
     phase: Annotated[Any, ECHO] = None
@@ -422,7 +428,7 @@ class CallItem(Fields, tag_field="type", tag="function_call"):
 
     call_id: str
     name: str
-    arguments: str
+    arguments: str | None
     id: Annotated[Any, OF_USE_TO_CLIENTS] = None
     status: Annotated[Any, OF_USE_TO_CLIENTS] = None
     caller: Annotated[Any, ECHO] = None
@@ -553,7 +559,7 @@ class InputRequest(Fields):
     ] = None
     tool_choice: Annotated[
         ResponseToolChoice | None,
-        Honoured("`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES),
+        Honoured("`auto`, `none`, `required`, one by its name, `allowed_tools`", CHOICES, ("", {})),
     ] = None
     parallel_tool_calls: Annotated[bool | None, PARALLEL] = None
     conversation: Annotated[Any, Refused("conversations are continued by previous_response_id")] = (
@@ -669,6 +675,17 @@ class ClaudeUser(Fields, tag_field="role", tag="user"):
     )
 
 
+CLAUDE_ECHOES = frozenset(
+    {
+        *("thinking", "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result"),
+        *("web_search_tool_result", "web_fetch_tool_result", "tool_search_tool_result"),
+        *("code_execution_tool_result", "bash_code_execution_tool_result"),
+        *("text_editor_code_execution_tool_result", "advisor_tool_result"),
+    }
+)
+"""Blocks of answers by other models: thoughts, calls of the provider's own tools, and their results."""
+
+
 class ClaudeAssistant(Fields, tag_field="role", tag="assistant"):
     content: (
         str
@@ -678,7 +695,7 @@ class ClaudeAssistant(Fields, tag_field="role", tag="assistant"):
                     ClaudeText | ToolUseBlock,
                     Kinds(
                         READS_TEXT,
-                        ignored=frozenset({"thinking", "redacted_thinking"}),
+                        ignored=CLAUDE_ECHOES,
                         why=ECHO.text,
                     ),
                 ]

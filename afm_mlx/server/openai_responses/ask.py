@@ -162,7 +162,7 @@ def messages_of(
                 item.call_id, item.name, item.arguments, f"{place}.call_id", f"{place}.arguments"
             )
         elif isinstance(item, ResultItem):
-            conversation.add_result(item.call_id, _text(item.output or ""), f"{place}.call_id")
+            conversation.add_result(item.call_id, _text(item.output), f"{place}.call_id")
         elif item.role == "user":
             conversation.add_user(_text(item.content), place)
         elif item.role == "assistant":
@@ -175,7 +175,7 @@ def messages_of(
     return conversation.finished("input", body.instructions), kept
 
 
-def _text(content: ItemTexts) -> str:
-    if isinstance(content, str):
-        return content
+def _text(content: ItemTexts | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
     return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)

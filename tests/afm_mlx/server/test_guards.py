@@ -100,6 +100,9 @@ def test_what_browsers_are_told(http):
         "/v1/chat/completions", headers={**asks, "Origin": "https://evil.example"}
     )
     assert "access-control-allow-origin" not in refused.headers
+    taken = http.get("/v1/models", headers={"Origin": "https://chat.example"})
+    exposed = taken.headers["access-control-expose-headers"].split(", ")
+    assert {"x-request-id", "x-afm-ignored"} <= set(exposed)
     with running_server() as plain, plain.http() as other:
         asked = other.get("/v1/models", headers={"Origin": plain.url})
         assert asked.status_code == 200

@@ -94,6 +94,11 @@ TAKEN = [
     (chat(tool_choice="auto", parallel_tool_calls=True, logprobs=False, top_logprobs=0), ""),
     (chat(max_tokens=1, max_completion_tokens=1, top_k=-1, seed=-1, stop=None), ""),
     (chat(stop="", guided_regex="", guided_choice=[], logit_bias={}, n=None), ""),
+    (chat(response_format={}, structured_outputs={}, tool_choice="", logprobs=0), ""),
+    (chat({"role": "system", "content": None}, {**USER, "content": None}), ""),
+    (chat({**CHAT_ANSWER, "tool_calls": [{**CHAT_CALL, "function": {"name": "look", "arguments": None}}]},
+          CHAT_RESULT), ""),
+    ((CompletionRequest, {"logprobs": False, "structured_outputs": {}}), ""),
     (chat(min_tokens=0, ignore_eos=False, stop_token_ids=[], repeat_penalty=1.0), ""),
     (
         chat(
@@ -140,6 +145,7 @@ TAKEN = [
     (responses({"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"}, USER),
      "input[reasoning]"),
     (responses({"role": "developer", "content": "Be brief"}, {**USER, "unheard_of": 1}), ""),
+    (responses({**USER, "content": None}, {**CALL, "arguments": None}, RESULT, tool_choice={}), ""),
     (
         responses(
             {
@@ -202,6 +208,26 @@ TAKEN = [
             },
         ),
         "messages[].content[thinking], messages[].content[redacted_thinking]",
+    ),
+    (
+        (
+            MessageRequest,
+            {
+                "messages": [
+                    USER,
+                    {
+                        "role": "assistant",
+                        "content": [
+                            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}},
+                            {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                            TEXT,
+                        ],
+                    },
+                    USER,
+                ],
+            },
+        ),
+        "messages[].content[server_tool_use], messages[].content[web_search_tool_result]",
     ),
 ]  # fmt: skip
 """Requests that were refused once, or that clients might send, and what the header says of them."""

@@ -162,6 +162,9 @@ def test_large_bodies_say_what_small_ones_do(rng):
     ):
         with pytest.raises(bodies.ApiError, match="can't be read as JSON"):
             bodies.decoded(content)
+    for padding in ("", PADDING):
+        with pytest.raises(bodies.ApiError, match="it has a string that is no UTF-8"):
+            bodies.decoded(b'{"a": "\xff"}' + padding.encode())
     for padding, says in (("", r"a\[0\] is NaN or infinite"), (PADDING, "'1e400' is too large")):
         with pytest.raises(bodies.ApiError, match=says):
             bodies.decoded(b'{"a": [1e400]}' + padding.encode())
