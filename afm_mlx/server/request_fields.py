@@ -46,13 +46,13 @@ ClaudeToolName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}\\Z")]
 Stop = str | Annotated[list[str], Meta(max_length=MAX_STOPS)] | None
 
 MODEL = Honoured("one of `/v1/models`; any other is a 404, `model_not_found`")
-STREAM = Honoured("events as the tokens come")
+STREAM = Honoured("the answer comes as events while it is generated")
 LIMIT = Honoured(
-    "new tokens at most; -1 for as many as the context holds, which ends an answer in any case"
+    "new tokens at most; -1 for as many as the context holds. A full context ends an answer in any case"
 )
-SAMPLING = Honoured("sampling; without it, what the server was started with (`--temp` and so on)")
-TOP_K = Honoured("tokens that are drawn from; 0 and -1 are all of them", off=(-1,))
-SEED = Honoured("the same answer again; -1 draws one", off=(-1,))
+SAMPLING = Honoured("sampling; by default what the server was started with (`--temp` and so on)")
+TOP_K = Honoured("draws from this many most likely tokens; 0 and -1 are all", off=(-1,))
+SEED = Honoured("the same seed repeats an answer; -1 draws a new seed", off=(-1,))
 PARALLEL = Honoured("whether an answer may have several calls", shapes_answers=False)
 WHO = Ignored("says who asks, for the provider's own use", if_strict=True)
 WHO_ELSE = Ignored("for the provider's own use")
@@ -247,7 +247,7 @@ class StructuredOutputs(Fields):
 
 
 OLDER = Honoured("the older names of `structured_outputs`", off=("", []))
-PENALTY = Honoured("-2 to 2, of tokens in the answer")
+PENALTY = Honoured("-2 to 2, for tokens that the answer has already")
 
 
 class SampledRequest(Fields):
@@ -265,7 +265,9 @@ class SampledRequest(Fields):
     ] = None
     n: Annotated[
         Count | None,
-        Honoured("answers for each prompt; those after the first have seeds that follow `seed`"),
+        Honoured(
+            "answers for each prompt; the first has `seed`, and the others' seeds are derived from it"
+        ),
     ] = None
     max_tokens: Annotated[Limit | None, LIMIT] = None
     temperature: Annotated[Temperature | None, SAMPLING] = None
@@ -276,17 +278,19 @@ class SampledRequest(Fields):
     stop: Annotated[
         Stop,
         Honoured(
-            "up to 16 texts, wherever they fall among tokens; left out of the answer", off=("",)
+            "up to 16 texts that end the answer, found across tokens, too; they are not part of it",
+            off=("",),
         ),
     ] = None
     frequency_penalty: Annotated[Penalty | None, PENALTY] = None
     presence_penalty: Annotated[Penalty | None, PENALTY] = None
     repetition_penalty: Annotated[
-        RepetitionPenalty | None, Honoured("above 0 to 10, of tokens in prompt and answer")
+        RepetitionPenalty | None,
+        Honoured("above 0 to 10, for tokens that prompt and answer have already"),
     ] = None
     logit_bias: Annotated[
         Annotated[dict[str, Bias], Meta(max_length=MAX_BIASES)] | None,
-        Honoured("-100 to 100 by token id"),
+        Honoured("-100 to 100, added to the logits of token ids"),
     ] = None
     structured_outputs: Annotated[
         StructuredOutputs | None,
@@ -330,14 +334,15 @@ class ChatRequest(SampledRequest, kw_only=True):
     response_format: Annotated[
         ChatFormat | None,
         Honoured(
-            "`text`, `json_object`, `json_schema`: a schema is kept to, strict or not, or refused",
+            "`text`, `json_object`, `json_schema`: answers follow the schema, `strict` or not; one that "
+            "can't be enforced is refused",
             off=({},),
         ),
     ] = None
     tools: Annotated[
         Annotated[list[ChatTool], Meta(max_length=MAX_TOOLS)] | None,
         Honoured(
-            "functions, whose calls come in pieces while they are generated, under their schema"
+            "functions; arguments follow their schema, and are streamed while they are generated"
         ),
     ] = None
     tool_choice: Annotated[
@@ -373,7 +378,8 @@ class CompletionRequest(SampledRequest, kw_only=True):
     best_of: Annotated[
         Count | None,
         Honoured(
-            "of so many answers, the `n` with the highest mean log-probability; not in streams"
+            "generates this many answers, and returns the `n` with the highest mean log-probability; not in "
+            "streams"
         ),
     ] = None
     echo: Annotated[
@@ -382,7 +388,7 @@ class CompletionRequest(SampledRequest, kw_only=True):
     logprobs: Annotated[
         TopLogprobs | None,
         Honoured(
-            "log-probabilities of so many most likely tokens, up to 20; in streams too",
+            "log-probabilities of this many most likely tokens, up to 20; in streams too",
             off=(False,),
         ),
     ] = None
@@ -545,17 +551,17 @@ class InputRequest(Fields):
     ] = None
     previous_response_id: Annotated[
         str | None,
-        Honoured(
-            "goes on from a response that is kept. Its instructions are not taken over", off=("",)
-        ),
+        Honoured("continues a kept response; its `instructions` are not carried over", off=("",)),
     ] = None
     text: Annotated[
         TextOptions | None,
-        Honoured("`format`: `text`, `json_object`, `json_schema`, kept to, `strict` or not"),
+        Honoured(
+            "`format`: `text`, `json_object`, `json_schema`; answers follow it, `strict` or not"
+        ),
     ] = None
     tools: Annotated[
         Annotated[list[ResponseTool], Meta(max_length=MAX_TOOLS)] | None,
-        Honoured("functions, kept to their schema, `strict` or not"),
+        Honoured("functions; arguments follow their schema, `strict` or not"),
     ] = None
     tool_choice: Annotated[
         ResponseToolChoice | None,
@@ -573,7 +579,7 @@ Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]],
     Meta(max_length=16),
 ]
-GIVEN_BACK = Honoured("given back, and of no other effect", shapes_answers=False)
+GIVEN_BACK = Honoured("returned in the response; no other effect", shapes_answers=False)
 
 
 class ResponseRequest(InputRequest, kw_only=True):
@@ -583,26 +589,26 @@ class ResponseRequest(InputRequest, kw_only=True):
     max_output_tokens: Annotated[
         Limit | None,
         Honoured(
-            "new tokens at most, -1 for as many as the context holds: `incomplete` if they cut"
+            "new tokens at most, -1 for as many as the context holds; an answer that is cut off is `incomplete`"
         ),
     ] = None
     include: Annotated[
         Annotated[list[str], Meta(max_length=MAX_PARTS)] | None,
         Honoured(
             "`message.output_text.logprobs` asks for log-probabilities, of up to 20 most likely tokens. "
-            "Further names are of items that no answer here has",
+            "Other names are accepted, and mean items that no answer here has",
             shapes_answers=False,
         ),
     ] = None
     top_logprobs: Annotated[
         TopLogprobs | None,
-        Honoured("of the log-probabilities that `include` asks for: most likely tokens, up to 20"),
+        Honoured("most likely tokens in the log-probabilities that `include` asks for, up to 20"),
     ] = None
     store: Annotated[
         bool | None,
         Honoured(
-            "whether it is kept; it is, unless that is `false`. Responses are in memory, for their own client "
-            "(key) alone, until the server stops",
+            "whether the response is kept; true by default. Kept responses are in memory until the server "
+            "stops, and only the client (key) that asked for one can read it",
             shapes_answers=False,
         ),
     ] = None
@@ -613,7 +619,7 @@ class ResponseRequest(InputRequest, kw_only=True):
     stream_options: Annotated[ResponseStreamOptions | None, Honoured(shapes_answers=False)] = None
     background: Annotated[Any, Refused("an answer is made while its client waits")] = None
     background_options: Annotated[Any, Refused("an answer is made while its client waits")] = None
-    access_programs: Annotated[Any, Refused("there are none here")] = None
+    access_programs: Annotated[Any, Refused("this server has no such programs")] = None
     image: Annotated[Any, Refused(TEXT_ONLY)] = None
     moderation: Annotated[Any, Refused("there is no moderation")] = None
     prompt: Annotated[Any, Refused("there are no stored prompts; send the text as input")] = None
@@ -801,7 +807,7 @@ class PromptRequest(Fields):
             Meta(max_length=MAX_TOOLS),
         ]
         | None,
-        Honoured("tools that the client runs, kept to their `input_schema`"),
+        Honoured("tools that the client runs; their input follows `input_schema`"),
     ] = None
     tool_choice: Annotated[
         Annotated[
@@ -827,12 +833,12 @@ class PromptRequest(Fields):
 
 
 CLAUDE_SAMPLING = Honoured(
-    "sampling, 0 to 1; in the API's newer version, too, whose clients send it as `extra_body`"
+    "sampling, 0 to 1; under the API's newer version, too, whose clients send it in `extra_body`"
 )
 
 
 class MessageRequest(PromptRequest, kw_only=True):
-    max_tokens: Annotated[Count, Honoured("new tokens at most; it has to be there")]
+    max_tokens: Annotated[Count, Honoured("new tokens at most; required")]
     stream: Annotated[bool | None, STREAM] = None
     stop_sequences: Annotated[
         Annotated[
