@@ -10,6 +10,8 @@ import json
 import re
 import shlex
 import sys
+import traceback
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,19 +39,21 @@ def install_command(extra: str = "", *, rebuild: bool = False) -> str:
     return f"{_installer(rebuild)} {editable}{shlex.quote(_requirement(source, extras))}"
 
 
-def package_problem(error: ImportError) -> str:
+def package_problem(error: BaseException) -> str:
     """Say which package of others can't be imported, whether it is missing or broken, and what installs it.
 
     Args:
-        error: what an import has raised.
+        error: what was raised, by an import or anything else. Where it names no module, the one whose code was
+            being imported is found in its traceback.
 
     Returns:
-        One sentence and a command; empty when what is missing is a part of afm-mlx, or nobody says what it is.
+        One sentence and a command; empty when no import of others has failed, or nobody says which.
     """
-    module = (error.name or "").partition(".")[0]
+    module = (error.name if isinstance(error, ImportError) else None) or _imported_in(error)
+    module = module.partition(".")[0]
     if module in ("", "afm_mlx"):
         return ""
-    reason = " ".join(str(error).split())
+    reason = " ".join(str(error).split()) or type(error).__name__
     if module in sys.stdlib_module_names:
         return f"This Python ({sys.executable}) lacks a part of its own: {reason}. Take another Python."
     package = _PACKAGES.get(module, module.replace("_", "-"))
@@ -63,6 +67,18 @@ def package_problem(error: ImportError) -> str:
         f"The package {package} is broken: it can't be imported ({reason}). Install it again: {again} "
         f"{shlex.quote(requirement or package)}"
     )
+
+
+def _imported_in(error: BaseException) -> str:
+    """The innermost module of an installed package that was being imported; empty if there is none."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        module = frame.f_globals.get("__name__", "").partition(".")[0]
+        if frame.f_code.co_name != "<module>" or module in sys.stdlib_module_names:
+            continue
+        with suppress(metadata.PackageNotFoundError, ValueError):
+            metadata.distribution(_PACKAGES.get(module, module))
+            return module
+    return ""
 
 
 # Packages whose modules have other names.

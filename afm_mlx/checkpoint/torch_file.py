@@ -38,7 +38,7 @@ def import_torch() -> Any:
     """
     try:
         import torch
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise AFMError(
             f"Reading a .pt checkpoint needs PyTorch. {package_problem(error) or error}"
         ) from error

@@ -169,25 +169,27 @@ def _run(argv: list[str]) -> int:
         return int(done.code or 0)
     except UsageError as error:
         return _fail(f"error: {error}", USAGE_ERROR)
-    except (AFMError, OSError, ValueError) as error:
-        if debug or not _is_for_the_user(error):
+    except Exception as error:
+        if debug or not (problem := _problem(error)):
             raise
-        return _fail(f"error: {bounded(str(error))}", USAGE_ERROR)
-    except ImportError as error:
-        from afm_mlx.installation import package_problem
+        return _fail(f"error: {problem}", USAGE_ERROR)
 
-        if debug or not (problem := package_problem(error)):
-            raise
-        return _fail(f"error: {bounded(problem)}", USAGE_ERROR)
-    except (MemoryError, RuntimeError) as error:
-        if debug or not _is_out_of_memory(error):
-            raise
+
+def _problem(error: Exception) -> str:
+    """What the user can mend; empty for a defect of ours."""
+    if isinstance(error, AFMError):
+        return bounded(str(error))
+    if _is_out_of_memory(error):
         cause = f" ({bounded(str(error))})" if str(error) else ""  # Python's own has no text
-        return _fail(
-            f"error: there is not enough memory{cause}. Ask for fewer or shorter rows, "
-            "a smaller rank or a smaller model.",
-            USAGE_ERROR,
+        return (
+            f"there is not enough memory{cause}. Ask for fewer or shorter rows, a smaller rank or a smaller "
+            "model."
         )
+    from afm_mlx.installation import package_problem
+
+    if problem := package_problem(error):
+        return bounded(problem)
+    return bounded(str(error)) if _is_for_the_user(error) else ""
 
 
 def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
@@ -214,11 +216,11 @@ def _spelled_out(argv: list[str]) -> list[str]:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the user can mend the cause: it is one of our errors, or the system's about a file."""
+    """Whether the user can mend the cause: it is the system's error about a file, or one of a setting."""
     if isinstance(error, OSError):
         return bool(error.filename)
-    if isinstance(error, AFMError):
-        return True
+    if not isinstance(error, ValueError):
+        return False
     from afm_mlx.kernels.errors import SettingError  # and NumPy, which may not run here
 
     return isinstance(error, SettingError)
@@ -244,7 +246,9 @@ def _problem_of_the_process(error: OSError) -> str:
 def _is_out_of_memory(error: Exception) -> bool:
     # MLX raises RuntimeError: of its allocators, and of Metal's queue.
     words = ("Unable to allocate", "Attempting to allocate", "Insufficient Memory")
-    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+    if isinstance(error, RuntimeError):
+        return any(word in str(error) for word in words)
+    return isinstance(error, MemoryError)
 
 
 def _with_advice(what: str, error: BaseException) -> str:

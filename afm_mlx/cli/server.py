@@ -134,7 +134,7 @@ def run(args: argparse.Namespace) -> None:
         from afm_mlx.server.app import make_app
         from afm_mlx.server.run import address_of, bind, run
         from afm_mlx.server.served_model import ServedModel
-    except ImportError as error:
+    except Exception as error:
         if not (problem := package_problem(error)):
             raise
         raise UsageError(

@@ -119,9 +119,9 @@ def _errors_of_mlx_lm(folder: Path) -> Iterator[None]:
         yield
     except AFMError:
         raise
-    except ImportError as error:
-        raise AFMError(package_problem(error) or str(error)) from error
     except Exception as error:
+        if (problem := package_problem(error)) or isinstance(error, ImportError):
+            raise AFMError(problem or str(error)) from error
         reason = named(" ".join(str(error).split()) or type(error).__name__)
         raise CheckpointError(
             f"mlx-lm can't load {folder}: {reason}. Check that the folder is whole, "

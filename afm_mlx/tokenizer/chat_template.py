@@ -124,9 +124,9 @@ class ChatTemplate:
     def _compiled(self) -> Callable[[dict[str, Any]], str]:
         try:
             return _compile(self.source)
-        except ImportError as error:  # of Jinja itself: templates import nothing
-            raise TokenizerError(package_problem(error) or str(error)) from error
         except Exception as error:  # Jinja's own errors, and Python's when it compiles Jinja's code
+            if problem := package_problem(error):  # of Jinja itself: templates import nothing
+                raise TokenizerError(problem) from error
             raise TokenizerError(f"{self._name} is not valid Jinja: {_reason(error)}") from error
 
     def _refuse_ignored_fields(self, messages: list[dict[str, Any]]) -> None:

@@ -39,9 +39,9 @@ def _finds_damage(method: _Method) -> _Method:
             return method(self, *args)
         except TokenizerError:
             raise
-        except ImportError as error:
-            raise TokenizerError(package_problem(error) or str(error)) from error
         except BaseException as error:
+            if (problem := package_problem(error)) or isinstance(error, ImportError):
+                raise TokenizerError(problem or str(error)) from error
             # What Rust code of `tokenizers` ends with is no Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise

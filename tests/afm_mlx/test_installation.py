@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from afm_mlx import installation
@@ -197,3 +198,40 @@ sys.exit(main(["generate", "--regex", "a+", "-m", "3"]))
     assert done.returncode == 2
     assert done.stderr.startswith("afm-mlx: error: The package llguidance is broken")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        ("numpy", ["info"]),
+        ("mlx", ["generate", "-m", "2"]),
+        ("sentencepiece", ["generate", "-m", "2"]),
+        ("llguidance", ["generate", "--regex", "a+", "-m", "3"]),
+        ("uvicorn", ["server", "--port", "0"]),
+    ],
+)
+def test_a_package_is_broken_whatever_its_import_raises(tmp_path, package, command):
+    kinds = ("ImportError", "OSError", "RuntimeError", "ValueError")
+    (tmp_path / package).mkdir()
+    for kind in kinds[: 4 if package == "sentencepiece" else 1]:
+        (tmp_path / package / "__init__.py").write_text(f"raise {kind}('libx.so.1: cannot open')")
+        code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+from afm_mlx.cli import main
+sys.exit(main({command!r}))
+"""
+        done = process(code=code)
+        assert done.returncode == 2, done.stderr
+        words = f"The package {package} is broken: it can't be imported (libx.so.1: cannot open)."
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_errors_outside_imports_are_no_broken_packages():
+    import jinja2
+
+    for fails in (lambda: jinja2.Template("{{"), lambda: 1 / 0, lambda: np.ones(2) @ np.ones(3)):
+        with pytest.raises((jinja2.TemplateError, ArithmeticError, ValueError)) as error:
+            fails()
+        assert package_problem(error.value) == ""

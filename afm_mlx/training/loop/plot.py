@@ -25,7 +25,7 @@ def plot_metrics(metrics_path: str | Path, png_path: str | Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise AFMError(f"Plots need matplotlib. {package_problem(error) or error}") from error
 
     records = [record for _, record in read_jsonl(Path(metrics_path))]
