@@ -24,7 +24,10 @@ _ASCII = "[A-Za-f][A-HQ-Xg-nw-z0-3][ABEFIJMNQRUVYZcdghklopstwx014589]"  # three 
 _UUID = "^[0-9a-f]{8}-[0-9a-f]{4}-%s[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}$"
 _SCHEMES = ("https", "http", "ftp", "ws", "wss")
 _FORMATS = {
-    "email": f"^[a-z0-9]+(?:[._-][a-z0-9]+)*@{_LABEL}(?:\\.{_LABEL})*\\.(?:com|org|net|[a-z]{{2}})$",
+    "email": (
+        f"^[a-z0-9]{{1,9}}(?:[._-][a-z0-9]{{1,9}}){{0,4}}@{_LABEL}(?:\\.{_LABEL}){{0,4}}"
+        "\\.(?:com|org|net|[a-z]{2})$"
+    ),
     "ipv4network": f"^{_IPV4}/32$",
     "ipv6network": f"^{_IPV6}/128$",
     "ipv4interface": f"^{_IPV4}/(?:[12]?[0-9]|3[0-2])$",
@@ -37,7 +40,13 @@ _FORMATS = {
     **{f"uuid{n}": _UUID % n for n in range(1, 9)},
 }
 """Patterns of formats that are pydantic's own, or stricter than those of JSON Schema."""
-_REFUSED = ("file-path", "directory-path", "json-string")
+_REFUSED = ("file-path", "directory-path", "json-string", "zoneinfo", "name-email")
+_CHECKERS = {
+    "ByteSize._validate": "ByteSize",
+    "PaymentCardNumber.validate": "PaymentCardNumber",
+    "import_string": "ImportString",
+}
+"""Functions of pydantic by which its own types look at what a text says."""
 _KEYS = ("str", "uuid", "date", "literal", "enum", "datetime")
 _LIMITS = ("gt", "ge", "lt", "le", "now_op")
 
@@ -48,6 +57,11 @@ class ExactJsonSchema(GenerateJsonSchema):
     def generate_inner(self, schema: Any) -> dict[str, Any]:
         found = super().generate_inner(schema)
         name = found.get("format")
+        function = schema.get("function")
+        called = function.get("function") if isinstance(function, dict) else None
+        own = _CHECKERS.get(getattr(called, "__qualname__", ""))
+        if own is not None and called.__module__.startswith("pydantic."):
+            _refuse(own, "use int or str, and convert it")
         if name in _REFUSED:
             _refuse(f"a {name}", "use str, and convert it")
         if name in _FORMATS and "pattern" not in found:
@@ -111,6 +125,9 @@ class ExactJsonSchema(GenerateJsonSchema):
 
     def multi_host_url_schema(self, schema: Any) -> dict[str, Any]:
         return self.url_schema(schema)
+
+    def is_subclass_schema(self, schema: Any) -> NoReturn:
+        _refuse("a class", "use an enumeration of names, and look them up")
 
     def complex_schema(self, schema: Any) -> NoReturn:
         _refuse("complex", "use two numbers, or str, and convert them")

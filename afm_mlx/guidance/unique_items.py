@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice, permutations, product
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ UTF8_BYTES = {bytes([i]) for i in range(0xF5) if i not in (0xC0, 0xC1)}
 _UNMARKED = b"\x03"  # allowed behind a bracket in free text, where the marks are, too
 _SEPARATOR = b", "
 _FRACTION = re.compile(rb"\.(?:\d*[1-9])?(0*)$")
+_NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*"|(-?\d+(?:\.\d+)?)')  # or a string
+_ORDERS = 24  # orders of keys in which a value's texts are looked at
+_ZEROED = 4  # numbers of an item, the last ones, at whose ends zeros are looked at
 _ZEROS = b"000"  # as many as an item's value may get behind it, so that another digit has room
 
 
@@ -104,6 +108,15 @@ class State:
             state = state._behind(text[i : i + 1])
         return state
 
+    def along(self, text: bytes) -> list[State]:
+        """The states before a text, and behind each of its bytes, as far as the grammar allows it."""
+        tokens = byte_tokens(self.tokenizer)
+        allowed = self.matcher.validate_tokens([tokens[bytes([byte])] for byte in text])
+        states = [self]
+        for i in range(allowed):
+            states.append(states[-1]._behind(text[i : i + 1]))
+        return states
+
     def _behind(self, byte: bytes) -> State:
         matcher = self.matcher.deep_copy()
         matcher.consume_token(byte_tokens(self.tokenizer)[byte])
@@ -133,6 +146,8 @@ class State:
         mask = np.zeros(-(-self.tokenizer.vocab_size // 32), np.uint32)
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         self.restrict(mask, is_further=False)
+        if self.lists[0].item is None:
+            _clear(mask, vocabulary.starting_with(b"]"))  # the list without any item
         item = self.lists[0].item or b""
         if self.lists[0].is_text or not item[-1:].isdigit():
             return bool(mask.any())
@@ -261,22 +276,66 @@ def _dead(one: OpenList, item: bytes) -> frozenset[bytes]:
     """The dead texts of a list once it has a further item."""
     assert one.begin is not None
     dead = _minimal(one.dead | _leaves(item))
-    text = item if one.is_bare or item[:1] not in b'"[{' else item[:-1]
     at = OpenList(is_varied=False, items=one.items | {_value(item)})
-    state = replace(one.begin, lists=(at,))
-    states = [state]
-    for i in range(len(text)):
-        state = state._behind(text[i : i + 1])
-        if state.matcher.is_error():
-            return dead  # it can't stand here
-        states.append(state)
-    for length in range(len(text), -1 if not one.is_varied else 0, -1):
-        if not any(text[:length].startswith(known) for known in dead):
-            own, *inner = states[length].lists
-            if replace(states[length], lists=(replace(own, dead=dead), *inner)).is_alive():
-                break
-            dead = _minimal(dead | {text[:length]})
+    begin = replace(one.begin, lists=(at,))
+    paths = [begin.along(text) for text in _spellings(item)]
+    found: frozenset[bytes] | None = None
+    while dead != found:  # what only one spelling kept alive dies with it
+        found = dead
+        for states in paths:
+            dead = _with_beginnings(dead, states, 1 if one.is_varied else 0)
     return dead
+
+
+def _with_beginnings(
+    dead: frozenset[bytes], states: list[State], shortest: int
+) -> frozenset[bytes]:
+    """Dead texts and the beginnings of another text, of so many bytes at least, that die with them."""
+    for state in states[: shortest - 1 if shortest else None : -1]:
+        own, *inner = state.lists
+        text = own.item or b""
+        if any(text.startswith(known) for known in dead):
+            continue
+        if replace(state, lists=(replace(own, dead=dead), *inner)).is_alive():
+            break
+        dead = _minimal(dead | {text})
+    return dead
+
+
+def _spellings(item: bytes) -> list[bytes]:
+    """An item's texts up to where they may end: zeros behind its numbers, its keys in any order."""
+    found = []
+    for text in islice(_orders(json.loads(item, parse_int=_Number, parse_float=_Number)), _ORDERS):
+        numbers = [match for match in _NUMBER.finditer(text) if match[1]]
+        for match in numbers[-_ZEROED:]:
+            zeros = _ZEROS if b"." in match[1] else b"." + _ZEROS
+            found.append(text[: match.end()] + zeros)
+        found += [text[:-1]] if text[:1] in b'"[{' else [text]
+    return found
+
+
+class _Number(str):
+    """A number as it is written."""
+
+
+def _orders(value: Any) -> Iterator[bytes]:
+    """The texts of a value, in each order of its objects' keys."""
+    if isinstance(value, _Number):
+        yield value.encode()
+    elif isinstance(value, dict):
+        for pairs in permutations(value.items()):
+            keys = [json.dumps(key, ensure_ascii=False).encode() for key, _ in pairs]
+            for inner in product(*(islice(_orders(one), _ORDERS) for _, one in pairs)):
+                yield (
+                    b"{"
+                    + b", ".join(b"%b: %b" % pair for pair in zip(keys, inner, strict=True))
+                    + b"}"
+                )
+    elif isinstance(value, list):
+        for inner in product(*(islice(_orders(one), _ORDERS) for one in value)):
+            yield b"[" + b", ".join(inner) + b"]"
+    else:
+        yield json.dumps(value, ensure_ascii=False).encode()
 
 
 def _leaves(item: bytes) -> frozenset[bytes]:

@@ -171,20 +171,25 @@ def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
     places = len(_digits(step)[1])
     if step.numerator == 1 and step * 10**places == 1:
         return _forms(numbers, places)
-    if numbers.is_integer:
-        step = Fraction(step.numerator)
     first, last = numbers.multiples()
+    beyond = 10 ** max(1, DIGITS - places)
+    if step.denominator > 1 and (numbers.is_integer or first >= beyond or last <= -beyond):
+        # Integers only; decimals out there have more digits than a binary number holds.
+        numbers, step = replace(numbers, is_integer=True), Fraction(step.numerator)
+        places, beyond = 0, 10**DIGITS
+        first, last = numbers.multiples()
     if first > last or numbers.is_integer is False:
         return []
-    beyond = 10**DIGITS
     is_round = step.denominator == 1 and not str(step).strip("0").strip("1")
     is_coarse = step * 10**places > _MAX_REMAINDERS and not is_round
+    is_coarse |= not _is_followed(step, places)
     if (last - first) / step < _LISTED or first >= beyond or last <= -beyond or is_coarse:
         # Those next to zero, where there are too many.
         start = max(first, min(last - step * (_LISTED - 1), -step * (_LISTED // 2)))
         count = int(min(_LISTED, (last - start) // step + 1))
         listed = [start + step * i for i in range(count)]
-        texts = [decimal(value) for value in listed if value not in numbers.excluded]
+        kept = [value for value in listed if value.denominator == 1 or abs(value) < beyond]
+        texts = [decimal(value) for value in kept if value not in numbers.excluded]
         return [_listed(texts)] if texts else []
     first, last = max(first, step * ceil(-beyond / step)), min(last, step * floor(beyond / step))
     gaps = sorted(v for v in numbers.excluded if v % step == 0 and first <= v <= last)
@@ -200,6 +205,14 @@ def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
         if low <= high
     ]
     return [f"%json {json.dumps(one)}" for one in ranges]
+
+
+def _is_followed(step: Fraction, places: int) -> bool:
+    """Whether llguidance reads a step of so many decimal places as it is: it multiplies by 10, in binary."""
+    value = float(step)
+    for _ in range(places):
+        value *= 10
+    return value == step * 10**places
 
 
 def _plain(value: Fraction) -> int | float:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import typing
 import uuid
+import zoneinfo
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -19,6 +20,7 @@ import jsonschema
 import msgspec
 import pydantic
 import pydantic.dataclasses
+import pydantic.types as pydantic_types
 import pytest
 
 from afm_mlx import fm
@@ -291,6 +293,12 @@ def test_what_is_generated_is_what_pydantic_asks_for(rng, kind):
         (pydantic.Json, "has Json"),
         (pydantic.FilePath, "file-path"),
         (complex, "has complex"),
+        (pydantic.ByteSize, "has ByteSize"),
+        (list[pydantic.ImportString], "has ImportString"),
+        (pydantic.ImportString[int], "has ImportString"),
+        (pydantic_types.PaymentCardNumber, "has PaymentCardNumber"),
+        (zoneinfo.ZoneInfo, "zoneinfo"),
+        (type[int], "has a class"),
         (dict[float, int], "keys of type float"),
         (dict[pydantic.PositiveInt, int], "keys of type int"),
     ],

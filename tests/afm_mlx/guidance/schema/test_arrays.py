@@ -89,6 +89,11 @@ def test_what_can_not_be_counted_is_refused(schema, reason):
         {"contains": {"const": "a"}, "items": {"enum": ["a", "b", "c"]}, "minItems": 3},
         {"contains": {"enum": ["a", "b"]}, "minContains": 2, "items": {"type": "string"}, "maxItems": 3},
         {"minItems": 2},
+        {"items": {"enum": [{"a": 1, "b": 2}, {"b": 2, "a": 1}]}},
+        {"items": {"anyOf": [{"const": {"a": 1, "b": 2}}, {"const": {"b": 2, "a": 1}}, {"const": 3}]},
+         "minItems": 2},
+        {"prefixItems": [{"enum": [{"a": 1, "b": 2}]}, {"enum": [{"b": 2, "a": 1}, 5]}], "minItems": 2},
+        {"items": {"type": "number", "multipleOf": 0.01, "minimum": 0, "maximum": 0.03}, "minItems": 4},
     ],
 )  # fmt: skip
 def test_items_that_must_differ_do_and_never_run_out(checker, schema):
