@@ -101,6 +101,19 @@ def test_older_and_chunked_requests(connect):
     assert read_response(slow)[0] == 200
 
 
+def test_a_client_that_sends_all_of_a_body_first_reads_why_it_is_refused(connect):
+    body = b"x" * (8 << 20)  # more than sockets hold
+    for head in (
+        request(b"", f"Content-Length: {len(body)}", length=False),
+        request(b"", "Transfer-Encoding: chunked", length=False) + b"%x\r\n" % len(body),
+    ):
+        connection = connect(head)
+        connection.sendall(body)
+        assert read_response(connection)[0] == 413
+        connection.shutdown(socket.SHUT_WR)
+        assert is_closed(connection)
+
+
 def test_what_is_too_large_or_no_http_is_refused(connect, server):
     announced = connect(request(b"", "Content-Length: 10000000000", length=False))
     status, headers, body = read_response(announced)
