@@ -62,12 +62,15 @@ def is_data_file(path: Path) -> bool:
 
 
 def data_file(folder: Path, stem: str) -> Path | None:
-    """The file of a data set's split in a folder: `stem.jsonl`, or one of another format; None without one.
+    """The file of a data set's split in a folder; None without one.
+
+    That is `stem.jsonl`, or one of another format, or with another name for validation data.
 
     Raises:
         DataError: when there are several, and none is `stem.jsonl`.
     """
-    names = [f"{stem}{suffix}{gz}" for suffix in _SUFFIXES for gz in ("", ".gz")]
+    stems = (stem, *_OTHER_STEMS.get(stem, ()))
+    names = [f"{one}{suffix}{gz}" for one in stems for suffix in _SUFFIXES for gz in ("", ".gz")]
     found = [folder / name for name in names if (folder / name).is_file()]
     if len(found) > 1 and found[0].name != f"{stem}.jsonl":
         listed = ", ".join(file.name for file in found)
@@ -270,6 +273,7 @@ def _check_text(text: str) -> None:
 
 
 _SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+_OTHER_STEMS = {"valid": ("validation", "val", "dev", "eval")}
 _MARKS = {
     b"\xef\xbb\xbf": "utf-8-sig",
     b"\xff\xfe\x00\x00": "utf-32",
@@ -294,6 +298,15 @@ _CONVERSION = (
 # -- records
 
 
+def _key_of_records(record: Mapping[str, Any]) -> str | None:
+    """The key of an object under which it holds a list of records; None when it holds none."""
+    for key, value in record.items():
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, Mapping) and any(all(k in first for k in keys) for keys in _KEYS):
+            return key
+    return None
+
+
 def document_of(record: Any) -> TextRecord | ChatRecord:
     """The text or the chat that a record holds; a prompt with its completion is a chat of two turns.
 
@@ -312,6 +325,11 @@ def document_of(record: Any) -> TextRecord | ChatRecord:
             "(--prompt-feature and --completion-feature, --chat-feature, or --text-feature)."
         )
     if not kinds:
+        if (key := _key_of_records(record)) is not None:
+            raise DataError(
+                f"the records are inside {key!r}; a file is the list itself, or has a record in each line. "
+                f"Take them out: jq '.[\"{key}\"]' FILE > NEW.json, for example."
+            )
         first = next(iter(record.values()), None)
         if isinstance(first, list):
             return ChatRecord(

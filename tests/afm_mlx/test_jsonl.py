@@ -33,6 +33,10 @@ def test_every_kind(record, found):
         ({"text": "a", "messages": []}, "has 'messages' and 'text'; which one is meant"),
         ({"prompt": "a", "completion": None}, "'completion' is a NoneType; a string is needed"),
         ({"prompt": "a"}, "the keys prompt; allowed are"),
+        (
+            {"version": 1, "data": [{"text": "a"}]},
+            "the records are inside 'data'; .* Take them out",
+        ),
     ],
 )
 def test_what_is_no_document(record, words):

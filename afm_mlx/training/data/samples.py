@@ -164,8 +164,15 @@ def _document(record: Any, features: Mapping[str, str]) -> TextRecord | ChatReco
     )
     if keys and 0 < len(lacking) < len(features):
         raise wrong
+    renamed = _renamed(record, features)
+    for name, other in (("prompt", "completion"), ("completion", "prompt")):
+        if keys and name in features and other not in features and other not in renamed:
+            raise DataError(
+                f"the line has no {other!r} beside {features[name]!r} as the {name}; it has the keys "
+                f"{', '.join(map(str, keys))}. Name its key, too (--{other}-feature)."
+            )
     try:
-        return document_of(_renamed(record, features))
+        return document_of(renamed)
     except DataError:
         if keys and lacking:
             raise wrong from None

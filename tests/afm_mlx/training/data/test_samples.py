@@ -98,6 +98,11 @@ def test_keys_of_other_names(tokenizer, tmp_path):
             {"prompt": "qu", "completion": "a"},
             "lacks 'qu' as the prompt",
         ),
+        (
+            {"q": "a", "a": "b"},
+            {"prompt": "q"},
+            "no 'completion' beside 'q' as the prompt; it has the keys q, a. .*--completion-feature",
+        ),
     ):
         with pytest.raises(DataError, match=message):
             load_one(tmp_path, tokenizer, record, features=features)
@@ -245,6 +250,19 @@ def test_texts_are_cut_with_one_token_of_overlap(tokenizer, tmp_path, rng):
 
 
 # -- files
+
+
+@each("name", ["validation.jsonl", "val.json", "dev.csv", "eval.jsonl.gz"])
+def test_validation_data_has_other_names_too(tmp_path, name):
+    folder = tmp_path / f"with {name}"
+    folder.mkdir()
+    (folder / name).write_text("")
+    assert has_split(folder, "valid")
+    (folder / "valid.csv").write_text("")
+    with pytest.raises(DataError, match=f"has valid.csv, {name}; which one is meant"):
+        has_split(folder, "valid")
+    (folder / "valid.jsonl").write_text("")
+    assert has_split(folder, "valid")
 
 
 def test_a_folder_has_splits_and_a_file_is_one(tokenizer, tmp_path):
