@@ -368,7 +368,7 @@ def test_results_of_parallel_calls_belong_to_their_calls(http):
             "response_format.json_schema.schema",
         ),
         ({"guided_regex": "("}, "guided_regex.regex"),
-        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": None}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},
