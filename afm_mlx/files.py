@@ -210,10 +210,16 @@ def _named_after(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        known = Path(error.filename) if isinstance(error.filename, str | Path) else None
+        # Of a copy, the second name is the output's.
+        copied = error.filename2 is not None and error.errno in _NO_ROOM
+        name = error.filename2 if copied else error.filename
+        known = Path(name) if isinstance(name, str | Path) else None
         output = path if known is None and error.errno in _NO_ROOM else known and output_of(known)
-        if output is None or output == known:
+        if output is None or (output == known and error.filename2 is None):
             raise
+        if error.filename2 is not None and not copied:
+            second = str(output_of(Path(error.filename2)))
+            raise OSError(error.errno, error.strerror, str(output), None, second) from error
         raise OSError(error.errno, error.strerror, str(output)) from error
 
 

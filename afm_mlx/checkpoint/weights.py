@@ -20,6 +20,7 @@ from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, write_
 from afm_mlx.checkpoint.stored_tensor import StoredTensor, TensorSpec, array_bytes, array_specs
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
+from afm_mlx.files import output_of
 from afm_mlx.progress import Progress
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -155,8 +156,8 @@ def check_space(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise CheckpointError(
-            f"{folder.parent} has no room: {needed / 1e9:.1f} GB are needed and {free / 1e9:.1f} GB are free. "
-            "Make room, choose another output path, or a dtype of 16 bits."
+            f"{output_of(folder).parent} has no room: {needed / 1e6:,.1f} MB are needed and "
+            f"{free / 1e6:,.1f} MB are free. Make room, choose another output path, or a dtype of 16 bits."
         )
 
 
