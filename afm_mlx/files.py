@@ -124,8 +124,16 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
     It has the name of `path`, because writers such as `mx.save_safetensors` look at the suffix. Whatever is
     raised inside, an interrupt too, removes it and leaves `path` as it was.
+
+    Raises:
+        OSError: when `path` is a device, a pipe or a socket, which a file must not take the place of.
     """
     path = Path(path)
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            problem = f"it is {_kind(status)}, and a file is needed"
+            raise OSError(errno.EINVAL, problem, str(path))
     with place_beside(path) as place:
         temporary = place / path.name
         yield temporary

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             )
     name = "afm-mlx-report-coreml" if coreml else "afm-mlx-report"
     path = Path(args.report or f"{name}-{datetime.date.today()}.json")
-    if path.is_dir() or not path.absolute().parent.is_dir():
+    if (path.exists() and not path.is_file()) or not path.absolute().parent.is_dir():
         raise UsageError(f"--report {path} can't be written: name a file in a folder that exists.")
     from afm_mlx.files import atomic_write
 

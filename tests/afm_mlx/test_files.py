@@ -260,3 +260,19 @@ def test_a_copy_that_fails_names_the_output_and_no_hidden_place(tmp_path):
             raise OSError(number, "said", "source", None, str(folder / "file"))
         assert (failed.value.errno, failed.value.strerror) == (number, "said")
         assert (failed.value.filename, failed.value.filename2) == names
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names")
+def test_a_file_takes_the_place_of_no_pipe_socket_or_link_to_one(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        for name, kind in (("pipe", "a pipe"), ("link", "a pipe"), ("socket", "a socket")):
+            before = (tmp_path / name).lstat()
+            with (
+                pytest.raises(OSError, match=f"it is {kind}"),
+                atomic_write(tmp_path / name) as path,
+            ):
+                path.write_text("text")
+            assert os.path.samestat((tmp_path / name).lstat(), before)
