@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from afm_mlx.cli import constraints, options
 from afm_mlx.cli.argument_table import FLAG, Argument, flag_of, unavailable
 from afm_mlx.cli.constraints import Asked
-from afm_mlx.cli.output import print_answer, print_json
+from afm_mlx.cli.output import input_bytes, print_answer, print_json
 from afm_mlx.cli.parser import UsageError, boolean, integer, json_object
 from afm_mlx.errors import CacheFileError
 
@@ -92,7 +91,7 @@ def _prompt_text(args: argparse.Namespace) -> str:
     text = (DEFAULT_PROMPT if given is None else given).replace("\\n", "\n").replace("\\t", "\t")
     if text == "-":
         try:
-            data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+            data = input_bytes().read(MAX_PROMPT_BYTES + 1)
             if len(data) > MAX_PROMPT_BYTES:
                 raise UsageError(
                     f"standard input has more than {MAX_PROMPT_BYTES:,} bytes, which no context holds. Give a "

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 # All but tab and line break: a terminal takes the others for commands.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def input_bytes() -> BinaryIO:
+    """Standard input as bytes; a caller may have put a stream of text in its place."""
+    buffer: BinaryIO | None = getattr(sys.stdin, "buffer", None)
+    return io.BytesIO(sys.stdin.read().encode()) if buffer is None else buffer
 
 
 def print_answer(text: str) -> None:

@@ -33,7 +33,8 @@ _UNMARKED = b"\x03"  # allowed behind a bracket in free text, where the marks ar
 _SEPARATOR = b", "
 _FRACTION = re.compile(rb"\.(?:\d*[1-9])?(0*)$")
 _NUMBER = re.compile(rb'"(?:[^"\\]|\\.)*"|(-?\d+(?:\.\d+)?)')  # or a string
-_ORDERS = 24  # orders of keys in which a value's texts are looked at
+_ORDERS = 24  # orders of an inner value's keys
+_SPELT = 1_000  # bytes of further texts of an item
 _ZEROED = 4  # numbers of an item, the last ones, at whose ends zeros are looked at
 _ZEROS = b"000"  # as many as an item's value may get behind it, so that another digit has room
 
@@ -304,13 +305,19 @@ def _with_beginnings(
 
 def _spellings(item: bytes) -> list[bytes]:
     """An item's texts up to where they may end: zeros behind its numbers, its keys in any order."""
-    found = []
-    for text in islice(_orders(json.loads(item, parse_int=_Number, parse_float=_Number)), _ORDERS):
+    found: list[bytes] = []
+    left = _SPELT
+    for text in _orders(json.loads(item, parse_int=_Number, parse_float=_Number)):
+        left -= len(text)
+        if found and left < 0:
+            break
+        found.append(text[:-1] if text[:1] in b'"[{' else text)
         numbers = [match for match in _NUMBER.finditer(text) if match[1]]
         for match in numbers[-_ZEROED:]:
-            zeros = _ZEROS if b"." in match[1] else b"." + _ZEROS
-            found.append(text[: match.end()] + zeros)
-        found += [text[:-1]] if text[:1] in b'"[{' else [text]
+            left -= match.end()
+            if left > 0:
+                zeros = _ZEROS if b"." in match[1] else b"." + _ZEROS
+                found.append(text[: match.end()] + zeros)
     return found
 
 

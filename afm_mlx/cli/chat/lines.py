@@ -6,6 +6,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from afm_mlx.cli.output import input_bytes
 from afm_mlx.cli.parser import UsageError
 
 PROMPT, CONTINUED = ">> ", ".. "
@@ -40,7 +41,7 @@ class Lines:
 
     def __init__(self, terminal: bool):
         self.terminal = terminal
-        self._input = sys.stdin
+        self._input = input_bytes()
         self._count = 0
 
     def read(self, prompt: str) -> str:
@@ -52,7 +53,7 @@ class Lines:
         """
         if self.terminal:
             return self._typed(prompt)
-        line = self._input.buffer.readline(MAX_BYTES + 1)
+        line = self._input.readline(MAX_BYTES + 1)
         self._count += 1
         if len(line) > MAX_BYTES:
             raise UsageError(f"line {self._count} of standard input {_TOO_LONG}")
@@ -66,12 +67,12 @@ class Lines:
     def _typed(self, prompt: str) -> str:
         print(prompt, end="", flush=True)
         try:
-            if not (line := self._input.buffer.readline()):
+            if not (line := self._input.readline()):
                 raise EOFError
         except (EOFError, KeyboardInterrupt):
             print()  # neither key has ended the line
             raise
-        return line.decode(self._input.encoding, errors="replace").rstrip("\r\n")
+        return line.decode(sys.stdin.encoding, errors="replace").rstrip("\r\n")
 
     def busy(self) -> AbstractContextManager[None]:
         return nullcontext()

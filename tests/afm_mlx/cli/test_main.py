@@ -127,6 +127,14 @@ def test_a_caller_may_have_replaced_standard_output(monkeypatch, folder):
     assert "--no-such-flag" in outputs["stderr"].getvalue()
 
 
+def test_a_caller_may_have_replaced_standard_input(monkeypatch, folder, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+    assert main(["generate", "-", "--model", str(folder), "-m", "2"]) == 0
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/help\n"))
+    assert main(["chat", "--model", str(folder)]) == 0
+    assert "/system" in capsys.readouterr().err
+
+
 def test_debug_keeps_the_traceback():
     with pytest.raises(afm_mlx.errors.AFMError):
         main(["generate", "--model", "no/such/folder", "--debug"])
