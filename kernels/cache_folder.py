@@ -1,4 +1,4 @@
-"""What is known about this machine: small files in the user's cache folder, or that of `AFM_MLX_CACHE`."""
+"""Small files with facts about this machine, in the user's cache folder or in `AFM_MLX_CACHE`."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ class Replay:
     For one thread: MLX's streams belong to threads.
 
     Args:
-        function: returns a tree of arrays. It must not evaluate any, and must use none but those of `trees` and
-            `state` that change from call to call.
+        function: returns a tree of arrays. It must not evaluate any. Arrays that change
+            from call to call must come from `trees` or `state`.
         state: dicts and lists, such as `Module.state`, whose arrays `function` uses. They are looked up at each
             call.
     """

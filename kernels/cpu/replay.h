@@ -1,4 +1,4 @@
-// A graph of MLX's that is built once, and then made anew for other arrays without asking Python.
+// An MLX graph that is traced once and then rebuilt for other arrays without calling Python.
 //
 // It is what `mx.compile` does without fusing. MLX's own starts a C++ compiler on a CPU, to fuse elementwise
 // operations or only to find out whether it can, and replays nothing where there is none.

@@ -23,7 +23,7 @@ _TABLES = 4096
 
 
 def is_pair(adapters: tuple[LowRank, ...]) -> bool:
-    """Whether one kernel can add the adapters of gate and up: it takes one set, on plain matrices only."""
+    """True if one kernel can add the adapters of gate and up: it takes one set, on plain matrices only."""
     if not adapters:
         return True
     gate, up = adapters

@@ -42,7 +42,7 @@ def packed_swiglu(
 
 
 def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
-    """Whether one kernel can take both matrices: it has one set of inputs and one format."""
+    """True if one kernel can take both matrices: it has one set of inputs and one format."""
 
     def format_of(weight: PackedWeight) -> list:
         arrays = products.matrix_arrays(weight)

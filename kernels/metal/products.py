@@ -168,7 +168,7 @@ def vector_shape(rows: int, code_rows: int, in_dims: int) -> Shape:
 
 
 def _shrinks_inside(product: Product) -> bool:
-    """Whether each threadgroup of a product may multiply with A for itself."""
+    """True if each threadgroup of a product may multiply with A for itself."""
     if not product.adapters:
         return False
     code_rows = SHRINK_SIMDGROUPS * most_code_rows(product.rows)
@@ -246,7 +246,7 @@ def _inputs(product: Product, hidden: mx.array | None) -> dict[str, mx.array | s
 
 
 def has_whole_groups(format_: PackedWeight | Case) -> bool:
-    """Whether all inputs of a lane's step share a scale."""
+    """True if all inputs of a lane's step share a scale."""
     return format_.granularity != "group" or format_.group_size % VALUES == 0
 
 
