@@ -199,7 +199,7 @@ def check_floating(tensors: Mapping[str, Any], source: str | Path) -> None:
 
 
 def is_a(name: str) -> bool:
-    """Whether the name of a tensor in an adapter folder is an A's (inputs, rank), not a B's (rank, outputs)."""
+    """True if the name of a tensor in an adapter folder is an A's (inputs, rank), not a B's (rank, outputs)."""
     return ".lora_a" in name
 
 

@@ -31,7 +31,7 @@ class Lease:
 
     @property
     def ready(self) -> bool:
-        """Whether the adapter is in memory, and stays there until `release`."""
+        """True if the adapter is in memory, and stays there until `release`."""
         return self._resident is not None
 
     @property

@@ -106,7 +106,7 @@ class AdapterPool:
         mx.clear_cache()
 
     def serves(self, model: nn.Module) -> bool:
-        """Whether the pool was made for this very model."""
+        """True if the pool was made for this very model."""
         return self._model() is model
 
     @property

@@ -154,7 +154,7 @@ def _fill_place(
 
 
 def _covers(part: Part, outputs: int, of_sections: Sequence[tuple[Any, Any] | None]) -> bool:
-    """Whether the pairs fill their place, so that nothing in it has to be zeroed."""
+    """True if the pairs fill their buffer, so that none of it has to be zeroed."""
     ranks = {0 if pair is None else pair[0].shape[1] for pair in of_sections}
     inputs = next(pair[0].shape[0] for pair in of_sections if pair is not None)
     whole = outputs % BLOCK == len(of_sections) * part.rank * inputs % BLOCK == 0

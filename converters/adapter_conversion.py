@@ -223,7 +223,7 @@ def _check_draft_model(draft: Path, base: BaseFolder | None) -> None:
 
 
 def has_own_draft(path: Path) -> bool:
-    """Whether an adapter is a package whose draft model was written here, from a model folder."""
+    """True if an adapter is a package whose draft model was written here, from a model folder."""
     draft = path / DRAFT_NAMES[0]
     if not draft.is_file():
         return False

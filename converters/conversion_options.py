@@ -148,12 +148,12 @@ class ConversionOptions:
 
     @property
     def for_mlx_lm(self) -> bool:
-        """Whether the folder is for mlx-lm itself, and holds nothing that only this package reads."""
+        """True if the folder is for mlx-lm itself, and holds nothing that only this package reads."""
         return self.to == "mlx-lm"
 
     @property
     def for_core_ml(self) -> bool:
-        """Whether a Core ML package is asked for."""
+        """True if a Core ML package is asked for."""
         return self.to == "coreml"
 
     @property

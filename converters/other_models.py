@@ -82,7 +82,7 @@ def write_other_model(
 
 
 def _is_mlx_lms(options: ConversionOptions) -> bool:
-    """Whether mlx-lm has the format and the choice of layers that are asked for."""
+    """True if mlx-lm has the format and the choice of layers that are asked for."""
     ours = ("q_embedding_bits", "q_embedding_mode", "q_embedding_granularity", "target_bpw")
     return (
         (options.q_mode or "affine") in _MLX_LM_MODES

@@ -119,7 +119,7 @@ def read_metadata(folder: Path) -> tuple[PackageMetadata, int]:
 
 
 def check_draft(folder: Path) -> bool:
-    """Whether a folder has both parts of a draft model.
+    """True if a folder has both parts of a draft model.
 
     Raises:
         CheckpointError: when it has one of them.

@@ -146,7 +146,7 @@ def _is_pattern(value: Any, allowed: Callable[[Any], bool]) -> bool:
 
 
 def _is_safe(pattern: str) -> bool:
-    """Whether a regular expression of somebody else's compiles, and can't take forever to match."""
+    """True if an untrusted regular expression compiles, and can't take forever to match."""
     # Each group and each repetition multiplies the ways to try; a name has some 40 characters.
     bare = re.sub(r"\\.", "", pattern).replace("(?:", "(")
     if len(pattern) > 200 or re.search(r"\)[*+?{]", bare) or len(re.findall(r"[*+?{(]", bare)) > 3:
