@@ -8,9 +8,9 @@
 Of the suite, the schemas of draft 2020-12 are taken, optional ones aside; of the bench, as many of each of
 its ten sets. For each schema that is honoured, documents are generated with the embedded model's tokenizer:
 every token that the grammar allows is as likely as the next, which comes to corners where a model would not.
-`jsonschema` judges them with its checks of formats, by the draft that the schema is written in; multiples are
-those of decimals, as the drafts define them, where it divides binary numbers. The documents that the suite
-gives are tried, too: invalid ones have to be rejected; valid ones are accepted as far as the grammar allows
+`jsonschema` judges them with its checks of formats, by the draft that the schema is written in; `multipleOf`
+is decided in decimal, as the drafts define it, where `jsonschema` divides binary numbers. The suite's own
+documents are tried, too: invalid ones have to be rejected; valid ones are accepted as far as the grammar allows
 their order of properties and their form of numbers.
 """
 
@@ -144,7 +144,7 @@ class Measurement:
         return Matcher(Constraint(grammar, "JSON schema"), self._tokenizer)
 
     def try_document(self, text: str, matcher: Matcher) -> bool:
-        """Whether a grammar has a document."""
+        """True if a grammar has a document."""
         matcher = matcher.copy()
         try:
             for token in self._inner.tokenize_str(text):
@@ -191,7 +191,7 @@ class Measurement:
 
 
 def is_valid(schema: Any, document: Any) -> bool:
-    """Whether a document is valid, formats included, by the draft of its schema."""
+    """True if a document is valid, formats included, by the draft of its schema."""
     kind = _VALIDATORS[dialect(schema)]
     return kind(schema, format_checker=kind.FORMAT_CHECKER).is_valid(document)
 

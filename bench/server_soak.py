@@ -115,7 +115,7 @@ async def soak(server: ServerProcess, minutes: float, clients: int, seed: int) -
 
 
 async def _exists(server: ServerProcess, path: str) -> bool:
-    """Whether a path is one of the server's; GET is refused there otherwise than where there is nothing."""
+    """True if a path is one of the server's; GET is refused there otherwise than where there is nothing."""
     return (await get(server.address, path))[0] == 405
 
 

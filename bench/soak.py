@@ -229,7 +229,7 @@ def slope(samples: Sequence[Sample], name: str) -> float:
 
 
 def levelled_off(samples: Sequence[Sample]) -> bool:
-    """Whether resident memory has stopped growing by the last half."""
+    """True if resident memory has stopped growing by the last half."""
     last = samples[len(samples) // 2 :]
     mean = sum(s.resident for s in last) / len(last)
     gained = slope(samples, "resident")
