@@ -171,7 +171,7 @@ class Feed:
 
     @property
     def waits(self) -> bool:
-        """Whether the tokens before have to be read back first, because constraints depend on them."""
+        """True if the tokens before have to be read back first, because constraints depend on them."""
         return any(row.matcher is not None for row in self.rows)
 
     def keep(self, indices: list[int]) -> Feed | None:

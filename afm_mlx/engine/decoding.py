@@ -59,7 +59,7 @@ class Decoding:
         self._flight: Flight | None = None
 
     def __bool__(self) -> bool:
-        """Whether there are rows, or tokens to be read back."""
+        """True if there are rows, or tokens to be read back."""
         return bool(self.batch.rows or self._flight)
 
     def drop_all(self) -> list[Row]:

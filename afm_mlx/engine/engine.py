@@ -90,9 +90,9 @@ class Engine:
         adapters: pool of the adapters that requests may name; None for no adapter but the attached one.
         speculation: how tokens are guessed, for the model to check several in one step; None for one at a time.
         prefix_cache: where the beginning of a prompt is looked up, and what rows compute is kept; or None.
-        kv_memory: bytes that keys and values of all rows may take together, those of draft models and copies
-            for a moment included, without those of the prefix cache; None for no budget. A row waits until what
-            it may come to need is there (`KVMemory`).
+        kv_memory: budget in bytes for the keys and values of all rows together, including draft models' caches
+            and temporary copies, excluding the prefix cache; None for no budget. A row waits until the most
+            that it may need is free (`KVMemory`).
 
     Raises:
         RequestError: for options that can't be honoured; and from any method when an engine of the main
@@ -312,7 +312,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any row is under way."""
+        """True if any row is under way."""
         return bool(self._early or self._waiting or self._prefills or self._decoding)
 
     # What follows may be read in any thread, while rows run.
@@ -334,7 +334,7 @@ class Engine:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes that keys and values take, those of draft models too, without those of the prefix cache."""
+        """Bytes of the keys and values of all rows, including draft models, excluding the prefix cache."""
         drafts = [] if self._drafting is None else self._drafting.caches
         return bytes_in([self._decoding.batch.cache, *self._prefills.caches, *drafts])
 

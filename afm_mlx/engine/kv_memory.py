@@ -5,10 +5,10 @@ has. When that row leaves, its columns go with it. So rows may take
 
     (number of rows) x (most columns that one of them may need) x (bytes of a column)
 
-and for a moment more: the new array of one block beside its old one, where rows join or leave and where the
-cache grows, for this is done one block after the other; and a second tail, while a step copies it. All of it is
-counted, and a draft model's cache like the model's. A prefix cache has a budget of its own, and a cache that a
-caller gives or is handed back is the caller's.
+and temporarily more: when rows join or leave or the cache grows, which happens block by block, one block
+has its old and its new array; and while a step copies the tail, there are two tails. The budget counts these
+copies, and counts a draft model's cache like the model's. A prefix cache has a budget of its own; a cache
+that a caller passes in or gets back is not counted.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class KVMemory:
         return columns
 
     def fits(self, row: Row, running: Sequence[Row]) -> bool:
-        """Whether a row may run with those that run, however long all of them become."""
+        """True if the budget allows a row beside the running rows, however long all of them become."""
         if self.budget is None:
             return True
         columns = (

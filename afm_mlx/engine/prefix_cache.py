@@ -67,7 +67,7 @@ class Columns:
     def joined(parts: Sequence[Columns], tokens: int, apart: bool = False) -> list[mx.array]:
         """The arrays (1, heads, tokens, head_dim) of consecutive parts, up to a number of tokens.
 
-        With `apart`, each array has memory of its own; else those of a group are views of one, which is faster.
+        With `apart`, each array owns its memory; else the arrays of a group are views of one, which is faster.
         """
         if apart:
             return [

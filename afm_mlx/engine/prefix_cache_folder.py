@@ -108,12 +108,12 @@ class _File:
 class PrefixFolder:
     """A folder of blocks under a budget; what was not used for longest makes room.
 
-    Files with other names are left alone, and not counted. When a file can't be written, that is told in one
-    warning, and no more are. A folder that may only be read is read, and told of in the same way.
+    Files with other names are left alone, and not counted. When a file can't be written, one
+    warning is issued and writing stops. A read-only folder is read, and one warning says that it isn't written.
 
     Args:
         path: the folder; it is made, for its owner only, if it isn't there.
-        budget: bytes of files at most, those of other processes included.
+        budget: the most bytes that all files may take, including files of other processes.
 
     Attributes:
         nbytes: bytes of all files, as they were at the last write.

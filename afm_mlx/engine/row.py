@@ -109,14 +109,14 @@ class Row:
 
     @property
     def needs_logits(self) -> bool:
-        """Whether the next token, or its response, depends on more than which logit is the largest."""
+        """True if the next token, or its response, depends on more than which logit is the largest."""
         request = self.request
         is_plain = not (request.sampler or request.logits_processors or request.logprobs)
         return self.matcher is not None or not is_plain
 
     @property
     def is_full(self) -> bool:
-        """Whether the cache has no room for another token."""
+        """True if the cache is full."""
         return self.bound is not None and self.position >= self.bound
 
     @property
@@ -130,7 +130,7 @@ class Row:
 
     @property
     def ends(self) -> bool:
-        """Whether the row can't be fed the token that was drawn last."""
+        """True if the row can't be fed the token that was drawn last."""
         return self.sampled == self.request.max_tokens or self.error is not None or self.is_full
 
     def seed_at(self, index: int) -> int:
@@ -248,7 +248,7 @@ class Row:
 
     @property
     def _is_at_limit(self) -> bool:
-        """Whether nothing ends the row but a limit: of tokens, or of the context."""
+        """True if nothing ends the row but a limit: of tokens, or of the context."""
         return self.error is None or isinstance(self.error, ContextLengthError)
 
     def _cut_off(self, reason: str) -> None:

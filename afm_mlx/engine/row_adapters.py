@@ -109,7 +109,7 @@ def batch_adapters(rows: Sequence[Row]) -> BatchAdapters | None:
 
 
 def can_start(row: Row, beside: Iterable[Row]) -> bool:
-    """Whether a row's adapter is loaded, and makes `MAX_ADAPTERS` at most with those of the rows beside it.
+    """True if a row's adapter is loaded, and the batch with it has at most `MAX_ADAPTERS` adapters.
 
     A row without an adapter can start, and so can one whose adapter has failed to load: to be refused.
     """
@@ -123,7 +123,7 @@ def can_start(row: Row, beside: Iterable[Row]) -> bool:
 
 
 def must_not_overtake(row: Row, waiting: Iterable[Row]) -> bool:
-    """Whether a row has to let earlier rows go first, because `PATIENCE` rows with adapters have overtaken one.
+    """True if a row must wait for earlier rows, because `PATIENCE` rows with adapters have overtaken one.
 
     Args:
         row: a row that could start.

@@ -70,7 +70,7 @@ class RowPrefixes:
             prefixes.serve(model)
 
     def is_ready(self, row: Row, cache: Cache) -> bool:
-        """Whether what files have of a row's prompt is in memory; if not, they begin to be read."""
+        """True once the prompt's stored pages are in memory; else starts reading them."""
         if self._prefixes is None or self._prefixes.folder is None or row.request.cache is not None:
             return True
         if not _can_be_cut(cache):
@@ -171,7 +171,7 @@ class RowPrefixes:
 
 
 def _can_be_cut(cache: Cache) -> bool:
-    """Whether the tokens of a row's cache can be taken apart and put together."""
+    """True if the tokens of a row's cache can be taken apart and put together."""
     others = [entry for entry in cache if not isinstance(entry, KVCache | NoKVCache)]
     if not others:
         return True

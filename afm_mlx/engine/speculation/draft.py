@@ -70,7 +70,7 @@ class Draft:
 
     @property
     def is_open(self) -> bool:
-        """Whether another token can be guessed."""
+        """True if another token can be guessed."""
         return not self._follows and len(self._fed) < self._limit
 
     @property

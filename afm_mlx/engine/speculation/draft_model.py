@@ -148,7 +148,7 @@ class DraftModel:
 
 
 def _takes_likeliest(draft: Draft) -> bool:
-    """Whether the next guess is the token with the largest logit, of all tokens."""
+    """True if the next guess is the token with the largest logit, of all tokens."""
     request = draft.row.request
     return draft.mask is None and not (request.sampler or request.logits_processors)
 

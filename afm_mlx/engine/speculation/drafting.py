@@ -88,8 +88,8 @@ class Speculation:
 class Drafter(Protocol):
     """A way to guess.
 
-    What `propose` raises ends the rows of its drafts, with the error in their last responses. What `forget`
-    raises is told in one warning, because no answer depends on it.
+    If `propose` raises, the rows of its drafts end with the error in their last responses. If `forget` raises,
+    one warning is issued, because no answer depends on it.
     """
 
     def propose(self, drafts: Sequence[Draft], count: int) -> None:
