@@ -77,7 +77,7 @@ class SystemLanguageModel:
         self._has_warned = False
 
     def is_available(self) -> tuple[bool, SystemLanguageModelUnavailableReason | None]:
-        """Whether the model's files are there, and why not. A hub id's files are fetched first."""
+        """Return True if the model's files are there, else False and why. Fetches a hub id's files first."""
         try:
             _ = self._shared.context_size
         except AFMError:
@@ -105,9 +105,9 @@ class SystemLanguageModel:
             return {_language(one) for one in self._shared.languages} - {""}
 
     def supports_locale(self, locale: str | None = None) -> bool:
-        """Whether the model is made for the language of a locale.
+        """True if the model is made for the language of a locale.
 
-        True where the model's card names no languages: no language is refused then.
+        Also true if the model's card names no languages.
 
         Args:
             locale: such as "de", "de-AT", "zh_Hant_TW" or "de_AT.UTF-8"; None for the one of this process.

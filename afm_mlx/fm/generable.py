@@ -94,7 +94,7 @@ class GeneratedContent:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it was generated to its end."""
+        """True if it was generated to its end."""
         return self._is_complete
 
     def value(self, type_class: Any = None, for_property: str | None = None) -> Any:

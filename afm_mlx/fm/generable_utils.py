@@ -135,7 +135,7 @@ def _type_hints(cls: type, frame: FrameType | None) -> dict[str, Any]:
 
 
 def _has_text(annotation: Any) -> bool:
-    """Whether an annotation, or a part of it, is written as text."""
+    """True if an annotation, or a part of it, is written as text."""
     is_text = isinstance(annotation, str | ForwardRef)
     return is_text or any(map(_has_text, get_args(annotation)))
 

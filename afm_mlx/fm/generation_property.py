@@ -40,7 +40,7 @@ class Property:
 
     @property
     def is_optional(self) -> bool:
-        """Whether it may be left out; it is never null."""
+        """True if it may be left out; it is never null."""
         return without_none(self.type_class)[1]
 
     def check_lists(self) -> None:

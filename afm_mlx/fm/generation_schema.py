@@ -111,7 +111,7 @@ class GenerationSchema:
 
 
 def is_same_class(a: type, b: type) -> bool:
-    """Whether two classes are one, or a decorator such as `dataclass(slots=True)` made one of the other."""
+    """True if two classes are one, or a decorator such as `dataclass(slots=True)` made one of the other."""
     return a is b or (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
 
 

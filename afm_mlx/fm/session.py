@@ -49,7 +49,7 @@ class LanguageModelSession:
         tools: tools that the model may call. A function with annotations and a docstring is one, too. Of
             several that look the same to the model, the first is called.
         adapter: the adapter that answers: the name of one of the model's, or weights of several by their names,
-            which are added up. None for the model alone; left out, it is that of the model's use case.
+            which are added up. None for the model alone; the default is the adapter of the model's use case.
         context_policy: what happens when the history leaves too little room for an answer: "error" raises
             `ExceededContextWindowSizeError`; "drop_oldest" takes the oldest turns out of the transcript;
             "summarize" puts the model's own summary of them in their place.
@@ -128,7 +128,7 @@ class LanguageModelSession:
 
     @property
     def is_responding(self) -> bool:
-        """Whether a request is being answered."""
+        """True if a request is being answered."""
         return self._lock.is_held
 
     # -- answers
@@ -286,7 +286,7 @@ class LanguageModelSession:
         yield text, value
 
     def _chosen(self, adapter: AdapterChoice | EllipsisType | None = ...) -> AdapterChoice | None:
-        """The adapter that answers: the request's, else the session's, else that of the model's use case."""
+        """Return the request's adapter, else the session's, else the adapter of the model's use case."""
         for choice in (adapter, self._adapter):
             if not isinstance(choice, EllipsisType):
                 return choice
@@ -357,8 +357,8 @@ class LanguageModelSession:
     ) -> bytes:
         """Write down what somebody thinks of the last answer, or of the error in its place.
 
-        The result is a line of JSON with the conversation, for a file to which more may be appended. Name and
-        arguments are those of the framework's method in Swift; Apple's Python SDK has none.
+        The result is a line of JSON with the conversation, for a file to which more may be appended. The
+        framework's Swift method has the same name and arguments; Apple's Python SDK has no such method.
 
         Args:
             sentiment: what they think.

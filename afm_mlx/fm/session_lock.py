@@ -21,7 +21,7 @@ class Hold:
         self._is_active = True
 
     def mark(self) -> None:
-        """Mark the current context, and those of all tasks that are started in it, as inside this request.
+        """Mark the current context, and all tasks started in it, as inside this request.
 
         Called before code of the caller runs that the request waits for: its tools, and the loop over its
         stream. The mark of a request that has ended has no effect.

@@ -109,7 +109,7 @@ class SharedModel:
         return card_languages(folder / "README.md")
 
     def has_adapter(self, name: str) -> bool:
-        """Whether the model has an adapter of this name, once it is loaded."""
+        """True if the model has an adapter of this name, once it is loaded."""
         return self._pool is not None and name in self._pool.registered
 
     def _found(self) -> Path:

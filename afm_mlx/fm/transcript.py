@@ -193,7 +193,7 @@ def _json_of(entry: kinds.Entry) -> JSON:
 
 
 def _parts(entries: Sequence[JSON]) -> list[list[JSON]]:
-    """The entries before the first prompt, then those of each turn."""
+    """Split entries into the ones before the first prompt, then one list per turn."""
     starts = [i for i, entry in enumerate(entries) if entry["role"] == "user"]
     ends = [0, *starts, len(entries)]
     return [list(entries[i:j]) for i, j in itertools.pairwise(ends)]

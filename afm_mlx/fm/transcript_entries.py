@@ -57,7 +57,7 @@ Segment: TypeAlias = TextSegment | StructuredSegment | OtherSegment
 
 @dataclass(frozen=True)
 class ToolDefinition:
-    """A tool that the instructions name: what the model was told of it."""
+    """The definition of a tool as the instructions show it to the model."""
 
     name: str
     description: str
@@ -120,7 +120,7 @@ class Entry:
 
 
 class Instructions(Entry):
-    """What the model is told before all else.
+    """The instructions, the first entry of a transcript, and the tools that they define.
 
     Args:
         text: may be empty.
