@@ -57,12 +57,12 @@ class Matcher:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer may end here."""
+        """True if the answer may end here."""
         return self._matcher.is_accepting()
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the answer is complete and nothing can follow."""
+        """True if the answer is complete and nothing can follow."""
         return self._matcher.is_stopped()
 
     def accept(self, token: int) -> None:

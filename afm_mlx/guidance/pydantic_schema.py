@@ -39,7 +39,7 @@ _FORMATS = {
     "base64url": f"^(?:{_ASCII}[A-Za-z0-9_-])*$",
     **{f"uuid{n}": _UUID % n for n in range(1, 9)},
 }
-"""Patterns of formats that are pydantic's own, or stricter than those of JSON Schema."""
+"""Patterns of the formats that only pydantic has, or that it checks more strictly than JSON Schema."""
 _REFUSED = ("file-path", "directory-path", "json-string", "zoneinfo", "name-email")
 _CHECKERS = {
     "ByteSize._validate": "ByteSize",

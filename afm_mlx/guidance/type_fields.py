@@ -58,7 +58,7 @@ def _fields(kind: Any) -> tuple[Field, ...]:
 
 
 def is_typed_dict(kind: Any) -> bool:
-    """Whether a class is a `TypedDict`, of `typing` or of `typing_extensions`."""
+    """True if a class is a `TypedDict`, of `typing` or of `typing_extensions`."""
     return issubclass(kind, dict) and hasattr(kind, "__required_keys__")
 
 

@@ -22,8 +22,8 @@ def as_afm_reads_it(schema: dict[str, Any]) -> dict[str, Any]:
     """A schema of msgspec or pydantic with objects as AFM was shown them.
 
     The root is no reference, but may be referred to as `#`. Objects have their properties only, in the order of
-    `x-order`; their properties take descriptions from the class's docstring. Lists of fields have no more than
-    those. Titles are those of classes.
+    `x-order`; their properties take descriptions from the class's docstring. Arrays with
+    `prefixItems` have no further items. Only classes keep their titles.
 
     Args:
         schema: the schema, which stays as it is.

@@ -40,7 +40,7 @@ _ZEROS = b"000"  # as many as an item's value may get behind it, so that another
 
 
 def has_marks(grammar: str) -> bool:
-    """Whether a grammar may have lists whose items must differ."""
+    """True if a grammar may have lists whose items must differ."""
     return any(f"u{ord(mark):04x}" in grammar for mark in (ALIKE, VARIED))
 
 
@@ -73,7 +73,7 @@ class OpenList:
 
     @property
     def is_bare(self) -> bool:
-        """Whether the item is a number or a word, which ends before a comma or bracket."""
+        """True if the item is a number or a word, which ends before a comma or bracket."""
         return self.item is not None and self.item[:1] not in (b'"', b"[", b"{")
 
     def then(self, byte: bytes) -> OpenList:
@@ -89,7 +89,7 @@ class OpenList:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the last byte closed the item: a string, a list or an object."""
+        """True if the last byte closed the item: a string, a list or an object."""
         is_inside = self.item is None or self.is_bare or self.is_text or self.depth
         return not is_inside and (self.item or b"")[-1:] in (b'"', b"]", b"}")
 
@@ -142,7 +142,7 @@ class State:
         return State(matcher, self.tokenizer, tuple(lists))
 
     def is_alive(self) -> bool:
-        """Whether anything may follow but zeros that leave a number as it is."""
+        """True if anything may follow but zeros that leave a number as it is."""
         vocabulary = _vocabulary(self.tokenizer)
         mask = np.zeros(-(-self.tokenizer.vocab_size // 32), np.uint32)
         self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
@@ -194,7 +194,7 @@ class State:
 
 
 def _may_end(one: OpenList, item: bytes | None, rest: bytes, has_others: bool) -> bool:
-    """Whether a token may finish an item, as `_end` gives it.
+    """True if a token may finish an item, as `_end` gives it.
 
     Args:
         one: the item's list.

@@ -135,7 +135,7 @@ def _zoo_pieces(tokenizer: Any, ends: tuple[int, ...]) -> TokenizerWrapper | str
 
 @lru_cache(maxsize=4)
 def token_texts(tokenizer: LLTokenizer) -> list[bytes]:
-    """The bytes of each token, none of a control token; those of the last tokenizers are kept."""
+    """Return each token's bytes, empty for control tokens; cached for the last four tokenizers."""
     tokens = range(tokenizer.vocab_size)
     return [b"" if tokenizer.is_special_token(i) else tokenizer.decode_bytes([i]) for i in tokens]
 

@@ -65,7 +65,7 @@ def dialect(schema: Any) -> int:
 
 
 def has_keyword(draft: int, keyword: str) -> bool:
-    """Whether a draft gives a keyword a meaning."""
+    """True if a draft gives a keyword a meaning."""
     first, last = _SPANS.get(keyword, (4, _NEWEST))
     return first <= draft <= last
 

@@ -299,11 +299,11 @@ class Expansion:
         return result
 
     def are_disjoint(self, a: Formula, b: Formula) -> bool:
-        """Whether no document can be valid under both formulas."""
+        """True if no document can be valid under both formulas."""
         return self._wide.is_void(conjunction(a, b), 0)
 
     def is_void(self, formula: Formula, depth: int) -> bool:
-        """Whether a formula can be seen to have no case."""
+        """True if the formula alone shows that it has no case."""
         if formula == TRUE or depth >= _LOOK:
             return False
         if formula in self._void or formula == FALSE:
@@ -320,7 +320,7 @@ class Expansion:
         return False
 
     def _is_void(self, case: Case, depth: int = 0) -> bool:
-        """Whether a case can be seen to have no value."""
+        """True if the case alone shows that no value is valid."""
         if isinstance(case, Numbers | Strings):
             return case.is_void()
         if isinstance(case, Arrays):

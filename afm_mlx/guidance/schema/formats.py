@@ -2,8 +2,8 @@
 
 By the drafts a format may be checked or not. Here it is: strings have it, and alternatives of `oneOf` may
 differ by it. Two patterns hold each format: `PATTERNS` for what is generated, of which every checker says
-that it has the format; and `LOOSE` for what some checker may say so of. Names of other formats (`color`,
-those of a company) say nothing.
+that it has the format; and `LOOSE` for what some checker may say so of. Other formats (`color`,
+or a company's own) are ignored.
 
 Narrower than the formats: the year 0000, which Python does not know, and leap seconds are left out,
 international names are ASCII, and regular expressions are simple ones.

@@ -3,7 +3,7 @@
 Two forms are generated. Integers have at most 18 digits (64 bits), or as many as a bound asks for. Decimals
 have at most 15 digits, as many as a binary number holds exactly: comparing with a bound gives the same result
 for the text and for the number that a program reads. An exponent is written only where nothing bounds the
-number. Multiples are those of the decimal that the schema writes: 0.07 is a multiple of 0.01, though not in
+number. `multipleOf` is decided in decimal, as the schema writes it: 0.07 is a multiple of 0.01, though not in
 binary.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 DIGITS = 15
 INTEGER_DIGITS = 18
 MAX_DIGITS = 310
-"""Digits of an integer bound at most: those of the largest binary number."""
+"""The most digits of an integer bound: as many as the largest float64 has."""
 _LISTED = 256
 """Multiples that are listed one by one at most."""
 _MAX_REMAINDERS = 10_000
@@ -75,7 +75,7 @@ class Numbers:
         return None if met.is_void() else met
 
     def has(self, text: str) -> bool:
-        """Whether the number that a text writes is within bounds, a multiple, and not excluded."""
+        """True if the number that a text writes is within bounds, a multiple, and not excluded."""
         value = exact(text)
         if self.is_integer is not None and (value.denominator == 1) is not self.is_integer:
             return False
@@ -89,7 +89,7 @@ class Numbers:
         return is_multiple and value not in self.excluded
 
     def is_void(self) -> bool:
-        """Whether no number can be seen to be of the set."""
+        """True if the bounds alone show that the set is empty."""
         if self.values is not None:
             return not self.values
         if self.low is None or self.high is None:
@@ -100,7 +100,7 @@ class Numbers:
         return self.is_empty_range()
 
     def is_empty_range(self) -> bool:
-        """Whether there is nothing between the bounds."""
+        """True if no number lies between the bounds."""
         if self.low is None or self.high is None:
             return False
         return self.low > self.high or (self.low == self.high and (self.above or self.below))
@@ -126,7 +126,7 @@ class Numbers:
 
 
 def common_step(a: Fraction | None, b: Fraction | None) -> Fraction | None:
-    """The number whose multiples are those of both."""
+    """Return the least common multiple of two steps; None is no step."""
     if a is None or b is None:
         return b if a is None else a
     return Fraction(lcm(a.numerator, b.numerator), gcd(a.denominator, b.denominator))
@@ -208,7 +208,7 @@ def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
 
 
 def _is_followed(step: Fraction, places: int) -> bool:
-    """Whether llguidance reads a step of so many decimal places as it is: it multiplies by 10, in binary."""
+    """True if llguidance reads a step of this many decimal places exactly; it multiplies by 10 in binary."""
     value = float(step)
     for _ in range(places):
         value *= 10

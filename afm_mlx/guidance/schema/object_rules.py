@@ -88,7 +88,7 @@ def _is_kind(name: str, some: Some, builder: Builder) -> bool:
 
 
 def _is_named(name: str, schemas: tuple[Formula, ...], builder: Builder) -> bool:
-    """Whether a name is of the schemas of names."""
+    """True if a name is of the schemas of names."""
     return all(
         any(isinstance(one, Strings) and one.has(name) for one in builder.expansion.cases(schema))
         for schema in schemas

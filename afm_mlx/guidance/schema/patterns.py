@@ -72,7 +72,7 @@ def searched(pattern: str, *, wide: bool) -> Expr:
 
 @lru_cache(maxsize=4096)
 def is_like(pattern: str, text: str) -> bool | None:
-    """Whether a pattern is found in a text; None when that depends on the rules.
+    """True if a pattern is found in a text; None when that depends on the rules.
 
     Raises:
         ValueError: as `searched`, or when llguidance can't tell within its limits.

@@ -237,7 +237,7 @@ def _check_plain(value: Any) -> None:
 
 
 def _check_identifier(schema: Any, draft: int, place: str) -> bool:
-    """Whether a schema has an identifier of its own."""
+    """True if a schema has an identifier of its own."""
     key = "id" if draft == 4 else "$id"
     if not isinstance(schema, dict) or key not in schema or (draft <= 7 and "$ref" in schema):
         return False
@@ -247,7 +247,7 @@ def _check_identifier(schema: Any, draft: int, place: str) -> bool:
 
 
 def _is_metaschema_used(schema: Any) -> bool:
-    """Whether a reference goes to a metaschema, which has dynamic references."""
+    """True if a reference goes to a metaschema, which has dynamic references."""
     pending = [schema]
     while pending:
         value = pending.pop()

@@ -161,7 +161,7 @@ def _lark(expr: Expr, negated: bool) -> str:
 
 @lru_cache(maxsize=512)
 def _is_plain(expr: Expr) -> bool:
-    """Whether an expression has neither `and` nor `not`."""
+    """True if an expression has neither `and` nor `not`."""
     if expr[0] in ("and", "not"):
         return False
     return expr[0] == "chars" or all(
@@ -239,7 +239,7 @@ def _compiled(grammar: str) -> LLMatcher:
 
 @lru_cache(maxsize=256)
 def is_empty(terminal: str) -> bool | None:
-    """Whether no text is of a Lark terminal; None when llguidance can't tell within its limits."""
+    """True if no text is of a Lark terminal; None when llguidance can't tell within its limits."""
     matcher = _matcher(terminal).deep_copy()
     if matcher.is_error():
         return None
@@ -251,7 +251,7 @@ def is_empty(terminal: str) -> bool | None:
 
 
 def matches(expr: Expr, text: str) -> bool:
-    """Whether a string is of an expression.
+    """True if a string is of an expression.
 
     Raises:
         ValueError: when llguidance can't tell within its limits.
@@ -261,7 +261,7 @@ def matches(expr: Expr, text: str) -> bool:
 
 @lru_cache(maxsize=256)
 def has_text(terminal: str, text: str) -> bool:
-    """Whether a text is of a Lark terminal.
+    """True if a text is of a Lark terminal.
 
     Raises:
         ValueError: when llguidance can't tell within its limits.

@@ -65,7 +65,7 @@ class Strings:
         return None if met.is_void() else met
 
     def has(self, text: str) -> bool:
-        """Whether a string is of the set, and may be said to have its formats.
+        """True if the set contains a string and some checker may accept it for the set's formats.
 
         Raises:
             ValueError: when llguidance can't tell within its limits.
@@ -78,7 +78,7 @@ class Strings:
         return all(matches(part, text) for part in (*self.parts, *formats))
 
     def is_void(self) -> bool:
-        """Whether no string can be seen to be of the set."""
+        """True if no string can be seen to be of the set."""
         if self.values is not None:
             return not self.values
         if self.longest is not None and self.shortest > self.longest:
