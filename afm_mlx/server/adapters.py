@@ -22,7 +22,7 @@ from afm_mlx.server.served_model import ServedModel
 from afm_mlx.server.sse import json_response
 
 _FOR_EVERYBODY = ("id", "object", "name", "state", "bytes", "rank", "pinned")
-"""What clients without an admin key are told of an adapter: nothing of its files, and of other clients."""
+"""Fields of an adapter that clients without an admin key see: none about its files or other clients."""
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 

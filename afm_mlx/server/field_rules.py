@@ -96,7 +96,7 @@ class Kinds:
     why: str = ""
 
     def ignores(self, kind: Any) -> bool:
-        """Whether objects of a kind are left out."""
+        """True if objects whose `type` is this kind are ignored."""
         return isinstance(kind, str) and (self.ignored is None or kind in self.ignored)
 
 
@@ -293,7 +293,7 @@ def _converted(value: Any, annotation: Any, place: str, hint: str) -> Any:
 
 
 def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a JSON value is among others; false is not 0."""
+    """True if `values` contains a value of the same type, so that false does not equal 0."""
     return any(type(value) is type(each) and value == each for each in values)
 
 

@@ -90,12 +90,12 @@ class Ask:
 
     @property
     def continues(self) -> bool:
-        """Whether the answer goes on with a text: a prompt, or an answer that the chat ends with."""
+        """True if the answer goes on with a text: a prompt, or an answer that the chat ends with."""
         return self.messages is None or is_answer(self.messages[-1] if self.messages else {})
 
     @property
     def may_call(self) -> bool:
-        """Whether the answer may have calls of tools."""
+        """True if the answer may have calls of tools."""
         return bool(self.tools) and self.tool_choice != "none"
 
 

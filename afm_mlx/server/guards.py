@@ -29,7 +29,7 @@ _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(:\d{1,5})?")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to listen at can be reached from this machine alone."""
+    """True if an address to listen at can be reached from this machine alone."""
     if host == "localhost":
         return True
     try:

@@ -12,12 +12,12 @@ from afm_mlx.server.sse import json_response
 
 
 async def health(request: Request) -> Response:
-    """Whether the server is alive."""
+    """True if the server is alive."""
     return json_response({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
-    """Whether requests are taken: the model is loaded, and the server is not stopping."""
+    """True if requests are taken: the model is loaded, and the server is not stopping."""
     served: ServedModel = request.app.state.served
     if served.admission.draining:
         return json_response({"status": "stopping"}, 503)

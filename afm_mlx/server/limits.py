@@ -1,4 +1,4 @@
-"""How many answers and requests may wait and run: all of them, and those of one client."""
+"""Limits on the answers and requests that may wait and run, in all and per client."""
 
 from __future__ import annotations
 

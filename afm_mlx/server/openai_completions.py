@@ -66,7 +66,7 @@ def _check(body: CompletionRequest) -> None:
     """Raise `ApiError` for fields that can't be honoured together."""
     if body.echo and body.logprobs is not None:
         raise bad_request(
-            "logprobs can't be combined with echo: those of the prompt are not computed.",
+            "logprobs can't be combined with echo: logprobs of the prompt are not computed.",
             "logprobs",
             "unsupported_parameter",
         )

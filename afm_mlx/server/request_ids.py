@@ -13,7 +13,7 @@ REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="")
 HEADERS = ("x-request-id", "request-id")
 """The headers' names: OpenAI's, and Anthropic's."""
 IGNORED = "x-afm-ignored"
-"""The header that names what of a request was taken and had no effect, see `field_rules.py`."""
+"""The header that lists a request's fields that were accepted and ignored, see `field_rules.py`."""
 
 
 class RequestIds:

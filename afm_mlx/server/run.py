@@ -125,7 +125,7 @@ def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool
         stop: ends the server.
 
     Returns:
-        Whether all answers have finished; those that took longer than the grace were ended with an error.
+        True if all answers have finished within the grace period; later ones were ended with an error.
     """
     return asyncio.run(serve(app, listening, stop))
 
@@ -172,7 +172,7 @@ async def _drain(served: ServedModel, seconds: float) -> bool:
     """Take nothing new, and wait for what runs; end it with an error after a while.
 
     Returns:
-        Whether all of it has finished by itself.
+        True if all of it has finished within the time.
     """
     served.admission.draining = True
     until = time.monotonic() + seconds

@@ -338,5 +338,5 @@ def _speculation(
 
 
 def is_answer(message: Message) -> bool:
-    """Whether a message is an answer that can be continued."""
+    """True if a message is an answer that can be continued."""
     return message.get("role") == "assistant" and not message.get("tool_calls")

@@ -67,7 +67,7 @@ class TokenTexts:
         return piece.text.replace(SPACE, " ").replace(NEWLINE, "\n").encode()
 
     def drops_space(self, token: int, is_constrained: bool) -> bool:
-        """Whether an answer that begins with a token loses the space that the token begins with."""
+        """True if an answer that begins with a token loses the space that the token begins with."""
         if not self._is_ours or is_constrained or not self._tokenizer.spacing.dummy_prefix:
             return False
         return self.bytes_of(token)[:1] == b" "

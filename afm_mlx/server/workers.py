@@ -19,7 +19,7 @@ from typing import TypeVar
 from afm_mlx.server.limits import Admission
 
 LARGE = 1 << 16
-"""Bytes of a body whose work is done one after the other, apart from that of smaller ones."""
+"""Bytes from which a request body counts as large; large bodies are processed one at a time."""
 
 Result = TypeVar("Result")
 _CPUS = os.cpu_count() or 1

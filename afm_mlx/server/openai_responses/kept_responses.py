@@ -43,7 +43,7 @@ class KeptResponses:
 
     @property
     def is_on(self) -> bool:
-        """Whether anything is kept at all."""
+        """True if anything is kept at all."""
         return self._per_client > 0
 
     def keep(self, client: str, id: str, kept: KeptResponse) -> None:
