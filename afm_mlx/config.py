@@ -55,7 +55,7 @@ _OTHER_KEYS = {
 
 
 def is_afm_config(values: Mapping[str, Any]) -> bool:
-    """Whether the content of a `config.json` is that of an AFM model's folder."""
+    """True if the content of a `config.json` belongs to an AFM model's folder."""
     return values.get("model_type") == MODEL_TYPE
 
 

@@ -78,13 +78,13 @@ class Owner:
         return owner if types == [int, str, str, str, str] else None
 
     def may_live(self) -> bool:
-        """Whether the process runs, as far as this machine can tell: another machine's may always run."""
+        """True if the process runs, as far as this machine can tell: another machine's may always run."""
         if self.host != socket.gethostname():
             return True
         return _is_alive(self.pid) and self.begun in ("", _begun(self.pid))
 
     def is_here(self) -> bool:
-        """Whether it is this very process."""
+        """True if it is this very process."""
         return (self.pid, self.host) == (os.getpid(), socket.gethostname())
 
     def __str__(self) -> str:

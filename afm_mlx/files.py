@@ -1,10 +1,10 @@
 """Reading a file whole within bounds, and writing files that are either whole or not there.
 
-`read_file` reads what a user or a download brings, and no more than it is told; it doesn't wait for ever.
+`read_file` reads untrusted files up to a size limit. It refuses devices, and never waits for ever on a pipe.
 
-Written files come to be in a place of their own, are flushed, and renamed. The place is a hidden folder beside
-the output. It is locked while its process lives, and removed in the end, after an error or an interrupt too.
-What a killed process leaves is removed by the next one that writes to the same folder.
+Files are written to a hidden temporary folder beside the output, flushed, and renamed into place. The
+temporary folder is locked while its process lives, and removed at the end, also after an error or an
+interrupt. A folder that a killed process left is removed by the next process that writes beside it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def read_file(path: str | Path, limit: int, *, pipes: bool = False) -> bytes:
         if not stat.S_ISREG(status.st_mode) and not _is_null(status):
             raise OSError(errno.EINVAL, f"it is {_kind(status)}, and a file is needed")
         _check_size(status.st_size, limit)
-        # The file may grow while it is read, and those of /proc don't tell their size.
+        # The file may grow while it is read, and files in /proc report a size of 0.
         piece = status.st_size + 1 if status.st_size else _PIECE
         return _read_all(iter(lambda: os.read(descriptor, piece), b""), limit)
     except OSError as error:

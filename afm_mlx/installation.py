@@ -26,7 +26,7 @@ ANYWHERE = "PATH-OR-URL-OF-AFM-MLX"
 def install_command(extra: str = "", *, rebuild: bool = False) -> str:
     """Return the shell command that installs afm-mlx again, into this environment, from its source.
 
-    The command is that of pip, pipx or uv, whichever made the environment. The source is what the installer
+    The command is for pip, pipx or uv, whichever made the environment. The source is what the installer
     recorded in `direct_url.json` (PEP 610): a folder, a wheel, an sdist or a URL.
 
     Args:

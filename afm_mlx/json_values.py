@@ -15,15 +15,15 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def is_rank(value: Any) -> TypeGuard[int]:
-    """Whether a value of JSON can be a rank."""
+    """True if a value of JSON can be a rank."""
     return type(value) is int and 1 <= value <= MAX_RANK
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value of JSON is a number that float32 holds; Python's integers have no end."""
+    """True if a JSON value is a number within float32's range; Python's integers are unbounded."""
     return type(value) in (int, float) and abs(value) <= FLOAT32_MAX
 
 
 def is_text(value: Any) -> TypeGuard[str]:
-    """Whether a value of JSON is text that can be printed and written: JSON's may hold halves of characters."""
+    """True if a JSON value is text without lone surrogates, so that it can be encoded as UTF-8."""
     return isinstance(value, str) and not any("\ud800" <= c <= "\udfff" for c in value)

@@ -7,8 +7,8 @@
     {"conversations": [{"from": "human", "value": ...}, ...], "system"?: ..., "tools"?: ...}
     {"instruction": ..., "input"?: ..., "output": ..., "system"?: ...}
 
-The first three are mlx-lm's, the fourth is that of Apple's adapter training toolkit, the last two are those of
-ShareGPT and Alpaca. Records may also be the items of one JSON array, or the rows of a CSV file. Files may be
+The first three are mlx-lm's, the fourth is from Apple's adapter training toolkit, the last two from ShareGPT
+and Alpaca. Records may also be the items of one JSON array, or the rows of a CSV file. Files may be
 gzipped.
 """
 
@@ -57,7 +57,7 @@ class ChatRecord:
 
 
 def is_data_file(path: Path) -> bool:
-    """Whether a file's name says that it holds records."""
+    """True if a file's name has a suffix of data files, `.gz` apart."""
     return path.name.removesuffix(".gz").endswith(_SUFFIXES)
 
 
@@ -81,7 +81,7 @@ def data_file(folder: Path, stem: str) -> Path | None:
 
 
 def data_files(folder: Path) -> str:
-    """What a folder holds that may be a data set, for messages: its data files, or those of its subfolders."""
+    """Describe a folder's data files, or else its subfolders' data files, for error messages."""
     for pattern in ("*", "*/*"):
         found = sorted(str(p.relative_to(folder)) for p in folder.glob(pattern) if is_data_file(p))
         if found:
@@ -132,7 +132,7 @@ def read_lines(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _is_array(text: str) -> bool:
-    """Whether a text is a JSON array of records, and not of lines; a line may be an array of messages."""
+    """True if a text is one JSON array of records, not JSON lines, of which one may be an array of messages."""
     begin = text.lstrip()
     if not begin.startswith("["):
         return False
@@ -397,7 +397,7 @@ def _pairs(history: Any) -> list[Any]:
 
 
 def _messages(messages: Any) -> Any:
-    """Messages, those of ShareGPT's form (`from` and `value`) under the names of the others."""
+    """Return messages with `role` and `content`, renamed from ShareGPT's `from` and `value` if need be."""
     if not isinstance(messages, list):
         return messages
     return [_message(i, m) if _is_sharegpt(m) else m for i, m in enumerate(messages)]

@@ -7,7 +7,7 @@ MLX thread does its work, and ends in good order when Python does.
 
 The main thread runs MLX itself, at no cost, and Ctrl-C interrupts it as ever.
 
-A forked child has none of these threads, nor those of MLX itself, and waits for them for ever. So once MLX has
+A forked child has neither these threads nor MLX's own, and would wait for them for ever. So once MLX has
 run in a process, its forked children may import everything and run nothing (`check_process`).
 """
 
@@ -145,12 +145,12 @@ def check_process() -> None:
 
 
 def runs_mlx() -> bool:
-    """Whether the current thread is one that MLX runs in."""
+    """True if the current thread is one that MLX runs in."""
     return in_main_thread() or _mlx_thread.is_current()
 
 
 def in_main_thread() -> bool:
-    """Whether the current thread is Python's main one."""
+    """True if the current thread is Python's main one."""
     return threading.get_ident() == threading.main_thread().ident
 
 

@@ -1,7 +1,7 @@
-"""Whether numbers can be computed with: what is read from files is looked at once, before anything is.
+"""Checks that arrays read from files hold usable numbers, made once, before anything is computed with them.
 
-NaN and infinity can't, nor can numbers whose squares float32 can't hold: a norm of what they are added to or
-multiplied with overflows.
+NaN and infinity are not usable, nor are numbers whose squares overflow float32: the norm of a sum or product
+with such a number overflows.
 
 The check of a model costs one read of its float tensors at memory speed, and nothing of packed codes, of which
 all are numbers.
@@ -101,7 +101,7 @@ def _are_usable(tensor: mx.array) -> bool:
 
 
 def _is_finite_on_cpu(tensor: mx.array) -> bool:
-    """Whether a tensor is finite, by NumPy: MLX's sums take 3 times as long here, of half types 30 times."""
+    """True if a tensor is finite, by NumPy: MLX's sums take 3 times as long here, of half types 30 times."""
     if tensor.dtype not in _LARGEST_HALF:
         values = np.array(tensor.reshape(-1), copy=False)
         with np.errstate(all="ignore"):

@@ -97,7 +97,7 @@ def _is_within(value: Any, most: int) -> bool:
 def _is_stored_packed(
     path: str, quantization: Mapping[str, Any], tensors: Mapping[str, Any], source: str | Path
 ) -> bool:
-    """Whether a layer's tensors are packed; raises `CheckpointError` when the config says otherwise."""
+    """True if a layer's tensors are packed; raises `CheckpointError` when the config says otherwise."""
     weight = tensors.get(f"{path}.weight")
     parts = [part for part in PARTS[1:] if f"{path}.{part}" in tensors]
     packed = bool(parts) or (weight is not None and weight.dtype == mx.uint32)

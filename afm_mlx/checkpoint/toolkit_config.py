@@ -65,7 +65,7 @@ class ToolkitConfig:
 
 
 def is_toolkit_config(values: Mapping[str, Any]) -> bool:
-    """Whether a JSON object has tamm's type tag."""
+    """True if a JSON object has tamm's type tag."""
     return isinstance(values.get("__tamm_type__"), str)
 
 

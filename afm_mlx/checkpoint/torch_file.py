@@ -111,7 +111,7 @@ def tensor_chunks(tensor: torch.Tensor, dtype: mx.Dtype, name: str) -> Iterator[
 
 
 def equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of the same shape hold the same numbers, without copying either."""
+    """True if two tensors of the same shape hold the same numbers, without copying either."""
     torch = import_torch()
     if (one.data_ptr(), one.stride(), one.dtype) == (other.data_ptr(), other.stride(), other.dtype):
         return True

@@ -208,7 +208,7 @@ def _command(argv: list[str]) -> tuple[str, ModuleType, list[str]]:
 
 
 def _spelled_out(argv: list[str]) -> list[str]:
-    """Return the arguments of `chat` or `generate` that those of `run` stand for, as other runtimes have it."""
+    """Translate the arguments of `run`, a command of other runtimes, into those of `chat` or `generate`."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-") or word == "-", argv))
     if not words:
         return ["chat", *argv]
@@ -216,7 +216,7 @@ def _spelled_out(argv: list[str]) -> list[str]:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the user can mend the cause: it is the system's error about a file, or one of a setting."""
+    """True if the user can mend the cause: it is the system's error about a file, or one of a setting."""
     if isinstance(error, OSError):
         return bool(error.filename)
     if not isinstance(error, ValueError):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def is_asked(args: argparse.Namespace) -> bool:
-    """Whether the arguments ask for guesses."""
+    """True if the arguments ask for speculative decoding."""
     return args.draft_model is not None or args.prompt_lookup
 
 

@@ -60,10 +60,10 @@ def handled_signals() -> Iterator[None]:
 
 @contextmanager
 def deferred_signals() -> Iterator[threading.Event]:
-    """Within it the first Ctrl-C, SIGTERM or SIGHUP sets the event that it gives, and raises at its end.
+    """Yield an event that the first Ctrl-C, SIGTERM or SIGHUP sets; raise when the context closes with it set.
 
-    For work that comes to a good end soon when it is told so. A second Ctrl-C interrupts at once. Work of which
-    nothing is left to do clears the event; then nothing is raised.
+    For work that polls the event and can stop cleanly soon after. A second Ctrl-C interrupts at once. Work that
+    has finished anyway clears the event; then nothing is raised.
     """
     flag = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -103,7 +103,7 @@ class _Reader:
         return found
 
     def _at(self, kind: type[yaml.Event]) -> bool:
-        """Whether the next event is of a kind."""
+        """True if the next event is of a kind."""
         return isinstance(self._next(peek=True), kind)
 
     def _next(self, peek: bool = False) -> yaml.Event:

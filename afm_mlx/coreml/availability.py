@@ -1,4 +1,4 @@
-"""Whether Core ML can run here: macOS, and coremltools."""
+"""True if Core ML can run here: macOS, and coremltools."""
 
 from __future__ import annotations
 

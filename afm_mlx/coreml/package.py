@@ -91,7 +91,7 @@ class CoreMLPackage:
 
 
 def _fail(path: Path, what: str) -> NoReturn:
-    raise CheckpointError(f"{path}: {what}. Make it anew with afm-mlx convert --to coreml.")
+    raise CheckpointError(f"{path}: {what}. Create it again with afm-mlx convert --to coreml.")
 
 
 # -- files

@@ -163,6 +163,6 @@ def load_mlx_lm_model(
 
 
 def has_packed_layers(quantization: Mapping[str, Any]) -> bool:
-    """Whether a folder holds formats that mlx-lm does not load."""
+    """True if a folder holds formats that mlx-lm does not load."""
     entries = [quantization, *(e for e in quantization.values() if isinstance(e, Mapping))]
     return any(e.get("mode") in ("balanced", "palette") or "granularity" in e for e in entries)

@@ -1,4 +1,4 @@
-"""Whether an answer is the expected one: as text, as a JSON value, or as calls of tools."""
+"""True if an answer is the expected one: as text, as a JSON value, or as calls of tools."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def natural_comparison(expected: str, has_format: bool) -> str:
 
 
 def can_be_compared(expected: str, comparison: str) -> bool:
-    """Whether an expected answer has the form that a comparison needs."""
+    """True if an expected answer has the form that a comparison needs."""
     return _read(expected, comparison) is not None
 
 
 def is_right(answer: str, expected: str, comparison: str) -> bool:
-    """Whether an answer is the expected one.
+    """True if an answer is the expected one.
 
     Args:
         answer, expected: texts.
@@ -61,7 +61,7 @@ def _read(text: str, comparison: str) -> tuple[Any] | None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal; unlike Python's True and 1."""
+    """True if two JSON values are equal; unlike Python's True and 1."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):

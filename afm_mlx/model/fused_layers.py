@@ -59,7 +59,7 @@ def project_each(layers: Sequence[nn.Module], x: mx.array, norm: nn.RMSNorm) -> 
 
 
 def merges_parts(layer: nn.Module) -> bool:
-    """Whether `project` takes attention's output in parts for this layer."""
+    """True if `project` takes attention's output in parts for this layer."""
     return _is_fusable(layer)
 
 
@@ -106,7 +106,7 @@ def _is_fusable(layer: nn.Module) -> bool:
 
 
 def _alike(a: PackedLinear, b: PackedLinear) -> bool:
-    """Whether two layers differ in nothing but their numbers, as one kernel over both needs."""
+    """True if two layers differ only in their weights, so that one kernel can run both."""
     first: PackedWeight = a.packed
     second: PackedWeight = b.packed
     return (

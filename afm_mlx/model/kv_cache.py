@@ -406,7 +406,7 @@ class KVCache:
     # -- going back
 
     def is_trimmable(self) -> bool:
-        """Whether tokens can be taken back: not once a sliding window has forgotten some."""
+        """True if tokens can be taken back: not once a sliding window has forgotten some."""
         return not any(self._forgotten)
 
     def trim(self, count: int) -> int:

@@ -464,7 +464,7 @@ class Model(nn.Module):
         return Positions(first.offset, mask, lengths, cached=True), cache
 
     def _opens_tail(self, cache: KVCache) -> bool:
-        """Whether a decode step writes to the cache's tail: of floats where attention copies none for it."""
+        """True if a decode step writes to the cache's tail: of floats where attention copies none for it."""
         if cache.int8 or cache.buffer is None:
             return cache.int8
         return reads_tails(cache.buffer.dtype, self.args.head_dim)
@@ -506,5 +506,5 @@ class Model(nn.Module):
 
 
 def is_afm(model: nn.Module) -> TypeGuard[Model]:
-    """Whether a model is this package's `Model`, and not one of mlx-lm's zoo."""
+    """True if a model is this package's `Model`, not one of mlx-lm's models."""
     return isinstance(model, Model)

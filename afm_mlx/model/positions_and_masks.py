@@ -28,7 +28,7 @@ class Positions(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether rows hold several samples, each with positions of its own."""
+        """True if rows hold several samples, each with positions of its own."""
         return isinstance(self.offset, mx.array) and self.offset.ndim == 2
 
 

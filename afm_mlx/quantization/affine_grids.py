@@ -150,7 +150,7 @@ def _guesses(bits: int, dtype: mx.Dtype) -> Iterator[tuple[int, int, mx.Dtype]]:
 def _lie_on(
     units: Array, which: Array, grid: tuple[Array, Array], bits: int, dtype: mx.Dtype
 ) -> Array:
-    """Whether the units at the indices `which` lie on their grids, of scales and biases."""
+    """True if the units at the indices `which` lie on their grids, of scales and biases."""
 
     def reproduced(part: Array, scale: Array, bias: Array) -> Array:
         return reproduces_affine(part, _codes(part, scale, bias, bits), scale, bias, dtype)

@@ -256,7 +256,7 @@ def _distinct(rows: Rows, most: int) -> Array | None:
 
 
 def _sample_lies_on_grid(rows: Rows, rule: QuantizationRule) -> bool:
-    """Whether any unit of a few rows lies on an affine grid: a matrix is on grids as a whole or not at all."""
+    """True if any unit of a few rows lies on an affine grid: a matrix is on grids as a whole or not at all."""
     step = -(-rows.shape[0] // _ROWS_OF_SAMPLE)
     sample = [rows.read(start, start + 1) for start in range(0, rows.shape[0], step)]
     units = np.concatenate(sample).reshape(-1, rule.group_size or rows.shape[1])

@@ -112,7 +112,7 @@ def rule_chooser(
 
 
 def is_outer(path: str, module: nn.Module) -> bool:
-    """Whether a layer is an embedding or a head, which follow the rule of embeddings."""
+    """True if a layer is an embedding or a head, which follow the rule of embeddings."""
     return isinstance(module, nn.Embedding) or path.split(".")[-1] == "lm_head"
 
 

@@ -81,7 +81,7 @@ class QuantizationRule:
 
     @property
     def is_mlx_format(self) -> bool:
-        """Whether it is a format of MLX's own quantized layers."""
+        """True if it is a format of MLX's own quantized layers."""
         return (
             self.mode == "affine"
             and self.granularity == "group"

@@ -99,7 +99,7 @@ class ChatTemplate:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is `V6_TEMPLATE`."""
+        """True if it is `V6_TEMPLATE`."""
         return self.source == V6_TEMPLATE
 
     def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:

@@ -70,9 +70,9 @@ class ControlTokens:
         return [self.names[name] for name in pattern.findall(text)]
 
     def are_those_of(self, text: str, tokens: Iterable[int]) -> bool:
-        """Whether ids, behind a separator, have the control tokens and newlines of a text, and no others.
+        """True if ids, behind a separator, have exactly the control tokens and newlines that a text has.
 
-        A normalizer may make a name of a text that has none.
+        A normalizer may turn a text without a control token's name into one that has it.
         """
         if self._vocabulary.is_literal:
             return True
@@ -80,20 +80,20 @@ class ControlTokens:
         return self.ids_in(tokens)[1:] == self.written_in(text) and self.has_newlines(text, tokens)
 
     def has_newlines(self, text: str, tokens: Iterable[int], mark: str = "") -> bool:
-        """Whether ids have as many newlines as a text, in which a `<n>` with marks is none."""
+        """True if ids have as many newlines as a text; a `<n>` inside marks doesn't count as one."""
         if self._newline is None:
             return True
         written = len(_pattern((NEWLINE,), mark).findall(text)) + text.count("\n")
         return sum(token == self._newline for token in tokens) == written
 
     def may_come_from(self, chat: Chat) -> bool:
-        """Whether the caller's texts may have a part in a name that is in the rendered chat."""
+        """True if the caller's texts may have a part in a name that is in the rendered chat."""
         if chat.template.is_own:  # it writes texts whole, and none beside another
             return _any_in(self._found, chat.texts)
         return _any_in(self._firsts, chat.texts) or not self._are_whole_in(chat.template.source)
 
     def _are_whole_in(self, source: str) -> bool:
-        """Whether a template has first characters of names only in whole names.
+        """True if a template has first characters of names only in whole names.
 
         If not, it might write a `<` before a text that goes on with `turn_end>`.
         """
@@ -101,7 +101,7 @@ class ControlTokens:
         return not _any_in(self._firsts, [rest]) and not _ESCAPE.search(rest)
 
     def are_in(self, texts: Iterable[str]) -> bool:
-        """Whether a text has a whole name, as the vocabulary reads it."""
+        """True if a text has a whole name, as the vocabulary reads it."""
         encode = self._vocabulary.encode
         return any(
             self.written_in(text) or self.ids_in(encode(text.replace("\n", NEWLINE)))
@@ -141,7 +141,7 @@ def _any_in(parts: Iterable[str], texts: list[str]) -> bool:
 
 
 def is_bracketed(name: str) -> bool:
-    """Whether a piece is a name in brackets, as control tokens are."""
+    """True if a piece is a name in brackets, as control tokens are."""
     return _BRACKETED.fullmatch(name) is not None
 
 

@@ -43,7 +43,7 @@ class MLXLMTokenizer:
 
     @property
     def has_tool_calling(self) -> bool:
-        """Whether the vocabulary has the markers around a tool call."""
+        """True if the vocabulary has the markers around a tool call."""
         return None not in (self._marker_ids[EXECUTABLE_START], self._marker_ids[EXECUTABLE_END])
 
     @property

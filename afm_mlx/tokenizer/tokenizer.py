@@ -178,9 +178,9 @@ class Tokenizer(MLXLMTokenizer):
         The messages are not changed. A default system message is put first when there is none. Tool
         definitions come from `tools` or from the system message's `tools`.
 
-        Only the template writes control tokens. Where messages, tools, response formats or `kwargs` hold the
-        name of one, or `<n>`, the ids are those of its characters. The text of `tokenize=False` can't tell the
-        two apart: encoded again, it has control tokens for both.
+        Only the template writes control tokens. Where messages, tools, response formats or `kwargs` hold a
+        control token's name, or `<n>`, its characters are encoded as plain text. The text of `tokenize=False`
+        can't tell the two apart: encoding it gives control tokens for both.
 
         Args:
             messages: `{"role", "content"}` dicts, see `chat_messages.checked_messages`.

@@ -34,7 +34,7 @@ _FILES = (
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds a vocabulary itself."""
+    """True if a folder holds a vocabulary itself."""
     return any((folder / name).exists() for name in ("tokenizer.model", "tokenizer.json"))
 
 

@@ -306,7 +306,7 @@ class _HubFile:
 def _compare(
     vocabulary: SentencePieceVocabulary, hub: _HubFile, path: Path
 ) -> tuple[bool, list[str]]:
-    """Whether the two tokenizers give texts the same ids, or such of equal score, and warnings for the user.
+    """Return True if two tokenizers give texts the same ids, or ids of equal score, and warnings for the user.
 
     A tie is two Unigram segmentations of equal score: SentencePiece adds in float32, which decides
     between them by rounding, tokenizers in float64. Left out is what can't agree: the separator's name as

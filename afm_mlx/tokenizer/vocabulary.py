@@ -141,11 +141,11 @@ class SentencePieceVocabulary:
 
     @cached_property
     def is_literal(self) -> bool:
-        """Whether no normalizer makes a symbol's name of a text that does not have it."""
+        """True if no normalizer makes a symbol's name of a text that does not have it."""
         return not parse_model(self._model, self._path).normalizer_spec.precompiled_charsmap
 
     def is_hidden(self, token: int) -> bool:
-        """Whether encoding never gives this id, whatever the text."""
+        """True if encoding never gives this id, whatever the text."""
         return self._processor.IsControl(token)
 
     @_finds_damage

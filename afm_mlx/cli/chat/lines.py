@@ -23,7 +23,7 @@ class Entries(Protocol):
     """A source of entries."""
 
     terminal: bool
-    """Whether a person types them, so that Ctrl-C in one is no reason to leave."""
+    """True if a person types them, so that Ctrl-C in one is no reason to leave."""
 
     def read(self, prompt: str) -> str:
         """The next entry; EOFError at the end."""

@@ -144,7 +144,7 @@ class Session:
         return seed
 
     def _can_go_on(self, error: AFMError) -> bool:
-        """Whether the chat goes on: there is a conversation to lose, or only this question caused the error."""
+        """True if the chat goes on: there is a conversation to lose, or only this question caused the error."""
         of_question = (CheckpointError, ConfigError, ContextLengthError, TokenizerError)
         return bool(self.conversation.turns) or isinstance(error, of_question)
 

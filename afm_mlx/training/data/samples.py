@@ -72,7 +72,7 @@ class Sample:
 
 
 def has_split(path: str | Path, split: str) -> bool:
-    """Whether `load_split` would find such a file. A path of a file is a train split alone."""
+    """True if `load_split` would find such a file. A path of a file is a train split alone."""
     path = Path(path)
     return data_file(path, split) is not None if path.is_dir() else split == "train"
 

@@ -87,7 +87,7 @@ class ModelSource:
         return load_mlx_lm_folder(self.folder)[0]
 
     def is_same(self, other: ModelSource) -> bool:
-        """Whether both load the same weights."""
+        """True if both load the same weights."""
         return type(self) is type(other) and self.folder.resolve() == other.folder.resolve()
 
     def fingerprint(self, model: nn.Module) -> str:
