@@ -97,7 +97,7 @@ class Prefills:
         return rows
 
     def cancel(self, row_id: int) -> None:
-        """Drop a row, and hand back what its cache has come to hold; unknown ids are ignored.
+        """Drop a row and hand its cache back to the caller; unknown ids are ignored.
 
         Padded rows are taken apart only once they are whole; so a row in company stays until then.
         """

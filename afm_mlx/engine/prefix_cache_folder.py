@@ -145,7 +145,7 @@ class PrefixFolder:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep the writers of other processes out, and learn what they have written and removed.
+        """Lock out writers of other processes, and rescan the files that they wrote and removed.
 
         Raises:
             OSError: when another process does not let go, or the folder can't be read.

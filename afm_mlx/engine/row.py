@@ -286,7 +286,7 @@ class Row:
 
 
 class StopStrings:
-    """Finds stop strings in a growing text, and holds back what may turn out to be the beginning of one.
+    """Finds stop strings in a growing text, and withholds an end that may be the beginning of one.
 
     Each character is looked at once, however long the strings are: for each string, the state is the number of
     its first characters that the text ends with.

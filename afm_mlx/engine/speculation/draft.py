@@ -90,7 +90,7 @@ class Draft:
         return guessed if self._follows else [*guessed, len(self._fed) - 1]
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Guess that these tokens follow, as far as there is room and the row's constraint allows them.
+        """Append draft tokens, up to the draft's limit and as far as the row's constraint allows them.
 
         A guess that is no token of the model's is the row's error.
         """
