@@ -127,7 +127,7 @@ class GeneratedContent:
 def as_instances(
     type_class: Any, value: Any, name: str | None = None, is_partial: bool = False
 ) -> Any:
-    """A JSON value, with instances where the type has generable classes, and members where it has enums.
+    """Convert a JSON value to a type: objects to its generable classes, values to its enums' members.
 
     Args:
         type_class: the type.

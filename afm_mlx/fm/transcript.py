@@ -149,7 +149,7 @@ class Transcript(Sequence[kinds.Entry]):
         self._add(kinds.Response(content, assets, source))
 
     def add_tool_calls(self, calls: Sequence[Mapping[str, Any]], text: str = "") -> list[str]:
-        """Add calls of tools that the model wants made, see `ToolCalls`.
+        """Add the model's tool calls, see `ToolCalls`.
 
         Returns:
             The calls' ids, for `add_tool_output`.

@@ -224,7 +224,7 @@ class Response(Entry):
 
 
 class ToolCalls(Entry):
-    """Calls of tools that the model wants made, and what it said before them.
+    """The model's tool calls, and the text before them.
 
     Args:
         calls: `name` and `arguments` (JSON: a dict, or text) of each.
@@ -260,7 +260,7 @@ class ToolCalls(Entry):
 
 
 class ToolOutput(Entry):
-    """What a call of a tool gave.
+    """The output of a tool call.
 
     Args:
         call_id: the call's id.
