@@ -216,7 +216,7 @@ def _may_end(one: OpenList, item: bytes | None, rest: bytes, has_others: bool) -
 
 
 def _end(one: OpenList, text: bytes) -> tuple[bytes | None, bytes] | None:
-    """The item that a token finishes, and what it has behind it; None when it finishes none.
+    """Return the item that a token finishes and the token's bytes behind it; None if it finishes none.
 
     The item is None where the token leads to a dead text.
     """
