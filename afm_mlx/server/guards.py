@@ -107,7 +107,7 @@ class Guards:
             )
 
     def _client(self, scope: Scope, headers: Headers) -> str:
-        """Who asks: a digest of the key; "" where no key is asked for.
+        """Return the client's id, a digest of its API key; "" if the server needs no key.
 
         Raises:
             ApiError: 401 for a key that is missing or none of the server's.

@@ -72,7 +72,7 @@ class Admission:
         return self._reserved(self._places, client, 1, "requests")
 
     def working_on_large(self, client: str) -> AbstractContextManager[None]:
-        """Reserve one of the few places for requests with a large body.
+        """Reserve one of the limited places for requests with a large body.
 
         Raises:
             ApiError: 429 when there is none.
@@ -80,7 +80,7 @@ class Admission:
         return self._reserved(self._large, client, 1, "large requests")
 
     def reading(self, client: str, count: int) -> AbstractContextManager[None]:
-        """Reserve memory for so many bytes of a body.
+        """Reserve memory for a number of bytes of a request body.
 
         Raises:
             ApiError: as `admitted`.

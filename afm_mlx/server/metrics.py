@@ -24,7 +24,7 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 @dataclass
 class AnswerClock:
-    """When the steps of one answer were, in seconds of `time.monotonic`.
+    """Times of the steps of one answer, in seconds of `time.monotonic`.
 
     Attributes:
         arrived: when it was asked for.
