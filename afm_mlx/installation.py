@@ -40,7 +40,7 @@ def install_command(extra: str = "", *, rebuild: bool = False) -> str:
 
 
 def package_problem(error: BaseException) -> str:
-    """Say which package of others can't be imported, whether it is missing or broken, and what installs it.
+    """Describe a third-party package that can't be imported: missing or broken, and what installs it.
 
     Args:
         error: what was raised, by an import or anything else. Where it names no module, the one whose code was

@@ -89,7 +89,7 @@ def _ended(argv: list[str]) -> int:
 
 
 class _Output(io.FileIO):
-    """Standard output that keeps in mind why it could not be written.
+    """Standard output that records the error of a failed write.
 
     `problem` is empty as long as all was written, or its reader has closed the pipe.
     """
