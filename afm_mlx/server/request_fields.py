@@ -786,7 +786,7 @@ class PromptRequest(Fields):
     messages: Annotated[
         Annotated[list[ClaudeMessage], Meta(min_length=1, max_length=MAX_MESSAGES)],
         Honoured(
-            "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; those beside "
+            "texts, or blocks: `text`, `tool_use`, `tool_result`. Text blocks are paragraphs; texts beside "
             "results are read behind them. A failed tool's result (`is_error`) is shown as JSON, "
             '`{"error": ...}`. Messages of the role `system` that come first are instructions; later ones are '
             "read as a part of the user's turn there. An answer at the end is continued"
