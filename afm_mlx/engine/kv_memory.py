@@ -7,8 +7,8 @@ has. When that row leaves, its columns go with it. So rows may take
 
 and temporarily more: when rows join or leave or the cache grows, which happens block by block, one block
 has its old and its new array; and while a step copies the tail, there are two tails. The budget counts these
-copies, and counts a draft model's cache like the model's. A prefix cache has a budget of its own; a cache
-that a caller passes in or gets back is not counted.
+copies, and counts a draft model's cache like the model's. A prefix cache has a budget of its own. A cache
+that a caller passes in is counted while its row runs, not before or after.
 """
 
 from __future__ import annotations

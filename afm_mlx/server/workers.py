@@ -19,7 +19,7 @@ from typing import TypeVar
 from afm_mlx.server.limits import Admission
 
 LARGE = 1 << 16
-"""Bytes from which a request body counts as large; large bodies are processed one at a time."""
+"""Bytes above which a request body counts as large; large bodies have threads of their own, see `_THREADS`."""
 
 Result = TypeVar("Result")
 _CPUS = os.cpu_count() or 1

@@ -303,7 +303,7 @@ class Expansion:
         return self._wide.is_void(conjunction(a, b), 0)
 
     def is_void(self, formula: Formula, depth: int) -> bool:
-        """True if the formula alone shows that it has no case."""
+        """True if a search of bounded depth shows that every case of the formula is empty."""
         if formula == TRUE or depth >= _LOOK:
             return False
         if formula in self._void or formula == FALSE:
