@@ -145,7 +145,7 @@ class Instructions(Entry):
 
 
 class Prompt(Entry):
-    """What the user asks.
+    """An entry of a transcript: what the user asked.
 
     Args:
         text: the prompt.

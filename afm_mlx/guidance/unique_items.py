@@ -388,7 +388,7 @@ class _Vocabulary:
         hidden: those that have marks.
         with_quote: those that may end a string.
         with_end: those that may end any item.
-        zeros: those of zeros and points.
+        zeros: tokens made of zeros and points alone.
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:

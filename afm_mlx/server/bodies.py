@@ -100,7 +100,7 @@ async def _made(
 
 
 def decoded(content: bytes) -> Any:
-    """What JSON says.
+    """Decode the JSON of a body.
 
     Raises:
         ApiError: 400 for what is no JSON.

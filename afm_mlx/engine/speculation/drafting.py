@@ -86,7 +86,7 @@ class Speculation:
 
 
 class Drafter(Protocol):
-    """A way to guess.
+    """Proposes draft tokens for rows.
 
     If `propose` raises, the rows of its drafts end with the error in their last responses. If `forget` raises,
     one warning is issued, because no answer depends on it.

@@ -78,7 +78,7 @@ class Strings:
         return all(matches(part, text) for part in (*self.parts, *formats))
 
     def is_void(self) -> bool:
-        """True if no string can be seen to be of the set."""
+        """True if values, lengths or a simple pattern alone show that the set is empty."""
         if self.values is not None:
             return not self.values
         if self.longest is not None and self.shortest > self.longest:
