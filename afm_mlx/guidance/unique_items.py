@@ -49,7 +49,7 @@ class OpenList:
     """An open list.
 
     Attributes:
-        is_varied: whether its places have different schemas.
+        is_varied: True if its places have different schemas.
         items: the values of its finished items, as `identity` gives them.
         texts: the same as text.
         dead: beginnings of items that may not be reached; none begins with another.
@@ -57,7 +57,8 @@ class OpenList:
         item: the text of an item so far, whole numbers in it without zeros at their end; None between items.
         due: what has to stand before the next item; between items.
         depth: open brackets in the item.
-        is_text: whether the item is within a string. is_escaped: behind its backslash.
+        is_text: True inside a string of the item.
+        is_escaped: True behind a backslash in that string.
     """
 
     is_varied: bool
@@ -165,7 +166,7 @@ class State:
 
         Args:
             mask: the tokens that the grammar allows, as `fill_masks` gives them.
-            is_further: whether tokens that go on behind an item are looked at to their end.
+            is_further: True to follow tokens that go on behind an item to their end.
         """
         vocabulary = _vocabulary(self.tokenizer)
         _clear(mask, vocabulary.hidden)
@@ -200,7 +201,7 @@ def _may_end(one: OpenList, item: bytes | None, rest: bytes, has_others: bool) -
         one: the item's list.
         item: its text.
         rest: what the token has behind it.
-        has_others: whether the item's text so far may end otherwise, so that nothing else dies with it.
+        has_others: True if the item's text so far may end in another way, so that nothing else dies with it.
     """
     if item is None or _value(item) in one.items:
         return False

@@ -1,10 +1,12 @@
-"""Tokenizer files and Core ML packages for the tests of this folder."""
+"""Tokenizer files, Core ML packages and missing kernels for the tests of this folder."""
 
 import shutil
 
 import numpy as np
 import pytest
 
+from afm_mlx.kernels import dispatch
+from afm_mlx.kernels.cpu import extension
 from afm_mlx.tokenizer.tokenizer import save_tokenizer
 from tests.conftest import SEED
 from tests.tools.coreml import InterpretedPackage, make_package
@@ -64,3 +66,13 @@ def interpreted(monkeypatch):
     monkeypatch.setattr("afm_mlx.measure.coreml.planned_devices", lambda *_: shares)
     for room in ("measure.coreml", "coreml.availability"):
         monkeypatch.setattr(f"afm_mlx.{room}.obstacle", lambda: None)
+
+
+@pytest.fixture
+def no_extension(monkeypatch):
+    """A process whose C++ extension is missing."""
+    monkeypatch.setattr(extension, "unavailable", lambda: "nobody built it; build it")
+    dispatch.invalidate()
+    yield
+    monkeypatch.undo()
+    dispatch.invalidate()

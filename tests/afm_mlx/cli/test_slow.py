@@ -5,19 +5,12 @@ import json
 import pytest
 
 from afm_mlx.kernels import dispatch
-from afm_mlx.kernels.cpu import extension
 
-pytestmark = pytest.mark.skipif(dispatch.device() == "gpu", reason="takes the CPU's kernels away")
+pytestmark = [
+    pytest.mark.skipif(dispatch.device() == "gpu", reason="takes the CPU's kernels away"),
+    pytest.mark.usefixtures("no_extension"),
+]
 WHY = "the C++ extension isn't there: nobody built it; build it"
-
-
-@pytest.fixture(autouse=True)
-def no_extension(monkeypatch):
-    monkeypatch.setattr(extension, "unavailable", lambda: "nobody built it; build it")
-    dispatch.invalidate()
-    yield
-    monkeypatch.undo()
-    dispatch.invalidate()
 
 
 def test_each_command_that_runs_a_model_says_that_it_is_slow(trainable_folder, data, tmp_path, run):

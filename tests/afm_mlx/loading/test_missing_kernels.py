@@ -16,15 +16,6 @@ pytestmark = pytest.mark.skipif(dispatch.device() == "gpu", reason="takes the CP
 WHY = "the C++ extension isn't there: nobody built it; build it"
 
 
-@pytest.fixture
-def no_extension(monkeypatch):
-    monkeypatch.setattr(extension, "unavailable", lambda: "nobody built it; build it")
-    dispatch.invalidate()
-    yield
-    monkeypatch.undo()
-    dispatch.invalidate()
-
-
 def models(rng):
     """Models by what they are, and whether this package has kernels for them."""
     packed_zoo = zoo_model("llama", 64, 1)
