@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from afm_mlx.tokenizer.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from afm_mlx.tokenizer.tokenizer import AFMTokenizer, load_tokenizer, save_tokenizer
 from bench.peer_gguf import write_gguf
 from bench.peer_models import EXACT, INT8, MLX_LM, LlamaFormat, PeerModel
 from bench.vocabulary import large_vocabulary
@@ -243,7 +243,7 @@ def _length(rng: np.random.Generator, bounds: tuple[int, int]) -> int:
     return min(int(np.exp(rng.uniform(low, high))), bounds[1])
 
 
-def _single_token_words(tokenizer: Tokenizer) -> list[tuple[str, int]]:
+def _single_token_words(tokenizer: AFMTokenizer) -> list[tuple[str, int]]:
     """Words that are one token each, wherever they stand between spaces."""
     found = []
     for piece, token in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):

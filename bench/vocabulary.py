@@ -14,16 +14,18 @@ from pathlib import Path
 from sentencepiece import sentencepiece_model_pb2
 
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE
-from afm_mlx.tokenizer.tokenizer import Tokenizer
+from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 from afm_mlx.tokenizer.vocabulary import MARKERS, SentencePieceVocabulary
 
 _TYPES = {"normal": 1, "unknown": 2, "control": 3, "symbol": 4, "byte": 6}
 _SPECIAL = (("<pad>", "control"), ("<unk>", "unknown"), ("</s>", "control"))
 
 
-def large_tokenizer(size: int, seed: int = 0) -> Tokenizer:
+def large_tokenizer(size: int, seed: int = 0) -> AFMTokenizer:
     """A tokenizer of `large_vocabulary`."""
-    return Tokenizer(SentencePieceVocabulary(large_vocabulary(size, seed), "a made-up vocabulary"))
+    return AFMTokenizer(
+        SentencePieceVocabulary(large_vocabulary(size, seed), "a made-up vocabulary")
+    )
 
 
 def large_vocabulary(size: int, seed: int = 0) -> bytes:

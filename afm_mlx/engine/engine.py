@@ -56,7 +56,7 @@ from afm_mlx.kernels.cpu.heap import hold_heaps_down
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.model.model import is_afm
 from afm_mlx.threads import Home
-from afm_mlx.tokenizer.tokenizer import Tokenizer
+from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 # Prompt tokens of a step, unless the caller says.
 STEP = 2048
@@ -266,7 +266,7 @@ class Engine:
         return row.id
 
     def _detokenizer(self, matcher: Matcher | None) -> Any:
-        if matcher is not None and isinstance(self.tokenizer, Tokenizer):
+        if matcher is not None and isinstance(self.tokenizer, AFMTokenizer):
             return self.tokenizer.inner_detokenizer  # a constraint's text may begin with a space
         return self.tokenizer.detokenizer
 

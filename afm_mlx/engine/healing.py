@@ -13,7 +13,7 @@ from typing import Any
 from afm_mlx.engine.request import Request
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
-from afm_mlx.tokenizer.tokenizer import Tokenizer
+from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 
 def healed(request: Request, tokenizer: Any) -> tuple[Request, str]:
@@ -30,7 +30,7 @@ def healed(request: Request, tokenizer: Any) -> tuple[Request, str]:
 
 
 def _text_of(token: int, tokenizer: Any) -> str:
-    if type(tokenizer) is not Tokenizer:  # of the zoo
+    if type(tokenizer) is not AFMTokenizer:  # of the zoo
         special = token in tokenizer.all_special_ids
         return "" if special else tokenizer.decode([token])
     piece = tokenizer.piece(token)

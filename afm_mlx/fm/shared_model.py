@@ -209,7 +209,7 @@ class SharedModel:
         """Token ids of a conversation, as the model's chat template writes it.
 
         Args:
-            messages, tools, options: those of `Tokenizer.apply_chat_template`.
+            messages, tools, options: those of `AFMTokenizer.apply_chat_template`.
 
         Raises:
             TokenizerError: for what can't be encoded.

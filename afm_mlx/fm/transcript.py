@@ -162,7 +162,7 @@ class Transcript(Sequence[kinds.Entry]):
         self._add(kinds.ToolOutput(call_id, name, text))
 
     def messages(self) -> tuple[list[Message], list[dict[str, Any]]]:
-        """The history as `Tokenizer.apply_chat_template` takes it.
+        """The history as `AFMTokenizer.apply_chat_template` takes it.
 
         Returns:
             The messages, and the definitions of the tools that the instructions name.

@@ -17,7 +17,7 @@ from llguidance import LLTokenizer, TokenizerWrapper
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
-from afm_mlx.tokenizer.tokenizer import Tokenizer
+from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 
 class _Pieces:
@@ -65,7 +65,9 @@ def ll_tokenizer(tokenizer: Any) -> LLTokenizer:
     ends = tuple(sorted(tokenizer.eos_token_ids))
     made = _made.setdefault(key, {})
     if ends not in made:  # callers may add ends of answers
-        pieces = _own_pieces(tokenizer) if type(tokenizer) is Tokenizer else _zoo_pieces(key, ends)
+        pieces = (
+            _own_pieces(tokenizer) if type(tokenizer) is AFMTokenizer else _zoo_pieces(key, ends)
+        )
         made[ends] = LLTokenizer(pieces, eos_token=list(ends))
     return made[ends]
 
@@ -73,7 +75,7 @@ def ll_tokenizer(tokenizer: Any) -> LLTokenizer:
 _made: WeakKeyDictionary[Any, dict[tuple[int, ...], LLTokenizer]] = WeakKeyDictionary()
 
 
-def _own_pieces(tokenizer: Tokenizer) -> TokenizerWrapper:
+def _own_pieces(tokenizer: AFMTokenizer) -> TokenizerWrapper:
     special = set(tokenizer.all_special_ids) | set(tokenizer.control_ids)
     tokens = []
     for token in range(len(tokenizer)):

@@ -26,7 +26,7 @@ from afm_mlx.server.options import ServerOptions
 from afm_mlx.server.token_texts import TokenTexts
 from afm_mlx.server.workers import Workers
 from afm_mlx.tokenizer.caller_text import strings_in
-from afm_mlx.tokenizer.tokenizer import Tokenizer
+from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 Message = Mapping[str, Any]
 _LONG = 1 << 16
@@ -239,7 +239,7 @@ class ServedModel:
 
     @cached_property
     def _longest_piece(self) -> int:
-        if not isinstance(self.tokenizer, Tokenizer):
+        if not isinstance(self.tokenizer, AFMTokenizer):
             return sys.maxsize
         return max(len(self.tokenizer.piece(token).text) for token in range(len(self.tokenizer)))
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
-from afm_mlx.tokenizer.tokenizer import Tokenizer
+from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 LEAST_LOGPROB = -9999.0
 """Of a token that could not come: JSON has no -infinity, and OpenAI's API writes this number."""
@@ -46,7 +46,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._is_ours = type(tokenizer) is Tokenizer
+        self._is_ours = type(tokenizer) is AFMTokenizer
         self._known: dict[int, bytes] = {}
 
     def bytes_of(self, token: int) -> bytes:

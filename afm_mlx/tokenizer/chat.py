@@ -21,7 +21,7 @@ class Chat:
         tools: tool definitions; None takes those of the system message.
         separator: the token that comes before a chat; templates for other programs may write it out.
         eos_token: the token that ends a message.
-        add_generation_prompt, continue_final_message: see `Tokenizer.apply_chat_template`.
+        add_generation_prompt, continue_final_message: see `AFMTokenizer.apply_chat_template`.
         variables: the caller's further variables for the template.
 
     Raises:

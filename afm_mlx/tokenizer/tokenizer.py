@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.tokenizer.chat import Chat
@@ -42,7 +42,7 @@ from afm_mlx.tokenizer.vocabulary import (
     Vocabulary,
 )
 
-__all__ = ["Tokenizer", "load_tokenizer", "save_tokenizer"]
+__all__ = ["AFMTokenizer", "load_tokenizer", "save_tokenizer"]
 
 # Arguments of transformers' apply_chat_template that would change the result, with the values that don't.
 _NEUTRAL_ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -57,7 +57,7 @@ _NEUTRAL_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Tokenizer(MLXLMTokenizer):
+class AFMTokenizer(MLXLMTokenizer):
     """Encodes, decodes and renders chats for one model; see `load_tokenizer`.
 
     Attributes:
@@ -120,7 +120,7 @@ class Tokenizer(MLXLMTokenizer):
         return self.vocab_size
 
     def __repr__(self) -> str:
-        return f"Tokenizer({self.name_or_path!r}, vocab_size={self.vocab_size})"
+        return f"AFMTokenizer({self.name_or_path!r}, vocab_size={self.vocab_size})"
 
     # Text to ids
 
@@ -163,15 +163,38 @@ class Tokenizer(MLXLMTokenizer):
             tokens = tokens[1:]
         return [self.separator_id, *tokens]
 
+    @overload
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = ...,
+        add_generation_prompt: bool = ...,
+        tokenize: Literal[True] = ...,
+        continue_final_message: bool = ...,
+        chat_template: str | None = ...,
+        **kwargs: object,
+    ) -> list[int]: ...
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = ...,
+        add_generation_prompt: bool = ...,
+        *,
+        tokenize: Literal[False],
+        continue_final_message: bool = ...,
+        chat_template: str | None = ...,
+        **kwargs: object,
+    ) -> str: ...
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = False,
         tokenize: bool = True,
         continue_final_message: bool = False,
         chat_template: str | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> list[int] | str:
         """The ids (or the text, without the separator) of a conversation.
 
@@ -341,14 +364,24 @@ class Tokenizer(MLXLMTokenizer):
         """Every piece and its id."""
         return {self._vocabulary.name(token): token for token in range(self.vocab_size)}
 
-    def convert_ids_to_tokens(self, tokens: int | Iterable[int]) -> Any:
+    @overload
+    def convert_ids_to_tokens(self, tokens: int) -> str: ...
+    @overload
+    def convert_ids_to_tokens(self, tokens: Iterable[int]) -> list[str]: ...
+    def convert_ids_to_tokens(self, tokens: int | Iterable[int]) -> str | list[str]:
         """The piece of one id, or the list of pieces of several."""
         if not isinstance(tokens, int):
             return [self.convert_ids_to_tokens(int(token)) for token in tokens]
         self._check_id(tokens)
         return self._vocabulary.name(tokens)
 
-    def convert_tokens_to_ids(self, names: str | Iterable[str]) -> Any:
+    @overload
+    def convert_tokens_to_ids(self, names: str) -> int | None: ...
+    @overload
+    def convert_tokens_to_ids(self, names: list[str] | tuple[str, ...]) -> list[int | None]: ...
+    def convert_tokens_to_ids(
+        self, names: str | list[str] | tuple[str, ...]
+    ) -> int | list[int | None] | None:
         """The id of one piece, None when there is no such piece; or the list for several."""
         if isinstance(names, str):
             return self._vocabulary.id_of(names)
@@ -379,7 +412,7 @@ class Tokenizer(MLXLMTokenizer):
         return self._chat_template.source
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer:
+def load_tokenizer(folder: str | Path) -> AFMTokenizer:
     """The tokenizer of a model folder.
 
     Reads `tokenizer.model` (SentencePiece) when it is there, else `tokenizer.json` (Hugging Face), and
@@ -407,7 +440,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
             f"{folder} has no tokenizer: it needs tokenizer.model (SentencePiece) or tokenizer.json "
             "(Hugging Face). Convert the model again, or copy the file there."
         )
-    return Tokenizer(
+    return AFMTokenizer(
         vocabulary,
         eos_token=text_of(config.get("eos_token"), "eos_token"),
         chat_template=read_chat_template(folder, config),

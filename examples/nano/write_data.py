@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from afm_mlx.files import atomic_folder
-from afm_mlx.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from afm_mlx.tokenizer.tokenizer import AFMTokenizer, load_tokenizer
 
 import docstrings  # isort: skip
 import tasks
@@ -87,7 +87,7 @@ def _chat_line(sample: dict[str, Any]) -> Line:
     return {key: value for key, value in sample.items() if key != "task"}
 
 
-def describe(lines: list[Line], tokenizer: Tokenizer) -> str:
+def describe(lines: list[Line], tokenizer: AFMTokenizer) -> str:
     """Numbers of lines and tokens, and the share of texts."""
     tokens = {"text": 0, "chat": 0}
     for line in lines:

@@ -5,7 +5,7 @@ import pytest
 
 from afm_mlx.tokenizer.chat_messages import parse_tool_calls
 from afm_mlx.tokenizer.detokenizer import StreamingDetokenizer
-from afm_mlx.tokenizer.tokenizer import Tokenizer
+from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 mlx_lm = pytest.importorskip("mlx_lm")
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -17,7 +17,7 @@ def test_attributes(tokenizer):
     assert tokenizer.tool_call_start == "<executable_start>"
     assert (tokenizer.tool_call_start_tokens, tokenizer.tool_call_end_tokens) == ((5,), (6,))
     assert tokenizer.tool_parser is parse_tool_calls
-    assert isinstance(tokenizer, Tokenizer)
+    assert isinstance(tokenizer, AFMTokenizer)
 
 
 class ScriptedModel:
