@@ -1,4 +1,4 @@
-"""Refuse the phrases of `[tool.words]` in pyproject.toml, in every text file of the repository or in the files named.
+"""Refuse the phrases of `[tool.words]` in pyproject.toml, in all text files or in the files named.
 
 `.ci/lint_words.py [FILE or FOLDER ...]` prints each place with the reason, and exits 1 if there is one.
 """
