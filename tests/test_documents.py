@@ -1,7 +1,7 @@
 """Every block of the documents runs, in the order of its page, and prints what is shown behind it.
 
-`PAGES` says for each page what can't run here, and why. README.md has commands that take minutes; they run in
-`test_readme.py`, with `make test-slow`.
+`PAGES` says for each page what can't run here, and why. README.md and tour.md have commands that take minutes;
+they run in `test_readme.py`, with `make test-slow`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.tools.server import running_server
 
 DOCS = ROOT / "docs"
 OWN_CHECKPOINT = "a checkpoint that a reader has and we have not"
-HOURS = "training takes hours; README.md runs the same commands for a few steps"
-MINUTES = "trains for minutes; README.md runs the same command for a few steps"
+HOURS = "training takes hours; tour.md runs the same commands for a few steps"
+MINUTES = "trains for minutes; tour.md runs the same command for a few steps"
 LARGE = "takes minutes: the 3B's shape, or every case of a benchmark"
 MEASURES = "takes minutes, and mostly needs programs or data of others"
 SERVES = "runs until it is stopped; here a server in a thread takes its place"
@@ -51,7 +51,7 @@ PAGES: dict[str, dict[str, str]] = {
     "models.md": {"path/to/checkpoint": OWN_CHECKPOINT},
     "promises.md": {},
     "quantization.md": {
-        "--target-bpw": "measures every layer, a minute; README.md runs it",
+        "--target-bpw": "measures every layer, a minute; tour.md runs it",
         "afm-mlx qat": HOURS,
         "afm-mlx evaluate --model two-bit": "the model that the line before would train",
     },
@@ -70,6 +70,11 @@ PAGES: dict[str, dict[str, str]] = {
         "afm-mlx qat": HOURS,
         "--adapter-path my-adapter --prompt": "the adapter that the line before would train",
         "train_qat(": HOURS,
+    },
+    "../README.md": {
+        "pip": "installs the package",
+        "afm-mlx chat": "typed lines; test_readme.py types them, with `make test-slow`",
+        "generation_tps": "prints a speed; test_readme.py runs it, with `make test-slow`",
     },
     "../bench/README.md": {
         "pip install": "installs the package, and llama.cpp",
@@ -99,9 +104,12 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_every_page_is_in_the_table():
-    paths = [*DOCS.glob("*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("examples/*/README.md")]
-    assert {(DOCS / name).resolve() for name in PAGES} == set(paths)
-    for path in (ROOT / "README.md", *paths):
+    pages = ["README.md", "docs/*.md", "bench/*.md", "examples/*/README.md"]
+    paths = {path for pattern in pages for path in ROOT.glob(pattern)}
+    assert {(DOCS / name).resolve() for name in PAGES} == paths - {
+        DOCS / "tour.md"
+    }  # test_readme.py
+    for path in paths:
         text = path.read_text()
         assert all(block.language in LANGUAGES for block in page_blocks(text)), path
         assert not re.search(r"^(    |\t)(\$ )?(afm-mlx|python|pip|make) ", text, re.M), path

@@ -1,6 +1,6 @@
-"""README.md as it stands: its commands in their order, on what those before them made, and its Python.
+"""README.md and docs/tour.md as they stand: the commands in their order, and the Python.
 
-The fast tests parse every command and follow its paths; the slow one runs them all.
+The fast tests parse every command and follow its paths; the slow ones run them all.
 """
 
 import itertools
@@ -20,10 +20,9 @@ from afm_mlx.loading.resolve import EMBEDDED_MODEL
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-RUN = "On the command line"
-OWN = "Your own checkpoint"
+TOUR, OWN = (ROOT / "docs" / "tour.md").read_text().split("## Your own checkpoint")
 IGNORED = (ROOT / ".gitignore").read_text().splitlines()
-YOURS = "path/to/"  # what a reader has and README has not
+YOURS = "path/to/"  # files that only the reader has
 
 READS = ("model", "teacher", "data", "data_path", "initial_adapter", "adapter")
 WRITES = {
@@ -33,10 +32,6 @@ WRITES = {
     "adapter convert": "output",
     "adapter compose": "output",
 }
-
-
-def section(title):
-    return re.search(rf"^## {title}\n(.*?)(?=^## )", README, re.S | re.M)[1]
 
 
 def blocks(text, language):
@@ -92,7 +87,7 @@ def follow(commands):
 
 
 def test_every_command_parses_and_reads_what_an_earlier_one_made():
-    made = follow([*commands(section(RUN)), *commands(section(OWN))])
+    made = follow([*commands(TOUR), *commands(OWN.split("## Serve")[0])])
     assert {"my-model-2bit", "both", "afm-3b-2bit"} <= made
     for broken in (
         "afm-mlx generate --model nowhere",
@@ -104,22 +99,23 @@ def test_every_command_parses_and_reads_what_an_earlier_one_made():
 
 
 def test_commands_that_need_a_checkpoint_come_after_those_that_need_none():
-    assert README.index(f"## {RUN}") < README.index(f"## {OWN}")
-    assert YOURS not in "".join(commands(section(RUN)))
+    assert YOURS not in "".join(commands(TOUR))
 
 
 def test_every_command_of_the_program_is_shown():
-    shown = {words[1] for c in commands(README) for words in words_of(c) if words[0] == "afm-mlx"}
+    shown = {
+        words[1] for c in commands(TOUR + OWN) for words in words_of(c) if words[0] == "afm-mlx"
+    }
     assert shown == set(COMMANDS)
 
 
 def test_the_python_compiles_and_names_what_the_commands_made():
-    first, sessions, second = blocks(README, "python")
-    for block in (first, sessions, second):
+    (first,), (second,) = blocks(README, "python"), blocks(TOUR, "python")
+    for block in (first, second):
         compile(block, "README.md", "exec")
     named = re.findall(r"(?:load|register)\(.*?\"([^\"]+)\"\)", second)
     assert len(named) == 3
-    assert set(named) <= follow(commands(section(RUN)))
+    assert set(named) <= follow(commands(TOUR))
 
 
 def run(command, folder, given=""):
@@ -136,19 +132,10 @@ def run(command, folder, given=""):
 def test_all_of_it_runs(tmp_path):
     for name in ("examples", "afm_mlx"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for command in commands(section(RUN)):
+    for command in commands(TOUR):
         run(["/bin/sh", "-c", command], tmp_path, "/exit\n")
-    for python in blocks(README, "python"):
+    for python in blocks(README + TOUR, "python"):
         run([sys.executable, "-c", python], tmp_path)
-
-
-@pytest.mark.slow
-def test_sessions_answer_as_shown():
-    (block,) = [b for b in blocks(README, "python") if "fm." in b]
-    printed = run([sys.executable, "-c", block], ROOT).splitlines()
-    prose = " ".join(section("Sessions").split())
-    assert len(printed) == 2
-    assert all(f"`{line}`" in prose for line in printed)
 
 
 @pytest.mark.slow
