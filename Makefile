@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Small products in many tests: threads of their own only get in each other's way.
+# Tests compute small products: more threads would only slow each other down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard kernels/cpu/*.c* kernels/cpu/*.h kernels/cpu/CMakeLists.txt)
 
@@ -17,15 +17,15 @@ demo: $(VENV)/.demo metal
 	$(BIN)/afm-mlx generate --prompt "Make this formal:\nhey Hana, can't make it to the Film Lecture"
 
 test: $(VENV)/.test metal
-	@echo "The tests take some 5 minutes on two cores that have nothing else to do, and another minute the first time."
+	@echo "The tests take some 5 minutes on two idle cores, and another minute the first time."
 	$(PYTEST)
 
 # Coding agents run where npm has installed them (codex, claude, opencode on the PATH).
 test-slow: $(VENV)/.test $(VENV)/.clients metal
 	$(PYTEST) -m slow
 
-# Fresh seeds, and ten times the hostile inputs, again and again for so many minutes. A failure names the one command
-# that repeats it.
+# Repeats the tests with fresh seeds and ten times the hostile inputs for MINUTES. A failure prints the command that
+# repeats it.
 fuzz: $(VENV)/.test
 	@end=$$(( $$(date +%s) + 60 * $(MINUTES) )); \
 	while seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); do \
@@ -33,22 +33,22 @@ fuzz: $(VENV)/.test
 		[ $$(date +%s) -lt $$end ] || break; \
 	done
 
-# Seeds faults in the source and shows which test finds each: make faults SEED=7 COUNT=10
+# Puts small faults into the source and shows which test finds each: make faults SEED=7 COUNT=10
 faults: $(VENV)/.test
 	$(BIN)/python tests/faults.py --seed $(SEED) --count $(COUNT)
 
-# Lists the ways through the Metal kernels that no test takes: conditions, loops, minima.
+# Lists conditions, loops and minima of the Metal kernels that no test takes both ways.
 branches: $(VENV)/.test
 	rm -rf build/branches
 	AFM_METAL_BRANCHES=$(CURDIR)/build/branches $(PYTEST) tests/kernels/metal
 	$(BIN)/python -m tests.metal.branches build/branches
 
-# After a change of a Metal kernel: counts operations anew for `afm-mlx bench --predict` and `doctor`, and writes the
+# After a change of a Metal kernel: counts the operations that predicted times are computed from, and writes the
 # tables of docs/benchmarks.md that follow from them.
 costs: $(VENV)/.test
 	$(BIN)/python -m tests.metal.prediction_data
 
-# The documents as a site, build/site/index.html; a link or an anchor that leads nowhere is an error.
+# The documents as a site, build/site/index.html; a broken link or anchor is an error.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --clean
 
@@ -70,13 +70,13 @@ clean:
 metal:
 	@[ "$$(uname -s)" = Darwin ] || echo "No Metal on $$(uname -s): everything runs on MLX's CPU backend."
 
-# uv is several times faster than pip; `make UV= TARGET` does without it. It has settings of its own, so where it
-# fails, over an index that only pip knows of for instance, pip goes on.
+# uv is several times faster than pip; `make UV= TARGET` does without it. If uv fails, for instance because an index
+# is configured for pip only, pip takes over.
 UV ?= $(shell command -v uv 2>/dev/null)
 INSTALL = $(if $(UV),$(UV) pip install --python $(BIN)/python --compile-bytecode --editable $(1) || )\
 	$(BIN)/python -m pip install --disable-pip-version-check --editable $(1)
 COMMA := ,
-INSTALLING := Installing into $(VENV): a minute or two, with the compiling of the CPU kernels.
+INSTALLING := Installing into $(VENV): a minute or two, including the build of the CPU kernels.
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -94,7 +94,7 @@ $(VENV)/.test: $(BIN)/python $(SOURCES)
 	$(call INSTALL,".[test]")
 	@touch $@
 
-# Others' clients of the server need other versions of what the tests need, so they have an environment of their own.
+# Client programs of the server need other versions of packages that tests need, so they have their own environment.
 CLIENTS := tests/afm_mlx/server/clients/requirements.txt
 $(VENV)/.clients: $(BIN)/python $(CLIENTS)
 	@echo "Installing clients of the server into $(VENV)/clients: a minute or two, 480 MB."

@@ -1,7 +1,7 @@
 """Check the types (mypy), and hold the rooms to their floors (import-linter), as pyproject.toml says.
 
-Both read a package that lies in one folder, so links are laid out as the wheel lays the folders out.
-import-linter asks Python where the package is, so the finder of an editable install has to go first.
+Both read a package in one folder, so this script links the folders together as the wheel has them.
+import-linter asks Python where the package is, so the finder of an editable install is removed first.
 """
 
 import os
@@ -19,8 +19,8 @@ sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__name__.startswith(
 with tempfile.TemporaryDirectory() as folder:
     package = Path(folder, "afm_mlx")
     package.mkdir()
-    beside = (ROOT / name for name in ("kernels", "converters", "adapters"))
-    for path in (*(ROOT / "afm_mlx").iterdir(), *beside):
+    mapped = (ROOT / name for name in ("kernels", "converters", "adapters"))
+    for path in (*(ROOT / "afm_mlx").iterdir(), *mapped):
         (package / path.name).symlink_to(path)
     os.chdir(folder)
     sys.path.insert(0, folder)

@@ -1,4 +1,4 @@
-"""Whether an installed afm-mlx works from any folder: what a user does first, on what pip has put there.
+"""Try an installed afm-mlx from another folder: the first commands of a user, on the files that pip installed.
 
     python .ci/try_wheel.py
 
