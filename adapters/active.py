@@ -25,7 +25,7 @@ from afm_mlx.adapters.layer_places import Place, places, replace_layers, unwrap_
 from afm_mlx.adapters.resident import ResidentAdapter
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS, LowRank, Part
-from afm_mlx.model.adapted_layers import ACTIVE, AdaptedLinear, LinearWrapper
+from afm_mlx.model.fused_layers import ACTIVE, AdaptedLinear, LinearWrapper
 from afm_mlx.quantization.packed_layers import LayerAdapters, PackedLinear
 
 _NO_PART = Part(0, 0, 0)
@@ -139,7 +139,7 @@ class ActiveAdapters(dict[str, Any]):
 def bind(model: nn.Module) -> ActiveAdapters:
     """Have a model's layers ask an `ActiveAdapters` for adapters, and return it: the same one every time.
 
-    Packed layers do so themselves; other linear layers are wrapped (`afm_mlx.model.adapted_layers`).
+    Packed layers do so themselves; other linear layers are wrapped (`afm_mlx.model.fused_layers`).
 
     Raises:
         RequestError: when no block has a linear layer, or the model has LoRA layers, which would hide them.

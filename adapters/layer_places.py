@@ -10,7 +10,7 @@ import mlx.nn as nn
 
 from afm_mlx.architecture import block_kinds
 from afm_mlx.kernels import dispatch
-from afm_mlx.model.adapted_layers import LinearWrapper
+from afm_mlx.model.fused_layers import LinearWrapper
 from afm_mlx.model.model import is_afm
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.quantize_model import replace_modules

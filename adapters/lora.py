@@ -24,7 +24,7 @@ from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
 from afm_mlx.adapters.layer_places import linear_shape, places, replace_layers
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
-from afm_mlx.model.adapted_layers import LinearWrapper
+from afm_mlx.model.fused_layers import LinearWrapper
 from afm_mlx.model.model import is_afm
 
 

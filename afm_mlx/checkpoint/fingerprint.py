@@ -56,7 +56,7 @@ def base_model_fingerprint(model: nn.Module) -> str:
 def base_parameters(model: nn.Module) -> dict[str, mx.array]:
     """Parameters of an AFM model by their names in its folder, as they are without adapters.
 
-    Those of LoRA layers are left out. A wrapped layer (`afm_mlx.model.adapted_layers`) is `linear` in its
+    Those of LoRA layers are left out. A wrapped layer (`afm_mlx.model.fused_layers`) is `linear` in its
     wrapper, as nothing is in a folder.
     """
     parameters = tree_flatten(model.parameters())

@@ -17,8 +17,7 @@ from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, readin
 from afm_mlx.checkpoint.stored_tensor import StoredTensor
 from afm_mlx.errors import CacheFileError, CheckpointError, named, shown
 from afm_mlx.files import atomic_write
-from afm_mlx.model.kv_cache import KEEP, KVCache
-from afm_mlx.model.kv_cache_state import MOST_TOKENS
+from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, KVCache
 from afm_mlx.model.model import Model
 from afm_mlx.threads import in_mlx_thread
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from afm_mlx.model.kv_cache_placeholder import NoKVCache
+from afm_mlx.model.kv_cache import NoKVCache
 
 
 @dataclass

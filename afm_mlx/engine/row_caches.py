@@ -15,10 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx.errors import RequestError, shown
-from afm_mlx.model.kv_cache import STEP, KVCache
-from afm_mlx.model.kv_cache_placeholder import NoKVCache
+from afm_mlx.model.kv_cache import STEP, KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 Cache = list[Any]
 

@@ -17,10 +17,8 @@ from afm_mlx.engine.request import Response
 from afm_mlx.engine.row import Row
 from afm_mlx.engine.row_adapters import RowAdapters
 from afm_mlx.engine.row_caches import Cache
-from afm_mlx.model.kv_cache import KVCache
-from afm_mlx.model.kv_cache_placeholder import NoKVCache
+from afm_mlx.model.kv_cache import KVCache, NoKVCache, ZooKVCache
 from afm_mlx.model.model import is_afm
-from afm_mlx.model.zoo_kv_cache import ZooKVCache
 
 
 @dataclass(frozen=True)

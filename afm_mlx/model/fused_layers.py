@@ -1,12 +1,16 @@
-"""A layer together with what stands before and after it, as one operation where the layer can.
+"""Linear layers with the norm before them, the adapters of a batch's rows, and the addition after them.
 
-A packed layer does the norm before it, its adapters and the addition after it in its own kernel. Any other
-layer (float, MLX's quantized ones, a wrapper with adapters or LoRA) is called between norm and addition.
+A `PackedLinear` does all of it in its own kernel. Any other layer (float, MLX's quantized ones, with LoRA) is
+called between norm and addition, and wrapped in an `AdaptedLinear` to add adapters.
+
+A layer has `adapters`, a function from the number of a batch's rows to these rows' adapters for the layer
+(`LayerAdapters`). The functions are those of the model's `afm_mlx.adapters.active.ActiveAdapters`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, TypeGuard
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,7 +18,6 @@ import mlx.nn as nn
 from afm_mlx.kernels import (
     AttentionParts,
     LowRank,
-    PackedWeight,
     Part,
     ProductOptions,
     packed_argmax,
@@ -22,54 +25,97 @@ from afm_mlx.kernels import (
     packed_swiglu,
     rms_norm,
 )
-from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.kernels.reference import low_rank_product
+from afm_mlx.quantization.packed_layers import LayerAdapters, PackedEmbedding, PackedLinear
+
+ACTIVE = "_active_adapters"
+"""Key of a model's adapters in its state, where MLX finds their arrays; no parameter, for the underscore."""
+
+
+class Normed(NamedTuple):
+    """`norm(x)`, which the next layer computes.
+
+    Args:
+        x: (..., K).
+        norm: the norm.
+    """
+
+    x: mx.array
+    norm: nn.RMSNorm
+
+    def computed(self) -> mx.array:
+        """`norm(x)` as an array."""
+        return self.norm(self.x)
 
 
 def project(
-    layer: nn.Module,
-    x: mx.array | AttentionParts,
-    norm: nn.RMSNorm | None = None,
-    residual: mx.array | None = None,
+    layer: nn.Module, x: mx.array | Normed | AttentionParts, residual: mx.array | None = None
 ) -> mx.array:
-    """`residual + layer(norm(x))`.
+    """Return `residual + layer(x)`, (..., N).
 
     Args:
         layer: maps (..., K) to (..., N).
-        x: (..., K); attention's output may come in parts where `merges_parts` says so.
-        norm: the norm before the layer; None for no norm.
-        residual: (..., N), or None.
-
-    Returns:
-        (..., N).
+        x: (..., K), or a norm of it; attention's partials only where `is_fusable(layer)`.
+        residual: (..., N), or None for no addition.
     """
-    if _is_fusable(layer):
+    if is_fusable(layer):
+        x, norm = x if isinstance(x, Normed) else (x, None)
         adapters = _adapters(layer.low_rank(x.shape[0]))
         return packed_matmul(x, layer.packed, _options(layer, norm, residual, adapters))
     assert not isinstance(x, AttentionParts)
-    y = layer(x if norm is None else norm(x))
+    y = layer(x.computed() if isinstance(x, Normed) else x)
     return y if residual is None else residual + y
 
 
-def project_each(layers: Sequence[nn.Module], x: mx.array, norm: nn.RMSNorm) -> list[mx.array]:
-    """`layer(norm(x))` for several layers; the norm is computed once where they don't do it themselves."""
-    if all(map(_is_fusable, layers)):
-        return [project(layer, x, norm=norm) for layer in layers]
-    x = norm(x)
-    return [project(layer, x) for layer in layers]
+def project_each(layers: Sequence[nn.Module], x: Normed) -> list[mx.array]:
+    """Return `layer(norm(x))` for several layers; the norm is computed once unless all of them compute it."""
+    if all(map(is_fusable, layers)):
+        return [project(layer, x) for layer in layers]
+    normed = x.computed()
+    return [project(layer, normed) for layer in layers]
 
 
-def merges_parts(layer: nn.Module) -> bool:
-    """True if `project` takes attention's output in parts for this layer."""
-    return _is_fusable(layer)
+def swiglu(gate: nn.Module, up: nn.Module, x: Normed) -> mx.array:
+    """Return `silu(gate(norm(x))) * up(norm(x))`, (..., N), for x (..., K)."""
+    if is_fusable(gate) and is_fusable(up) and _alike(gate, up):
+        adapters = _adapters(gate.low_rank(x.x.shape[0]), up.low_rank(x.x.shape[0]))
+        options = _options(gate, x.norm, adapters=adapters)
+        return packed_swiglu(x.x, gate.packed, up.packed, options)
+    normed = x.computed()
+    return nn.silu(gate(normed)) * up(normed)
 
 
-def swiglu(gate: nn.Module, up: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:
-    """`silu(gate(norm(x))) * up(norm(x))`: (..., N) for x (..., K)."""
-    if _is_fusable(gate) and _is_fusable(up) and _alike(gate, up):
-        adapters = _adapters(gate.low_rank(x.shape[0]), up.low_rank(x.shape[0]))
-        return packed_swiglu(x, gate.packed, up.packed, _options(gate, norm, adapters=adapters))
-    x = norm(x)
-    return nn.silu(gate(x)) * up(x)
+def head_logits(embedding: nn.Module, x: Normed) -> mx.array:
+    """Logits (..., vocab_size) of a tied head, for x (..., K)."""
+    if isinstance(embedding, PackedEmbedding) and not embedding.training:
+        return packed_matmul(x.x, embedding.packed, _options(embedding, x.norm))
+    return embedding.as_linear(rms_norm(x.x, x.norm.weight, x.norm.eps))
+
+
+def head_argmax(embedding: nn.Module, x: Normed) -> tuple[mx.array, mx.array]:
+    """Max logit of a tied head, for x (..., K).
+
+    Returns:
+        its index, (...) uint32, and itself, (...): NaN or infinity if any logit is NaN or +infinity.
+    """
+    if isinstance(embedding, PackedEmbedding) and not embedding.training:
+        return packed_argmax(x.x, embedding.packed, _options(embedding, x.norm))
+    logits = head_logits(embedding, x)
+    return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)
+
+
+def is_fusable(layer: nn.Module) -> TypeGuard[PackedLinear]:
+    """True if a layer's kernel computes the norm and the addition, and takes attention's partials."""
+    # A bias is added by the layer itself; training needs differentiable operations.
+    return isinstance(layer, PackedLinear) and not layer.training and "bias" not in layer
+
+
+def _alike(a: PackedLinear, b: PackedLinear) -> bool:
+    """True if two layers differ only in their weights, so that one kernel can run both."""
+    return a.activation_bits == b.activation_bits and all(
+        getattr(a.packed, name) == getattr(b.packed, name)
+        for name in ("out_dims", "in_dims", "bits", "mode", "granularity", "group_size")
+    )
 
 
 def _adapters(*of_matrices: LowRank | None) -> tuple[LowRank, ...]:
@@ -81,43 +127,6 @@ def _adapters(*of_matrices: LowRank | None) -> tuple[LowRank, ...]:
     return tuple(adapters or none for adapters in of_matrices)
 
 
-def project_head(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> mx.array:
-    """Logits of a tied head: (..., vocab_size) for x (..., K)."""
-    if isinstance(embedding, PackedEmbedding) and not embedding.training:
-        return packed_matmul(x, embedding.packed, _options(embedding, norm))
-    return embedding.as_linear(rms_norm(x, norm.weight, norm.eps))
-
-
-def head_argmax(embedding: nn.Module, x: mx.array, norm: nn.RMSNorm) -> tuple[mx.array, mx.array]:
-    """The largest logit of a tied head, for x (..., K).
-
-    Returns:
-        its index, (...) uint32, and itself, (...): NaN or infinity if any logit is NaN or +infinity.
-    """
-    if isinstance(embedding, PackedEmbedding) and not embedding.training:
-        return packed_argmax(x, embedding.packed, _options(embedding, norm))
-    logits = embedding.as_linear(rms_norm(x, norm.weight, norm.eps))
-    return mx.argmax(logits, axis=-1), mx.max(logits, axis=-1)
-
-
-def _is_fusable(layer: nn.Module) -> bool:
-    # A bias is added by the layer itself; training needs what can be differentiated.
-    return isinstance(layer, PackedLinear) and not layer.training and "bias" not in layer
-
-
-def _alike(a: PackedLinear, b: PackedLinear) -> bool:
-    """True if two layers differ only in their weights, so that one kernel can run both."""
-    first: PackedWeight = a.packed
-    second: PackedWeight = b.packed
-    return (
-        first.codes.shape == second.codes.shape
-        and first[1:3] == second[1:3]
-        and first.granularity == second.granularity
-        and first.group_size == second.group_size
-        and a.activation_bits == b.activation_bits
-    )
-
-
 def _options(
     layer: PackedLinear | PackedEmbedding,
     norm: nn.RMSNorm | None,
@@ -126,3 +135,40 @@ def _options(
 ) -> ProductOptions:
     weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     return ProductOptions(weight, eps, residual, adapters, layer.activation_bits)
+
+
+class LinearWrapper(nn.Module):
+    """A layer that replaces a linear layer and calls it.
+
+    Args:
+        linear: the linear layer; its name in the module's parameters is `linear`.
+    """
+
+    def __init__(self, linear: nn.Module):
+        super().__init__()
+        self.linear = linear
+        self.train(linear.training)
+
+
+class AdaptedLinear(LinearWrapper):
+    """`linear(x)` plus the active adapters' product, for layers whose kernel can't add adapters.
+
+    Args:
+        linear: maps (B, ..., K) to (B, ..., N).
+        adapters: returns the layer's adapters for a number of rows.
+    """
+
+    def __init__(self, linear: nn.Module, adapters: LayerAdapters):
+        super().__init__(linear)
+        self.adapters = adapters
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Map (B, ..., K) to (B, ..., N), in the dtype that `linear` returns."""
+        y, low_rank = self.linear(x), self.adapters(x.shape[0])
+        return y if low_rank is None else y + low_rank_product(x, low_rank).astype(y.dtype)
+
+
+def adapters_layout(model: nn.Module) -> str:
+    """Key of the layout of a model's active adapters, on which a traced step depends; "" without adapters."""
+    active = model.get(ACTIVE)
+    return "" if active is None else active.layout

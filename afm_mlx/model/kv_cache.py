@@ -16,20 +16,50 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.errors import ContextLengthError
-from afm_mlx.model.kv_cache_state import check_state
-from afm_mlx.model.positions_and_masks import causal_mask
+from afm_mlx.errors import CacheFileError, ContextLengthError, shown
+from afm_mlx.kernels import (
+    KeyValues,
+    attention,
+    causal_attention,
+    decode_attention,
+    reads_tails,
+    write_tokens,
+)
 
 STEP = 256  # columns that are added at a time
-TAIL = (
-    64  # columns of the tail: a longer one is copied at more cost, a shorter one moves more often
-)
+# Columns of the tail: a longer one is copied at more cost, a shorter one moves more often.
+TAIL = 64
 KEEP = 4  # first tokens that a sliding window never forgets, as in mlx-lm's rotating cache
+MOST_TOKENS = 1 << 30  # positions are int32
+
+
+class OpenTail(NamedTuple):
+    """The arrays of a cache that a decode step reads and writes.
+
+    Args:
+        buffer: (B, 2 * n_kv_heads, capacity, head_dim), heads of keys and then of values.
+        tail: (B, 2 * n_kv_heads, TAIL, head_dim), the newest tokens' columns.
+        starts: (B,) int32, columns of each row in the buffer.
+    """
+
+    buffer: mx.array
+    tail: mx.array
+    starts: mx.array
+
+
+class TailWriter(Protocol):
+    """A cache whose tail a decode step writes: a `KVCache`, or its stand-in while a step is traced."""
+
+    def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail:
+        """See `KVCache.open_tail`."""
+
+    def take_tail(self, tail: mx.array, count: int = 1) -> None:
+        """See `KVCache.take_tail`."""
 
 
 class KVCache:
@@ -186,9 +216,7 @@ class KVCache:
             return []
         return [columns - s for columns, s in zip(self._columns, self._in_buffer, strict=True)]
 
-    def open_tail(
-        self, heads: int, head_dim: int, count: int = 1
-    ) -> tuple[mx.array, mx.array, mx.array]:
+    def open_tail(self, heads: int, head_dim: int, count: int = 1) -> OpenTail:
         """What a decode step reads and writes, with room for `count` more tokens of every row.
 
         Not for a sliding window that is about to forget tokens, nor for floats before the first token, which
@@ -218,7 +246,7 @@ class KVCache:
             self._grow(max(1, self.size()))
             self._in_buffer = self._columns
             self._starts = mx.array(self._in_buffer, dtype=mx.int32)
-        return self.buffer, self.tail, self._starts
+        return OpenTail(self.buffer, self.tail, self._starts)
 
     def take_tail(self, tail: mx.array, count: int = 1) -> None:
         """Take over the tail of `open_tail` with `count` more tokens of every row."""
@@ -463,6 +491,130 @@ class KVCache:
         self._lengths, self._forgotten = rows.tolist()
 
 
+class ZooKVCache(KVCache):
+    """A `KVCache` of floats, which is made of mlx-lm's `KVCache`s and gives them back.
+
+    Args:
+        rows: rows of the batch.
+    """
+
+    def __init__(self, rows: int = 1):
+        super().__init__(int8=False, rows=rows)
+
+    @classmethod
+    def of_rows(cls, caches: Sequence[Any]) -> ZooKVCache:
+        """One batch of the rows of mlx-lm's caches, each of which holds one row of the same block."""
+        rows = []
+        for cache in caches:
+            row = KVCache(int8=False)
+            if cache.offset:
+                parts = [part[:, :, : cache.offset] for part in (cache.keys, cache.values)]
+                row.buffer = mx.concatenate(parts, axis=1)
+                row._lengths = [cache.offset]
+            rows.append(row)
+        batch = cls(len(rows))
+        vars(batch).update(vars(KVCache.merge(rows)))
+        return batch
+
+    def extract(self, row: int) -> Any:
+        """Return a copy of one row, as mlx-lm's `KVCache`."""
+        from mlx_lm.models.cache import KVCache as MlxKVCache
+
+        mine, cache = super().extract(row), MlxKVCache()
+        if mine.buffer is not None:
+            cache.keys, cache.values = map(mx.contiguous, mine.buffer.split(2, axis=1))
+            cache.offset = cache.keys.shape[2]
+        return cache
+
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """See `KVCache.make_mask`. Blocks that attend to this cache ask for neither an array nor a window."""
+        if return_array or window_size is not None:
+            raise ValueError(
+                f"[ZooKVCache] return_array is {return_array} and window_size is {window_size}; allowed are "
+                "False and None."
+            )
+        return super().make_mask(length)
+
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | str | None
+    ) -> mx.array:
+        """Append the next tokens of every row, and attend to all tokens so far.
+
+        Args:
+            queries: (B, n_heads, L, head_dim).
+            keys, values: (B, n_kv_heads, L, head_dim).
+            mask: of `make_mask`.
+
+        Returns:
+            (B, n_heads, L, head_dim).
+        """
+        kv = mx.concatenate([keys, values], axis=1)
+        if kv.shape[2] == 1 and not self.empty() and reads_tails(kv.dtype, kv.shape[3]):
+            lengths = mx.array([n + 1 for n in self.lengths], dtype=mx.int32)
+            buffer, tail, starts = self.open_tail(kv.shape[1], kv.shape[3])
+            tail = write_tokens(tail, kv.astype(tail.dtype), lengths - starts)
+            self.take_tail(tail)
+            whole = decode_attention(queries, KeyValues(buffer, tail=tail, starts=starts), lengths)
+            assert isinstance(whole, mx.array)
+            return whole
+        self.update(kv)
+        stored = KeyValues(self.in_use())
+        if isinstance(mask, str):
+            return causal_attention(queries, stored)
+        return attention(queries, stored, mask)
+
+
+class NoKVCache:
+    """The cache entry of a block that stores nothing.
+
+    mlx-lm counts cache entries by `len(model.layers)`, for instance to split those of a draft model off;
+    one entry per block keeps that count right.
+    """
+
+    offset = 0
+    nbytes = 0
+    state: Any = ()
+
+    def size(self) -> int:
+        return 0
+
+    def empty(self) -> bool:
+        return True
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, count: int) -> int:
+        return count
+
+    def trim_rows(self, counts: Sequence[int]) -> None: ...
+
+    def copy(self, length: int | None = None) -> NoKVCache:
+        return NoKVCache()
+
+    def extract(self, row: int) -> NoKVCache:
+        return NoKVCache()
+
+    def filter(self, rows: Any) -> None: ...
+
+    def extend(self, other: Any) -> None: ...
+
+    def prepare(self, **padding: Any) -> None: ...
+
+    def finalize(self) -> None: ...
+
+    @staticmethod
+    def merge(caches: Sequence[Any]) -> NoKVCache:
+        return NoKVCache()
+
+
+def causal_mask(length: int) -> str | None:
+    """The mask of `length` tokens that see only themselves and the tokens before them."""
+    return "causal" if length > 1 else None
+
+
 @functools.lru_cache(maxsize=4)
 def _ragged_index(
     columns: tuple[int, ...], heads: int, length: int
@@ -500,3 +652,50 @@ def _drop_columns(buffer: mx.array, drops: Sequence[int]) -> mx.array:
         kept = mx.concatenate([own[:, :, :KEEP], own[:, :, KEEP + drop :]], axis=2)
         rows.append(_padded(kept, drop))
     return mx.concatenate(rows, axis=0)
+
+
+def check_state(
+    keys: mx.array, values: mx.array, rows: mx.array, kind: tuple[str, int | None, bool]
+) -> None:
+    """Raise `CacheFileError` unless a cache of this kind can have this state.
+
+    Args:
+        keys, values, rows: the parts of `KVCache.state`.
+        kind: the cache's kind, see `KVCache.kind`.
+    """
+    dtype, wanted = (mx.int8, "int8") if kind[0] == "int8" else (mx.floating, "floats")
+    for name, array in (("keys", keys), ("values", values)):
+        if array.ndim != 4 or 0 in array.shape[:2] or not mx.issubdtype(array.dtype, dtype):
+            raise CacheFileError(
+                f"{name} are {array.dtype} {shown(list(array.shape))}; "
+                f"{wanted} [rows, heads, columns, head_dim] are needed."
+            )
+    if (keys.shape, keys.dtype) != (values.shape, values.dtype):
+        raise CacheFileError(
+            f"keys are {keys.dtype} {list(keys.shape)} and values {values.dtype} {list(values.shape)}; "
+            "both must be the same."
+        )
+    count, columns = keys.shape[0], keys.shape[2]
+    if rows.dtype != mx.int32 or rows.shape != (2, count):
+        raise CacheFileError(
+            f"rows are {rows.dtype} {shown(list(rows.shape))}; int32 [2, {count}] is needed, tokens seen "
+            "and forgotten by each row."
+        )
+    _check_rows(rows, columns, kind)
+
+
+def _check_rows(rows: mx.array, columns: int, kind: tuple[str, int | None, bool]) -> None:
+    _, max_size, slides = kind
+    window = max_size if slides and max_size else 0
+    bound = columns if window or max_size is None else min(columns, max_size)
+    for seen, forgotten in rows.T.tolist():
+        held = seen - forgotten
+        # A window forgets down to one column less than its width.
+        sound = forgotten == 0 or (forgotten > 0 and 0 < window <= held + 1)
+        if not (sound and 0 <= held <= bound and seen <= MOST_TOKENS):
+            raise CacheFileError(
+                f"a row has seen {seen} tokens and forgotten {forgotten}, which does not go with {columns} "
+                f"columns in a cache of kind {shown(kind)}."
+            )
+    if columns != int((rows[0] - rows[1]).max().item()):
+        raise CacheFileError(f"no row has tokens for all of the {columns} columns.")

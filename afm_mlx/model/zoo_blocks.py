@@ -21,11 +21,11 @@ from mlx_lm.models import llama, qwen3
 from mlx_lm.models.base import scaled_dot_product_attention
 
 from afm_mlx.kernels.dispatch import device
-from afm_mlx.model.fused_layers import project, project_each, swiglu
-from afm_mlx.model.zoo_kv_cache import ZooKVCache
+from afm_mlx.model.fused_layers import Normed, project, project_each, swiglu
+from afm_mlx.model.kv_cache import ZooKVCache
 
 
-class _Block:
+class _ZooBlock:
     """What takes the place of a block's `__call__`."""
 
     takes_zoo_kv_cache = True
@@ -33,24 +33,24 @@ class _Block:
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         """(B, L, D) to the same."""
         block: Any = self
-        y = _attention(block.self_attn, x, block.input_layernorm, mask, cache)
+        y = _attention(block.self_attn, Normed(x, block.input_layernorm), mask, cache)
         x = project(block.self_attn.o_proj, y, residual=x)
         mlp = block.mlp
-        hidden = swiglu(mlp.gate_proj, mlp.up_proj, x, norm=block.post_attention_layernorm)
+        hidden = swiglu(mlp.gate_proj, mlp.up_proj, Normed(x, block.post_attention_layernorm))
         return project(mlp.down_proj, hidden, residual=x)
 
 
-class LlamaBlock(_Block, llama.TransformerBlock):
+class LlamaBlock(_ZooBlock, llama.TransformerBlock):
     """A block of `mlx_lm.models.llama`."""
 
 
-class Qwen3Block(_Block, qwen3.TransformerBlock):
+class Qwen3Block(_ZooBlock, qwen3.TransformerBlock):
     """A block of `mlx_lm.models.qwen3`."""
 
 
-def _attention(layer: Any, x: mx.array, norm: nn.RMSNorm, mask: Any, cache: Any) -> mx.array:
+def _attention(layer: Any, x: Normed, mask: Any, cache: Any) -> mx.array:
     """Attention's output before its last product, (B, L, n_heads * head_dim)."""
-    q, k, v = project_each((layer.q_proj, layer.k_proj, layer.v_proj), x, norm)
+    q, k, v = project_each((layer.q_proj, layer.k_proj, layer.v_proj), x)
     q, k, v = _heads(q, layer.n_heads), _heads(k, layer.n_kv_heads), _heads(v, layer.n_kv_heads)
     if "q_norm" in layer:
         q, k = layer.q_norm(q), layer.k_norm(k)

@@ -131,7 +131,10 @@ class DraftModel:
             make_ready(self._cache, None, width)
         drafts = list(guessing.values())
         takes_likeliest = all(_takes_likeliest(draft) for draft in drafts)
-        found = self.model.verify(inputs, self._cache, "argmax" if takes_likeliest else "logits")
+        if takes_likeliest:
+            found, _ = self.model.verify_greedy(inputs, self._cache)
+        else:
+            found = self.model.verify(inputs, self._cache)
         self._trim([width - len(tokens) for tokens in missing])
         for (row, held), tokens in zip(self._held.items(), missing, strict=True):
             if tokens:
@@ -140,7 +143,7 @@ class DraftModel:
         rows = [order.index(row) for row in guessing]
         ends = [len(missing[i]) - 1 for i in rows]
         if takes_likeliest:
-            likeliest: list[list[int]] = found[0].tolist()
+            likeliest: list[list[int]] = found.tolist()
             return [likeliest[row][end] for row, end in zip(rows, ends, strict=True)]
         places = [Place(draft.row, draft.mask, draft.assumed) for draft in drafts]
         drawn, _, _ = draw(places, found[mx.array(rows), mx.array(ends)])

@@ -43,7 +43,7 @@ def verified(
     width = max(len(draft.fed) for draft in drafts)
     inputs = mx.array([[*d.fed] + [0] * (width - len(d.fed)) for d in drafts], mx.int32)
     if not any(draft.row.needs_logits for draft in drafts):
-        tokens, peaks = model.verify(inputs, cache, "argmax")
+        tokens, peaks = model.verify_greedy(inputs, cache)
         mx.eval(tokens, peaks)
         pairs = zip(tokens.tolist(), peaks.tolist(), strict=True)
         return [

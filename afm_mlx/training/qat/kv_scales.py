@@ -8,9 +8,9 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.errors import ConfigError, DataError
-from afm_mlx.model.fused_layers import project
+from afm_mlx.model.attention import Positions, float_heads, row_positions
+from afm_mlx.model.fused_layers import Normed, project
 from afm_mlx.model.model import Model, WritingBlock, is_afm
-from afm_mlx.model.positions_and_masks import Positions
 from afm_mlx.training.data.batches import Batch
 
 _TINY = 2.0**-126
@@ -64,7 +64,7 @@ def _observe(
     model: Model, batch: Batch, ranges: list[mx.array | None], share: float
 ) -> list[mx.array | None]:
     """Run the writing blocks, each with its new scales; returns ranges (2, 2): keys, values; low, high."""
-    positions, used = model.positions(batch.inputs, batch.segments), _used(batch)
+    positions, used = row_positions(batch.inputs, batch.segments), _used(batch)
     h, averages = model.model.embedding(batch.inputs), []
     for block, average in zip(model.model.layers, ranges, strict=True):
         seen = mx.stack([_range(x, used) for x in _keys_and_values(block, h, positions)])
@@ -81,8 +81,9 @@ def _keys_and_values(
 ) -> tuple[mx.array, mx.array]:
     """Keys and values of a block for its input (B, L, D), (B, num_kv_heads, L, head_dim) each, unquantized."""
     attention = block.self_attn
-    qkv = project(attention.qkv_proj, h, norm=block.input_layernorm)
-    return attention.heads(qkv, positions)[1:]
+    qkv = project(attention.qkv_proj, Normed(h, block.input_layernorm))
+    _, keys, values = float_heads(qkv, positions.offset, attention.head_options())
+    return keys, values
 
 
 def _used(batch: Batch) -> mx.array:

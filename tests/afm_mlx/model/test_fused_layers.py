@@ -1,10 +1,10 @@
-"""Layers with what stands before and after them, fused or not, against the formula."""
+"""Layers with the norm before and the addition after them, fused or not, against the formula."""
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from afm_mlx.model.fused_layers import head_argmax, project, project_head, swiglu
+from afm_mlx.model.fused_layers import Normed, head_argmax, head_logits, project, swiglu
 from afm_mlx.quantization.quantize_model import pack_layer
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.cases import draw
@@ -31,7 +31,7 @@ def test_project_is_norm_layer_and_addition(rng, norm, bits, bias, training):
     layer = linear(bits, bias).train(training)
     x, residual = draw(rng, (2, 3, 32)), draw(rng, (2, 3, 48))
     assert_close(project(layer, x), layer(x))
-    assert_close(project(layer, x, norm, residual), residual + layer(norm(x)))
+    assert_close(project(layer, Normed(x, norm), residual), residual + layer(norm(x)))
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_swiglu_of_layers_that_are_alike_and_not(rng, norm, bits, activation_bit
     up.activation_bits = activation_bits
     x = draw(rng, (2, 3, 32))
     wanted = nn.silu(gate(norm(x))) * up(norm(x))
-    assert_close(swiglu(gate, up, x, norm), wanted)
+    assert_close(swiglu(gate, up, Normed(x, norm)), wanted)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_head_and_its_largest_logit(rng, norm, bits, training):
     embedding.train(training)
     x = draw(rng, (3, 32))
     logits = embedding.as_linear(norm(x))
-    assert_close(project_head(embedding, x, norm), logits)
-    tokens, peaks = head_argmax(embedding, x, norm)
+    assert_close(head_logits(embedding, Normed(x, norm)), logits)
+    tokens, max_logits = head_argmax(embedding, Normed(x, norm))
     assert tokens.tolist() == mx.argmax(logits, axis=-1).tolist()
-    assert_close(peaks, logits.max(axis=-1))
+    assert_close(max_logits, logits.max(axis=-1))

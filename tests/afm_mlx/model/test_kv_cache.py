@@ -7,10 +7,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.errors import ContextLengthError
+from afm_mlx.errors import CacheFileError, ContextLengthError
 from afm_mlx.kernels import write_tokens
+from afm_mlx.model.attention import Positions
 from afm_mlx.model.kv_cache import KEEP, STEP, TAIL, KVCache
-from afm_mlx.model.positions_and_masks import Positions
 from tests.tools.cases import each
 from tests.tools.compare import error
 from tests.tools.models import random_config, random_model
@@ -215,9 +215,7 @@ def windowed_twin(model, tokens, window):
     query, key = np.arange(length)[:, None], np.arange(length)[None]
     visible = (key <= query) & ((key < KEEP) | (query - key < window - KEEP))
     positions = Positions(0, mx.array(visible))
-    h, kv = model.model.write(tokens, positions, [None] * len(model.model.layers))
-    hidden = model.model.output_norm(model.model.read(h, positions, kv))
-    return model.model.embedding.as_linear(hidden)
+    return model.head(model.forward(tokens, positions, [None] * len(model.model.layers)))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 50])
@@ -256,3 +254,55 @@ def test_a_deep_copy_is_independent(rng):
     cache.update(columns(rng, 1, 1))
     assert (cache.lengths, twin.lengths) == ([4], [3])
     assert mx.array_equal(twin.in_use(), part)
+
+
+# -- states that are restored from files
+
+CODES = mx.zeros((1, 2, 9, 4), mx.int8)
+WINDOW = {"max_size": 8, "sliding_window": True}
+
+
+def restore(rows, options, **parts):
+    state = {"keys": CODES, "values": CODES, "rows": mx.array(rows)} | parts
+    KVCache(**options).state = list(state.values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "options"), [([[9], [0]], {}), ([[9], [0]], {"max_size": 9}), ([[99], [90]], WINDOW)]
+)
+def test_states_that_are_sound(rows, options):
+    restore(rows, options)
+
+
+@each(
+    ("rows", "options", "words"),
+    [
+        ([[100], [0]], {}, "seen 100 tokens and forgotten 0, which does not go with 9 columns"),
+        ([[9], [0]], {"max_size": 8}, "seen 9 tokens and forgotten 0"),
+        ([[-1], [0]], {}, "seen -1 tokens"),
+        ([[12], [3]], {}, "seen 12 tokens and forgotten 3"),
+        ([[9], [3]], WINDOW, "seen 9 tokens and forgotten 3"),
+        ([[2**30 + 1], [2**30 - 8]], WINDOW, "seen 1073741825 tokens"),
+        ([[8], [0]], {}, "no row has tokens for all of the 9 columns"),
+        ([[9, 9], [0, 0]], {}, r"rows are mlx.core.int32 \[2, 2\]; int32 \[2, 1\] is needed"),
+        ([9, 0], {}, r"rows are mlx.core.int32 \[2\]"),
+        ([[9.0], [0.0]], {}, "rows are mlx.core.float32"),
+    ],
+)
+def test_rows_that_do_not_go_with_the_columns(rows, options, words):
+    with pytest.raises(CacheFileError, match=words):
+        restore(rows, options)
+
+
+@each(
+    ("parts", "words"),
+    [
+        ({"keys": CODES.astype(mx.float16)}, r"keys are mlx.core.float16 .*; int8 .* are needed"),
+        ({"values": CODES[0]}, r"values are mlx.core.int8 \[2, 9, 4\]"),
+        ({"keys": CODES[:0]}, r"keys are mlx.core.int8 \[0, 2, 9, 4\]"),
+        ({"values": CODES[:, :, :8]}, "both must be the same"),
+    ],
+)
+def test_keys_and_values_of_another_kind(parts, words):
+    with pytest.raises(CacheFileError, match=words):
+        restore([[9], [0]], {}, **parts)

@@ -10,10 +10,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request
 from afm_mlx.kernels import dispatch
-from afm_mlx.model import zoo_kv_cache
-from afm_mlx.model.kv_cache import STEP, TAIL
+from afm_mlx.model import kv_cache
+from afm_mlx.model.kv_cache import STEP, TAIL, ZooKVCache
 from afm_mlx.model.zoo_blocks import LlamaBlock, Qwen3Block, take_blocks
-from afm_mlx.model.zoo_kv_cache import ZooKVCache
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.cases import all_pairs, each
@@ -141,8 +140,8 @@ def test_attention_is_the_kernels(rng, monkeypatch):
     seen = []
 
     def spy(name):
-        run = getattr(zoo_kv_cache, name)
-        monkeypatch.setattr(zoo_kv_cache, name, lambda *args: (seen.append(name), run(*args))[1])
+        run = getattr(kv_cache, name)
+        monkeypatch.setattr(kv_cache, name, lambda *args: (seen.append(name), run(*args))[1])
 
     spy("decode_attention")
     spy("causal_attention")

@@ -1,0 +1,245 @@
+"""Attention of new tokens, by the operation that fits the call.
+
+| call | keys and values | operation |
+| --- | --- | --- |
+| a few new tokens per row, with a cache | read from the cache's buffer and tail | `decode_attention` |
+| a prompt, with a cache | read from the cache's buffer | `causal_attention` |
+| no cache, no gradients | floats on the int8 grid | `causal_attention` |
+| training, or rows that hold several samples | floats that carry gradients | `attention` |
+
+Decoding fuses RoPE, norms, int8 codes, writing and attention. The others share the same results up to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import mlx.core as mx
+
+from afm_mlx.kernels import (
+    AttentionParts,
+    HeadOptions,
+    KeyValues,
+    QueryRope,
+    attention,
+    causal_attention,
+    decode_attention,
+    dequantize_int8,
+    fake_int8,
+    rope_norm,
+    rope_norm_quantize,
+    write_and_attend,
+    write_tokens,
+)
+from afm_mlx.model.kv_cache import KVCache, TailWriter, causal_mask
+
+Attended: TypeAlias = mx.array | AttentionParts
+"""Attention's output (B, L, n_heads * head_dim), or the partials of which the next product makes it."""
+
+
+class Positions(NamedTuple):
+    """Positions of the new tokens in their rows, and the mask of what they see; the same for every block.
+
+    Args:
+        offset: position of the first new token: one for all rows, or (B,); or (B, L), the position of every
+            token in rows that hold several samples.
+        mask: None, "causal" or an array, as `afm_mlx.kernels.attention` takes it.
+        lengths: (B,) int32, columns that the first new token of each row sees, its own included. Set if the
+            step decodes: few new tokens, and keys and values are read from the cache's buffers.
+        cached: True if keys and values go to a cache, so that no gradients are needed.
+    """
+
+    offset: int | mx.array
+    mask: mx.array | str | None
+    lengths: mx.array | None = None
+    cached: bool = False
+
+    @property
+    def packed(self) -> bool:
+        """True if rows hold several samples, each with its own positions."""
+        return isinstance(self.offset, mx.array) and self.offset.ndim == 2
+
+
+def row_positions(inputs: mx.array, segments: mx.array | None = None) -> Positions:
+    """Return the positions and mask of whole rows of tokens, which begin at position 0.
+
+    Args:
+        inputs: (B, L) token ids.
+        segments: (B, L) integers, equal for the tokens of one sample, which are consecutive; None if each row
+            is one sample. Padding has another number, so it sees itself, and no query is without a key.
+
+    Returns:
+        with segments: offsets (B, L) int32, each sample's from 0, and a boolean mask (B, 1, L, L), True where
+        a query sees a key.
+    """
+    if segments is None:
+        return Positions(0, causal_mask(inputs.shape[1]))
+    column = mx.arange(segments.shape[1], dtype=mx.int32)
+    fresh = mx.concatenate(
+        [mx.zeros_like(segments[:, :1]), segments[:, 1:] != segments[:, :-1]], axis=1
+    )
+    starts = mx.cummax(mx.where(fresh, column, 0), axis=1)
+    same = segments[:, None, :, None] == segments[:, None, None, :]
+    return Positions(column - starts, same & (column[:, None] >= column))
+
+
+def attend_and_write(
+    qkv: mx.array,
+    options: HeadOptions,
+    positions: Positions,
+    cache: KVCache | TailWriter | None,
+    *,
+    training: bool,
+    whole: bool,
+) -> tuple[Attended, KeyValues]:
+    """Write the new tokens' keys and values to the cache, and attend to all tokens so far.
+
+    Args:
+        qkv: the fused projection, (B, L, (n_heads + 2 * n_kv_heads) * head_dim).
+        options: norms, scales and RoPE of the heads.
+        positions: positions and mask of the new tokens.
+        cache: the block's cache; None to attend to the new tokens only.
+        training: True if gradients are needed.
+        whole: False if the caller also takes partials.
+
+    Returns:
+        attention's output (B, L, n_heads * head_dim) or its partials, and the keys and values.
+    """
+    if cache is not None and positions.lengths is not None:
+        y, kv = _decode(qkv, options, positions.lengths, cache, whole)
+        return _merge_heads(y), kv
+    if isinstance(cache, KVCache) and cache.int8:
+        q, codes = rope_norm_quantize(qkv, positions.offset, options)
+        cache.update(codes)
+        kv = KeyValues(cache.in_use(), options.key_scale, options.value_scale)
+    elif isinstance(cache, KVCache):
+        q, floats = _on_int8_grid(qkv, positions.offset, options)
+        cache.update(floats)
+        kv = KeyValues(cache.in_use())
+    elif options.key_scale is not None and not training and not positions.packed:
+        q, floats = _on_int8_grid(qkv, positions.offset, options)
+        kv = KeyValues(floats)
+    else:
+        q, k, v = float_heads(qkv, positions.offset, options)
+        kv = KeyValues(mx.concatenate(_fake_int8(k, v, options), axis=1))
+    return _merge_heads(_attend(q, kv, positions)), kv
+
+
+def attend(
+    q: mx.array, rope: QueryRope, positions: Positions, kv: KeyValues, whole: bool
+) -> Attended:
+    """Attend with new queries to keys and values that another block wrote.
+
+    Args:
+        q: the query projection, (B, L, n_heads * head_dim).
+        rope: RoPE and norm of the queries.
+        positions, whole: see `attend_and_write`.
+        kv: keys and values of all tokens so far.
+
+    Returns:
+        attention's output (B, L, n_heads * head_dim), or its partials.
+    """
+    heads = _heads(q, rope.weight.shape[0])
+    if positions.lengths is not None:
+        return _merge_heads(decode_attention(heads, kv, positions.lengths, rope, whole))
+    heads = rope_norm(heads, rope.weight, positions.offset, rope.theta, rope.eps)
+    return _merge_heads(_attend(heads, kv, positions))
+
+
+def float_heads(
+    qkv: mx.array, offset: int | mx.array, options: HeadOptions
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Split a fused projection into queries, keys and values with RoPE and norm, by differentiable operations.
+
+    Args:
+        qkv: (B, L, (n_heads + 2 * n_kv_heads) * head_dim).
+        offset: see `Positions`.
+        options: norms and RoPE; the scales are not used.
+
+    Returns:
+        queries (B, n_heads, L, head_dim); keys and values (B, n_kv_heads, L, head_dim).
+    """
+    head_dim = options.q_weight.shape[0]
+    kv_dim = options.n_kv_heads * head_dim
+    width = qkv.shape[-1]
+    split = qkv.split([width - 2 * kv_dim, width - kv_dim], axis=-1)
+    q, k, v = (_heads(projected, head_dim) for projected in split)
+    q = rope_norm(q, options.q_weight, offset, options.theta, options.eps)
+    k = rope_norm(k, options.k_weight, offset, options.theta, options.eps)
+    return q, k, v
+
+
+def _decode(
+    qkv: mx.array,
+    options: HeadOptions,
+    lengths: mx.array,
+    cache: KVCache | TailWriter,
+    whole: bool,
+) -> tuple[Attended, KeyValues]:
+    """Attend with a few new tokens per row, which are written to the cache's tail."""
+    count = qkv.shape[1]
+    open_tail = cache.open_tail(2 * options.n_kv_heads, options.q_weight.shape[0], count)
+    tail, starts = open_tail.tail, open_tail.starts
+    int8 = open_tail.buffer.dtype == mx.int8
+    kv = KeyValues(
+        open_tail.buffer,
+        options.key_scale if int8 else None,
+        options.value_scale if int8 else None,
+        tail,
+        starts,
+    )
+    if int8 and count == 1:
+        y, tail = write_and_attend(qkv, kv, lengths, options, whole)
+        cache.take_tail(tail)
+        return y, kv._replace(tail=tail)
+    if int8:
+        q, new = rope_norm_quantize(qkv, lengths - 1, options)
+    else:
+        q, new = _on_int8_grid(qkv, lengths - 1, options)
+    tail = write_tokens(tail, new.astype(tail.dtype), lengths - starts + (count - 1))
+    cache.take_tail(tail, count)
+    kv = kv._replace(tail=tail)
+    return decode_attention(q, kv, lengths, whole=whole), kv
+
+
+def _attend(queries: mx.array, kv: KeyValues, positions: Positions) -> mx.array:
+    """Attend with any number of queries; `causal_attention` has no gradients."""
+    if isinstance(positions.mask, str) and (positions.cached or kv.key_scale is not None):
+        return causal_attention(queries, kv)
+    return attention(queries, kv, positions.mask)
+
+
+def _on_int8_grid(
+    qkv: mx.array, offset: int | mx.array, options: HeadOptions
+) -> tuple[mx.array, mx.array]:
+    """Queries, and float keys and values (B, 2 * n_kv_heads, L, head_dim), rounded to scales if any."""
+    q, kv = rope_norm_quantize(qkv, offset, options)
+    if options.key_scale is None or options.value_scale is None:
+        return q, kv
+    k, v = kv.split(2, axis=1)
+    floats = [
+        dequantize_int8(k, options.key_scale, q.dtype),
+        dequantize_int8(v, options.value_scale, q.dtype),
+    ]
+    return q, mx.concatenate(floats, axis=1)
+
+
+def _fake_int8(k: mx.array, v: mx.array, options: HeadOptions) -> list[mx.array]:
+    if options.key_scale is None or options.value_scale is None:
+        return [k, v]
+    # LSQ's gradient scale of an activation: one over the root of its features times the largest code.
+    share = (k.shape[1] * k.shape[3] * 127) ** -0.5
+    return [fake_int8(k, options.key_scale, share), fake_int8(v, options.value_scale, share)]
+
+
+def _heads(x: mx.array, head_dim: int) -> mx.array:
+    """(B, L, n * head_dim) to (B, n, L, head_dim)."""
+    return x.reshape(*x.shape[:2], -1, head_dim).swapaxes(1, 2)
+
+
+def _merge_heads(x: Attended) -> Attended:
+    """(B, n, L, head_dim) to (B, L, n * head_dim); partials stay as they are."""
+    if isinstance(x, AttentionParts):
+        return x
+    x = x.swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], -1)
