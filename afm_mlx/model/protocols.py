@@ -1,7 +1,7 @@
 """What the engine needs of a language model and of its caches: this package's, and those of mlx-lm.
 
-`is_afm(model)` (`model.py`) narrows a `LanguageModel` to this package's `Model`, which has more: `greedy`, `verify`,
-`prefill`. `isinstance(entry, KVCache)` (`kv_cache.py`) narrows a cache entry.
+`is_afm(model)` (`model.py`) narrows a `LanguageModel` to this package's `Model`, which also has `greedy`,
+`verify` and `prefill`. `isinstance(entry, KVCache)` (`kv_cache.py`) narrows a cache entry.
 """
 
 from __future__ import annotations

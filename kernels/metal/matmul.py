@@ -44,7 +44,7 @@ def packed_swiglu(
 def _is_pair(gate: PackedWeight, up: PackedWeight) -> bool:
     """True if one kernel can take both matrices: it has one set of inputs and one format."""
 
-    def format_of(weight: PackedWeight) -> list:
+    def format_of(weight: PackedWeight) -> list[object]:
         arrays = products.matrix_arrays(weight)
         return [products.format_template(weight), *((a.dtype, a.shape) for a in arrays)]
 

@@ -243,7 +243,7 @@ def launch_seconds() -> float:
 
 
 def _chain_seconds(
-    run: Callable[..., Any] | None, problem: Problem, args: Sequence[tuple], length: int
+    run: Callable[..., Any] | None, problem: Problem, args: Sequence[tuple[Any, ...]], length: int
 ) -> float:
     """Seconds of one chain, or of its additions alone when there is nothing to run."""
     x = problem.args[0]

@@ -241,7 +241,7 @@ def _product_options(spec: Spec, rng: np.random.Generator) -> ProductOptions:
     )
 
 
-def _draw_product(spec: Spec, rng: np.random.Generator) -> tuple:
+def _draw_product(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     x = _activations(spec, rng, spec.in_dims)
     if spec.outliers:
         columns = mx.array(_outlier_columns(spec))
@@ -249,7 +249,7 @@ def _draw_product(spec: Spec, rng: np.random.Generator) -> tuple:
     return x, packed_weight(spec, rng), _product_options(spec, rng)
 
 
-def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> tuple:
+def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     x, gate, options = _draw_product(spec, rng)
     if spec.rank:
         (of_gate,) = options.adapters
@@ -259,7 +259,7 @@ def _draw_swiglu(spec: Spec, rng: np.random.Generator) -> tuple:
     return x, gate, packed_weight(spec, rng), options
 
 
-def _draw_embedding(spec: Spec, rng: np.random.Generator) -> tuple:
+def _draw_embedding(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     tokens = rng.integers(0, spec.out_dims, (spec.batch, spec.tokens))
     tokens[0, 0] = spec.out_dims - 1
     return _int32(tokens), packed_weight(spec, rng), spec.dtype
@@ -269,7 +269,7 @@ def _head_norm(spec: Spec, rng: np.random.Generator) -> mx.array:
     return _draw(rng.uniform(0.5, 1.5, spec.head_dim), spec.dtype)
 
 
-def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple:
+def _draw_rope(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     qkv = _activations(spec, rng, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
     offset = _int32(rng.integers(0, 2048, spec.batch))
     q_weight, k_weight = (_head_norm(spec, rng) for _ in range(2))
@@ -289,7 +289,7 @@ def _codes(spec: Spec, rng: np.random.Generator, columns: int) -> mx.array:
     return mx.array(rng.integers(-128, 128, shape, dtype=np.int8))
 
 
-def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple:
+def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     shape = (spec.batch, spec.heads, spec.tokens, spec.head_dim)
     queries = _draw(rng.standard_normal(shape), spec.dtype)
     if spec.stored != mx.int8:
@@ -299,7 +299,7 @@ def _draw_causal(spec: Spec, rng: np.random.Generator) -> tuple:
     return queries, KeyValues(_codes(spec, rng, spec.capacity), *scales)
 
 
-def _draw_decode(spec: Spec, rng: np.random.Generator) -> tuple:
+def _draw_decode(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     rope = QueryRope(_head_norm(spec, rng), _THETA, _EPS) if spec.rope else None
     queries, kv = _draw_causal(spec, rng)
     return queries, *_draw_lengths(spec, rng, kv), rope
@@ -321,13 +321,13 @@ def _draw_lengths(
     return kv, _int32(starts + used)
 
 
-def _draw_writing(spec: Spec, rng: np.random.Generator) -> tuple:
+def _draw_writing(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     qkv, _, options = _draw_rope(spec, rng)
     kv = KeyValues(_codes(spec, rng, spec.capacity), options.key_scale, options.value_scale)
     return qkv, *_draw_lengths(spec, rng, kv), options
 
 
-def _draw_write(spec: Spec, rng: np.random.Generator) -> tuple:
+def _draw_write(spec: Spec, rng: np.random.Generator) -> tuple[Any, ...]:
     buffer, tokens = (_codes(spec, rng, columns) for columns in (spec.capacity, spec.tokens))
     return buffer, tokens, _int32(rng.integers(spec.tokens, spec.capacity + 1, spec.batch))
 
@@ -348,7 +348,7 @@ _DRAWS = {
 # -- bounds
 
 
-def _bound(spec: Spec, args: tuple) -> float:
+def _bound(spec: Spec, args: tuple[Any, ...]) -> float:
     """The largest error that rounding explains, in the units of `Problem.error`."""
     u = UNIT_ROUNDOFF.get(spec.dtype, 0.0)
     match spec.op, *args:

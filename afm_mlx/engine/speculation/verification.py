@@ -10,6 +10,7 @@ import mlx.core as mx
 from afm_mlx.engine.sampling import Place, draw
 from afm_mlx.engine.speculation.draft import Draft
 from afm_mlx.model.model import Model
+from afm_mlx.model.protocols import Cache
 
 
 @dataclass
@@ -27,9 +28,7 @@ class Drawn:
     logprobs: mx.array | None = None
 
 
-def verified(
-    model: Model, cache: Sequence[object], drafts: Sequence[Draft]
-) -> list[dict[int, Drawn]]:
+def verified(model: Model, cache: Cache, drafts: Sequence[Draft]) -> list[dict[int, Drawn]]:
     """Run the model on B drafts, padded to the longest, and draw a token behind each guess.
 
     Args:
