@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,13 @@ from afm_mlx.adapters.formats import (
     read_metadata,
     write_adapter,
 )
-from afm_mlx.adapters.formats.fmadapter import DRAFT_NAMES, SUFFIX, check_draft
+from afm_mlx.adapters.formats.fmadapter import SUFFIX
 from afm_mlx.adapters.formats.pair_order import Tensors, exact_alpha, layer_of
 from afm_mlx.adapters.opening import check_fingerprint
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import not_finite
 from afm_mlx.config import ModelConfig, is_afm_config, read_config_json
-from afm_mlx.converters.coreml_import import coreml_module
-from afm_mlx.errors import AFMError, CheckpointError, named, shown
-from afm_mlx.files import place_beside, refuse_existing
+from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.json_values import FLOAT16_MAX, is_text
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 
@@ -127,8 +124,7 @@ def convert_adapter(
     Args:
         source, base, alpha, force: see `read_for`.
         output, to, dtype, any_rank, qkv: see `write_adapter`.
-        package: fields of `PackageMetadata` to set, see `package_for`. The others come from the source when it
-            is a package, and are the defaults otherwise.
+        package: fields of `PackageMetadata` to set, see `package_metadata`.
 
     Returns:
         the adapter's config.
@@ -142,93 +138,37 @@ def convert_adapter(
             f"{', '.join(package)} belong to .fmadapter packages; {to} has no such fields."
         )
     tensors, config = read_for(source, base, alpha=alpha, force=force)
-    with package_for(output, to, source, package or {}, base) as metadata:
-        write_adapter(
-            output,
-            tensors,
-            config,
-            to,
-            model_config=base.config if base else None,
-            dtype=dtype,
-            package=metadata,
-            any_rank=any_rank,
-            qkv=qkv,
-        )
+    write_adapter(
+        output,
+        tensors,
+        config,
+        to,
+        model_config=base.config if base else None,
+        dtype=dtype,
+        package=package_metadata(output, to, source, package or {}),
+        any_rank=any_rank,
+        qkv=qkv,
+    )
     return config
 
 
-@contextmanager
-def package_for(
-    output: Path,
-    to: str,
-    source: str | Path | None,
-    fields: Mapping[str, Any],
-    base: BaseFolder | None,
-) -> Iterator[PackageMetadata | None]:
-    """Yield the metadata of a package to be written: these fields, over the source's where that is a package.
+def package_metadata(
+    output: Path, to: str, source: str | Path | None, fields: Mapping[str, Any]
+) -> PackageMetadata | None:
+    """Return the metadata of a package to be written: these fields over the source's.
 
     Args:
-        output: the package.
-        to: the format to be written; for any but "fmadapter", None is yielded.
-        source: the adapter that is converted; None for another origin.
-        fields: fields of `PackageMetadata`. `draft` may be a model folder, which is written as a program; None
-            leaves out the draft model of a source that is a package. The `draft` folder of an adapter is
-            written only where it is named: Apple's runtime most likely can't use our programs.
-        base: the base model, whose vocabulary a draft model has.
-
-    Raises:
-        AFMError: when the draft model can't be written.
+        output: the package, whose name is the default identifier.
+        to: the format to be written; None is returned unless it is "fmadapter".
+        source: the adapter that is converted; None for another origin. A package gives its own metadata.
+        fields: fields of `PackageMetadata`. A `draft` of None drops the draft model of the source.
     """
     if to != "fmadapter":
-        yield None
-        return
+        return None
     metadata = PackageMetadata(output.name.removesuffix(SUFFIX))
     if source is not None and detect_format(source) == "fmadapter":
         metadata, _ = read_metadata(Path(source))
-    metadata = dataclasses.replace(metadata, **fields)
-    draft = metadata.draft
-    if draft is None or check_draft(draft) or not (draft / "config.json").is_file():
-        yield metadata
-        return
-    refuse_existing(output)
-    _check_draft_model(draft, base)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with place_beside(output) as place:
-        written = place / "draft"
-        written.mkdir()
-        try:
-            coreml_module("draft").write_draft(draft, written)
-        except AFMError as error:
-            raise type(error)(f"The draft model {draft}: {error} {_WITHOUT_DRAFT}") from None
-        yield dataclasses.replace(metadata, draft=written)
-
-
-_OWN_DRAFT = b'"afm-mlx-version"'  # in the first lines of what `coreml/draft.py` writes
-_WITHOUT_DRAFT = "Without a draft model: --draft none."
-
-
-def _check_draft_model(draft: Path, base: BaseFolder | None) -> None:
-    values = read_config_json(draft / "config.json")
-    if not is_afm_config(values):
-        raise CheckpointError(
-            f"The draft model {draft} is of the type {shown(values.get('model_type'))}; packages take AFM "
-            f"models only. {_WITHOUT_DRAFT}"
-        )
-    rows = ModelConfig.from_file(draft / "config.json").vocab_size
-    if base is not None and rows != base.config.vocab_size:
-        raise CheckpointError(
-            f"The draft model {draft} has a vocabulary of {rows:,} tokens, and the base model one of "
-            f"{base.config.vocab_size:,}. Choose a draft that was trained for this model. {_WITHOUT_DRAFT}"
-        )
-
-
-def has_own_draft(path: Path) -> bool:
-    """True if an adapter is a package whose draft model was written here, from a model folder."""
-    draft = path / DRAFT_NAMES[0]
-    if not draft.is_file():
-        return False
-    with draft.open("rb") as file:
-        return _OWN_DRAFT in file.read(1 << 10)
+    return dataclasses.replace(metadata, **fields)
 
 
 def stored_bytes(path: str | Path) -> int:

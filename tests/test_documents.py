@@ -31,7 +31,7 @@ def without_coremltools(part: str) -> dict[str, str]:
 
 
 PAGES: dict[str, dict[str, str]] = {
-    "adapters.md": without_coremltools("--draft"),
+    "adapters.md": {},
     "architecture.md": {},
     "benchmarks.md": {
         "afm-mlx bench": LARGE,

@@ -227,8 +227,8 @@ def write(
     _check_name(metadata.name)
     if metadata.draft is not None and not check_draft(metadata.draft):
         raise CheckpointError(
-            f"{metadata.draft} holds no draft model; that is {' and '.join(DRAFT_NAMES)}. Name the folder that "
-            "holds both, or that of an AFM model, or leave it out (--draft none)."
+            f"{metadata.draft} holds no draft model of a package, which is {' and '.join(DRAFT_NAMES)}. Name "
+            "the folder that holds both, or leave the draft model out (--draft none)."
         )
     rank = max(config.rank, RUNTIME_RANK)
     if config.rank > RUNTIME_RANK and not any_rank:

@@ -12,7 +12,6 @@
 | functions: `prefill` and `decode`, and a pair for each adapter | `functions.py` |
 | a block in two arrangements of operators | `layouts.py`: `linear_layout.py`, `channel_layout.py` |
 | adapters beside a matrix | `low_rank.py` |
-| a draft model in an `.fmadapter` package: its program as text, and its weights | `draft.py`, `mil_text.py` |
 
 Notable choices:
 

@@ -38,8 +38,8 @@ _PACKAGE_FIELDS = [
     Argument("--license", None, "license of the adapter"),
     Argument("--base-signature", None, "40 hex digits that name the base model to Apple's runtime"),
     Argument("--draft", None,
-             "draft model: a model folder to write as a program, or a folder with draft.mil and "
-             "draft_weights.bin to pass through; by default a package's own, which `none` leaves out"),
+             "draft model of another package: a folder with draft.mil and draft_weights.bin, which are copied; "
+             "by default that of a source package, which `none` leaves out"),
 ]
 _ANY_RANK = Argument("--any-rank", FLAG, "write ranks above 32, which Apple's runtime does not load")
 PACKAGE = {".fmadapter packages": [*_PACKAGE_FIELDS, _ANY_RANK]}
@@ -147,12 +147,7 @@ def located(args: argparse.Namespace, names: Sequence[str]) -> tuple[list[Path],
 
 
 def print_written(output: str, config: Any) -> None:
-    from afm_mlx.converters.adapter_conversion import has_own_draft, stored_bytes
+    from afm_mlx.converters.adapter_conversion import stored_bytes
 
     size = stored_bytes(output)
     print(f"{output}: {size / 1e6:,.1f} MB, rank {config.rank}, scale {config.scale:g}")
-    if has_own_draft(Path(output)):
-        print(
-            "Its draft model is a program of this package's own making, which no device has loaded. Without "
-            "it: --draft none."
-        )

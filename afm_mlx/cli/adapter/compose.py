@@ -33,21 +33,20 @@ def run(args: argparse.Namespace) -> None:
         raise UsageError("no adapter was named; give one or more as PATH=WEIGHT.")
     from afm_mlx.adapters.compose import compose
     from afm_mlx.adapters.formats import write_adapter
-    from afm_mlx.converters.adapter_conversion import package_for, read_for
+    from afm_mlx.converters.adapter_conversion import package_metadata, read_for
 
     paths, base = arguments.located(args, [name for name, _ in weighted])
     adapters = [read_for(path, base, force=args.force) for path in paths]
     tensors, config = compose(adapters, [weight for _, weight in weighted], force=args.force)
-    with package_for(Path(args.output), args.to, None, package, base) as metadata:
-        write_adapter(
-            args.output,
-            tensors,
-            config,
-            args.to,
-            model_config=base.config if base else None,
-            package=metadata,
-            **options,
-        )
+    write_adapter(
+        args.output,
+        tensors,
+        config,
+        args.to,
+        model_config=base.config if base else None,
+        package=package_metadata(Path(args.output), args.to, None, package),
+        **options,
+    )
     arguments.print_written(args.output, config)
 
 

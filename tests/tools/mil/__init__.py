@@ -8,7 +8,6 @@ language models need; another one is refused by its name.
 | file | what |
 | --- | --- |
 | `package.py` | the folder: manifest, model, weights; functions by name |
-| `text.py` | the same programs written as text: `model.mil` of compiled models, `draft.mil` |
 | `function.py` | a function: inputs of any allowed shape, state, operations in order |
 | `features.py` | what an input, output or state may be |
 | `values.py` | constants of the program, as arrays |
