@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig
-from afm_mlx.tokenizer.tokenizer_config import tokenizer_files, tokenizer_folder
+from afm_mlx.tokenizer.vocabulary import tokenizer_files, tokenizer_folder
 
 _CARD = """\
 ---

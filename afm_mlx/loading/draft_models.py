@@ -20,7 +20,7 @@ from afm_mlx.loading.mlx_lm_models import load_mlx_lm_folder
 from afm_mlx.loading.resolve import resolve_model
 from afm_mlx.threads import in_mlx_thread
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
-from afm_mlx.tokenizer.tokenizer_config import DRAFT_FOLDER, has_tokenizer
+from afm_mlx.tokenizer.vocabulary import DRAFT_FOLDER, has_tokenizer
 
 
 def model_draft(folder: str | Path) -> Path | None:

@@ -28,7 +28,7 @@ from afm_mlx.installation import package_problem
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.selftest.checks import ensure_checked
 from afm_mlx.quantization.packed_layers import PackedLinear
-from afm_mlx.tokenizer.tokenizer_config import tokenizer_files
+from afm_mlx.tokenizer.vocabulary import tokenizer_files
 
 
 def load_mlx_lm_folder(

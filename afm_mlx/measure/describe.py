@@ -27,7 +27,7 @@ from afm_mlx.loading.missing_kernels import missing_kernels
 from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
-from afm_mlx.tokenizer.tokenizer_config import tokenizer_folder
+from afm_mlx.tokenizer.vocabulary import tokenizer_folder
 
 _PRODUCT = 512  # rows and columns of the product that is timed
 _SECONDS_TO_TIME = 0.1

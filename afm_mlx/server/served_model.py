@@ -25,7 +25,7 @@ from afm_mlx.server.metrics import Metrics
 from afm_mlx.server.options import ServerOptions
 from afm_mlx.server.token_texts import TokenTexts
 from afm_mlx.server.workers import Workers
-from afm_mlx.tokenizer.caller_text import strings_in
+from afm_mlx.tokenizer.control_tokens import strings_in
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 Message = Mapping[str, Any]

@@ -2,10 +2,10 @@
 
 | file | what it holds |
 | --- | --- |
-| `tokenizer.py`, `vocabulary.py`, `detokenizer.py` | text to ids and back, by both kinds of file |
-| `chat_messages.py`, `chat.py`, `chat_template.py`, `template_sandbox.py` | chats to text |
-| `caller_text.py`, `control_tokens.py` | messages can't write control tokens |
-| `tokenizer_config.py` | `tokenizer_config.json` and the chat template of a model folder |
-| `tokenizer_export.py` | tokenizer files for a model folder |
-| `mlx_lm_protocol.py` | what mlx-lm asks of a tokenizer |
+| `protocol.py` | the type `Tokenizer`, which AFM's and mlx-lm's tokenizers satisfy |
+| `tokenizer.py`, `detokenizer.py` | `AFMTokenizer`; ids to text while they are generated |
+| `vocabulary.py` | tokenizer files and the vocabularies in them: SentencePiece's, Hugging Face's |
+| `chat_messages.py`, `chat_template.py`, `template_sandbox.py` | chats to text |
+| `control_tokens.py` | messages can't write control tokens |
+| `tokenizer_export.py` | writing tokenizer files for a model folder |
 """

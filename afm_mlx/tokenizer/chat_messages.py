@@ -1,8 +1,8 @@
-"""Chat messages as users have them, checked and brought into the one form that templates read.
+"""Checks chat messages, and converts them to the one form that templates read.
 
-Accepted are the training toolkit's messages and the OpenAI API's: `content` as a string, null (with tool
-calls) or a list of text parts, tool call arguments as a JSON string or as an object. The caller's
-messages are never changed.
+Messages of the training toolkit and of the OpenAI API are accepted: `content` is a string, null (with tool
+calls) or a list of text parts; tool call arguments are a JSON string or an object. The caller's messages are
+never changed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ ROLES = ("system", "user", "assistant", "tool", "function")
 _CALL_START, _CALL_END = "```function", "```"
 
 
-def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """New messages with `role`, `content` and, where given, `tool_calls`, `response_format`, `tools`.
+def checked_messages(messages: Sequence[Mapping[str, object]]) -> list[Message]:
+    """Check messages, and return copies in the form that templates read.
 
-    `content` is a string; a tool's may also be a dict (its result) or a list of dicts (new tools).
-    Arguments of tool calls are decoded JSON; a string that isn't JSON stays a string, as in tamm.
+    Returns:
+        Dicts with `role`, `content` and, if given, `tool_calls`, `response_format`, `tools`. `content` is a
+        string; a tool's may also be a dict (its result) or a list of dicts (new tools). Arguments of tool calls
+        are decoded JSON; a string that isn't JSON stays a string, as in tamm.
 
     Raises:
-        TokenizerError: with the message's index, what it has, and what is allowed.
+        TokenizerError: names the message's index, what it has, and what is allowed.
     """
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise TokenizerError(
@@ -45,7 +47,7 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return checked
 
 
-def _checked_message(index: int, message: Mapping[str, Any]) -> Message:
+def _checked_message(index: int, message: Mapping[str, object]) -> Message:
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise TokenizerError(
@@ -56,8 +58,7 @@ def _checked_message(index: int, message: Mapping[str, Any]) -> Message:
         raise TokenizerError(f"{where} has the role {shown(role)}; allowed are {', '.join(ROLES)}.")
     checked: Message = {"role": role}
     calls = message.get("tool_calls")
-    # Null and an empty list both say "no calls" in the OpenAI API.
-    if calls:
+    if calls:  # in the OpenAI API, null and an empty list both mean none
         checked["tool_calls"] = _checked_calls(where, calls)
     content = message.get("content")
     if content is None and calls:
@@ -73,7 +74,7 @@ def _checked_message(index: int, message: Mapping[str, Any]) -> Message:
     return checked
 
 
-def _checked_content(where: str, role: str, content: Any) -> Any:
+def _checked_content(where: str, role: str, content: object) -> object:
     if isinstance(content, str):
         return content
     is_tool = role in ("tool", "function")
@@ -103,14 +104,12 @@ def _checked_content(where: str, role: str, content: Any) -> Any:
 
 
 def _is_text_part(part: Any) -> bool:
-    return (
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    )
+    if not isinstance(part, Mapping):
+        return False
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def _checked_calls(where: str, calls: Any) -> list[Message]:
+def _checked_calls(where: str, calls: object) -> list[Message]:
     if not isinstance(calls, Sequence) or isinstance(calls, str | bytes):
         raise TokenizerError(
             f"{where}['tool_calls'] must be a list of "
@@ -118,7 +117,7 @@ def _checked_calls(where: str, calls: Any) -> list[Message]:
         )
     checked = []
     for index, call in enumerate(calls):
-        # mlx-lm's data sets also have calls without the enclosing "function".
+        # Data sets of mlx-lm also have calls without the enclosing "function".
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise TokenizerError(
@@ -134,11 +133,12 @@ def _checked_calls(where: str, calls: Any) -> list[Message]:
     return checked
 
 
-def _checked_response_format(where: str, response_format: Any) -> Message | None:
-    kind = response_format.get("type") if isinstance(response_format, Mapping) else None
-    if kind == "text":  # the OpenAI API's way to say "no format"
+def _checked_response_format(where: str, response_format: object) -> Message | None:
+    given = response_format if isinstance(response_format, Mapping) else {}
+    kind = given.get("type")
+    if kind == "text":  # in the OpenAI API: no format
         return None
-    schema = response_format.get("json_schema") if kind == "json_schema" else None
+    schema = given.get("json_schema") if kind == "json_schema" else None
     if not isinstance(schema, Mapping) or "schema" not in schema:
         raise TokenizerError(
             f"{where} must be {{'type': 'json_schema', 'json_schema': {{'name', 'schema'}}}}, "
@@ -147,11 +147,15 @@ def _checked_response_format(where: str, response_format: Any) -> Message | None
     return {"type": kind, "json_schema": dict(schema)}
 
 
-def checked_tools(tools: Any, where: str = "tools") -> list[Message]:
-    """A new list of tool definitions.
+def checked_tools(tools: object, where: str = "tools") -> list[Message]:
+    """Check tool definitions, and return copies.
+
+    Args:
+        tools: the definitions.
+        where: name of the list in errors.
 
     Raises:
-        TokenizerError: when it isn't a list of dicts.
+        TokenizerError: for what is no list of dicts.
     """
     if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
         raise TokenizerError(
@@ -166,14 +170,18 @@ def checked_tools(tools: Any, where: str = "tools") -> list[Message]:
     return [dict(tool) for tool in tools]
 
 
-def parse_tool_calls(text: str, tools: Any = None) -> list[Message]:
-    """The calls in the text between `<executable_start>` and `<executable_end>`.
+def parse_tool_calls(text: str, tools: object = None) -> list[Message]:
+    """Parse the text between `<executable_start>` and `<executable_end>`.
+
+    Args:
+        text: the text.
+        tools: ignored; mlx-lm passes tool definitions to its parsers.
 
     Returns:
-        `[{"name": ..., "arguments": ...}]`, in the form that mlx-lm's tool parsers give.
+        `[{"name": ..., "arguments": ...}]`, as mlx-lm's tool parsers do.
 
     Raises:
-        TokenizerError: when the text isn't a JSON list of calls, for example because it was cut off.
+        TokenizerError: if the text is no JSON list of calls, for example because it was cut off.
     """
     body = text.strip().removeprefix(_CALL_START).removesuffix(_CALL_END)
     try:

@@ -1,9 +1,9 @@
-"""The prompt format of AFM ("chat template V6" in tamm) and the sandbox that renders templates.
+"""Chats: AFM's prompt format ("chat template V6" in tamm), and rendering templates in a sandbox.
 
-A conversation is `<turn_start> ROLE<n>CONTENT<turn_end>` per message, behind one separator token. Without
-a system message a default one comes first; tool definitions follow the system message's content; tool
-calls, tool results and response formats are written into the content of their message. The template
-below does all of that itself, so that the same text is right in a model folder that stock mlx-lm loads.
+A conversation is `<turn_start> ROLE<n>CONTENT<turn_end>` for each message, after one separator token. Without
+a system message a default one comes first. Tool definitions follow the system message's content; tool calls,
+tool results and response formats are written into the content of their message. AFM's template does all of
+that itself, so that a model folder renders the same text in stock mlx-lm.
 
 Source: tamm 0.2.0, `preprocessors/instruct_lm/afm/afm_v6.py`.
 """
@@ -11,20 +11,25 @@ Source: tamm 0.2.0, `preprocessors/instruct_lm/afm/afm_v6.py`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import NoReturn
 
-from afm_mlx.errors import TokenizerError
+from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.installation import package_problem
-from afm_mlx.tokenizer.caller_text import CallerText, strings_in
+from afm_mlx.tokenizer.chat_messages import Message, checked_messages, checked_tools
+from afm_mlx.tokenizer.control_tokens import CallerText, free_mark, marked, strings_in
+from afm_mlx.tokenizer.vocabulary import read_text
 
-_REASON = 600  # characters of a reason
+TEMPLATE_BYTES = 1 << 20
+"""Bytes that a chat template's file may have."""
+_REASON = 600  # characters of an error's reason
 
 DEFAULT_SYSTEM_MESSAGE = "A conversation between a user and a helpful assistant."
 
-# `bos_token` is empty here, where the tokenizer puts the separator's id; in other programs it is the
-# separator. They also hand over tool call arguments as JSON text, which is then taken as it is.
+# `bos_token` is empty here, because the tokenizer puts the separator's id first; in other programs it is the
+# separator. Other programs also pass tool call arguments as JSON text, which is written as it is.
 # With a generation prompt, a final assistant message is the answer to be generated again (as in tamm).
 V6_TEMPLATE = (
     """
@@ -89,8 +94,11 @@ V6_TEMPLATE = (
 class ChatTemplate:
     """A Jinja template, compiled on first use in a sandbox that forbids reaching Python's internals.
 
-    One that isn't AFM's own is also bounded in the time and memory that it takes, see `template_sandbox`.
-    `path` is the file that holds the template, for messages; none means the one built in.
+    A template other than AFM's is also bounded in time and memory, see `template_sandbox`.
+
+    Args:
+        source: the template's text.
+        path: the file that holds the template, for errors; None for the built-in one.
     """
 
     def __init__(self, source: str = V6_TEMPLATE, path: str | None = None) -> None:
@@ -99,37 +107,20 @@ class ChatTemplate:
 
     @property
     def is_own(self) -> bool:
-        """True if it is `V6_TEMPLATE`."""
+        """True if this is AFM's template, `V6_TEMPLATE`."""
         return self.source == V6_TEMPLATE
 
-    def render(self, messages: list[dict[str, Any]], **variables: Any) -> str:
-        """The prompt's text.
+    def render(self, messages: list[Message], **variables: object) -> str:
+        """Render a prompt's text.
 
         Args:
-            messages: as `checked_messages` returns them.
-            variables: `tools`, `add_generation_prompt`, `bos_token`, ... as the template uses them.
+            messages: messages as `checked_messages` returns them.
+            variables: the template's variables, such as `tools`, `add_generation_prompt` or `bos_token`.
 
         Raises:
-            TokenizerError: when the template is wrong, forbidden, rejects the messages, takes too much time or
-                memory, or doesn't know tool calls or response formats that the messages have.
+            TokenizerError: if the template is wrong, forbidden, rejects the messages, takes too much time or
+                memory, or ignores tool calls or response formats that the messages have.
         """
-        self._refuse_ignored_fields(messages)
-        render = self._compiled
-        try:
-            return render({**variables, "messages": messages})
-        except Exception as error:  # a template may fail in any way that Python can
-            raise TokenizerError(f"{self._name} failed: {_reason(error)}") from error
-
-    @cached_property
-    def _compiled(self) -> Callable[[dict[str, Any]], str]:
-        try:
-            return _compile(self.source)
-        except Exception as error:  # Jinja's own errors, and Python's when it compiles Jinja's code
-            if problem := package_problem(error):  # of Jinja itself: templates import nothing
-                raise TokenizerError(problem) from error
-            raise TokenizerError(f"{self._name} is not valid Jinja: {_reason(error)}") from error
-
-    def _refuse_ignored_fields(self, messages: list[dict[str, Any]]) -> None:
         for field in ("tool_calls", "response_format"):
             if field in self.source:
                 continue
@@ -139,20 +130,153 @@ class ChatTemplate:
                     f"messages[{index}] has {field!r}, which {self._name[0].lower()}{self._name[1:]} "
                     "does not use. Remove that template to use AFM's own, or leave the field out."
                 )
+        render = self._compiled
+        try:
+            return render({**variables, "messages": messages})
+        except Exception as error:  # a template may fail in any way that Python can
+            raise TokenizerError(f"{self._name} failed: {_reason(error)}") from error
+
+    @cached_property
+    def _compiled(self) -> Callable[[dict[str, object]], str]:
+        try:
+            return _compile(self.source)
+        except Exception as error:  # Jinja's own errors, and Python's when it compiles Jinja's code
+            if problem := package_problem(error):  # of Jinja itself: templates import nothing
+                raise TokenizerError(problem) from error
+            raise TokenizerError(f"{self._name} is not valid Jinja: {_reason(error)}") from error
+
+
+def read_chat_template(folder: Path, config: Mapping[str, object]) -> ChatTemplate | None:
+    """Read a model folder's chat template: `chat_template.jinja`, else its configuration's; None without one.
+
+    Args:
+        folder: the model folder.
+        config: content of its `tokenizer_config.json`.
+
+    Raises:
+        TokenizerError: if the file or the field can't be read as a template.
+    """
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return ChatTemplate(read_text(file, TEMPLATE_BYTES), str(file))
+    given = source = config.get("chat_template")
+    if isinstance(given, list) and all(isinstance(entry, dict) for entry in given):
+        named = [entry.get("template") for entry in given if entry.get("name") == "default"]
+        source = named[-1] if named else (given or None)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise TokenizerError(
+            f"'chat_template' in {folder / 'tokenizer_config.json'} must be a string or a list of "
+            "{'name', 'template'} objects with one named 'default', got "
+            f"{type(given).__name__}: {shown(given)}."
+        )
+    return ChatTemplate(source, str(folder / "tokenizer_config.json"))
+
+
+class Chat:
+    """Messages, tools and variables, checked, and the template that renders them.
+
+    Args:
+        template: renders the chat.
+        messages: messages, see `chat_messages.checked_messages`.
+        tools: tool definitions; None for the system message's own.
+        separator: name of the token before a chat, which templates for other programs may write.
+        eos_token: name of the token that ends a message.
+        add_generation_prompt, continue_final_message: see `AFMTokenizer.apply_chat_template`.
+        variables: the caller's further variables for the template.
+
+    Raises:
+        TokenizerError: for messages or tools that can't be honoured.
+    """
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None,
+        *,
+        separator: str,
+        eos_token: str,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        variables: Mapping[str, object],
+    ) -> None:
+        self.template = template
+        self._separator, self._eos_token = separator, eos_token
+        self._messages = checked_messages(messages)
+        own_tools = self._messages[0].pop("tools", None)
+        if own_tools and tools:
+            raise TokenizerError(
+                "Tool definitions are given twice, as tools= and as messages[0]['tools']. Leave one out."
+            )
+        self._is_open = continue_final_message
+        self._variables = {**variables, "tools": checked_tools(tools) if tools else own_tools}
+        # If the caller gives another value for one of these two, that value is the caller's text.
+        own = {"target_role": "assistant", "eos_token": eos_token}
+        own = {name: value for name, value in own.items() if variables.get(name, value) == value}
+        self._own = own | {
+            "bos_token": "",
+            "arguments_are_decoded": True,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+
+    def render(self, mark: str = "") -> str:
+        """Render the prompt's text, without the separator.
+
+        Args:
+            mark: character to put after each of the caller's, see `control_tokens.CallerText`; "" for none.
+
+        Raises:
+            TokenizerError: if the template fails, see `ChatTemplate.render`.
+        """
+        messages, variables = self._messages, self._variables
+        if mark:
+            try:
+                messages = [{**marked(m, mark), "role": m["role"]} for m in messages]
+                variables = {name: marked(value, mark) for name, value in variables.items()}
+            except RecursionError:
+                raise TokenizerError(
+                    "The messages or tools are nested too deeply to be encoded. Flatten them."
+                ) from None
+        text = self.template.render(messages, **variables | self._own)
+        text = text.removeprefix(self._separator)
+        if self._is_open:
+            opened = text.rstrip().removesuffix(self._eos_token)
+            text = text if opened == text.rstrip() else opened
+        return text
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """The caller's strings, wherever they are, except roles, which are one of a few words."""
+        values = [value for m in self._messages for name, value in m.items() if name != "role"]
+        texts = [value for value in values if isinstance(value, str)]
+        if len(texts) < len(values):  # a message with more than text, which is rare
+            texts = strings_in(values)
+        return texts + strings_in([v for v in self._variables.values() if v is not None])
+
+    def free_mark(self, text: str) -> str:
+        """Return a character that is in neither the chat, its template, nor the text that was rendered."""
+        return free_mark([text, self.template.source, *self.texts])
 
 
 @lru_cache(maxsize=16)
-def _compile(source: str) -> Callable[[dict[str, Any]], str]:
-    """A function that renders a template with variables."""
+def _compile(source: str) -> Callable[[dict[str, object]], str]:
+    """Compile a template to a function that renders it with variables."""
+    from jinja2.exceptions import SecurityError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     from afm_mlx.tokenizer.template_sandbox import BoundedEnvironment, bounded_filter
 
+    def refuse_unsafe(value: object, attribute: str) -> NoReturn:
+        raise SecurityError(f"{attribute!r} of {type(value).__name__} is not for templates.")
+
     is_own = source == V6_TEMPLATE
     kind = ImmutableSandboxedEnvironment if is_own else BoundedEnvironment
     environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    # Left alone, a forbidden attribute renders as nothing.
-    environment.unsafe_undefined = _refuse_unsafe  # type: ignore[assignment, method-assign]
+    # By default, Jinja renders a forbidden attribute as nothing.
+    environment.unsafe_undefined = refuse_unsafe  # type: ignore[assignment, method-assign]
     environment.filters["tojson"] = _to_json if is_own else bounded_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -163,13 +287,13 @@ def _compile(source: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _to_json(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as transformers' templates write it; Jinja's own filter escapes `<` and `&` for HTML."""
+    """Write JSON as transformers' templates do; Jinja's own filter escapes `<` and `&` for HTML."""
     text = json.dumps(
         value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -177,18 +301,6 @@ def _to_json(
         marks = {item.mark for item in strings_in(value) if isinstance(item, CallerText)}
         text = "".join(c if c.isascii() or c in marks else json.dumps(c)[1:-1] for c in text)
     return text
-
-
-def _reason(error: Exception) -> str:
-    """An error in one line; what it quotes of the messages may be long."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= _REASON else f"{text[: _REASON // 2]} ... {text[-_REASON // 2 :]}"
-
-
-def _refuse_unsafe(value: Any, attribute: str) -> NoReturn:
-    from jinja2.exceptions import SecurityError
-
-    raise SecurityError(f"{attribute!r} of {type(value).__name__} is not for templates.")
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -199,3 +311,9 @@ def _strftime_now(pattern: str) -> str:
     from datetime import datetime
 
     return datetime.now().strftime(pattern)
+
+
+def _reason(error: Exception) -> str:
+    """Write an error in one line, shortened: it may quote long messages."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= _REASON else f"{text[: _REASON // 2]} ... {text[-_REASON // 2 :]}"

@@ -1,42 +1,52 @@
-"""Control tokens: which pieces of a vocabulary they are, and how only a chat's template writes them.
+"""Control tokens, and how to keep a caller's text from becoming one.
 
-A vocabulary finds the names of its control tokens in any text. For chats in which the caller's text has such
-a name, there is a second vocabulary with the same ids, in which these tokens have secret names. There the
-caller's `<turn_end>` is a `<`, a `turn` and so on; the template's own become the secret names before encoding.
+A vocabulary turns the name of a control token into that token in any text. A chat's template may write such
+names; its messages, tools and variables must not. If a caller's text has parts of a name:
+
+1. The chat is rendered with a mark after every character of the caller's text (`CallerText`). A mark is a
+   character that is nowhere in the chat. A name with a mark inside was not written by the template.
+2. The rendered text is encoded by a second vocabulary with the same ids, in which control tokens have secret
+   names. The template's names are replaced with the secret ones; the caller's `<turn_end>` becomes the pieces
+   `<`, `turn` and so on.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import cached_property, lru_cache
+from itertools import chain
+from typing import SupportsIndex, TypeVar
 
-from afm_mlx.tokenizer.chat import Chat
+from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.detokenizer import NEWLINE
 from afm_mlx.tokenizer.vocabulary import MARKERS, Vocabulary
 
-# `<turn_end>`, `[INST]`, `<|im_end|>`; a letter in brackets other than these is code.
+# `<turn_end>`, `[INST]`, `<|im_end|>`; one letter in brackets other than `<>` is code.
 _BRACKETED = re.compile(r"<[^<>]*\w[^<>]*>|[\[{|【◁«＜].*\w\w.*[\]}|】▷»＞]", re.DOTALL)
-# In a template's string literals.
-_ESCAPE = re.compile(r"\\[xuUN0-7]")
+_ESCAPE = re.compile(r"\\[xuUN0-7]")  # in a template's string literals
 _SECRET_LENGTH = 5  # of 65,534 characters each: nobody types it
 _PRIVATE_USE = 0xF0000
+
+_NONCHARACTERS = (*range(0xFDD0, 0xFDF0), *(p << 16 | 0xFFFE for p in range(17)))
+_PRIVATE = range(0x100000, 0x10FFFE)
+
+_Value = TypeVar("_Value")
 
 
 class ControlTokens:
     """The control tokens of a vocabulary.
 
-    These are the markers of the prompt format, special ids, and user-defined symbols (added tokens) that are a
-    name in brackets. `<n>` is the newline and none of them; but that, too, is written by the template, or by a
-    true newline in a text: a caller's `<n>` is three characters.
+    These are the markers of the prompt format, special ids, and user-defined symbols (added tokens) whose name
+    is in brackets. `<n>` is the newline and no control token, but a caller's `<n>` is three characters, too.
 
     Args:
         vocabulary: encodes texts.
-        special_ids: the tokenizer's separator, padding, and ends of an answer.
+        special_ids: the tokenizer's separator, padding and end-of-answer ids.
 
     Attributes:
-        names: ids of the control tokens that the vocabulary finds in text, by name.
+        names: ids by name, for the control tokens that the vocabulary finds in text.
         ids: ids of all control tokens.
     """
 
@@ -55,50 +65,48 @@ class ControlTokens:
         self.ids = frozenset(special | set(self.names.values()))
         self._newline = vocabulary.id_of(NEWLINE)
         newline = {} if self._newline is None else {NEWLINE: self._newline}
-        self._found = self.names | newline  # what the vocabulary finds in text
+        self._found = self.names | newline  # every name that the vocabulary finds in text
         self._name = _pattern(tuple(self.names), "")
         self._firsts = {name[0] for name in self.names}
 
     def ids_in(self, tokens: Iterable[int]) -> list[int]:
-        """The control tokens among ids, in order."""
-        ids = self.ids
-        return [token for token in tokens if token in ids]
+        """List the control tokens among ids, in order."""
+        return [token for token in tokens if token in self.ids]
 
     def written_in(self, text: str, mark: str = "") -> list[int]:
-        """The ids of the names in a text, in order; without those that have a mark inside or behind them."""
+        """List the ids of the names in a text, in order; names with a mark inside or after them don't count."""
         pattern = _pattern(tuple(self.names), mark) if mark else self._name
         return [self.names[name] for name in pattern.findall(text)]
 
-    def are_those_of(self, text: str, tokens: Iterable[int]) -> bool:
-        """True if ids, behind a separator, have exactly the control tokens and newlines that a text has.
+    def match(self, text: str, tokens: list[int]) -> bool:
+        """True if ids, after their separator, have exactly the control tokens and newlines that a text names.
 
-        A normalizer may turn a text without a control token's name into one that has it.
+        They may not: a normalizer can turn a text without a control token's name into one that has it.
         """
         if self._vocabulary.is_literal:
             return True
-        tokens = list(tokens)
         return self.ids_in(tokens)[1:] == self.written_in(text) and self.has_newlines(text, tokens)
 
-    def has_newlines(self, text: str, tokens: Iterable[int], mark: str = "") -> bool:
-        """True if ids have as many newlines as a text; a `<n>` inside marks doesn't count as one."""
+    def has_newlines(self, text: str, tokens: list[int], mark: str = "") -> bool:
+        """True if ids have as many newlines as the text; a `<n>` with a mark inside doesn't count."""
         if self._newline is None:
             return True
         written = len(_pattern((NEWLINE,), mark).findall(text)) + text.count("\n")
-        return sum(token == self._newline for token in tokens) == written
+        return tokens.count(self._newline) == written
 
-    def may_come_from(self, chat: Chat) -> bool:
-        """True if the caller's texts may have a part in a name that is in the rendered chat."""
-        if chat.template.is_own:  # it writes texts whole, and none beside another
-            return _any_in(self._found, chat.texts)
-        return _any_in(self._firsts, chat.texts) or not self._are_whole_in(chat.template.source)
+    def may_come_from(self, texts: list[str], template: str | None) -> bool:
+        """True if a caller's texts may have a part in a name that is in the rendered chat.
 
-    def _are_whole_in(self, source: str) -> bool:
-        """True if a template has first characters of names only in whole names.
-
-        If not, it might write a `<` before a text that goes on with `turn_end>`.
+        Args:
+            texts: the caller's texts.
+            template: source of the chat template; None for AFM's, which writes no two texts side by side.
         """
-        rest = self._name.sub("", source).replace(NEWLINE, "")
-        return not _any_in(self._firsts, [rest]) and not _ESCAPE.search(rest)
+        if template is None:
+            return _any_in(self._found, texts)
+        # A template that has parts of names may write a `<` before a text that goes on with `turn_end>`.
+        rest = self._name.sub("", template).replace(NEWLINE, "")
+        has_parts = _any_in(self._firsts, [rest]) or _ESCAPE.search(rest) is not None
+        return has_parts or _any_in(self._firsts, texts)
 
     def are_in(self, texts: Iterable[str]) -> bool:
         """True if a text has a whole name, as the vocabulary reads it."""
@@ -109,9 +117,9 @@ class ControlTokens:
         )
 
     def encode(self, text: str, mark: str) -> list[int]:
-        """The ids of a rendered chat whose caller's characters have a mark behind them.
+        """Encode a rendered chat whose caller's characters are marked.
 
-        As `Vocabulary.encode` gives them, but that names and newlines with a mark are text.
+        The ids equal `Vocabulary.encode`'s, except that names and newlines with a mark inside are plain text.
         """
         names, vocabulary = self._secret
         text = _pattern(tuple(self._found), mark).sub(lambda match: names[match[0]], text)
@@ -120,9 +128,9 @@ class ControlTokens:
 
     @cached_property
     def _secret(self) -> tuple[Mapping[str, str], Vocabulary]:
-        """Secret names by names, and the vocabulary that has them.
+        """Secret names by name, and the vocabulary that has them.
 
-        Characters for private use: no vocabulary has a piece with them, and no normalizer changes them.
+        They are made of private-use characters: no vocabulary has such pieces, no normalizer changes them.
         """
         names = {
             name: "".join(
@@ -147,6 +155,111 @@ def is_bracketed(name: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _pattern(names: tuple[str, ...], mark: str) -> re.Pattern[str]:
-    """Matches any of the names, the longest first, that no mark follows."""
+    """Compile a pattern for any of the names, longest first, without a mark after it."""
     longest = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     return re.compile(f"(?:{longest or '(?!)'})" + (f"(?!{mark})" if mark else ""))
+
+
+# The caller's text
+
+
+def free_mark(texts: list[str]) -> str:
+    """Return a character that none of the texts has: a Unicode noncharacter, else one for private use.
+
+    Raises:
+        TokenizerError: if the texts have all of them.
+    """
+    used = {character for text in texts if not text.isascii() for character in text}
+    for code in chain(_NONCHARACTERS, _PRIVATE):
+        if chr(code) not in used:
+            return chr(code)
+    raise TokenizerError(
+        "The messages have every private character of Unicode; one is needed to encode them. Leave some out."
+    )
+
+
+def strings_in(value: object) -> list[str]:
+    """List every string in nested lists and dicts, keys included."""
+    found: list[str] = []
+    stack, seen = [value], set[int]()
+    while stack:
+        item = stack.pop()
+        if isinstance(item, str):
+            found.append(item)
+        elif isinstance(item, Mapping | list | tuple | Set) and id(item) not in seen:
+            seen.add(id(item))
+            stack += item
+            if isinstance(item, Mapping):
+                stack += item.values()
+    return found
+
+
+def marked(value: _Value, mark: str) -> _Value:
+    """Copy nested lists and dicts, with each string as `CallerText`.
+
+    Raises:
+        RecursionError: if they are nested too deeply.
+    """
+    copied: object = value
+    if isinstance(value, str):
+        copied = CallerText(str.__str__(value), mark)
+    elif isinstance(value, Mapping):
+        copied = {marked(key, mark): marked(item, mark) for key, item in value.items()}
+    elif isinstance(value, list | tuple):
+        items = [marked(item, mark) for item in value]
+        copied = items if isinstance(value, list) else tuple(items)
+    elif isinstance(value, Set):
+        copied = {marked(item, mark) for item in value}
+    return copied  # type: ignore[return-value]
+
+
+class CallerText(str):
+    """A string with a mark after each character except whitespace, which templates trim.
+
+    A template sees the string without marks: comparing, searching and look-ups use it, and parts of it are
+    `CallerText` again. What C code makes of its characters, such as joined text or JSON, has the marks.
+    """
+
+    plain: str
+    mark: str
+
+    def __new__(cls, plain: str, mark: str) -> CallerText:
+        spread = mark.join(plain) + mark if plain else ""
+        text = super().__new__(cls, re.sub(f"(\\s){mark}", r"\1", spread))
+        text.plain, text.mark = plain, mark
+        return text
+
+    def __str__(self) -> str:
+        return self  # so that str() in a filter keeps the class
+
+    def __repr__(self) -> str:
+        return CallerText(repr(self.plain), self.mark)
+
+    def __iter__(self) -> Iterator[str]:
+        return (CallerText(character, self.mark) for character in self.plain)
+
+    def replace(self, old: str, new: str, count: SupportsIndex = -1) -> str:
+        # `new` may be the template's own text.
+        return new.join(self.split(old, count)) if old else super().replace(old, new, count)
+
+
+def _on_plain_text(name: str) -> Callable[..., object]:
+    """Wrap a method of str: it reads the text without marks, and marks what it returns."""
+    method = getattr(str, name)
+
+    def run(self: CallerText, *args: object, **kwargs: object) -> object:
+        plain = [arg.plain if isinstance(arg, CallerText) else arg for arg in args]
+        result = method(self.plain, *plain, **kwargs)
+        return result if isinstance(result, int) else marked(result, self.mark)
+
+    run.__name__ = name
+    return run
+
+
+for _name in """
+    __contains__ __eq__ __ge__ __getitem__ __gt__ __hash__ __le__ __len__ __lt__ __ne__ capitalize casefold
+    center count endswith expandtabs find index isalnum isalpha isascii isdecimal isdigit isidentifier islower
+    isnumeric isprintable isspace istitle isupper ljust lower lstrip partition removeprefix removesuffix rfind
+    rindex rjust rpartition rsplit rstrip split splitlines startswith strip swapcase title upper zfill
+""".split():
+    setattr(CallerText, _name, _on_plain_text(_name))

@@ -1,12 +1,12 @@
-"""Token ids to text, a piece at a time: the concatenated segments equal `decode` of all ids.
+"""Token ids to text, a piece at a time; the joined segments equal `decode` of all ids.
 
-SentencePiece decodes a whole list; generation needs the text so far without decoding it again. Three
-things keep a token's text from being simply its piece:
+SentencePiece decodes whole lists; generation needs the new text after each token. A token's text is its piece,
+except that:
 
-- a byte piece (`<0xE2>`) is part of a UTF-8 sequence; nothing is shown until the sequence is whole or
-  can't become valid any more, and then each invalid byte is one U+FFFD, as SentencePiece does it;
+- a byte piece (`<0xE2>`) is part of a UTF-8 sequence: its text waits until the sequence is whole or invalid;
+  each invalid byte is then one U+FFFD, as in SentencePiece;
 - the space that encoding puts before a text (the dummy prefix) is dropped at the start;
-- `<n>` stands for a newline, also when it is spelled by several pieces, so a trailing `<` waits.
+- `<n>` is a newline, also if several pieces spell it, so a trailing `<` waits.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PieceKind(enum.Enum):
 
 
 class Piece(NamedTuple):
-    """One vocabulary entry: its kind, its text (with `SPACE` for a space), its value if a byte piece."""
+    """One vocabulary entry: kind, text (with `SPACE` for a space), and value if it is a byte piece."""
 
     kind: PieceKind
     text: str
@@ -47,10 +47,11 @@ class Piece(NamedTuple):
 
 
 class Spacing(NamedTuple):
-    """Which leading spaces decoding drops, from the SentencePiece model's normalizer.
+    """Which leading spaces decoding drops, as the SentencePiece model's normalizer says.
 
-    dummy_prefix: one `SPACE` at the start of the first piece that has text.
-    strip_all: the model removes repeated spaces, so each piece loses one until there is text.
+    Args:
+        dummy_prefix: drop one `SPACE` at the start of the first piece that has text.
+        strip_all: drop one `SPACE` of each piece until there is text; the model removes repeated spaces.
     """
 
     dummy_prefix: bool
@@ -58,7 +59,7 @@ class Spacing(NamedTuple):
 
 
 class PieceSource(Protocol):
-    """The part of a tokenizer that a detokenizer needs."""
+    """The part of `AFMTokenizer` that a detokenizer needs."""
 
     spacing: Spacing
 
@@ -66,7 +67,7 @@ class PieceSource(Protocol):
 
 
 class PieceJoiner:
-    """Joins pieces into text, O(1) per piece; follows `SentencePieceProcessor::Decode`."""
+    """Joins pieces into text in O(1) per piece; follows `SentencePieceProcessor::Decode`."""
 
     def __init__(self, spacing: Spacing, spells_newlines: bool = True) -> None:
         self._spacing, self._spells_newlines = spacing, spells_newlines
@@ -77,13 +78,13 @@ class PieceJoiner:
         self._empty = True
 
     def feed(self, piece: Piece) -> str:
-        """The text that `piece` completes, possibly empty."""
+        """Return the text that `piece` completes, possibly empty."""
         if piece.kind is PieceKind.BYTE:
             return self._release(self._characters(bytes([piece.byte])))
         return self._release(self._characters(ended=True) + self._surface(piece))
 
     def finish(self) -> str:
-        """What was held back; U+FFFD for each byte of a sequence that never became whole."""
+        """Return the text that waited, with U+FFFD for each byte of an incomplete sequence."""
         text = self._held + self._characters(ended=True)
         self._held = ""
         return text.replace(NEWLINE, "\n") if self._spells_newlines else text
@@ -107,7 +108,7 @@ class PieceJoiner:
         return text
 
     def _characters(self, more: bytes = b"", ended: bool = False) -> str:
-        """The characters that these bytes complete, behind those that waited."""
+        """Decode further bytes to the characters that they complete."""
         text = self._utf8.decode(more, ended)
         self._empty = self._empty and not text
         return text
@@ -123,20 +124,17 @@ class PieceJoiner:
 class StreamingDetokenizer:
     """Text of a growing token sequence, with the protocol of mlx-lm's detokenizers.
 
-    `add_token` takes the next id; `last_segment` is the text completed since it was last read; `text` is
-    all of it; `finalize` ends the sequence. After `finalize`, the segments joined are
-    `tokenizer.decode(tokens)`, for any ids.
+    After `finalize`, all segments joined are `tokenizer.decode(tokens)`, for any ids.
+
+    Args:
+        tokenizer: has the pieces.
+        spacing: which leading spaces are dropped; None for the tokenizer's own.
+        spells_newlines: True if pieces that spell `<n>` together are a newline, as in `tokenizer.decode`.
     """
 
     def __init__(
         self, tokenizer: PieceSource, spacing: Spacing | None = None, spells_newlines: bool = True
     ) -> None:
-        """Begin a sequence.
-
-        Args:
-            spacing: which leading spaces are dropped; the tokenizer's own when not given.
-            spells_newlines: whether pieces that make `<n>` together are a newline, as in `tokenizer.decode`.
-        """
         self._spells_newlines = spells_newlines
         self._piece: Callable[[int], Piece] = tokenizer.piece
         self._spacing = spacing or tokenizer.spacing
@@ -153,14 +151,14 @@ class StreamingDetokenizer:
         """Append one id.
 
         Raises:
-            TokenizerError: when the id is outside the vocabulary.
+            TokenizerError: if the id is outside the vocabulary.
         """
         piece = self._piece(token)
         self.tokens.append(token)
         self._append(self._joiner.feed(piece))
 
     def finalize(self) -> None:
-        """End the sequence: what was held back becomes text."""
+        """End the sequence; text that waited is added."""
         self._append(self._joiner.finish())
 
     @property

@@ -1,9 +1,9 @@
-"""The Jinja environment that renders templates of model folders: they can't run code, and are bounded.
+"""The Jinja environment for model folders' templates: they can't run code, and are bounded in time and memory.
 
-Jinja's sandbox keeps templates from Python's internals, but `{{ 'a' * 10**10 }}` or two nested loops may take
-all memory, or hours. Here each loop round, operator, filter and call takes from a budget before it is carried
-out, by the size of what it makes; what would need more than is left is refused. Constants are not folded when a
-template is compiled, for that would be outside of the budget.
+Jinja's sandbox keeps templates away from Python's internals, but `{{ 'a' * 10**10 }}` or two nested loops can
+take all memory, or hours. Here each loop round, operator, filter and call takes steps from a budget before it
+runs, by the size of its result; a template whose budget is used up is refused. Constants are not folded when a
+template is compiled, because folding runs outside the budget.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, TypeVar
 
-from jinja2 import nodes, pass_context
+from jinja2 import Template, nodes, pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -21,35 +21,35 @@ from jinja2.utils import Namespace, generate_lorem_ipsum
 from jinja2.visitor import NodeTransformer
 
 STEPS = 300_000
-"""Loop rounds, operators, calls and values that a rendering may take; 64 characters of a text count as one."""
+"""Steps that a rendering may take: loop rounds, operators, calls, values; 64 characters of text are one."""
 SECONDS = 5.0
 """Seconds of the thread's processor time that a rendering may take; most take milliseconds."""
 TEXT = 16_000_000
 """Characters that a text may have."""
 SOURCE = 200_000
 """Characters that a template may have; the longest in use have some 20,000."""
-_BITS = 65_536  # most bits of an integer
-_WIDTH = 10_000  # of the widest column, indentation or slice
+_BITS = 65_536  # largest integer
+_WIDTH = 10_000  # widest column, indentation or slice
 _CALL = 4  # steps of a call
-_BUDGET = " budget"  # no template has a variable of such a name
+_BUDGET = " budget"  # no template can have a variable of this name
 
-# Made for web pages, or slow on long texts; no prompt has a use for them.
+# Made for web pages, or slow on long texts; no prompt needs them.
 _REMOVED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 _REMOVED_METHODS = ("encode", "from_bytes", "maketrans", "to_bytes", "translate")
 _TAKES_A_WIDTH = frozenset(
     "batch center expandtabs indent ljust rjust round slice tojson truncate zfill".split()
 )
 _WIDTH_PER_LINE = frozenset(("expandtabs", "indent"))
-_TAKES_TEXT_APART = frozenset(
-    "batch list reverse rsplit slice sort split splitlines unique".split()
-)
+_SPLITS_TEXT = frozenset("batch list reverse rsplit slice sort split splitlines unique".split())
+
+_Value = TypeVar("_Value")
 
 
-class Budget:
-    """The steps and the time that a rendering has left.
+class RenderingBudget:
+    """The steps and the processor time that a rendering has left.
 
     Args:
-        size: size of messages and variables, in steps; it is the caller's choice, and adds to the budget.
+        size: size of messages and variables in steps; the caller chose them, so they add to the budget.
     """
 
     def __init__(self, size: int = 0) -> None:
@@ -58,10 +58,10 @@ class Budget:
         self._next_look = self._left
 
     def take(self, steps: int) -> None:
-        """Take steps, before they are carried out.
+        """Take steps, before they run.
 
         Raises:
-            SecurityError: when there are not so many left.
+            SecurityError: if the steps or the time are used up.
         """
         self._left -= steps
         if self._left < 0:
@@ -71,9 +71,49 @@ class Budget:
             if time.thread_time() > self._end:
                 raise SecurityError(f"it takes more than {SECONDS:.0f} seconds")
 
+    def checked(self, value: _Value) -> _Value:
+        """Take steps for a new value's size, so that no list can hold others many times over."""
+        if isinstance(value, str):
+            self.take(len(value) // 64)
+        elif isinstance(value, Mapping | list | tuple | set | frozenset):
+            self.take(size_of(value, STEPS))
+        return value
 
-def size_of(value: Any, most: float = float("inf")) -> int:
-    """Steps that a value counts for, with all that is in it; no more than about `most` are looked at."""
+    def take_for(self, name: str, value: object, given: list[object]) -> None:
+        """Take steps for a filter, or a method of `str`, before it makes its result.
+
+        Args:
+            name: the filter or method.
+            value: the value that it is applied to.
+            given: its arguments.
+
+        Raises:
+            SecurityError: for a width over the limit, or if the budget is used up.
+        """
+        length = len(value) if isinstance(value, str) else 0
+        self.take(length // (1 if name in _SPLITS_TEXT else 64))
+        if name in _TAKES_A_WIDTH:
+            widths = [len(arg) if isinstance(arg, str) else arg for arg in given]
+            width = max((abs(width) for width in widths if isinstance(width, int)), default=0)
+            if width > _WIDTH:
+                raise SecurityError(f"{name} takes at most {_WIDTH:,}, not {_shown(width)}")
+            if name in _WIDTH_PER_LINE:
+                self.take(length * width // 64)
+        elif name == "replace" and len(given) > 1:
+            self.take(str(value).count(str(given[0])) * len(str(given[1])) // 64)
+        elif name == "join":
+            separator, items = (given[0] if given else "", value)
+            if not isinstance(separator, str):  # the method of str has them the other way round
+                separator, items = value, separator
+            if isinstance(items, str | list | tuple) and isinstance(separator, str):
+                texts = sum(len(item) for item in items if isinstance(item, str))
+                self.take((texts + len(items) * len(separator)) // 64)
+        elif name in ("format", "format_map"):
+            self.take(_steps_of_format(str(value), given))
+
+
+def size_of(value: object, most: float = float("inf")) -> int:
+    """Count the steps of a value with all that is in it; stop counting at about `most`."""
     size, stack = 0, [value]
     while stack and size <= most:
         item = stack.pop()
@@ -89,7 +129,7 @@ def size_of(value: Any, most: float = float("inf")) -> int:
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Renders a template within a budget, see `render`."""
+    """Renders templates within a budget, see `render`."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
 
@@ -104,14 +144,14 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         }
         self.filters |= {"_each": _each, "_joined": _joined, "_made": _made}
 
-    def render(self, template: Any, variables: Mapping[str, Any]) -> str:
-        """A template's text.
+    def render(self, template: Template, variables: Mapping[str, object]) -> str:
+        """Render a template's text.
 
         Raises:
-            SecurityError: when it takes too much.
+            SecurityError: if it takes too much.
             Exception: whatever else a template can raise.
         """
-        budget = Budget(size_of(variables))
+        budget = RenderingBudget(size_of(variables))
         return _concat(template.generate({**variables, _BUDGET: budget}))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
@@ -119,21 +159,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError(f"it has {len(source):,} characters, {SOURCE:,} are allowed")
         return _Metered().visit(super()._parse(source, name, filename))
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         if attr in _REMOVED_METHODS and isinstance(obj, str | int):
             return False
         return super().is_safe_attribute(obj, attr, value)
 
-    def is_safe_callable(self, obj: Any) -> bool:
+    def is_safe_callable(self, obj: object) -> bool:
         return obj is not generate_lorem_ipsum and super().is_safe_callable(obj)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        budget = context.parent[_BUDGET]
+        budget = _budget(context)
         budget.take(1 + _steps_of(operator, left, right))
-        return _checked(budget, self.binop_table[operator](left, right))
+        return budget.checked(self.binop_table[operator](left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = __context.parent[_BUDGET]
+        budget = _budget(__context)
         budget.take(_CALL)
         # `str.format` comes wrapped.
         method = getattr(__obj, "__wrapped__", __obj)
@@ -141,8 +181,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             if method.__name__ == "join":
                 args = (list(args[0]), *args[1:])
-            _before(budget, method.__name__, owner, *args, **kwargs)
-        return _checked(budget, super().call(__context, __obj, *args, **kwargs))
+            budget.take_for(method.__name__, owner, [*args, *kwargs.values()])
+        return budget.checked(super().call(__context, __obj, *args, **kwargs))
 
 
 class _Namespace(Namespace):
@@ -150,7 +190,7 @@ class _Namespace(Namespace):
 
 
 class _Metered(NodeTransformer):
-    """Has what Jinja gives no hook for pass through a filter: a loop's rounds, `~`, literal lists and dicts."""
+    """Puts a filter around what Jinja has no hook for: loop rounds, `~`, literal lists and dicts."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -176,35 +216,39 @@ def _filter(name: str, node: nodes.Node) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
+def _budget(context: Context) -> RenderingBudget:
+    budget: RenderingBudget = context.parent[_BUDGET]
+    return budget
+
+
 @pass_context
-def _each(context: Context, values: Iterable[Any]) -> Iterator[Any]:
-    take = context.parent[_BUDGET].take
+def _each(context: Context, values: Iterable[object]) -> Iterator[object]:
+    take = _budget(context).take
     for value in values:
         take(1)
         yield value
 
 
 @pass_context
-def _joined(context: Context, values: list[Any]) -> str:
-    budget = context.parent[_BUDGET]
+def _joined(context: Context, values: list[object]) -> str:
     texts = [str(value) for value in values]
-    budget.take(1 + sum(map(len, texts)) // 64)
+    _budget(context).take(1 + sum(map(len, texts)) // 64)
     return "".join(texts)
 
 
 @pass_context
-def _made(context: Context, value: Any) -> Any:
-    return _checked(context.parent[_BUDGET], value)
+def _made(context: Context, value: object) -> object:
+    return _budget(context).checked(value)
 
 
 @pass_context
-def _output(context: Context, value: Any) -> Any:
-    context.parent[_BUDGET].take(1 + (len(value) // 64 if isinstance(value, str) else 0))
+def _output(context: Context, value: object) -> object:
+    _budget(context).take(1 + (len(value) // 64 if isinstance(value, str) else 0))
     return value
 
 
 def _concat(texts: Iterable[str]) -> str:
-    """Joined output; `texts` may be generated, and is no further than allowed."""
+    """Join output; `texts` may be a generator, which is stopped at the limit."""
     parts, size = [], 0
     for text in texts:
         parts.append(text)
@@ -214,64 +258,30 @@ def _concat(texts: Iterable[str]) -> str:
     return "".join(parts)
 
 
-def _checked(budget: Budget, value: Any) -> Any:
-    """A new value, whose size is taken. So no list is built that holds others many times over."""
-    if isinstance(value, str):
-        budget.take(len(value) // 64)
-    elif isinstance(value, Mapping | list | tuple | set | frozenset):
-        budget.take(size_of(value, STEPS))
-    return value
-
-
 def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that takes from the budget."""
+    """Wrap a filter so that it takes from the budget."""
     passed = getattr(function, "jinja_pass_arg", None)
 
     @pass_context
     def run(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = context.parent[_BUDGET]
+        budget = _budget(context)
         budget.take(1)
         if name == "join" and not isinstance(value, str | Mapping) and isinstance(value, Iterable):
             value = list(value)
-        _before(budget, name, value, *args, **kwargs)
+        budget.take_for(name, value, [*args, *kwargs.values()])
         own = {
             "context": context,
             "eval_context": context.eval_ctx,
             "environment": context.environment,
         }
         first = () if passed is None else (own[passed.name],)
-        return _checked(budget, function(*first, value, *args, **kwargs))
+        return budget.checked(function(*first, value, *args, **kwargs))
 
     return run
 
 
-def _before(budget: Budget, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-    """Take what a filter or a method of `str` is going to need for its result, which may be long."""
-    given = [*args, *kwargs.values()]
-    length = len(value) if isinstance(value, str) else 0
-    budget.take(length // (1 if name in _TAKES_TEXT_APART else 64))
-    if name in _TAKES_A_WIDTH:
-        widths = [len(arg) if isinstance(arg, str) else arg for arg in given]
-        width = max((abs(width) for width in widths if isinstance(width, int)), default=0)
-        if width > _WIDTH:
-            raise SecurityError(f"{name} takes at most {_WIDTH:,}, not {_shown(width)}")
-        if name in _WIDTH_PER_LINE:
-            budget.take(length * width // 64)
-    elif name == "replace" and len(given) > 1:
-        budget.take(str(value).count(str(given[0])) * len(str(given[1])) // 64)
-    elif name == "join":
-        separator, items = (given[0] if given else "", value)
-        if not isinstance(separator, str):  # the method has them the other way round
-            separator, items = value, separator
-        if isinstance(items, str | list | tuple) and isinstance(separator, str):
-            texts = sum(len(item) for item in items if isinstance(item, str))
-            budget.take((texts + len(items) * len(separator)) // 64)
-    elif name in ("format", "format_map"):
-        budget.take(_steps_of_format(str(value), given))
-
-
-def _steps_of_format(pattern: str, values: list[Any]) -> int:
-    """Steps that a format is going to need: each of its fields may be all values again, and have a width.
+def _steps_of_format(pattern: str, values: list[object]) -> int:
+    """Count the steps of a format: each field may show all values again, and have a width.
 
     Raises:
         SecurityError: for a width that is too large.
@@ -285,8 +295,8 @@ def _steps_of_format(pattern: str, values: list[Any]) -> int:
     return (pattern.count("%") + pattern.count("{")) * (size_of(values, STEPS) + width)
 
 
-def _steps_of(operator: str, left: Any, right: Any) -> int:
-    """Steps that an operator is going to need.
+def _steps_of(operator: str, left: object, right: object) -> int:
+    """Count the steps of an operator.
 
     Raises:
         SecurityError: for an integer that is too large.
@@ -300,7 +310,7 @@ def _steps_of(operator: str, left: Any, right: Any) -> int:
     elif operator == "*" and (isinstance(left, int) or isinstance(right, int)):
         count, value = (left, right) if isinstance(left, int) else (right, left)
         length = len(value) if isinstance(value, Sized) else 0
-        return max(count, 0) * length // (64 if isinstance(value, str) else 1)
+        return max(count, 0) * length // (64 if isinstance(value, str) else 1)  # type: ignore[call-overload]
     elif operator == "%" and isinstance(left, str):
         return _steps_of_format(left, list(right) if isinstance(right, tuple) else [right])
     elif operator == "+" and isinstance(left, str | list | tuple) and isinstance(right, Sized):

@@ -1,51 +1,44 @@
-"""The tokenizer of a model folder: text and chat messages to ids, ids to text.
+"""AFM's tokenizer: text and chat messages to ids, ids to text.
 
-The ids equal those of tamm's `AFMTokenizer` and `AFMChatTemplateV6Preprocessor` on the same
-`tokenizer.model`. The class has the attributes that mlx-lm reads, so that mlx-lm's functions take it in
-place of its own tokenizer.
+The ids equal those that tamm's `AFMTokenizer` and `AFMChatTemplateV6Preprocessor` give for the same
+`tokenizer.model`. `AFMTokenizer` has the attributes of `mlx_lm.tokenizer_utils.TokenizerWrapper`, so that
+`mlx_lm.stream_generate` and the like take it in place of mlx-lm's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from afm_mlx.errors import TokenizerError, shown
-from afm_mlx.tokenizer.chat import Chat
-from afm_mlx.tokenizer.chat_template import ChatTemplate
+from afm_mlx.tokenizer.chat_messages import Message, parse_tool_calls
+from afm_mlx.tokenizer.chat_template import Chat, ChatTemplate, read_chat_template
 from afm_mlx.tokenizer.control_tokens import ControlTokens
-from afm_mlx.tokenizer.detokenizer import (
-    NEWLINE,
-    SPACE,
-    Piece,
-    Spacing,
-    StreamingDetokenizer,
-)
-from afm_mlx.tokenizer.mlx_lm_protocol import MLXLMTokenizer
-from afm_mlx.tokenizer.tokenizer_config import (
-    read_bytes,
-    read_chat_template,
-    read_config,
-    read_text,
-    text_of,
-    tokenizer_folder,
-)
+from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, Spacing, StreamingDetokenizer
 from afm_mlx.tokenizer.tokenizer_export import save_tokenizer
 from afm_mlx.tokenizer.vocabulary import (
+    EXECUTABLE_END,
+    EXECUTABLE_START,
     MARKERS,
     TURN_END,
     TURN_START,
     HubVocabulary,
     SentencePieceVocabulary,
     Vocabulary,
+    read_bytes,
+    read_config,
+    read_text,
+    token_name,
+    tokenizer_folder,
 )
 
 __all__ = ["AFMTokenizer", "load_tokenizer", "save_tokenizer"]
 
-# Arguments of transformers' apply_chat_template that would change the result, with the values that don't.
-_NEUTRAL_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+# Arguments of transformers' apply_chat_template that are refused, except for values that change nothing.
+_NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "return_dict": (False, None),
     "return_tensors": (None,),
     "return_assistant_tokens_mask": (False, None),
@@ -57,16 +50,39 @@ _NEUTRAL_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class AFMTokenizer(MLXLMTokenizer):
+class AFMTokenizer:
     """Encodes, decodes and renders chats for one model; see `load_tokenizer`.
 
+    Args:
+        vocabulary: text to ids and back.
+        eos_token: name of the token that ends an answer; None for `<turn_end>`.
+        chat_template: the format of chats; None for AFM's own.
+        name_or_path: the model folder, for errors.
+
     Attributes:
-        eos_token, eos_token_id: what ends an answer, `<turn_end>`.
-        eos_token_ids: the set of ids that end generation: `eos_token_id` and `separator_id`.
+        eos_token, eos_token_id: the token that ends an answer.
+        eos_token_ids: ids that end an answer: `eos_token_id`, `separator_id`, and what `add_eos_token` adds.
         separator_id: SentencePiece's end-of-sequence id, which comes before every sequence.
-        pad_token_id, unk_token_id: None where the vocabulary has none.
+        pad_token_id, unk_token_id: padding and unknown ids; None if the vocabulary has none.
         vocab_size: number of ids; a model's embedding may have more rows.
+
+    Raises:
+        TokenizerError: if `eos_token` isn't in the vocabulary.
     """
+
+    # AFM has no begin-of-sequence token; mlx-lm then has `encode` add the special tokens.
+    bos_token: str | None = None
+    bos_token_id: int | None = None
+    clean_up_tokenization_spaces = False
+    has_chat_template = True
+
+    # What mlx-lm reads for models that think, or answer in several channels.
+    has_thinking = False
+    think_start = think_end = think_start_id = think_end_id = None
+    think_start_tokens = think_end_tokens = None
+    structural_markers: tuple[str, ...] = ()
+    response_transitions: Mapping[str, list[tuple[str, str]]] = {}
+    response_initial_state: str | None = None
 
     def __init__(
         self,
@@ -76,15 +92,6 @@ class AFMTokenizer(MLXLMTokenizer):
         chat_template: ChatTemplate | None = None,
         name_or_path: str = "",
     ) -> None:
-        """Wrap a vocabulary.
-
-        Args:
-            eos_token: what ends an answer; `<turn_end>` when not given.
-            chat_template: the format of chats; AFM's own when not given.
-
-        Raises:
-            TokenizerError: when `eos_token` isn't in the vocabulary.
-        """
         self._vocabulary = vocabulary
         self._chat_template = chat_template or ChatTemplate()
         self.name_or_path = name_or_path
@@ -93,12 +100,12 @@ class AFMTokenizer(MLXLMTokenizer):
         self.pad_token_id = vocabulary.pad_id
         self.unk_token_id = vocabulary.unk_id
         self.spacing = vocabulary.spacing
-        # Vocabulary look-ups cross into C++ or Rust; generation sees the same few pieces again.
+        # Vocabulary look-ups cross into C++ or Rust, and generation needs the same few pieces again and again.
         self._pieces: dict[int, Piece] = {}
 
         separator = self.convert_ids_to_tokens(self.separator_id)
         turn_end = vocabulary.id_of(TURN_END)
-        # Converters of LLaMA's tokenizer call the separator eos_token; it doesn't end AFM's turns.
+        # Converters of LLaMA's tokenizer name the separator as eos_token; it doesn't end AFM's turns.
         if eos_token is None or (eos_token == separator and turn_end is not None):
             eos_token = TURN_END if turn_end is not None else separator
         eos_token_id = vocabulary.id_of(eos_token)
@@ -122,20 +129,29 @@ class AFMTokenizer(MLXLMTokenizer):
     def __repr__(self) -> str:
         return f"AFMTokenizer({self.name_or_path!r}, vocab_size={self.vocab_size})"
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        # mlx-lm wraps what is no TokenizerWrapper in one, whose detokenizer loses the space after each newline
+        # (it decodes every line by itself). To isinstance() this object is of both classes.
+        wrapper = sys.modules.get("mlx_lm.tokenizer_utils")
+        return type(self) if wrapper is None else wrapper.TokenizerWrapper
+
     # Text to ids
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """The ids of a text; a newline is the piece `<n>`.
+        """Encode a text; a newline is the piece `<n>`.
 
-        Without special tokens these are the ids of tamm's `AFMTokenizer.encode`. With them, they are what
-        the model expects at the start of a sequence: the separator first, and for a text that starts with
-        a marker of the prompt format (a rendered chat), not the dummy prefix that encoding puts there.
+        Names of control tokens in the text, such as `<turn_end>`, become these tokens. Text of other people
+        belongs in a message, see `apply_chat_template`.
 
-        The text is taken as it is: where it has the name of a control token, such as `<turn_end>`, the ids have
-        that token. What others wrote belongs in a message, see `apply_chat_template`.
+        Args:
+            text: the text.
+            add_special_tokens: False for the ids of tamm's `AFMTokenizer.encode`. True for what the model
+                expects at the start of a sequence: the separator first, and no dummy prefix if the text starts
+                with a marker, as a rendered chat does.
 
         Raises:
-            TokenizerError: when `text` is not a string, or has surrogates that no UTF-8 can hold.
+            TokenizerError: if `text` is no string, or has surrogates, which UTF-8 can't hold.
         """
         if not isinstance(text, str):
             raise TokenizerError(
@@ -154,6 +170,7 @@ class AFMTokenizer(MLXLMTokenizer):
         return self._behind_separator(tokens, text)
 
     def _behind_separator(self, tokens: list[int], text: str) -> list[int]:
+        """Put the separator first, without the dummy prefix that a text gets before a marker."""
         if (
             tokens[:1] == [self._prefix_id]
             and text.startswith(MARKERS)
@@ -196,20 +213,19 @@ class AFMTokenizer(MLXLMTokenizer):
         chat_template: str | None = None,
         **kwargs: object,
     ) -> list[int] | str:
-        """The ids (or the text, without the separator) of a conversation.
+        """Render a conversation, and encode it.
 
-        The messages are not changed. A default system message is put first when there is none. Tool
-        definitions come from `tools` or from the system message's `tools`.
-
-        Only the template writes control tokens. Where messages, tools, response formats or `kwargs` hold a
-        control token's name, or `<n>`, its characters are encoded as plain text. The text of `tokenize=False`
-        can't tell the two apart: encoding it gives control tokens for both.
+        A default system message is put first if there is none. Only the template writes control tokens: their
+        names, and `<n>`, in messages, tools, response formats and `kwargs` are encoded as plain text. With
+        `tokenize=False` that distinction is lost: encoding the text gives control tokens for both.
 
         Args:
             messages: `{"role", "content"}` dicts, see `chat_messages.checked_messages`.
+            tools: tool definitions; None for the system message's `tools`.
             add_generation_prompt: end with the start of an answer. A final assistant message is then left
                 out: it is the answer to be generated again, as in tamm.
-            continue_final_message: leave the last message open, to be written further.
+            tokenize: True for ids; False for the text, without the separator.
+            continue_final_message: leave the last message open, to be continued.
             chat_template: another Jinja template for this call.
             kwargs: variables for the template, such as `enable_thinking`; AFM's own uses none.
                 transformers' `return_dict`, `return_tensors`, `padding`, `truncation`, `max_length`,
@@ -245,19 +261,20 @@ class AFMTokenizer(MLXLMTokenizer):
         return self._encode_chat(chat, text) if tokenize else text
 
     def _encode_chat(self, chat: Chat, text: str) -> list[int]:
-        """The ids of a chat rendered as `text`, with the control tokens of its template and no others."""
+        """Encode a chat rendered as `text`, with its template's control tokens and no others."""
         controls = self._controls
         tokens = self.encode(text, add_special_tokens=True)
-        if not controls.may_come_from(chat) and controls.are_those_of(text, tokens):
+        template = None if chat.template.is_own else chat.template.source
+        if not controls.may_come_from(chat.texts, template) and controls.match(text, tokens):
             return tokens
         mark = chat.free_mark(text)
         rendered = chat.render(mark)
         written = controls.written_in(rendered, mark)
-        # A template that looks into texts in ways that marks disturb has said something else this time.
+        # Marks may disturb a template that looks into texts, so that it writes something else.
         is_same = rendered.replace(mark, "") == text
-        has_written = controls.ids_in(tokens[1:]) == written
-        has_written = has_written and controls.has_newlines(rendered, tokens, mark)
-        if has_written and (is_same or not controls.are_in(chat.texts)):
+        is_right = controls.ids_in(tokens[1:]) == written
+        is_right = is_right and controls.has_newlines(rendered, tokens, mark)
+        if is_right and (is_same or not controls.are_in(chat.texts)):
             return tokens
         tokens = self._behind_separator(controls.encode(rendered, mark), rendered)
         rest = iter(written)
@@ -271,15 +288,19 @@ class AFMTokenizer(MLXLMTokenizer):
     # Ids to text
 
     def decode(
-        self, tokens: int | Iterable[int], skip_special_tokens: bool = False, **kwargs: Any
+        self, tokens: int | Iterable[int], skip_special_tokens: bool = False, **kwargs: object
     ) -> str:
-        """The text of ids, equal to tamm's `AFMTokenizer.decode`.
+        """Decode ids to text, equal to tamm's `AFMTokenizer.decode`.
 
-        Control pieces (padding, separator) have no text; markers such as `<turn_end>` do, unless
-        `skip_special_tokens`.
+        Control pieces (padding, separator) have no text; markers such as `<turn_end>` have.
+
+        Args:
+            tokens: an id, ids, or an array of ids.
+            skip_special_tokens: leave out `all_special_ids`.
+            kwargs: further arguments of transformers' `decode`, ignored.
 
         Raises:
-            TokenizerError: when an id is outside the vocabulary.
+            TokenizerError: if an id is outside the vocabulary.
         """
         if hasattr(tokens, "tolist"):
             tokens = tokens.tolist()
@@ -293,23 +314,23 @@ class AFMTokenizer(MLXLMTokenizer):
 
     @property
     def detokenizer(self) -> StreamingDetokenizer:
-        """A new streaming detokenizer, for one sequence."""
+        """A new streaming detokenizer for one sequence."""
         return StreamingDetokenizer(self)
 
     @property
     def inner_detokenizer(self) -> StreamingDetokenizer:
-        """A new streaming detokenizer for text that a constraint allows, to the character.
+        """A new streaming detokenizer for text under a constraint, exact to the character.
 
-        A space at its beginning is one, and a `<n>` that several pieces spell is no newline.
+        It keeps a space at the beginning, and a `<n>` that several pieces spell stays `<n>`.
         """
         spacing = Spacing(dummy_prefix=False, strip_all=False)
         return StreamingDetokenizer(self, spacing, spells_newlines=False)
 
     def piece(self, token: int) -> Piece:
-        """The vocabulary entry of one id.
+        """Return the vocabulary entry of one id.
 
         Raises:
-            TokenizerError: when the id is outside the vocabulary.
+            TokenizerError: if the id is outside the vocabulary.
         """
         piece = self._pieces.get(token)
         if piece is None:
@@ -340,7 +361,7 @@ class AFMTokenizer(MLXLMTokenizer):
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Padding, unknown, separator, the end of a turn and its start, as far as they exist."""
+        """Ids of padding, unknown, separator, turn start, turn end and `eos_token`, if they exist."""
         ids = [
             self.pad_token_id,
             self.unk_token_id,
@@ -353,7 +374,7 @@ class AFMTokenizer(MLXLMTokenizer):
 
     @property
     def control_ids(self) -> frozenset[int]:
-        """The tokens that only a chat's template writes: markers, special ids, added names in brackets."""
+        """Ids of the tokens that only a chat template writes: markers, special ids, added names in brackets."""
         return self._controls.ids
 
     @property
@@ -361,7 +382,7 @@ class AFMTokenizer(MLXLMTokenizer):
         return self.convert_ids_to_tokens(self.all_special_ids)
 
     def get_vocab(self) -> dict[str, int]:
-        """Every piece and its id."""
+        """Return the id of every piece by name."""
         return {self._vocabulary.name(token): token for token in range(self.vocab_size)}
 
     @overload
@@ -369,7 +390,7 @@ class AFMTokenizer(MLXLMTokenizer):
     @overload
     def convert_ids_to_tokens(self, tokens: Iterable[int]) -> list[str]: ...
     def convert_ids_to_tokens(self, tokens: int | Iterable[int]) -> str | list[str]:
-        """The piece of one id, or the list of pieces of several."""
+        """Return the piece of one id, or a list of pieces for several."""
         if not isinstance(tokens, int):
             return [self.convert_ids_to_tokens(int(token)) for token in tokens]
         self._check_id(tokens)
@@ -382,16 +403,16 @@ class AFMTokenizer(MLXLMTokenizer):
     def convert_tokens_to_ids(
         self, names: str | list[str] | tuple[str, ...]
     ) -> int | list[int | None] | None:
-        """The id of one piece, None when there is no such piece; or the list for several."""
+        """Return the id of one piece, None if there is no such piece; or a list for several."""
         if isinstance(names, str):
             return self._vocabulary.id_of(names)
         return [self._vocabulary.id_of(name) for name in names]
 
     def add_eos_token(self, token: str | int) -> None:
-        """Let a further piece, by name or id, end generation.
+        """Let another piece, by name or id, end an answer.
 
         Raises:
-            TokenizerError: when there is no such piece.
+            TokenizerError: if there is no such piece.
         """
         try:
             token_id = int(token)
@@ -408,21 +429,47 @@ class AFMTokenizer(MLXLMTokenizer):
 
     @property
     def chat_template(self) -> str:
-        """The template's text."""
+        """The chat template's source."""
         return self._chat_template.source
+
+    # Tool calls, with mlx-lm's names
+
+    @property
+    def has_tool_calling(self) -> bool:
+        """True if the vocabulary has the markers around a tool call."""
+        return None not in (self._marker_ids[EXECUTABLE_START], self._marker_ids[EXECUTABLE_END])
+
+    @property
+    def tool_call_start(self) -> str | None:
+        return EXECUTABLE_START if self.has_tool_calling else None
+
+    @property
+    def tool_call_end(self) -> str | None:
+        return EXECUTABLE_END if self.has_tool_calling else None
+
+    @property
+    def tool_call_start_tokens(self) -> tuple[int | None, ...] | None:
+        return (self._marker_ids[EXECUTABLE_START],) if self.has_tool_calling else None
+
+    @property
+    def tool_call_end_tokens(self) -> tuple[int | None, ...] | None:
+        return (self._marker_ids[EXECUTABLE_END],) if self.has_tool_calling else None
+
+    @property
+    def tool_parser(self) -> Callable[..., list[Message]] | None:
+        """`parse(text, tools=None)` for the text between the tool call markers."""
+        return parse_tool_calls if self.has_tool_calling else None
 
 
 def load_tokenizer(folder: str | Path) -> AFMTokenizer:
-    """The tokenizer of a model folder.
+    """Load the tokenizer of a model folder.
 
-    Reads `tokenizer.model` (SentencePiece) when it is there, else `tokenizer.json` (Hugging Face), and
-    from `tokenizer_config.json` the `eos_token`. A chat template of the folder's own is used
-    (`chat_template.jinja`, else `chat_template` in `tokenizer_config.json`), AFM's V6 otherwise.
-
-    A draft model in its target's folder (`draft`) has that model's tokenizer, unless it brings one.
+    Reads `tokenizer.model` (SentencePiece), else `tokenizer.json` (Hugging Face); `eos_token` of
+    `tokenizer_config.json`; and the chat template of `chat_template.jinja`, else of `tokenizer_config.json`,
+    else AFM's V6. A draft model (`draft` in its target's folder) without these files has its target's.
 
     Raises:
-        TokenizerError: when the folder or its tokenizer files are missing or damaged.
+        TokenizerError: if the folder or its tokenizer files are missing or damaged.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -442,7 +489,7 @@ def load_tokenizer(folder: str | Path) -> AFMTokenizer:
         )
     return AFMTokenizer(
         vocabulary,
-        eos_token=text_of(config.get("eos_token"), "eos_token"),
+        eos_token=token_name(config, "eos_token"),
         chat_template=read_chat_template(folder, config),
         name_or_path=str(folder),
     )

@@ -1,14 +1,16 @@
-"""Tokenizer files for a model folder, from a toolkit's `tokenizer.model`.
+"""Writes a model folder's tokenizer files from a toolkit's `tokenizer.model`.
 
-Beside the SentencePiece file itself the folder gets what other programs read: a Hugging Face
-`tokenizer.json` with the same ids, and a chat template. What it takes to get the same ids:
+Besides the SentencePiece file itself, the folder gets what other programs read: a Hugging Face
+`tokenizer.json` with the same ids, and a chat template. Same ids take more than the converters of `tokenizers`
+and `transformers` do (theirs give other ids for half of the tests' texts and more):
 
-- The vocabulary has a true newline where SentencePiece has `<n>`, so that text and decoded text are
-  right without code of ours; `<n>` in a text becomes a newline first.
-- The dummy prefix comes once, at the start of the text, also before a marker such as `<turn_start>`, but
-  not behind the separator that starts a rendered chat. A normalizer's regular expression says so; the
-  markers are matched in the normalized text.
+- The vocabulary has a true newline where SentencePiece has `<n>`, so that text and decoded text are right in
+  other programs; a normalizer turns `<n>` in a text into a newline first.
+- The dummy prefix comes once, at the start of the text, also before a marker such as `<turn_start>`, but not
+  after the separator that starts a rendered chat. A normalizer's regular expression says so; the markers are
+  matched in the normalized text.
 - SentencePiece merges by the score of the merged piece, so a piece has one merge for each way to cut it.
+- User-defined pieces of a Unigram model have SentencePiece's bonus.
 """
 
 from __future__ import annotations
@@ -18,34 +20,38 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from afm_mlx.errors import TokenizerError, shown
 from afm_mlx.files import atomic_write, read_file
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE
-from afm_mlx.tokenizer.tokenizer_config import CONFIG_BYTES, VOCABULARY_BYTES, read_text
 from afm_mlx.tokenizer.vocabulary import (
+    CONFIG_BYTES,
     MARKERS,
     TURN_END,
     TURN_START,
     USER_DEFINED,
+    VOCABULARY_BYTES,
     SentencePieceVocabulary,
     parse_model,
+    read_text,
 )
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HubTokenizer
+    from tokenizers.models import BPE, Unigram
+    from tokenizers.normalizers import Normalizer
 
 # Types of pieces in sentencepiece_model.proto; see also USER_DEFINED.
 _NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
 _UNIGRAM = 1  # of trainer_spec.model_type
 
 _CHECKED_TEXTS = 3000
-_TIE = 1e-3  # log probabilities this close are equal: float32 has added some hundred scores
+_TIE = 1e-3  # log probabilities this close are equal: SentencePiece adds some hundred scores in float32
 _TIES = (
-    "tokenizer.json cuts some texts, such as long runs of spaces, in another order of the same score than "
-    "tokenizer.model: Unigram scores are added in other precisions. afm_mlx uses tokenizer.model; other "
+    "tokenizer.json cuts some texts, such as long runs of spaces, into other pieces of the same score than "
+    "tokenizer.model: the two add Unigram scores in different precisions. afm_mlx uses tokenizer.model; other "
     "programs get ids of equal probability."
 )
 
@@ -61,22 +67,28 @@ def save_tokenizer(
 
     Args:
         source: a `tokenizer.model`, or a folder with one (a toolkit's `assets`).
-        folder: the model folder; made when it is missing.
-        toolkit_config: the toolkit's `tokenizer-config.json`; by default the one beside `source`, if any.
-            Used of it are `user_defined_tokens`, pieces to add, and `eot_id`, the end of a turn.
+        folder: the model folder; created if it is missing.
+        toolkit_config: the toolkit's `tokenizer-config.json`; None for the one in the folder of the model, if
+            any. `user_defined_tokens` (pieces to add) and `eot_id` (the end of a turn) are read from it.
 
     Returns:
-        Warnings for the user: in what other programs will differ. Empty when nothing is known.
+        Warnings for the user about known differences in other programs.
 
     Raises:
-        TokenizerError: when a file is missing or damaged, or the configuration contradicts the model.
+        TokenizerError: if a file is missing or damaged, or the configuration contradicts the model.
     """
     source, folder = Path(source), Path(folder)
     model_path = source / "tokenizer.model" if source.is_dir() else source
     if toolkit_config is None:
-        beside = model_path.with_name("tokenizer-config.json")
-        toolkit_config = beside if beside.exists() else None
-    model = _read_model(model_path)
+        found = model_path.with_name("tokenizer-config.json")
+        toolkit_config = found if found.exists() else None
+    try:
+        model = read_file(model_path, VOCABULARY_BYTES)
+    except OSError as error:
+        raise TokenizerError(
+            f"The SentencePiece model {model_path} can't be read ({error.strerror or error}). "
+            "Give the toolkit's tokenizer.model."
+        ) from error
     settings = _read_toolkit_config(Path(toolkit_config)) if toolkit_config else {}
     vocabulary = SentencePieceVocabulary(model, model_path)
     added = settings.get("user_defined_tokens")
@@ -88,7 +100,7 @@ def save_tokenizer(
     agrees, warnings = _compare(vocabulary, hub, model_path)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        # Other programs put it first and don't repeat it when the rendered chat has it already.
+        # Other programs put it first, unless the rendered chat has it already.
         "bos_token": hub.separator,
         "eos_token": eos_token,
         "control_tokens": hub.control,
@@ -108,21 +120,11 @@ def save_tokenizer(
     return warnings
 
 
-def _read_model(path: Path) -> bytes:
-    try:
-        return read_file(path, VOCABULARY_BYTES)
-    except OSError as error:
-        raise TokenizerError(
-            f"The SentencePiece model {path} can't be read ({error.strerror or error}). "
-            "Give the toolkit's tokenizer.model."
-        ) from error
-
-
 # The toolkit's configuration
 
 
-def _read_toolkit_config(path: Path) -> dict[str, Any]:
-    """The settings we know, wherever they are nested; the rest of the file is not ours to judge."""
+def _read_toolkit_config(path: Path) -> dict[str, object]:
+    """Read the known settings, wherever they are nested; others are ignored."""
     text = read_text(path, CONFIG_BYTES)
     try:
         entries = list(_walk(json.loads(text)))
@@ -130,7 +132,7 @@ def _read_toolkit_config(path: Path) -> dict[str, Any]:
         raise TokenizerError(
             f"{path} is not valid JSON ({error}). Copy it again from the toolkit's assets."
         ) from error
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     for key, value in entries:
         if key in ("user_defined_tokens", "eot_id") and value is not None:
             settings.setdefault(key, value)
@@ -141,7 +143,8 @@ def _read_toolkit_config(path: Path) -> dict[str, Any]:
     return settings
 
 
-def _walk(value: Any) -> Iterator[tuple[str, Any]]:
+def _walk(value: object) -> Iterator[tuple[str, object]]:
+    """Yield every key and value in nested dicts and lists."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield key, item
@@ -152,9 +155,9 @@ def _walk(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _with_added_pieces(
-    model: bytes, vocabulary: SentencePieceVocabulary, tokens: Any, path: Any
+    model: bytes, vocabulary: SentencePieceVocabulary, tokens: object, path: object
 ) -> bytes:
-    """The serialized model with further user-defined pieces, in tamm's order."""
+    """Add user-defined pieces to a serialized model, in tamm's order."""
     if not tokens:
         return model
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
@@ -169,10 +172,12 @@ def _with_added_pieces(
     proto = parse_model(model, "tokenizer.model")
     for token in tokens:
         proto.pieces.add(piece=token, score=0.0, type=USER_DEFINED)
-    return proto.SerializeToString()
+    serialized: bytes = proto.SerializeToString()
+    return serialized
 
 
-def _end_of_turn(vocabulary: SentencePieceVocabulary, eot_id: Any, path: Any) -> str:
+def _end_of_turn(vocabulary: SentencePieceVocabulary, eot_id: object, path: object) -> str:
+    """Return the name of the token that ends a turn: `eot_id`'s, else `<turn_end>`, else the separator."""
     if eot_id is not None:
         if not isinstance(eot_id, int) or not 0 <= eot_id < vocabulary.size:
             raise TokenizerError(
@@ -188,13 +193,13 @@ def _end_of_turn(vocabulary: SentencePieceVocabulary, eot_id: Any, path: Any) ->
 
 
 class _HubFile:
-    """The Hugging Face twin of a SentencePiece model."""
+    """A Hugging Face tokenizer with the ids of a SentencePiece model."""
 
     def __init__(self, model: bytes, separator_id: int) -> None:
         from tokenizers import AddedToken, Tokenizer, decoders, processors
 
         self._proto = parse_model(model, "tokenizer.model")
-        # A vocabulary with a newline piece of its own keeps "<n>" as it is.
+        # If the vocabulary has a newline piece already, "<n>" keeps its name.
         names = [piece.piece for piece in self._proto.pieces]
         newline = "\n" if "\n" not in names else NEWLINE
         self._names = [newline if name == NEWLINE else name for name in names]
@@ -206,7 +211,7 @@ class _HubFile:
 
         self.tokenizer: HubTokenizer = Tokenizer(self._model())
         self.tokenizer.normalizer = self._normalizer()
-        # mlx-lm recognizes exactly this list as SentencePiece's and then streams in linear time.
+        # mlx-lm recognizes exactly this list as SentencePiece's, and then streams in linear time.
         steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
         if self._proto.normalizer_spec.add_dummy_prefix:
             steps.append(decoders.Strip(" ", 1, 0))
@@ -227,13 +232,13 @@ class _HubFile:
         return self._proto.trainer_spec.model_type == _UNIGRAM
 
     def score(self, tokens: list[int]) -> float:
-        """The log probability of a Unigram segmentation."""
-        return sum(self._proto.pieces[token].score for token in tokens)
+        """Compute the log probability of a Unigram segmentation."""
+        return float(sum(self._proto.pieces[token].score for token in tokens))
 
     def _of_type(self, kind: int) -> list[str]:
         return [name for name, type_ in zip(self._names, self._types, strict=True) if type_ == kind]
 
-    def _model(self) -> Any:
+    def _model(self) -> BPE | Unigram:
         from tokenizers import models
 
         unknown = self._types.index(_UNKNOWN)
@@ -251,7 +256,7 @@ class _HubFile:
         )
 
     def _merges(self) -> list[tuple[str, str]]:
-        """Each way to cut each piece in two pieces; best score first, then the longest left part."""
+        """List each way to cut each piece in two: best score first, then the longest left part."""
         scores = {
             name: piece.score
             for name, piece in zip(self._names, self._proto.pieces, strict=True)
@@ -267,7 +272,7 @@ class _HubFile:
         return [(left, right) for *_, left, right in ranked]
 
     def _unigram_scores(self) -> list[float]:
-        """Scores with SentencePiece's bonus for user-defined pieces; other kinds never win."""
+        """List scores, with SentencePiece's bonus for user-defined pieces; other kinds never win."""
         normal = [piece.score for piece in self._proto.pieces if piece.type == _NORMAL]
         best, never = max(normal), 10 * min(normal) - 1000
         scores = []
@@ -280,22 +285,22 @@ class _HubFile:
                 scores.append(never)
         return scores
 
-    def _normalizer(self) -> Any:
+    def _normalizer(self) -> Normalizer:
         from tokenizers import Regex, normalizers
 
         spec = self._proto.normalizer_spec
-        steps: list[Any] = []
+        steps: list[Normalizer] = []
         if spec.precompiled_charsmap:
             steps.append(normalizers.Replace("\n", NEWLINE))
             steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
-        # The raw newline is `<n>` to AFM whichever of the two names the piece has here.
+        # To AFM, a newline and `<n>` are the same piece, whichever of the two names it has here.
         spelled = NEWLINE if self._newline == "\n" else "\n"
         steps.append(normalizers.Replace(spelled, self._newline))
         if spec.remove_extra_whitespaces:
             steps.append(normalizers.Replace(Regex(f"\\A +|[ {SPACE}]+\\z"), ""))
             steps.append(normalizers.Replace(Regex(" {2,}"), " "))
         if spec.add_dummy_prefix:
-            # An added token's own text goes through here too and must stay as it is.
+            # An added token's own name is normalized, too, and must stay as it is.
             alone = "|".join(re.escape(name) for name in [*self.markers, self.separator])
             start = f"\\A(?!{re.escape(self.separator)}|(?:{alone})\\z)(?=(?m:.))"
             steps.append(normalizers.Replace(Regex(start), SPACE))
@@ -306,11 +311,14 @@ class _HubFile:
 def _compare(
     vocabulary: SentencePieceVocabulary, hub: _HubFile, path: Path
 ) -> tuple[bool, list[str]]:
-    """Return True if two tokenizers give texts the same ids, or ids of equal score, and warnings for the user.
+    """Compare the ids of sample texts.
 
-    A tie is two Unigram segmentations of equal score: SentencePiece adds in float32, which decides
-    between them by rounding, tokenizers in float64. Left out is what can't agree: the separator's name as
-    text, which is a special token in tokenizer.json, and a marker alone, which gets no dummy prefix there.
+    Left out is what can't agree: the separator's name as text, which is a special token in tokenizer.json, and
+    a marker alone, which gets no dummy prefix there. Two Unigram segmentations of equal score are a tie, which
+    agrees: SentencePiece adds scores in float32, so that rounding decides, tokenizers in float64.
+
+    Returns:
+        True if all ids are equal or ties; and warnings for the user.
     """
     has_ties = False
     for text in _sample_texts(vocabulary):
@@ -330,7 +338,7 @@ def _compare(
 
 
 def _sample_texts(vocabulary: SentencePieceVocabulary) -> Iterator[str]:
-    """Texts of a vocabulary's own pieces, code, many scripts, control characters and spaces."""
+    """Yield texts of a vocabulary's own pieces, code, many scripts, control characters and spaces."""
     random_ = random.Random(0)
     pieces = [vocabulary.name(random_.randrange(vocabulary.size)) for _ in range(1000)]
     words = [piece.replace(SPACE, " ") for piece in pieces]

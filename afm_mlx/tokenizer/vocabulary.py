@@ -1,7 +1,10 @@
-"""The two kinds of tokenizer file behind one interface: text to ids, ids to pieces.
+"""A model folder's tokenizer files, and the vocabulary that is in them.
 
 `SentencePieceVocabulary` reads `tokenizer.model`, the file Apple ships; `HubVocabulary` reads the Hugging
 Face `tokenizer.json` that converters write. Both take text in which newlines are `<n>`.
+
+Functions that read files raise `TokenizerError`, which names the file or the key, what it holds and what is
+allowed.
 """
 
 from __future__ import annotations
@@ -12,45 +15,141 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, wraps
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.files import read_file
 from afm_mlx.installation import package_problem
 from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, Piece, PieceJoiner, PieceKind, Spacing
-from afm_mlx.tokenizer.tokenizer_config import text_of
 
 TURN_START, TURN_END = "<turn_start>", "<turn_end>"
 EXECUTABLE_START, EXECUTABLE_END = "<executable_start>", "<executable_end>"
 MARKERS = (TURN_START, TURN_END, EXECUTABLE_START, EXECUTABLE_END)  # of the prompt format
 
-USER_DEFINED = 4  # of the types of pieces in sentencepiece_model.proto
-
+USER_DEFINED = 4  # a type of pieces in sentencepiece_model.proto
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+VOCABULARY_BYTES, CONFIG_BYTES = 128 << 20, 16 << 20
+"""Bytes that a vocabulary's file and a configuration may have. The largest vocabularies (262,144 tokens) take
+35 MB."""
+DRAFT_FOLDER = "draft"
+"""Folder of a draft model inside its target model's folder; the two share the target's tokenizer."""
+_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "*.tiktoken",
+    "chat_template*",
+    "generation_config.json",
+)
+
+# Files
 
 
-def _finds_damage(method: _Method) -> _Method:
-    """A method that raises `TokenizerError` for whatever libraries raise over a damaged file, `self._path`."""
+def has_tokenizer(folder: Path) -> bool:
+    """True if a folder has a vocabulary of its own."""
+    return any((folder / name).exists() for name in ("tokenizer.model", "tokenizer.json"))
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Return the folder of a model's tokenizer: the target's for a draft model without one, else its own."""
+    if not has_tokenizer(folder) and folder.resolve().name == DRAFT_FOLDER:
+        target = folder.resolve().parent
+        if has_tokenizer(target):
+            return target
+    return folder
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """List the tokenizer's files in a model folder of any architecture, sorted by name.
+
+    Raises:
+        TokenizerError: if one of them is no regular file, or larger than any tokenizer's.
+    """
+    found = {file for pattern in _FILES for file in folder.glob(pattern) if not file.is_dir()}
+    for file in found:
+        if not file.is_file():
+            raise TokenizerError(f"{file} is no file; copy the model folder again.")
+        if (size := file.stat().st_size) > VOCABULARY_BYTES:
+            raise TokenizerError(
+                f"{file} has {size:,} bytes, and files of tokenizers have {VOCABULARY_BYTES:,} at most. Copy "
+                "the model folder again."
+            )
+    return sorted(found)
+
+
+def read_bytes(path: Path, limit: int = VOCABULARY_BYTES) -> bytes:
+    """Read a file of `limit` bytes at most."""
+    try:
+        return read_file(path, limit)
+    except OSError as error:
+        raise TokenizerError(f"{path} can't be read: {error.strerror or error}.") from error
+
+
+def read_text(path: Path, limit: int = VOCABULARY_BYTES) -> str:
+    """Read a UTF-8 file of `limit` bytes at most."""
+    try:
+        return read_bytes(path, limit).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8 text: {error}") from error
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty if there is no such file."""
+    if not path.exists():
+        return {}
+    text = read_text(path, CONFIG_BYTES)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise TokenizerError(f"{path} must be a JSON object, got {type(config).__name__}.")
+    return config
+
+
+def token_name(config: Mapping[str, object], key: str) -> str | None:
+    """Return a token's name from tokenizer_config.json: a string, or an object's `content`; None if unset."""
+    token = config.get(key)
+    name = token.get("content") if isinstance(token, dict) else token
+    if name is not None and not isinstance(name, str):
+        raise TokenizerError(
+            f"{key!r} of tokenizer_config.json must be a string, or an object with a string as 'content', "
+            f"got {shown(token)}."
+        )
+    return name
+
+
+# Vocabularies
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _finds_damage(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Wrap a vocabulary's method: what libraries raise over a damaged file becomes a `TokenizerError`."""
 
     @wraps(method)
-    def run(self: Any, *args: Any) -> Any:
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            return method(self, *args)
+            return method(*args, **kwargs)
         except TokenizerError:
             raise
         except BaseException as error:
             if (problem := package_problem(error)) or isinstance(error, ImportError):
                 raise TokenizerError(problem or str(error)) from error
-            # What Rust code of `tokenizers` ends with is no Exception.
+            # The panics of `tokenizers`, which is Rust, are no Exceptions.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
+            path = getattr(args[0], "_path", None)
             raise TokenizerError(
-                f"{self._path} can't be used as a tokenizer ({type(error).__name__}: {shown(str(error))}). "
+                f"{path} can't be used as a tokenizer ({type(error).__name__}: {shown(str(error))}). "
                 "Copy it again: it is damaged, or a placeholder for a file that was not downloaded."
             ) from error
 
-    return run  # type: ignore[return-value]
+    return run
 
 
 class SentencePieceVocabulary:
@@ -58,17 +157,21 @@ class SentencePieceVocabulary:
 
     Attributes:
         size: number of ids, which are 0 .. size - 1.
-        separator_id: SentencePiece's end of a sequence, which comes before every sequence here.
-        pad_id, unk_id: None where the file has none.
-        spacing: how decoding drops spaces.
+        separator_id: SentencePiece's end-of-sequence id, which comes before every sequence here.
+        pad_id, unk_id: padding and unknown ids; None if the file has none.
+        spacing: which leading spaces decoding drops.
     """
 
     @_finds_damage
     def __init__(self, model: bytes, path: str | Path) -> None:
-        """Read a serialized model; `path` is named when it can't be used.
+        """Read a serialized model.
+
+        Args:
+            model: content of the file.
+            path: the file, for errors.
 
         Raises:
-            TokenizerError: when it is not a SentencePiece model, or one without an end-of-sequence piece.
+            TokenizerError: for what is no SentencePiece model, or one without an end-of-sequence piece.
         """
         self._model, self._path = model, path
         from sentencepiece import SentencePieceProcessor
@@ -133,15 +236,15 @@ class SentencePieceVocabulary:
 
     @cached_property
     def symbols(self) -> Mapping[str, int]:
-        """User-defined pieces, which are found in a text before it is cut into others, and their ids."""
+        """Ids of user-defined pieces by name; encoding finds these in a text first."""
         pieces = parse_model(self._model, self._path).pieces
         ids = [token for token, piece in enumerate(pieces) if piece.type == USER_DEFINED]
-        # By `name`, which finds out when a damaged piece is no text.
+        # `name` raises for a damaged piece that is no text.
         return {self.name(token): token for token in ids}
 
     @cached_property
     def is_literal(self) -> bool:
-        """True if no normalizer makes a symbol's name of a text that does not have it."""
+        """True if no normalizer turns other text into a symbol's name."""
         return not parse_model(self._model, self._path).normalizer_spec.precompiled_charsmap
 
     def is_hidden(self, token: int) -> bool:
@@ -150,7 +253,7 @@ class SentencePieceVocabulary:
 
     @_finds_damage
     def renamed(self, names: Mapping[int, str]) -> SentencePieceVocabulary:
-        """A vocabulary with the same ids that finds some symbols under other names, given by id."""
+        """Return a vocabulary with the same ids that finds symbols under other names, given by id."""
         proto = parse_model(self._model, self._path)
         for token, name in names.items():
             proto.pieces[token].piece, proto.pieces[token].type = name, USER_DEFINED
@@ -158,16 +261,21 @@ class SentencePieceVocabulary:
 
 
 class HubVocabulary:
-    """A `tokenizer.json`, as `save_tokenizer` or another converter writes it; see `SentencePieceVocabulary`."""
+    """A `tokenizer.json` of any converter; with the attributes of `SentencePieceVocabulary`."""
 
     UNKNOWN_SURFACE = " \u2047 "  # SentencePiece's default
 
     @_finds_damage
     def __init__(self, text: str, path: str | Path, config: dict[str, Any]) -> None:
-        """Read the file's text; `config` is the content of tokenizer_config.json.
+        """Read a file's text.
+
+        Args:
+            text: content of the file.
+            path: the file, for errors.
+            config: content of tokenizer_config.json.
 
         Raises:
-            TokenizerError: when it is not a tokenizer file, or has no separator.
+            TokenizerError: for what is no tokenizer file, or one without a separator.
         """
         self._path = path
         import tokenizers
@@ -176,7 +284,7 @@ class HubVocabulary:
         model = content["model"]
         added = content.get("added_tokens") or []
         control = _control_names(added, config)
-        # A control token is one by its id only: the user's text "</s>" is text, as in SentencePiece.
+        # The text "</s>" is text, as in SentencePiece: only an id makes a control token.
         entries = model["vocab"]  # of a Unigram model, pairs of name and score
         names = entries if isinstance(entries, dict) else [name for name, *_ in entries]
         hidden = control.intersection(names)
@@ -191,10 +299,10 @@ class HubVocabulary:
         self._has_bytes = bool(model.get("byte_fallback"))
         # A file that `save_tokenizer` wrote has a true newline where SentencePiece has "<n>".
         self._newline_id = self._tokenizer.token_to_id("\n")
-        # There, a text's `<n>` becomes one by the normalizer.
+        # There, the normalizer turns a text's `<n>` into a newline.
         self._has_raw_newline = "\n" in set(names)
         self.separator_id = self._find_separator(path, config)
-        self.pad_id = self.id_of(text_of(config.get("pad_token"), "pad_token") or "<pad>")
+        self.pad_id = self.id_of(token_name(config, "pad_token") or "<pad>")
         self.unk_id = self.id_of(_unknown_name(model) or "<unk>")
         self._added = {token["content"] for token in content["added_tokens"]}
         first = self._tokenizer.encode("a", add_special_tokens=False).tokens[:1]
@@ -203,9 +311,9 @@ class HubVocabulary:
         self.spacing = Spacing(dummy_prefix=has_prefix, strip_all=False)
 
     def _find_separator(self, path: str | Path, config: dict[str, Any]) -> int:
-        bos, eos = (text_of(config.get(key), key) for key in ("bos_token", "eos_token"))
+        bos, eos = (token_name(config, key) for key in ("bos_token", "eos_token"))
         for name in (bos, "</s>", eos):
-            # "<s>" is what LLaMA converters write whether or not the model knows it.
+            # LLaMA converters write "<s>" even if the model doesn't know it.
             if name and name != "<s>" and name not in MARKERS:
                 token = self._tokenizer.token_to_id(name)
                 if token is not None:
@@ -218,7 +326,7 @@ class HubVocabulary:
     @_finds_damage
     def encode(self, text: str) -> list[int]:
         tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
-        # What `save_tokenizer` writes can't have the dummy prefix before a lone marker.
+        # A file of `save_tokenizer` puts no dummy prefix before a lone marker.
         if len(tokens) == 1 and text in self._added and self.spacing.dummy_prefix:
             return [self._prefix_id, *tokens]
         return tokens
@@ -232,7 +340,7 @@ class HubVocabulary:
     def name(self, token: int) -> str:
         if token == self._newline_id:
             return NEWLINE
-        # Of an added token, `id_to_token` may give what a normalizer makes of its name.
+        # For an added token, `id_to_token` may return its normalized name.
         return self._names_of_added.get(token) or self._tokenizer.id_to_token(token) or ""
 
     @_finds_damage
@@ -273,7 +381,7 @@ class HubVocabulary:
     def renamed(self, names: Mapping[int, str]) -> HubVocabulary:
         import tokenizers
 
-        # Names of control tokens have no text, but the pieces of a Unigram model are found by their names.
+        # Control tokens have no text, but a Unigram model would find them by name.
         hidden = {t: f"{self.name(t)}\U0010fffd" for t in self._control if t != self.unk_id}
         new_names = {self.name(t): name for t, name in (hidden | dict(names)).items()}
         content = _with_names(self._content, new_names)
@@ -293,10 +401,10 @@ Vocabulary: TypeAlias = SentencePieceVocabulary | HubVocabulary
 
 
 def parse_model(model: bytes, path: str | Path) -> Any:
-    """The `ModelProto` of a serialized SentencePiece model.
+    """Parse a serialized SentencePiece model to its `ModelProto`.
 
     Raises:
-        TokenizerError: names `path` when it is damaged.
+        TokenizerError: if the model is damaged; names `path`.
     """
     from google.protobuf.message import DecodeError
     from sentencepiece import sentencepiece_model_pb2
@@ -312,8 +420,8 @@ def parse_model(model: bytes, path: str | Path) -> Any:
 _PLAIN_TOKEN = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
 
 
-def _with_names(value: Any, names: Mapping[str, str]) -> Any:
-    """A copy of a tokenizer file's content with other names in the vocabulary, added tokens and normalizer."""
+def _with_names(value: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Copy a tokenizer file's content, with other names in the vocabulary, added tokens and normalizer."""
     content = {key: item for key, item in value.items() if key != "post_processor"}
     content["added_tokens"] = [
         {**token, "content": names.get(token["content"], token["content"])}
@@ -328,7 +436,7 @@ def _with_names(value: Any, names: Mapping[str, str]) -> Any:
     if "merges" in model:
         model["merges"] = [m for m in model["merges"] if _merged(m) not in names]
     content["model"] = model
-    # `save_tokenizer` writes a regular expression with the markers' names.
+    # A file of `save_tokenizer` has the markers' names in a regular expression.
     normalizer = json.dumps(value.get("normalizer"), ensure_ascii=False)
     for name, new in names.items():
         for spelled in {name, re.escape(name)}:
@@ -342,7 +450,7 @@ def _merged(merge: str | list[str]) -> str:
 
 
 def _control_names(added: list[dict[str, Any]], config: dict[str, Any]) -> set[str]:
-    """Names without text: what `save_tokenizer` noted, else the special tokens that aren't markers."""
+    """Collect the names of tokens without text: as `save_tokenizer` listed them, else special tokens."""
     noted = config.get("control_tokens")
     if isinstance(noted, list):
         return {name for name in noted if isinstance(name, str)}

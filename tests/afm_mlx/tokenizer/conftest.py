@@ -1,4 +1,4 @@
-"""Tokenizers of both kinds of file, and tamm's beside them."""
+"""Tokenizers of both kinds of file, and tamm's for comparison."""
 
 import pytest
 

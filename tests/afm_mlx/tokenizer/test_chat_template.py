@@ -100,3 +100,17 @@ def test_faulty_templates_name_their_file(source, words):
     fields = {"response_format": SCHEMA} if "has" in words else {}
     with pytest.raises(TokenizerError, match=words):
         ChatTemplate(source, "a/b.jinja").render([{**USER, **fields}])
+
+
+def test_tools_of_the_system_message(tokenizer):
+    with_tools = [{**SYSTEM, "tools": [TOOL]}, USER]
+    expected = tokenizer.apply_chat_template([SYSTEM, USER], tools=[TOOL])
+    assert tokenizer.apply_chat_template(with_tools) == expected
+    with pytest.raises(TokenizerError, match="twice"):
+        tokenizer.apply_chat_template(with_tools, tools=[TOOL])
+
+
+def test_continue_final_message(tokenizer):
+    messages = [USER, {"role": "assistant", "content": "The answer is "}]
+    text = tokenizer.apply_chat_template(messages, continue_final_message=True, tokenize=False)
+    assert text.endswith("<turn_start> assistant<n>The answer is ")

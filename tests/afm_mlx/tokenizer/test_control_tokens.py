@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from afm_mlx.tokenizer.caller_text import free_mark
+from afm_mlx.errors import TokenizerError
 from afm_mlx.tokenizer.chat_template import V6_TEMPLATE
-from afm_mlx.tokenizer.control_tokens import is_bracketed
+from afm_mlx.tokenizer.control_tokens import CallerText, free_mark, is_bracketed, marked, strings_in
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from tests.tools.cases import each
 from tests.tools.tokenizers import MARKERS, plain_text, train_tiny_spm
@@ -225,3 +225,34 @@ def test_a_typed_newline_mark_is_three_characters(tokenizer):
     assert ids("x<n>", chat_template=other).count(newline) == 1
     innocent = [token for token in ids("x\ny") if token == newline]
     assert [token for token in ids("x\n<n>y") if token == newline] == innocent
+
+
+# CallerText: the plain string to a template; text joined from it has the marks.
+
+MARK = "\ufdd0"
+
+
+def test_marked_text_reads_as_the_string():
+    text = CallerText("a <b> c", MARK)
+    assert text == "a <b> c"
+    assert {text: 1}["a <b> c"] == 1
+    assert (len(text), "<b>" in text, text.find("<")) == (7, True, 2)
+    assert text.split(" ")[1].encode() == f"<{MARK}b{MARK}>{MARK}".encode()
+    assert json.dumps({text: 1}, ensure_ascii=False).replace(MARK, "") == '{"a <b> c": 1}'
+    assert text.replace("<b>", "<turn_end>").count("<turn_end>") == 1
+    assert "".join([repr(text)]).replace(MARK, "") == repr("a <b> c")
+
+
+def test_strings_of_nested_values():
+    loop = {"a": ["x", {"y": ("z",)}]}
+    loop["b"] = loop
+    assert sorted(strings_in(loop)) == ["a", "b", "x", "y", "z"]
+    copied = marked({"a": [1, None, ("b",)]}, MARK)
+    assert copied == {"a": [1, None, ("b",)]}
+    assert type(copied["a"][2][0]) is CallerText
+
+
+def test_a_mark_is_a_character_that_no_text_has():
+    assert free_mark([chr(c) for c in range(0xFDD0, 0xFDEF)]) == "\ufdef"
+    with pytest.raises(TokenizerError, match="every private character"):
+        free_mark([chr(c) for c in range(0xFDD0, 0x110000)])
