@@ -17,8 +17,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, save_file
-from afm_mlx.checkpoint.stored_tensor import StoredTensor
+from afm_mlx.checkpoint.safetensors_file import StoredTensor, load_stored, read_header, save_file
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_write

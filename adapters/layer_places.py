@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import mlx.nn as nn
 
-from afm_mlx.architecture import block_kinds
+from afm_mlx.config import block_kinds
 from afm_mlx.kernels import dispatch
 from afm_mlx.model.fused_layers import LinearWrapper
 from afm_mlx.model.model import is_afm

@@ -21,8 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.adapters.layer_places import Shapes
-from afm_mlx.checkpoint.safetensors_file import reading
-from afm_mlx.checkpoint.stored_tensor import StoredTensor, float_values
+from afm_mlx.checkpoint.safetensors_file import StoredTensor, float_values, reading
 from afm_mlx.errors import CheckpointError, named, shown
 from afm_mlx.json_values import FLOAT16_MAX
 from afm_mlx.kernels import BLOCK, Part

@@ -10,14 +10,14 @@ Source: `tamm` 0.2.0, `tamm/models/afm_text/afm_text_v7.py`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from afm_mlx.architecture import KV_SCALES, parameter_shapes
 from afm_mlx.errors import ConfigError, named, shown
 from afm_mlx.files import read_file
 
@@ -293,3 +293,117 @@ PRESETS: dict[str, ModelConfig] = {
         context_length=1024,
     ),
 }
+
+
+# -- architecture
+
+KV_SCALES = ("quant_key_scale", "quant_value_scale")
+"""Names of the static int8 scales in the attention of every block that writes keys and values."""
+
+
+class Projection(NamedTuple):
+    """Rows of a matrix that compute one thing, such as queries.
+
+    Args:
+        outputs: number of rows.
+        rotary_heads: heads among the outputs that RoPE rotates; 0 where it rotates none.
+    """
+
+    outputs: int
+    rotary_heads: int = 0
+
+
+class Matrix(NamedTuple):
+    """The weight of a linear layer.
+
+    Args:
+        name: path of the layer within its block, such as `mlp.up_proj`.
+        inputs: number of columns.
+        projections: what its rows compute, in order: three things in a fused layer, else one.
+    """
+
+    name: str
+    inputs: int
+    projections: tuple[Projection, ...]
+
+    @property
+    def outputs(self) -> int:
+        """Number of rows."""
+        return sum(projection.outputs for projection in self.projections)
+
+
+class BlockKind(NamedTuple):
+    """The parameters of one kind of block, and where its blocks are.
+
+    Args:
+        path: path of the list that holds the blocks, such as `model.layers`.
+        num_blocks: number of blocks of this kind.
+        matrices: linear layers of a block, in the order of tamm's state dicts.
+        norms: number of weights of each norm, by its path within the block.
+        scales: paths of the scalar parameters within the block.
+    """
+
+    path: str
+    num_blocks: int
+    matrices: tuple[Matrix, ...]
+    norms: Mapping[str, int]
+    scales: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=16)
+def block_kinds(config: ModelConfig) -> tuple[BlockKind, BlockKind]:
+    """The two kinds of block: those that write keys and values, and those that reuse them."""
+    width, ffn = config.hidden_dim, config.ffn_dim
+    queries = Projection(width, config.num_heads)
+    keys, values = Projection(config.kv_dim, config.num_kv_heads), Projection(config.kv_dim)
+    matrices = (
+        Matrix("self_attn.out_proj", width, (Projection(width),)),
+        Matrix("mlp.gate_proj", width, (Projection(ffn),)),
+        Matrix("mlp.up_proj", width, (Projection(ffn),)),
+        Matrix("mlp.down_proj", ffn, (Projection(width),)),
+    )
+    norms = {
+        "self_attn.q_norm": config.head_dim,
+        "input_layernorm": width,
+        "post_attention_layernorm": width,
+    }
+    scales = KV_SCALES if config.kv_bits is not None else ()
+    return (
+        BlockKind(
+            "model.layers",
+            config.num_kv_layers,
+            (Matrix("self_attn.qkv_proj", width, (queries, keys, values)), *matrices),
+            {**norms, "self_attn.k_norm": config.head_dim},
+            tuple(f"self_attn.{scale}" for scale in scales),
+        ),
+        BlockKind(
+            "model.kv_reuse_layers",
+            config.num_kv_reuse_layers,
+            (Matrix("self_attn.q_proj", width, (queries,)), *matrices),
+            norms,
+            (),
+        ),
+    )
+
+
+def blocks(config: ModelConfig) -> Iterator[tuple[str, BlockKind]]:
+    """Yield the path and the kind of every block, from the first to the last."""
+    for kind in block_kinds(config):
+        for index in range(kind.num_blocks):
+            yield f"{kind.path}.{index}", kind
+
+
+def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the parameters of an unquantized model."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embedding.weight": (config.vocab_size, config.hidden_dim)
+    }
+    for path, kind in blocks(config):
+        for matrix in kind.matrices:
+            shapes[f"{path}.{matrix.name}.weight"] = (matrix.outputs, matrix.inputs)
+        for norm, size in kind.norms.items():
+            shapes[f"{path}.{norm}.weight"] = (size,)
+        for scale in kind.scales:
+            shapes[f"{path}.{scale}"] = ()
+    shapes["model.output_norm.weight"] = (config.hidden_dim,)
+    return shapes

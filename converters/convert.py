@@ -17,16 +17,15 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from afm_mlx.checkpoint.toolkit_config import is_toolkit_config
-from afm_mlx.checkpoint.torch_file import check_archive
+from afm_mlx.checkpoint.toolkit_checkpoint import check_archive, is_toolkit_config
 from afm_mlx.config import MODEL_TYPE, read_config_json
 from afm_mlx.converters import mixed_bits
 from afm_mlx.converters.conversion_options import ConversionOptions
-from afm_mlx.converters.coreml.plan import plan_package
-from afm_mlx.converters.coreml_import import coreml_module
+from afm_mlx.converters.coreml.source import plan_package
 from afm_mlx.converters.mlx_lm import write_mlx_lm
 from afm_mlx.converters.other_models import write_other_model
 from afm_mlx.converters.toolkit import write_toolkit
+from afm_mlx.coreml.availability import REINSTALL, import_coremltools
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_folder, place_beside, refuse_existing
 from afm_mlx.loading.resolve import resolve_model
@@ -132,7 +131,14 @@ def _convert_to_core_ml(
         neural_engine=options.ane,
         lengths=options.prompt_lengths,
     )
-    write_package = coreml_module("write").write_package
+    import_coremltools()
+    try:
+        from afm_mlx.converters.coreml.package_writer import write_package
+    except ImportError as error:
+        raise AFMError(
+            f"coremltools lacks a part that writes Core ML programs ({error}). Install it again, for a Python "
+            f"that it has a wheel for: {REINSTALL}"
+        ) from error
     with atomic_folder(mlx_path) as folder:
         write_package(plan, folder, progress)
 

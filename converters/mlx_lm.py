@@ -17,22 +17,20 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.adapters.adapter_folder import load_adapter, save_adapter
-from afm_mlx.architecture import KV_SCALES, parameter_shapes
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files
+from afm_mlx.checkpoint.safetensors_file import StoredTensor
 from afm_mlx.checkpoint.stored_layers import (
     StoredRules,
     check_folder_tensors,
     quantization_of,
     stored_settings,
 )
-from afm_mlx.checkpoint.stored_tensor import StoredTensor
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.config import KV_SCALES, ModelConfig, parameter_shapes, read_config_json
 from afm_mlx.converters.conversion_options import ConversionOptions
-from afm_mlx.converters.folder_writer import FolderWriter
-from afm_mlx.converters.stored_parameters import StoredLayer, StoredParameter
+from afm_mlx.converters.folder_writer import FolderWriter, StoredLayer, StoredParameter
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import PARTS

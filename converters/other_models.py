@@ -18,7 +18,7 @@ import mlx.nn as nn
 from afm_mlx.checkpoint.stored_layers import quantization_of, stored_settings
 from afm_mlx.config import read_config_json
 from afm_mlx.converters.conversion_options import ConversionOptions
-from afm_mlx.converters.layer_packing import mlx_rule, to_mlx_format
+from afm_mlx.converters.folder_writer import mlx_rule, to_mlx_format
 from afm_mlx.converters.mixed_bits import calibration_file, check_mlx_format, choose_mix
 from afm_mlx.errors import AFMError, named, shown
 from afm_mlx.installation import package_problem

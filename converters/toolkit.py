@@ -29,24 +29,22 @@ from afm_mlx.adapters.formats.pair_order import (
     num_layers_of,
 )
 from afm_mlx.adapters.formats.toolkit_adapter import read_pairs
-from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
-from afm_mlx.checkpoint.toolkit_config import (
+from afm_mlx.checkpoint.toolkit_checkpoint import (
+    KeyMap,
     LoRASpec,
     ToolkitConfig,
-    find_toolkit_config,
-    read_toolkit_config,
-)
-from afm_mlx.checkpoint.toolkit_keys import KeyMap, map_keys
-from afm_mlx.checkpoint.torch_file import (
     equal,
+    find_toolkit_config,
     import_torch,
+    map_keys,
     mlx_dtype,
     open_state_dict,
+    read_toolkit_config,
     tensor_chunks,
 )
 from afm_mlx.checkpoint.weights import check_weights
-from afm_mlx.config import ModelConfig
+from afm_mlx.config import ModelConfig, parameter_shapes
 from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.folder_writer import FolderWriter
 from afm_mlx.converters.mlx_lm import check_mlx_lm_computes

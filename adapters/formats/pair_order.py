@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from afm_mlx.architecture import blocks
-from afm_mlx.config import PRESETS, ModelConfig
+from afm_mlx.config import PRESETS, ModelConfig, blocks
 from afm_mlx.errors import CheckpointError, named, shown
 
 Tensors = dict[str, mx.array]

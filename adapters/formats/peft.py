@@ -32,8 +32,13 @@ from afm_mlx.adapters.formats.pair_order import (
     num_layers_of,
 )
 from afm_mlx.adapters.formats.peft_config import config_json, read_settings
-from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, reading, save_file
-from afm_mlx.checkpoint.stored_tensor import StoredTensor
+from afm_mlx.checkpoint.safetensors_file import (
+    StoredTensor,
+    load_stored,
+    read_header,
+    reading,
+    save_file,
+)
 from afm_mlx.config import ModelConfig
 from afm_mlx.errors import CheckpointError, named, shown
 from afm_mlx.files import atomic_folder

@@ -28,10 +28,18 @@ from afm_mlx.adapters.formats.pair_order import (
     pair_places,
     without_empty,
 )
-from afm_mlx.checkpoint.stored_tensor import array_bytes
-from afm_mlx.checkpoint.toolkit_config import LoRASpec, find_toolkit_config, read_toolkit_config
-from afm_mlx.checkpoint.toolkit_keys import adapter_key, map_keys
-from afm_mlx.checkpoint.torch_file import import_torch, mlx_dtype, open_state_dict, tensor_chunks
+from afm_mlx.checkpoint.safetensors_file import array_bytes
+from afm_mlx.checkpoint.toolkit_checkpoint import (
+    LoRASpec,
+    adapter_key,
+    find_toolkit_config,
+    import_torch,
+    map_keys,
+    mlx_dtype,
+    open_state_dict,
+    read_toolkit_config,
+    tensor_chunks,
+)
 from afm_mlx.config import ModelConfig, read_config_json
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError, named, shown
 from afm_mlx.files import atomic_write, refuse_existing

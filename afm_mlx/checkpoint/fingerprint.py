@@ -27,7 +27,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from afm_mlx.checkpoint.stored_tensor import StoredTensor, array_bytes, float_values
+from afm_mlx.checkpoint.safetensors_file import StoredTensor, array_bytes, float_values
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import ModelConfig
 

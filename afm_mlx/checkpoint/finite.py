@@ -17,8 +17,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from afm_mlx.architecture import KV_SCALES
 from afm_mlx.checkpoint.safetensors_file import reading
+from afm_mlx.config import KV_SCALES
 from afm_mlx.errors import CheckpointError, named
 
 LARGEST = float(np.sqrt(np.finfo(np.float32).max))  # just below 2^64

@@ -14,9 +14,8 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.weights import check_weights
-from afm_mlx.config import ModelConfig
+from afm_mlx.config import ModelConfig, parameter_shapes
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 from afm_mlx.kernels import BITS, PackedWeight, dispatch
 from afm_mlx.kernels.cpu import extension

@@ -16,8 +16,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, write_file
-from afm_mlx.checkpoint.stored_tensor import StoredTensor, TensorSpec, array_bytes, array_specs
+from afm_mlx.checkpoint.safetensors_file import (
+    StoredTensor,
+    TensorSpec,
+    array_bytes,
+    array_specs,
+    load_stored,
+    read_header,
+    write_file,
+)
 from afm_mlx.config import read_config_json
 from afm_mlx.errors import CheckpointError, ConfigError, named, shown
 from afm_mlx.files import output_of

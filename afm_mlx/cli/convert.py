@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _print_package(package: Path) -> None:
-    from afm_mlx.converters.coreml.package import package_size
+    from afm_mlx.converters.coreml.package_writer import package_size
 
     weights, program = package_size(package)
     print(f"{package}: {weights / 1e6:,.1f} MB of weights, {program / 1e6:,.1f} MB of program")

@@ -4,13 +4,9 @@
 | --- | --- |
 | `availability.py` | whether Core ML can run here, and coremltools |
 | `package.py` | what a package says of itself: functions, lengths, context |
-| `functions.py` | functions that are loaded |
-| `devices.py` | which device is to run what |
-| `prompt_chunks.py` | a prompt in calls of the lengths that a package takes |
-| `model.py` | a package that reads prompts and gives logits |
+| `coreml_model.py` | a package that is loaded: prompts to logits, and which device runs what |
 """
 
-from afm_mlx.coreml.devices import planned_devices
-from afm_mlx.coreml.model import CoreMLModel
+from afm_mlx.coreml.coreml_model import CoreMLModel, planned_devices
 
 __all__ = ["CoreMLModel", "planned_devices"]

@@ -33,7 +33,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.checkpoint.stored_tensor import array_bytes
+from afm_mlx.checkpoint.safetensors_file import array_bytes
 from afm_mlx.errors import RequestError
 from afm_mlx.files import atomic_write, read_file, remove_leftovers
 

@@ -13,8 +13,13 @@ from safetensors import safe_open
 from afm_mlx.adapters.attach import adapter_fingerprint
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
-from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, reading, save_file
-from afm_mlx.checkpoint.stored_tensor import StoredTensor
+from afm_mlx.checkpoint.safetensors_file import (
+    StoredTensor,
+    load_stored,
+    read_header,
+    reading,
+    save_file,
+)
 from afm_mlx.errors import CacheFileError, CheckpointError, named, shown
 from afm_mlx.files import atomic_write
 from afm_mlx.model.kv_cache import KEEP, MOST_TOKENS, KVCache

@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 
 from afm_mlx.adapters.attach import attach_adapter
-from afm_mlx.architecture import KV_SCALES
 from afm_mlx.checkpoint.finite import read_parameters
 from afm_mlx.checkpoint.safetensors_file import load_stored
 from afm_mlx.checkpoint.stored_layers import (
@@ -19,7 +18,7 @@ from afm_mlx.checkpoint.stored_layers import (
     settle_scales,
 )
 from afm_mlx.checkpoint.weights import stored_tensors
-from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
+from afm_mlx.config import KV_SCALES, MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import AFMError, ConfigError, shown
 from afm_mlx.kernels.cpu.memory import prefer_huge_pages
 from afm_mlx.kernels.replay import keep_compiler_out

@@ -26,8 +26,7 @@ import numpy as np
 
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.coreml.availability import obstacle
-from afm_mlx.coreml.devices import planned_devices
-from afm_mlx.coreml.model import CoreMLModel
+from afm_mlx.coreml.coreml_model import CoreMLModel, planned_devices
 from afm_mlx.coreml.package import CoreMLPackage
 from afm_mlx.errors import AFMError, CheckpointError, shown
 from afm_mlx.loading.load import load

@@ -17,8 +17,8 @@ import mlx.core as mx
 
 from afm_mlx import __version__, blas
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
+from afm_mlx.checkpoint.safetensors_file import StoredTensor
 from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of, stored_settings
-from afm_mlx.checkpoint.stored_tensor import StoredTensor
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.config import MODEL_TYPE, ModelConfig, is_afm_config, read_config_json
 from afm_mlx.errors import ConfigError, named, shown

@@ -5,8 +5,7 @@
 | `rule.py` | how one matrix is packed, and the rules of published models |
 | `packed_layers.py` | layers that compute with packed matrices |
 | `quantize_model.py` | whole models, packed and unpacked; `quantization` in `config.json` |
-| `float_to_codes.py`, `grids.py`, `affine_grids.py` | float matrices to codes |
-| `sensitivity.py` | which layers can do with fewer bits |
+| `float_to_codes.py`, `grids.py` | float matrices to codes |
 """
 
 from afm_mlx.quantization.quantize_model import dequantize_model, quantize_model

@@ -24,15 +24,18 @@ import numpy as np
 
 from afm_mlx.errors import CheckpointError
 from afm_mlx.kernels import PackedWeight
-from afm_mlx.quantization.affine_grids import AffineCodes, any_grids, mlx_codes, no_grids
 from afm_mlx.quantization.grids import (
+    AffineCodes,
     Array,
     affine_codes,
+    any_grids,
     balanced_codes,
     fit_scales,
     grid_scales,
     k_means,
+    mlx_codes,
     nearest_entries,
+    no_grids,
     pack_words,
     reproduces,
     round_to,

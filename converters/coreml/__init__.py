@@ -4,14 +4,10 @@
 
 | | file |
 | --- | --- |
-| from a folder to a plan, which refuses what no package holds | `plan.py` |
-| from a plan to a package | `write.py` |
-| where the folder holds each matrix, and in what form a package takes it | `source.py`, `compression.py` |
-| constants of a program whose data is read when it is written | `constants.py` |
-| the program's file of weights and its description | `package.py` |
-| functions: `prefill` and `decode`, and a pair for each adapter | `functions.py` |
-| a block in two arrangements of operators | `layouts.py`: `linear_layout.py`, `channel_layout.py` |
-| adapters beside a matrix | `low_rank.py` |
+| matrices and adapters of a folder, and refusals that need no coremltools | `source.py` |
+| matrices as constants of a program | `compression.py` |
+| functions and blocks in two arrangements of operators | `layouts.py` |
+| a program into a package | `package_writer.py` |
 
 Notable choices:
 

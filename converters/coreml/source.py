@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,14 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.architecture import Matrix, blocks
-from afm_mlx.config import ModelConfig
-from afm_mlx.converters.stored_parameters import StoredLayer, StoredParameter
-from afm_mlx.errors import AFMError, named
+from afm_mlx.adapters.adapter_folder import load_adapter
+from afm_mlx.checkpoint.stored_layers import check_folder_tensors, quantization_of
+from afm_mlx.checkpoint.weights import stored_tensors
+from afm_mlx.config import Matrix, ModelConfig, blocks, read_config_json
+from afm_mlx.converters.conversion_options import prompt_lengths
+from afm_mlx.converters.folder_writer import StoredLayer, StoredParameter
+from afm_mlx.converters.mlx_lm import read_config, stored_parameters
+from afm_mlx.errors import AFMError, CheckpointError, named
 from afm_mlx.kernels import PackedWeight
 from afm_mlx.quantization.rule import QuantizationRule
 
@@ -136,4 +140,161 @@ def check_held(array: np.ndarray, name: str) -> None:
         raise AFMError(
             f"{named(name)} holds NaN, infinity, or numbers that {array.dtype} can't hold. Check the "
             "source; a package of float32 holds greater numbers (--to coreml --dtype float32)."
+        )
+
+
+# -- low_rank
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """What an adapter adds to one matrix: each projection's rows get `B (A x)`.
+
+    Args:
+        key: name of its constants.
+        a: (projections * rank, K), the A of each projection below the one before.
+        b: (N_i, rank) of each projection, times the adapter's scale; rows in the program's order.
+    """
+
+    key: str
+    a: np.ndarray
+    b: tuple[np.ndarray, ...]
+
+
+class AdapterConstants:
+    """An adapter of a folder.
+
+    Args:
+        folder: the adapter's folder, of mlx-lm's format.
+        source: the model that it is for.
+        dtype: type of its numbers in the program.
+
+    Raises:
+        CheckpointError: when it has a pair that no matrix of the model has.
+        AFMError: when it can't be read, or has numbers that `dtype` can't hold.
+    """
+
+    def __init__(self, folder: Path, source: Source, dtype: np.dtype[Any]) -> None:
+        self.name = folder.name
+        self._tensors, self._config = load_adapter(folder)
+        self._source, self._dtype = source, dtype
+        known = {
+            f"{path}.lora_a{end}": (matrix.inputs, outputs)
+            for path, matrix in source.matrices.items()
+            for end, outputs in _ends(matrix.projections)
+        }
+        for name, tensor in self._tensors.items():
+            if ".lora_a" not in name:
+                continue
+            shape = (tensor.shape[0], self._tensors[name.replace("lora_a", "lora_b")].shape[1])
+            if known.get(name) != shape:
+                fits = f"which takes {list(known[name])}" if name in known else "which it has not"
+                raise CheckpointError(
+                    f"{folder}: {named(name)} and its B are for {list(shape)} of the model's matrix, {fits}. "
+                    "The adapter was made for another model."
+                )
+
+    def of(self, path: str) -> LowRank | None:
+        """What the adapter adds to the matrix at a path; None for nothing."""
+        matrix, head = self._source.matrices[path], self._source.config.head_dim
+        rank = self._config.rank
+        a, b, found = [], [], False
+        for projection, (end, outputs) in zip(
+            matrix.projections, _ends(matrix.projections), strict=True
+        ):
+            left = self._tensors.get(f"{path}.lora_a{end}")
+            if left is None:
+                a.append(np.zeros((rank, matrix.inputs), self._dtype))
+                b.append(np.zeros((outputs, rank), self._dtype))
+                continue
+            found = True
+            right = self._floats(f"{path}.lora_b{end}").T * np.float32(self._config.scale)
+            if projection.rotary_heads:
+                right = right.reshape(projection.rotary_heads, head, rank)[:, half_split(head)]
+            a.append(self._floats(f"{path}.lora_a{end}").T.astype(self._dtype))
+            b.append(right.reshape(outputs, rank).astype(self._dtype))
+        if not found:
+            return None
+        for array in (*a, *b):
+            check_held(array, f"{self.name}: {path}")
+        return LowRank(f"{self.name}:{path}", np.concatenate(a), tuple(b))
+
+    def _floats(self, name: str) -> np.ndarray:
+        return np.array(self._tensors[name].astype(mx.float32))
+
+
+def _ends(projections: tuple[Any, ...]) -> list[tuple[str, int]]:
+    """The ends of the names of each projection's tensors, and its rows."""
+    if len(projections) == 1:
+        return [("", projections[0].outputs)]
+    return [(f".{i}", projection.outputs) for i, projection in enumerate(projections)]
+
+
+# -- plan
+
+
+@dataclass(frozen=True)
+class PackagePlan:
+    """A model folder that can become a Core ML package, and how.
+
+    Args:
+        source: the model's parameters.
+        adapters: the folder's adapters.
+        dtype: float16 or float32, the type that the package computes in.
+        neural_engine: True for operators in the Neural Engine's arrangement.
+        lengths: numbers of tokens that `prefill` takes, ascending, each at most the context's.
+    """
+
+    source: Source
+    adapters: tuple[AdapterConstants, ...]
+    dtype: np.dtype[Any]
+    neural_engine: bool
+    lengths: tuple[int, ...]
+
+
+def plan_package(
+    folder: Path,
+    *,
+    dtype: str = "float16",
+    neural_engine: bool = False,
+    lengths: Sequence[int] | None = None,
+) -> PackagePlan:
+    """Check a model folder and the adapters inside it against what a Core ML package can hold.
+
+    Args:
+        folder: a model folder of an AFM model, float or packed.
+        dtype: "float16" or "float32", the type that the package computes in.
+        neural_engine: arrange operators as the Neural Engine asks.
+        lengths: numbers of tokens that `prefill` takes; None for the default of `prompt_lengths`.
+
+    Raises:
+        AFMError: when the folder is damaged, holds what Core ML has no operation for, or has a shorter
+            context than one of the lengths.
+    """
+    tensors, path = stored_tensors(folder), folder / "config.json"
+    config = read_config(folder, tensors)
+    quantization = quantization_of(read_config_json(path), path)
+    rules = check_folder_tensors(config, quantization, tensors, path)
+    parameters = stored_parameters(config, tensors, rules, quantization)
+    source, number = Source(config, parameters, folder), np.dtype(dtype)
+    if neural_engine:
+        for name, rule in rules.items():
+            if rule is not None:  # MLX's own formats are refused by `Source`
+                _refuse_scales_behind_tables(name, rule)
+    adapters = tuple(
+        AdapterConstants(file.parent, source, number)
+        for file in sorted(folder.glob("adapters/*/adapter_config.json"))
+    )
+    chosen = prompt_lengths(lengths, config.context_length, neural_engine)
+    return PackagePlan(source, adapters, number, neural_engine, chosen)
+
+
+def _refuse_scales_behind_tables(path: str, rule: QuantizationRule) -> None:
+    """Raise `AFMError` for 2-bit codes whose scales can be neither in the table nor behind the product."""
+    by_row = rule.granularity == "row" and rule.mode == "affine"
+    if rule.bits == 2 and rule.mode != "palette" and (by_row or rule.granularity == "group"):
+        raise AFMError(
+            f"{named(path)} is packed to 2 bits with a scale per group or affine rows, in a form "
+            "that the Neural Engine can't load. Pack the float model as balanced rows, which is the "
+            "default (-q). A package that is not for the Neural Engine can hold this form."
         )

@@ -27,7 +27,7 @@ from tamm.models.afm_text import AFMTextV7
 from train import greedy, model_config
 
 from afm_mlx.adapters.adapter_folder import CONFIG_NAME, TENSORS_NAME, load_adapter
-from afm_mlx.checkpoint.toolkit_keys import KeyMap, map_keys
+from afm_mlx.checkpoint.toolkit_checkpoint import KeyMap, map_keys
 from afm_mlx.config import PRESETS
 from afm_mlx.files import atomic_folder
 from afm_mlx.measure.describe import describe_folder

@@ -30,11 +30,10 @@ import variants
 from variants import VARIANTS, Variant
 
 from afm_mlx.adapters.adapter_folder import TENSORS_NAME
-from afm_mlx.architecture import parameter_shapes
 from afm_mlx.checkpoint.safetensors_file import read_header
 from afm_mlx.checkpoint.weights import stored_tensors
 from afm_mlx.cli.output import progress_bar
-from afm_mlx.config import ModelConfig, read_config_json
+from afm_mlx.config import ModelConfig, parameter_shapes, read_config_json
 from afm_mlx.files import atomic_write
 from afm_mlx.measure.evaluation import evaluate, load_examples
 from afm_mlx.measure.perplexity import cut, load_documents, token_losses

@@ -14,7 +14,7 @@ from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import build_resident
-from afm_mlx.checkpoint.stored_tensor import StoredTensor
+from afm_mlx.checkpoint.safetensors_file import StoredTensor
 from afm_mlx.errors import CheckpointError, RequestError
 from tests.tools.adapters import WAIT, deltas, memory_falls_to, state
 from tests.tools.compare import assert_close

@@ -61,7 +61,7 @@ def core_ml(spm_bpe, tmp_path_factory):
 @pytest.fixture
 def interpreted(monkeypatch):
     """Core ML's place is taken by an interpreter of packages, which runs everywhere."""
-    monkeypatch.setattr("afm_mlx.coreml.model.CompiledPackage", InterpretedPackage)
+    monkeypatch.setattr("afm_mlx.coreml.coreml_model.CompiledPackage", InterpretedPackage)
     shares = {"prefill": {"CPU": 0.25, "Neural Engine": 0.75}}
     monkeypatch.setattr("afm_mlx.measure.coreml.planned_devices", lambda *_: shares)
     for room in ("measure.coreml", "coreml.availability"):

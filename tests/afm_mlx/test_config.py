@@ -3,9 +3,11 @@
 import json
 
 import pytest
+from mlx.utils import tree_flatten
 
-from afm_mlx.config import PRESETS, ModelConfig
+from afm_mlx.config import PRESETS, ModelConfig, parameter_shapes
 from afm_mlx.errors import ConfigError
+from afm_mlx.model.model import Model
 from tests.tools.cases import each
 
 GOOD = {
@@ -102,3 +104,14 @@ def test_files_that_are_no_json_object(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
         ModelConfig.from_file(tmp_path / "config.json")
+
+
+# -- test_architecture
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_parameter_shapes_are_the_models(name):
+    config = PRESETS[name]
+    # Arrays are lazy: nothing of the 3B model takes memory here.
+    parameters = dict(tree_flatten(Model(config).parameters()))
+    assert parameter_shapes(config) == {k: tuple(v.shape) for k, v in parameters.items()}

@@ -1,21 +1,38 @@
 """`convert --target-bpw`: what the folder weighs, what it holds, and what is refused."""
 
+import copy
+import dataclasses
 import json
+import math
+import re
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model as stock_load_model
 
 from afm_mlx.converters.conversion_options import ConversionOptions
 from afm_mlx.converters.convert import convert
-from afm_mlx.converters.mixed_bits import calibration_file
-from afm_mlx.errors import AFMError, DataError
+from afm_mlx.converters.mixed_bits import (
+    LayerSensitivity,
+    calibration_file,
+    choose_bits,
+    measure_sensitivity,
+    stored_size,
+)
+from afm_mlx.errors import AFMError, CheckpointError, ConfigError, DataError
 from afm_mlx.kernels import dispatch
 from afm_mlx.loading.load import load, load_model
 from afm_mlx.measure.describe import describe_stored_weights
+from afm_mlx.quantization.quantize_model import quantize_model
+from afm_mlx.quantization.rule import QuantizationRule
 from tests.converters.conftest import SMALL
+from tests.tools.cases import each
 from tests.tools.cli import lines
 from tests.tools.compare import assert_close
+from tests.tools.models import random_config, random_model
 from tests.tools.zoo import word_tokenizer_json, write_zoo_folder, zoo_model
 
 SHAPE = SMALL | {"hidden_dim_scale_factor": 3.0, "num_layers": 3, "num_kv_reuse_layers": 1}
@@ -130,3 +147,211 @@ def test_what_cannot_be_met_is_refused(make_checkpoint, text, tmp_path):
         with pytest.raises(AFMError, match=words):
             convert(folder, tmp_path / "out", **given | options)
         assert not (tmp_path / "out").exists()
+
+
+# -- test_sensitivity
+
+SIZES = {"hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2, "hidden_dim_scale_factor": 2.0}
+VOCAB = 64
+LOW, HIGH, EMBEDDING = QuantizationRule(2), QuantizationRule(4), QuantizationRule(8)
+
+
+def tiny_model(rng):
+    depth = {"num_layers": 3, "num_kv_reuse_layers": 1}
+    return random_model(random_config(rng, **SIZES, **depth, vocab_size=VOCAB, kv_bits=None), rng)
+
+
+def random_pieces(rng, lengths):
+    return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+
+
+def float64_log_probabilities(model, piece):
+    logits = np.array(model(mx.array([piece])).astype(mx.float32), np.float64)[0]
+    logits -= logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+def divergence(model, packed, pieces):
+    """Mean KL over the tokens of pieces, each read by itself."""
+    total = 0.0
+    for piece in pieces:
+        p, q = (float64_log_probabilities(m, piece) for m in (model, packed))
+        total += (np.exp(p) * (p - q)).sum()
+    return total / sum(map(len, pieces))
+
+
+# -- measurement
+
+
+def test_a_rise_is_that_of_one_layer_alone(rng, monkeypatch):
+    # Several batches, padded.
+    monkeypatch.setattr("afm_mlx.converters.mixed_bits.TOKENS_PER_BATCH", 16)
+    model, pieces = tiny_model(rng), random_pieces(rng, [9, 3, 7, 1, 20])
+    mode = str(rng.choice(["balanced", "affine", "palette"]))
+    low, high = QuantizationRule(2, mode), QuantizationRule(4, mode)
+    linear = {p: m for p, m in model.named_modules() if type(m) is nn.Linear}
+    seen = []
+    with dispatch.force("reference"):
+        found = measure_sensitivity(
+            model, pieces, low, high, lambda *done: seen.append(done), embedding_rule=EMBEDDING
+        )
+
+        def packed_divergence(path=None):
+            packed = copy.deepcopy(model)
+            quantize_model(packed, {}, high, EMBEDDING, lambda p, m: low if p == path else True)
+            return divergence(model, packed, pieces)
+
+        before = packed_divergence()
+        for layer in rng.choice(np.array(found, object), 3, replace=False):
+            wanted = packed_divergence(layer.path) - before
+            assert layer.rise == pytest.approx(wanted, rel=1e-3, abs=1e-5)
+    assert seen[-1][0] == seen[-1][1] == len(seen)
+    assert {layer.path: layer.weights for layer in found} == {
+        path: module.weight.size for path, module in linear.items()
+    }
+    assert {(layer.low, layer.high) for layer in found} == {(low, high)}
+
+
+def test_the_model_is_left_as_it_was(rng):
+    model = tiny_model(rng)
+    before = {path: id(module) for path, module in model.named_modules()}
+    measure_sensitivity(model, random_pieces(rng, [5]), LOW, HIGH)
+    assert {path: id(module) for path, module in model.named_modules()} == before
+
+    def stop(done, total):
+        if done == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure_sensitivity(model, random_pieces(rng, [5]), LOW, HIGH, stop)
+    assert {path: id(module) for path, module in model.named_modules()} == before
+
+
+def test_what_the_predicate_decides_is_not_measured(rng):
+    model = tiny_model(rng)
+    eight = QuantizationRule(8)
+
+    def predicate(path, module):
+        return eight if path.endswith("down_proj") else not path.endswith("out_proj")
+
+    found = measure_sensitivity(
+        model, random_pieces(rng, [6]), LOW, HIGH, predicate=predicate, embedding_rule=HIGH
+    )
+    kinds = {layer.path.rpartition(".")[2] for layer in found}
+    assert kinds == {"qkv_proj", "q_proj", "gate_proj", "up_proj"}
+
+
+def test_the_layers_that_matter_suffer_most(rng):
+    """All but one block add next to nothing to the residual stream."""
+    model = tiny_model(rng)
+    # A reuse block would make the layer loud whose keys and values it reads.
+    loud = int(rng.integers(2))
+    for index, block in enumerate(model.layers):
+        for layer in (block.self_attn.out_proj, block.mlp.down_proj):
+            layer.weight = layer.weight * (2.0 if index == loud else 1e-3)
+    found = measure_sensitivity(model, random_pieces(rng, [16, 16]), LOW, HIGH)
+    ours = [layer for layer in found if layer.path.startswith(f"model.layers.{loud}.")]
+    assert len(ours) == 5
+    worst = max(ours, key=lambda layer: layer.rise_per_byte)
+    assert worst.rise > max(layer.rise for layer in found if layer not in ours)
+
+
+@each(
+    ("changes", "error", "words"),
+    [
+        ({"low_rule": HIGH}, ConfigError, "low rule has 4 bits and the high one 4"),
+        ({"pieces": []}, DataError, "has no tokens"),
+        ({"pieces": [[]]}, DataError, "has no tokens"),
+        ({"predicate": lambda p, m: "embed" in p}, ConfigError, "No linear layer is left"),
+        ({"scale": float("nan")}, CheckpointError, "are not finite"),
+    ],
+)
+def test_what_cannot_be_measured(rng, changes, error, words):
+    model = tiny_model(rng)
+    model.model.output_norm.weight *= changes.pop("scale", 1.0)
+    arguments = {"pieces": random_pieces(rng, [4]), "low_rule": LOW, "high_rule": HIGH}
+    with pytest.raises(error, match=words):
+        measure_sensitivity(model, **arguments | changes)
+
+
+def test_the_size_is_that_of_the_packed_model(rng):
+    model = tiny_model(rng)
+    rules = {p: LOW for p, m in model.named_modules() if type(m) is nn.Linear}
+    rules["model.embedding"] = QuantizationRule(4, "palette")
+    weights, nbytes = stored_size(model, rules)
+    assert weights == model.args.num_parameters
+    quantize_model(model, {}, predicate=lambda path, module: rules[path])
+    assert nbytes == sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+
+
+# -- choice
+
+
+def random_sensitivities(rng, count):
+    return [
+        LayerSensitivity(
+            f"layers.{i}",
+            weights := int(rng.integers(1, 50)) * 512,
+            float(rng.normal(0.02, 0.02)),
+            LOW,
+            HIGH,
+            weights // 4 + 64,
+            weights // 2 + 64,
+        )
+        for i in range(count)
+    ]
+
+
+def bytes_of(layers, chosen):
+    return sum(s.low_bytes if chosen[s.path] == s.low else s.high_bytes for s in layers)
+
+
+def test_the_average_meets_the_target_within_a_layer(rng):
+    for _ in range(100):
+        layers = random_sensitivities(rng, int(rng.integers(1, 30)))
+        weights = sum(s.weights for s in layers)
+        rest = (int(rng.integers(0, 10000)), int(rng.integers(0, 10000)))
+        most = rest[1] + sum(s.high_bytes for s in layers)
+        least = rest[1] + sum(s.low_bytes for s in layers)
+        size = (rest[0] + weights, most)
+        target = 8 * float(rng.uniform(least, most)) / size[0]
+        chosen = choose_bits(layers, target, size)
+        got = rest[1] + bytes_of(layers, chosen)
+        budget = target * size[0] / 8
+        assert got <= budget
+        low = [s for s in layers if chosen[s.path] == LOW]
+        assert all(got + s.saved_bytes > budget for s in low if s.rise > 0)
+        # No worse than what goes low until it fits, without giving anything back.
+        naive, left = 0.0, most - budget
+        for s in sorted(layers, key=lambda s: s.rise / s.saved_bytes):
+            if left > 0:
+                naive, left = naive + s.rise, left - s.saved_bytes
+        assert sum(s.rise for s in low) <= naive + 1e-9
+        shuffled = [layers[i] for i in rng.permutation(len(layers))]
+        assert choose_bits(shuffled, target, size) == chosen
+
+
+def test_the_ends_of_the_range(rng):
+    layers = random_sensitivities(rng, 9)
+    weights = sum(s.weights for s in layers)
+    low, high = (
+        8 * sum(getattr(s, f"{k}_bytes") for s in layers) / weights for k in ("low", "high")
+    )
+    assert set(choose_bits(layers, low).values()) == {LOW}
+    assert set(choose_bits(layers, high).values()) == {HIGH}
+    for target in (low - 1e-3, high + 1e-3, math.nan):
+        with pytest.raises(ConfigError, match=r"\d\.\d{3} to \d\.\d{3} can be met") as caught:
+            choose_bits(layers, target)
+    # The figures that are shown are allowed themselves.
+    for shown in re.search(r"([\d.]+) to ([\d.]+) can", str(caught.value)).groups():
+        choose_bits(layers, float(shown))
+
+
+def test_a_layer_that_saves_nothing_stays_high(rng):
+    layers = random_sensitivities(rng, 4)
+    layers[2] = dataclasses.replace(layers[2], rise=-9.0, low_bytes=layers[2].high_bytes + 8)
+    weights = sum(s.weights for s in layers)
+    least = sum(min(s.low_bytes, s.high_bytes) for s in layers)
+    chosen = choose_bits(layers, 8 * least / weights)
+    assert chosen.pop(layers[2].path) == HIGH
+    assert set(chosen.values()) == {LOW}

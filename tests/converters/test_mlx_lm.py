@@ -82,7 +82,7 @@ def test_adapters_follow_their_base(make_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_dtype(stock, tmp_path, monkeypatch, dtype):
-    monkeypatch.setattr("afm_mlx.converters.stored_parameters._CHUNK_BYTES", 4096)
+    monkeypatch.setattr("afm_mlx.converters.folder_writer._CHUNK_BYTES", 4096)
     folder, _ = stock
     source = load_weights(folder)
     found = load_weights(convert(folder, tmp_path / "out", dtype=dtype))

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from afm_mlx.architecture import KV_SCALES
+from afm_mlx.config import KV_SCALES
 from afm_mlx.errors import ConfigError
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.methods.method import Method

@@ -28,8 +28,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from afm_mlx.adapters.formats.pair_order import pair_places
-from afm_mlx.architecture import block_kinds
-from afm_mlx.config import ModelConfig
+from afm_mlx.config import ModelConfig, block_kinds
 from afm_mlx.errors import TrainingError
 from afm_mlx.measure.process import machine_memory
 from afm_mlx.training.loop.losses import CHUNK, WHOLE

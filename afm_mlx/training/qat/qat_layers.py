@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from afm_mlx.architecture import KV_SCALES
+from afm_mlx.config import KV_SCALES
 from afm_mlx.errors import ConfigError
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.quantize_model import (

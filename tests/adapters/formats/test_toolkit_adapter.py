@@ -11,7 +11,7 @@ from tamm.utils import json as tamm_json
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.adapters.formats import read_adapter, write_adapter
 from afm_mlx.adapters.formats.pair_order import pair_places
-from afm_mlx.checkpoint.toolkit_keys import adapter_key
+from afm_mlx.checkpoint.toolkit_checkpoint import adapter_key
 from afm_mlx.config import PRESETS, ModelConfig
 from afm_mlx.converters.adapter_conversion import verify_adapter
 from afm_mlx.converters.convert import convert

@@ -11,8 +11,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from afm_mlx.checkpoint.safetensors_file import load_stored, read_header, save_file, write_file
-from afm_mlx.checkpoint.stored_tensor import TensorSpec
+from afm_mlx.checkpoint.safetensors_file import (
+    TensorSpec,
+    load_stored,
+    read_header,
+    save_file,
+    write_file,
+)
 from afm_mlx.errors import CheckpointError
 from tests.afm_mlx.checkpoint.conftest import random_arrays
 from tests.tools.compare import assert_same_tensors

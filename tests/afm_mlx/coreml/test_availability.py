@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from afm_mlx.coreml import availability
-from afm_mlx.coreml.functions import CompiledPackage
+from afm_mlx.coreml.coreml_model import CompiledPackage
 from afm_mlx.errors import AFMError
 from tests.tools.cases import each
 

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from afm_mlx import fm
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.architecture import KV_SCALES
+from afm_mlx.config import KV_SCALES
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import dequantize_model
 from tests.afm_mlx.fm.conftest import nano_adapters

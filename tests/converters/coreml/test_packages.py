@@ -14,14 +14,14 @@ import pytest
 from coremltools.converters.mil.frontend.milproto.load import load as load_program
 from coremltools.proto import FeatureTypes_pb2
 
-from afm_mlx.architecture import blocks
 from afm_mlx.checkpoint import weights as weights_module
 from afm_mlx.checkpoint.weights import load_weights, save_weights
 from afm_mlx.cli import main
+from afm_mlx.config import blocks
 from afm_mlx.converters.conversion_options import prompt_lengths
 from afm_mlx.converters.convert import convert
-from afm_mlx.converters.coreml import package as package_module
-from afm_mlx.converters.coreml.constants import Constants
+from afm_mlx.converters.coreml import package_writer as package_module
+from afm_mlx.converters.coreml.compression import Constants
 from afm_mlx.converters.coreml.source import half_split_rows
 from afm_mlx.errors import AFMError
 from afm_mlx.loading.load import load_model
@@ -245,10 +245,10 @@ def test_what_fails_leaves_nothing_and_a_target_stays(rng, write_model, tmp_path
 def test_refusals_come_before_the_import_of_coremltools(
     rng, tmp_path, refused_folder, monkeypatch, options, words
 ):
-    def imported(name):
-        raise AssertionError(f"{name} is imported, which takes seconds")
+    def imported():
+        raise AssertionError("coremltools is imported, which takes seconds")
 
-    monkeypatch.setattr(sys.modules[convert.__module__], "coreml_module", imported)
+    monkeypatch.setattr(sys.modules[convert.__module__], "import_coremltools", imported)
     path = tmp_path / "m.mlpackage"
     with pytest.raises(AFMError, match=words):
         convert_to(path, refused_folder, **options)

@@ -10,8 +10,8 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.converters.convert import convert
-from afm_mlx.converters.coreml import channel_layout
-from afm_mlx.converters.coreml.package import package_size
+from afm_mlx.converters.coreml import layouts
+from afm_mlx.converters.coreml.package_writer import package_size
 from afm_mlx.converters.coreml.source import half_split
 from afm_mlx.loading.load import load_model
 from afm_mlx.loading.resolve import resolve_model
@@ -117,7 +117,7 @@ def test_a_prompt_and_twenty_steps(
     The model computes with floats of the int8 grid: its kernels for codes round, too. A sum that lies on the
     boundary of two codes may still fall to either side.
     """
-    monkeypatch.setattr(channel_layout, "_MAX_ROWS", 40)
+    monkeypatch.setattr(layouts, "_MAX_ROWS", 40)
     if packing is None:
         config = random_config(rng, context_length=100, kv_bits=kv_bits)
     else:

@@ -10,7 +10,9 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,16 @@ from coremltools.converters.mil.backend.mil.load import (
     MILProtoExporter,
     types_to_proto_primitive,
 )
-from coremltools.converters.mil.mil import Program, types
+from coremltools.converters.mil.mil import Block, Builder, Program, types
 from coremltools.libmilstoragepython import _BlobStorageWriter
 
 from afm_mlx.checkpoint.weights import check_space
-from afm_mlx.converters.coreml.constants import Constants
+from afm_mlx.converters.coreml.compression import Constants, MatrixConstants
+from afm_mlx.converters.coreml.layouts import TARGET, ChannelLayout, LinearLayout, add_functions
+from afm_mlx.converters.coreml.source import PackagePlan
 from afm_mlx.errors import AFMError
 from afm_mlx.progress import Progress
 
-TARGET = ct.target.iOS18
 _WEIGHTS = "weights"
 _FILE = "weight.bin"
 _RECORD_BYTES = 64
@@ -193,3 +196,55 @@ def package_size(package: Path) -> tuple[int, int]:
     sizes = {path: path.stat().st_size for path in package.rglob("*") if path.is_file()}
     weights = sum(size for path, size in sizes.items() if path.name == _FILE)
     return weights, sum(sizes.values()) - weights
+
+
+# -- write
+
+
+def write_package(plan: PackagePlan, folder: Path, progress: Progress | None = None) -> None:
+    """Write a model and its adapters as a Core ML package.
+
+    Args:
+        plan: what the package is made of.
+        folder: an empty folder whose name ends with `.mlpackage`; it becomes the package.
+        progress: called with bytes written and bytes in all.
+
+    Raises:
+        AFMError: when weights can't be read, or hold numbers that the package's type can't hold.
+    """
+    with _own_names():
+        _write(plan, folder, progress)
+
+
+@contextmanager
+def _own_names() -> Iterator[None]:
+    """Count names from 0: coremltools goes on from the last program of the process."""
+    before = Builder.name_count, Block.counter
+    Builder.name_count, Block.counter = defaultdict(int), 0
+    try:
+        yield
+    finally:
+        Builder.name_count, Block.counter = before
+
+
+def _write(plan: PackagePlan, folder: Path, progress: Progress | None) -> None:
+    constants = Constants()
+    matrices = MatrixConstants(constants, plan.dtype)
+    kind = ChannelLayout if plan.neural_engine else LinearLayout
+    program = Program()
+    for adapter in (None, *plan.adapters):
+        prefill, decode = (
+            kind(plan.source, constants, matrices, plan.dtype, adapter) for _ in range(2)
+        )
+        suffix = "" if adapter is None else f"_{adapter.name}"
+        add_functions(program, prefill, decode, plan.lengths, suffix)
+    program.default_function_name = "decode"
+    program.export_as_multifunction = True
+    metadata = {
+        "description": "AFM text model by afm-mlx: prefill and decode with a shared cache of keys and values",
+        "afm_config": json.dumps(plan.source.config.to_dict()),
+        "arrangement": "neural_engine" if plan.neural_engine else "linear",
+        "prompt_lengths": json.dumps(plan.lengths),
+        "adapters": json.dumps([adapter.name for adapter in plan.adapters]),
+    }
+    write_program(program, constants, folder, metadata, progress)

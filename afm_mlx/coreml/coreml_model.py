@@ -1,0 +1,349 @@
+"""A prompt in calls of the lengths that a package takes.
+
+Calls of any lengths make the same keys and values, so what is left to choose is the time: a call reads all
+weights, however few its tokens are, and computes all its tokens, however many of them are padding.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from afm_mlx.coreml.availability import import_coremltools, obstacle
+from afm_mlx.coreml.package import DECODE, PREFILL, CoreMLPackage
+from afm_mlx.errors import AFMError, ContextLengthError, shown
+
+ONE_TOKEN = 0
+"""Stands for a call of `decode` with one token, whose logits are dropped."""
+
+_CALL = 32
+"""Tokens that take as long to compute as the weights take to read, roughly."""
+
+
+def prompt_chunks(count: int, lengths: Sequence[int], room: int) -> list[int]:
+    """Lengths of the calls that together take a prompt, in order.
+
+    Only the last one may be longer than what is left of the prompt. The rest of it is padding: what it writes
+    lies behind the prompt, where no token looks before another one has been written there.
+
+    Args:
+        count: tokens of the prompt.
+        lengths: numbers of tokens that `prefill` takes.
+        room: columns of the context behind the prompt, which padding may use.
+
+    Returns:
+        Each of `lengths`, or `ONE_TOKEN`.
+    """
+    costs, first = [0], [ONE_TOKEN]
+    for left in range(1, count + 1):
+        # A call of `decode` runs the reuse blocks and the head, too.
+        options = [(2 * (_CALL + 1) + costs[left - 1], ONE_TOKEN)]
+        options += [
+            (_CALL + length + costs[max(0, left - length)], length)
+            for length in lengths
+            if length - left <= room
+        ]
+        cost, length = min(options)
+        costs.append(cost)
+        first.append(length)
+    chunks, left = [], count
+    while left > 0:
+        chunks.append(first[left])
+        left -= first[left] or 1
+    return chunks
+
+
+# -- functions
+
+COMPUTE_UNITS = ("CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE", "ALL")
+"""What a package may run on; `CPU_AND_NE` is the CPU and the Neural Engine."""
+
+
+class LoadedFunction(Protocol):
+    """A function, as coremltools has it."""
+
+    def make_state(self) -> Any:
+        """Keys and values, all zeros; functions of one package share them."""
+
+    def predict(self, inputs: dict[str, np.ndarray], state: Any) -> Mapping[str, np.ndarray]:
+        """Outputs by name; the state is written to."""
+
+
+class CompiledPackage:
+    """A package that Core ML has compiled into a folder of its own, which goes with this object.
+
+    Args:
+        path: the `.mlpackage` folder.
+
+    Raises:
+        AFMError: when Core ML can't run here, or can't compile the package.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if reason := obstacle():
+            raise AFMError(f"{path} can't run here: {reason}.")
+        self.path = path
+        self._tools = import_coremltools()
+        folder = tempfile.mkdtemp(prefix="afm-mlx-coreml-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        compiled = Path(folder) / f"{path.stem}.mlmodelc"
+        try:
+            self._compiled = self._tools.models.utils.compile_model(str(path), str(compiled))
+        except RuntimeError as error:
+            raise AFMError(f"Core ML can't compile {path}: {_one_line(error)}") from error
+
+    def load(self, names: Sequence[str], compute_units: str) -> list[LoadedFunction]:
+        """Functions that are ready to run; for the Neural Engine this may take minutes.
+
+        Args:
+            names: of the functions.
+            compute_units: one of `COMPUTE_UNITS`.
+
+        Raises:
+            AFMError: when Core ML can't load one.
+        """
+        units = self._units(compute_units)
+        try:
+            return [
+                self._tools.models.CompiledMLModel(self._compiled, units, function_name=name)
+                for name in names
+            ]
+        except RuntimeError as error:
+            raise AFMError(
+                f"Core ML can't load {', '.join(names)} of {self.path} for {compute_units}: {_one_line(error)}"
+            ) from error
+
+    def plan(self, compute_units: str) -> Any:
+        """coremltools' `MLComputePlan` for the package on some compute units."""
+        plans = self._tools.models.compute_plan.MLComputePlan
+        return plans.load_from_path(self._compiled, self._units(compute_units))
+
+    def _units(self, name: str) -> Any:
+        if name not in COMPUTE_UNITS:
+            raise AFMError(
+                f"compute_units is {shown(name)}; allowed are {', '.join(COMPUTE_UNITS)}."
+            )
+        return self._tools.ComputeUnit[name]
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+# -- model
+
+_PADDING = 0
+
+
+class CoreMLModel:
+    """A package of `afm-mlx convert --to coreml` in Core ML, with the keys and values of one conversation.
+
+        model = CoreMLModel("model.mlpackage", compute_units="CPU_AND_NE")
+        for token in model.greedy(prompt, max_tokens=100, end_tokens={2}):
+            ...
+
+    Args:
+        package: the `.mlpackage` folder.
+        compute_units: "CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE" (the CPU and the Neural Engine) or "ALL".
+        adapter: name of an adapter of the package; None for none.
+
+    Attributes:
+        package: what the package says of itself.
+        position: number of tokens whose keys and values are there.
+
+    Raises:
+        AFMError: when the package is damaged or was made by others, has no such adapter, or can't run here.
+    """
+
+    def __init__(
+        self, package: str | Path, compute_units: str = "ALL", adapter: str | None = None
+    ) -> None:
+        self.package = CoreMLPackage.read(package)
+        self._units = compute_units
+        self._compiled = CompiledPackage(self.package.path)
+        self._prefill, self._decode = self._compiled.load(
+            self.package.function_names(adapter), compute_units
+        )
+        self._state = self._decode.make_state()
+        self.position = 0
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Write keys and values of tokens, and compute nothing else.
+
+        Args:
+            tokens: ids of the next tokens, any number of them.
+
+        Raises:
+            AFMError: for ids that the vocabulary does not have.
+            ContextLengthError: for more tokens than the context has room for.
+        """
+        ids = self._checked(tokens)
+        room = self.package.config.context_length - self.position - len(ids)
+        done = 0
+        for length in prompt_chunks(len(ids), self.package.prompt_lengths, room):
+            chunk = ids[done : done + (length or 1)]
+            done += len(chunk)
+            if length == ONE_TOKEN:
+                self._call(self._decode, chunk)
+            else:
+                padded = np.pad(chunk, (0, length - len(chunk)), constant_values=_PADDING)
+                end = self._call(self._prefill, padded)["next_position"]
+                self._check_end(int(end[0]), length)
+            self.position += len(chunk)
+
+    def decode(self, token: int) -> np.ndarray:
+        """The logits behind one more token.
+
+        Args:
+            token: its id.
+
+        Returns:
+            (vocab_size,) float32.
+
+        Raises:
+            AFMError: for an id that the vocabulary does not have.
+            ContextLengthError: when the context is full.
+        """
+        logits = self._call(self._decode, self._checked([token]))["logits"]
+        self.position += 1
+        return np.asarray(logits, np.float32).reshape(-1)
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """The logits behind a prompt: `prefill` of all tokens but the last, and `decode` of that.
+
+        Returns:
+            (vocab_size,) float32.
+
+        Raises:
+            AFMError: for no token at all, and as `prefill` does.
+        """
+        if not len(tokens):
+            raise AFMError("The prompt has no tokens; one at least is needed.")
+        self._checked(tokens)
+        self.prefill(tokens[:-1])
+        return self.decode(tokens[-1])
+
+    def greedy(
+        self, tokens: Sequence[int], max_tokens: int, end_tokens: Collection[int] = ()
+    ) -> Iterator[int]:
+        """Tokens that follow a prompt, the most likely one each time.
+
+        Args:
+            tokens: ids of the prompt, which goes on from `position`.
+            max_tokens: ids to make at most.
+            end_tokens: ids that end the answer; they are not part of it.
+        """
+        logits = self.logits(tokens)
+        for left in reversed(range(max_tokens)):
+            token = int(logits.argmax())
+            if token in end_tokens:
+                return
+            yield token
+            if left:
+                logits = self.decode(token)
+
+    def rewind(self, position: int = 0) -> None:
+        """Forget the tokens from a position on.
+
+        Raises:
+            AFMError: for a position that has not been reached.
+        """
+        if not 0 <= position <= self.position:
+            raise AFMError(
+                f"position is {shown(position)}; 0 to {self.position} have been reached."
+            )
+        self.position = position
+
+    def _call(self, function: LoadedFunction, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        inputs = {"tokens": tokens[None], "position": np.array([self.position], np.int32)}
+        return dict(function.predict(inputs, self._state))
+
+    def _checked(self, tokens: Sequence[int]) -> np.ndarray:
+        """(L,) int32 of tokens that the vocabulary and the context have room for."""
+        config = self.package.config
+        ids = np.asarray(tokens, np.int64).reshape(-1)
+        for wrong in ids[(ids < 0) | (ids >= config.vocab_size)]:
+            raise AFMError(
+                f"The token {wrong} is none of this model; ids are 0 to {config.vocab_size - 1}."
+            )
+        if self.position + len(ids) > config.context_length:
+            raise ContextLengthError(
+                f"{len(ids)} tokens after {self.position} are more than the package's context of "
+                f"{config.context_length}. Shorten the prompt, or rewind."
+            )
+        return ids.astype(np.int32)
+
+    def _check_end(self, end: int, length: int) -> None:
+        # Core ML has run other lengths than it was given before, without an error.
+        if end != self.position + length:
+            raise AFMError(
+                f"Core ML read {end - self.position} tokens of {length}, on {self._units}. Try other compute "
+                "units, or a package with one prompt length."
+            )
+
+
+# -- devices
+
+_DEVICES = {
+    "MLCPUComputeDevice": "CPU",
+    "MLGPUComputeDevice": "GPU",
+    "MLNeuralEngineComputeDevice": "Neural Engine",
+}
+
+
+def planned_devices(
+    package: str | Path, compute_units: str, adapter: str | None = None
+) -> dict[str, dict[str, float]]:
+    """The devices that Core ML means to run `prefill` and `decode` on, by their share of the cost.
+
+    Args:
+        package: the `.mlpackage` folder.
+        compute_units: "CPU_ONLY", "CPU_AND_GPU", "CPU_AND_NE" (the CPU and the Neural Engine) or "ALL".
+        adapter: name of an adapter of the package; None for none.
+
+    Returns:
+        Shares of "CPU", "GPU" and "Neural Engine" by "prefill" and "decode"; without a function that Core ML
+        says nothing of.
+
+    Raises:
+        AFMError: when the package is damaged or was made by others, has no such adapter, or can't run here.
+    """
+    described = CoreMLPackage.read(package)
+    names = described.function_names(adapter)
+    plan = CompiledPackage(described.path).plan(compute_units)
+    program = plan.model_structure.program
+    functions = {} if program is None else program.functions
+    kinds = zip((PREFILL, DECODE), names, strict=True)
+    shares = {
+        kind: device_shares(plan, functions[name]) for kind, name in kinds if name in functions
+    }
+    return {kind: found for kind, found in shares.items() if found}
+
+
+def device_shares(plan: Any, function: Any) -> dict[str, float]:
+    """Shares of the devices in a function's cost, from coremltools' `MLComputePlan`.
+
+    Where the plan knows devices but no costs, each operation counts as much as another.
+    """
+    devices, costs = [], []
+    for operation in function.block.operations:
+        usage = plan.get_compute_device_usage_for_mlprogram_operation(operation)
+        if usage is None:  # constants, and what the plan does not know
+            continue
+        kind = type(usage.preferred_compute_device).__name__
+        devices.append(_DEVICES.get(kind, kind))
+        cost = plan.get_estimated_cost_for_mlprogram_operation(operation)
+        costs.append(0.0 if cost is None else float(cost.weight))
+    if not any(costs):
+        costs = [1.0] * len(devices)
+    total = sum(costs)
+    return {
+        device: sum(c for d, c in zip(devices, costs, strict=True) if d == device) / total
+        for device in sorted(set(devices))
+    }
