@@ -43,7 +43,7 @@ branches: $(VENV)/.test
 	AFM_METAL_BRANCHES=$(CURDIR)/build/branches $(PYTEST) tests/kernels/metal
 	$(BIN)/python -m tests.metal.branches build/branches
 
-# After a change of a Metal kernel: counts the operations that predicted times are computed from, and writes the
+# After a change of a Metal kernel: counts the operations that `python -m bench.predict` needs, and writes the
 # tables of docs/benchmarks.md that follow from them.
 costs: $(VENV)/.test
 	$(BIN)/python -m tests.metal.prediction_data

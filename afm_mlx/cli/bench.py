@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from afm_mlx.cli import bench_prediction, bench_speculation, options
+from afm_mlx.cli import bench_speculation, options
 from afm_mlx.cli.argument_table import FLAG, Argument
 from afm_mlx.cli.output import print_json, print_markdown_table, progress_bar
 from afm_mlx.cli.parser import MAX_ROWS, UsageError, integer, number
@@ -81,10 +81,6 @@ ARGUMENTS = {
         Argument("--kv", ["int8", "float"], "storage of keys and values", "int8"),
         Argument("--threads -t", integer(1, 4096), "threads of the CPU; by default the cores it may use"),
         Argument("--seed", integer(0, options.MAX_SEED), "seed of the random tokens and codes", 0),
-        Argument("--predict", bench_prediction.CHOICES,
-                 "run nothing, and print how fast a cost model takes a Mac's chip to be with a preset "
-                 f"({bench_prediction.PRESET} by default): {', '.join(bench_prediction.CHOICES)}",
-                 metavar="CHIP"),
         Argument("--output -o", ["md", "csv", "json"], "form of the results", "md"),
     ],
 }
@@ -92,10 +88,6 @@ ARGUMENTS = {
 
 
 def run(args: argparse.Namespace) -> None:
-    if args.predict:
-        _check_prediction(args)
-        bench_prediction.run(args)
-        return
     _check(args)
     bench_speculation.check(args)
     _limit_threads(args.threads)
@@ -144,18 +136,6 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--preset {args.preset} has no weights of its own. Add --random-weights, or give --model."
         )
-
-
-def _check_prediction(args: argparse.Namespace) -> None:
-    if args.model is not None:
-        raise UsageError("--predict knows presets only, not --model; name one with --preset.")
-    for row in _CASES:
-        default = row.options["type"](row.options["default"])
-        if getattr(args, row.name) != default:
-            raise UsageError(
-                f"{row.flags[0]} can't go with --predict, which is about one row without an adapter, at 512 "
-                "and 4,096 tokens. Leave it out."
-            )
 
 
 def _limit_threads(threads: int | None) -> None:

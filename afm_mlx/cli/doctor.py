@@ -134,30 +134,22 @@ def _print_timed(facts: dict[str, Any]) -> None:
         call = f"{line['op']}: {line['case']}"
         if call != title:
             title = call
-            rows.append((call, *[""] * 6))
+            rows.append((call, *[""] * 5))
         name = f"  {'>' if line['chosen'] else ' '} {line['variant']}"
         if "not_run" not in line:
             rows.append((name, *_figures(line)))
-    titles = ("", "error", "bound", "time", "predicted", "GB/s", "of memory")
-    known = any(row[4] for row in rows)  # else there is nothing to put in that column
-    print_table([row if known else row[:4] + row[5:] for row in (titles, *rows)])
-    if (ratio := facts["measured_over_predicted"]) is not None:
-        print(f"\npredicted for an {facts['predicted_for']}, before any Mac was asked")
-        print(
-            f"kernels that run take {ratio:.2f} x the predicted time (median): a report helps to mend it"
-        )
+    print_table([("", "error", "bound", "time", "GB/s", "of memory"), *rows])
 
 
 def _figures(line: dict[str, Any]) -> tuple[str, ...]:
     error = "-" if line["error"] is None else f"{line['error']:.1e}"
     if line["failure"] is not None:
-        return error, f"{line['bound']:.1e}", "FAILED", "", "", ""
+        return error, f"{line['bound']:.1e}", "FAILED", "", ""
     share = line.get("share_of_bandwidth")
     return (
         error,
         f"{line['bound']:.1e}",
         _time(line["microseconds"]),
-        _time(line["predicted_microseconds"]) if "predicted_microseconds" in line else "",
         f"{line['gb_per_s']:.1f}",
         "" if share is None else f"{share:.0%}",
     )

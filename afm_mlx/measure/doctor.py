@@ -30,7 +30,6 @@ from afm_mlx.kernels.selftest.verdict import Verdict
 from afm_mlx.loading.missing_kernels import missing_kernels
 from afm_mlx.measure.bandwidth import Bandwidth, measure_bandwidth
 from afm_mlx.measure.describe import Facts, describe_runtime
-from afm_mlx.measure.prediction import Chip, chip_of, predict_call
 from afm_mlx.measure.process import machine_memory, threads_in_use
 from afm_mlx.progress import Progress
 from afm_mlx.quantization.packed_layers import activation_dtype
@@ -76,9 +75,8 @@ def examine(
 
     Returns:
         `ok`; `slow`, why models run without kernels made for this machine, or None; facts about the machine;
-        `kernels`, one line per operation and variant; `timed`, one per call that a 3B model makes and variant,
-        on a known chip beside what was predicted for it (`predicted_for`, `measured_over_predicted`: the
-        median of the calls that run); `failures`; `problems`, all that was run.
+        `kernels`, one line per operation and variant; `timed`, one per call that a 3B model makes and variant;
+        `failures`; `problems`, all that was run.
     """
     seed = int(np.random.SeedSequence().generate_state(1)[0]) if seed is None else seed
     bandwidth = None if quick else measure_bandwidth(_threads())
@@ -87,8 +85,6 @@ def examine(
     large = [] if quick else specs.model_specs(dtype)
     results, timed, failures = _test(small, large, retry, np.random.default_rng(seed), progress)
     date = datetime.datetime.now(datetime.UTC)
-    chip = _chip(bandwidth)
-    timed_facts = [_result_facts(r, bandwidth, chip) for r in timed]
     facts = {
         "ok": not failures,
         "slow": missing_kernels() or None,
@@ -101,11 +97,9 @@ def examine(
         "native_extension": native_extension(),
         "asked_for": dispatch.forced() or None,
         "kernels": _summaries([*results, *timed]),
-        "timed": timed_facts,
-        "predicted_for": chip.label if chip else None,
-        "measured_over_predicted": _over_predicted(timed_facts),
+        "timed": [_result_facts(r, bandwidth) for r in timed],
         "failures": failures,
-        "problems": [_result_facts(r, None, None) for r in results if r.obstacle is None],
+        "problems": [_result_facts(r, None) for r in results if r.obstacle is None],
     }
     return without_private_words(facts)
 
@@ -175,20 +169,7 @@ def native_extension() -> Facts | str:
 # -- results
 
 
-def _chip(bandwidth: Bandwidth | None) -> Chip | None:
-    """The chip that this machine has, when speeds are known for it."""
-    name = str(mx.device_info().get("device_name", ""))
-    return chip_of(name, bandwidth.bytes_per_second if bandwidth else None)
-
-
-def _over_predicted(timed: Sequence[Facts]) -> float | None:
-    """Median of measured over predicted time, of the calls that run here; None without any."""
-    lines = [line for line in timed if line["chosen"] and "predicted_microseconds" in line]
-    ratios = [line["microseconds"] / line["predicted_microseconds"] for line in lines]
-    return float(np.median(ratios)) if ratios else None
-
-
-def _result_facts(result: CheckResult, bandwidth: Bandwidth | None, chip: Chip | None) -> Facts:
+def _result_facts(result: CheckResult, bandwidth: Bandwidth | None) -> Facts:
     facts: Facts = {
         "op": result.spec.op,
         "case": result.spec.label,
@@ -204,8 +185,6 @@ def _result_facts(result: CheckResult, bandwidth: Bandwidth | None, chip: Chip |
         facts["gb_per_s"] = result.bytes_per_second / 1e9
         if bandwidth is not None:
             facts["share_of_bandwidth"] = result.bytes_per_second / bandwidth.bytes_per_second
-        if chip and (predicted := predict_call(facts["op"], facts["case"], result.variant, chip)):
-            facts["predicted_microseconds"] = predicted.total * 1e6
     return facts
 
 

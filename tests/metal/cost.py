@@ -2,7 +2,7 @@
 
 The very text that MLX would compile is optimized for a register machine (`register_machine.py`), and one lane
 is walked through it (`walk.py`) with the grid and the arrays' shapes of a launch, so that every block is
-counted as often as it runs. Prices of the classes are `afm_mlx/measure/prediction.py`'s.
+counted as often as it runs. Prices of the classes are `bench/predict.py`'s.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.kernels.metal import runtime as metal_runtime
-from afm_mlx.measure.prediction import Launch
+from bench.predict import Launch
 
 from . import llvm_ir
 from .emulator import Unit, project_kernel, shape_buffers

@@ -1,4 +1,4 @@
-"""Operations of a block of LLVM IR, by classes that a GPU has prices for (`afm_mlx/measure/prediction.py`)."""
+"""Operations of a block of LLVM IR, by classes that a GPU has prices for (`bench/predict.py`)."""
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""The counts that predictions need, as the package has them: `make costs` writes them from the kernels' text.
+"""The counts that `bench.predict` needs: `make costs` writes them from the kernels' text.
 
-python -m tests.metal.prediction_data             writes afm_mlx/measure/prediction.json
-python -m tests.metal.prediction_data --tables    prints what docs/benchmarks.md shows
+`python -m tests.metal.prediction_data` writes bench/prediction.json, and the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,18 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from afm_mlx.config import PRESETS
-from afm_mlx.kernels import dispatch
-from afm_mlx.kernels.ops import case_of
-from afm_mlx.kernels.selftest import problems, specs
-from afm_mlx.measure.prediction import CHIPS, CONTEXTS, DATA, Launch, _data, predict
 from afm_mlx.model.model import Model
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.rule import AFM_EMBEDDING_RULE, AFM_RULE, PRESET_RULES
+from bench.predict import CHIPS, CONTEXTS, DATA, Launch, _data, predict
 from tests.tools.graph import decode_cost
 
 from . import launches, published
 from .cost import count_launch
-from .launches import Recorded, record
+from .launches import Recorded
 
 DOCS = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 MLX_GROUP = 64  # mlx-lm's own, when it quantizes
-MOST_ROWS = 8  # of a timed call; more are a prompt's
 
 
 class _Counted:
@@ -62,9 +57,8 @@ def collect() -> dict[str, Any]:
     """Everything that `prediction.json` holds."""
     counted = _Counted()
     presets = {name: _preset(name, counted) for name in PRESETS}
-    calls = dict(_calls(counted))
     kernels = [[*launch[:3], dict(launch.operations), *launch[4:]] for launch in counted.launches]
-    return {"launches": kernels, "presets": presets, "calls": calls}
+    return {"launches": kernels, "presets": presets}
 
 
 def _preset(name: str, counted: _Counted) -> dict[str, Any]:
@@ -118,29 +112,6 @@ def _qmv(packed: Any, counted: _Counted) -> int | None:
         return None
     shape = packed.out_dims, packed.in_dims
     return counted.add(published.qmv("bfloat16_t", packed.bits, MLX_GROUP, *shape))
-
-
-def _calls(counted: _Counted) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What `doctor` times, by operation and case: launches of each variant that is all kernels of ours."""
-    rng = np.random.default_rng(0)
-    for spec in specs.model_specs(mx.bfloat16):
-        if spec.batch * spec.tokens > MOST_ROWS:
-            continue
-        args = problems._DRAWS[spec.op](spec, rng)
-        variants = {}
-        with dispatch.force("metal"):
-            explained = dispatch.explain(spec.op, case_of(spec.op, *args))
-        for variant, obstacle in explained:
-            if obstacle is None and variant.backend == "metal" and _is_ours(variant.name):
-                calls = record(lambda run=variant.run, args=args: run(*args))
-                variants[variant.name] = counted.steps(calls)
-        if variants:
-            yield f"{spec.op}: {spec.label}", variants
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a variant has no product of MLX's in it."""
-    return not any(word in name for word in ("mlx", "unpacked", "products"))
 
 
 def text() -> str:

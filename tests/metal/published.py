@@ -16,8 +16,8 @@ from unittest import mock
 
 import numpy as np
 
-from afm_mlx.measure import prediction
-from afm_mlx.measure.prediction import CHIPS, Chip, Launch, Seconds
+from bench import predict as prediction
+from bench.predict import CHIPS, Chip, Launch, Seconds
 
 from . import mlx_wheel
 from .cost import Argument, count, unit_of

@@ -6,7 +6,7 @@ import pytest
 
 from afm_mlx.kernels import KeyValues, PackedWeight, ProductOptions
 from afm_mlx.kernels.metal import attention, head, matmul, products
-from afm_mlx.measure.prediction import Launch
+from bench.predict import Launch
 from tests.metal import llvm_ir, mlx_wheel, published, toolchain
 from tests.metal.cost import REGISTERS, Argument, check, check_launch, count, count_launch, unit_of
 from tests.metal.launches import record

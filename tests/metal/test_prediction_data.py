@@ -1,17 +1,17 @@
-"""The counts in the package are those of today's kernels."""
+"""The counts of `bench.predict` are those of today's kernels."""
 
 import json
 
 import pytest
 
-from afm_mlx.measure.prediction import DATA
+from bench.predict import DATA
 from tests.metal import mlx_wheel, prediction_data, toolchain
 
 _reason = toolchain.why_unavailable()
 pytestmark = pytest.mark.skipif(_reason is not None, reason=str(_reason))
 
 
-def test_the_package_has_the_counts_of_its_kernels():
+def test_the_stored_counts_are_those_of_the_kernels():
     try:
         mlx_wheel.headers()
     except mlx_wheel.Unavailable as error:

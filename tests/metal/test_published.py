@@ -2,7 +2,7 @@
 
 import pytest
 
-from afm_mlx.measure import prediction
+from bench import predict as prediction
 from tests.metal import mlx_wheel, published, toolchain
 from tests.metal.published import FIGURES
 

@@ -13,7 +13,6 @@ from afm_mlx.config import PRESETS
 from afm_mlx.measure import bandwidth, benchmark, process
 from afm_mlx.measure.bandwidth import Bandwidth
 from afm_mlx.measure.benchmark import run_case
-from afm_mlx.measure.prediction import CHIPS, CONTEXTS, predict
 
 
 @pytest.fixture
@@ -118,35 +117,3 @@ def test_threads_are_set_before_anything_computes(monkeypatch):
     assert (limited, process.threads_in_use()) == ([], 9)
     bench._limit_threads(3)
     assert (limited, process.threads_in_use()) == ([3], 3)
-
-
-def test_bench_predicts_every_preset_on_every_chip(done, fails):
-    for preset in PRESETS:
-        found = json.loads(done("bench", "--predict", "all", "--preset", preset, "-o", "json"))
-        assert (found["predicted"], found["preset"]) == (True, preset)
-        rows = found["results"]
-        assert [(r["chip"], r["context"]) for r in rows] == [
-            (c, n) for c in CHIPS for n in CONTEXTS
-        ]
-        for row in rows:
-            seconds = 1 / row["decode_tokens_per_second"]
-            parts = [row[f"{part}_seconds"] for part in ("arithmetic", "memory", "launch")]
-            assert max(parts) < seconds < sum(parts) * 1.01
-            limit = row["bytes_per_token"] / row["bandwidth_bytes_per_second"]
-            assert row["share_of_bandwidth"] == pytest.approx(limit / seconds)
-            assert 0 < row["share_of_bandwidth"] < 1
-    short, long = (predict("afm-3b", context, CHIPS["m4-max"]) for context in CONTEXTS)
-    assert long.nbytes - short.nbytes == 56 * 512 * (4096 - 512)
-    assert long.seconds.total > short.seconds.total
-    assert short.over_mlx is not None
-    assert predict("afm-2024", 512, CHIPS["m1"]).over_mlx is None  # no palettes in MLX
-
-    text = done("bench", "--predict", "m4-max")
-    assert text.startswith("predicted: one row of afm-3b")
-    assert text.count("m4-max") == len(CONTEXTS)
-    assert "A prediction, not a measurement" in text
-    (row, _) = csv.DictReader(io.StringIO(done("bench", "--predict", "m1", "-o", "csv")))
-    assert (row["predicted"], row["chip"], row["context"]) == ("True", "m1", "512")
-    assert "--predict knows presets only" in fails("bench", "--predict", "m1", "--model", "x")
-    assert "--batch-size can't go with --predict" in fails("bench", "--predict", "m1", "-b", "2")
-    assert "m99" in fails("bench", "--predict", "m99")

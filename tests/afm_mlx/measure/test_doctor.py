@@ -14,7 +14,7 @@ from afm_mlx.kernels.cpu import extension
 from afm_mlx.kernels.dispatch import Variant
 from afm_mlx.kernels.selftest import checks, specs, verdict
 from afm_mlx.kernels.selftest.specs import Spec
-from afm_mlx.measure import doctor, prediction
+from afm_mlx.measure import doctor
 from afm_mlx.measure.bandwidth import Bandwidth
 
 SMALL = {"in_dims": 256, "out_dims": 64, "bits": 2, "mode": "balanced", "granularity": "row"}
@@ -139,44 +139,6 @@ def test_a_quick_report_times_nothing_and_names_no_folder(run, monkeypatch):
     assert {p["op"] for p in facts["problems"]} == set(dispatch.OPS)
     for folder in (f"{Path.home()}/", Path.cwd(), Path(doctor.__file__).parent):
         assert str(folder) not in out
-
-
-def test_predicted_beside_measured(run, monkeypatch):
-    """A Mac of a known chip, whose clock is made up: every call takes twice what was predicted."""
-    timed = [Spec("rope_norm_quantize", mx.bfloat16, heads=16, kv_heads=2, head_dim=128)]
-    small = Spec("packed_matmul", mx.bfloat16, **SMALL)  # nothing was counted for it
-    monkeypatch.setattr(specs, "model_specs", lambda dtype: [*timed, small])
-
-    def listed(op):
-        name = {"rope_norm_quantize": "metal/rope_norm_quantize"}.get(op, "metal/vector")
-        return (Variant(op, name, getattr(reference, op), lambda case: None),)
-
-    monkeypatch.setattr(dispatch, "variants", listed)
-    monkeypatch.setattr(dispatch, "_obstacle", lambda variant, case: None)
-    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M4 Pro"})
-    op, case = timed[0].op, timed[0].label
-    predicted = prediction.predict_call(op, case, f"metal/{op}", prediction.CHIPS["m4-pro"]).total
-    monkeypatch.setattr(checks, "seconds_per_call", lambda run, problem: 2 * predicted)
-    status, out, _ = run("--report", "r.json")
-    facts = json.loads(Path("r.json").read_text())
-    assert (status, facts["predicted_for"]) == (0, "M4 Pro, 20 cores")
-    known, unknown = facts["timed"]
-    assert known["predicted_microseconds"] == pytest.approx(predicted * 1e6)
-    assert known["microseconds"] == pytest.approx(2 * predicted * 1e6)
-    assert "predicted_microseconds" not in unknown
-    assert facts["measured_over_predicted"] == pytest.approx(2)
-    titles, _, line, _, other = out[out.index("calls of a 3B model") :].splitlines()[1:6]
-    assert titles.split() == "error bound time predicted GB/s of memory".split()
-    wanted = [f"{predicted * 2e6:.1f}", "us", f"{predicted * 1e6:.1f}", "us"]
-    assert line.split()[4:8] == wanted
-    assert len(other.split()) == len(line.split()) - 2
-    assert "predicted for an M4 Pro, 20 cores, before any Mac was asked" in out
-    assert "kernels that run take 2.00 x the predicted time" in out
-    # Of a chip that isn't known, nothing is predicted, and there is no column for it.
-    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": "Apple M99"})
-    _, out, _ = run("--report", "r.json")
-    assert "predicted" not in out.lower()
-    assert json.loads(Path("r.json").read_text())["predicted_for"] is None
 
 
 def test_what_was_asked_for_is_no_verdict(run, monkeypatch, tmp_path):

@@ -1,28 +1,37 @@
-"""How fast Apple GPUs should run the Metal kernels: a model of costs, for chips that nobody here has.
+"""Predict decode speed on Apple GPUs with a cost model, for chips that nobody here has.
 
-A launch is counted (`Launch`): operations of a lane by class, bytes that a lane loads, bytes that have to
-come from memory. Counting needs a compiler, so it is done beforehand, by `make costs`, and what it finds for
-the presets and for the calls that `doctor` times lies in `prediction.json`. Here counts become seconds:
+    python -m bench.predict m4-max [--preset afm-3b] [--output md|csv|json]
+
+A `Launch` counts what one kernel launch does: each lane's operations by class, bytes that a lane loads, and
+bytes that come from memory. Counting needs a compiler, so `make costs` does it beforehand and stores the counts
+of the presets in `prediction.json`. This module turns counts into seconds:
 
     seconds = launch + (memory^p + arithmetic^p)^(1/p)
 
 Arithmetic is the cycles of a lane's operations, as published for M1 and M2, over the chip's lanes and clock;
-memory is bytes over the chip's bandwidth. They overlap, and the longer one decides; where both are about as
+memory is bytes over the chip's bandwidth. They overlap, and the longer one decides; where both take about as
 long, a GPU reaches neither limit, which a maximum with a soft corner (p = 5) describes. Two numbers are
-fitted, and only on figures of MLX's kernels on one chip: the corner, and the share of the published bandwidth
+fitted, only on figures of MLX's kernels on one chip: the corner, and the share of the published bandwidth
 that a kernel reaches (docs/benchmarks.md has the table, with figures that nothing was fitted on).
 
-What the model does not know: caches, the latency of loads where few threads run, the processor's part in a
+The model leaves out caches, the latency of loads where few threads run, the processor's part in a
 launch, clocks that fall with heat, and which instructions Apple's compiler makes.
 """
 
 from __future__ import annotations
 
+import argparse
+import csv
 import functools
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from afm_mlx.config import PRESETS
+
+from .targets import markdown
 
 DATA = Path(__file__).with_name("prediction.json")
 
@@ -79,33 +88,19 @@ CHIPS = {
 }
 
 
-def chip_of(device_name: str, bytes_per_second: float | None = None) -> Chip | None:
-    """The chip that MLX names so; None for one that isn't listed.
-
-    Args:
-        device_name: such as "Apple M4 Max".
-        bytes_per_second: measured bandwidth, which tells chips of one name apart: the smallest one that can
-            reach it. Without it, the largest.
-    """
-    found = sorted((c for c in CHIPS.values() if c.name == device_name), key=lambda c: c.bandwidth)
-    if bytes_per_second is not None:
-        found = [c for c in found if c.bandwidth * 1e9 >= bytes_per_second][:1] or found
-    return found[-1] if found else None
-
-
 # -- launches
 
 
 class Launch(NamedTuple):
-    """What one launch of a kernel does.
+    """The counted work of one kernel launch.
 
     Args:
         kernel: its name.
-        threadgroups: number of them.
-        simdgroups: number of them, 32 lanes each.
-        operations: of one lane, by class.
-        lane_bytes: bytes that one lane loads and stores, from wherever they come.
-        memory_bytes: bytes that have to come from memory or go there, each once.
+        threadgroups: number of threadgroups.
+        simdgroups: number of simdgroups, of 32 lanes each.
+        operations: number of operations of one lane, by class.
+        lane_bytes: bytes that one lane loads and stores, from caches or memory.
+        memory_bytes: bytes that are read from or written to memory, each counted once.
     """
 
     kernel: str
@@ -117,13 +112,13 @@ class Launch(NamedTuple):
 
 
 class Seconds(NamedTuple):
-    """Time of launches.
+    """Time of launches, in seconds.
 
     Args:
-        arithmetic: if memory and launches cost nothing.
-        memory: likewise.
-        launch: what launches cost, however little they do.
-        total: of all together.
+        arithmetic: time if memory and launches cost nothing.
+        memory: time if arithmetic and launches cost nothing.
+        launch: fixed cost of the launches.
+        total: time of all three, overlapped.
     """
 
     arithmetic: float
@@ -179,7 +174,7 @@ CORNER = 5.0
 
 
 def lane_cycles(launch: Launch, generation: int) -> float:
-    """Cycles that one lane's operations take of its core's 128 lanes, when enough simdgroups run."""
+    """Count the cycles of one lane's operations on a core, when enough simdgroups run to keep it busy."""
     operations = launch.operations
 
     def of(prices: Mapping[str, float]) -> float:
@@ -198,7 +193,7 @@ def lane_cycles(launch: Launch, generation: int) -> float:
 
 
 def seconds(launches: Sequence[Launch], chip: Chip) -> Seconds:
-    """Time of launches that don't wait for each other, on a chip."""
+    """Compute the time of launches that run concurrently on a chip."""
     clock = chip.gigahertz * 1e9
     arithmetic = memory = 0.0
     for launch in launches:
@@ -215,13 +210,13 @@ def seconds(launches: Sequence[Launch], chip: Chip) -> Seconds:
 def chain(
     steps: Iterable[tuple[int, Sequence[Launch]]], others: int, chip: Chip, other_bytes: float = 0
 ) -> Seconds:
-    """Time of steps, each so many times, that wait for each other.
+    """Sum the time of steps that wait for each other.
 
     Args:
-        steps: how often, and what runs side by side.
+        steps: pairs of a repeat count and the launches that run concurrently in the step.
         others: launches whose operations were not counted: small ones, or MLX's attention.
         chip: to run on.
-        other_bytes: that those have to read.
+        other_bytes: bytes that the uncounted launches read.
     """
     read = other_bytes / (BANDWIDTH_SHARE * chip.bandwidth * 1e9)
     launches = others * LAUNCH_SECONDS
@@ -245,7 +240,7 @@ def _launch(number: int) -> Launch:
 
 
 def _steps(stored: Iterable[Sequence[Any]]) -> list[tuple[int, list[Launch]]]:
-    """Steps as the data has them: how often, and one launch or several side by side."""
+    """Convert stored steps, `[count, launch]` or `[count, [launch, ...]]`, to launches."""
     return [
         (count, [_launch(n) for n in (which if isinstance(which, list) else [which])])
         for count, which in stored
@@ -253,15 +248,15 @@ def _steps(stored: Iterable[Sequence[Any]]) -> list[tuple[int, list[Launch]]]:
 
 
 class Prediction(NamedTuple):
-    """What a decode step of a preset should take on a chip.
+    """Predicted figures of a preset's decode step on a chip.
 
     Args:
-        seconds: of a token.
-        nbytes: that a token has to read: weights, and keys and values of the context.
-        dispatches: of a token.
+        seconds: time of a token.
+        nbytes: bytes that a token reads: weights, and keys and values of the context.
+        dispatches: kernel launches of a token.
         limit: seconds that these bytes take at the chip's published bandwidth.
-        over_mlx: time of MLX's own kernel (`affine_qmv_fast`, groups of 64) on the matrices of the blocks,
-            over that of ours, which do norms, SwiGLU and sums besides; None where MLX has no such kernel.
+        over_mlx: time of MLX's own kernel (`affine_qmv_fast`, groups of 64) on the blocks' layers, divided by
+            the time of our kernels, which also do norms, SwiGLU and sums; None where MLX has no such kernel.
     """
 
     seconds: Seconds
@@ -276,12 +271,12 @@ class Prediction(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Share of the memory's limit."""
+        """Share of the published bandwidth that the step reaches."""
         return self.limit / self.seconds.total
 
 
 def predict(preset: str, context: int, chip: Chip) -> Prediction:
-    """One row's decode step of a preset in the packed format that `bench --random-weights` fills.
+    """Predict one row's decode step of a preset, in the packed format that `bench --random-weights` fills.
 
     Args:
         preset: name in `afm_mlx.config.PRESETS`.
@@ -300,13 +295,83 @@ def predict(preset: str, context: int, chip: Chip) -> Prediction:
     return Prediction(total, nbytes, dispatches, limit, over_mlx)
 
 
-def predict_call(op: str, case: str, variant: str, chip: Chip) -> Seconds | None:
-    """A call that `doctor` times; None where nothing was counted for it.
+# -- the command
 
-    Args:
-        op, case: of a `Spec`, and its label.
-        variant: name of the variant.
-        chip: to run on.
-    """
-    steps = _data()["calls"].get(f"{op}: {case}", {}).get(variant)
-    return chain(_steps(steps), 0, chip) if steps else None
+TITLES = (
+    "chip|cores|GB/s|context|decode tok/s|arithmetic ms|memory ms|launches ms|MB/token|dispatches|of limit|"
+    "over MLX"
+).split("|")
+NOTE = """
+A prediction, not a measurement: no Mac was used. Operations of the Metal kernels were counted in their text
+and priced as published for M1 and M2; clocks, bandwidths and the cost of a launch are published, too. Most
+published speeds of MLX's own kernels are within 15 % of what this model says, and rather lower
+(docs/benchmarks.md). "over MLX" is how much longer MLX's own kernel would take for the blocks' layers, at the
+same bits in groups of 64."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the predicted decode speed of a preset on one chip or on all of them."""
+    parser = argparse.ArgumentParser(
+        prog="bench.predict", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("chip", choices=[*CHIPS, "all"], help="chip to predict for")
+    parser.add_argument(
+        "--preset", choices=list(PRESETS), default="afm-3b", help="sizes of an architecture"
+    )
+    parser.add_argument(
+        "--output", "-o", choices=["md", "csv", "json"], default="md", help="output format"
+    )
+    args = parser.parse_args(argv)
+    names = list(CHIPS) if args.chip == "all" else [args.chip]
+    rows = [facts(args.preset, name, context) for name in names for context in CONTEXTS]
+    if args.output == "json":
+        print(json.dumps({"predicted": True, "preset": args.preset, "results": rows}, indent=2))
+    elif args.output == "csv":
+        writer = csv.DictWriter(sys.stdout, ["predicted", "preset", *rows[0]], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({"predicted": True, "preset": args.preset} | row for row in rows)
+    else:
+        print(f"predicted: one row of {args.preset}, packed as bench --random-weights packs it\n")
+        print(markdown([TITLES, *map(_cells, rows)]))
+        print(NOTE)
+
+
+def facts(preset: str, name: str, context: int) -> dict[str, Any]:
+    """Return the predicted figures of a preset on the chip called `name`, in bytes and seconds."""
+    chip = CHIPS[name]
+    found = predict(preset, context, chip)
+    return {
+        "chip": name,
+        "gpu_cores": chip.cores,
+        "bandwidth_bytes_per_second": chip.bandwidth * 1e9,
+        "context": context,
+        "decode_tokens_per_second": found.tokens_per_second,
+        "seconds": found.seconds.total,
+        "arithmetic_seconds": found.seconds.arithmetic,
+        "memory_seconds": found.seconds.memory,
+        "launch_seconds": found.seconds.launch,
+        "bytes_per_token": found.nbytes,
+        "dispatches_per_token": found.dispatches,
+        "share_of_bandwidth": found.share,
+        "over_mlx": found.over_mlx,
+    }
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    parts = (row[f"{part}_seconds"] for part in ("arithmetic", "memory", "launch"))
+    return [
+        row["chip"],
+        str(row["gpu_cores"]),
+        f"{row['bandwidth_bytes_per_second'] / 1e9:.0f}",
+        f"{row['context']:,}",
+        f"{row['decode_tokens_per_second']:.0f}",
+        *(f"{part * 1e3:.2f}" for part in parts),
+        f"{row['bytes_per_token'] / 1e6:.0f}",
+        str(row["dispatches_per_token"]),
+        f"{row['share_of_bandwidth']:.0%}",
+        "-" if row["over_mlx"] is None else f"{row['over_mlx']:.2f}x",
+    ]
+
+
+if __name__ == "__main__":
+    main()

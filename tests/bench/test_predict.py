@@ -1,9 +1,14 @@
-"""What the cost model makes of counts."""
+"""The cost model's seconds, and `python -m bench.predict`."""
+
+import csv
+import io
+import json
 
 import pytest
 
-from afm_mlx.measure import prediction
-from afm_mlx.measure.prediction import CHIPS, Launch, chip_of
+from afm_mlx.config import PRESETS
+from bench import predict as prediction
+from bench.predict import CHIPS, CONTEXTS, Launch, predict
 
 LANES = 128
 
@@ -55,8 +60,35 @@ def test_prices():
     assert prediction.chain([], 0, m1).total == 0
     assert prediction.chain([], 0, m1, 61.2e9).total == pytest.approx(1)
 
-    assert chip_of("Apple M4 Max") == CHIPS["m4-max"]
-    assert chip_of("Apple M4 Max", 380e9) == CHIPS["m4-max-32"]
-    assert chip_of("Apple M4 Max", 500e9) == CHIPS["m4-max"]
-    assert chip_of("Apple M4 Max", 900e9) == CHIPS["m4-max"]
-    assert chip_of("Apple M99") is None
+
+def test_every_preset_on_every_chip(capsys):
+    def printed(*argv):
+        prediction.main(argv)
+        return capsys.readouterr().out
+
+    for preset in PRESETS:
+        found = json.loads(printed("all", "--preset", preset, "-o", "json"))
+        assert (found["predicted"], found["preset"]) == (True, preset)
+        rows = found["results"]
+        assert [(r["chip"], r["context"]) for r in rows] == [
+            (c, n) for c in CHIPS for n in CONTEXTS
+        ]
+        for row in rows:
+            seconds = 1 / row["decode_tokens_per_second"]
+            parts = [row[f"{part}_seconds"] for part in ("arithmetic", "memory", "launch")]
+            assert max(parts) < seconds < sum(parts) * 1.01
+            limit = row["bytes_per_token"] / row["bandwidth_bytes_per_second"]
+            assert row["share_of_bandwidth"] == pytest.approx(limit / seconds)
+            assert 0 < row["share_of_bandwidth"] < 1
+    short, long = (predict("afm-3b", context, CHIPS["m4-max"]) for context in CONTEXTS)
+    assert long.nbytes - short.nbytes == 56 * 512 * (4096 - 512)
+    assert long.seconds.total > short.seconds.total
+    assert short.over_mlx is not None
+    assert predict("afm-2024", 512, CHIPS["m1"]).over_mlx is None  # no palettes in MLX
+
+    text = printed("m4-max")
+    assert text.startswith("predicted: one row of afm-3b")
+    assert text.count("m4-max") == len(CONTEXTS)
+    assert "A prediction, not a measurement" in text
+    (row, _) = csv.DictReader(io.StringIO(printed("m1", "-o", "csv")))
+    assert (row["predicted"], row["chip"], row["context"]) == ("True", "m1", "512")
