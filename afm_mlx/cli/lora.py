@@ -188,7 +188,7 @@ def _check_model_arguments(args: argparse.Namespace) -> None:
 
 
 def _train_model(args: argparse.Namespace, recipe: Recipe) -> None:
-    from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
+    from afm_mlx.training.methods.method import DraftTraining, FullTraining
     from afm_mlx.training.methods.model_source import FreshSource
 
     method = FullTraining(args.num_layers)
@@ -211,7 +211,7 @@ def _test_adapter(args: argparse.Namespace) -> None:
     if args.teacher is not None:
         raise UsageError("--teacher would do nothing with --test alone; add --train to train.")
     recipe = recipe_of(args, LEARNING_RATES["lora"])
-    from afm_mlx.training.methods.scores import measure_adapter
+    from afm_mlx.training.methods.train import measure_adapter
 
     path = ADAPTER_FOLDER if args.adapter_path is None else args.adapter_path
 

@@ -16,8 +16,8 @@ from afm_mlx.cli.training_recipe import fields_given, recipe_of
 if TYPE_CHECKING:
     from afm_mlx.quantization.quantize_model import Predicate
     from afm_mlx.quantization.rule import QuantizationRule
+    from afm_mlx.training.methods.method import QATTraining
     from afm_mlx.training.methods.model_source import ModelSource
-    from afm_mlx.training.methods.qat_training import QATTraining
 
 LEARNING_RATE = 2e-5
 ALTERNATIVES = (*training_arguments.ALTERNATIVES, ("bits", "quant_predicate", "how many bits"))
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> None:
 
 def _method(args: argparse.Namespace) -> QATTraining:
     from afm_mlx.quantization.rule import QuantizationRule
+    from afm_mlx.training.methods.method import QATTraining
     from afm_mlx.training.methods.model_source import ModelSource
-    from afm_mlx.training.methods.qat_training import QATTraining
 
     source = ModelSource.open(args.model)
     mode, granularity = args.q_mode, args.q_granularity

@@ -16,13 +16,11 @@ from afm_mlx.cli.signals import Terminated, deferred_signals
 
 if TYPE_CHECKING:
     from afm_mlx.training.data.batches import Batches
-    from afm_mlx.training.loop.events import Event, Report
+    from afm_mlx.training.loop.trainer import Event, Report
     from afm_mlx.training.loop.training_options import TrainingOptions
     from afm_mlx.training.methods.method import Method
-    from afm_mlx.training.methods.plan import Plan
-    from afm_mlx.training.methods.recipe import Recipe
-    from afm_mlx.training.methods.scores import Scores
-    from afm_mlx.training.methods.train import TrainingResult
+    from afm_mlx.training.methods.recipe import Plan, Recipe
+    from afm_mlx.training.methods.train import Scores, TrainingResult
 
 
 class Reporter:
@@ -48,7 +46,7 @@ class Reporter:
             self._print(line)
 
     def on_event(self, event: Event) -> None:
-        from afm_mlx.training.loop.events import Report, Resumed, Stepped, Testing, Validation
+        from afm_mlx.training.loop.trainer import Report, Resumed, Stepped, Testing, Validation
 
         match event:
             case Resumed():
@@ -148,7 +146,7 @@ def run_training(args: argparse.Namespace, method: Method, recipe: Recipe, path:
             stopping=deferred_signals,
         )
     if args.plot is not None:
-        from afm_mlx.training.loop.plot import plot_metrics
+        from afm_mlx.training.loop.run_folder import plot_metrics
 
         plot_metrics(run_path / "metrics.jsonl", args.plot)
     if args.json:

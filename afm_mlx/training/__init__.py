@@ -3,17 +3,22 @@
 from afm_mlx.training.data.batches import Batch, Batches
 from afm_mlx.training.data.samples import Sample, encode_chat, has_split, load_split
 from afm_mlx.training.loop.losses import CrossEntropy, Distillation
-from afm_mlx.training.loop.plot import plot_metrics
-from afm_mlx.training.loop.run_folder import RunFolder
+from afm_mlx.training.loop.run_folder import RunFolder, plot_metrics
 from afm_mlx.training.loop.trainer import RunOutcome, train
 from afm_mlx.training.loop.training_options import TrainingOptions
-from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
+from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.model_source import FreshSource
-from afm_mlx.training.methods.qat_training import QATTraining
 from afm_mlx.training.methods.recipe import Recipe
-from afm_mlx.training.methods.scores import Scores, SplitScore, measure_adapter
-from afm_mlx.training.methods.train import train_draft, train_full, train_lora, train_qat
+from afm_mlx.training.methods.train import (
+    Scores,
+    SplitScore,
+    measure_adapter,
+    train_draft,
+    train_full,
+    train_lora,
+    train_qat,
+)
 from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
 from afm_mlx.training.qat.qat_layers import pack_qat, prepare_qat
 

@@ -26,7 +26,7 @@ import mlx.nn as nn
 from afm_mlx.errors import ConfigError
 from afm_mlx.model.model import is_afm
 from afm_mlx.training.data.batches import Batch
-from afm_mlx.training.loop.ordered_checkpoint import recomputed
+from afm_mlx.training.loop.gradient_checkpointing import recomputed
 
 CHUNK = 1024
 """Targets whose logits exist at a time."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,8 +19,68 @@ from mlx.utils import tree_map
 from afm_mlx.kernels.replay import keep_compiler_out
 from afm_mlx.training.data.batches import Batch
 from afm_mlx.training.loop.losses import Loss
-from afm_mlx.training.loop.optimizer import AdamW, Tree, averaged
-from afm_mlx.training.loop.random_state import random_key
+from afm_mlx.training.loop.training_options import BETAS, EPS, Schedule
+
+Tree: TypeAlias = Any
+"""Nested dictionaries and lists of arrays, as `nn.Module.parameters` gives them."""
+
+
+class AdamW(optim.AdamW):
+    """`mlx.optimizers.AdamW` with bias correction, in float32 whatever the parameters are.
+
+    A parameter of another type has its float32 copy under "master" in the state, where the update happens;
+    4 bytes a parameter on top of the 8 of both moments.
+
+    Args:
+        learning_rate: a number or a schedule.
+        weight_decay: decay of all parameters.
+        betas: decays of the moments.
+        eps: added to the root of the second moment.
+    """
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule,
+        weight_decay: float = 0.0,
+        betas: Sequence[float] = BETAS,
+        eps: float = EPS,
+    ):
+        super().__init__(learning_rate, list(betas), eps, weight_decay, bias_correction=True)
+
+    def init_single(self, parameter: mx.array, state: dict[str, mx.array]) -> None:
+        super().init_single(parameter.astype(mx.float32), state)
+        if parameter.dtype != mx.float32:
+            state["master"] = parameter.astype(mx.float32)
+
+    def apply_single(
+        self, gradient: mx.array, parameter: mx.array, state: dict[str, mx.array]
+    ) -> mx.array:
+        exact = super().apply_single(
+            gradient.astype(mx.float32), state.get("master", parameter), state
+        )
+        if "master" in state:
+            state["master"] = exact
+        return exact.astype(parameter.dtype)
+
+    def exact(self, parameters: Tree) -> Tree:
+        """The parameters in float32: the master copies where there are any."""
+        return tree_map(lambda p, state: state.get("master", p), parameters, self.state)
+
+
+def averaged(average: Tree, weights: Tree, decay: float, steps: mx.array) -> Tree:
+    """The next exponential moving average, free of bias.
+
+    `average + (1 - d) / (1 - d^t) * (weights - average)`
+
+    Args:
+        average: float32; has no effect where t is 1.
+        weights: the weights after step t, float32.
+        decay: d in (0, 1).
+        steps: t, () integer, 1 after the first step.
+    """
+    # 1 - d^t by expm1: for d near 1 the difference itself has few bits left in float32.
+    share = (1 - decay) / -mx.expm1(steps.astype(mx.float32) * math.log(decay))
+    return tree_map(lambda a, w: a + share * (w - a), average, weights)
 
 
 class StepResult(NamedTuple):
@@ -161,3 +221,9 @@ class TrainingStep:
 def _batch(arrays: dict[str, mx.array]) -> Batch:
     """Make the batch of `arrays`, which lacks what is None: a compiled function takes no None."""
     return Batch(**({"segments": None} | arrays))
+
+
+def random_key() -> int:
+    """Return the seed that restores MLX's random generator to its present state."""
+    high, low = mx.random.state[0].tolist()
+    return high << 32 | low

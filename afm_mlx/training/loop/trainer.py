@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Event as Flag
+from typing import TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,23 +28,94 @@ from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from afm_mlx.errors import CheckpointError, TrainingError
 from afm_mlx.model.wired_memory import wired_memory
 from afm_mlx.training.data.batches import Batch, Batches
-from afm_mlx.training.loop.diagnosis import find_non_finite
-from afm_mlx.training.loop.events import (
-    CheckpointSaved,
-    Event,
-    Report,
-    Resumed,
-    Stepped,
-    Validation,
-)
+from afm_mlx.training.loop.evaluation import find_non_finite, mean_loss, perplexity, random_key
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
 from afm_mlx.training.loop.losses import Loss
-from afm_mlx.training.loop.mean_loss import mean_loss, perplexity
-from afm_mlx.training.loop.optimizer import AdamW, Tree
-from afm_mlx.training.loop.random_state import random_key
 from afm_mlx.training.loop.run_folder import TRAINABLE, RunFolder
-from afm_mlx.training.loop.step import StepResult, TrainingStep
+from afm_mlx.training.loop.step import AdamW, StepResult, TrainingStep, Tree
 from afm_mlx.training.loop.training_options import TrainingOptions
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The run goes on after the checkpoint of `step`."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """One step is done.
+
+    Args:
+        step: number of the step, from 1.
+        loss: weighted mean loss of its batch, before its update.
+    """
+
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """A line of metrics.jsonl.
+
+    Args:
+        step: the step after which this is reported.
+        loss: weighted mean loss over the steps since the report before.
+        learning_rate: learning rate of this step.
+        grad_norm: global norm of this step's gradient, before clipping.
+        tokens: number of targets that were trained on since step 1.
+        tokens_per_second: speed since the report before, without the time of evaluation and saving.
+        peak_memory: most bytes that MLX has held in this process.
+    """
+
+    step: int
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    tokens: int
+    tokens_per_second: float
+    peak_memory: int
+
+
+@dataclass(frozen=True)
+class Validation:
+    """A line of metrics.jsonl.
+
+    Args:
+        step: number of the step after which the weights were evaluated; 0 before the first.
+        valid_loss: weighted mean over the validation batches.
+        valid_perplexity: exponential of `valid_loss`; meaningful where that is a cross-entropy.
+    """
+
+    step: int
+    valid_loss: float
+    valid_perplexity: float
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """A checkpoint was written."""
+
+    step: int
+    path: Path
+
+
+@dataclass(frozen=True)
+class Testing:
+    """The test split is about to be measured.
+
+    Args:
+        what: what is measured, such as "without the adapter"; None for what was trained.
+    """
+
+    __test__ = False  # not one of pytest's
+
+    what: str | None
+
+
+Event: TypeAlias = Resumed | Stepped | Report | Validation | CheckpointSaved | Testing
 
 OnEvent = Callable[[Event], None]
 Stopping = Callable[[], AbstractContextManager[Flag]]

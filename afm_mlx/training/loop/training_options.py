@@ -1,21 +1,101 @@
-"""The settings of the training loop."""
+"""Options of the training loop, and learning rates that warm up and decay."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from afm_mlx.errors import ConfigError
-from afm_mlx.training.loop.optimizer import (
-    BETAS,
-    EPS,
-    SCHEDULES,
-    Schedule,
-    learning_rate_schedule,
-    mlx_lm_schedule,
-)
+import mlx.core as mx
+import mlx.optimizers as optim
+
+from afm_mlx.errors import ConfigError, shown
+
+Schedule: TypeAlias = Callable[[mx.array], mx.array]
+"""Maps the number of steps done, () integer, to the learning rate of the next step."""
+
+SCHEDULES = ("cosine", "constant")
+MLX_SCHEDULES = ("cosine_decay", "exponential_decay", "linear_schedule", "step_decay")
+
+_LARGEST = 1e30  # the largest number in a schedule; float32 ends at 3e38
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""AdamW's defaults, as in PyTorch and MLX."""
+
+
+def learning_rate_schedule(
+    learning_rate: float,
+    iters: int,
+    warmup_iters: int = 0,
+    schedule: str = "cosine",
+    final_learning_rate: float = 0.0,
+) -> Schedule:
+    """Linear warm-up, then a half cosine, or a constant.
+
+    With w = warmup_iters, step t = 0, 1, ... takes `learning_rate * (t + 1) / (w + 1)` while t < w; after that
+    `final + (learning_rate - final) * (1 + cos(pi * (t - w) / (iters - w))) / 2`.
+
+    Args:
+        learning_rate: the highest learning rate.
+        iters: steps of the whole run.
+        warmup_iters: w, less than `iters`.
+        schedule: "cosine", or "constant" after the warm-up.
+        final_learning_rate: learning rate at the end of the cosine.
+    """
+    after: Schedule
+    if schedule == "constant":
+        after = optim.linear_schedule(learning_rate, learning_rate, 1)
+    else:
+        after = optim.cosine_decay(learning_rate, iters - warmup_iters, final_learning_rate)
+    if warmup_iters == 0:
+        return after
+    warmup = optim.linear_schedule(learning_rate / (warmup_iters + 1), learning_rate, warmup_iters)
+    return optim.join_schedules([warmup, after], [warmup_iters])
+
+
+def mlx_lm_schedule(values: Mapping[str, Any]) -> Schedule:
+    """A learning rate as mlx-lm's YAML files describe it, under `lr_schedule`.
+
+    Args:
+        values: `name` of a function of `mlx.optimizers` (one of `MLX_SCHEDULES`) and its `arguments`, the
+            learning rate first; where there is a linear warm-up, `warmup` steps from `warmup_init`.
+
+    Raises:
+        ConfigError: names what is missing, unknown, or can't be used.
+    """
+    unknown = set(values) - {"name", "arguments", "warmup", "warmup_init"}
+    name: Any = values.get("name")
+    arguments: Any = values.get("arguments")
+    warmup, start = values.get("warmup", 0), values.get("warmup_init", 0.0)
+    is_count = type(warmup) is int and 0 <= warmup < 2**31
+    checks = (
+        ("keys", sorted(values), not unknown, "name, arguments, warmup and warmup_init"),
+        ("name", name, name in MLX_SCHEDULES, ", ".join(MLX_SCHEDULES)),
+        ("arguments", arguments, _are_numbers(arguments), "a list of numbers, the rate first"),
+        ("warmup", warmup, is_count, "whole numbers, 0 to 2**31 - 1"),
+        ("warmup_init", start, _are_numbers([start]) and start >= 0, "numbers, 0 and more"),
+    )
+    for key, value, holds, allowed in checks:
+        if not holds:
+            raise ConfigError(f"lr_schedule: {key} is {shown(value)}; allowed are {allowed}.")
+    try:
+        after = getattr(optim, name)(*arguments)
+    except (TypeError, ValueError) as error:
+        reason = str(error).rstrip(".")
+        raise ConfigError(f"lr_schedule: arguments are {shown(arguments)}, and {reason}.") from None
+    if not warmup:
+        return after
+    before = optim.linear_schedule(start, arguments[0], warmup)
+    return optim.join_schedules([before, after], [warmup + 1])
+
+
+def _are_numbers(values: Any) -> bool:
+    return (
+        isinstance(values, list | tuple)
+        and bool(values)
+        and all(type(value) in (int, float) and abs(value) <= _LARGEST for value in values)
+    )
 
 
 @dataclass(frozen=True)

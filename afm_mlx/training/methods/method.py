@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, ClassVar
 
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
-from afm_mlx.errors import TrainingError
-from afm_mlx.files import refuse_existing
+from afm_mlx.checkpoint.folder_texts import copy_tokenizer_files, write_config, write_trained_card
+from afm_mlx.checkpoint.weights import save_weights
+from afm_mlx.config import KV_SCALES
+from afm_mlx.errors import AFMError, ConfigError, TrainingError
+from afm_mlx.files import atomic_folder, refuse_existing
+from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
+from afm_mlx.quantization.quantize_model import Predicate
+from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.data.batches import Batches
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.qat.kv_scales import calibrate_kv_scales
+from afm_mlx.training.qat.qat_layers import QATEmbedding, QATLinear, pack_qat, prepare_qat
+
+WITHOUT_ADAPTER = "without the adapter"
+"""What the test split is measured with before an adapter is."""
 
 
 class Method:
@@ -88,3 +104,208 @@ class Method:
             facts: rows for the model card.
         """
         raise NotImplementedError
+
+
+def save_model_folder(
+    path: str | Path,
+    model: nn.Module,
+    values: Mapping[str, Any],
+    source: ModelSource,
+    *,
+    what: str,
+    facts: Mapping[str, str],
+) -> Path:
+    """Write a model folder; it appears whole or not at all.
+
+    Args:
+        path: path of the folder, which must not exist.
+        model: a model with float or packed layers.
+        values: content of its config.json.
+        source: source of the model, whose tokenizer the folder gets.
+        what: a sentence for the card on what the weights are.
+        facts: rows for the card, by what they are.
+
+    Raises:
+        AFMError: when `path` exists or can't be written.
+    """
+    path = Path(path)
+    try:
+        with atomic_folder(path) as folder:
+            weights = dict(tree_flatten(model.parameters()))
+            # Codes of packed layers are fewer than the numbers that they stand for.
+            total = model.args.num_parameters if source.is_afm else None
+            save_weights(folder, weights, total_parameters=total)
+            write_config(folder, values)
+            copy_tokenizer_files(source.folder, folder)
+            write_trained_card(
+                folder,
+                name=path.name,
+                source=source.name,
+                model_type=str(values.get("model_type")),
+                what=what,
+                facts=facts,
+            )
+    except OSError as error:
+        raise AFMError(f"The model folder {path} can't be written: {error}.") from None
+    return path
+
+
+# -- float weights
+
+
+@dataclass(frozen=True)
+class FullTraining(Method):
+    """Train float weights; the scales of int8 keys and values stay as they are.
+
+    Args:
+        num_layers: number of trained blocks, counted from the last; -1 for the whole model.
+    """
+
+    num_layers: int = -1
+    kind = "full"
+
+    def check(self, recipe: Recipe, source: ModelSource) -> None:
+        source.refuse_quantized("training of all weights")
+
+    def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:
+        blocks = model.layers
+        if self.num_layers == -1:
+            model.unfreeze()
+        elif 1 <= self.num_layers <= len(blocks):
+            model.freeze()
+            for block in blocks[-self.num_layers :]:
+                block.unfreeze()
+        else:
+            raise ConfigError(
+                f"num_layers is {self.num_layers}; allowed are 1 to {len(blocks)}, and -1 for the whole model."
+            )
+        model.freeze(keys=list(KV_SCALES), strict=False)
+
+    def manifest(self, model: nn.Module) -> dict[str, Any]:
+        return {"num_layers": self.num_layers}
+
+    def save(
+        self, path: Path, model: nn.Module, source: ModelSource, facts: Mapping[str, str]
+    ) -> None:
+        save_model_folder(path, model, source.values, source, what=self._what(), facts=facts)
+
+    def _what(self) -> str:
+        """A sentence for the model card."""
+        if self.num_layers == -1:
+            return "Float weights, all of them trained further."
+        return f"Float weights; those of the last {self.num_layers} blocks were trained further."
+
+
+@dataclass(frozen=True)
+class DraftTraining(FullTraining):
+    """Train float weights of a draft model to predict what its target, the recipe's teacher, would.
+
+    Apple's toolkit trains by the reverse divergence, which the recipe has to say: `divergence="reverse"`.
+
+    Args:
+        num_layers: number of trained blocks, counted from the last; -1 for the whole model.
+    """
+
+    kind = "draft"
+    measures_acceptance = True
+
+    def check(self, recipe: Recipe, source: ModelSource) -> None:
+        if recipe.teacher is None:
+            raise ConfigError(
+                "A draft model learns from the model that it drafts for, and there is no teacher. Name it "
+                "(--teacher)."
+            )
+        source.refuse_quantized("training of a draft model")
+
+    def _what(self) -> str:
+        return "A draft model for speculative decoding, trained to say what its teacher would."
+
+
+# -- quantization-aware training
+
+
+QAT_RULE = QuantizationRule(bits=2, mode="balanced", granularity="tensor")
+"""Rule of linear layers, as Apple has it: balanced, one learned factor for each matrix (arXiv 2507.13575)."""
+
+QAT_EMBEDDING_RULE = QuantizationRule(bits=4, mode="balanced", granularity="row")
+"""Rule of embeddings: rows, whose norms differ by the frequency of their tokens, have scales of their own."""
+
+
+@dataclass(frozen=True)
+class QATTraining(Method):
+    """Train float weights that are rounded to their grids in the forward pass, see `training.qat`.
+
+    Args:
+        rule, embedding_rule, predicate: see `quantization.quantize_model`.
+        calibrate_kv: number of batches that the int8 scales of keys and values are set by before training;
+            0 keeps the model's own scales.
+        learn_kv_scales: train the int8 scales of keys and values.
+        average: keep an average of the weights where the loop's options name no decay; the decay is 0.999,
+            less in runs under 10,000 steps.
+    """
+
+    rule: QuantizationRule = QAT_RULE
+    embedding_rule: QuantizationRule | None = QAT_EMBEDDING_RULE
+    predicate: Predicate | None = None
+    calibrate_kv: int = 0
+    learn_kv_scales: bool = False
+    average: bool = True
+    kind = "qat"
+    untrained_label = "on the same grid, before training"
+    may_imitate_itself = True
+
+    def check(self, recipe: Recipe, source: ModelSource) -> None:
+        source.refuse_quantized("quantization-aware training")
+        if not source.is_afm:
+            wanted = [name for name in ("calibrate_kv", "learn_kv_scales") if getattr(self, name)]
+            if wanted:
+                raise ConfigError(
+                    f"{wanted[0]}: {source.folder} has no int8 scales of keys and values; AFM models do."
+                )
+        elif self.learn_kv_scales and not (self.calibrate_kv or source.values.get("kv_bits")):
+            raise ConfigError(
+                f"learn_kv_scales: {source.folder} stores keys and values as floats. Let calibrate_kv give it "
+                "scales to start from."
+            )
+
+    def with_defaults(self, options: TrainingOptions) -> TrainingOptions:
+        if options.ema_decay is not None or not self.average:
+            return options
+        # The average then covers the last tenth of the run or so.
+        decay = min(0.999, 1 - 10 / options.iters)
+        return dataclasses.replace(options, ema_decay=decay) if decay > 0 else options
+
+    def prepare(self, model: nn.Module, source: ModelSource, batches: Batches, seed: int) -> None:
+        model.unfreeze()
+        if self.calibrate_kv:
+            calibrate_kv_scales(model, (batches(i) for i in range(self.calibrate_kv)))
+        prepare_qat(
+            model,
+            self.rule,
+            self.embedding_rule,
+            self.predicate,
+            learn_kv_scales=self.learn_kv_scales,
+        )
+
+    def manifest(self, model: nn.Module) -> dict[str, Any]:
+        layers = {p: m for p, m in model.named_modules() if isinstance(m, QATLinear | QATEmbedding)}
+        rules = {path: layer.rule.to_dict() for path, layer in sorted(layers.items())}
+        return {
+            "q_rule": self.rule.to_dict(),
+            "q_layers": sha256(json.dumps(rules, sort_keys=True).encode()).hexdigest(),
+            "calibrate_kv": self.calibrate_kv,
+            "learn_kv_scales": self.learn_kv_scales,
+        }
+
+    def save(
+        self, path: Path, model: nn.Module, source: ModelSource, facts: Mapping[str, str]
+    ) -> None:
+        packed, values = pack_qat(model, source.values)
+        if source.is_afm:
+            # Calibration may have given the model its scales.
+            values["kv_bits"] = model.args.kv_bits
+        layers = (m for m in packed.modules() if isinstance(m, PackedLinear | PackedEmbedding))
+        bits = sorted({layer.bits for layer in layers})
+        kind = f"{' and '.join(map(str, bits))} bits, {self.rule.mode}"
+        what = f"Packed weights ({kind}), trained as such (quantization-aware)."
+        save_model_folder(path, packed, values, source, what=what, facts=facts)

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from afm_mlx.errors import ConfigError
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from afm_mlx.adapters.lora import lora_layers
+from afm_mlx.checkpoint.stored_layers import quantization_of
+from afm_mlx.errors import ConfigError, DataError
+from afm_mlx.kernels import BITS
 from afm_mlx.loading.resolve import EMBEDDED_MODEL
+from afm_mlx.quantization.packed_layers import PARTS, activation_dtype
+from afm_mlx.training.data.batches import ROW_MULTIPLE, Batches
+from afm_mlx.training.data.samples import Sample, has_split, load_split
 from afm_mlx.training.loop.losses import check_divergence
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.model_source import ModelSource
+from afm_mlx.training.methods.training_memory import estimate_memory
 
 MAX_WARMUP = 100  # steps, where a share is asked for
 
@@ -100,3 +111,162 @@ class Recipe:
                 "allowed are fewer than these. Train longer (--iters), or warm up for less (--warmup-iters)."
             )
         return dataclasses.replace(options, iters=iters, warmup_iters=warmup)
+
+
+# -- data
+
+
+MAX_SEQ_LENGTH = 2048  # mlx-lm's default; less where the model's context is shorter
+_SAMPLES_OF_A_ROW = 4  # samples of the mean length in a row, where the recipe gives no length
+
+
+@dataclass(frozen=True)
+class DataSplits:
+    """A data set; a split is None where it has no file or is not asked for."""
+
+    train: Batches
+    valid: Batches | None
+    test: Batches | None
+
+
+def read_data(recipe: Recipe, source: ModelSource) -> DataSplits:
+    """Read and tokenize all splits.
+
+    Raises:
+        DataError: names the lines that can't be used; or for a test, when the data is one file.
+        ConfigError: for packed rows and a model that can't keep their samples apart.
+    """
+    if recipe.test and Path(recipe.data).is_file():
+        raise DataError(
+            f"{recipe.data} is one file, all of which is trained on; there is nothing to test. Put it into a "
+            "folder as train.jsonl, with a test.jsonl beside it, or leave the test out."
+        )
+    return DataSplits(
+        read_split(recipe, source, "train"),
+        read_split(recipe, source, "valid") if has_split(recipe.data, "valid") else None,
+        read_split(recipe, source, "test") if recipe.test else None,
+    )
+
+
+def read_split(recipe: Recipe, source: ModelSource, split: str) -> Batches:
+    """Read and tokenize "train", "valid" or "test"; raises as `read_data` does."""
+    packed = source.is_afm if recipe.packing is None else recipe.packing
+    if packed and not source.is_afm:
+        raise ConfigError(
+            "Several samples in a row need a mask that models of mlx-lm don't take. Leave packing out "
+            "(--no-packing)."
+        )
+    # Positions start anew with each sample of a row, so only samples are bound by the context.
+    limit = _sample_length(recipe, source)
+    samples = load_split(
+        recipe.data,
+        split,
+        source.tokenizer,
+        max_seq_length=limit,
+        prompt_weight=recipe.prompt_weight,
+        features=recipe.features,
+    )
+    return Batches(
+        samples,
+        batch_size=recipe.batch_size,
+        length=_row_length(samples, recipe, limit) if packed else recipe.max_seq_length or limit,
+        packed=packed,
+        seed=recipe.options.seed,
+        shuffle=split == "train",
+    )
+
+
+def _sample_length(recipe: Recipe, source: ModelSource) -> int:
+    """The most tokens of a sample."""
+    length = MAX_SEQ_LENGTH if recipe.max_seq_length is None else recipe.max_seq_length
+    contexts = [source.values.get("context_length")]
+    if recipe.max_seq_length is None:  # in the words of models of the zoo, too
+        contexts.append(source.values.get("max_position_embeddings"))
+    return min([length, *(n for n in contexts if type(n) is int and n > 1)])
+
+
+def _row_length(samples: Sequence[Sample], recipe: Recipe, limit: int) -> int:
+    """Tokens of a packed row: no more than it takes to put all samples into one batch."""
+    inputs = [len(sample.tokens) - 1 for sample in samples]
+    longest, total = max([*inputs, 1]), sum(inputs)
+    wanted = max(longest, math.ceil(total / recipe.batch_size))
+    if recipe.max_seq_length is None:
+        # Attention's memory grows with the square of a row, and four samples leave little room for padding.
+        wanted = min(wanted, max(longest, math.ceil(_SAMPLES_OF_A_ROW * total / len(inputs))))
+    return min(-(-wanted // ROW_MULTIPLE) * ROW_MULTIPLE, recipe.max_seq_length or limit)
+
+
+# -- plan
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training run is about to do, to be shown before it begins.
+
+    Args:
+        parameters: number of the model's parameters, LoRA's included; a packed matrix counts as the numbers
+            that its codes stand for.
+        trainable: number of trainable parameters.
+        data: the splits of the data set.
+        options: options of the loop, with all defaults filled in.
+        memory: estimated bytes; None where there is no estimate.
+    """
+
+    parameters: int
+    trainable: int
+    data: DataSplits
+    options: TrainingOptions
+    memory: int | None
+
+    @property
+    def steps_per_epoch(self) -> float:
+        return self.data.train.per_epoch / self.options.grad_accumulation_steps
+
+
+def make_plan(
+    model: nn.Module,
+    source: ModelSource,
+    kind: str,
+    teacher: nn.Module | None,
+    data: DataSplits,
+    options: TrainingOptions,
+) -> Plan:
+    """Describe the training of a prepared model; `kind` is the method's."""
+    trainable = sum(array.size for _, array in tree_flatten(model.trainable_parameters()))
+    memory = None
+    if source.is_afm:
+        memory = _memory(model, source, kind, data, options)
+        # A frozen model keeps nothing for a backward pass.
+        frozen = {} if teacher is None else teacher.parameters()
+        memory += sum(array.nbytes for _, array in tree_flatten(frozen))
+    return Plan(_count(model), trainable, data, options, memory)
+
+
+def _memory(
+    model: nn.Module, source: ModelSource, kind: str, data: DataSplits, options: TrainingOptions
+) -> int:
+    batch = data.train(0)
+    rows, length = batch.inputs.shape
+    ranks = [layer.rank for layer in lora_layers(model).values()]
+    bits = quantization_of(source.values, source.folder).get("bits")
+    return estimate_memory(
+        model.args,
+        "full" if kind == "draft" else kind,
+        batch_size=rows,
+        length=length,
+        rank=ranks[0] if ranks else 1,
+        base_bits=bits if bits in BITS else None,
+        dtype=activation_dtype(),
+        grad_checkpoint=options.grad_checkpoint,
+        ema=options.ema_decay is not None,
+        accumulates=options.grad_accumulation_steps > 1,
+        targets=batch.labels.size,
+    ).total
+
+
+def _count(model: nn.Module) -> int:
+    """Parameters of a model; of a packed matrix the numbers that it stands for, and not its scales."""
+    packed = [m for m in model.modules() if "weight" in m and m["weight"].dtype == mx.uint32]
+    more = sum(m["weight"].size * 32 // m.bits for m in packed)
+    less = sum(m[part].size for m in packed for part in PARTS if part in m)
+    return more - less + sum(array.size for _, array in tree_flatten(model.parameters()))

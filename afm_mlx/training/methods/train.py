@@ -20,26 +20,42 @@ import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
 
 from afm_mlx import threads
+from afm_mlx.adapters.adapter_folder import load_adapter
+from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
+from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.loading.missing_kernels import warn_if_slow
-from afm_mlx.training.loop.events import Event, Testing
-from afm_mlx.training.loop.losses import CrossEntropy, Distillation, Loss
+from afm_mlx.training.data.batches import Batches
+from afm_mlx.training.loop.evaluation import mean_loss, perplexity
+from afm_mlx.training.loop.losses import Acceptance, CrossEntropy, Distillation, Loss
 from afm_mlx.training.loop.run_folder import RunFolder
-from afm_mlx.training.loop.trainer import RunOutcome, Stopping, train
+from afm_mlx.training.loop.trainer import Event, RunOutcome, Stopping, Testing, train
 from afm_mlx.training.loop.training_options import TrainingOptions
-from afm_mlx.training.methods.data_splits import DataSplits, read_data
-from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
-from afm_mlx.training.methods.method import Method
-from afm_mlx.training.methods.model_source import ModelSource
-from afm_mlx.training.methods.plan import Plan, make_plan
-from afm_mlx.training.methods.qat_training import QATTraining
-from afm_mlx.training.methods.recipe import Recipe
-from afm_mlx.training.methods.scores import Scores, SplitScore, measure_split
-from afm_mlx.training.methods.teacher import Teacher, load_teacher, open_teacher
+from afm_mlx.training.methods.method import (
+    WITHOUT_ADAPTER,
+    DraftTraining,
+    FullTraining,
+    Method,
+    QATTraining,
+)
+from afm_mlx.training.methods.model_source import ModelSource, open_as_teacher
+from afm_mlx.training.methods.recipe import (
+    DataSplits,
+    Plan,
+    Recipe,
+    make_plan,
+    read_data,
+    read_split,
+)
 from afm_mlx.training.methods.training_memory import check_fits
 
 
@@ -231,3 +247,187 @@ def _facts(
         if scores.trained.acceptance is not None:
             facts["proposals that the target keeps"] = f"{scores.trained.acceptance:.1%}"
     return facts
+
+
+# -- the teacher
+
+
+class Teacher(NamedTuple):
+    """A loaded teacher.
+
+    Args:
+        model: the teacher with its adapter.
+        name: name of the model and of its adapter, for the card.
+        manifest: what a run must keep of the teacher when it resumes.
+    """
+
+    model: nn.Module
+    name: str
+    manifest: dict[str, Any]
+
+
+def open_teacher(
+    recipe: Recipe, student: ModelSource, may_imitate_itself: bool
+) -> ModelSource | None:
+    """Find the teacher of a recipe; "self" is the student as it is before training.
+
+    Raises:
+        ConfigError: when the student has nothing to learn from this teacher.
+        AFMError: when there is no such model.
+    """
+    if recipe.teacher is None:
+        return None
+    teacher = student if str(recipe.teacher) == "self" else open_as_teacher(recipe.teacher)
+    is_same = recipe.teacher_adapter is None and teacher.is_same(student)
+    if is_same and not may_imitate_itself:
+        raise ConfigError(
+            f"The teacher {recipe.teacher} is the very model that is trained: there is nothing to learn from "
+            "it. A packed model learns from the float model that it was made of."
+        )
+    return teacher
+
+
+def load_teacher(recipe: Recipe, source: ModelSource, student: ModelSource) -> Teacher:
+    """Load the teacher of a recipe, and attach its adapter.
+
+    Raises:
+        ConfigError: when teacher and student have different vocabularies.
+        AFMError: when the model or its adapter can't be loaded.
+    """
+    if not source.is_same(student):
+        _check_vocabulary(source, student)
+    model, name = source.load(), source.name
+    warn_if_slow(model, "the teacher")
+    manifest = {"teacher": name, "teacher_weights": source.fingerprint(model)}
+    adapter = recipe.teacher_adapter
+    if adapter is not None:
+        tensors, config = load_adapter(adapter)
+        attach_adapter(model, adapter, base_folder=source.folder, force=recipe.force)
+        manifest["teacher_adapter"] = arrays_fingerprint(config.scale, tensors)
+        name += f" with the adapter {Path(adapter).resolve().name}"
+    return Teacher(model, name, manifest)
+
+
+def _check_vocabulary(teacher: ModelSource, student: ModelSource) -> None:
+    """Raise `ConfigError` if tokens or rows of the embeddings differ."""
+    pieces, other_pieces = (source.tokenizer.get_vocab() for source in (teacher, student))
+    rows, other_rows = (source.values.get("vocab_size") for source in (teacher, student))
+    if pieces != other_pieces:
+        fault = f"{len(pieces)} and {len(other_pieces)} pieces"
+    elif rows != other_rows:
+        fault = f"{rows} and {other_rows} rows of the embedding"
+    else:
+        return
+    raise ConfigError(
+        f"The teacher {teacher.name} and {student.name} have different vocabularies ({fault}): its predictions "
+        f"can't be imitated. A teacher is the model that {student.name} was made of, or that it drafts for."
+    )
+
+
+# -- scores on the test split
+
+
+@dataclass(frozen=True)
+class SplitScore:
+    """How well a model predicts a split of the data.
+
+    Args:
+        loss: cross-entropy, the weighted mean over scored tokens, in nats.
+        tokens: number of scored tokens.
+        acceptance: share of a draft model's proposals that its target keeps, see `losses.Acceptance`; None
+            for other models.
+    """
+
+    loss: float
+    tokens: int
+    acceptance: float | None = None
+
+    @property
+    def perplexity(self) -> float:
+        """`exp(loss)`."""
+        return perplexity(self.loss)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; what was not measured is left out."""
+        values = {"loss": self.loss, "perplexity": self.perplexity, "tokens": self.tokens}
+        return values if self.acceptance is None else values | {"acceptance": self.acceptance}
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The same batches, measured twice.
+
+    Args:
+        untrained: the base without an adapter, or the model before training.
+        trained: the adapted or trained model; None when there was none to measure.
+        label: what `untrained` was measured with, such as "without the adapter".
+    """
+
+    untrained: SplitScore
+    trained: SplitScore | None
+    label: str
+
+
+def measure_split(
+    model: nn.Module,
+    batches: Batches,
+    count: int = -1,
+    teacher: nn.Module | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> SplitScore:
+    """Measure how well a model predicts batches.
+
+    Args:
+        model: a model, which is in eval mode afterwards.
+        batches: batches of the split.
+        count: number of measured batches, counted from the first; -1 for all.
+        teacher: target of a draft model, to measure its acceptance; None for other models.
+        progress: called with batches done and batches in all.
+
+    Raises:
+        TrainingError: when the loss is not finite; names the batch and the layer.
+    """
+    loss = mean_loss(model, CrossEntropy(), batches, count, progress)
+    n = batches.per_epoch if count == -1 else min(count, batches.per_epoch)
+    tokens = sum(int(mx.sum(batches(i).weights > 0).item()) for i in range(n))
+    kept = None if teacher is None else mean_loss(model, Acceptance(teacher), batches, count)
+    return SplitScore(loss, tokens, kept)
+
+
+def measure_adapter(
+    recipe: Recipe,
+    adapter_path: str | Path | None,
+    *,
+    on_data: Callable[[Batches], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scores:
+    """Measure test.jsonl with an adapter and without; nothing is trained.
+
+    Args:
+        recipe: model, data, and how it is batched.
+        adapter_path: see `load_adapter`; None measures the base alone.
+        on_data: called before measuring starts.
+        progress: called with batches done and batches in all, of each measurement.
+
+    Raises:
+        AFMError: what is wrong with the data, the model or the adapter.
+    """
+    if adapter_path is not None:
+        if not Path(adapter_path).exists():
+            raise TrainingError(
+                f"There is no adapter {adapter_path} to test. Name one (--adapter-path), or train one first "
+                "(--train)."
+            )
+        load_adapter(adapter_path)  # raises before a model is loaded
+    source = ModelSource.open(recipe.model)
+    batches = read_split(recipe, source, "test")
+    if on_data is not None:
+        on_data(batches)
+    model = source.load()
+    warn_if_slow(model)
+    measure = partial(measure_split, model, batches, recipe.test_batches, progress=progress)
+    untrained, trained = measure(), None
+    if adapter_path is not None:
+        attach_adapter(model, adapter_path, base_folder=source.folder, force=recipe.force)
+        trained = measure()
+    return Scores(untrained, trained, WITHOUT_ADAPTER)

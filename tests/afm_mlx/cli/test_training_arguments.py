@@ -8,9 +8,8 @@ import pytest
 from afm_mlx.cli import main
 from afm_mlx.cli.argument_table import Unavailable
 from afm_mlx.training.loop.training_options import TrainingOptions
-from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
 from afm_mlx.training.methods.lora_training import LoRATraining
-from afm_mlx.training.methods.qat_training import QATTraining
+from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.recipe import Recipe
 from tests.tools.arguments import actions_of, commands
 from tests.tools.cli import lines

@@ -9,7 +9,7 @@ from afm_mlx.quantization import float_to_codes
 from afm_mlx.quantization.float_to_codes import pack, round_to
 from afm_mlx.quantization.grids import any_grids, k_means, mlx_grids, nearest_entries
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.qat.fake_quantize import initial_clip, quantize
+from afm_mlx.training.qat.qat_layers import initial_clip, quantize
 from tests.tools.cases import all_pairs, each
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from afm_mlx.config import PRESETS
 from afm_mlx.quantization.quantize_model import quantize_model
-from afm_mlx.training.methods.model_folder import save_model_folder
+from afm_mlx.training.methods.method import save_model_folder
 from afm_mlx.training.methods.model_source import ModelSource
 from afm_mlx.training.methods.recipe import Recipe
 from tests.tools.cli import write_folder

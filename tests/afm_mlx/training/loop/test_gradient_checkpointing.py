@@ -9,8 +9,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.training.loop.gradient_checkpointing import recomputed_blocks
-from afm_mlx.training.loop.optimizer import AdamW
-from afm_mlx.training.loop.step import TrainingStep
+from afm_mlx.training.loop.step import AdamW, TrainingStep
 from tests.tools.compare import assert_close
 from tests.tools.models import random_config, random_model
 from tests.tools.training import ToyBatches, ToyModel, toy_loss

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.training.loop.optimizer import AdamW, averaged
+from afm_mlx.training.loop.step import AdamW, averaged
 from afm_mlx.training.loop.training_options import TrainingOptions
 from tests.tools.cases import each
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from afm_mlx.training.loop.ordered_checkpoint import recomputed
+from afm_mlx.training.loop.gradient_checkpointing import recomputed
 from tests.tools.compare import assert_close
 
 

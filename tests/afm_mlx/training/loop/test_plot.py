@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from afm_mlx.errors import AFMError, DataError
-from afm_mlx.training.loop.plot import plot_metrics
+from afm_mlx.training.loop.run_folder import plot_metrics
 
 
 def test_a_png_is_written(tmp_path, rng):

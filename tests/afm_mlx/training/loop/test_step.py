@@ -6,8 +6,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from afm_mlx.errors import ConfigError
-from afm_mlx.training.loop.optimizer import AdamW
-from afm_mlx.training.loop.step import TrainingStep
+from afm_mlx.training.loop.step import AdamW, TrainingStep
 from tests.tools.compare import assert_same_tensors, changed
 from tests.tools.training import ToyBatches, ToyModel, joined, toy_loss
 

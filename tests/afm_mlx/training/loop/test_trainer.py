@@ -17,9 +17,15 @@ from mlx.utils import tree_flatten
 
 from afm_mlx.cli.signals import deferred_signals
 from afm_mlx.errors import CheckpointError, TrainingError
-from afm_mlx.training.loop.events import CheckpointSaved, Report, Resumed, Stepped, Validation
 from afm_mlx.training.loop.run_folder import RunFolder
-from afm_mlx.training.loop.trainer import train
+from afm_mlx.training.loop.trainer import (
+    CheckpointSaved,
+    Report,
+    Resumed,
+    Stepped,
+    Validation,
+    train,
+)
 from afm_mlx.training.loop.training_options import TrainingOptions
 from tests.tools.compare import assert_same_tensors
 from tests.tools.training import ToyBatches, ToyModel, joined, toy_loss, toy_run

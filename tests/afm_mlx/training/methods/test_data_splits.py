@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from afm_mlx.training.methods.data_splits import read_data
 from afm_mlx.training.methods.model_source import ModelSource
+from afm_mlx.training.methods.recipe import read_data
 from tests.tools.cli import lines
 
 

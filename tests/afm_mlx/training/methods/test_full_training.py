@@ -6,15 +6,14 @@ import pytest
 
 from afm_mlx.errors import ConfigError
 from afm_mlx.loading.load import load
-from afm_mlx.training.loop.events import Report, Stepped, Validation
+from afm_mlx.training.loop.evaluation import mean_loss
 from afm_mlx.training.loop.losses import Distillation
-from afm_mlx.training.loop.mean_loss import mean_loss
+from afm_mlx.training.loop.trainer import Report, Stepped, Validation
 from afm_mlx.training.loop.training_options import TrainingOptions
-from afm_mlx.training.methods.data_splits import read_data
-from afm_mlx.training.methods.full_training import FullTraining
+from afm_mlx.training.methods.method import FullTraining
 from afm_mlx.training.methods.model_source import ModelSource
-from afm_mlx.training.methods.scores import measure_split
-from afm_mlx.training.methods.train import train_draft, train_full
+from afm_mlx.training.methods.recipe import read_data
+from afm_mlx.training.methods.train import measure_split, train_draft, train_full
 from tests.tools.compare import changed
 from tests.tools.training_data import TRAINABLE
 from tests.tools.training_runs import Watcher, parameters, random_adapter

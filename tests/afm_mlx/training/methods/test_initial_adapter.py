@@ -9,7 +9,7 @@ import pytest
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
 from afm_mlx.errors import AFMError, CheckpointError, ConfigError
-from afm_mlx.training.methods.initial_adapter import read_initial
+from afm_mlx.training.methods.lora_training import read_initial
 from tests.tools.compare import assert_same_tensors
 
 

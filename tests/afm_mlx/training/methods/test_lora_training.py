@@ -11,13 +11,12 @@ from afm_mlx.adapters.lora import add_lora, lora_tensors, save_lora
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.errors import CheckpointError, ConfigError, TrainingError
 from afm_mlx.loading.load import load
-from afm_mlx.training.loop.events import Validation
 from afm_mlx.training.loop.run_folder import RunExistsError
+from afm_mlx.training.loop.trainer import Validation
 from afm_mlx.training.loop.training_options import TrainingOptions
 from afm_mlx.training.methods.lora_training import LoRATraining
 from afm_mlx.training.methods.model_source import ModelSource
-from afm_mlx.training.methods.scores import measure_adapter
-from afm_mlx.training.methods.train import train_lora
+from afm_mlx.training.methods.train import measure_adapter, train_lora
 from tests.tools.cases import each
 from tests.tools.training_data import TRAINABLE
 from tests.tools.training_runs import Watcher, random_adapter

@@ -11,13 +11,12 @@ from afm_mlx.errors import ConfigError
 from afm_mlx.loading.load import load
 from afm_mlx.quantization.packed_layers import PackedEmbedding, PackedLinear
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.loop.events import Validation
+from afm_mlx.training.loop.evaluation import mean_loss
 from afm_mlx.training.loop.losses import CrossEntropy
-from afm_mlx.training.loop.mean_loss import mean_loss
-from afm_mlx.training.methods.data_splits import read_data
+from afm_mlx.training.loop.trainer import Validation
+from afm_mlx.training.methods.method import QATTraining
 from afm_mlx.training.methods.model_source import ModelSource
-from afm_mlx.training.methods.qat_training import QATTraining
-from afm_mlx.training.methods.recipe import Recipe
+from afm_mlx.training.methods.recipe import Recipe, read_data
 from afm_mlx.training.methods.train import train_qat
 from tests.tools.cli import lines
 from tests.tools.training_runs import OPTIONS, Watcher

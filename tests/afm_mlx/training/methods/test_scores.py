@@ -10,7 +10,7 @@ import pytest
 from afm_mlx.errors import CheckpointError, DataError, TrainingError
 from afm_mlx.loading.load import load
 from afm_mlx.training.data.samples import load_split
-from afm_mlx.training.methods.scores import measure_adapter
+from afm_mlx.training.methods.train import measure_adapter
 from tests.tools.training_runs import random_adapter
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from afm_mlx.errors import CheckpointError, ConfigError
 from afm_mlx.training.methods.model_source import ModelSource
-from afm_mlx.training.methods.teacher import load_teacher, open_teacher
+from afm_mlx.training.methods.train import load_teacher, open_teacher
 from tests.tools.cli import write_folder
 from tests.tools.training_data import TRAINABLE
 from tests.tools.training_runs import random_adapter

@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 
 from afm_mlx.errors import ConfigError, DataError, TrainingError
-from afm_mlx.training.loop.events import Stepped
-from afm_mlx.training.methods.full_training import DraftTraining, FullTraining
+from afm_mlx.training.loop.trainer import Stepped
 from afm_mlx.training.methods.lora_training import LoRATraining
+from afm_mlx.training.methods.method import DraftTraining, FullTraining, QATTraining
 from afm_mlx.training.methods.model_source import FreshSource, ModelSource
-from afm_mlx.training.methods.qat_training import QATTraining
 from afm_mlx.training.methods.train import train_by, train_qat
 from tests.tools.cases import each
 from tests.tools.training_runs import OPTIONS, random_adapter

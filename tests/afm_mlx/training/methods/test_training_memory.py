@@ -12,7 +12,7 @@ from afm_mlx.model.model import Model
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from afm_mlx.training.loop.losses import CHUNK
-from afm_mlx.training.loop.optimizer import AdamW
+from afm_mlx.training.loop.step import AdamW
 from afm_mlx.training.methods.training_memory import estimate_memory, lora_parameters
 from bench.training_worker import Case, measure
 from tests.tools.models import random_config

@@ -8,7 +8,7 @@ from afm_mlx.errors import CheckpointError, ConfigError
 from afm_mlx.kernels import PackedWeight, dequantize, pack_codes
 from afm_mlx.quantization.float_to_codes import pack
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.qat.fake_quantize import (
+from afm_mlx.training.qat.qat_layers import (
     fake_quantize,
     initial_clip,
     lsq_gradient_scale,

@@ -15,8 +15,13 @@ from afm_mlx.kernels import dispatch
 from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
-from afm_mlx.training.qat.fake_quantize import lsq_gradient_scale
-from afm_mlx.training.qat.qat_layers import QATEmbedding, QATLinear, pack_qat, prepare_qat
+from afm_mlx.training.qat.qat_layers import (
+    QATEmbedding,
+    QATLinear,
+    lsq_gradient_scale,
+    pack_qat,
+    prepare_qat,
+)
 from tests.tools.cases import draw
 from tests.tools.compare import assert_close, changed
 from tests.tools.models import random_config, random_model
