@@ -19,12 +19,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from afm_mlx.adapters.active import active_adapters
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
-from afm_mlx.adapters.layer_places import linear_shape, places, replace_layers
+from afm_mlx.adapters.target_modules import linear_shape, replace_layers, target_modules
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint, folder_fingerprint
 from afm_mlx.errors import CheckpointError, RequestError, named, shown
-from afm_mlx.model.fused_layers import LinearWrapper
+from afm_mlx.model.fused_layers import ACTIVE, LinearWrapper
 from afm_mlx.model.model import is_afm
 
 
@@ -116,11 +115,11 @@ def add_lora(
     Raises:
         RequestError: for a setting that can't be honoured, or a model that has an adapter.
     """
-    found, blocks = places(model), len(model.layers)
+    found, blocks = target_modules(model), len(model.layers)
     wanted = None if keys is None else set(keys)
     _check_settings(rank, dropout, num_layers, blocks)
     # Linked layers too: LoRA layers around them would hide the adapters of a pool.
-    if any(isinstance(p.layer, LoRALinear) for p in found) or active_adapters(model) is not None:
+    if any(isinstance(p.layer, LoRALinear) for p in found) or ACTIVE in model:
         raise RequestError(
             "The model has an adapter or a pool already; take it off (detach_adapter), or load the model anew."
         )
@@ -234,7 +233,7 @@ def lora_config(model: nn.Module, base_folder: str | Path | None = None) -> Adap
         rank=first.rank,
         scale=first.scale,
         num_layers=len(model.layers),
-        keys=tuple(sorted({place.key for place in places(model) if place.path in layers})),
+        keys=tuple(sorted({place.key for place in target_modules(model) if place.path in layers})),
         dropout=first.dropout_rate,
         base_model_fingerprint=fingerprint,
     )

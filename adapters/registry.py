@@ -1,4 +1,4 @@
-"""The adapters that a pool knows by name, and what state each is in."""
+"""The adapters that a pool knows by name, the state that each is in, and leases of them."""
 
 from __future__ import annotations
 
@@ -9,40 +9,37 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias
 
-from afm_mlx.adapters.opening import OpenAdapter
-from afm_mlx.adapters.resident import ResidentAdapter
+from afm_mlx.adapters.resident import OpenAdapter, ResidentAdapter
 from afm_mlx.errors import CheckpointError, RequestError, shown
 
 AdapterChoice: TypeAlias = str | Mapping[str, float]
-"""A registered name, or weights of registered adapters by their names, which are added up."""
+"""A registered name, or weights by registered names: the sum of these adapters, each times its weight."""
 
 Key: TypeAlias = str | tuple[tuple[str, float], ...]
 Files: TypeAlias = Path | list[tuple[Path, float]]
-"""An adapter's folder or file, or those of a sum's parts with their weights."""
+"""An adapter's folder or file; of a sum, each part's with its weight."""
 
 
 @dataclass(eq=False)
-class Entry:
-    """An adapter that is registered, or a sum without a name that some request has asked for.
+class PoolEntry:
+    """A registered adapter, or an unnamed sum that a request has named by its weights.
 
     Args:
-        key: its name, or the sum's names and weights.
-        source: an adapter folder, or weights of adapters that come from folders.
+        key: name, or the sum's names and weights.
+        source: folder or file; of a sum, weights of adapters that have files.
         state: "registered", "opening" (headers are read), "waiting" (for memory), "loading" or "resident".
-        order: when it was last leased or given back; larger is later.
-        held: number of leases that have it.
-        waiting: leases that wait for it.
-        draining: whether rows get no new leases of it, so that it can be evicted.
-        passed: leases of other adapters that were given since this one waits for memory.
-        dropped: whether it was unloaded while it was read.
-        pinned: whether it is never evicted.
-        nbytes: bytes in memory, as far as known.
-        opened: what was read so far, between "opening" and "waiting".
+        order: time of the last use; larger is later.
+        held: number of leases that have the adapter.
+        waiting: leases that wait for the adapter.
+        dropped: True if the adapter was unloaded while it was read.
+        pinned: True if the adapter is never evicted.
+        nbytes: bytes in memory, 0 while unknown.
+        opened: the opened files, between "opening" and "waiting".
         resident: the adapter, in state "resident".
-        fingerprint: fingerprint of the numbers that were loaded first.
-        error: what its last load has raised; None when it has succeeded.
+        fingerprint: fingerprint of the numbers at the first load.
+        error: message of the last load's error; None if it succeeded.
     """
 
     key: Key
@@ -50,9 +47,7 @@ class Entry:
     state: str = "registered"
     order: int = 0
     held: int = 0
-    waiting: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    draining: bool = False
-    passed: int = 0
+    waiting: weakref.WeakSet[Lease] = field(default_factory=weakref.WeakSet)
     dropped: bool = False
     pinned: bool = False
     nbytes: int = 0
@@ -63,25 +58,25 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Its name, or the sum in words."""
-        return self.key if isinstance(self.key, str) else _sum(self.key)
+        """Name; of an unnamed sum, its formula."""
+        return self.key if isinstance(self.key, str) else _formula(self.key)
 
     @property
     def origin(self) -> str:
-        """The folder, or the sum in words."""
-        return str(self.source) if isinstance(self.source, Path) else _sum(self.source.items())
+        """Path of the files, or the sum's formula."""
+        return str(self.source) if isinstance(self.source, Path) else _formula(self.source.items())
 
     @property
     def parts(self) -> Collection[str]:
-        """Names of a sum's parts."""
+        """Names of a sum's parts; empty for an adapter that has files."""
         return () if isinstance(self.source, Path) else self.source
 
     @property
     def in_use(self) -> bool:
         return bool(self.held or self.waiting)
 
-    def describe(self) -> dict[str, Any]:
-        """For listings: values that JSON can hold."""
+    def describe(self) -> dict[str, object]:
+        """Return the entry's facts as JSON values, for listings."""
         return {
             "name": self.name,
             "source": self.origin,
@@ -96,29 +91,105 @@ class Entry:
         }
 
 
-class Registry(dict[Key, Entry]):
-    """Entries by name; sums without a name by their weights. It has no lock of its own."""
+class _Pool(Protocol):
+    """What a lease calls of its pool."""
+
+    def wait(self, leases: Collection[Lease], timeout: float | None = None) -> bool: ...
+
+    def _release(self, lease: Lease) -> None: ...
+
+    def _abandon(self, entry: PoolEntry) -> None: ...
+
+
+class Lease:
+    """One row's hold on an adapter: from the request, through loading, until `release`.
+
+    A lease that is garbage-collected without `release` ends then.
+
+    Attributes:
+        error: why the adapter could not be loaded; None while it loads and once it is ready.
+        patient: True if the lease may wait until rows release other adapters; otherwise it fails.
+    """
+
+    def __init__(self, pool: _Pool, entry: PoolEntry, patient: bool):
+        self._pool, self._entry, self.patient = pool, entry, patient
+        self._resident: ResidentAdapter | None = None
+        self.error: Exception | None = None
+
+    @property
+    def name(self) -> str:
+        """The adapter's name in listings."""
+        return self._entry.name
+
+    @property
+    def ready(self) -> bool:
+        """True if the adapter is in memory; it stays there until `release`."""
+        return self._resident is not None
+
+    @property
+    def resident(self) -> ResidentAdapter:
+        """The adapter.
+
+        Raises:
+            AFMError: the error that loading raised; or, before the adapter is loaded, that it is not.
+        """
+        if self.error is not None:
+            raise self.error
+        if self._resident is None:
+            raise RequestError(f"The adapter {self.name} is not loaded yet; wait() for it.")
+        return self._resident
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the adapter is ready or has failed; return False if `timeout` seconds pass before."""
+        return self._pool.wait([self], timeout)
+
+    def release(self) -> None:
+        """End the lease; a second call does nothing."""
+        self._pool._release(self)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        # The garbage collector may run while this thread holds the pool's lock: the pool acts on it later.
+        if self._resident is not None:
+            self._pool._abandon(self._entry)
+
+
+class Registry(dict[Key, PoolEntry]):
+    """Entries by name, and unnamed sums by their weights. Callers hold the pool's lock."""
 
     def add(self, name: str, source: str | Path | Mapping[str, float]) -> None:
-        """See `AdapterPool.register`."""
-        _check_name(name)
+        """Add an entry; see `AdapterPool.register`."""
+        if (
+            not isinstance(name, str)
+            or not name.strip()
+            or not name.isprintable()
+            or len(name) > 200
+        ):
+            raise RequestError(
+                f"The adapter name is {shown(name)}; a text of 1 to 200 printable characters is needed."
+            )
         if name in self:
             raise RequestError(
                 f"The adapter name {shown(name)} is taken, by {self[name].origin}. Choose another, or "
                 "unregister that one first."
             )
         known = self.flattened(source) if isinstance(source, Mapping) else _path_of(name, source)
-        self[name] = Entry(name, known)
+        self[name] = PoolEntry(name, known)
 
     @property
     def names(self) -> list[str]:
         return [key for key in self if isinstance(key, str)]
 
-    def named(self, name: str) -> Entry:
-        """The entry of a registered adapter.
+    def named(self, name: str) -> PoolEntry:
+        """Return the entry of a registered adapter.
 
         Raises:
-            RequestError: lists what is registered.
+            RequestError: lists the registered names.
         """
         entry = self.get(name) if isinstance(name, str) else None
         if entry is None:
@@ -127,8 +198,8 @@ class Registry(dict[Key, Entry]):
             )
         return entry
 
-    def entry_of(self, adapter: AdapterChoice) -> Entry:
-        """The entry of a name or of a sum; that of a new sum is not in the table yet.
+    def entry_of(self, adapter: AdapterChoice) -> PoolEntry:
+        """Return the entry of a name or a sum; a new sum's entry is not added to the registry.
 
         Raises:
             RequestError: for names that are not registered, and weights that can't be used.
@@ -144,16 +215,16 @@ class Registry(dict[Key, Entry]):
             if list(plain.values()) == [1]:
                 return self.named(next(iter(plain)))
         key = tuple(sorted(weights.items()))
-        return self.get(key) or Entry(key, dict(key))
+        return self.get(key) or PoolEntry(key, dict(key))
 
-    def files(self, entry: Entry) -> Files:
-        """The files that an entry is read from."""
+    def files(self, entry: PoolEntry) -> Files:
+        """Return the files that an entry is read from."""
         if isinstance(entry.source, Path):
             return entry.source
         return [(Path(self.named(name).origin), weight) for name, weight in entry.source.items()]
 
     def flattened(self, weights: Mapping[str, float]) -> dict[str, float]:
-        """The weights of adapters that come from folders: a sum among the names is replaced by its parts."""
+        """Return weights of adapters that have files: each registered sum is replaced by its parts."""
         flat: dict[str, float] = {}
         for name, weight in weights.items():
             factor = _finite(name, weight)
@@ -185,7 +256,7 @@ def _path_of(name: str, source: str | Path) -> Path:
 
 
 def _finite(name: str, weight: object) -> float:
-    """A weight of any numeric type, NumPy's too, as a float."""
+    """Return a weight of any numeric type, NumPy's included, as a float; raise if it is not finite."""
     try:
         is_number = isinstance(weight, numbers.Real) and not isinstance(weight, bool)
         value = float(weight) if is_number else math.nan  # type: ignore[arg-type]
@@ -198,12 +269,6 @@ def _finite(name: str, weight: object) -> float:
     return value
 
 
-def _check_name(name: str) -> None:
-    if not isinstance(name, str) or not name.strip() or not name.isprintable() or len(name) > 200:
-        raise RequestError(
-            f"The adapter name is {shown(name)}; a text of 1 to 200 printable characters is needed."
-        )
-
-
-def _sum(weights: Collection[tuple[str, float]]) -> str:
+def _formula(weights: Collection[tuple[str, float]]) -> str:
+    """Return a sum as text, such as "0.5 * a - 2 * b"."""
     return " + ".join(f"{weight:g} * {name}" for name, weight in weights).replace("+ -", "- ")

@@ -21,12 +21,19 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.active import ActiveAdapters, BatchAdapters, bind, unbind
+from afm_mlx.adapters.active import (
+    ActiveAdapters,
+    BatchAdapters,
+    attach_random_adapters,
+    bind,
+    detach_adapter,
+    random_adapter,
+    unbind,
+)
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
-from afm_mlx.adapters.attach import attach_random_adapters, detach_adapter, random_adapter
-from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import ResidentAdapter, build_resident
+from afm_mlx.adapters.target_modules import target_shapes
 from afm_mlx.cli.parser import integer
 from afm_mlx.config import PRESETS
 from afm_mlx.measure.bandwidth import measure_bandwidth
@@ -84,7 +91,7 @@ def swaps(model: Any, ranks: Sequence[int], steps: int) -> Figures:
 
 
 def _resident(model: Any, rank: int, seed: int) -> ResidentAdapter:
-    return build_resident(random_adapter(model, rank, seed), 1.0, place_shapes(model), "random")
+    return build_resident(random_adapter(model, rank, seed), 1.0, target_shapes(model), "random")
 
 
 def _swap_to(active: ActiveAdapters, resident: ResidentAdapter) -> Callable[[], None]:

@@ -37,8 +37,8 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx import make_logits_processors, make_sampler
+from afm_mlx.adapters.active import random_adapter
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
-from afm_mlx.adapters.attach import random_adapter
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.request import Request

@@ -26,7 +26,7 @@ from afm_mlx.adapters.formats import (
 )
 from afm_mlx.adapters.formats.fmadapter import SUFFIX
 from afm_mlx.adapters.formats.pair_order import Tensors, exact_alpha, layer_of
-from afm_mlx.adapters.opening import check_fingerprint
+from afm_mlx.adapters.resident import check_fingerprint
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.finite import not_finite
 from afm_mlx.config import ModelConfig, is_afm_config, read_config_json

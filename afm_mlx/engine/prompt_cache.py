@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 from safetensors import safe_open
 
-from afm_mlx.adapters.attach import adapter_fingerprint
+from afm_mlx.adapters.active import adapter_fingerprint
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.checkpoint.safetensors_file import (

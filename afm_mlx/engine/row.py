@@ -14,7 +14,7 @@ from afm_mlx.guidance.completion import shortest_completion
 from afm_mlx.guidance.matcher import Matcher
 
 if TYPE_CHECKING:
-    from afm_mlx.adapters.lease import Lease
+    from afm_mlx.adapters.registry import Lease
     from afm_mlx.adapters.resident import ResidentAdapter
 
 

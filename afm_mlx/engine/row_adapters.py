@@ -8,15 +8,15 @@ from typing import Any
 
 import mlx.nn as nn
 
-from afm_mlx.adapters.active import BatchAdapters, bind
-from afm_mlx.adapters.attach import adapter_fingerprint
-from afm_mlx.adapters.lease import Lease
+from afm_mlx.adapters.active import BatchAdapters, adapter_fingerprint, bind
 from afm_mlx.adapters.pool import AdapterPool
-from afm_mlx.adapters.registry import AdapterChoice
-from afm_mlx.adapters.scheduler import PATIENCE
+from afm_mlx.adapters.registry import AdapterChoice, Lease
 from afm_mlx.engine.row import Row
 from afm_mlx.errors import RequestError
 from afm_mlx.kernels import MAX_ADAPTERS
+
+PATIENCE = 64
+"""Rows that overtake a row which waits for one of a batch's adapters to end."""
 
 
 class RowAdapters:

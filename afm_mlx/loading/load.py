@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.checkpoint.finite import read_parameters
 from afm_mlx.checkpoint.safetensors_file import load_stored
 from afm_mlx.checkpoint.stored_layers import (

@@ -10,8 +10,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.adapters.adapter_folder import TENSORS_NAME, check_floating
-from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.checkpoint.finite import check_finite, read_parameters
 from afm_mlx.checkpoint.safetensors_file import load_stored, read_header
 from afm_mlx.checkpoint.stored_layers import (

@@ -32,7 +32,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from afm_mlx.adapters.attach import adapter_arrays, attach_random_adapters, detach_adapter
+from afm_mlx.adapters.active import adapter_arrays, attach_random_adapters, detach_adapter
 from afm_mlx.checkpoint.fingerprint import base_parameters
 from afm_mlx.config import ModelConfig
 from afm_mlx.engine.engine import Engine

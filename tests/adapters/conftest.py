@@ -8,10 +8,10 @@ import functools
 import numpy as np
 import pytest
 
-from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.lora import add_lora, save_lora
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import build_resident
+from afm_mlx.adapters.target_modules import target_shapes
 from afm_mlx.quantization.quantize_model import quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import SIZES, draw_tensors, gated_reads, randomize_lora, write_folder
@@ -73,7 +73,7 @@ def folder(rng, model, tmp_path):
 def size(model, rng):
     """Bytes of an adapter of rank 4."""
     tensors = draw_tensors(model, rng, 4)
-    return build_resident(tensors, 1.0, place_shapes(model), "drawn").nbytes
+    return build_resident(tensors, 1.0, target_shapes(model), "drawn").nbytes
 
 
 @pytest.fixture

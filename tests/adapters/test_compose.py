@@ -7,7 +7,7 @@ import pytest
 
 from afm_mlx.adapters.adapter_folder import load_adapter, save_adapter
 from afm_mlx.adapters.compose import compose
-from afm_mlx.adapters.opening import Base, open_adapter, open_sum
+from afm_mlx.adapters.resident import Base, open_adapter, open_sum
 from afm_mlx.errors import CheckpointError, RequestError
 from tests.tools.adapters import deltas
 from tests.tools.compare import assert_close, assert_same, assert_same_tensors, exact

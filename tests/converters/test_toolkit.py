@@ -8,8 +8,8 @@ import torch
 from mlx_lm.utils import load_model as stock_load_model
 from tamm.adapters import unset_active_adapter
 
+from afm_mlx.adapters.active import attach_adapter, detach_adapter
 from afm_mlx.adapters.adapter_folder import load_adapter
-from afm_mlx.adapters.attach import attach_adapter, detach_adapter
 from afm_mlx.checkpoint.fingerprint import folder_fingerprint
 from afm_mlx.checkpoint.weights import load_weights, stored_tensors
 from afm_mlx.config import ModelConfig

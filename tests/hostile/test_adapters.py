@@ -5,9 +5,13 @@ import json
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.active import active_adapters
+from afm_mlx.adapters.active import (
+    active_adapters,
+    adapter_fingerprint,
+    attach_adapter,
+    detach_adapter,
+)
 from afm_mlx.adapters.adapter_folder import AdapterConfig
-from afm_mlx.adapters.attach import adapter_fingerprint, attach_adapter, detach_adapter
 from afm_mlx.adapters.formats import FORMATS, read_adapter, write_adapter
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.adapters.resident import FLOAT16_MAX

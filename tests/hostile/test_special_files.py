@@ -12,8 +12,8 @@ import mlx.core as mx
 import pytest
 
 from afm_mlx import files
+from afm_mlx.adapters.active import attach_adapter, detach_adapter
 from afm_mlx.adapters.adapter_folder import AdapterConfig
-from afm_mlx.adapters.attach import attach_adapter, detach_adapter
 from afm_mlx.adapters.formats import FORMATS, write_adapter
 from afm_mlx.checkpoint.fingerprint import base_model_fingerprint
 from afm_mlx.cli import main, server

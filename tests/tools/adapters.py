@@ -9,9 +9,9 @@ import mlx.core as mx
 import numpy as np
 
 from afm_mlx.adapters.adapter_folder import AdapterConfig, save_adapter
-from afm_mlx.adapters.layer_places import place_shapes
 from afm_mlx.adapters.lora import lora_tensors
-from afm_mlx.adapters.opening import OpenAdapter
+from afm_mlx.adapters.resident import OpenAdapter
+from afm_mlx.adapters.target_modules import target_shapes
 
 SIZES = {
     "vocab_size": 64,
@@ -61,7 +61,7 @@ def ragged_cache(model, prompts, kv):
 def draw_tensors(model, rng, rank, keys="", strength=0.5):
     """Tensors of an adapter by their names in files; on the layers whose path contains `keys` only."""
     tensors = {}
-    for path, sections in place_shapes(model).items():
+    for path, sections in target_shapes(model).items():
         for end, (inputs, outputs) in sections.items():
             if keys in path:
                 a = rng.normal(0, inputs**-0.5, (inputs, rank))
@@ -134,7 +134,7 @@ def deltas(resident, model):
     """What an adapter adds to each matrix, (N, K) float64, from its flat array."""
     numbers, added = np.array(resident.numbers, np.float64), {}
     for path, part in resident.parts.items():
-        shapes = list(place_shapes(model)[path].values())
+        shapes = list(target_shapes(model)[path].values())
         inputs, outputs = shapes[0][0], sum(width for _, width in shapes)
         rank, blocks = part.rank, -(-outputs // 16)
         a = numbers[part.a : part.a + len(shapes) * rank * inputs].reshape(-1, rank, inputs)

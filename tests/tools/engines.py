@@ -5,7 +5,7 @@ import copy
 import mlx.core as mx
 import numpy as np
 
-from afm_mlx.adapters.layer_places import places
+from afm_mlx.adapters.target_modules import target_modules
 from afm_mlx.quantization.quantize_model import dequantize_model, quantize_model
 from afm_mlx.quantization.rule import QuantizationRule
 from tests.tools.adapters import SIZES, draw_tensors, write_folder
@@ -40,7 +40,7 @@ class Adapters:
         model = dequantize_model(copy.deepcopy(self.model))
         for name, weight in weights.items():
             scale, tensors = self.added[name]
-            for place in places(model):
+            for place in target_modules(model):
                 parts = []
                 for end, (inputs, outputs) in place.shapes.items():
                     a = tensors.get(f"{place.path}.lora_a{end}", np.zeros((inputs, 1)))

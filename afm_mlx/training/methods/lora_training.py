@@ -18,9 +18,9 @@ from afm_mlx.adapters.adapter_folder import (
     load_adapter,
     save_adapter,
 )
-from afm_mlx.adapters.layer_places import places
 from afm_mlx.adapters.lora import add_lora, lora_config, lora_layers, lora_tensors, start_lora
-from afm_mlx.adapters.opening import Base, check_fingerprint
+from afm_mlx.adapters.resident import Base, check_fingerprint
+from afm_mlx.adapters.target_modules import target_modules
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.checkpoint.finite import check_finite
 from afm_mlx.checkpoint.safetensors_file import read_header
@@ -174,7 +174,7 @@ def _adapted_blocks(model: nn.Module, tensors: Mapping[str, Any]) -> int:
     """Number of blocks from the first that has tensors to the last of the model; -1 for all blocks."""
     layers = {name.rpartition(".lora_")[0] for name in tensors}
     has_adapter: dict[str, bool] = {}  # by the paths of blocks, in their order
-    for place in places(model):
+    for place in target_modules(model):
         block = place.path.removesuffix(f".{place.key}")
         has_adapter[block] = has_adapter.get(block, False) or place.path in layers
     flags = list(has_adapter.values())

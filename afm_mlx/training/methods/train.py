@@ -28,8 +28,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from afm_mlx import threads
+from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.adapters.adapter_folder import load_adapter
-from afm_mlx.adapters.attach import attach_adapter
 from afm_mlx.checkpoint.fingerprint import arrays_fingerprint
 from afm_mlx.errors import ConfigError, TrainingError
 from afm_mlx.loading.missing_kernels import warn_if_slow

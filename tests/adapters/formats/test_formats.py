@@ -1,15 +1,22 @@
 """Every format is told apart, and gives back what was written, bit for bit, through every other."""
 
+import json
 import shutil
 import struct
 
 import mlx.core as mx
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 
 from afm_mlx.adapters.formats import FORMATS, detect_format, read_adapter, write_adapter
-from afm_mlx.adapters.formats.pair_order import pair_places
+from afm_mlx.adapters.formats.pair_order import num_layers_of, pair_places
+from afm_mlx.config import PRESETS
 from afm_mlx.errors import AFMError, CheckpointError
 from tests.adapters.formats.conftest import assert_same_numbers, delta
+from tests.tools.cases import draw
+from tests.tools.compare import assert_same, exact
+from tests.tools.models import mlx_lm_twin, random_config, random_model
 
 ENDS = {"toolkit": ".pt", "fmadapter": ".fmadapter"}
 
@@ -114,3 +121,50 @@ def test_an_archive_over_several_disks_is_refused(name, tmp_path):
     (tmp_path / name).write_bytes(b"PK\x03\x04" + bytes(30) + locator + b"PK\x05\x06" + bytes(18))
     with pytest.raises(CheckpointError, match=r"is cut off or damaged: .*multiple disks"):
         read_adapter(tmp_path / name)
+
+
+# -- Folders as mlx-lm's own training writes them, those included that mlx-lm can't load again
+
+
+def test_what_mlx_lm_trains_is_read(rng, tmp_path):
+    """As its trainer saves an adapter of all layers; mlx-lm itself can't load those of fused layers."""
+    # A factor whose width is whole: mlx-lm rounds others down.
+    model_config = random_config(rng, hidden_dim_scale_factor=3.0)
+    parameters = {"rank": 5, "scale": 3.0, "dropout": 0.0}
+    values = {"fine_tune_type": "lora", "num_layers": -1, "lora_parameters": parameters, "iters": 9}
+    stock = mlx_lm_twin(random_model(model_config, rng))
+    stock.freeze()
+    linear_to_lora_layers(stock, len(stock.layers), parameters)
+    drawn = [(n, draw(rng, t.shape)) for n, t in tree_flatten(stock.trainable_parameters())]
+    stock.load_weights(drawn, strict=False)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), dict(drawn))
+
+    tensors, adapter_config = read_adapter(tmp_path, model_config)
+    places, modules = pair_places(model_config), dict(stock.named_modules())
+    assert len(tensors) == 2 * len(places)
+    for place in places:
+        layer = modules[place.layer]
+        pair = layer.lora_a, layer.lora_b
+        if place.part:
+            pair = tuple(side[int(place.part[1])] for side in pair)
+        wanted = layer.scale * exact(pair[0]) @ exact(pair[1])
+        assert_same(delta(tensors, adapter_config, place), wanted, place)
+
+    # When this fails, mlx-lm has mended its loader, and the docs should say so.
+    with pytest.raises(ValueError, match="not an adapter parameter"):
+        load_adapters(mlx_lm_twin(random_model(model_config, rng)), str(tmp_path))
+
+
+# -- Which blocks of a model an adapter's names mean
+
+
+def test_blocks_are_counted_from_the_first_that_is_adapted():
+    config = PRESETS["afm-3b"]  # 35 blocks that write keys and values, and 21 that reuse them
+    writing, reusing = (
+        "model.layers.30.mlp.up_proj.lora_a",
+        "model.kv_reuse_layers.1.mlp.up_proj.lora_a",
+    )
+    assert num_layers_of([reusing], config) == 56 - 36
+    assert num_layers_of([reusing, writing], config) == 56 - 30
+    assert num_layers_of([writing], None) == -1

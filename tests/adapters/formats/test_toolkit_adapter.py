@@ -8,7 +8,7 @@ import pytest
 import torch
 from tamm.utils import json as tamm_json
 
-from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.adapters.formats import read_adapter, write_adapter
 from afm_mlx.adapters.formats.pair_order import pair_places
 from afm_mlx.checkpoint.toolkit_checkpoint import adapter_key

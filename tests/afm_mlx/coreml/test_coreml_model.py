@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.coreml import CoreMLModel, coreml_model
 from afm_mlx.coreml.availability import import_coremltools
 from afm_mlx.coreml.coreml_model import ONE_TOKEN, prompt_chunks

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from afm_mlx.adapters.attach import attach_random_adapters
+from afm_mlx.adapters.active import attach_random_adapters
 from afm_mlx.engine import sampling
 from afm_mlx.engine.decoding import FORCED_ALONE, FORCED_IN_BATCH
 from afm_mlx.engine.engine import Engine

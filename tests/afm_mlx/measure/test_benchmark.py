@@ -10,7 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache
 
-from afm_mlx.adapters.attach import adapter_arrays
+from afm_mlx.adapters.active import adapter_arrays
 from afm_mlx.engine.decoding import Decoding
 from afm_mlx.engine.engine import Engine
 from afm_mlx.errors import RequestError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from afm_mlx.adapters.attach import attach_adapter
+from afm_mlx.adapters.active import attach_adapter
 from afm_mlx.converters.convert import convert
 from afm_mlx.converters.coreml import layouts
 from afm_mlx.converters.coreml.package_writer import package_size

@@ -5,8 +5,8 @@ import mlx.nn as nn
 import pytest
 
 from afm_mlx.adapters.active import BatchAdapters, bind
-from afm_mlx.adapters.layer_places import places
 from afm_mlx.adapters.resident import ResidentAdapter
+from afm_mlx.adapters.target_modules import target_modules
 from afm_mlx.config import PRESETS
 from afm_mlx.kernels import PackedWeight, Part
 from afm_mlx.model.model import Model
@@ -150,7 +150,7 @@ def with_adapters(model: Model, rows: list[int]) -> Model:
     """The model with an adapter of these ranks on every layer, one for each row; 0 for none."""
     numbers = mx.zeros((1024,), mx.float16)  # counting reads nothing
     mx.eval(numbers)
-    paths = [place.path for place in places(model)]
+    paths = [place.path for place in target_modules(model)]
     residents = {
         rank: ResidentAdapter(numbers, dict.fromkeys(paths, Part(0, 0, rank)), 1.0, "", rank)
         for rank in set(rows) - {0}

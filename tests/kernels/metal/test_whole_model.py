@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import BatchAdapters, bind
-from afm_mlx.adapters.layer_places import place_shapes, places
 from afm_mlx.adapters.resident import build_resident
+from afm_mlx.adapters.target_modules import target_modules, target_shapes
 from afm_mlx.config import ModelConfig
 from afm_mlx.kernels import dispatch
 from afm_mlx.measure.random_model import random_packed_model
@@ -27,14 +27,14 @@ CONFIG = ModelConfig(
 def random_resident(model, rank, rng):
     """An adapter on about two layers of three."""
     tensors = {}
-    for place in places(model):
+    for place in target_modules(model):
         if rng.random() < 2 / 3:
             for end, (inputs, outputs) in place.shapes.items():
                 a, b = rng.standard_normal((inputs, rank)), rng.standard_normal((rank, outputs))
                 tensors[f"{place.path}.lora_a{end}"] = a / inputs**0.5
                 tensors[f"{place.path}.lora_b{end}"] = b / (4 * rank) ** 0.5
     tensors = {name: tensor.astype(np.float16) for name, tensor in tensors.items()}
-    return build_resident(tensors, rng.uniform(0.5, 1), place_shapes(model), "random")
+    return build_resident(tensors, rng.uniform(0.5, 1), target_shapes(model), "random")
 
 
 def run(model, prompts, token, adapters):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from afm_mlx.adapters.active import BatchAdapters
-from afm_mlx.adapters.scheduler import PATIENCE
 from afm_mlx.engine import row_adapters
 from afm_mlx.engine.request import Request
+from afm_mlx.engine.row_adapters import PATIENCE
 from afm_mlx.kernels import MAX_ADAPTERS
 from tests.tools.compare import assert_close
 from tests.tools.engines import (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from afm_mlx.adapters.attach import attach_adapter, detach_adapter
+from afm_mlx.adapters.active import attach_adapter, detach_adapter
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.prompt_cache import load_prompt_cache, save_prompt_cache
 from afm_mlx.engine.request import Request

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from afm_mlx.adapters.attach import attach_adapter, detach_adapter
+from afm_mlx.adapters.active import attach_adapter, detach_adapter
 from afm_mlx.engine.engine import Engine
 from afm_mlx.engine.generation import batch_generate, generate
 from afm_mlx.engine.request import Request

@@ -16,10 +16,10 @@ from afm_mlx.quantization.packed_layers import PackedLinear
 from afm_mlx.quantization.quantize_model import replace_modules
 
 Shapes = Mapping[str, Mapping[str, tuple[int, int]]]
-"""`Place.shapes` of every place, by its path."""
+"""`TargetModule.shapes` of every place, by its path."""
 
 
-class Place(NamedTuple):
+class TargetModule(NamedTuple):
     """A linear layer of a block, which may carry an adapter.
 
     Args:
@@ -58,7 +58,7 @@ def linear_shape(layer: nn.Module) -> tuple[int, int]:
     return (inputs * 32 // layer.bits if isinstance(layer, nn.QuantizedLinear) else inputs), outputs
 
 
-def places(model: nn.Module) -> list[Place]:
+def target_modules(model: nn.Module) -> list[TargetModule]:
     """Every linear layer of every block, in the blocks' order."""
     blocks = {id(block): index for index, block in enumerate(model.layers)}
     paths = {blocks[id(m)]: path for path, m in model.named_modules() if id(m) in blocks}
@@ -74,13 +74,13 @@ def places(model: nn.Module) -> list[Place]:
             elif not isinstance(layer, nn.Linear | nn.QuantizedLinear | PackedLinear):
                 continue
             path = f"{paths[index]}.{key}"
-            found.append(Place(path, key, index, layer, _sections(model, key)))
+            found.append(TargetModule(path, key, index, layer, _sections(model, key)))
     return found
 
 
-def place_shapes(model: nn.Module) -> Shapes:
+def target_shapes(model: nn.Module) -> Shapes:
     """The shapes that adapters of a model have to fit."""
-    return {place.path: place.shapes for place in places(model)}
+    return {place.path: place.shapes for place in target_modules(model)}
 
 
 def replace_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> None:
@@ -92,7 +92,7 @@ def replace_layers(model: nn.Module, layers: list[tuple[str, nn.Module]]) -> Non
 
 def unwrap_layers(model: nn.Module) -> None:
     """Put back the linear layers that wrappers stand around."""
-    wrapped = [place for place in places(model) if isinstance(place.layer, LinearWrapper)]
+    wrapped = [place for place in target_modules(model) if isinstance(place.layer, LinearWrapper)]
     replace_layers(model, [(place.path, place.linear) for place in wrapped])
 
 
