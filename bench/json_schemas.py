@@ -34,10 +34,10 @@ from llguidance import LLMatcher, LLParserLimits
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.matcher import Matcher, fill_masks
-from afm_mlx.guidance.schema import schema_grammar
-from afm_mlx.guidance.schema.drafts import dialect
+from afm_mlx.guidance.schema.compile import schema_grammar
 from afm_mlx.guidance.schema.numbers import exact
-from afm_mlx.guidance.vocabulary import ll_tokenizer
+from afm_mlx.guidance.schema.references import draft_of
+from afm_mlx.guidance.token_bytes import ll_tokenizer
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, resolve_model
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 
@@ -192,7 +192,7 @@ class Measurement:
 
 def is_valid(schema: Any, document: Any) -> bool:
     """True if a document is valid, formats included, by the draft of its schema."""
-    kind = _VALIDATORS[dialect(schema)]
+    kind = _VALIDATORS[draft_of(schema)]
     return kind(schema, format_checker=kind.FORMAT_CHECKER).is_valid(document)
 
 

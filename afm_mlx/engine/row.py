@@ -10,8 +10,7 @@ import mlx.core as mx
 
 from afm_mlx.engine.request import MASK64, Request
 from afm_mlx.errors import ConstraintError, ContextLengthError, IncompleteError, shown
-from afm_mlx.guidance.completion import shortest_completion
-from afm_mlx.guidance.matcher import Matcher
+from afm_mlx.guidance.matcher import Matcher, shortest_completion
 
 if TYPE_CHECKING:
     from afm_mlx.adapters.registry import Lease

@@ -16,7 +16,7 @@ from afm_mlx.fm.generable import Generable, GeneratedContent, GenerationID
 from afm_mlx.fm.generation_property import choices_of, without_none
 from afm_mlx.fm.generation_schema import GenerationSchema, with_whole_patterns
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.guidance.snapshots import MISSING, json_so_far
+from afm_mlx.guidance.types import MISSING, json_so_far
 
 
 @dataclass(frozen=True)

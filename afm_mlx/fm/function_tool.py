@@ -17,8 +17,7 @@ from afm_mlx.fm.generable_utils import generation_schema
 from afm_mlx.fm.generation_property import Property, Schema, inner_types, without_none
 from afm_mlx.fm.generation_schema import GenerationSchema
 from afm_mlx.fm.tool import Tool
-from afm_mlx.guidance.function_arguments import arguments_type
-from afm_mlx.guidance.type_fields import bare
+from afm_mlx.guidance.type_libraries import arguments_type, bare
 from afm_mlx.guidance.types import AnswerType, answer_type
 
 

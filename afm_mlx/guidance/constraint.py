@@ -1,4 +1,4 @@
-"""What an answer must look like: a grammar of llguidance, checked before anything is generated."""
+"""Constraints: grammars that answers must match, checked before anything is generated."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from afm_mlx.errors import ConstraintError, shown
-from afm_mlx.guidance.deep_stack import with_deep_stack
-from afm_mlx.guidance.schema import schema_grammar
-from afm_mlx.guidance.schema.regular import LIMITS
+from afm_mlx.guidance.deep_stack import LIMITS, with_deep_stack
 
 MAX_TEXT = 1 << 20
-"""Characters of a pattern or list of choices at most."""
+"""Most characters of a pattern or list of choices."""
 MAX_GRAMMAR = 1 << 17
-"""Characters of a grammar at most; it may have a rule for every dozen of them, one inside the other."""
+"""Most characters of a grammar; it may nest a rule for every dozen of them."""
 MAX_KEPT = 1 << 16
-"""Characters of a schema whose grammar is kept, at most."""
+"""Most characters of a schema whose grammar is cached."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """What an answer must look like. Made by one of the class methods, each of which checks what it is given.
+    """A grammar that an answer must match. Made and checked by one of the class methods.
 
     Args:
-        grammar: what llguidance takes.
-        what: the kind of constraint, for messages.
+        grammar: llguidance's Lark, or its JSON of several grammars.
+        what: the kind of constraint, for error messages.
     """
 
     grammar: str
@@ -38,7 +36,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> Constraint:
-        """A JSON text, as `json.dumps` writes it, that is valid under a JSON schema (draft 2020-12).
+        """Allow JSON that is valid under a schema (draft 2020-12), written as `json.dumps` writes it.
 
         Properties come in the order of `x-order`, or else as the schema lists them.
 
@@ -49,10 +47,10 @@ class Constraint:
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """A text that a regular expression matches as a whole (syntax of Rust's `regex`, no look-around).
+        """Allow text that a regular expression matches as a whole (syntax of Rust's `regex`, no look-around).
 
         Raises:
-            ConstraintError: for a pattern that is none.
+            ConstraintError: for an invalid pattern.
         """
         _check_text(pattern, "regular expression")
         if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
@@ -63,10 +61,10 @@ class Constraint:
 
     @classmethod
     def choices(cls, choices: Sequence[str]) -> Constraint:
-        """One of several texts.
+        """Allow one of several texts.
 
         Raises:
-            ConstraintError: for anything but non-empty strings, at least one.
+            ConstraintError: unless all are non-empty strings, at least one.
         """
         texts = [] if isinstance(choices, str) else list(choices)
         if not texts or not all(isinstance(text, str) and text for text in texts):
@@ -80,44 +78,44 @@ class Constraint:
 
     @classmethod
     def lark(cls, grammar: str) -> Constraint:
-        """A text of a grammar in llguidance's Lark syntax, whose rule `start` is the whole text.
+        """Allow text that the rule `start` of a grammar in llguidance's Lark syntax matches.
 
         Raises:
-            ConstraintError: for a grammar that is none.
+            ConstraintError: for an invalid grammar.
         """
         _check_text(grammar, "grammar", MAX_GRAMMAR)
         return cls(LLMatcher.grammar_from_lark(grammar), "grammar").checked()
 
     @classmethod
     def gbnf(cls, grammar: str) -> Constraint:
-        """A text of a grammar in llama.cpp's GBNF syntax, whose rule `root` is the whole text.
+        """Allow text that the rule `root` of a grammar in llama.cpp's GBNF syntax matches.
 
         Raises:
-            ConstraintError: for a grammar that is none.
+            ConstraintError: for an invalid grammar.
         """
         _check_text(grammar, "grammar", MAX_GRAMMAR)
         try:
             lark = gbnf_to_lark(grammar)
-        except Exception as error:  # whatever the converter meets
+        except Exception as error:  # the converter has no error type
             raise ConstraintError(f"The GBNF grammar can't be read ({error}).") from None
         return cls.lark(lark)
 
     @classmethod
     def text(cls) -> Constraint:
-        """Any text, and no control token but the end."""
+        """Allow any text, and no control token except the end."""
         return cls(LLMatcher.grammar_from_lark("start: /(.|\\n)*/"), "text")
 
     def behind(self, text: str) -> Constraint:
-        """The same behind a text: what is generated repeats the text, and goes on as the constraint says."""
+        """The same constraint after a text: an answer starts with the text."""
         opening = f"start: {literal(text)} @rest"
         grammars = [{"lark_grammar": opening}, *named_grammars(self.grammar, "rest")]
         return Constraint(json.dumps({"grammars": grammars}), self.what)
 
     def checked(self) -> Constraint:
-        """The constraint itself.
+        """Return the constraint.
 
         Raises:
-            ConstraintError: when llguidance refuses its grammar.
+            ConstraintError: if llguidance refuses its grammar.
         """
         refused, messages = with_deep_stack(
             LLMatcher.validate_grammar_with_warnings, self.grammar, limits=LIMITS
@@ -128,33 +126,37 @@ class Constraint:
 
 
 def literal(text: str) -> str:
-    """A text in a Lark grammar; Lark's own strings have no escape for some characters."""
+    """A Lark pattern of one text; Lark's strings have no escape for some characters."""
     plain = (c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
     return f"/{''.join(plain)}/"
 
 
 def named_grammars(grammar: str, name: str) -> list[dict[str, Any]]:
-    """The parts of a grammar, whose first one has a name by which other grammars embed it."""
+    """The parts of a grammar, the first named so that other grammars can embed it."""
     parts = json.loads(grammar)["grammars"] if grammar[:1] == "{" else [{"lark_grammar": grammar}]
     first, *rest = parts
     return [{**first, "name": name}, *rest]
 
 
-def _kept_grammar(schema: Any) -> str:
-    """The grammar of a schema; those of the last schemas that are not large are kept."""
+def _kept_grammar(schema: object) -> str:
+    """The grammar of a schema; recent ones of schemas up to `MAX_KEPT` are cached."""
+    from afm_mlx.guidance.schema.compile import schema_grammar  # it imports `referencing`: 30 ms
+
     try:
         text = json.dumps(schema)
-    except (TypeError, ValueError, RecursionError):  # what is wrong is said where it is compiled
+    except (TypeError, ValueError, RecursionError):  # compiling says what is wrong
         return schema_grammar(schema)
     return _grammar_of(text) if len(text) <= MAX_KEPT else schema_grammar(schema)
 
 
 @lru_cache(maxsize=64)
 def _grammar_of(text: str) -> str:
+    from afm_mlx.guidance.schema.compile import schema_grammar
+
     return schema_grammar(json.loads(text))
 
 
-def _check_text(text: Any, what: str, most: int = MAX_TEXT) -> None:
+def _check_text(text: object, what: str, most: int = MAX_TEXT) -> None:
     if not isinstance(text, str) or not text:
         raise ConstraintError(f"The {what} is {shown(text)}; a text is needed that is not empty.")
     if len(text) > most:

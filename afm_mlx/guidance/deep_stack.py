@@ -1,12 +1,12 @@
-"""Calls of llguidance's compiler: it goes as deep as a grammar's rules name each other, and may take for ever.
+"""Calls llguidance's compiler in a thread with a deep stack, and for a limited time.
 
-Some 6 KB of stack for each rule: a chain of a few thousand would end the process. So it runs in a thread whose
-stack is large enough for any grammar that is taken (`constraint.MAX_GRAMMAR`). The memory is reserved, and used
-only as deep as it goes.
+The compiler recurses as deep as a grammar's rules name each other, with some 6 KB of stack for each: a chain
+of a few thousand would end the process. The stack here is large enough for any accepted grammar
+(`constraint.MAX_GRAMMAR`); its memory is reserved, and used only as deep as the recursion goes.
 
-llguidance bounds its work, but one step of it may be exponential in the size of a pattern, and can't be
-stopped. So the caller waits `SECONDS` at most. The thread goes on; while `_MAX_LEFT` such threads do, nothing
-is compiled.
+llguidance bounds its work, but one step may be exponential in the size of a pattern and can't be stopped. So
+the caller waits `SECONDS` at most. The thread continues; while `_MAX_LEFT` such threads do, nothing is
+compiled.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from llguidance import LLParserLimits
+
 from afm_mlx.errors import ConstraintError
 
 Result = TypeVar("Result")
 
+LIMITS = LLParserLimits(step_lexer_fuel=2_000_000, verbose_errors=False)
+"""Bounds of llguidance's work: 0.1 s for one mask."""
 SECONDS = 10.0
-"""Seconds that a call may take."""
+"""Longest time that a caller waits."""
 _MAX_LEFT = 2
 _STACK = 256 << 20
-_left: set[Future[Any]] = set()  # calls that nobody waits for any more
-_starting = threading.Lock()  # the size of stacks is a setting of the whole process
+_left: set[Future[Any]] = set()  # calls that exceeded `SECONDS`
+_starting = threading.Lock()  # the stack size is a setting of the whole process
 
 
 def with_deep_stack(function: Callable[..., Result], *args: Any, **options: Any) -> Result:
     """Call a function with a stack of 256 MB, and return what it returns.
 
     Raises:
-        ConstraintError: when that takes longer than `SECONDS`.
+        ConstraintError: if that takes longer than `SECONDS`.
     """
     future: Future[Result] = Future()
     _left.difference_update([one for one in _left if one.done()])

@@ -1,11 +1,30 @@
-"""The state of one row under a constraint: the tokens that are allowed next, and those that are forced."""
+"""The state of one row under a constraint: allowed tokens, forced tokens, and the shortest completion.
+
+llguidance finds forced text, too, but continues until there is a choice: `a{1000}{1000}{1000}` takes seconds,
+    and a long word repeated a million times takes gigabytes, while all other rows wait. So its search is
+    switched off (`without_forcing`), and forced text is read off the masks, `MAX_FORCED_BYTES` at a time:
+    while all allowed tokens begin with the shortest of them, that one is certain. The text is then encoded as
+    a whole, because its tokens are mostly single bytes. Tokens at its end that a longer one could replace are
+    left to the model.
+
+The shortest completion of an unfinished answer is found by a search from byte to byte. Texts of one length
+that allow the same next bytes, and have the same number of forced bytes, count as one. Texts with more forced
+bytes come first, because they are further on. Of the next bytes, the first few in the order of `_PREFERRED`
+are tried. If too much is open for that, one string or bracket after the other is closed; such a text need not
+be the shortest.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 import re
-from collections import OrderedDict
+from bisect import bisect_right
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,16 +32,13 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.constraint import Constraint, named_grammars
-from afm_mlx.guidance.deep_stack import with_deep_stack
-from afm_mlx.guidance.forced import forced_tokens, without_forcing
-from afm_mlx.guidance.schema.regular import LIMITS
+from afm_mlx.guidance.deep_stack import LIMITS, with_deep_stack
+from afm_mlx.guidance.token_bytes import byte_tokens, ll_tokenizer, token_texts
 from afm_mlx.guidance.unique_items import UTF8_BYTES, OpenList, State, has_marks
-from afm_mlx.guidance.vocabulary import byte_tokens, ll_tokenizer, token_texts
 
-_COMPILED = 64  # grammars
-_PATTERN = re.compile(
-    r'^T[0-9]+: ("\\"".* & .*)$', re.MULTILINE
-)  # terminals of strings, as `rules` writes them
+_COMPILED = 64  # cached grammars
+# Terminals of strings, as `schema.rules` writes them.
+_PATTERN = re.compile(r'^T[0-9]+: ("\\"".* & .*)$', re.MULTILINE)
 _CHECKED = 16  # patterns of a grammar
 _CHECKED_TOKENS = 12  # of each
 _SIDE_BY_SIDE = 16  # rows; with fewer, llguidance's threads cost more than they save
@@ -32,15 +48,15 @@ class Matcher:
     """The state of one row under a constraint.
 
     Args:
-        constraint: what the row's answer must look like.
-        tokenizer: the model's.
+        constraint: the row's constraint.
+        tokenizer: the model's tokenizer.
 
     Attributes:
-        what: the kind of constraint, for messages.
-        tokenizer: llguidance's; a model may have more logits than it has tokens.
+        what: the kind of constraint, for error messages.
+        tokenizer: llguidance's tokenizer; a model may have more logits than it has tokens.
 
     Raises:
-        ConstraintError: when the grammar can't be compiled within llguidance's limits, or no text meets it.
+        ConstraintError: if the grammar can't be compiled within llguidance's limits, or matches no text.
     """
 
     def __init__(self, constraint: Constraint, tokenizer: Any) -> None:
@@ -66,10 +82,10 @@ class Matcher:
         return self._matcher.is_stopped()
 
     def accept(self, token: int) -> None:
-        """Take the next token of the answer.
+        """Advance by the next token of the answer.
 
         Raises:
-            ConstraintError: when it is not allowed, or the grammar has become too complex to follow.
+            ConstraintError: if the token is not allowed, or the grammar has become too complex to follow.
         """
         if self._lists is not None:
             self._follow(token)
@@ -78,12 +94,12 @@ class Matcher:
         self._last = token
 
     def forced(self) -> list[int]:
-        """The tokens that the grammar forces next, still to be accepted; often none.
+        """The tokens that the grammar forces next; often none. They are not accepted yet.
 
-        When they are many, more may be forced behind them (`forced.MAX_BYTES`).
+        More may follow if they have `MAX_FORCED_BYTES`.
 
         Raises:
-            ConstraintError: when the grammar has become too complex to follow.
+            ConstraintError: if the grammar has become too complex to follow.
         """
         if self._matcher.is_stopped():
             return []
@@ -93,7 +109,7 @@ class Matcher:
         return tokens
 
     def _follow(self, token: int) -> None:
-        """Take a token into the lists whose items must differ."""
+        """Add a token to the open lists whose items must differ."""
         text = token_texts(self.tokenizer)[token]
         if not self._lists and b"[" not in text:
             return
@@ -106,7 +122,7 @@ class Matcher:
             ) from None
 
     def restrict(self, mask: np.ndarray) -> None:
-        """Take from the tokens that the grammar allows those that would make items of a list equal."""
+        """Clear the bits of tokens that would make items of a list equal."""
         if self._lists is not None:
             State(self._matcher, self.tokenizer, self._lists).restrict(mask)
 
@@ -122,13 +138,13 @@ class Matcher:
 
 
 def fill_masks(matchers: Sequence[Matcher]) -> np.ndarray:
-    """The tokens that each row may have next. A matcher's error shows in its next `accept`.
+    """The mask of allowed next tokens of each row. A matcher's error is raised by its next `accept`.
 
     Args:
-        matchers: states of N rows, of one tokenizer.
+        matchers: states of N rows, with one tokenizer.
 
     Returns:
-        (N, ceil(vocab_size / 32)) uint32; bit t % 32 of word t // 32 is set where token t is allowed.
+        (N, ceil(vocab_size / 32)) uint32; bit t % 32 of word t // 32 is set if token t is allowed.
     """
     inner = [matcher._matcher for matcher in matchers]
     words = -(-matchers[0].tokenizer.vocab_size // 32)
@@ -149,13 +165,13 @@ _executors: list[LLExecutor] = []
 
 
 def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
-    """A matcher at the start of a grammar; the last `_COMPILED` are kept."""
+    """A matcher at the start of a grammar; the last `_COMPILED` are cached."""
     key = (id(tokenizer), constraint.grammar)
     kept = _grammars.pop(key, None)
     if kept is None or kept[0] is not tokenizer:
         grammar = without_forcing(constraint.grammar)
         matcher = with_deep_stack(LLMatcher, tokenizer, grammar, log_level=0, limits=LIMITS)
-        probe = matcher.deep_copy()  # some errors show at the first token only
+        probe = matcher.deep_copy()  # some errors occur at the first token only
         probe.compute_bitmask()
         if probe.is_error():
             reason = probe.get_error() or probe.stop_reason()
@@ -171,10 +187,10 @@ def _compiled(constraint: Constraint, tokenizer: LLTokenizer) -> LLMatcher:
 
 
 def _check_patterns(constraint: Constraint, tokenizer: LLTokenizer) -> None:
-    """Follow a random text of each pattern with conditions: only then may llguidance find too many states.
+    """Follow a random text of each pattern with conditions; only then does llguidance find too many states.
 
     Raises:
-        ConstraintError: when it does.
+        ConstraintError: if it does.
     """
     rng = np.random.default_rng(0)
     parts = (part.get("lark_grammar", "") for part in named_grammars(constraint.grammar, ""))
@@ -202,3 +218,220 @@ def _executor() -> LLExecutor:
     if not _executors:
         _executors.append(LLExecutor())
     return _executors[0]
+
+
+# -- forced tokens
+
+MAX_FORCED_BYTES = 256
+"""Most bytes of forced text that are found at once, each with a mask."""
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A certain token.
+
+    Args:
+        token: its id.
+        text: its bytes; empty for a control token.
+        reach: length in bytes of the longest token allowed in its place.
+    """
+
+    token: int
+    text: bytes
+    reach: int
+
+
+def without_forcing(grammar: str) -> str:
+    """Switch llguidance's search for forced text off in a grammar."""
+    if grammar[:1] != "{":
+        return _NO_FORCING + grammar
+    parts = json.loads(grammar)
+    first = parts["grammars"][0]
+    first["lark_grammar"] = _NO_FORCING + first["lark_grammar"]
+    return json.dumps(parts)
+
+
+def forced_tokens(matcher: LLMatcher, tokenizer: LLTokenizer, last: int | None) -> list[int]:
+    """The tokens that a grammar forces next; often none.
+
+    Args:
+        matcher: the state of the answer, under a grammar `without_forcing`; left unchanged.
+        tokenizer: the matcher's tokenizer.
+        last: the answer's last token; None at its beginning.
+    """
+    texts = token_texts(tokenizer)
+    steps = _certain(matcher, texts)
+    tokens: list[int] = []
+    run: list[_Step] = []
+    for step in steps:
+        if step.text:
+            run.append(step)
+            continue
+        tokens += _encoded(run, tokenizer, texts, last)
+        tokens.append(step.token)
+        run, last = [], step.token
+    return tokens + _encoded(run, tokenizer, texts, last)
+
+
+def _certain(matcher: LLMatcher, texts: list[bytes]) -> list[_Step]:
+    """The shortest tokens that are certain, one after the other."""
+    mask = np.zeros(-(-len(texts) // 32), np.uint32)
+    address, size = mask.ctypes.data, mask.nbytes
+    steps: list[_Step] = []
+    length = 0
+    while length < MAX_FORCED_BYTES and not (matcher.is_stopped() or matcher.is_accepting()):
+        matcher.unsafe_compute_mask_ptr(address, size)
+        step = None if matcher.is_error() else _certain_step(mask, texts)
+        if step is None or not matcher.consume_token(step.token):
+            break
+        steps.append(step)
+        length += max(1, len(step.text))
+    if steps:
+        matcher.rollback(len(steps))
+    return steps
+
+
+def _certain_step(mask: np.ndarray, texts: list[bytes]) -> _Step | None:
+    """The shortest allowed token, if all others begin with it; a control token, if it is the only one."""
+    shortest, reach = -1, 0
+    for word in np.flatnonzero(mask):  # most often, the second token ends it
+        bits = int(mask[word])
+        while bits:
+            token = 32 * int(word) + (bits & -bits).bit_length() - 1
+            bits &= bits - 1
+            text, known = texts[token], texts[shortest]
+            if shortest < 0 or (text and known.startswith(text)):
+                shortest = token
+            elif not (known and text.startswith(known)):
+                return None
+            reach = max(reach, len(text))
+    return None if shortest < 0 else _Step(shortest, texts[shortest], reach)
+
+
+def _encoded(
+    run: Sequence[_Step], tokenizer: LLTokenizer, texts: list[bytes], last: int | None
+) -> list[int]:
+    """The tokens of a text, without the ones at its end that a longer token could replace."""
+    text = b"".join(step.text for step in run)
+    at = sure = 0
+    for step in run:
+        if at + step.reach > len(text):
+            break
+        at += len(step.text)
+        sure = at
+    tokens = _tokens(text, tokenizer)
+    if last is not None and (before := texts[last]):
+        joined = _tokens(before + text, tokenizer)
+        tokens = joined[1:] if joined[:1] == [last] else tokens
+    ends = list(accumulate(len(texts[token]) for token in tokens))
+    return tokens[: bisect_right(ends, sure)]
+
+
+def _tokens(text: bytes, tokenizer: LLTokenizer) -> list[int]:
+    """The tokens of a text; if it ends within a character, only that is encoded as bytes."""
+    try:
+        text.decode()
+        end = len(text)
+    except UnicodeDecodeError as error:
+        end = error.start
+    return tokenizer.tokenize_bytes(text[:end]) + tokenizer.tokenize_bytes(text[end:])
+
+
+# -- completion
+
+MAX_COMPLETION_BYTES = 4096
+_MAX_BRANCHES = 30_000  # in all: a second, during which other rows wait
+_PLACES = 32  # texts of one length that are continued
+_BRANCHES = 6
+_PREFERRED = b'"}]),:. \n01etrufalsn-{[(aA'
+
+
+@dataclass(frozen=True)
+class _Text:
+    """A possible completion: tokens, length in bytes, number of forced bytes, and the state."""
+
+    tokens: tuple[int, ...]
+    length: int
+    forced: int
+    state: Matcher
+
+    def then(self, tokens: Sequence[int], forced: bool = False) -> _Text:
+        """Append tokens. Takes over `self.state`; don't use `self` afterwards."""
+        more = len(self.state.tokenizer.decode_bytes(list(tokens)))
+        for token in tokens:
+            self.state.accept(token)
+        whole = (*self.tokens, *tokens)
+        return _Text(whole, self.length + more, self.forced + forced * more, self.state)
+
+
+def shortest_completion(matcher: Matcher) -> list[int] | None:
+    """The tokens that complete an answer: the shortest text, unless many things are open.
+
+    None if no completion is found: it would exceed `MAX_COMPLETION_BYTES`, or the grammar needs something
+    that the search misses, such as a word in the middle of a string.
+
+    Args:
+        matcher: the state of the answer so far; left unchanged.
+    """
+    tokens = _tokens_of_one_byte(matcher.tokenizer)
+    direct = _direct_completion(matcher, tokens)
+    found = _searched_completion(matcher, tokens, _MAX_BRANCHES // (1 if direct is None else 20))
+    return direct if found is None else found
+
+
+def _direct_completion(matcher: Matcher, tokens: dict[bytes, int]) -> list[int] | None:
+    """Tokens that close one string or bracket after the other; None if they find no end."""
+    text = _Text((), 0, 0, matcher.copy())
+    while text.length < MAX_COMPLETION_BYTES and not text.state.is_complete:
+        forced = text.state.forced()
+        if not forced:
+            mask = fill_masks([text.state])
+            allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
+            choices = [byte for byte, token in tokens.items() if allowed[token]]
+            if not choices:
+                return None
+            # A bracket closes; where two kinds are allowed, they are letters of a string.
+            closing = [byte for byte in (b"}", b"]") if byte in choices]
+            forced = [tokens[closing[0] if len(closing) == 1 else choices[0]]]
+        text = text.then(forced)
+    return list(text.tokens) if text.state.is_complete else None
+
+
+def _searched_completion(
+    matcher: Matcher, tokens: dict[bytes, int], max_branches: int
+) -> list[int] | None:
+    waiting: dict[int, list[_Text]] = defaultdict(list)
+    waiting[0] = [_Text((), 0, 0, matcher.copy())]
+    n_branches = 0
+    for length in range(MAX_COMPLETION_BYTES):
+        places: set[tuple[bytes, int]] = set()
+        for known in sorted(waiting.pop(length, ()), key=lambda known: -known.forced):
+            if known.state.is_complete:
+                return list(known.tokens)
+            if forced := known.state.forced():
+                longer = known.then(forced, forced=True)
+                waiting[longer.length].append(longer)
+                continue
+            mask = fill_masks([known.state])
+            place = mask.tobytes(), known.forced
+            if place in places or len(places) == _PLACES:
+                continue
+            places.add(place)
+            allowed = np.unpackbits(mask[0].view(np.uint8), bitorder="little")
+            for token in [token for token in tokens.values() if allowed[token]][:_BRANCHES]:
+                n_branches += 1
+                branch = replace(known, state=known.state.copy())
+                waiting[length + 1].append(branch.then([token]))
+        if not waiting or n_branches > max_branches:
+            return None
+    return None
+
+
+@lru_cache(maxsize=4)
+def _tokens_of_one_byte(tokenizer: LLTokenizer) -> dict[bytes, int]:
+    """Tokens of one byte, by that byte, the preferred ones first."""
+    found = byte_tokens(tokenizer)
+    order = {byte: i for i, byte in enumerate(_PREFERRED)}
+    by_preference = sorted(found, key=lambda byte: (order.get(byte[0], 256), byte))
+    return {byte: found[byte] for byte in by_preference}

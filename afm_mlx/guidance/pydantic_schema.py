@@ -1,7 +1,7 @@
-"""JSON schemas of pydantic's types under which there are no texts that pydantic refuses.
+"""JSON schemas of pydantic's types that allow no text which pydantic refuses.
 
-pydantic's own schemas say less than its types ask for: a `NaiveDatetime` is any date-time, a key of
-`dict[int, ...]` any text. What no schema describes (limits of dates, files that exist) is refused.
+pydantic's own schemas say less than its types require: a `NaiveDatetime` is any date-time, a key of
+`dict[int, ...]` any text. Types that no schema describes (dates with limits, files that exist) are refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from pydantic.json_schema import GenerateJsonSchema
 
 from afm_mlx.errors import ConstraintError
-from afm_mlx.guidance.schema.formats import PATTERNS
+from afm_mlx.guidance.schema.strings import PATTERNS
 
 _DATE = PATTERNS["date"].strip("^$")
 _CLOCK = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,6})?"
@@ -39,20 +39,20 @@ _FORMATS = {
     "base64url": f"^(?:{_ASCII}[A-Za-z0-9_-])*$",
     **{f"uuid{n}": _UUID % n for n in range(1, 9)},
 }
-"""Patterns of the formats that only pydantic has, or that it checks more strictly than JSON Schema."""
+"""Patterns of formats that only pydantic has, or checks more strictly than JSON Schema."""
 _REFUSED = ("file-path", "directory-path", "json-string", "zoneinfo", "name-email")
 _CHECKERS = {
     "ByteSize._validate": "ByteSize",
     "PaymentCardNumber.validate": "PaymentCardNumber",
     "import_string": "ImportString",
 }
-"""Functions of pydantic by which its own types look at what a text says."""
+"""Functions by which pydantic's types check a text."""
 _KEYS = ("str", "uuid", "date", "literal", "enum", "datetime")
 _LIMITS = ("gt", "ge", "lt", "le", "now_op")
 
 
 class ExactJsonSchema(GenerateJsonSchema):
-    """Makes JSON schemas as `TypeAdapter.json_schema` does."""
+    """A generator for `TypeAdapter.json_schema`."""
 
     def generate_inner(self, schema: Any) -> dict[str, Any]:
         found = super().generate_inner(schema)
@@ -69,7 +69,7 @@ class ExactJsonSchema(GenerateJsonSchema):
         return found
 
     def decimal_schema(self, schema: Any) -> dict[str, Any]:
-        """A number: a text would have to be one, too."""
+        """A number only; pydantic's own schema also allows any text."""
         if schema.get("max_digits") is not None and schema.get("decimal_places") is None:
             _refuse("a Decimal with max_digits alone", "give decimal_places, too")
         found = super().decimal_schema(schema)["anyOf"][0]

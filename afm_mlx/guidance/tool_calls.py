@@ -1,6 +1,6 @@
-"""Answers that may or must call tools: the name and the arguments of a call are those of a declared tool.
+"""Constraints of answers that may or must call declared tools.
 
-The form is the one that AFM was trained on; text may come before the calls:
+The form of calls is the one that AFM was trained on; text may come before them:
 
     <executable_start> ```function
     [{"name": NAME, "arguments": {...}}, ...]```<executable_end>
@@ -18,7 +18,7 @@ from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 
 CHOICES = ("auto", "none", "required", "one")
 MAX_CALLS = 16
-"""Calls in one answer at most."""
+"""Most calls in one answer."""
 
 _TEXT = r"TEXT: /(.|\n)*/"
 
@@ -30,16 +30,16 @@ def tool_call_constraint(
     *,
     parallel: bool = True,
 ) -> Constraint:
-    """The constraint of an answer in a chat with tools.
+    """Make the constraint of an answer in a chat with tools.
 
     Args:
         tools: definitions in OpenAI's form, `{"type": "function", "function": {"name", "parameters", ...}}`;
             `parameters` may be called `arguments`, and none stands for any JSON object.
         choice: "auto" lets the model write text, calls, or both; "none" text only; "required" calls only; "one"
             exactly one call; the name of a tool exactly one call of that tool.
-        answer: what an answer without calls must look like: calls or that, then, and no text before calls. None
-            for any text.
-        parallel: whether "auto" and "required" allow several calls in one answer.
+        answer: the constraint of an answer without calls, which then has no text before calls; None for any
+            text.
+        parallel: True if "auto" and "required" allow several calls in one answer.
 
     Raises:
         ConstraintError: for definitions or a choice that can't be honoured.

@@ -1,28 +1,147 @@
-"""The libraries that know types: msgspec for Python's own, pydantic where the caller's type is pydantic's."""
+"""The one reader of Python types: fields, JSON schemas, and instances from JSON.
+
+msgspec reads Python's own types, pydantic its own; a function's parameters are read as a `TypedDict`. Schemas
+get the form that AFM was trained on.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, get_args, get_origin
+from functools import lru_cache
+from importlib import import_module
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    NotRequired,
+    TypedDict,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import msgspec
-from msgspec import inspect
+from msgspec import inspect as msgspec_types
 
 from afm_mlx.errors import ConstraintError
-from afm_mlx.guidance.type_fields import bare, fields_of, members_of
 from afm_mlx.installation import package_problem
 
+_WRAPPERS = ("NotRequired", "Required", "ReadOnly")  # typing_extensions has its own
 _PYDANTIC = ("pydantic", "pydantic_core", "annotated_types")  # packages
 _PYDANTICS = ("__get_pydantic_core_schema__", "__pydantic_fields__")  # attributes of its classes
+_PARAMETERS = {
+    inspect.Parameter.POSITIONAL_ONLY: "can only be given by position; remove the / behind it",
+    inspect.Parameter.VAR_POSITIONAL: "takes any number of arguments; use a parameter of type list",
+    inspect.Parameter.VAR_KEYWORD: "takes arguments of any names; use a parameter of type dict",
+}
+_SCHEMAS = ("items", "additionalProperties", "propertyNames", "contains", "not")
+_LISTS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_MAPS = ("properties", "patternProperties", "$defs")
+_ORDER = (
+    *("type", "title", "description", "properties", "required", "additionalProperties", "x-order"),
+)
+
+# -- annotations
+
+
+class Field(NamedTuple):
+    """A field of a class.
+
+    Args:
+        name: the attribute; "" for a tag, which is none.
+        key: its name in JSON.
+        type: its annotation.
+    """
+
+    name: str
+    key: str
+    type: Any
+
+
+def fields_of(kind: Any) -> tuple[Field, ...]:
+    """The fields of a class whose JSON is an object, or a list of its fields; none for other types.
+
+    These classes are dataclasses, `TypedDict`s, named tuples, and classes of msgspec, pydantic and attrs.
+    """
+    return _fields(kind) if isinstance(kind, type) else ()
+
+
+@lru_cache(maxsize=1024)
+def _fields(kind: Any) -> tuple[Field, ...]:
+    if issubclass(kind, msgspec.Struct):
+        fields = [Field(f.name, f.encode_name, f.type) for f in msgspec.structs.fields(kind)]
+        config = kind.__struct_config__
+        if config.tag is not None:
+            fields.insert(0, Field("", config.tag_field, Literal[config.tag]))
+        return tuple(fields)
+    if (model := getattr(kind, "__pydantic_fields__", None)) is not None:
+        return tuple(Field(name, _alias(f) or name, f.annotation) for name, f in model.items())
+    is_tuple = issubclass(kind, tuple) and hasattr(kind, "_fields")
+    if dataclasses.is_dataclass(kind):
+        names = [field.name for field in dataclasses.fields(kind)]
+    elif is_tuple or is_typed_dict(kind) or hasattr(kind, "__attrs_attrs__"):
+        names = None
+    else:
+        return ()
+    hints = get_type_hints(kind, include_extras=True)
+    if names is None:
+        names = list(hints)
+    return tuple(Field(name, name, _unwrapped(hints[name])) for name in names)
+
+
+def is_typed_dict(kind: Any) -> bool:
+    """True if a class is a `TypedDict`, of `typing` or of `typing_extensions`."""
+    return issubclass(kind, dict) and hasattr(kind, "__required_keys__")
+
+
+def _alias(field: Any) -> str | None:
+    aliases = (field.validation_alias, field.alias)
+    return next((alias for alias in aliases if isinstance(alias, str)), None)
+
+
+def bare(hint: Any) -> Any:
+    """Unwrap `Annotated`, `Required`, type aliases, `NewType` and pydantic's root models."""
+    while True:
+        hint = _unwrapped(hint)
+        if get_origin(hint) is Annotated:
+            hint = get_args(hint)[0]
+        elif hasattr(hint, "__supertype__"):
+            hint = hint.__supertype__
+        elif type(hint).__name__ == "TypeAliasType":
+            hint = hint.__value__
+        elif getattr(hint, "__pydantic_root_model__", False):
+            hint = hint.__pydantic_fields__["root"].annotation
+        else:
+            return hint
+
+
+def _unwrapped(hint: Any) -> Any:
+    """Unwrap `Required`, `NotRequired` and `ReadOnly`."""
+    while getattr(get_origin(hint), "_name", None) in _WRAPPERS:
+        hint = get_args(hint)[0]
+    return hint
+
+
+def members_of(hint: Any) -> list[Any]:
+    """The members of a union, or the type itself; without None."""
+    hint = bare(hint)
+    if get_origin(hint) in (Union, UnionType):
+        return [each for member in get_args(hint) for each in members_of(member)]
+    return [] if hint in (None, NoneType) else [hint]
+
+
+# -- libraries
 
 
 class Library(ABC):
-    """A type as a library sees it.
-
-    Args:
-        kind: the type.
-    """
+    """Reads a type, `kind`, with one library."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind
@@ -34,14 +153,10 @@ class Library(ABC):
 
     @abstractmethod
     def reader(self, kind: Any) -> Callable[[str | bytes], Any]:
-        """What makes instances of a type from JSON; its `ValueError` names the field that does not fit."""
+        """A function from JSON to instances of a type; its `ValueError` names the field that does not fit."""
 
     def decoded(self, text: str | bytes, kind: Any = ...) -> Any:
-        """An instance from JSON, of the type or of `kind`, which is inside it.
-
-        Raises:
-            ValueError: which names the field that does not fit.
-        """
+        """Convert JSON to an instance of the type, or of `kind` inside it; raises `ValueError`."""
         kind = self.kind if kind is ... else kind
         if id(kind) not in self._readers:
             self._readers[id(kind)] = kind, self.reader(kind)
@@ -49,13 +164,15 @@ class Library(ABC):
 
 
 class Msgspec(Library):
-    """A type of Python's, or of msgspec's."""
+    """Reads types of Python and of msgspec."""
 
     def schema(self) -> dict[str, Any]:
-        parts = list(_parts(inspect.type_info(self.kind), "", set()))
+        parts = list(_parts(msgspec_types.type_info(self.kind), "", set()))
         for where, part in parts:
             _check(part, where)
-        typed_dicts = [part.cls for _, part in parts if isinstance(part, inspect.TypedDictType)]
+        typed_dicts = [
+            part.cls for _, part in parts if isinstance(part, msgspec_types.TypedDictType)
+        ]
         (schema, *references), definitions = msgspec.json.schema_components(
             [self.kind, *typed_dicts], ref_template="#/$defs/{name}"
         )
@@ -72,7 +189,7 @@ class Msgspec(Library):
 
 
 class Pydantic(Library):
-    """A type that has something of pydantic's in it; or a `TypeAdapter`."""
+    """Reads types that have parts of pydantic, and `TypeAdapter`s."""
 
     def schema(self) -> dict[str, Any]:
         from afm_mlx.guidance.pydantic_schema import ExactJsonSchema  # it imports pydantic
@@ -113,10 +230,10 @@ def _is_adapter(kind: Any) -> bool:
 
 
 def library_of(kind: Any) -> Library:
-    """The library that reads a type.
+    """The reader of a type.
 
     Raises:
-        ConstraintError: when parts of it are msgspec's and others pydantic's, or it has generable classes.
+        ConstraintError: if the type has parts of both msgspec and pydantic, or generable classes.
     """
     if _is_adapter(kind):
         return Pydantic(kind)
@@ -136,7 +253,7 @@ def library_of(kind: Any) -> Library:
 
 
 def _owners(hint: Any, seen: set[int]) -> Iterator[str]:
-    """The libraries whose classes and annotations a type has in it."""
+    """The libraries whose classes and annotations are in a type."""
     if id(hint) in seen:
         return
     seen.add(id(hint))
@@ -159,28 +276,28 @@ def _owners(hint: Any, seen: set[int]) -> Iterator[str]:
         yield from _owners(each, seen)
 
 
-# -- types whose JSON schema says less than msgspec asks for
+# -- types whose JSON schema says less than msgspec requires
 
 
 _STRINGS = "use str, and convert it"
-_REFUSED: tuple[tuple[type[inspect.Type], str], ...] = (
-    (inspect.BytesType, _STRINGS),
-    (inspect.ByteArrayType, _STRINGS),
-    (inspect.MemoryViewType, _STRINGS),
-    (inspect.DecimalType, "use float or str, and convert it"),
-    (inspect.TimeDeltaType, "use a number of seconds, and convert it"),
-    (inspect.RawType, "use typing.Any"),
-    (inspect.ExtType, "use typing.Any"),
-    (inspect.CustomType, "use a dataclass, or a class of msgspec or pydantic"),
+_REFUSED: tuple[tuple[type[msgspec_types.Type], str], ...] = (
+    (msgspec_types.BytesType, _STRINGS),
+    (msgspec_types.ByteArrayType, _STRINGS),
+    (msgspec_types.MemoryViewType, _STRINGS),
+    (msgspec_types.DecimalType, "use float or str, and convert it"),
+    (msgspec_types.TimeDeltaType, "use a number of seconds, and convert it"),
+    (msgspec_types.RawType, "use typing.Any"),
+    (msgspec_types.ExtType, "use typing.Any"),
+    (msgspec_types.CustomType, "use a dataclass, or a class of msgspec or pydantic"),
 )
 
 
-_KEYS = (inspect.StrType, inspect.AnyType)
+_KEYS = (msgspec_types.StrType, msgspec_types.AnyType)
 
 
 def _parts(info: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """A type and all types inside it, each once, with the fields that lead to it."""
-    if isinstance(info, inspect.Metadata):
+    """A type and all types inside it, each once, with the path of fields to it."""
+    if isinstance(info, msgspec_types.Metadata):
         info = info.type
     if id(info) in seen:
         return
@@ -191,22 +308,163 @@ def _parts(info: Any, where: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
         yield from _parts(field.type, name, seen)
     inner = [getattr(info, name, None) for name in ("item_type", "value_type")]
     for part in (*inner, *getattr(info, "item_types", ()), *getattr(info, "types", ())):
-        if isinstance(part, inspect.Type):
+        if isinstance(part, msgspec_types.Type):
             yield from _parts(part, where, seen)
 
 
 def _check(info: Any, where: str) -> None:
-    """Refuse a type under whose schema there are texts that are no instances of it."""
+    """Raise `ConstraintError` for a type whose schema allows texts that msgspec refuses."""
     name = type(info).__name__.removesuffix("Type").lower()
     for kind, instead in _REFUSED:
         if isinstance(info, kind):
             _refuse(where, getattr(info, "cls", None) or name, instead)
-    if isinstance(info, inspect.DateTimeType | inspect.TimeType) and info.tz is not True:
+    if (
+        isinstance(info, msgspec_types.DateTimeType | msgspec_types.TimeType)
+        and info.tz is not True
+    ):
         _refuse(where, f"{name} without a time zone", "use Annotated[..., msgspec.Meta(tz=True)]")
-    if isinstance(info, inspect.DictType) and not isinstance(info.key_type, _KEYS):
+    if isinstance(info, msgspec_types.DictType) and not isinstance(info.key_type, _KEYS):
         _refuse(where, "dict with keys other than any str", "use dict[str, ...]")
 
 
 def _refuse(where: str, what: Any, instead: str) -> None:
     place = f"The field {where}" if where else "The type"
     raise ConstraintError(f"{place} is {what}, which no JSON schema describes exactly; {instead}.")
+
+
+# -- schemas
+
+
+def as_afm_reads_it(schema: dict[str, Any]) -> dict[str, Any]:
+    """Rewrite a schema of msgspec or pydantic to the form that AFM was trained on.
+
+    The root is no reference, but may be referred to as `#`. Objects have their listed properties only, in the
+    order of `x-order`; properties get descriptions from the class's docstring. Arrays with `prefixItems` have
+    no further items. Only classes keep their titles. The given schema stays unchanged.
+    """
+    definitions = dict(schema.get("$defs", {}))
+    root = schema.get("$ref", "")
+    if root:
+        schema = definitions.pop(root.removeprefix("#/$defs/"))
+    whole = _rewritten({**schema, "$defs": definitions}, root, titled=True)
+    if not definitions:
+        del whole["$defs"]
+    return whole
+
+
+def _rewritten(schema: Any, root: str, titled: bool = False) -> Any:
+    """Rewrite a nested schema; it keeps a title if `titled`."""
+    if not isinstance(schema, dict):
+        return schema
+    new = dict(schema)
+    for key in _SCHEMAS:
+        if key in new:
+            new[key] = _rewritten(new[key], root)
+    for key in _LISTS:
+        if key in new:
+            new[key] = [_rewritten(item, root) for item in new[key]]
+    for key in _MAPS:
+        if key in new:
+            new[key] = {n: _rewritten(s, root, key == "$defs") for n, s in new[key].items()}
+    if root and new.get("$ref") == root:
+        new["$ref"] = "#"
+    if "prefixItems" in new:
+        new.setdefault("items", False)
+    if "properties" in new:
+        new = _object(new)
+    elif not titled:
+        new.pop("title", None)
+    first = {key: new.pop(key) for key in _ORDER if key in new}
+    return first | new
+
+
+def _object(schema: dict[str, Any]) -> dict[str, Any]:
+    """Close an object's schema, give it an order, and move its docstring's arguments to its properties."""
+    schema = {"additionalProperties": False, **schema, "x-order": list(schema["properties"])}
+    text, described = parsed_docstring(schema.pop("description", None))
+    if text:
+        schema["description"] = text
+    for name, description in described.items():
+        if name in schema["properties"] and schema["properties"][name] is not True:
+            schema["properties"][name].setdefault("description", description)
+    return schema
+
+
+def parsed_docstring(docstring: str | None) -> tuple[str | None, dict[str, str]]:
+    """The description in a docstring, and the descriptions of its arguments or attributes by name."""
+    if docstring is None or "\n" not in docstring.strip():
+        return docstring and docstring.strip(), {}
+    from docstring_parser import ParseError, parse  # 30 ms
+
+    try:
+        parsed = parse(docstring)
+    except ParseError:
+        return docstring.strip(), {}
+    described = {
+        name.strip(): " ".join(param.description.split())
+        for param in parsed.params
+        if param.description
+        for name in param.arg_name.split(",")
+    }
+    return parsed.description and parsed.description.strip(), described
+
+
+# -- functions
+
+
+def arguments_type(
+    function: Callable[..., Any], read_as: Callable[[inspect.Parameter], Any] | None = None
+) -> Any:
+    """Make a `TypedDict` of a function's parameters, with the function's name and docstring.
+
+    Parameters with defaults are not required.
+
+    Args:
+        function: a function with an annotation for each parameter.
+        read_as: maps a parameter, its annotation resolved, to the type of its field; None keeps the annotation.
+
+    Raises:
+        ConstraintError: for a parameter that a JSON object can't give, or that has no annotation.
+    """
+    name = getattr(function, "__name__", type(function).__name__)
+    signature, hints = _described(function, name)
+    fields: dict[str, Any] = {}
+    for parameter in signature.parameters.values():
+        where = f"The parameter {parameter.name} of {name}"
+        if parameter.kind in _PARAMETERS:
+            raise ConstraintError(f"{where} {_PARAMETERS[parameter.kind]}.")
+        if parameter.name not in hints:
+            raise ConstraintError(
+                f"{where} has no annotation; give its type, such as {parameter.name}: str."
+            )
+        hint = hints[parameter.name]
+        if read_as is not None:
+            hint = read_as(parameter.replace(annotation=hint))
+        is_required = parameter.default is inspect.Parameter.empty
+        fields[parameter.name] = hint if is_required else NotRequired[hint]
+    typed_dict: Any = TypedDict
+    kind = typed_dict(name, fields)
+    if isinstance(library_of(kind), Pydantic):
+        # Before Python 3.12 pydantic refuses the one of typing.
+        typed_dict = import_module("typing_extensions").TypedDict
+        kind = typed_dict(name, fields)
+    kind.__doc__ = inspect.getdoc(function)
+    return kind
+
+
+def _described(function: Callable[..., Any], name: str) -> tuple[inspect.Signature, dict[str, Any]]:
+    """A function's signature and its resolved annotations."""
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    try:
+        signature = inspect.signature(function)
+        hints = get_type_hints(
+            inner if inspect.isroutine(inner) else type(inner).__call__, include_extras=True
+        )
+    except Exception as error:  # an annotation is any expression
+        raise ConstraintError(
+            f"The annotations of {name} can't be read ({error}); types that they name in quotes have to be "
+            "known in its module."
+        ) from None
+    return signature, hints

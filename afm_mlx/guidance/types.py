@@ -1,19 +1,36 @@
-"""Python types as answers: their JSON schema, instances of them, and snapshots of unfinished ones."""
+"""Python types as answers: their JSON schema, instances of them, and snapshots of unfinished answers.
+
+A snapshot of an instance of a class with fields, of whichever library, is an instance of a dataclass with the
+same attributes, `PartialPerson` for `Person`, in which missing ones are None. Snapshots of a `TypedDict` and
+of other objects are dicts without missing keys; snapshots of lists, tuples and sets are lists. A field of
+type `str` shows the text so far; any other incomplete value (a number that more digits may follow, a word of
+an enumeration, a date) is missing.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import re
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, get_origin
+from functools import cached_property, lru_cache
+from typing import Any, Literal, get_args, get_origin
 
+import jiter
 import msgspec
 
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.guidance.function_arguments import arguments_type
-from afm_mlx.guidance.snapshots import snapshot
-from afm_mlx.guidance.type_libraries import Library, library_of
-from afm_mlx.guidance.type_schema import as_afm_reads_it
+from afm_mlx.guidance.type_libraries import (
+    Library,
+    arguments_type,
+    as_afm_reads_it,
+    bare,
+    fields_of,
+    is_typed_dict,
+    library_of,
+    members_of,
+)
 
 ALLOWED = (
     "Allowed are dataclasses, TypedDicts, enumerations, classes of msgspec and pydantic (in unions: "
@@ -27,10 +44,10 @@ class AnswerType:
     """A type of answers. Made by `answer_type`.
 
     Args:
-        kind: the type; of a function, a `TypedDict` of its parameters.
+        kind: the type; for a function, a `TypedDict` of its parameters.
         name: the class's name, the function's name, or "Response".
-        description: what the docstring says, but for its arguments; None without one.
-        schema: the JSON schema, in the form in which AFM was shown schemas.
+        description: the docstring without its arguments; None without one.
+        schema: the JSON schema, in the form that AFM was trained on.
     """
 
     kind: Any
@@ -41,14 +58,14 @@ class AnswerType:
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """What a user's message has as `response_format`, for the prompt to show the schema."""
+        """The `response_format` of a user's message, which shows the schema in the prompt."""
         described = {} if self.description is None else {"description": self.description}
         json_schema = {"name": self.name, **described, "schema": self.schema}
         return {"type": "json_schema", "json_schema": json_schema}
 
     @cached_property
     def constraint(self) -> Constraint:
-        """What an answer must look like.
+        """The constraint that answers are valid under the schema.
 
         Raises:
             ConstraintError: for a keyword of the schema that can't be honoured, with its place.
@@ -56,31 +73,31 @@ class AnswerType:
         return Constraint.json_schema(self.schema)
 
     def instance(self, value: Any) -> Any:
-        """An instance of the type; of a function, the arguments that are given, by their names.
+        """Convert JSON to an instance of the type; for a function, to its arguments by name.
 
         Args:
-            value: a JSON text (str or bytes), or what one was decoded to.
+            value: a JSON text (str or bytes), or a decoded JSON value.
 
         Raises:
-            ConstraintError: when it is none, with the field that does not fit.
+            ConstraintError: if it is no instance, with the field that does not fit.
         """
         try:
             text = value if isinstance(value, str | bytes) else msgspec.json.encode(value)
             return self._library.decoded(text)
-        except Exception as error:  # the type's own code may raise whatever it likes
+        except Exception as error:  # the type's own code may raise anything
             raise self._refused(f"{shown(value)} is no", error) from _unexpected(error)
 
     def partial(self, text: str) -> Any:
-        """What an unfinished answer says so far; see `snapshots`.
+        """The snapshot of an unfinished answer; None while it has no value.
 
         Args:
             text: the beginning of a JSON text.
 
         Raises:
-            ConstraintError: when the text is no such beginning, or a value does not fit.
+            ConstraintError: if the text does not begin JSON, or a complete value does not fit.
         """
         try:
-            return snapshot(text, self.kind, self._library)
+            return _snapshot(text, self.kind, self._library)
         except Exception as error:
             raise self._refused(f"{shown(text)} begins no", error) from _unexpected(error)
 
@@ -90,12 +107,12 @@ class AnswerType:
 
 
 def _unexpected(error: Exception) -> Exception | None:
-    """An error that is no refusal of a value, and may be a fault of the type's code; else None."""
+    """The error itself unless it refuses a value; then it may be a fault of the type's code."""
     return None if isinstance(error, ValueError | TypeError | RecursionError) else error
 
 
 def answer_type(kind: Any) -> AnswerType:
-    """A type as a type of answers.
+    """Prepare a Python type as a type of answers.
 
     Args:
         kind: a dataclass, `TypedDict`, `NamedTuple`, enumeration, class of msgspec or attrs, model or
@@ -104,7 +121,7 @@ def answer_type(kind: Any) -> AnswerType:
             the answer.
 
     Raises:
-        ConstraintError: for a type that JSON can't give, with what to use instead.
+        ConstraintError: for a type that no JSON schema describes, with what to use instead.
     """
     if callable(kind) and not isinstance(kind, type) and get_origin(kind) is None:
         kind = arguments_type(kind)
@@ -113,10 +130,150 @@ def answer_type(kind: Any) -> AnswerType:
         schema = as_afm_reads_it(library.schema())
     except ConstraintError:
         raise
-    except Exception as error:  # the libraries have no error of their own for this
+    except Exception as error:  # the libraries have no error type for this
         reason = " ".join(str(error).split())
         raise ConstraintError(
             f"{shown(kind)} can't be a type of answers: {reason}. {ALLOWED}"
         ) from None
     name = schema.get("title", "Response")
     return AnswerType(library.kind, name, schema.get("description"), schema, library)
+
+
+# -- snapshots
+
+MISSING: Any = object()
+_NUMBER_AT_END = re.compile(r"-?\d[\d.eE+-]*$")
+_CLOSED_STRINGS = re.compile(r'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+', re.S)
+
+
+def json_so_far(text: str, open_strings: bool = True) -> Any:
+    """Read the beginning of a JSON text.
+
+    Args:
+        text: the beginning.
+        open_strings: True to include the text so far of a string without an end.
+
+    Returns:
+        The value so far, without a number at the text's end, which more digits may follow; `MISSING` if there
+        is none.
+
+    Raises:
+        ValueError: if the text does not begin JSON.
+    """
+    closed = _CLOSED_STRINGS.match(text)
+    assert closed is not None  # it matches the empty text
+    if closed.end() == len(text):  # the end is in no string
+        text = _NUMBER_AT_END.sub("", text)
+    # As the item of a list: jiter reads nothing, or half a word, as an empty list, and on its own as an error.
+    mode: Literal["on", "trailing-strings"] = "trailing-strings" if open_strings else "on"
+    items = jiter.from_json(b"[" + text.encode(), allow_inf_nan=False, partial_mode=mode)
+    return items[0] if items else MISSING
+
+
+def _snapshot(text: str, kind: Any, library: Library) -> Any:
+    """The snapshot of the beginning of a JSON text; raises `ValueError` if that does not fit the type."""
+    so_far = json_so_far(text)
+    if so_far is MISSING:
+        return None
+    value = _Snapshots(library).of(so_far, json_so_far(text, open_strings=False), kind)
+    return None if value is MISSING else value
+
+
+class _Snapshots:
+    """Makes snapshots of values; `library` reads complete ones."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+
+    def of(self, value: Any, complete: Any, hint: Any) -> Any:
+        """The snapshot of a value.
+
+        Args:
+            value: the value so far.
+            complete: the complete part of the value; `MISSING` if there is none.
+            hint: the value's type.
+        """
+        if isinstance(value, dict):
+            return self._object(value, complete, members_of(hint))
+        if isinstance(value, list):
+            return self._list(value, complete, members_of(hint))
+        if complete is not MISSING:
+            # Most values are what their type says.
+            is_one = type(value) is hint
+            return value if is_one else self._library.decoded(json.dumps(value), hint)
+        is_text = isinstance(value, str) and any(m in (str, Any) for m in members_of(hint))
+        return value if is_text else MISSING
+
+    def _object(self, value: dict[str, Any], complete: Any, members: list[Any]) -> Any:
+        done = {} if complete is MISSING else complete
+        kind = _class_of(done, members)
+        fields = {field.key: field for field in fields_of(kind)}
+        others = Any if fields else _argument(members, 1)
+        items = {}
+        for key, item in value.items():
+            hint = fields[key].type if key in fields else others
+            new = self.of(item, done.get(key, MISSING), hint)
+            if new is not MISSING:
+                items[key] = new
+        if not fields or is_typed_dict(kind):
+            return items
+        return _instance(kind, {fields[key].name: v for key, v in items.items() if key in fields})
+
+    def _list(self, value: list[Any], complete: Any, members: list[Any]) -> Any:
+        done = [] if complete is MISSING else complete
+        kind = next((m for m in map(_origin, members) if fields_of(m)), None)
+        hints = _item_types(members) if kind is None else [f.type for f in fields_of(kind)]
+        items = []
+        for i, item in enumerate(value):
+            hint = hints[min(i, len(hints) - 1)] if hints else Any
+            items.append(self.of(item, done[i] if i < len(done) else MISSING, hint))
+        if kind is not None:
+            names = [field.name for field in fields_of(kind)]
+            return _instance(kind, dict(zip(names, items, strict=False)))
+        return [item for item in items if item is not MISSING]  # only the last can be missing
+
+
+def _origin(hint: Any) -> Any:
+    return get_origin(hint) or hint
+
+
+def _class_of(done: dict[str, Any], members: list[Any]) -> Any:
+    """The first class that fits the complete part of an object; None if no class has fields."""
+    kinds = [kind for kind in map(_origin, members) if fields_of(kind)]
+    return next((kind for kind in kinds if _can_be(done, kind)), kinds[0] if kinds else None)
+
+
+def _can_be(done: dict[str, Any], kind: Any) -> bool:
+    types = {field.key: bare(field.type) for field in fields_of(kind)}
+    return all(
+        key in types and (get_origin(types[key]) is not Literal or value in get_args(types[key]))
+        for key, value in done.items()
+    )
+
+
+def _argument(members: list[Any], index: int) -> Any:
+    """The type argument of the first container among the members."""
+    return next((get_args(m)[index] for m in members if len(get_args(m)) > index), Any)
+
+
+def _item_types(members: list[Any]) -> list[Any]:
+    """The types of a list's items; the last one also of all that follow."""
+    for member in members:
+        if get_args(member) and get_origin(member) is not Literal:
+            first, *others = get_args(member)
+            is_fixed = get_origin(member) is tuple and others != [...]
+            return [first, *others] if is_fixed else [first]
+    return []
+
+
+def _instance(kind: Any, values: dict[str, Any]) -> Any:
+    given = {name: value for name, value in values.items() if name and value is not MISSING}
+    return _snapshot_class(kind)(**given)
+
+
+@lru_cache(maxsize=1024)
+def _snapshot_class(kind: Any) -> Any:
+    names = [field.name for field in fields_of(kind) if field.name]
+    made = dataclasses.make_dataclass(f"Partial{kind.__name__}", [(n, Any, None) for n in names])
+    made.__module__ = kind.__module__
+    return made

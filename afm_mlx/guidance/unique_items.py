@@ -24,10 +24,12 @@ from typing import Any
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
-from afm_mlx.guidance.schema.regular import identity
-from afm_mlx.guidance.schema.rules import ALIKE, VARIED
-from afm_mlx.guidance.vocabulary import byte_tokens, token_texts
+from afm_mlx.guidance.token_bytes import byte_tokens, token_texts
 
+ALIKE = "\x01"
+"""Marks a list whose items must differ, after its bracket; no answer has it."""
+VARIED = "\x02"
+"""The same for a list whose positions have different schemas."""
 UTF8_BYTES = {bytes([i]) for i in range(0xF5) if i not in (0xC0, 0xC1)}
 _UNMARKED = b"\x03"  # allowed behind a bracket in free text, where the marks are, too
 _SEPARATOR = b", "
@@ -37,6 +39,15 @@ _ORDERS = 24  # orders of an inner value's keys
 _SPELT = 1_000  # bytes of further texts of an item
 _ZEROED = 4  # numbers of an item, the last ones, at whose ends zeros are looked at
 _ZEROS = b"000"  # as many as an item's value may get behind it, so that another digit has room
+
+
+def identity(value: Any) -> Any:
+    """A hashable that equal JSON values share: 1 and 1.0 are equal, 1 and true are not, keys have no order."""
+    if isinstance(value, dict):
+        return "object", frozenset((key, identity(inner)) for key, inner in value.items())
+    if isinstance(value, list):
+        return "list", tuple(map(identity, value))
+    return type(value) if isinstance(value, bool) else None, value
 
 
 def has_marks(grammar: str) -> bool:
@@ -292,7 +303,7 @@ def _dead(one: OpenList, item: bytes) -> frozenset[bytes]:
 def _with_beginnings(
     dead: frozenset[bytes], states: list[State], shortest: int
 ) -> frozenset[bytes]:
-    """Dead texts and the beginnings of another text, of so many bytes at least, that die with them."""
+    """Dead texts and the beginnings of another text, of `shortest` bytes at least, that die with them."""
     for state in states[: shortest - 1 if shortest else None : -1]:
         own, *inner = state.lists
         text = own.item or b""

@@ -8,7 +8,8 @@ from contextlib import suppress
 import pytest
 
 from afm_mlx.errors import AFMError, ConstraintError
-from afm_mlx.guidance.schema import refusals, schema_grammar
+from afm_mlx.guidance.schema import references
+from afm_mlx.guidance.schema.compile import schema_grammar
 from tests.hostile.harness import Case, run_cases
 from tests.tools.random_schemas import random_document, random_schema
 
@@ -264,6 +265,6 @@ def test_schemas_compile_in_a_thread_with_little_stack_left(rng):
 
 
 def test_a_schema_that_takes_too_long_is_refused(monkeypatch, rng):
-    monkeypatch.setattr(refusals, "MAX_SECONDS", 0.0)
+    monkeypatch.setattr(references, "MAX_SECONDS", 0.0)
     with pytest.raises(ConstraintError, match="compiling takes longer than 0 s"):
         schema_grammar(product(12, rng))

@@ -14,7 +14,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.guidance.schema.regular import LIMITS
+from afm_mlx.guidance.deep_stack import LIMITS
 from afm_mlx.guidance.unique_items import State
 
 _numbers = itertools.count()  # classes of one name in one schema are none of msgspec's

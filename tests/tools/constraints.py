@@ -10,7 +10,7 @@ import regex
 from llguidance import LLMatcher
 
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.guidance.vocabulary import ll_tokenizer
+from afm_mlx.guidance.token_bytes import ll_tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from tests.tools.adapters import SIZES
 from tests.tools.models import random_config, random_model

@@ -1,18 +1,35 @@
-"""Cases: what a schema allows, as alternatives of one type each.
+"""Cases: the values that a schema allows, as alternatives of one type each; and what keywords say about them.
 
-A schema means the union of its cases. Schemas of properties and items stay formulas in them, so that recursion
-needs no end here. Two cases of one type meet in one case, which has what both ask for.
+A schema is the union of its cases. Schemas of properties and items stay formulas in them, so recursion needs no
+end here. Two cases of one type intersect in one case.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
+from typing import Any
 
-from afm_mlx.guidance.schema.formulas import TRUE, Formula, conjunction
-from afm_mlx.guidance.schema.numbers import Numbers
-from afm_mlx.guidance.schema.strings import Strings
+from afm_mlx.guidance.schema.numbers import MAX_DIGITS, Numbers, exact, written
+from afm_mlx.guidance.schema.patterns import searched
+from afm_mlx.guidance.schema.references import (
+    TRUE,
+    Document,
+    Formula,
+    Node,
+    conjunction,
+    pointer,
+    refuse,
+)
+from afm_mlx.guidance.schema.regular import Expr
+from afm_mlx.guidance.schema.strings import LOOSE, MAX_LENGTH, Strings
+
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+MAX_COUNT = 10_000
+"""Most items or properties that a schema may ask for."""
+Keywords = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,14 +39,14 @@ class Words:
     words: tuple[str, ...]
 
     def meet(self, other: Words) -> Words | None:
-        """Words of both sets; None when there are none."""
+        """The intersection; None if it is empty."""
         kept = tuple(word for word in self.words if word in other.words)
         return Words(kept) if kept else None
 
 
 @dataclass(frozen=True)
 class Contains:
-    """How many items from an index on are of a schema."""
+    """Bounds for the number of items, from index `start` on, that are valid under a schema."""
 
     start: int
     schema: Formula
@@ -44,11 +61,11 @@ class Arrays:
     Attributes:
         prefix: schemas of the first items.
         items: schema of the others.
-        least, most: items; most is None without a bound.
-        contains: how many items are of some schemas.
-        is_unique: whether no two items are equal.
-        evaluated: items that a keyword has looked at, from the first on; None when all.
-        evaluated_by: schemas of `contains`: items that are of them are evaluated, too.
+        least, most: bounds of the number of items; most is None without a bound.
+        contains: bounds for the number of items under further schemas.
+        is_unique: True if all items differ.
+        evaluated: the number of first items that a keyword has evaluated; None if all.
+        evaluated_by: schemas of `contains`: items that are valid under one are evaluated, too.
     """
 
     prefix: tuple[Formula, ...] = ()
@@ -65,7 +82,7 @@ class Arrays:
         return self.prefix[index] if index < len(self.prefix) else self.items
 
     def meet(self, other: Arrays) -> Arrays | None:
-        """Arrays of both sets; None when there can be seen to be none."""
+        """The intersection."""
         length = max(len(self.prefix), len(other.prefix))
         evaluated = [n for n in (self.evaluated, other.evaluated) if n is not None]
         return Arrays(
@@ -82,14 +99,14 @@ class Arrays:
 
 @dataclass(frozen=True)
 class Layer:
-    """What one schema says of the properties of an object.
+    """What one schema says about the properties of an object.
 
     Attributes:
         properties: schemas by name.
         patterns: schemas by the pattern of the name.
         rest: schema of all other properties.
-        is_evaluating: whether what it lists counts as evaluated, for `unevaluatedProperties`.
-        is_rest_evaluated: whether all other properties count, too.
+        is_evaluating: True if the listed ones count as evaluated, for `unevaluatedProperties`.
+        is_rest_evaluated: True if all others count, too.
     """
 
     properties: tuple[tuple[str, Formula], ...] = ()
@@ -106,14 +123,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Some:
-    """That an object has a property of a kind.
+    """The condition that an object has a property of a kind.
 
     Attributes:
+        value: schema of its value.
         like: pattern of its name; None for any.
         besides: names that it does not have.
         unlike: patterns that its name does not match.
         name: schema of its name.
-        value: schema of its value.
     """
 
     value: Formula
@@ -128,11 +145,11 @@ class Objects:
     """A set of objects.
 
     Attributes:
-        layers: what schemas say of properties; all of them hold.
+        layers: what schemas say about properties; all of them hold.
         required: names of properties that all have.
-        least, most: properties; most is None without a bound.
+        least, most: bounds of the number of properties; most is None without a bound.
         names: schemas of all names.
-        some: properties that all have, which are not known by name.
+        some: kinds of properties that all have, of unknown name.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -143,7 +160,7 @@ class Objects:
     some: tuple[Some, ...] = ()
 
     def meet(self, other: Objects) -> Objects | None:
-        """Objects of both sets; None when there can be seen to be none."""
+        """The intersection."""
         return Objects(
             layers=tuple(dict.fromkeys(self.layers + other.layers)),
             required=tuple(dict.fromkeys(self.required + other.required)),
@@ -162,8 +179,8 @@ class Objects:
         """The schema of one property's value.
 
         Args:
-            name: of the property.
-            is_like: whether a pattern matches a name; None when that depends on who asks.
+            name: the property's name.
+            is_like: tells if a pattern matches a name; None if validators differ.
         """
         parts: list[Formula] = []
         for layer in self.layers:
@@ -184,12 +201,12 @@ def every_case() -> list[Case]:
 
 
 def met(a: Case, b: Case) -> Case | None:
-    """What two cases share; None when there can be seen to be nothing."""
+    """The intersection of two cases; None if it is known to be empty."""
     return a.meet(b) if type(a) is type(b) else None  # type: ignore[arg-type]
 
 
 def joined(cases: Iterable[Case]) -> tuple[Case, ...]:
-    """Cases without those that come twice. Listed strings become one case, and listed numbers."""
+    """Cases without duplicates. Listed strings become one case, and listed numbers."""
     others: dict[Case, None] = {}
     strings: dict[str, None] = {}
     numbers: dict[str, None] = {}
@@ -205,7 +222,7 @@ def joined(cases: Iterable[Case]) -> tuple[Case, ...]:
 
 
 def unevaluating(case: Case) -> Case:
-    """A case of a complement or of listed values, which evaluate nothing."""
+    """A case of a complement or of listed values: these evaluate nothing."""
     if isinstance(case, Arrays):
         return replace(case, evaluated=0, evaluated_by=())
     if isinstance(case, Objects):
@@ -217,5 +234,253 @@ def unevaluating(case: Case) -> Case:
 
 
 def lesser(a: int | None, b: int | None) -> int | None:
-    """The smaller of two bounds, of which each may be none."""
+    """The smaller of two bounds; None is no bound."""
     return b if a is None else a if b is None else min(a, b)
+
+
+# -- keywords
+
+
+def types(value: Keywords, place: str) -> tuple[str, ...]:
+    """The types that a schema allows; without `type`, all."""
+    if "type" not in value:
+        return ("null", "boolean", "number", "string", "array", "object")
+    named = value["type"] if isinstance(value["type"], list) else [value["type"]]
+    for name in named:
+        if name not in TYPES:
+            refuse(pointer(place, "type"), name, f"a type is one of {', '.join(TYPES)}.")
+    return tuple(name for name in named if not (name == "integer" and "number" in named))
+
+
+def typed_case(name: str, value: Keywords, node: Node, document: Document, is_wide: bool) -> Case:
+    """What a schema's keywords say about the values of a type.
+
+    Args:
+        name: the type.
+        value: the keywords that are honoured.
+        node: the schema.
+        document: the document of the schema.
+        is_wide: True to let formats and patterns match by any validator's rules.
+
+    Raises:
+        ConstraintError: for a keyword that can't be honoured.
+    """
+    if name == "null":
+        return Words(("null",))
+    if name == "boolean":
+        return Words(("true", "false"))
+    if name in ("integer", "number"):
+        return numbers(value, node.place, name == "integer")
+    if name == "string":
+        return strings(value, node.place, is_wide)
+    return arrays(value, node, document) if name == "array" else objects(value, node, document)
+
+
+def numbers(value: Keywords, place: str, is_integer: bool) -> Numbers:
+    """What a schema says about numbers."""
+    low = _number(value, "minimum", place)
+    high = _number(value, "maximum", place)
+    above = below = False
+    for key, is_low in (("exclusiveMinimum", True), ("exclusiveMaximum", False)):
+        given = value.get(key)
+        if isinstance(given, bool) or given is None:  # draft 4
+            above, below = (bool(given), below) if is_low else (above, bool(given))
+            continue
+        bound = _number(value, key, place)
+        if is_low and bound is not None and (low is None or bound >= low):
+            low, above = bound, True
+        if not is_low and bound is not None and (high is None or bound <= high):
+            high, below = bound, True
+    step = _number(value, "multipleOf", place)
+    if step is not None and step <= 0:
+        refuse(pointer(place, "multipleOf"), value["multipleOf"], "it is a number above 0.")
+    if step is not None and (step > 10**9 or step < Fraction(1, 10**9)):
+        refuse(
+            pointer(place, "multipleOf"),
+            value["multipleOf"],
+            "multiples of numbers from 10^-9 to 10^9 are honoured. Use another unit.",
+        )
+    return Numbers(is_integer or None, low, above, high, below, step)
+
+
+def _number(value: Keywords, key: str, place: str) -> Fraction | None:
+    """The number of a keyword; None if it is missing."""
+    if key not in value:
+        return None
+    given = value[key]
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or given != given or abs(given) == float("inf"):
+        refuse(pointer(place, key), given, "it is a number.")
+    if abs(given) >= 10**MAX_DIGITS:
+        refuse(pointer(place, key), given, f"numbers have {MAX_DIGITS} digits at most.")
+    bound = exact(given)
+    if isinstance(given, float) and abs(given) >= 2**53:
+        # 1e23 is stored as less than 10^23: both the text and the stored number bound values.
+        stored = Fraction(given)
+        return (max if key.endswith("inimum") else min)(bound, stored)
+    return bound
+
+
+def _count(value: Keywords, key: str, place: str, largest: int | None = None) -> int | None:
+    """The count of a keyword; None if it is missing."""
+    if key not in value:
+        return None
+    given = value[key]
+    is_number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not is_number or given < 0 or given != given // 1:
+        refuse(pointer(place, key), given, "it is an integer from 0 on.")
+    if largest is not None and given > largest:
+        refuse(
+            pointer(place, key), given, f"at most {largest} can be asked for. Use a smaller number."
+        )
+    return int(min(given, 10**9))
+
+
+def pattern(text: object, place: str, wide: bool = False) -> Expr:
+    """The strings in which a schema's pattern is found."""
+    if not isinstance(text, str):
+        refuse(place, text, "a pattern is a text.")
+    try:
+        return searched(text, wide=wide)
+    except ValueError as error:
+        refuse(place, text, f"as a pattern {error}. Use one without that.")
+
+
+def strings(value: Keywords, place: str, is_wide: bool) -> Strings:
+    """What a schema says about strings."""
+    parts = []
+    if "pattern" in value:
+        parts.append(pattern(value["pattern"], pointer(place, "pattern"), is_wide))
+    formats = (value["format"],) if isinstance(value.get("format"), str) else ()
+    if is_wide:
+        parts += [searched(LOOSE[name], wide=True) for name in formats if name in LOOSE]
+        formats = ()
+    return Strings(
+        shortest=_count(value, "minLength", place, MAX_LENGTH) or 0,
+        longest=_count(value, "maxLength", place),
+        parts=tuple(parts),
+        formats=formats,
+    )
+
+
+def arrays(value: Keywords, node: Node, document: Document) -> Arrays:
+    """What a schema says about arrays."""
+    place = node.place
+    least = _count(value, "minItems", place, MAX_COUNT) or 0
+    most = _count(value, "maxItems", place)
+    prefix_key = "prefixItems" if node.draft >= 2020 else "items"
+    prefix: tuple[Formula, ...] = ()
+    rest_key: str | None = "items"
+    if isinstance(value.get(prefix_key), list):
+        prefix = tuple(document.below(node, prefix_key, i) for i in range(len(value[prefix_key])))
+        rest_key = "items" if node.draft >= 2020 else "additionalItems"
+    elif "prefixItems" in value and node.draft >= 2020:
+        refuse(pointer(place, "prefixItems"), value["prefixItems"], "it is a list of schemas.")
+    elif node.draft < 2019 and "items" not in value:
+        rest_key = None
+    has_rest = rest_key is not None and rest_key in value
+    rest = document.below(node, rest_key) if has_rest and rest_key else TRUE
+    contains: tuple[Contains, ...] = ()
+    if "contains" in value:
+        fewest = _count(value, "minContains", place, MAX_COUNT)
+        most_contained = _count(value, "maxContains", place)
+        schema = document.below(node, "contains")
+        contains = (Contains(0, schema, 1 if fewest is None else fewest, most_contained),)
+    is_counting = contains and node.draft >= 2020
+    is_trivial = contains and contains[0].least == 0 and contains[0].most is None
+    return Arrays(
+        prefix=prefix,
+        items=rest,
+        least=least,
+        most=most,
+        contains=() if is_trivial else contains,
+        is_unique=value.get("uniqueItems") is True,
+        evaluated=None if has_rest else len(prefix),
+        evaluated_by=(contains[0].schema,) if is_counting else (),
+    )
+
+
+def objects(value: Keywords, node: Node, document: Document) -> Objects:
+    """What a schema says about objects."""
+    place = node.place
+    for key in ("properties", "patternProperties"):
+        if not isinstance(value.get(key, {}), dict):
+            refuse(pointer(place, key), value[key], "it is an object of schemas.")
+    patterns = value.get("patternProperties", {})
+    for text in patterns:
+        for wide in (False, True):
+            pattern(text, pointer(place, "patternProperties", text), wide=wide)
+    has_rest = "additionalProperties" in value
+    layer = Layer(
+        properties=tuple(
+            (name, document.below(node, "properties", name))
+            for name in _ordered_names(node.value, list(value.get("properties", {})), place)
+        ),
+        patterns=tuple(
+            (text, document.below(node, "patternProperties", text)) for text in patterns
+        ),
+        rest=document.below(node, "additionalProperties") if has_rest else TRUE,
+        is_rest_evaluated=has_rest,
+    )
+    required = value.get("required", [])
+    if isinstance(required, bool):
+        required = []  # draft 3's, which later drafts ignore at the property
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        refuse(pointer(place, "required"), required, "it is a list of names.")
+    return Objects(
+        layers=() if layer == Layer() else (layer,),
+        required=tuple(dict.fromkeys(required)),
+        least=_count(value, "minProperties", place, MAX_COUNT) or 0,
+        most=_count(value, "maxProperties", place),
+        names=(document.below(node, "propertyNames"),) if "propertyNames" in value else (),
+    )
+
+
+def _ordered_names(schema: Keywords, names: list[str], place: str) -> list[str]:
+    """Names of properties in the order of `x-order`, then the others as they are listed."""
+    order = schema.get("x-order", [])
+    if not isinstance(order, list) or not all(isinstance(name, str) for name in order):
+        refuse(pointer(place, "x-order"), order, "it is a list of names of properties.")
+    given = set(names)
+    return list(dict.fromkeys([*(name for name in order if name in given), *names]))
+
+
+def constants(node: Node, document: Document, key: str) -> tuple[list[Case], list[Formula]]:
+    """The values that `const` or `enum` lists.
+
+    Returns:
+        cases: of the plain values, one for each type.
+        formulas: of the arrays and objects, one for each.
+    """
+    values = [node.value[key]] if key == "const" else node.value[key]
+    if not isinstance(values, list) or not values:
+        refuse(pointer(node.place, key), values, "it is a list of values, with one at least.")
+    names = {None: "null", True: "true", False: "false"}
+    words = [names[v] for v in values if v is None or isinstance(v, bool)]
+    counted = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    texts = [v for v in values if isinstance(v, str)]
+    cases: list[Case] = []
+    if words:
+        cases.append(Words(tuple(dict.fromkeys(words))))
+    if counted:
+        cases.append(Numbers(values=tuple(dict.fromkeys(map(written, counted)))))
+    if texts:
+        cases.append(Strings(values=tuple(dict.fromkeys(texts))))
+    nested = [(i, v) for i, v in enumerate(values) if isinstance(v, list | dict)]
+    return cases, [document.made(node, _exactly(v), key, i) for i, v in nested]
+
+
+def _exactly(value: list[Any] | dict[str, Any]) -> dict[str, Any]:
+    """A schema of draft 2020-12 under which one array or object only is valid."""
+    schema: dict[str, Any] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    if isinstance(value, list):
+        items = [{**schema, "const": v} for v in value]
+        counts = {"minItems": len(value), "maxItems": len(value)}
+        return {**schema, "type": "array", "prefixItems": items, **counts}
+    properties = {name: {**schema, "const": v} for name, v in value.items()}
+    return schema | {
+        "type": "object",
+        "properties": properties,
+        "required": list(value),
+        "additionalProperties": False,
+    }

@@ -1,70 +1,92 @@
-"""What a formula means: its cases.
+"""The meaning of a formula: its cases.
 
-`Expansion` turns formulas into cases, schema by schema. It does so in two ways. The strict one never allows too
-much: its cases hold valid documents only, and those of a complement invalid ones only. The wide one never
-allows too little: it only serves to tell that two schemas have no document in common, so that `oneOf` needs no
-complements.
+`Expansion` turns formulas into cases, schema by schema, in one of two ways. The strict one never allows too
+much: its cases have valid documents only, and a complement's cases invalid ones only. The wide one never
+allows too
+little: it shows that two schemas have no document in common, so that `oneOf` needs no complements.
 
-Schemas of properties and items are not expanded here, but where the grammar comes to them. References, `allOf`,
-`anyOf`, `oneOf`, `not` and `if` are, as they are about the same value; a schema that comes back to itself this
+Schemas of properties and items are expanded where the grammar reaches them. References, `allOf`, `anyOf`,
+`oneOf`, `not` and `if` are about the same value and are expanded at once; a schema that refers to itself this
 way has no meaning and is refused.
+
+A document is invalid when one keyword rejects it, so the complement of a schema is a union. Complements that
+no grammar can express (an array with two equal items, a number that is no multiple) are left out, which
+allows less.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.schema.cases import (
     Arrays,
     Case,
+    Contains,
+    Keywords,
     Layer,
     Numbers,
     Objects,
+    Some,
     Strings,
     Words,
+    arrays,
+    constants,
     every_case,
     joined,
     met,
+    numbers,
+    objects,
+    pattern,
+    strings,
+    typed_case,
+    types,
     unevaluating,
 )
-from afm_mlx.guidance.schema.complements import complement_parts, plain_complement
-from afm_mlx.guidance.schema.drafts import known
-from afm_mlx.guidance.schema.formulas import (
+from afm_mlx.guidance.schema.numbers import exact
+from afm_mlx.guidance.schema.patterns import is_like, searched
+from afm_mlx.guidance.schema.references import (
     FALSE,
     TRUE,
+    CompileBudget,
+    Document,
     Formula,
+    Node,
+    check_count,
     conjunction,
     disjunction,
+    honoured_keywords,
     negation,
+    pointer,
+    refuse,
+    refuse_at,
 )
-from afm_mlx.guidance.schema.keywords import constants, typed_case, types
-from afm_mlx.guidance.schema.numbers import exact
-from afm_mlx.guidance.schema.patterns import is_like
-from afm_mlx.guidance.schema.references import Document, Node
-from afm_mlx.guidance.schema.refusals import Budget, check_count, pointer, refuse, refuse_at
+from afm_mlx.guidance.schema.regular import complement
+from afm_mlx.guidance.schema.strings import LOOSE
+from afm_mlx.guidance.schema.strings import PATTERNS as FORMATS
 
 MAX_IN_PLACE = 50
-"""Schemas about the same value, one inside the other or referred to by it, at most."""
+"""Deepest nesting of schemas about one value, by references or inside each other."""
 _SUBSETS = 4
-"""Alternatives of `anyOf` whose combinations are looked at for what they evaluate together, at most."""
+"""Most alternatives of `anyOf` whose combinations are followed for what they evaluate together."""
 _LOOK = 3
-"""Levels of required properties that are looked at to tell that two objects differ."""
+"""Levels of required properties that are followed to tell that two objects differ."""
 
 
 class Expansion:
-    """Formulas of one document as cases.
+    """Expands formulas of one document to cases.
 
     Args:
-        document: what the formulas are about.
+        document: has the schemas that formulas name.
         budget: bounds the work.
-        is_wide: whether the cases may allow too much, instead of too little.
+        is_wide: True if the cases may allow too much, instead of too little.
 
     Attributes:
-        dropped: places of keywords whose complement can't be expressed.
+        dropped: places of keywords whose complement is left out.
     """
 
-    def __init__(self, document: Document, budget: Budget, is_wide: bool = False) -> None:
+    def __init__(self, document: Document, budget: CompileBudget, is_wide: bool = False) -> None:
         self.document = document
         self.dropped: list[str] = []
         self._budget, self._is_wide = budget, is_wide
@@ -85,7 +107,7 @@ class Expansion:
         if formula in self._open:
             refuse_at(
                 place,
-                "a schema refers to itself without an end, so no document is valid. Mend the reference.",
+                "a schema refers to itself without an end, so no document is valid. Fix the reference.",
             )
         if len(self._open) >= MAX_IN_PLACE:
             refuse_at(
@@ -102,7 +124,7 @@ class Expansion:
         return result
 
     def check_time(self, place: str) -> None:
-        """Raise when the work on the document has taken too long."""
+        """Raise `ConstraintError` if the work on the document has taken too long."""
         self._budget.spend(place, 0)
 
     def _expanded(self, formula: Formula, place: str) -> tuple[Case, ...]:
@@ -131,7 +153,10 @@ class Expansion:
 
     def _inside(self, node: Node) -> list[Case]:
         """The cases of a schema."""
-        document, value = self.document, known(node.value, node.draft, strictly=self._is_wide)
+        document, value = (
+            self.document,
+            honoured_keywords(node.value, node.draft, strictly=self._is_wide),
+        )
         result = [
             typed_case(name, value, node, document, self._is_wide)
             for name in types(value, node.place)
@@ -150,11 +175,11 @@ class Expansion:
         return result
 
     def raw_cases(self, formula: Formula) -> list[Case]:
-        """What the keywords of a schema say by themselves, whether that has documents or not."""
+        """The cases of a schema's own keywords, empty ones included."""
         node = self.document.nodes[formula[1]] if formula[0] == "node" and formula[2] else None
         if node is None or not isinstance(node.value, dict):
             return list(self.cases(formula))
-        value = known(node.value, node.draft, strictly=False)
+        value = honoured_keywords(node.value, node.draft, strictly=False)
         if "$ref" in value and len(value) == 1:
             return self.raw_cases(self.document.referred(node, "$ref"))
         return [
@@ -170,17 +195,17 @@ class Expansion:
         )
 
     def _unlisted(self, node: Node, key: str) -> list[Case]:
-        """The cases of all but the values that a schema lists."""
+        """The cases of all values except those that a schema lists."""
         cases, formulas = constants(node, self.document, key)
         nested: list[Case] = [Arrays(), Objects()]
         for formula in formulas:
             nested = self._product(nested, self.cases(negation(formula)), node.place)
-        return [*plain_complement(cases), *nested]
+        return [*_unlisted_plain(cases), *nested]
 
     def _outside(self, node: Node) -> list[Case]:
-        """The cases of a schema's complement: of each keyword's, in turn."""
-        value = known(node.value, node.draft, strictly=not self._is_wide)
-        cases, dropped = complement_parts(node, value, self.document, self._is_wide)
+        """The cases of a schema's complement."""
+        value = honoured_keywords(node.value, node.draft, strictly=not self._is_wide)
+        cases, dropped = _negated_keywords(node, value, self.document, self._is_wide)
         self.dropped += dropped
         result = [case for case in cases if not self._is_void(case)]
         for key in ("const", "enum"):
@@ -191,8 +216,8 @@ class Expansion:
         result = [unevaluating(case) for case in result]
         return list(dict.fromkeys(result))
 
-    def _in_place(self, node: Node, value: dict) -> list[Formula]:
-        """What a schema says by way of other schemas about the same value: all of it holds."""
+    def _in_place(self, node: Node, value: Keywords) -> list[Formula]:
+        """Formulas of other schemas about the same value, all of which hold."""
         document = self.document
         result = [
             document.referred(node, key)
@@ -227,14 +252,14 @@ class Expansion:
         return result + self._dependent(node, value)
 
     def _any_of(self, parts: list[Formula]) -> Formula:
-        """One part or more. What several evaluate together matters only to `unevaluatedProperties`."""
+        """One part or more, with all combinations if `unevaluatedProperties` needs them."""
         if not self.document.has_unevaluated or len(parts) > _SUBSETS:
             return disjunction(*parts)
         subsets = [s for size in range(1, len(parts) + 1) for s in combinations(parts, size)]
         return ("or", tuple(dict.fromkeys(conjunction(*subset) for subset in subsets)))
 
     def _one_of(self, parts: list[Formula], node: Node) -> Formula:
-        """Exactly one part: each with the complements of those that it shares documents with."""
+        """Exactly one part: each joined with the complements of the parts that overlap it."""
         if self._is_wide:
             return disjunction(*parts)
         shared: list[list[Formula]] = [[] for _ in parts]
@@ -249,7 +274,7 @@ class Expansion:
         )
 
     def _alike(self, parts: list[Formula]) -> list[tuple[int, int]]:
-        """Pairs of parts that may share documents: not those that list different plain values."""
+        """Pairs of parts that may overlap: parts that list different plain values do not."""
         listed = [self._wide.plain_values(part) for part in parts]
         others = [i for i, values in enumerate(listed) if values is None]
         owners: dict[str, list[int]] = {}
@@ -263,7 +288,7 @@ class Expansion:
         return [(min(pair), max(pair)) for pair in pairs]
 
     def plain_values(self, formula: Formula) -> set[str] | None:
-        """The values of a formula that lists plain ones only, as text; else None."""
+        """The values of a formula, as text, if it lists plain values only; else None."""
         try:
             cases = self.cases(formula)
         except ConstraintError:
@@ -279,8 +304,8 @@ class Expansion:
                 return None
         return found
 
-    def _dependent(self, node: Node, value: dict) -> list[Formula]:
-        """What holds of objects that have a property."""
+    def _dependent(self, node: Node, value: Keywords) -> list[Formula]:
+        """Formulas of the conditions on objects that have a property."""
         document, result = self.document, []
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             given = value.get(key, {})
@@ -338,7 +363,7 @@ class Expansion:
 
 
 def _with_unevaluated(case: Case, rest: Formula, key: str) -> Case:
-    """A case, with a schema for all that no keyword has looked at."""
+    """A case with a schema for everything that no keyword has evaluated."""
     if isinstance(case, Arrays) and key == "unevaluatedItems" and case.evaluated is not None:
         allowed = disjunction(rest, *case.evaluated_by)
         others = Arrays(prefix=(TRUE,) * case.evaluated, items=allowed, evaluated=None)
@@ -357,3 +382,145 @@ def _with_unevaluated(case: Case, rest: Formula, key: str) -> Case:
         )
         return case.meet(Objects(layers=(own,))) or case
     return case
+
+
+# -- complements
+
+
+def _negated_keywords(
+    node: Node, value: Keywords, document: Document, is_wide: bool
+) -> tuple[list[Case], list[str]]:
+    """Negate the keywords other than lists of values and schemas about the same value.
+
+    Args:
+        node: the schema.
+        value: its keywords that are honoured.
+        document: the document of the schema.
+        is_wide: True if the complement may have too much, instead of too little.
+
+    Returns:
+        cases: one or more for each keyword.
+        dropped: places of keywords whose complement is left out.
+    """
+    named = types(value, node.place)
+    cases = _other_types(named)
+    dropped: list[str] = []
+    if any(name in ("integer", "number") for name in named):
+        cases += _not_numbers(
+            numbers({k: v for k, v in value.items() if k != "multipleOf"}, node.place, False)
+        )
+        if "multipleOf" in value:
+            dropped.append(pointer(node.place, "multipleOf"))
+            cases += [Numbers()] if is_wide else []
+    if "string" in named:
+        cases += _not_strings(value, node, is_wide)
+    if "array" in named:
+        cases += _not_arrays(arrays(value, node, document))
+        if value.get("uniqueItems") is True:
+            dropped.append(pointer(node.place, "uniqueItems"))
+            cases += [Arrays(least=2)] if is_wide else []
+    if "object" in named:
+        cases += _not_objects(objects(value, node, document))
+    for key in ("unevaluatedItems", "unevaluatedProperties"):
+        if key in value:
+            dropped.append(pointer(node.place, key))
+            cases += every_case() if is_wide else []
+    return cases, dropped
+
+
+def _other_types(named: tuple[str, ...]) -> list[Case]:
+    """Values of all other types."""
+    kept: list[Case] = []
+    for case in every_case():
+        if isinstance(case, Numbers):
+            if "number" not in named:
+                kept.append(Numbers(is_integer=False) if "integer" in named else case)
+        elif isinstance(case, Words):
+            if ("null" if case.words == ("null",) else "boolean") not in named:
+                kept.append(case)
+        elif {Strings: "string", Arrays: "array", Objects: "object"}[type(case)] not in named:
+            kept.append(case)
+    return kept
+
+
+def _not_numbers(case: Numbers) -> list[Case]:
+    below = Numbers(high=case.low, below=not case.above) if case.low is not None else None
+    above = Numbers(low=case.high, above=not case.below) if case.high is not None else None
+    return [one for one in (below, above) if one]
+
+
+def _not_strings(value: Keywords, node: Node, is_wide: bool) -> list[Case]:
+    case = strings(
+        {k: v for k, v in value.items() if k not in ("pattern", "format")}, node.place, True
+    )
+    cases: list[Case] = [Strings(longest=case.shortest - 1)] if case.shortest else []
+    if case.longest is not None:
+        cases.append(Strings(shortest=case.longest + 1))
+    if "pattern" in value:
+        found = pattern(value["pattern"], pointer(node.place, "pattern"), wide=not is_wide)
+        cases.append(Strings(parts=(complement(found),)))
+    if (name := value.get("format")) in FORMATS:
+        found = searched((FORMATS if is_wide else LOOSE)[name], wide=not is_wide)
+        cases.append(Strings(parts=(complement(found),)))
+    return cases
+
+
+def _not_arrays(case: Arrays) -> list[Case]:
+    cases: list[Case] = [Arrays(most=case.least - 1)] if case.least else []
+    if case.most is not None:
+        cases.append(Arrays(least=case.most + 1))
+    for i, schema in enumerate(case.prefix):
+        if schema != TRUE:
+            cases.append(Arrays(prefix=(*(TRUE,) * i, negation(schema)), least=i + 1))
+    if case.items != TRUE:
+        start = len(case.prefix)
+        if case.items == FALSE:
+            cases.append(Arrays(least=start + 1))
+        else:
+            wrong = Contains(start, negation(case.items), 1, None)
+            cases.append(Arrays(contains=(wrong,), least=start + 1))
+    for one in case.contains:
+        if one.least:
+            cases.append(Arrays(contains=(replace(one, least=0, most=one.least - 1),)))
+        if one.most is not None:
+            cases.append(Arrays(contains=(replace(one, least=one.most + 1, most=None),)))
+    return cases
+
+
+def _not_objects(case: Objects) -> list[Case]:
+    cases: list[Case] = [
+        Objects(layers=(Layer(properties=((name, FALSE),)),)) for name in case.required
+    ]
+    if case.least:
+        cases.append(Objects(most=case.least - 1))
+    if case.most is not None:
+        cases.append(Objects(least=case.most + 1))
+    for layer in case.layers:
+        for name, schema in layer.properties:
+            if schema != TRUE:
+                wrong = Layer(properties=((name, negation(schema)),))
+                cases.append(Objects(layers=(wrong,), required=(name,)))
+        for text, schema in layer.patterns:
+            if schema != TRUE:
+                cases.append(Objects(some=(Some(negation(schema), like=text),)))
+        if layer.rest != TRUE:
+            names = tuple(name for name, _ in layer.properties)
+            patterns = tuple(text for text, _ in layer.patterns)
+            cases.append(
+                Objects(some=(Some(negation(layer.rest), besides=names, unlike=patterns),))
+            )
+    cases += [Objects(some=(Some(TRUE, name=negation(schema)),)) for schema in case.names]
+    return cases
+
+
+def _unlisted_plain(cases: list[Case]) -> list[Case]:
+    """The cases of nulls, Booleans, numbers and strings that are not listed."""
+    words = {word for case in cases if isinstance(case, Words) for word in case.words}
+    numbers = [v for case in cases if isinstance(case, Numbers) for v in case.values or ()]
+    texts = [v for case in cases if isinstance(case, Strings) for v in case.values or ()]
+    kept = tuple(word for word in ("null", "true", "false") if word not in words)
+    other: list[Case] = [
+        Numbers(excluded=frozenset(map(exact, numbers))),
+        Strings(excluded=frozenset(texts)),
+    ]
+    return [Words(kept), *other] if kept else other

@@ -1,10 +1,10 @@
-"""Numbers: what a schema allows of them, and their JSON text.
+"""Sets of numbers, and their JSON text.
 
-Two forms are generated. Integers have at most 18 digits (64 bits), or as many as a bound asks for. Decimals
-have at most 15 digits, as many as a binary number holds exactly: comparing with a bound gives the same result
-for the text and for the number that a program reads. An exponent is written only where nothing bounds the
-number. `multipleOf` is decided in decimal, as the schema writes it: 0.07 is a multiple of 0.01, though not in
-binary.
+Generated integers have at most 18 digits (64 bits), or as many as a bound needs. Decimals have at most 15
+digits,
+which a binary number holds exactly: a comparison with a bound gives the same result for the text and for the
+number that a program reads. Exponents are generated only for numbers without bounds. `multipleOf` is decided in
+decimal, as the schema writes it: 0.07 is a multiple of 0.01, though not in binary.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import ceil, floor, gcd, lcm
-from typing import Any
 
 DIGITS = 15
 INTEGER_DIGITS = 18
 MAX_DIGITS = 310
-"""The most digits of an integer bound: as many as the largest float64 has."""
+"""Most digits of an integer bound: the number of digits of the largest float64."""
 _LISTED = 256
-"""Multiples that are listed one by one at most."""
+"""Most multiples that are listed one by one."""
 _MAX_REMAINDERS = 10_000
-"""Remainders that llguidance follows at most; of a larger step, the multiples next to zero are listed."""
+"""Most remainders that llguidance follows; of a larger step, the multiples next to zero are listed."""
 _ZERO = Fraction(0)
 
 
@@ -32,12 +31,12 @@ class Numbers:
     """A set of numbers.
 
     Attributes:
-        is_integer: whether they are integers; None when either.
+        is_integer: True for integers, False for numbers that are none, None for both.
         low, high: bounds; None without.
-        above, below: whether the bounds are exclusive.
-        step: they are multiples of this number; None when that says nothing.
-        values: the only ones there are, as they are written; None when they are not listed.
-        excluded: numbers that are not of the set.
+        above, below: True if the bound is exclusive.
+        step: the number of which all are multiples; None without.
+        values: the texts of all numbers; None if they are not listed.
+        excluded: numbers that are not in the set.
     """
 
     is_integer: bool | None = None
@@ -50,7 +49,7 @@ class Numbers:
     excluded: frozenset[Fraction] = frozenset()
 
     def meet(self, other: Numbers) -> Numbers | None:
-        """Numbers of both sets; None when there are none."""
+        """The intersection; None if it is empty."""
         if self.values is None and other.values is not None:
             return other.meet(self)
         if self.values is not None:
@@ -120,7 +119,7 @@ class Numbers:
         )
 
     def limit(self) -> int:
-        """The power of ten that integers stay below: of `INTEGER_DIGITS`, or of the bound that is beyond."""
+        """The power of ten that integers stay below, beyond `INTEGER_DIGITS` if a bound needs it."""
         ends = [_ZERO if self.low is None else self.low, _ZERO if self.high is None else -self.high]
         return 10 ** max(INTEGER_DIGITS, len(str(ceil(max(ends)))) + 1)
 
@@ -132,24 +131,25 @@ def common_step(a: Fraction | None, b: Fraction | None) -> Fraction | None:
     return Fraction(lcm(a.numerator, b.numerator), gcd(a.denominator, b.denominator))
 
 
-def exact(number: Any) -> Fraction:
-    """A number as a fraction: the decimal that is written, not the binary number that is stored."""
+def exact(number: int | float | str) -> Fraction:
+    """Convert a number to a fraction: the decimal that is written, not the binary number that is stored."""
     return Fraction(number) if isinstance(number, int) else Fraction(str(number))
 
 
-def written(number: Any) -> str:
-    """A number as `json.dumps` writes it."""
-    return json.dumps(number)
+def written(number: int | float) -> str:
+    """A number as `json.dumps` writes it; 1 for 1.0, which is an integer in every draft."""
+    is_whole = isinstance(number, float) and number.is_integer() and abs(number) < 1e15
+    return json.dumps(int(number) if is_whole else number)
 
 
 def number_terminals(numbers: Numbers, *, is_plain: bool = False) -> list[str]:
-    """Right sides of Lark terminals whose texts are the numbers of a set; without any when there are none.
+    """Right sides of Lark terminals that match the numbers of a set; none if it is empty.
 
-    Multiples that are too many to list come as `%json` rules, which no terminal can be.
+    Multiples that are too many to list are `%json` rules, which can't be terminals.
 
     Args:
         numbers: the set.
-        is_plain: without exponents.
+        is_plain: True to leave out exponents.
     """
     if numbers.values is not None:
         return [_listed(numbers.values)] if numbers.values else []
@@ -184,7 +184,7 @@ def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
     is_coarse = step * 10**places > _MAX_REMAINDERS and not is_round
     is_coarse |= not _is_followed(step, places)
     if (last - first) / step < _LISTED or first >= beyond or last <= -beyond or is_coarse:
-        # Those next to zero, where there are too many.
+        # If there are too many, the ones next to zero.
         start = max(first, min(last - step * (_LISTED - 1), -step * (_LISTED // 2)))
         count = int(min(_LISTED, (last - start) // step + 1))
         listed = [start + step * i for i in range(count)]
@@ -208,7 +208,7 @@ def _multiples(numbers: Numbers, step: Fraction) -> list[str]:
 
 
 def _is_followed(step: Fraction, places: int) -> bool:
-    """True if llguidance reads a step of this many decimal places exactly; it multiplies by 10 in binary."""
+    """True if llguidance reads a step with this number of decimals exactly; it multiplies by 10 in binary."""
     value = float(step)
     for _ in range(places):
         value *= 10
@@ -220,7 +220,7 @@ def _plain(value: Fraction) -> int | float:
 
 
 def _forms(numbers: Numbers, places: int | None = None, is_plain: bool = False) -> list[str]:
-    """The terminal of a range; with `places`, of multiples of 10^-places."""
+    """The terminal of a range; with `places`, of the multiples of 10^-places in it."""
     low, above, high, below = numbers.low, numbers.above, numbers.high, numbers.below
     is_free = low is None and high is None and not (numbers.excluded or places or is_plain)
     if is_free and numbers.is_integer is None:
@@ -256,7 +256,7 @@ def _forms(numbers: Numbers, places: int | None = None, is_plain: bool = False) 
 
 
 def decimal(value: Fraction) -> str:
-    """A decimal as text, without an exponent."""
+    """Write a decimal without an exponent."""
     whole, digits = _digits(abs(value))
     return f"{'-' if value < 0 else ''}{whole}" + (f".{digits}" if digits else "")
 
@@ -264,7 +264,7 @@ def decimal(value: Fraction) -> str:
 def _range(
     low: Fraction | None, above: bool, high: Fraction | None, below: bool, fraction: str
 ) -> str:
-    """Decimals between two bounds. Zero is written without a sign."""
+    """Lark for decimals between two bounds. Zero has no sign."""
     form = f"/(?:0|[1-9][0-9]*){fraction}/"
     parts = []
     if low is None or low < 0:
@@ -283,7 +283,7 @@ def _range(
 
 
 def _digits(value: Fraction) -> tuple[str, str]:
-    """Digits before and behind the point of a decimal that is not negative."""
+    """Digits before and after the point of a decimal that is not negative."""
     whole, rest = divmod(value, 1)
     digits = ""
     while rest and len(digits) < 400:
@@ -293,7 +293,7 @@ def _digits(value: Fraction) -> tuple[str, str]:
 
 
 def _least(value: Fraction, is_open: bool) -> str:
-    """Decimals at least a value, or above it; they are well formed by another terminal."""
+    """A pattern of the well-formed decimals from a value on, or above it."""
     whole, digits = _digits(value)
     larger = [f"[1-9][0-9]{{{len(whole)},}}{_REST}"]
     for i, digit in enumerate(whole):
@@ -309,7 +309,7 @@ def _least(value: Fraction, is_open: bool) -> str:
 
 
 def _most(value: Fraction, is_open: bool) -> str:
-    """Decimals at most a value, or below it; they are well formed by another terminal."""
+    """A pattern of the well-formed decimals up to a value, or below it."""
     whole, digits = _digits(value)
     smaller = [f"[0-9]{{1,{len(whole) - 1}}}{_REST}"] if len(whole) > 1 else []
     for i, digit in enumerate(whole):
@@ -328,7 +328,7 @@ def _most(value: Fraction, is_open: bool) -> str:
 
 
 def _equal(value: Fraction) -> str:
-    """All decimal texts of one number."""
+    """A pattern of all decimal texts of one number."""
     whole, digits = _digits(abs(value))
     sign = "-" if value < 0 else "-?" if value == 0 else ""
     return f"{sign}{whole}" + (f"\\.{digits}0*" if digits else "(?:\\.0*)?")

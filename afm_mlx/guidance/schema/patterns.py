@@ -1,12 +1,12 @@
 """Patterns of JSON schemas (ECMA 262) as sets of strings.
 
-`jsonschema` searches with Python's `re`, other validators with ECMA's rules; these differ in what `\\d`, `\\w`,
-`\\s`, `.` and `$` hold. A pattern therefore has two sets: what matches by either rule (`narrow`), for strings
-that must match, and what may match by one of them (`wide`), for strings that must not.
+`jsonschema` searches with Python's `re`, other validators by ECMA's rules, which differ in what `\\d`, `\\w`,
+`\\s`, `.` and `$` match. A pattern therefore has two sets: strings that match by both rules (`narrow`), and
+strings that match by at least one (`wide`), whose complement never matches.
 
-Look-ahead is an intersection, or that with a complement, of what follows to the end; it is taken outside of
-repetitions, and as `(?:(?!x).)*$`. Look-behind, word borders, back-references, flags and Unicode properties are
-no sets that llguidance could follow, or not the same by both rules, and raise `ValueError`.
+Look-ahead intersects the rest of the string with a set or its complement; it is read outside of repetitions,
+and as `(?:(?!x).)*$`. Look-behind, word borders, back-references, flags and Unicode properties raise
+`ValueError`: llguidance can't follow them, or the rules differ.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ from afm_mlx.guidance.schema.regular import (
     union,
 )
 
+Tree = tuple[Any, ...]
+"""A parsed pattern: ("set", narrow, wide), ("seq", items), ("or", items), ("many", item, low, high),
+("start",), ("end",), or ("ahead", item, is_negated)."""
+
 MAX_PATTERN = 5_000  # characters
 MAX_DEPTH = 40  # nested groups
 MAX_ALTERNATIVES = 64  # of groups that hold anchors, multiplied out
@@ -38,7 +42,7 @@ MAX_REPEAT = 100_000
 _DIGIT: Ranges = ((0x30, 0x39),)
 _WORD: Ranges = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 _BEYOND: Ranges = ((0x80, LAST),)
-# White space by both rules, and by either: Python has 0x1c to 0x1f and 0x85, ECMA has 0xfeff.
+# White space by both rules, and by at least one: Python has 0x1c to 0x1f and 0x85, ECMA has 0xfeff.
 _SPACE: Ranges = (
     *((0x9, 0xD), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
     *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)),
@@ -58,31 +62,31 @@ _ESCAPES = {"n": 0xA, "r": 0xD, "t": 0x9, "f": 0xC, "v": 0xB, "0": 0}
 
 @lru_cache(maxsize=256)
 def searched(pattern: str, *, wide: bool) -> Expr:
-    """The strings in which a pattern is found.
+    """The set of strings in which a pattern is found.
 
     Args:
-        pattern: ECMA 262, of what Python's `re` reads the same way.
-        wide: what matches by one of the rules, instead of by both.
+        pattern: a regular expression that ECMA 262 and Python's `re` both read.
+        wide: True for strings that match by at least one of these rules, False for strings that match by both.
 
     Raises:
-        ValueError: for a pattern that is none, or that can't be honoured; it says why.
+        ValueError: for a pattern that is invalid or can't be honoured, with the reason.
     """
     return _found(_parsed(pattern), wide)
 
 
 @lru_cache(maxsize=4096)
 def is_like(pattern: str, text: str) -> bool | None:
-    """True if a pattern is found in a text; None when that depends on the rules.
+    """True if a pattern is found in a text; None if the rules differ.
 
     Raises:
-        ValueError: as `searched`, or when llguidance can't tell within its limits.
+        ValueError: as `searched`, or if llguidance can't tell within its limits.
     """
     narrow, wide = (matches(searched(pattern, wide=wide), text) for wide in (False, True))
     return narrow if narrow == wide else None
 
 
 @lru_cache(maxsize=256)
-def _parsed(pattern: str) -> Any:
+def _parsed(pattern: str) -> Tree:
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"it has more than {MAX_PATTERN} characters")
     parser = _Parser(pattern)
@@ -92,16 +96,12 @@ def _parsed(pattern: str) -> Any:
     return tree
 
 
-# A tree: ("set", narrow, wide), ("seq", items), ("or", items), ("many", item, low, high), ("start",), ("end",),
-# ("ahead", item, is_negated).
-
-
 class _Parser:
     def __init__(self, text: str) -> None:
         self._text = text
         self.at = 0
 
-    def alternatives(self, depth: int) -> Any:
+    def alternatives(self, depth: int) -> Tree:
         if depth > MAX_DEPTH:
             raise ValueError(f"its groups are nested more than {MAX_DEPTH} deep")
         options = [self._sequence(depth)]
@@ -109,13 +109,13 @@ class _Parser:
             options.append(self._sequence(depth))
         return options[0] if len(options) == 1 else ("or", tuple(options))
 
-    def _sequence(self, depth: int) -> Any:
+    def _sequence(self, depth: int) -> Tree:
         items = []
         while self.at < len(self._text) and self._text[self.at] not in "|)":
             items.append(self._repeated(self._atom(depth)))
         return ("seq", tuple(items))
 
-    def _atom(self, depth: int) -> Any:
+    def _atom(self, depth: int) -> Tree:
         c = self._next()
         if c == "(":
             return self._group(depth)
@@ -131,7 +131,7 @@ class _Parser:
             raise ValueError(f"nothing stands before its {c}")
         return _one(ord(c))
 
-    def _group(self, depth: int) -> Any:
+    def _group(self, depth: int) -> Tree:
         kind = None
         if self._take("?"):
             kind = self._next()
@@ -147,7 +147,7 @@ class _Parser:
             raise ValueError("it has a ( without its )")
         return ("ahead", inside, kind == "!") if kind in ("=", "!") else inside
 
-    def _repeated(self, item: Any) -> Any:
+    def _repeated(self, item: Tree) -> Tree:
         while (bounds := self._bounds()) is not None:
             low, high = bounds
             if max(low, high or 0) > MAX_REPEAT or (high is not None and high < low):
@@ -177,7 +177,7 @@ class _Parser:
         low = int(numbers[0])
         return low, low if len(numbers) == 1 else int(numbers[1]) if numbers[1] else None
 
-    def _escape(self) -> Any:
+    def _escape(self) -> Tree:
         c = self._next()
         if c.lower() in _CLASSES:
             narrow, wide = _CLASSES[c.lower()]
@@ -204,7 +204,7 @@ class _Parser:
             )
         return ord(c)
 
-    def _class(self) -> Any:
+    def _class(self) -> Tree:
         is_inverted = self._take("^")
         if self._text[self.at : self.at + 1] == "]":
             raise ValueError("it has an empty class")
@@ -232,8 +232,8 @@ class _Parser:
         sets = joined(narrow), joined(wide)
         return ("set", inverted(sets[1]), inverted(sets[0])) if is_inverted else ("set", *sets)
 
-    def _member(self) -> Any:
-        """A character, as a tuple of one, or a set."""
+    def _member(self) -> Tree:
+        """A character, as a tuple of its code, or a set."""
         c = self._next()
         if c == "\\":
             c = self._next()
@@ -260,22 +260,22 @@ class _Parser:
         return True
 
 
-def _one(code: int) -> Any:
+def _one(code: int) -> Tree:
     return ("set", ((code, code),), ((code, code),))
 
 
-def _found(tree: Any, wide: bool) -> Expr:
-    """Strings with a match that may start and end anywhere."""
+def _found(tree: Tree, wide: bool) -> Expr:
+    """Strings in which a pattern matches anywhere."""
     return union(*(_whole(items, wide, cut=False) for items in _spread(tree)))
 
 
-def _ahead(tree: Any, wide: bool) -> Expr:
-    """Strings whose start matches."""
+def _ahead(tree: Tree, wide: bool) -> Expr:
+    """Strings that a pattern matches at their start."""
     return union(*(_whole(items, wide, cut=True) for items in _spread(tree)))
 
 
-def _whole(items: list[Any], wide: bool, cut: bool) -> Expr:
-    """Strings in which a sequence is found; with `cut` at their start."""
+def _whole(items: list[Tree], wide: bool, cut: bool) -> Expr:
+    """Strings that a sequence matches anywhere; with `cut`, at their start."""
     is_first = bool(items) and items[0] == ("start",)
     while items and items[0] == ("start",):
         items = items[1:]
@@ -295,7 +295,7 @@ def _whole(items: list[Any], wide: bool, cut: bool) -> Expr:
     return rest if is_first or cut else cat(ANY, rest)
 
 
-def _tempered(item: Any, wide: bool) -> Expr | None:
+def _tempered(item: Tree, wide: bool) -> Expr | None:
     """`(?:(?!x).)*` at the end: no x within."""
     if item[0] != "many" or item[3] is not None or item[1][0] != "seq" or len(item[1][1]) != 2:
         return None
@@ -308,8 +308,8 @@ def _tempered(item: Any, wide: bool) -> Expr | None:
     )
 
 
-def _spread(tree: Any) -> list[list[Any]]:
-    """A tree as alternatives of sequences, whose groups are opened where they hold anchors or look-ahead."""
+def _spread(tree: Tree) -> list[list[Tree]]:
+    """A tree as alternatives of sequences; groups with anchors or look-ahead are expanded."""
     if not _has_anchor(tree):
         return [[tree]]
     if tree[0] == "or":
@@ -328,13 +328,13 @@ def _spread(tree: Any) -> list[list[Any]]:
     return options
 
 
-def _has_anchor(tree: Any) -> bool:
+def _has_anchor(tree: Tree) -> bool:
     if tree[0] in ("start", "end", "ahead"):
         return True
     return tree[0] != "set" and any(map(_has_anchor, [tree[1]] if tree[0] == "many" else tree[1]))
 
 
-def _plain(tree: Any, wide: bool) -> Expr:
+def _plain(tree: Tree, wide: bool) -> Expr:
     kind = tree[0]
     if kind == "set":
         return ("chars", tree[2 if wide else 1])

@@ -1,17 +1,23 @@
-"""The schemas of a document: their places, their drafts, and what their references stand for.
+"""A JSON schema's document: its drafts, what its references stand for, and formulas over its schemas.
 
-`referencing` finds identifiers, anchors and dynamic scopes by the rules of each draft, and
-`jsonschema_specifications` holds the metaschemas: jsonschema's own parts, so that a reference means the same
-where answers are checked. Nothing is ever fetched.
+`referencing` resolves identifiers, anchors and dynamic scopes by the rules of each draft, and
+`jsonschema_specifications` has the metaschemas. `jsonschema` uses both, so a reference means the same where
+answers are checked. Nothing is fetched.
+
+A formula joins schemas by and, or, not: what has to hold at one place of an answer. It is a tuple: `TRUE`,
+`FALSE`, `("node", number, is_positive)` for a schema of the document or its complement, `("and", parts)` or
+`("or", parts)`. Only nodes are negated. The order of parts becomes the order of properties.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonschema_specifications import REGISTRY
 from referencing import Specification
@@ -25,18 +31,129 @@ from referencing.jsonschema import (
     lookup_recursive_ref,
 )
 
-from afm_mlx.guidance.schema.drafts import LATEST, dialect
-from afm_mlx.guidance.schema.formulas import TRUE, Formula, first_node
-from afm_mlx.guidance.schema.refusals import pointer, refuse
+from afm_mlx.errors import ConstraintError, shown
 
+MAX_STEPS = 30_000
+"""Most intersections of two cases for one schema: a few seconds."""
+MAX_SECONDS = 8.0
+"""Most seconds of work on one schema."""
+MAX_CASES = 600
+"""Most alternatives of one schema."""
 MAX_DEPTH = 200
-"""Levels of lists and objects in a schema at most."""
+"""Deepest nesting of lists and objects in a schema."""
 MAX_VALUES = 400_000
-"""Values in a schema at most."""
+"""Most values in a schema."""
 MAX_BITS = 4_000
-"""Bits of an integer in a schema at most."""
+"""Most bits of an integer in a schema."""
 MAX_NODES = 6_000
-"""Schemas that are looked at in one document at most."""
+"""Most schemas in one document."""
+
+# -- refusals
+
+
+def refuse(place: str, got: object, reason: str) -> NoReturn:
+    """Raise `ConstraintError` for the value at a place of the schema.
+
+    Args:
+        place: JSON pointer.
+        got: the value.
+        reason: what is wrong, what is allowed, and what to do.
+    """
+    raise ConstraintError(f"The JSON schema can't be honoured: {place} is {shown(got)}; {reason}")
+
+
+def refuse_at(place: str, reason: str) -> NoReturn:
+    """Raise `ConstraintError` for a fault at a place that no single value shows."""
+    raise ConstraintError(f"The JSON schema can't be honoured: at {place}, {reason}")
+
+
+def pointer(place: str, *keys: str | int) -> str:
+    """Append keys to a JSON pointer."""
+    tokens = (str(key).replace("~", "~0").replace("/", "~1") for key in keys)
+    return "/".join([place, *tokens])
+
+
+class CompileBudget:
+    """The steps and seconds left for compiling one schema, so that a hostile one ends in a refusal."""
+
+    def __init__(self) -> None:
+        self._left = MAX_STEPS
+        self._start = time.monotonic()
+
+    def spend(self, place: str, steps: int = 1) -> None:
+        """Subtract steps; raise `ConstraintError` if steps or time are used up."""
+        if time.monotonic() - self._start > MAX_SECONDS:
+            refuse_at(
+                place,
+                f"compiling takes longer than {MAX_SECONDS:g} s. Give a smaller schema, or simpler patterns.",
+            )
+        self._left -= steps
+        if self._left < 0:
+            refuse_at(
+                place,
+                f"alternatives multiply beyond {MAX_STEPS} steps. Use fewer nested anyOf, oneOf, not, if and "
+                "dependencies.",
+            )
+
+
+def check_count(place: str, cases: int) -> None:
+    """Raise `ConstraintError` if a schema has more than `MAX_CASES` alternatives."""
+    if cases > MAX_CASES:
+        refuse_at(
+            place,
+            f"{cases} alternatives come together, and {MAX_CASES} at most are followed. Use fewer of anyOf, "
+            "oneOf, not, if and dependencies.",
+        )
+
+
+# -- formulas
+
+Formula = tuple[Any, ...]
+TRUE: Formula = ("true",)
+FALSE: Formula = ("false",)
+
+
+def conjunction(*parts: Formula) -> Formula:
+    """The formula that holds where all parts hold."""
+    flat: dict[Formula, None] = {}
+    for part in parts:
+        for one in part[1] if part[0] == "and" else [part]:
+            flat[one] = None
+    flat.pop(TRUE, None)
+    if FALSE in flat or any(one[0] == "node" and negation(one) in flat for one in flat):
+        return FALSE
+    return TRUE if not flat else next(iter(flat)) if len(flat) == 1 else ("and", tuple(flat))
+
+
+def disjunction(*parts: Formula) -> Formula:
+    """The formula that holds where one part or more hold."""
+    flat: dict[Formula, None] = {}
+    for part in parts:
+        for one in part[1] if part[0] == "or" else [part]:
+            flat[one] = None
+    flat.pop(FALSE, None)
+    if TRUE in flat:
+        return TRUE
+    return FALSE if not flat else next(iter(flat)) if len(flat) == 1 else ("or", tuple(flat))
+
+
+def negation(part: Formula) -> Formula:
+    """The formula that holds where a part does not."""
+    if part in (TRUE, FALSE):
+        return FALSE if part == TRUE else TRUE
+    if part[0] == "node":
+        return ("node", part[1], not part[2])
+    inner = [negation(one) for one in part[1]]
+    return disjunction(*inner) if part[0] == "and" else conjunction(*inner)
+
+
+# -- drafts
+
+LATEST = 2020
+_NEWEST = 9999
+_DIALECT = re.compile(
+    r"https?://json-schema\.org/(?:draft-0([3467])|draft/(2019-09|2020-12))/schema#?"
+)
 _SPECIFICATIONS: dict[int, Specification[Any]] = {
     4: DRAFT4,
     6: DRAFT6,
@@ -44,6 +161,93 @@ _SPECIFICATIONS: dict[int, Specification[Any]] = {
     2019: DRAFT201909,
     2020: DRAFT202012,
 }
+# First and last draft that has a keyword which is not in all of them.
+_SPANS = {
+    "const": (6, _NEWEST),
+    "contains": (6, _NEWEST),
+    "propertyNames": (6, _NEWEST),
+    "if": (7, _NEWEST),
+    "then": (7, _NEWEST),
+    "else": (7, _NEWEST),
+    "dependencies": (4, 7),
+    "dependentRequired": (2019, _NEWEST),
+    "dependentSchemas": (2019, _NEWEST),
+    "minContains": (2019, _NEWEST),
+    "maxContains": (2019, _NEWEST),
+    "unevaluatedItems": (2019, _NEWEST),
+    "unevaluatedProperties": (2019, _NEWEST),
+    "$recursiveRef": (2019, 2019),
+    "prefixItems": (2020, _NEWEST),
+    "$dynamicRef": (2020, _NEWEST),
+    "additionalItems": (4, 2019),
+}
+# Honoured in drafts that don't know them, too: they only rule documents out.
+_HONOURED_ANYWHERE = {
+    *("const", "contains", "propertyNames", "if"),
+    *("dependencies", "dependentRequired", "dependentSchemas"),
+}
+
+
+def draft_of(schema: Any) -> int:
+    """The draft that a whole schema is written in: 4, 6, 7, 2019 or 2020.
+
+    `$schema` decides. Without it the draft is 2020, unless a form of older drafts is used: a list of `items`
+    (7), or a Boolean `exclusiveMinimum` (4).
+
+    Raises:
+        ConstraintError: for draft 3.
+    """
+    named = schema.get("$schema") if isinstance(schema, dict) else None
+    if named is None:
+        return _draft_by_form(schema)
+    found = _DIALECT.fullmatch(named) if isinstance(named, str) else None
+    draft = int(found[1] or found[2][:4]) if found else LATEST
+    if draft == 3:
+        refuse(
+            "#/$schema",
+            named,
+            "drafts 4, 6, 7, 2019-09 and 2020-12 are read. Rewrite it in one of them.",
+        )
+    return draft
+
+
+def _draft_by_form(schema: Any) -> int:
+    draft, pending = LATEST, [schema]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending += value
+        elif isinstance(value, dict):
+            others = ("enum", "const", "default", "examples")
+            pending += [inner for key, inner in value.items() if key not in others]
+            bounds = (value.get("exclusiveMinimum"), value.get("exclusiveMaximum"))
+            if any(isinstance(bound, bool) for bound in bounds):
+                return 4
+            if isinstance(value.get("items"), list):
+                draft = 7
+    return draft
+
+
+def honoured_keywords(schema: dict[str, Any], draft: int, *, strictly: bool) -> dict[str, Any]:
+    """The keywords of a schema that are honoured, with their values.
+
+    Args:
+        schema: the schema.
+        draft: the draft that it is written in.
+        strictly: only keywords of that draft. Else also newer and older ones that rule documents out.
+    """
+    if draft <= 7 and "$ref" in schema:
+        return {"$ref": schema["$ref"]}  # these drafts ignore its neighbours
+    found = {}
+    for key, value in schema.items():
+        first, last = _SPANS.get(key, (4, _NEWEST))
+        is_else = key in ("then", "else") and "if" in schema
+        if first <= draft <= last or (not strictly and (key in _HONOURED_ANYWHERE or is_else)):
+            found[key] = value
+    return found
+
+
+# -- the document
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,9 +256,9 @@ class Node:
 
     Attributes:
         value: the schema.
-        place: where it is, as a JSON pointer.
+        place: its JSON pointer.
         resolver: resolves its references.
-        draft: what it is written in.
+        draft: the draft that it is written in.
     """
 
     value: Any
@@ -71,41 +275,35 @@ class Document:
 
     Attributes:
         root: the formula of the whole schema.
-        has_unevaluated: whether `unevaluatedProperties` or `unevaluatedItems` is anywhere in it.
-        has_unique: whether `uniqueItems` is.
+        nodes: the schemas that formulas name by number.
+        has_unevaluated: True if `unevaluatedProperties` or `unevaluatedItems` is anywhere in it.
+        has_unique: True if `uniqueItems` is.
 
     Raises:
-        ConstraintError: when it is no schema, too large, or too deep.
+        ConstraintError: if it is no schema, too large, or too deep.
     """
 
-    def __init__(self, schema: Any) -> None:
+    def __init__(self, schema: object) -> None:
         schema = dict(schema) if isinstance(schema, Mapping) else schema
         if not isinstance(schema, dict | bool):
             refuse("#", schema, "a schema is an object, true or false.")
         keys = _keys(schema)
         self.has_unevaluated = not keys.isdisjoint({"unevaluatedProperties", "unevaluatedItems"})
         self.has_unique = "uniqueItems" in keys
-        self._is_dynamic = not keys.isdisjoint(
-            {"$dynamicRef", "$recursiveRef"}
-        ) or _is_metaschema_used(schema)
+        dynamic = {"$dynamicRef", "$recursiveRef"}
+        self._is_dynamic = not keys.isdisjoint(dynamic) or _is_metaschema_used(schema)
         self._made: dict[Any, Any] = {}
         self.nodes: list[Node] = []
         self._numbers: dict[Any, int] = {}
-        self._referred: dict[tuple[int, str], Formula] = {}
-        draft = dialect(schema)
+        draft = draft_of(schema)
         _check_identifier(schema, draft, "#")
-        resource = _SPECIFICATIONS[draft].create_resource(schema)
-        self._resolver = REGISTRY.resolver_with_root(resource)
-        self.root = self.node(schema, "#", self._resolver, draft, is_root=True)
+        resolver = REGISTRY.resolver_with_root(_SPECIFICATIONS[draft].create_resource(schema))
+        self.root = self.node(schema, "#", resolver, draft, is_root=True)
 
     def node(
         self, value: Any, place: str, resolver: Any, draft: int, is_root: bool = False
     ) -> Formula:
-        """The formula of a schema.
-
-        Raises:
-            ConstraintError: when the value is no schema.
-        """
+        """The formula of a schema; raises `ConstraintError` if the value is no schema."""
         if value is True:
             return TRUE
         if value is not False and not isinstance(value, dict):
@@ -114,9 +312,12 @@ class Document:
             if _check_identifier(value, draft, place):
                 resolver = resolver.in_subresource(_SPECIFICATIONS[draft].create_resource(value))
             if "$schema" in value:
-                draft = dialect(value)
-        key_ = (id(value) if value is not False else place, self._scope(resolver))
-        number = self._numbers.get(key_)
+                draft = draft_of(value)
+        scope: tuple[str, ...] = ()
+        if self._is_dynamic:
+            scope = tuple(dict.fromkeys(reversed([uri for uri, _ in resolver.dynamic_scope()])))
+        key = (id(value) if value is not False else place, scope)
+        number = self._numbers.get(key)
         if number is None:
             if len(self.nodes) >= MAX_NODES:
                 refuse(
@@ -124,7 +325,7 @@ class Document:
                     value,
                     f"it is the schema after {MAX_NODES} others; no more are looked at.",
                 )
-            number = self._numbers[key_] = len(self.nodes)
+            number = self._numbers[key] = len(self.nodes)
             self.nodes.append(Node(value, place, resolver, draft))
         return ("node", number, True)
 
@@ -135,28 +336,22 @@ class Document:
             value = value[key]
         return self.node(value, pointer(node.place, *keys), node.resolver, node.draft)
 
-    def made(self, node: Node, schema: Any, *keys: str | int) -> Formula:
-        """The formula of a schema that says the same as keywords of another one, at their place.
+    def made(self, node: Node, schema: dict[str, Any], *keys: str | int) -> Formula:
+        """The formula of a schema that says the same as a keyword of another one.
 
         Args:
             node: the other schema.
-            schema: what is said; of the same node and keys it is always the same.
-            keys: of the keywords.
+            schema: the same for equal node and keys.
+            keys: the keyword, and what tells several such schemas apart.
         """
         kept = self._made.setdefault((id(node), keys), schema)
         return self.node(kept, pointer(node.place, *keys[:2]), node.resolver, node.draft)
 
-    def own(self, schema: dict[str, Any]) -> Formula:
-        """The formula of a schema that is not of the document."""
-        key = json.dumps(schema)
-        kept = self._made.setdefault(key, schema)
-        return self.node(kept, "#", self._resolver, LATEST)
-
     def referred(self, node: Node, keyword: str) -> Formula:
-        """The formula of what a node refers to.
+        """The formula of the schema that a keyword of a node refers to.
 
         Raises:
-            ConstraintError: when there is no such schema.
+            ConstraintError: if there is no such schema.
         """
         reference, place = node.value[keyword], pointer(node.place, keyword)
         if not isinstance(reference, str):
@@ -182,20 +377,21 @@ class Document:
         return self.node(found.contents, reference, found.resolver, node.draft, is_root=True)
 
     def place(self, formula: Formula) -> str:
-        """Where a formula comes from."""
-        number = first_node(formula)
-        return "#" if number is None else self.nodes[number].place
+        """The place of a formula's first schema; of a constant formula, the root's."""
+        pending = [formula]
+        while pending:
+            part = pending.pop()
+            if part[0] == "node":
+                return self.nodes[part[1]].place
+            pending += reversed(part[1] if part[1:] else ())
+        return "#"
 
-    def _scope(self, resolver: Any) -> tuple[str, ...]:
-        if not self._is_dynamic:
-            return ()
-        return tuple(dict.fromkeys(reversed([uri for uri, _ in resolver.dynamic_scope()])))
 
-
-def _keys(schema: Any) -> set[str]:
-    """All keys in a schema, which is bounded by the way."""
+def _keys(schema: object) -> set[str]:
+    """All keys in a schema; raises `ConstraintError` if it is too large, too deep, or no JSON."""
     keys: set[str] = set()
-    level, count = [schema], 0
+    level: list[Any] = [schema]
+    count = 0
     for _ in range(MAX_DEPTH + 1):
         inner: list[Any] = []
         for value in level:
@@ -217,8 +413,8 @@ def _keys(schema: Any) -> set[str]:
     refuse("#", schema, f"it is nested more than {MAX_DEPTH} levels deep. Give a flatter schema.")
 
 
-def _check_plain(value: Any) -> None:
-    """Raise for what no JSON text can hold."""
+def _check_plain(value: object) -> None:
+    """Raise `ConstraintError` for a value that no JSON text can hold."""
     if isinstance(value, str):
         try:
             value.encode()
@@ -236,8 +432,8 @@ def _check_plain(value: Any) -> None:
         )
 
 
-def _check_identifier(schema: Any, draft: int, place: str) -> bool:
-    """True if a schema has an identifier of its own."""
+def _check_identifier(schema: object, draft: int, place: str) -> bool:
+    """True if a schema has an identifier; raises `ConstraintError` if that is no text."""
     key = "id" if draft == 4 else "$id"
     if not isinstance(schema, dict) or key not in schema or (draft <= 7 and "$ref" in schema):
         return False
@@ -246,15 +442,6 @@ def _check_identifier(schema: Any, draft: int, place: str) -> bool:
     return True
 
 
-def _is_metaschema_used(schema: Any) -> bool:
+def _is_metaschema_used(schema: object) -> bool:
     """True if a reference goes to a metaschema, which has dynamic references."""
-    pending = [schema]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            if "json-schema.org/draft/20" in str(value.get("$ref", "")):
-                return True
-            pending += value.values()
-        elif isinstance(value, list):
-            pending += value
-    return False
+    return '"$ref": "https://json-schema.org/draft/20' in json.dumps(schema)

@@ -1,9 +1,9 @@
 """Sets of strings as regular expressions with `and` and `not`, and their JSON text in llguidance's Lark syntax.
 
 An expression is a tuple: `("chars", ranges)`, `("cat", parts)`, `("alt", parts)`, `("rep", part, low, high)`,
-`("and", parts)`, `("not", part)`; ranges are inclusive pairs of code points. It says what the *decoded* string
-is. The JSON text of a string has one form only (no `\\u0061` for `a`), so that intersections and complements of
-texts are those of strings.
+`("and", parts)`, `("not", part)`; ranges are inclusive pairs of code points. It describes the *decoded*
+string. The JSON text of a string has one form only (no `\\u0061` for `a`), so intersections and complements
+of texts are intersections and complements of strings.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from afm_mlx.guidance.deep_stack import with_deep_stack
+from afm_mlx.guidance.deep_stack import LIMITS, with_deep_stack
+from afm_mlx.guidance.unique_items import identity
 
 Expr = tuple[Any, ...]
 Ranges = tuple[tuple[int, int], ...]
@@ -29,22 +30,20 @@ ANY: Expr = ("rep", CHAR, 0, None)
 
 _SHORT = {0x08: "b", 0x09: "t", 0x0A: "n", 0x0C: "f", 0x0D: "r", 0x22: '"', 0x5C: "\\"}
 _RAW: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0x7E), (0x80, 0xD7FF), (0xE000, LAST))
-LIMITS = LLParserLimits(step_lexer_fuel=2_000_000, verbose_errors=False)
-"""Of llguidance's work: 0.1 s for the tokens that may follow, at most."""
 _MAX_FLOATING = 9
 _STEPS = 300
-"""Texts whose continuations are looked at to count values of a grammar, and 30 more for each."""
+"""Texts that are continued to count values of a grammar, and 30 more for each value."""
 _MAX_COUNTED = 400
-"""Bytes of a value that is counted, at most."""
+"""Most bytes of a value that is counted."""
 
 
 def literal(text: str) -> Expr:
-    """The set of one string."""
+    """The set with one string."""
     return ("cat", tuple(("chars", ((ord(c), ord(c)),)) for c in text))
 
 
 def cat(*parts: Expr) -> Expr:
-    """Strings of the parts, one after the other."""
+    """Concatenations of strings of the parts."""
     flat: list[Expr] = []
     for part in parts:
         flat.extend(part[1] if part[0] == "cat" else [part])
@@ -52,13 +51,13 @@ def cat(*parts: Expr) -> Expr:
 
 
 def union(*parts: Expr) -> Expr:
-    """Strings of any part."""
+    """The union of the parts."""
     distinct = tuple(dict.fromkeys(parts))
     return distinct[0] if len(distinct) == 1 else ("alt", distinct)
 
 
 def both(*parts: Expr) -> Expr:
-    """Strings of all parts."""
+    """The intersection of the parts."""
     distinct = tuple(part for part in dict.fromkeys(parts) if part != ANY)
     if not distinct:
         return ANY
@@ -66,18 +65,18 @@ def both(*parts: Expr) -> Expr:
 
 
 def complement(part: Expr) -> Expr:
-    """Strings that are not of a part."""
+    """Strings that are not in a set."""
     return part[1] if part[0] == "not" else ("not", part)
 
 
 def overlap(a: Ranges, b: Ranges) -> Ranges:
-    """Code points of both."""
+    """Code points in both."""
     met = [(max(x[0], y[0]), min(x[1], y[1])) for x in a for y in b]
     return tuple(sorted((low, high) for low, high in met if low <= high))
 
 
 def joined(ranges: list[tuple[int, int]]) -> Ranges:
-    """Ranges in order, those that touch made one."""
+    """Sort ranges, and merge the ones that touch."""
     result: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if result and low <= result[-1][1] + 1:
@@ -88,7 +87,7 @@ def joined(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def inverted(ranges: Ranges) -> Ranges:
-    """Code points of no range."""
+    """Code points in no range."""
     result, start = [], 0
     for low, high in joined(list(ranges)):
         if start < low:
@@ -98,10 +97,10 @@ def inverted(ranges: Ranges) -> Ranges:
 
 
 def quoted(expr: Expr) -> str:
-    """The JSON texts of the strings, as the right side of a Lark terminal.
+    """The right side of a Lark terminal that matches the JSON texts of a set of strings.
 
     Raises:
-        ValueError: when too many patterns that may be found anywhere have to match at once.
+        ValueError: if too many patterns without `^` have to match at once.
     """
     if (count := _floating(expr)) > _MAX_FLOATING:
         raise ValueError(
@@ -112,7 +111,7 @@ def quoted(expr: Expr) -> str:
 
 
 def _floating(expr: Expr) -> int:
-    """How many sets that begin with any text meet in an expression."""
+    """The number of sets that begin with any text in one intersection."""
     kind = expr[0]
     if kind == "chars":
         return 0
@@ -133,12 +132,12 @@ def _is_floating(expr: Expr) -> bool:
 
 
 def quoted_text(text: str) -> str:
-    """The JSON text of one string, in the form that `quoted` gives it."""
+    """The JSON text of one string, as `quoted` matches it."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def lark_string(text: str) -> str:
-    """A Lark string of one text."""
+    """A text as a Lark string."""
     return json.dumps(text)
 
 
@@ -161,7 +160,7 @@ def _lark(expr: Expr, negated: bool) -> str:
 
 @lru_cache(maxsize=512)
 def _is_plain(expr: Expr) -> bool:
-    """True if an expression has neither `and` nor `not`."""
+    """True if an expression has no `and` and no `not`."""
     if expr[0] in ("and", "not"):
         return False
     return expr[0] == "chars" or all(
@@ -185,9 +184,9 @@ def _regex(expr: Expr, negated: bool) -> str:
 
 @lru_cache(maxsize=512)
 def _chars(ranges: Ranges, negated: bool) -> str:
-    """One character's JSON text. Control characters without a short escape are left out where others do.
+    """A pattern of the JSON texts of characters.
 
-    A complement must name them, or it would hold them.
+    Control characters without a short escape are left out unless `negated`: a complement would allow them.
     """
     raw = overlap(ranges, _RAW)
     forms = []
@@ -219,9 +218,9 @@ def _bytes() -> LLTokenizer:
 
 
 def compile_error(grammar: str) -> str:
-    """What keeps llguidance from compiling a grammar, in a line; empty when nothing does.
+    """The first line of llguidance's error for a grammar; empty if it compiles.
 
-    Its own check does not come to all of its limits: 65,525 symbols, for one.
+    `LLMatcher.validate_grammar` misses some limits, such as 65,525 symbols.
     """
     matcher = _compiled(grammar)
     return matcher.get_error().partition("\n")[0][:200] if matcher.is_error() else ""
@@ -239,7 +238,7 @@ def _compiled(grammar: str) -> LLMatcher:
 
 @lru_cache(maxsize=256)
 def is_empty(terminal: str) -> bool | None:
-    """True if no text is of a Lark terminal; None when llguidance can't tell within its limits."""
+    """True if a Lark terminal matches no text; None if llguidance can't tell within its limits."""
     matcher = _matcher(terminal).deep_copy()
     if matcher.is_error():
         return None
@@ -251,20 +250,20 @@ def is_empty(terminal: str) -> bool | None:
 
 
 def matches(expr: Expr, text: str) -> bool:
-    """True if a string is of an expression.
+    """True if a set has a string.
 
     Raises:
-        ValueError: when llguidance can't tell within its limits.
+        ValueError: if llguidance can't tell within its limits.
     """
     return has_text(f'"\\"" {_lark(expr, True)} "\\""', quoted_text(text))
 
 
 @lru_cache(maxsize=256)
 def has_text(terminal: str, text: str) -> bool:
-    """True if a text is of a Lark terminal.
+    """True if a Lark terminal matches a text.
 
     Raises:
-        ValueError: when llguidance can't tell within its limits.
+        ValueError: if llguidance can't tell within its limits.
     """
     matcher = _matcher(terminal).deep_copy()
     tokens = list(text.encode())
@@ -275,7 +274,7 @@ def has_text(terminal: str, text: str) -> bool:
 
 
 def values_of(grammar: str, limit: int) -> set[Any] | None:
-    """The `identity` of so many JSON values of a Lark grammar, or all; None when they are hard to find."""
+    """The `identity` of up to `limit` JSON values of a Lark grammar; None if they are hard to find."""
     matcher = _compiled(LLMatcher.grammar_from_lark(grammar))
     found: set[Any] = set()
     pending = [(matcher, b"", b"")]
@@ -293,17 +292,8 @@ def values_of(grammar: str, limit: int) -> set[Any] | None:
         if state.is_stopped():
             continue
         bits = np.unpackbits(np.frombuffer(state.compute_bitmask(), np.uint8), bitorder="little")
-        # What ends something is tried first, ASCII before the rest. Marks (`rules.ALIKE`) are in no text.
+        # Ends of values are tried first, ASCII before the rest. Marks (`compile.ALIKE`) are in no text.
         further = [code for code in np.flatnonzero(bits[:256]).tolist() if code >= 0x20]
         further.sort(key=lambda code: (code in b'"]}', code < 0x80))
         pending += [(state, text, bytes([code])) for code in further]
     return None
-
-
-def identity(value: Any) -> Any:
-    """What equal JSON values share: 1 and 1.0 are equal, 1 and true are not, and keys have no order."""
-    if isinstance(value, dict):
-        return "object", frozenset((key, identity(inner)) for key, inner in value.items())
-    if isinstance(value, list):
-        return "list", tuple(map(identity, value))
-    return type(value) if isinstance(value, bool) else None, value

@@ -1,6 +1,6 @@
-"""Rules of a grammar as expressions, without those that no text fulfils, and as Lark for llguidance.
+"""Rules of a grammar as expressions, and as Lark for llguidance.
 
-An expression is a tuple: `("text", literal)`, `("terminal", right side)`, `("rule", name)`, `("seq", parts)`,
+A rule is a tuple: `("text", literal)`, `("terminal", right side)`, `("rule", name)`, `("seq", parts)`,
 `("or", parts)`, or `("times", part, low, high)`.
 """
 
@@ -15,24 +15,20 @@ NOTHING: Rule = ("or", ())
 EMPTY: Rule = ("seq", ())
 COMMA: Rule = ("text", ", ")
 COLON: Rule = ("text", ": ")
-ALIKE = "\x01"
-"""Marks a list whose items must differ, behind its bracket; no answer has it. See `unique_items`."""
-VARIED = "\x02"
-"""The same for a list whose places have different schemas."""
 
 
 def text(literal: str) -> Rule:
-    """One text."""
+    """The rule of one text."""
     return ("text", literal)
 
 
 def terminal(right: str) -> Rule:
-    """Texts of a Lark terminal, or of a `%json` rule."""
+    """The rule of a Lark terminal, or of a `%json` rule, by its right side."""
     return ("terminal", right)
 
 
 def seq(*parts: Rule) -> Rule:
-    """Parts one after the other."""
+    """The concatenation of parts."""
     kept = [part for part in parts if part != EMPTY]
     if NOTHING in kept:
         return NOTHING
@@ -40,18 +36,18 @@ def seq(*parts: Rule) -> Rule:
 
 
 def either(*parts: Rule) -> Rule:
-    """One of the parts."""
+    """The alternatives of parts."""
     kept = tuple(dict.fromkeys(part for part in parts if part != NOTHING))
     return kept[0] if len(kept) == 1 else ("or", kept)
 
 
 def maybe(part: Rule) -> Rule:
-    """A part, or nothing."""
+    """An optional part."""
     return times(part, 0, 1)
 
 
 def times(part: Rule, low: int, high: int | None) -> Rule:
-    """A part so many times; `high` is None without a bound."""
+    """A part from `low` to `high` times; None is no bound."""
     if high == 0 or part == EMPTY:
         return EMPTY
     if part == NOTHING:
@@ -60,7 +56,7 @@ def times(part: Rule, low: int, high: int | None) -> Rule:
 
 
 def names_in(part: Rule) -> list[str]:
-    """The rules that an expression names, in their order."""
+    """Names of rules in an expression, in order."""
     found: dict[str, None] = {}
     pending = [part]
     while pending:
@@ -75,7 +71,7 @@ def names_in(part: Rule) -> list[str]:
 
 
 def fulfilled(rules: dict[str, Rule]) -> dict[str, Rule]:
-    """The rules that have a finite text, without the alternatives that have none."""
+    """Remove rules, and alternatives of rules, that no finite text matches."""
     waiting: dict[str, dict[str, None]] = {}
     good: set[str] = set()
     pending = list(rules)  # from the last one on: rules come before those that they name
@@ -94,7 +90,7 @@ def fulfilled(rules: dict[str, Rule]) -> dict[str, Rule]:
 
 
 def _missing(part: Rule, good: set[str]) -> set[str] | None:
-    """None when an expression has a text, else rules of which one is needed first."""
+    """None if an expression matches a text; else rules of which one is needed first."""
     kind = part[0]
     if kind == "rule":
         return None if part[1] in good else {part[1]}
@@ -114,7 +110,7 @@ def _missing(part: Rule, good: set[str]) -> set[str] | None:
 
 
 def pruned(part: Rule, good: set[str]) -> Rule:
-    """An expression without the rules that are not good; `NOTHING` when nothing is left."""
+    """An expression without rules that are not in `good`; `NOTHING` if nothing is left."""
     kind = part[0]
     if kind == "rule":
         return part if part[1] in good else NOTHING
@@ -128,7 +124,7 @@ def pruned(part: Rule, good: set[str]) -> Rule:
 
 
 def reachable(rules: dict[str, Rule], start: str) -> list[str]:
-    """The rules that a start needs, in the order in which it comes to them."""
+    """Names of the rules that a start needs, in depth-first order."""
     found: dict[str, None] = {}
     pending = [start]
     while pending:
@@ -140,7 +136,7 @@ def reachable(rules: dict[str, Rule], start: str) -> list[str]:
 
 
 def depth(rules: dict[str, Rule], start: str) -> int:
-    """How many rules llguidance compiles one inside the other, which takes stack of the thread."""
+    """The deepest nesting of rules that llguidance compiles, which takes stack of the thread."""
     seen, deepest = {start}, 0
     path = [iter(names_in(rules[start]))]
     while path:
@@ -158,7 +154,7 @@ class Printer:
     """Writes rules in Lark syntax.
 
     Args:
-        rules: by name; all that they name are there.
+        rules: rules by name, with all that they name.
     """
 
     def __init__(self, rules: dict[str, Rule]) -> None:
@@ -167,7 +163,7 @@ class Printer:
         self._terminals: dict[str, str] = {}
 
     def grammar(self, start: str) -> str:
-        """The grammar whose texts are those of one rule."""
+        """The grammar of one rule."""
         for name in reachable(self._rules, start):
             self._lines.append(f"{name}: {self._lark(self._rules[name])}")
         return "\n".join([f"start: {start}", *self._lines, ""])

@@ -1,4 +1,12 @@
-"""Strings: what a schema allows of them, and their JSON text."""
+"""Sets of strings, formats included, and their JSON text.
+
+The drafts leave open whether formats are checked. Here strings have their format, and alternatives of `oneOf`
+may differ by it. `PATTERNS` has, for each format that the drafts list, strings that every checker accepts;
+`LOOSE` all that some checker accepts. Other formats are ignored.
+
+Generated formats leave out the year 0000, which Python does not know, and leap seconds; international names are
+ASCII, and regular expressions are simple ones.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from afm_mlx.errors import ConstraintError
-from afm_mlx.guidance.schema.formats import LOOSE, PATTERNS
 from afm_mlx.guidance.schema.patterns import searched
 from afm_mlx.guidance.schema.regular import (
     ANY,
@@ -23,8 +30,78 @@ from afm_mlx.guidance.schema.regular import (
     union,
 )
 
+_YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
+_BY_FOUR = "(?:0[48]|[2468][048]|[13579][26])"
+_LEAP_YEAR = f"(?:[0-9]{{2}}{_BY_FOUR}|{_BY_FOUR}00)"
+_DATE = (
+    f"(?:{_YEAR}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
+    f"|02-(?:0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]{1,6})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+_LABEL = "[A-Za-z0-9](?:[A-Za-z0-9-]{0,20}[A-Za-z0-9])?"
+_HOST = f"{_LABEL}(?:\\.{_LABEL}){{0,5}}"
+_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_HEX = "[0-9a-fA-F]{1,4}"
+_PATH = "(?:[A-Za-z0-9._~!$&'()*+,;=:@-]|%[0-9A-Fa-f]{2})"
+_TAIL = f"(?:\\?(?:{_PATH}|[/?])*)?(?:#(?:{_PATH}|[/?])*)?"
+_URI = f"[A-Za-z][A-Za-z0-9+.-]*:(?://{_HOST}(?::[0-9]{{1,4}})?(?:/{_PATH}*)*|{_PATH}+(?:/{_PATH}*)*){_TAIL}"
+_IPV6 = "|".join(
+    [f"(?:{_HEX}:){{7}}{_HEX}", f"::(?:{_HEX}:){{0,5}}{_HEX}", f"(?:{_HEX}:){{1,6}}:{_HEX}", "::"]
+)
+_DURATION = (
+    "P(?:[0-9]{1,4}W|(?:[0-9]{1,4}Y(?:[0-9]{1,4}M(?:[0-9]{1,4}D)?)?|[0-9]{1,4}M(?:[0-9]{1,4}D)?|[0-9]{1,4}D)"
+    "(?:T(?:[0-9]{1,4}H(?:[0-9]{1,4}M(?:[0-9]{1,4}S)?)?|[0-9]{1,4}M(?:[0-9]{1,4}S)?|[0-9]{1,4}S))?"
+    "|T(?:[0-9]{1,4}H(?:[0-9]{1,4}M(?:[0-9]{1,4}S)?)?|[0-9]{1,4}M(?:[0-9]{1,4}S)?|[0-9]{1,4}S))"
+)
+_EMAIL = f"[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~-]+(?:\\.[A-Za-z0-9!#$%&'*+/=?^_`{{|}}~-]+)*@{_HOST}"
+_POINTER = "(?:/(?:[^/~\\x00-\\x1f]|~[01])*)*"
+_ATOM = r"(?:[A-Za-z0-9_ ,:;@/-]|\\[dwsDWS.*+?()]|\[\^?[A-Za-z0-9_]+\]|\.)(?:[*+?]|\{[0-9]\})?"
+_REGEX = rf"\^?(?:{_ATOM}|\((?:\?:)?(?:{_ATOM})*(?:\|(?:{_ATOM})*)*\)[*+?]?)*\$?"
+_FIRST = _PATH.replace(";=:@", ";=@")  # else it would be a scheme
+_REFERENCE = f"(?:{_URI}|(?:/(?:{_PATH}+(?:/{_PATH}*)*)?|{_FIRST}+(?:/{_PATH}*)*)?{_TAIL})"
+
+PATTERNS = {
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "duration": f"^{_DURATION}$",
+    "email": f"^{_EMAIL}$",
+    "idn-email": f"^{_EMAIL}$",
+    "hostname": f"^{_HOST}$",
+    "idn-hostname": f"^{_HOST}$",
+    "ipv4": f"^(?:{_BYTE}\\.){{3}}{_BYTE}$",
+    "ipv6": f"^(?:{_IPV6})$",
+    "uri": f"^{_URI}$",
+    "iri": f"^{_URI}$",
+    "uri-reference": f"^(?:{_REFERENCE})$",
+    "iri-reference": f"^(?:{_REFERENCE})$",
+    "uuid": "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$",
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^[1-9]{{0,3}}[0-9](?:#|{_POINTER[:-1]}+)$",
+    "regex": f"^{_REGEX}$",
+    "uri-template": f"^(?:{_PATH}|[/?]|\\{{[A-Za-z][A-Za-z0-9_]*\\}})*$",
+}
+_LOOSE = {
+    "date-time": "^[0-9]{4}-[0-9]{2}-[0-9]{2}.[0-9]{2}:",
+    "date": "^[0-9]{4}-[0-9]{2}-[0-9]{2}$",
+    "time": "^[0-9]{2}:[0-9]{2}:",
+    "duration": "^P[0-9T]",
+    "email": "@",
+    "idn-email": "@",
+    "ipv4": "^[0-9]+[.][0-9.]+$",
+    "ipv6": "^[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(?:%.*)?$",
+    "uri": "^[A-Za-z][A-Za-z0-9+.-]*:",
+    "iri": "^[A-Za-z][A-Za-z0-9+.-]*:",
+    "uuid": "^[0-9A-Fa-f]{8}-[0-9A-Fa-f-]{27}$",
+    "json-pointer": "^(?:/|$)",
+    "relative-json-pointer": "^[0-9]",
+    "hostname": "^[^:/@ ]*$",
+    "idn-hostname": "^[^:/@ ]*$",
+}
+LOOSE = dict.fromkeys(PATTERNS, "") | _LOOSE
+
 MAX_LENGTH = 100_000
-"""Characters of a bounded string at most; a larger `maxLength` counts as this."""
+"""Most characters of a bounded string; a larger `maxLength` counts as this."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +109,11 @@ class Strings:
     """A set of strings.
 
     Attributes:
-        shortest, longest: characters; longest is None without a bound.
-        parts: expressions that they are all of.
-        formats: names of formats that they have.
-        values: the only ones there are; None when they are not listed.
-        excluded: strings that are not of the set.
+        shortest, longest: bounds of the length in characters; longest is None without a bound.
+        parts: expressions that all strings match.
+        formats: names of formats that all strings have.
+        values: the strings themselves; None if they are not listed.
+        excluded: strings that are not in the set.
     """
 
     shortest: int = 0
@@ -47,7 +124,7 @@ class Strings:
     excluded: frozenset[str] = frozenset()
 
     def meet(self, other: Strings) -> Strings | None:
-        """Strings of both sets; None when there are none."""
+        """The intersection; None if it is empty."""
         if self.values is None and other.values is not None:
             return other.meet(self)
         if self.values is not None:
@@ -68,7 +145,7 @@ class Strings:
         """True if the set contains a string and some checker may accept it for the set's formats.
 
         Raises:
-            ValueError: when llguidance can't tell within its limits.
+            ValueError: if llguidance can't tell within its limits.
         """
         if len(text) < self.shortest or (self.longest is not None and len(text) > self.longest):
             return False
@@ -94,7 +171,7 @@ class Strings:
             return False  # it is refused where it is written
 
     def expression(self) -> Expr:
-        """The set as an expression, without its formats."""
+        """The set as an expression, formats left out."""
         if self.values is not None:
             return union(*map(literal, self.values))
         parts = list(self.parts)
@@ -112,10 +189,10 @@ def string_terminals(strings: Strings, *further: Expr) -> tuple[str, ...]:
 
     Args:
         strings: the set.
-        further: expressions that the strings are of, too.
+        further: expressions that the strings match, too.
 
     Raises:
-        ValueError: when llguidance can't tell within its limits whether there are any.
+        ValueError: if llguidance can't tell within its limits whether there are any.
     """
     if strings.values is not None:
         texts = [v for v in strings.values if all(matches(part, v) for part in further)]

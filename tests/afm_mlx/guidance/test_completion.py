@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from afm_mlx.guidance.completion import shortest_completion
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.guidance.matcher import Matcher
+from afm_mlx.guidance.matcher import Matcher, shortest_completion
 from bench.json_schemas import is_valid
 from tests.tools.constraints import bytes_of, nano_tokenizer
 
@@ -85,8 +84,8 @@ def test_other_grammars_end_too():
 
 
 def test_what_can_not_be_ended_is_given_up(monkeypatch):
-    from afm_mlx.guidance import completion
+    from afm_mlx.guidance import matcher
 
-    monkeypatch.setattr(completion, "MAX_BYTES", 20)
+    monkeypatch.setattr(matcher, "MAX_COMPLETION_BYTES", 20)
     matcher = Matcher(Constraint.regex("[a-z]{40}"), nano_tokenizer())
     assert shortest_completion(matcher) is None

@@ -13,6 +13,7 @@ from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance import constraint, deep_stack, matcher
 from afm_mlx.guidance.constraint import MAX_TEXT, Constraint
 from afm_mlx.guidance.matcher import Matcher, fill_masks
+from afm_mlx.guidance.schema import compile
 from tests.tools.cases import each
 from tests.tools.constraints import CONSTRAINTS, bytes_of, nano_tokenizer
 
@@ -102,9 +103,9 @@ def test_what_is_no_constraint_is_refused(make, words):
 
 def test_grammars_of_schemas_are_kept_but_for_large_ones(monkeypatch):
     compiled = []
-    compile_schema = constraint.schema_grammar
+    compile_schema = compile.schema_grammar
     monkeypatch.setattr(
-        constraint, "schema_grammar", lambda s: (compiled.append(s), compile_schema(s))[1]
+        compile, "schema_grammar", lambda s: (compiled.append(s), compile_schema(s))[1]
     )
     small, large = {"const": "kept once"}, {"const": "a" * constraint.MAX_KEPT}
     for schema, count in ((small, 1), (large, 2)):

@@ -5,11 +5,11 @@ import json
 import numpy as np
 from llguidance import LLMatcher
 
-from afm_mlx.guidance.constraint import LIMITS, Constraint
-from afm_mlx.guidance.forced import MAX_BYTES, without_forcing
-from afm_mlx.guidance.matcher import Matcher, fill_masks
+from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.deep_stack import LIMITS
+from afm_mlx.guidance.matcher import MAX_FORCED_BYTES, Matcher, fill_masks, without_forcing
+from afm_mlx.guidance.token_bytes import ll_tokenizer
 from afm_mlx.guidance.tool_calls import tool_call_constraint
-from afm_mlx.guidance.vocabulary import ll_tokenizer
 from tests.tools.cases import each
 from tests.tools.constraints import nano_tokenizer
 
@@ -64,7 +64,7 @@ def test_forced_text_comes_in_bounded_pieces(rng, make):
     while length < 5000:
         tokens = matcher.forced()
         piece = len(matcher.tokenizer.decode_bytes(tokens))
-        assert min(MAX_BYTES - 20, 5000 - length) <= piece <= MAX_BYTES
+        assert min(MAX_FORCED_BYTES - 20, 5000 - length) <= piece <= MAX_FORCED_BYTES
         for token in tokens:
             matcher.accept(token)
         length += piece

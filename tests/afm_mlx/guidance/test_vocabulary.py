@@ -6,7 +6,7 @@ import pytest
 from afm_mlx.errors import ConstraintError
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.matcher import Matcher
-from afm_mlx.guidance.vocabulary import behind_newline, ll_tokenizer
+from afm_mlx.guidance.token_bytes import behind_newline, ll_tokenizer
 from afm_mlx.tokenizer.tokenizer import load_tokenizer, save_tokenizer
 from tests.tools.cases import each
 from tests.tools.constraints import bytes_of, nano_tokenizer

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from afm_mlx.guidance.matcher import Matcher
-from afm_mlx.guidance.schema import schema_grammar
+from afm_mlx.guidance.schema.compile import schema_grammar
 from bench.json_schemas import Measurement, is_valid
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from afm_mlx.errors import ConstraintError
-from afm_mlx.guidance.schema import schema_grammar
+from afm_mlx.guidance.schema.compile import schema_grammar
 from afm_mlx.guidance.unique_items import _spellings
 from tests.tools.cases import each
 

@@ -7,11 +7,11 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from afm_mlx.errors import ConstraintError
-from afm_mlx.guidance.schema import schema_grammar
-from afm_mlx.guidance.schema.formats import LOOSE, PATTERNS
+from afm_mlx.guidance.schema.compile import schema_grammar
 from afm_mlx.guidance.schema.numbers import Numbers, exact, number_terminals
 from afm_mlx.guidance.schema.patterns import searched
 from afm_mlx.guidance.schema.regular import has_text, matches
+from afm_mlx.guidance.schema.strings import LOOSE, PATTERNS
 from tests.tools.cases import each
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from afm_mlx.errors import ConstraintError
-from afm_mlx.guidance.schema import schema_grammar
+from afm_mlx.guidance.schema.compile import schema_grammar
 from tests.tools.cases import each
 
 DRAFT = "http://json-schema.org/draft-0{}/schema#"

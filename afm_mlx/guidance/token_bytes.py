@@ -1,8 +1,8 @@
-"""llguidance's view of a tokenizer: the bytes of each token, and how it encodes forced text.
+"""Tokenizers for llguidance: the bytes of each token, and an encoder of forced text.
 
-llguidance reads `tokenizer.json` itself, but for SentencePiece that goes wrong: it encodes forced text with the
-dummy prefix, and then allows nothing that the grammar has. So it is given the bytes of each piece, and an
-encoder that encodes behind a newline, where there is no prefix.
+llguidance can read `tokenizer.json`, but with SentencePiece it then encodes forced text with the dummy prefix,
+which no grammar allows. So it is given the bytes of each piece, and an encoder that encodes after a newline,
+where there is no prefix.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
 
 class _Pieces:
-    """What llguidance asks of a tokenizer.
+    """The attributes and the call that llguidance needs.
 
     Args:
         tokens: bytes of each token; of a special token, its name.
-        special: ids of the tokens that no text has.
+        special: ids of tokens that no text has.
         eos_token_id: id of a token that ends an answer.
-        encode: text to ids, as the text is encoded inside an answer.
+        encode: encodes text as inside an answer.
     """
 
     bos_token_id = None
@@ -51,20 +51,20 @@ class _Pieces:
         if is_same and self._special.isdisjoint(ids):
             return ids
         # Encoding changed it: SentencePiece takes the visible space for a space, and `<n>` for a newline.
-        # Or it found the name of a control token, which is in no text.
+        # Or the text has the name of a control token.
         return [self._id_of[whole[i : i + 1]] for i in range(len(whole))]
 
 
 def ll_tokenizer(tokenizer: Any) -> LLTokenizer:
-    """llguidance's tokenizer for one of ours or of mlx-lm's zoo, made once.
+    """llguidance's tokenizer for an AFM tokenizer or one of mlx-lm; cached.
 
     Raises:
         ConstraintError: for a tokenizer that can't be constrained.
     """
-    key = getattr(tokenizer, "_tokenizer", tokenizer)  # inside mlx-lm's wrapper, which is made anew
+    key = getattr(tokenizer, "_tokenizer", tokenizer)  # mlx-lm's wrapper is made for each load
     ends = tuple(sorted(tokenizer.eos_token_ids))
     made = _made.setdefault(key, {})
-    if ends not in made:  # callers may add ends of answers
+    if ends not in made:  # callers may add end tokens
         pieces = (
             _own_pieces(tokenizer) if type(tokenizer) is AFMTokenizer else _zoo_pieces(key, ends)
         )
@@ -94,10 +94,10 @@ def _own_pieces(tokenizer: AFMTokenizer) -> TokenizerWrapper:
 
 
 def behind_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[int]]:
-    """An encoder without the dummy prefix: it encodes behind a newline, which is a piece of its own."""
+    """An encoder without the dummy prefix: it encodes after a newline, which is always a separate piece."""
     newline = encode("\n")
 
-    def encode_behind(text: str) -> list[int]:
+    def encode_after_newline(text: str) -> list[int]:
         ids = encode("\n" + text)
         if ids[: len(newline)] != newline:
             raise ConstraintError(
@@ -106,11 +106,11 @@ def behind_newline(encode: Callable[[str], list[int]]) -> Callable[[str], list[i
             )
         return ids[len(newline) :]
 
-    return encode_behind
+    return encode_after_newline
 
 
 def _zoo_pieces(tokenizer: Any, ends: tuple[int, ...]) -> TokenizerWrapper | str:
-    """For a tokenizer of transformers: its own file where that is read well, else its pieces."""
+    """Input for llguidance from a tokenizer of transformers: its JSON if read correctly, else its pieces."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ConstraintError(

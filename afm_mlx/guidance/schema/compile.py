@@ -1,4 +1,4 @@
-"""A JSON schema as a grammar of llguidance."""
+"""Compiles a JSON schema to a grammar of llguidance."""
 
 from __future__ import annotations
 
@@ -8,32 +8,36 @@ from typing import Any, NoReturn
 from llguidance import LLMatcher
 
 from afm_mlx.errors import ConstraintError
-from afm_mlx.guidance.schema.array_rules import array_rule
 from afm_mlx.guidance.schema.cases import Arrays, Case, Numbers, Objects, Strings, Words
+from afm_mlx.guidance.schema.containers import array_rule, object_rule
 from afm_mlx.guidance.schema.expansion import Expansion
-from afm_mlx.guidance.schema.formulas import TRUE, Formula
 from afm_mlx.guidance.schema.numbers import number_terminals
-from afm_mlx.guidance.schema.object_rules import object_rule
 from afm_mlx.guidance.schema.patterns import is_like
-from afm_mlx.guidance.schema.references import Document
-from afm_mlx.guidance.schema.refusals import Budget, refuse, refuse_at
+from afm_mlx.guidance.schema.references import (
+    TRUE,
+    CompileBudget,
+    Document,
+    Formula,
+    refuse,
+    refuse_at,
+)
 from afm_mlx.guidance.schema.regular import compile_error, values_of
 from afm_mlx.guidance.schema.rules import Printer, Rule, depth, either, fulfilled, terminal, text
 from afm_mlx.guidance.schema.strings import string_terminals
 
 MAX_RULES = 15_000
-"""Rules of a grammar at most."""
+"""Most rules of a grammar."""
 MAX_TEXT = 1_500_000
-"""Characters of a grammar at most."""
+"""Most characters of a grammar."""
 MAX_DEPTH = 500
-"""Rules that are compiled one inside the other at most: 3 MB of a thread's stack."""
+"""Deepest nesting of rules: 3 MB of a thread's stack."""
 
 
 def schema_grammar(schema: Mapping[str, Any] | bool) -> str:
-    """The grammar of JSON texts that are valid under a schema, in the form of `json.dumps`.
+    """Compile a schema to the grammar of its valid documents, written as `json.dumps` writes them.
 
     Args:
-        schema: as `json.loads` gives it.
+        schema: a JSON value.
 
     Raises:
         ConstraintError: for a keyword that can't be honoured, with its place in the schema.
@@ -49,11 +53,11 @@ def schema_grammar(schema: Mapping[str, Any] | bool) -> str:
 
 
 class _Grammar:
-    """Rules for the formulas of a document."""
+    """The rules of a document's formulas; a `Builder`."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
-        self.expansion = Expansion(document, Budget())
+        self.expansion = Expansion(document, CompileBudget())
         self._rules: dict[str, Rule] = {}
         self._names: dict[Any, str] = {}
         self._pending: list[Formula] = []
@@ -87,7 +91,7 @@ class _Grammar:
         return written
 
     def value(self, formula: Formula) -> Rule:
-        """The rule of a formula, which is made later."""
+        """The rule of a formula, which is defined later."""
         if formula not in self._names:
             self._names[formula] = self._fresh(self._document.place(formula))
             self._pending.append(formula)
@@ -115,7 +119,7 @@ class _Grammar:
             refuse_at(place, f"{error}. Use simpler patterns.")
 
     def named(self, rule: Rule) -> Rule:
-        """A rule that can be used many times, by its name."""
+        """Define a rule under a new name, so that it can be used many times."""
         if rule[0] in ("rule", "text") or rule in (("or", ()), ("seq", ())):
             return rule
         name = self.reserved()
@@ -123,15 +127,15 @@ class _Grammar:
         return name
 
     def reserved(self) -> Rule:
-        """The name of a rule that is defined later."""
+        """A new name, whose rule is defined later."""
         return ("rule", self._fresh("#"))
 
     def define(self, name: Rule, rule: Rule) -> None:
-        """Define a reserved rule."""
+        """Define the rule of a reserved name."""
         self._rules[name[1]] = rule
 
     def ask_for(self, formula: Formula, count: int, place: str) -> None:
-        """Refuse the schema in the end, if a formula turns out to have fewer values than that."""
+        """Refuse the schema in the end if a formula has fewer values than `count`."""
         self._asked.append((formula, count, place))
 
     def _check_counts(self, rules: dict[str, Rule]) -> None:
@@ -146,7 +150,7 @@ class _Grammar:
                 )
 
     def drop(self, place: str) -> None:
-        """Note that something at a place is not allowed, though it would be valid."""
+        """Record a place where some valid values are left out."""
         self._dropped.append(place)
 
     def _fresh(self, place: str) -> str:
@@ -171,11 +175,11 @@ class _Grammar:
             formula = inner
         refuse_at(
             self._document.place(formula),
-            "no document can be valid: keywords exclude each other, or ask for more without an end. Mend them.",
+            "no document can be valid: keywords exclude each other, or ask for more without an end. Fix them.",
         )
 
     def _unfulfilled(self, formula: Formula, fulfilled_rules: dict[str, Rule]) -> Formula | None:
-        """A schema of a required property or item for which there is no document."""
+        """The schema of a required property or item that has no document; None without one."""
         for case in self.expansion.raw_cases(formula):
             parts: list[Formula] = []
             if isinstance(case, Objects):

@@ -1,0 +1,523 @@
+"""Rules of arrays and objects.
+
+A grammar forgets the items that it has seen. Arrays whose items must differ are marked, and whoever follows the
+grammar forbids equal items (`unique_items`). Here they get no longer than there are different items, so that
+another one can always follow.
+
+Objects have their listed properties in order, then the others. Which patterns the name of an unlisted
+property matches decides its schema. Nothing keeps such a name from coming twice, and readers of JSON take the
+last one; so where counts or the presence of such a property matter, only one is relied on, and it comes last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Protocol
+
+from afm_mlx.guidance.schema.cases import (
+    MAX_COUNT,
+    Arrays,
+    Case,
+    Layer,
+    Numbers,
+    Objects,
+    Some,
+    Strings,
+    Words,
+    lesser,
+)
+from afm_mlx.guidance.schema.expansion import Expansion
+from afm_mlx.guidance.schema.numbers import number_terminals
+from afm_mlx.guidance.schema.patterns import is_like, searched
+from afm_mlx.guidance.schema.references import (
+    FALSE,
+    TRUE,
+    Formula,
+    conjunction,
+    negation,
+    pointer,
+    refuse,
+    refuse_at,
+)
+from afm_mlx.guidance.schema.regular import (
+    Expr,
+    both,
+    complement,
+    literal,
+    quoted_text,
+    union,
+    values_of,
+)
+from afm_mlx.guidance.schema.rules import (
+    COLON,
+    COMMA,
+    EMPTY,
+    NOTHING,
+    Rule,
+    either,
+    maybe,
+    seq,
+    terminal,
+    text,
+    times,
+)
+from afm_mlx.guidance.schema.strings import string_terminals
+from afm_mlx.guidance.unique_items import ALIKE, VARIED, identity
+
+
+class Builder(Protocol):
+    """A grammar that rules are added to.
+
+    Attributes:
+        expansion: turns formulas into cases.
+    """
+
+    expansion: Expansion
+
+    def value(self, formula: Formula) -> Rule:
+        """The rule of a formula, which is defined later."""
+
+    def case(self, case: Case, place: str) -> Rule:
+        """The rule of one case."""
+
+    def named(self, rule: Rule) -> Rule:
+        """Define a rule under a new name, so that it can be used many times."""
+
+    def reserved(self) -> Rule:
+        """A new name, whose rule is defined later."""
+
+    def define(self, name: Rule, rule: Rule) -> None:
+        """Define the rule of a reserved name."""
+
+    def drop(self, place: str) -> None:
+        """Record a place where some valid values are left out."""
+
+    def ask_for(self, formula: Formula, count: int, place: str) -> None:
+        """Refuse the schema in the end if a formula has fewer values than `count`."""
+
+
+# -- arrays
+
+MAX_CONTAINS_STATES = 3_000
+"""Most pairs of a position and counts of `contains`."""
+_COUNTED = 64
+"""Most different items that are counted, unless `minItems` needs more."""
+
+
+def array_rule(case: Arrays, builder: Builder, place: str) -> Rule:
+    """The rule of arrays."""
+    case = replace(case, most=lesser(case.most, MAX_COUNT) if case.most is not None else None)
+    if case.items == FALSE:
+        case = replace(case, most=lesser(case.most, len(case.prefix)))
+    if case.most is not None and case.least > case.most:
+        return NOTHING
+    mark = EMPTY
+    if case.is_unique and case.most not in (0, 1):
+        case = _with_different_items(case, builder, place)
+        is_varied = case.prefix or case.contains
+        mark = maybe(text(VARIED if is_varied else ALIKE)) if case.most != 1 else EMPTY
+        if not is_varied and case.least > 1:
+            builder.ask_for(case.items, case.least, pointer(place, "uniqueItems"))
+    inside = (
+        _counted_items(case, builder, place) if case.contains else _uncounted_items(case, builder)
+    )
+    return seq(text("["), mark, inside, text("]"))
+
+
+def _with_different_items(case: Arrays, builder: Builder, place: str) -> Arrays:
+    """Shorten arrays to the number of different items that their positions can have."""
+    for position in range(max(len(case.prefix) + 1, case.least)):
+        count = _count(case.item(position), max(_COUNTED, case.least), builder)
+        if count is None and position >= len(case.prefix):
+            return case
+        if count is None:
+            continue
+        before = case.prefix[:position]
+        rivals = sum(not builder.expansion.are_disjoint(one, case.item(position)) for one in before)
+        if position >= len(case.prefix):
+            return _cut(case, position + max(0, count - rivals), builder, place)
+        if count <= rivals:
+            return _cut(case, position, builder, place)
+    return case
+
+
+def _cut(case: Arrays, most: int, builder: Builder, place: str) -> Arrays:
+    if case.least > most:
+        refuse(
+            pointer(place, "uniqueItems"),
+            True,
+            f"only {most} items can differ, and {case.least} are asked for. Ask for fewer.",
+        )
+    return replace(case, most=lesser(case.most, most))
+
+
+def _count(schema: Formula, limit: int, builder: Builder) -> int | None:
+    """The number of values of a schema; None if some are not plain, or if it reaches the limit."""
+    found: set[Hashable] = set()
+    for case in builder.expansion.cases(schema):
+        values = _values(case, limit)
+        if values is None or len(found := found | values) >= limit:
+            return None
+    return len(found)
+
+
+def _values(case: Case, limit: int) -> set[Hashable] | None:
+    """The `identity` of up to `limit` plain values; None if they are hard to find."""
+    is_free = isinstance(case, Strings) and case == Strings(case.shortest, formats=case.formats)
+    if isinstance(case, Arrays | Objects) or is_free:
+        return None
+    if isinstance(case, Words):
+        return {identity(json.loads(word)) for word in case.words}
+    if case.values is not None:
+        given = map(json.loads, case.values) if isinstance(case, Numbers) else case.values
+        return set(map(identity, given))
+    terminals = string_terminals(case) if isinstance(case, Strings) else number_terminals(case)
+    found: set[Hashable] = set()
+    for right in terminals:
+        name = "x" if right.startswith("%json") else "X"
+        values = values_of(f"start: {name}\n{name}: {right}", limit)
+        if values is None:
+            return None
+        found |= values
+    return found
+
+
+def _uncounted_items(case: Arrays, builder: Builder) -> Rule:
+    if case.most == 0:
+        return EMPTY
+    length = len(case.prefix)
+    start = max(1, length)
+    rule = EMPTY
+    if case.most is None or case.most > start:
+        high = None if case.most is None else case.most - start
+        rule = times(seq(COMMA, builder.value(case.items)), max(0, case.least - start), high)
+    for i in range(min(length, case.most or length) - 1, 0, -1):
+        rule = seq(COMMA, builder.value(case.prefix[i]), rule)
+        rule = rule if i < case.least else builder.named(maybe(rule))
+    first = seq(builder.value(case.item(0)), rule)
+    return first if case.least else maybe(first)
+
+
+def _counted_items(case: Arrays, builder: Builder, place: str) -> Rule:
+    """Items with a rule for each position and the counts of all `contains` before it."""
+    limits = [one.least if one.most is None else one.most for one in case.contains]
+    starts = [one.start for one in case.contains]
+    last = max(case.least, len(case.prefix), 1, *starts) if case.most is None else case.most
+    states = last + 1
+    for limit in limits:
+        states *= limit + 1
+    if states > MAX_CONTAINS_STATES:
+        refuse(
+            pointer(place, "contains"),
+            f"{states} combinations",
+            f"at most {MAX_CONTAINS_STATES} are followed. Use fewer.",
+        )
+    rules = {
+        state: builder.reserved()
+        for state in product(range(last + 1), *(range(limit + 1) for limit in limits))
+    }
+    for state, name in rules.items():
+        position, counts = state[0], state[1:]
+        is_end = position >= case.least and all(
+            n >= one.least for n, one in zip(counts, case.contains, strict=True)
+        )
+        options = [EMPTY] if is_end else []
+        for choice in product((True, False), repeat=len(counts)):
+            after = (min(position + 1, last), *map(sum, zip(counts, choice, strict=True)))
+            item = None if position == case.most else _choice(case, position, choice)
+            if item is not None and after in rules:
+                separator = COMMA if position else EMPTY
+                options.append(seq(separator, builder.value(item), rules[after]))
+        builder.define(name, either(*options))
+    return rules[(0, *[0] * len(limits))]
+
+
+def _choice(case: Arrays, position: int, choice: tuple[bool, ...]) -> Formula | None:
+    """The schema of an item that counts for the chosen `contains`; None if it can't."""
+    parts = [case.item(position)]
+    for one, is_taken in zip(case.contains, choice, strict=True):
+        if is_taken and position < one.start:
+            return None
+        if is_taken:
+            parts.append(one.schema)
+        elif one.most is not None and position >= one.start:
+            parts.append(negation(one.schema))
+    return conjunction(*parts)
+
+
+# -- objects
+
+MAX_STATES = 5_000
+"""Most pairs of a property and a count, if `minProperties` or `maxProperties` count optional ones."""
+_PATTERNS = 5
+"""Most patterns whose combinations are all followed; of more, each name matches at most one."""
+MAX_PATTERNS = 30
+"""Most patterns of names."""
+MAX_OPTIONAL = 900
+"""Most optional properties: llguidance follows 2,000 alternatives at once, two for each."""
+_CANDIDATES = 30
+"""Most listed properties that are tried as the required one of a kind."""
+
+ANY_PROPERTY = Some(TRUE)
+Item = tuple[Rule, bool]
+
+
+def object_rule(case: Objects, builder: Builder, place: str) -> Rule:
+    """The rule of objects."""
+    if case.some:
+        return _with_some(case, builder, place)
+    listed = _listed(case, builder, place)
+    return _members(case, listed, _free(case, listed, builder, place), None, builder, place)
+
+
+def _with_some(case: Objects, builder: Builder, place: str) -> Rule:
+    """The rule of objects that need a property of a kind: a listed one, or the last one."""
+    some, case = case.some[0], replace(case, some=case.some[1:])
+    listed = _listed(case, builder, place)
+    candidates = [name for name in listed if _is_kind(name, some, builder)][:_CANDIDATES]
+    layers = [Layer(properties=((name, some.value),), is_evaluating=False) for name in candidates]
+    options = [
+        builder.case(
+            replace(
+                case,
+                layers=(*case.layers, layer),
+                required=tuple(dict.fromkeys((*case.required, name))),
+            ),
+            place,
+        )
+        for name, layer in zip(candidates, layers, strict=True)
+    ]
+    if case.some:
+        builder.drop(place)
+        return either(*options)
+    last = either(*_free(case, listed, builder, place, some))
+    free = _free(case, listed, builder, place)
+    return either(*options, _members(case, listed, free, last, builder, place))
+
+
+def _is_kind(name: str, some: Some, builder: Builder) -> bool:
+    if name in some.besides or any(is_like(text, name) is not False for text in some.unlike):
+        return False
+    return (some.like is None or is_like(some.like, name) is True) and _is_named(
+        name, (some.name,), builder
+    )
+
+
+def _is_named(name: str, schemas: tuple[Formula, ...], builder: Builder) -> bool:
+    """True if a name is valid under the schemas of names."""
+    return all(
+        any(isinstance(one, Strings) and one.has(name) for one in builder.expansion.cases(schema))
+        for schema in schemas
+    )
+
+
+def _listed(case: Objects, builder: Builder, place: str) -> dict[str, Formula]:
+    """Properties of known name, with the schema of their value."""
+    names = case.listed()
+    finite = _finite_names(case, builder)
+    if finite is not None:
+        names = list(dict.fromkeys([*names, *finite]))
+    result = {}
+    for name in names:
+        builder.expansion.check_time(place)
+        is_named = _is_named(name, case.names, builder)
+        result[name] = case.value(name, is_like) if is_named else FALSE
+    return result
+
+
+def _finite_names(case: Objects, builder: Builder) -> list[str] | None:
+    """All names that the schemas of names allow; None if they are not listed."""
+    for schema in case.names:
+        texts = [one for one in builder.expansion.cases(schema) if isinstance(one, Strings)]
+        if all(one.values is not None for one in texts):
+            return [value for one in texts for value in one.values or ()]
+    return None
+
+
+def _free(
+    case: Objects,
+    listed: dict[str, Formula],
+    builder: Builder,
+    place: str,
+    some: Some = ANY_PROPERTY,
+) -> list[Rule]:
+    """Rules of properties of unknown name and of a kind, each with its value."""
+    if _finite_names(case, builder) is not None:
+        return []
+    named = [text for layer in case.layers for text, _ in layer.patterns]
+    needed = () if some.like is None else (some.like,)
+    patterns = list(dict.fromkeys([*named, *needed, *some.unlike]))
+    if len(patterns) > MAX_PATTERNS:
+        at = pointer(place, "patternProperties")
+        refuse(at, patterns, f"at most {MAX_PATTERNS} patterns are followed.")
+    taken = [literal(name) for name in dict.fromkeys([*listed, *some.besides])]
+    result = []
+    for matched in _combinations(patterns):
+        schema = conjunction(_free_value(case, matched), some.value)
+        is_kind = set(needed) <= set(matched) and not set(some.unlike) & set(matched)
+        if schema == FALSE or not is_kind:
+            continue
+        parts = [searched(text, wide=False) for text in matched]
+        parts += [complement(searched(text, wide=True)) for text in patterns if text not in matched]
+        parts += [complement(union(*taken))] if taken else []
+        names = _names((*case.names, some.name), parts, builder)
+        result += [seq(terminal(name), COLON, builder.value(schema)) for name in names]
+    return result
+
+
+def _combinations(patterns: list[str]) -> list[tuple[str, ...]]:
+    largest = len(patterns) if len(patterns) <= _PATTERNS else 1
+    return [chosen for size in range(largest + 1) for chosen in combinations(patterns, size)]
+
+
+def _free_value(case: Objects, matched: tuple[str, ...]) -> Formula:
+    """The schema of an unlisted property whose name matches these patterns only."""
+    parts: list[Formula] = []
+    for layer in case.layers:
+        own = [schema for text, schema in layer.patterns if text in matched]
+        parts += own or [layer.rest]
+    return conjunction(*parts)
+
+
+def _names(schemas: tuple[Formula, ...], parts: list[Expr], builder: Builder) -> list[str]:
+    """Terminals of the names that match all schemas and parts."""
+    options = [Strings()]
+    for schema in dict.fromkeys(schemas):
+        texts = [one for one in builder.expansion.cases(schema) if isinstance(one, Strings)]
+        options = [found for a in options for b in texts if (found := a.meet(b)) is not None]
+    return [right for option in options for right in string_terminals(option, both(*parts))]
+
+
+def _members(
+    case: Objects,
+    listed: dict[str, Formula],
+    free: list[Rule],
+    last: Rule | None,
+    builder: Builder,
+    place: str,
+) -> Rule:
+    """The rule of objects.
+
+    Args:
+        case: the objects.
+        listed: schemas of properties of known name.
+        free: rules of the others.
+        last: rule of a required last property; None without one.
+        builder: the grammar.
+        place: the place of the schema.
+    """
+    if any(listed[name] == FALSE for name in case.required) or last == NOTHING:
+        return NOTHING
+    items = [
+        (seq(text(quoted_text(name)), COLON, builder.value(schema)), name in case.required)
+        for name, schema in listed.items()
+        if schema != FALSE
+    ]
+    if (optional := sum(not is_required for _, is_required in items)) > MAX_OPTIONAL:
+        refuse_at(
+            place,
+            f"{optional} properties may be left out, and {MAX_OPTIONAL} at most. Require more of them.",
+        )
+    n_required = sum(is_required for _, is_required in items) + (last is not None)
+    is_counted = case.least > n_required or (
+        case.most is not None and (len(items) > case.most or free)
+    )
+    if is_counted:
+        inside = _counted_members(case, items, either(*free), last, builder, place)
+    else:
+        inside = _uncounted_members(items, either(*free), last, builder)
+    return seq(text("{"), inside, text("}"))
+
+
+def _uncounted_members(items: list[Item], free: Rule, last: Rule | None, builder: Builder) -> Rule:
+    """Properties without a count."""
+    ending = seq(times(seq(COMMA, free), 0, None), *([COMMA, last] if last else []))
+    alone = seq(times(seq(free, COMMA), 0, None), last) if last else _list_of(free, 0, None)
+    first_required = next(
+        (i for i, (_, is_required) in enumerate(items) if is_required), len(items)
+    )
+    after = (
+        ending
+        if first_required == len(items)
+        else seq(*_following(items[first_required + 1 :]), ending)
+    )
+    if first_required < len(items):
+        alone = seq(items[first_required][0], after)
+        after = seq(COMMA, items[first_required][0], after)
+    optional = [item for item, _ in items[:first_required]]
+    return either(_some_of(optional, after, builder), alone)
+
+
+def _some_of(items: list[Rule], after: Rule, builder: Builder) -> Rule:
+    """One optional property or more, and `after`.
+
+    By halves: a chain of a thousand rules would be too deep to compile.
+    """
+    if len(items) <= 1:
+        return seq(*items, after) if items else NOTHING
+    half = len(items) // 2
+    after = builder.named(after)
+    following = builder.named(seq(*(maybe(seq(COMMA, item)) for item in items[half:]), after))
+    return either(
+        _some_of(items[:half], following, builder), _some_of(items[half:], after, builder)
+    )
+
+
+def _following(items: list[Item]) -> list[Rule]:
+    return [
+        seq(COMMA, item) if is_required else maybe(seq(COMMA, item)) for item, is_required in items
+    ]
+
+
+def _list_of(item: Rule, low: int, high: int | None) -> Rule:
+    """From `low` to `high` items with commas between them."""
+    if high == 0 or (item == NOTHING and not low):
+        return EMPTY
+    rule = seq(item, times(seq(COMMA, item), max(0, low - 1), None if high is None else high - 1))
+    return rule if low else maybe(rule)
+
+
+def _counted_members(
+    case: Objects, items: list[Item], free: Rule, last: Rule | None, builder: Builder, place: str
+) -> Rule:
+    """Properties with a rule for each position and the number of properties before it."""
+    limit = min(case.least if case.most is None else case.most, len(items))
+    if (len(items) + 1) * (limit + 1) > MAX_STATES:
+        got = f"{len(items)} properties and a count of {limit}"
+        refuse(
+            pointer(place, "minProperties or maxProperties"),
+            got,
+            f"at most {MAX_STATES} pairs are followed.",
+        )
+    following = {n: _rest_of_count(case, n, free, last, builder, place) for n in range(limit + 1)}
+    for i in range(len(items) - 1, -1, -1):
+        item, is_required = items[i]
+        rules = {}
+        for n in range(min(i, limit) + 1):
+            more = n + 1 if case.most is not None else min(n + 1, limit)
+            separator = COMMA if n or (case.most is None and limit == 0 and i) else EMPTY
+            taken = [seq(separator, item, following[more])] if more in following else []
+            rules[n] = builder.named(either(*taken, *([] if is_required else [following[n]])))
+        following = rules
+    return following[0]
+
+
+def _rest_of_count(
+    case: Objects, n: int, free: Rule, last: Rule | None, builder: Builder, place: str
+) -> Rule:
+    """The rule of what may follow n listed properties."""
+    low = max(0, case.least - n - (last is not None))
+    high = None if case.most is None else case.most - n - (last is not None)
+    if high is not None and high < low:
+        return NOTHING
+    ended = [last] if last else []
+    if low > 1 and free != NOTHING:
+        builder.drop(pointer(place, "minProperties"))
+    if low > 1 or (low and free == NOTHING) or (low and last):
+        return NOTHING
+    if last:
+        return seq(COMMA if n else EMPTY, times(seq(free, COMMA), 0, high), *ended)
+    return times(seq(COMMA, free), low, high) if n else _list_of(free, low, high)
