@@ -19,7 +19,7 @@ from afm_mlx.files import read_file
 from afm_mlx.installation import package_problem
 
 if TYPE_CHECKING:
-    from afm_mlx.server.options import ServerOptions
+    from afm_mlx.server.server_options import ServerOptions
 
 KEY_VARIABLE, ADMIN_KEY_VARIABLE = "AFM_MLX_API_KEY", "AFM_MLX_ADMIN_KEY"
 MAX_KEY_FILE_BYTES = 1 << 20
@@ -182,7 +182,7 @@ def _adapters(given: list[tuple[str, str]]) -> dict[str, str]:
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
-    from afm_mlx.server.options import ServerOptions
+    from afm_mlx.server.server_options import ServerOptions
 
     same: dict[str, Any] = {
         name: getattr(args, name)

@@ -1,4 +1,4 @@
-"""`/v1/adapters`: what is registered, and what is in memory; adapters loaded, pinned and taken away."""
+"""`/v1/adapters`: lists adapters, and loads, pins, unloads and removes them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from starlette.responses import Response
 from afm_mlx.adapters.pool import AdapterPool
 from afm_mlx.errors import AFMError, RequestError, shown
 from afm_mlx.server.bodies import read_body
-from afm_mlx.server.errors import ApiError, bad_request
 from afm_mlx.server.field_rules import Honoured
 from afm_mlx.server.guards import check_admin
+from afm_mlx.server.replies import ApiError, bad_request, json_response
 from afm_mlx.server.served_model import ServedModel
-from afm_mlx.server.sse import json_response
 
-_FOR_EVERYBODY = ("id", "object", "name", "state", "bytes", "rank", "pinned")
-"""Fields of an adapter that clients without an admin key see: none about its files or other clients."""
+_PUBLIC_FIELDS = ("id", "object", "name", "state", "bytes", "rank", "pinned")
+"""The fields that clients without an admin key see, none of them about files or other clients."""
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 
@@ -33,7 +32,7 @@ class LoadRequest(Struct, forbid_unknown_fields=True):
     Args:
         name: letters, digits, dots, dashes and underscores; the model's id becomes `model:name`.
         path: absolute, or relative to one of the allowed folders.
-        pinned: whether it stays in memory.
+        pinned: True to keep the adapter in memory.
     """
 
     name: Annotated[
@@ -45,14 +44,14 @@ class LoadRequest(Struct, forbid_unknown_fields=True):
 
 
 async def list_adapters(request: Request) -> Response:
-    """All adapters; with an admin key also the memory that they take, and who uses them."""
+    """List all adapters; with an admin key, also their memory and users."""
     served: ServedModel = request.app.state.served
     pool = _pool(served)
     known = await served.workers.change_adapters(pool.describe)
     adapters = [_described(served, entry) for entry in known.pop("adapters")]
     if not request.state.is_admin:
         known = {}
-        adapters = [{name: entry[name] for name in _FOR_EVERYBODY} for entry in adapters]
+        adapters = [{name: entry[name] for name in _PUBLIC_FIELDS} for entry in adapters]
     return json_response({"object": "list", **known, "data": adapters})
 
 
@@ -87,7 +86,7 @@ def _load(pool: AdapterPool, body: LoadRequest, path: Path) -> None:
 
 
 async def change_adapter(request: Request) -> Response:
-    """Load, unload, pin or unpin an adapter that is registered."""
+    """Load, unload, pin or unpin a registered adapter."""
     check_admin(request)
     served: ServedModel = request.app.state.served
     pool, name = _pool(served), request.path_params["name"]
@@ -107,7 +106,7 @@ async def change_adapter(request: Request) -> Response:
 
 
 async def delete_adapter(request: Request) -> Response:
-    """Forget an adapter; its files stay."""
+    """Unregister an adapter; its files stay."""
     check_admin(request)
     served: ServedModel = request.app.state.served
     name = request.path_params["name"]
@@ -137,8 +136,8 @@ def _refuse_own(served: ServedModel, name: str) -> None:
     if name in served.own_adapters:
         raise ApiError(
             409,
-            f"The adapter {name} is one that the server was started with, and stays. Requests take away what "
-            "they have loaded.",
+            f"The adapter {name} is one that the server was started with, and stays. Requests can remove "
+            "only adapters that requests have loaded.",
             param="name",
             code="adapter_stays",
         )
@@ -151,10 +150,10 @@ def _pool(served: ServedModel) -> AdapterPool:
 
 
 def _allowed_path(text: str, folders: Sequence[Path]) -> Path:
-    """The path of an adapter, links followed, if it lies below one of the allowed folders.
+    """Return the resolved path of an adapter below one of the allowed folders.
 
     Raises:
-        ApiError: 403 for any other, whether there is something or not.
+        ApiError: 403 for any other path, whether it exists or not.
     """
     if "\0" not in text:
         for folder in folders:
@@ -178,8 +177,8 @@ async def _one(served: ServedModel, name: str) -> dict[str, Any]:
 
 
 def _described(served: ServedModel, entry: dict[str, Any]) -> dict[str, Any]:
-    told = {"id": f"{served.name}:{entry['name']}", "object": "adapter", **entry}
+    described = {"id": f"{served.name}:{entry['name']}", "object": "adapter", **entry}
     for field in ("source", "error"):
-        if isinstance(told[field], str):
-            told[field] = served.without_folders(told[field])
-    return told
+        if isinstance(described[field], str):
+            described[field] = served.without_folders(described[field])
+    return described

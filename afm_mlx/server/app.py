@@ -1,8 +1,14 @@
-"""The application: routes, and what every request goes through."""
+"""The ASGI application: its routes, and the middleware that every request passes."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from importlib import resources
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,49 +19,35 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from afm_mlx.errors import AFMError
-from afm_mlx.server import adapters, health, models, openai_chat, openai_completions, tokenize
-from afm_mlx.server.anthropic_messages import routes as anthropic_messages
-from afm_mlx.server.errors import ApiError
-from afm_mlx.server.guards import Guards
-from afm_mlx.server.openai_responses import routes as openai_responses
-from afm_mlx.server.openai_responses.kept_responses import KeptResponses
-from afm_mlx.server.options import ServerOptions
-from afm_mlx.server.page import page_routes
-from afm_mlx.server.request_ids import HEADERS, IGNORED, REQUEST_ID, RequestIds
+from afm_mlx.server import (
+    adapters,
+    anthropic_api,
+    openai_chat,
+    openai_completions,
+    responses_api,
+    tokenization,
+)
+from afm_mlx.server.guards import Guards, check_admin
+from afm_mlx.server.metrics import CONTENT_TYPE
+from afm_mlx.server.replies import (
+    ID_HEADERS,
+    IGNORED_HEADER,
+    REQUEST_ID,
+    ApiError,
+    ClientLeft,
+    RequestIds,
+    error_response,
+    json_response,
+)
+from afm_mlx.server.responses_api import KeptResponses
 from afm_mlx.server.served_model import ServedModel
-from afm_mlx.server.sse import ClientLeft, error_response
+from afm_mlx.server.server_options import ServerOptions
 
 _LOG = logging.getLogger("afm_mlx.server")
 
 
-def routes() -> list[BaseRoute]:
-    """All routes."""
-    return [
-        *page_routes(),
-        Route("/health", health.health),
-        Route("/ready", health.ready),
-        Route("/metrics", health.metrics),
-        Route("/v1/models", models.list_models),
-        Route("/v1/models/{model_id:path}", models.retrieve_model),
-        Route("/v1/adapters", adapters.list_adapters),
-        Route("/v1/adapters", adapters.load_adapter, methods=["POST"]),
-        Route("/v1/adapters/{name}", adapters.delete_adapter, methods=["DELETE"]),
-        Route(
-            "/v1/adapters/{name}/{action}",
-            adapters.change_adapter,
-            methods=["POST"],
-        ),
-        Route("/tokenize", tokenize.tokenize, methods=["POST"]),
-        Route("/detokenize", tokenize.detokenize, methods=["POST"]),
-        Route("/v1/completions", openai_completions.completions, methods=["POST"]),
-        Route("/v1/chat/completions", openai_chat.chat_completions, methods=["POST"]),
-        *openai_responses.ROUTES,
-        *anthropic_messages.ROUTES,
-    ]
-
-
 def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starlette:
-    """The application of a model.
+    """Make the application.
 
     Args:
         served: the model.
@@ -63,17 +55,17 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
     """
     options = options or served.options
     middleware = [Middleware(RequestIds), Middleware(Guards, options=options)]
-    if options.cors_origins:  # before the guards: a browser's preflight request has no key
+    if options.cors_origins:  # before the guards, because a browser's preflight request has no key
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=[*HEADERS, IGNORED, "Retry-After"],
+            expose_headers=[*ID_HEADERS, IGNORED_HEADER, "Retry-After"],
         )
         middleware.insert(0, cors)
     app = Starlette(
-        routes=routes(),
+        routes=_routes(),
         middleware=middleware,
         exception_handlers={
             ApiError: _refused,
@@ -90,11 +82,35 @@ def make_app(served: ServedModel, options: ServerOptions | None = None) -> Starl
     return app
 
 
+def _routes() -> list[BaseRoute]:
+    return [
+        *_page_routes(),
+        Route("/health", health),
+        Route("/ready", ready),
+        Route("/metrics", metrics),
+        Route("/v1/models", list_models),
+        Route("/v1/models/{model_id:path}", retrieve_model),
+        Route("/v1/adapters", adapters.list_adapters),
+        Route("/v1/adapters", adapters.load_adapter, methods=["POST"]),
+        Route("/v1/adapters/{name}", adapters.delete_adapter, methods=["DELETE"]),
+        Route("/v1/adapters/{name}/{action}", adapters.change_adapter, methods=["POST"]),
+        Route("/tokenize", tokenization.tokenize, methods=["POST"]),
+        Route("/detokenize", tokenization.detokenize, methods=["POST"]),
+        Route("/v1/completions", openai_completions.completions, methods=["POST"]),
+        Route("/v1/chat/completions", openai_chat.chat_completions, methods=["POST"]),
+        *responses_api.ROUTES,
+        *anthropic_api.ROUTES,
+    ]
+
+
+# -- errors
+
+
 async def _refused(request: Request, error: Exception) -> Response:
     served: ServedModel = request.app.state.served
-    told = served.told(error)
-    served.metrics.failed(told.status)
-    return error_response(told, request.url.path)
+    reported = served.client_error(error)
+    served.metrics.failed(reported.status)
+    return error_response(reported, request.url.path)
 
 
 async def _not_routed(request: Request, error: Exception) -> Response:
@@ -103,14 +119,14 @@ async def _not_routed(request: Request, error: Exception) -> Response:
         404: f"There is no {request.method} {request.url.path}; docs/server.md lists the routes.",
         405: f"{request.url.path} does not take {request.method}.",
     }
-    told = ApiError(
+    reported = ApiError(
         error.status_code,
         messages.get(error.status_code, error.detail),
         code={404: "not_found", 405: "method_not_allowed"}.get(error.status_code),
         type="invalid_request_error",
         headers=error.headers,
     )
-    return error_response(told, request.url.path)
+    return error_response(reported, request.url.path)
 
 
 async def _left(request: Request, error: Exception) -> Response:
@@ -118,6 +134,129 @@ async def _left(request: Request, error: Exception) -> Response:
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    """Of a fault of ours, which Starlette raises once more for the log."""
+    """Answer a request that an unexpected exception ended; Starlette raises it again, for the log."""
     _LOG.error("The request %s has failed.", REQUEST_ID.get())
     return await _refused(request, error)
+
+
+# -- health, metrics and models
+
+
+async def health(request: Request) -> Response:
+    """Answer 200 while the server runs."""
+    return json_response({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """Answer 200 while the server takes requests, 503 once it is stopping."""
+    served: ServedModel = request.app.state.served
+    if served.admission.draining:
+        return json_response({"status": "stopping"}, 503)
+    return json_response({"status": "ready", "model": served.name})
+
+
+async def metrics(request: Request) -> Response:
+    """Return the metrics of all clients in Prometheus's format."""
+    check_admin(request)
+    served: ServedModel = request.app.state.served
+    return Response(served.metrics.text(), headers={"Content-Type": CONTENT_TYPE})
+
+
+async def list_models(request: Request) -> Response:
+    """List the model and its adapters, each as a model, with the fields of both APIs."""
+    served: ServedModel = request.app.state.served
+    models = [_described(served, model_id) for model_id in served.model_ids]
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+    return json_response({"object": "list", "data": models, **ends})
+
+
+async def retrieve_model(request: Request) -> Response:
+    """Describe one model id."""
+    served: ServedModel = request.app.state.served
+    model_id = request.path_params["model_id"]
+    served.adapter_of(model_id)  # raises for an unknown id
+    return json_response(_described(served, model_id))
+
+
+def _described(served: ServedModel, model_id: str) -> dict[str, Any]:
+    is_adapter = model_id != served.name
+    return {
+        "id": model_id,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "afm-mlx",
+        "type": "model",
+        "display_name": model_id,
+        "created_at": datetime.fromtimestamp(served.created, UTC).isoformat(),
+        "max_model_len": served.context_size,
+        "parent": served.name if is_adapter else None,
+    }
+
+
+# -- the chat page
+
+PAGE_TYPES = {
+    "css": "text/css; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+"""Media types of the page's files, by file name extension."""
+
+CONTENT_SECURITY_POLICY = "; ".join(
+    [
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+    ]
+)
+"""Allows the page's own script and style files, and requests to this server; no inline code."""
+
+_PAGE_HEADERS = {
+    "Cache-Control": "no-cache",  # browsers ask again each time, because a newer server has newer files
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def _page_routes() -> list[BaseRoute]:
+    names = sorted(page_files())
+    files = [Route(f"/page/{name}", _page_route(name)) for name in names if name != "index.html"]
+    return [Route("/", _page_route("index.html")), *files]
+
+
+@functools.cache
+def page_files() -> dict[str, bytes]:
+    """Read the page's files once, by their paths, so that no request's path reaches the file system."""
+    folder = resources.files("afm_mlx.server") / "page"
+    files = {file.name: file for file in folder.iterdir() if file.is_file()}
+    vendored = (folder / "vendor").iterdir()
+    files |= {f"vendor/{file.name}": file for file in vendored}
+    return {
+        name: file.read_bytes()
+        for name, file in files.items()
+        if name.rpartition(".")[2] in PAGE_TYPES
+    }
+
+
+def _page_route(name: str) -> Callable[[Request], Awaitable[Response]]:
+    content = page_files()[name]
+    etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+    headers = {**_PAGE_HEADERS, "ETag": etag, "Content-Type": PAGE_TYPES[name.rpartition(".")[2]]}
+
+    async def page_file(request: Request) -> Response:
+        known = request.headers.get("if-none-match", "")
+        if etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
+            return Response(status_code=304, headers=headers)
+        return Response(content, headers=headers)
+
+    return page_file

@@ -1,4 +1,4 @@
-"""Reading the body of a request, and making a checked value of it; an error names the field."""
+"""Reading the body of a request into a checked struct."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -15,13 +15,11 @@ import msgspec
 from starlette.requests import Request
 
 from afm_mlx.errors import named, shown
-from afm_mlx.server.errors import ApiError, bad_request
+from afm_mlx.server.admission import LARGE, Admission, in_thread
 from afm_mlx.server.field_rules import Reader
-from afm_mlx.server.limits import Admission
+from afm_mlx.server.replies import ApiError, bad_request, while_connected
 from afm_mlx.server.request_fields import REQUESTS, known_elsewhere
 from afm_mlx.server.served_model import ServedModel
-from afm_mlx.server.sse import while_connected
-from afm_mlx.server.workers import LARGE, in_thread
 
 Body = TypeVar("Body")
 
@@ -29,7 +27,7 @@ _LOG = logging.getLogger("afm_mlx.server")
 
 
 def _number(text: str) -> float:
-    """A number with a point or an exponent; msgspec itself would take 12 us for one such as 1.5e300."""
+    """Decode a number with a point or an exponent; msgspec takes 12 us for one such as 1.5e300."""
     value = float(text)
     if math.isinf(value):
         raise msgspec.DecodeError(f"the number {shown(text)} is too large")
@@ -40,36 +38,44 @@ _DECODER = msgspec.json.Decoder(float_hook=_number)
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
 _INTEGERS = b"0123456789-, \t\r\n"
-"""What lists of token ids consist of, which are read fast as a whole."""
+"""The characters of a list of token ids, which is decoded fast as a whole."""
 _LEVELS = 4
-"""Levels of large values that are read element by element; each is looked through once more."""
+"""Number of outer levels of a large body that are decoded element by element; each costs one more pass."""
 
 
 async def read_body(request: Request, kind: type[Body]) -> Body:
-    """The body of a request as a value of a type.
+    """Read the body of a request, and convert it to a struct.
 
-    What of it has no effect is named in the log, and in a header of the response (`request_ids.py`).
+    Fields without effect are named in the log and in the response's header `IGNORED_HEADER`.
 
     Args:
-        request: the request; `guards.py` bounds the size of its body.
-        kind: a struct of `request_fields.py`, or a msgspec struct of a route's own.
+        request: the request; `guards.py` limits the size of its body.
+        kind: a struct of `request_fields.py`, or a route's own.
 
     Raises:
-        ApiError: 400 for a body that is no such value, with the field as its `param`; 408 for one that does not
-            come in time; 429 and 503 when the server has enough to do, or ends.
+        ApiError: 400 with the field for a body that can't be converted; 408 for a body that takes too long; 429
+            and 503 as `Admission` raises them.
     """
     served: ServedModel = request.app.state.served
+    options = request.app.state.options
     with ExitStack() as held:
         content = await _content(request, served.admission, held)
-        made, ignored = await _made(request, served, content, kind)
-    if ignored:
-        request.state.ignored = ", ".join(ignored)
+        served.workers.begin(request.state.client, len(content))
+        reader = Reader(options.strict, known_elsewhere() if kind in REQUESTS else None)
+        if len(content) > LARGE:
+            body = await while_connected(
+                request, in_thread(lambda: reader.read(decoded(content), kind))
+            )
+        else:
+            body = reader.read(decoded(content), kind)
+    if reader.ignored:
+        request.state.ignored = ", ".join(reader.ignored)
         _LOG.info("%s: of no effect here: %s", request.url.path, request.state.ignored)
-    return made
+    return body
 
 
 async def _content(request: Request, admission: Admission, held: ExitStack) -> bytes:
-    """All of a body; its memory is reserved until `held` is closed."""
+    """Read all of a body; its memory is reserved until `held` is closed."""
     seconds, parts = request.app.state.options.body_timeout, []
     try:
         async with asyncio.timeout(seconds):
@@ -83,35 +89,15 @@ async def _content(request: Request, admission: Admission, held: ExitStack) -> b
     return b"".join(parts)
 
 
-async def _made(
-    request: Request, served: ServedModel, content: bytes, kind: type[Body]
-) -> tuple[Body, Iterable[str]]:
-    """What a body is read as, and the names of what it ignores."""
-    options = request.app.state.options
-    served.workers.begin(request.state.client, len(content))
-    reader = Reader(options.strict, known_elsewhere() if kind in REQUESTS else None)
-    if len(content) > LARGE:
-        made = await while_connected(
-            request, in_thread(lambda: reader.read(decoded(content), kind))
-        )
-    else:
-        made = reader.read(decoded(content), kind)
-    return made, reader.ignored
-
-
 def decoded(content: bytes) -> Any:
-    """Decode the JSON of a body.
-
-    Raises:
-        ApiError: 400 for what is no JSON.
-    """
+    """Decode the JSON of a body; raise a 400 for anything else."""
     try:
         if len(content) <= LARGE:
             return _DECODER.decode(content)
         with _without_gc():
             return _parts_decoded(content, _LEVELS)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        if len(content) <= LARGE and (place := _place_of_no_number(content)):
+        if len(content) <= LARGE and (place := _non_finite_place(content)):
             raise bad_request(
                 f"{place} is NaN or infinite, which JSON has no number for; a finite number is needed.",
                 place,
@@ -119,7 +105,7 @@ def decoded(content: bytes) -> Any:
         why = str(error)
         if isinstance(error, RecursionError):
             why = "it is nested too deeply"
-        elif isinstance(error, UnicodeDecodeError):  # whose text counts from the string's beginning
+        elif isinstance(error, UnicodeDecodeError):  # its own text has a misleading position
             why = "it has a string that is no UTF-8"
         raise bad_request(
             f"The body can't be read as JSON: {why}. A JSON object in UTF-8 is needed."
@@ -127,7 +113,7 @@ def decoded(content: bytes) -> Any:
 
 
 def _parts_decoded(content: bytes | msgspec.Raw, levels: int) -> Any:
-    """What a large JSON says, read element by element: a decoder lets no other thread run until it is done."""
+    """Decode a large JSON element by element, because other threads can't run while the decoder does."""
     if len(content) > LARGE and levels:
         first = bytes(memoryview(content)[:100]).lstrip()[:1]
         if first == b"{":
@@ -140,7 +126,7 @@ def _parts_decoded(content: bytes | msgspec.Raw, levels: int) -> Any:
 
 @contextmanager
 def _without_gc() -> Iterator[None]:
-    """Without the search for cycles, which takes longer than the decoder where lists are many."""
+    """Suspend garbage collection, which takes longer than decoding if there are many lists."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -150,8 +136,8 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def _place_of_no_number(content: bytes) -> str | None:
-    """Where a body that Python's JSON takes has NaN or infinity, which are no JSON."""
+def _non_finite_place(content: bytes) -> str | None:
+    """Return the place of the first NaN or infinity, which Python's decoder takes, or None."""
     found: list[str] = []
 
     def look(value: Any, place: str) -> None:

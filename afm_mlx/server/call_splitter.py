@@ -1,8 +1,8 @@
-"""An answer's text taken apart while it is generated: what is said, and the calls of tools behind it.
+"""Splits an answer, while it is generated, into text and the tool calls after it.
 
-Calls are in the form of `guidance.tool_calls`:
+Calls have the form of `guidance.tool_calls`:
 
-    said <executable_start> ```function
+    text <executable_start> ```function
     [{"name": NAME, "arguments": {...}}, ...]```<executable_end>
 """
 
@@ -20,14 +20,14 @@ _HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
 
 @dataclass(frozen=True)
 class Said:
-    """Text that is no part of a call."""
+    """Text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallHead:
-    """A call begins: its number, and the name of the tool."""
+    """The beginning of a call: its number, and the tool's name."""
 
     call: int
     name: str
@@ -42,27 +42,27 @@ class CallArguments:
 
 
 class CallSplitter:
-    """Takes one answer apart.
+    """Splits one answer.
 
     Attributes:
         calls: number of calls that have begun.
-        in_calls: whether the mark has come, so that no more is said.
+        in_calls: True once the mark of calls has come; no text follows it.
     """
 
     def __init__(self) -> None:
         self.calls = 0
-        self._marked = False  # the token of the mark has come; its text may come later
+        self._marked = False  # the mark's token has come; its text may come later
         self._rest = ""  # of a call's head
         self.in_calls = False
         self._depth = 0  # of brackets; 0 outside of arguments
         self._in_arguments = self._in_string = self._is_escaped = False
 
     def feed(self, text: str, is_mark: bool = False) -> Iterator[Said | CallHead | CallArguments]:
-        """Yield what more of the answer's text holds.
+        """Yield the parts of more text.
 
         Args:
-            text: what can be shown since the last call.
-            is_mark: whether the token is the mark that calls begin with. Text may spell it, and is text then.
+            text: the text since the last call.
+            is_mark: True if the token is the mark that calls begin with; text can spell the mark, too.
         """
         self._marked = self._marked or is_mark
         if not self.in_calls:
@@ -91,7 +91,7 @@ class CallSplitter:
                 return
 
     def _end_of_arguments(self, text: str) -> int:
-        """Where the arguments end: at the bracket that closes the call, or not within the text."""
+        """Return where the arguments end in `text`, or its length if they go on."""
         for i, character in enumerate(text):
             if self._is_escaped:
                 self._is_escaped = False

@@ -1,7 +1,7 @@
-"""Reads JSON as structs whose fields have rules, which say what becomes of what a client sends.
+"""Rules for fields of requests, and a reader that applies them.
 
-A field of a struct is annotated with its rule; `request_fields.py` is the table of them. A field without a rule
-is `Honoured`. What no struct has is unknown: it is taken, and named if it stands at the top of a request.
+A struct's fields are annotated with their rules (`request_fields.py` is the table); a field without one is
+`Honoured`. Fields that a struct doesn't have are accepted, and named if they are at the top of a request.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import msgspec
 from msgspec import Meta, Struct
 
 from afm_mlx.errors import named, shown
-from afm_mlx.server.errors import ApiError, bad_request
+from afm_mlx.server.replies import bad_request
 
 Made = TypeVar("Made")
 EMPTY: tuple[Any, ...] = ("", [], {}, False)
-"""Values that ask for nothing, besides null."""
+"""Values that mean the same as null."""
 MAX_IGNORED = 40
-"""Names in a list of what was ignored, at most."""
+"""Maximum number of names in the list of ignored fields."""
 _DROPPED = object()
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\[\]/-]{1,80}")
 
 
 @dataclass(frozen=True, eq=False)
 class Honoured:
-    """What the field asks for is done.
+    """The field has its effect.
 
     Args:
-        text: what it means and what is allowed, for the documents.
+        text: the field's meaning and allowed values, for the documents.
         hint: what to do next, for errors.
         off: values that mean the same as null.
-        shapes_answers: whether a route that doesn't know the field has to refuse it.
+        shapes_answers: True if the field changes answers, so that routes without it refuse it.
     """
 
     text: str = ""
@@ -48,11 +48,11 @@ class Honoured:
 
 @dataclass(frozen=True, eq=False)
 class Refused:
-    """The field changes the answer and can't be honoured: an error, unless it asks for nothing.
+    """The field would change the answer and can't be honoured: an error, unless it is off.
 
     Args:
         text: why it can't be honoured.
-        off: values that ask for nothing, besides null.
+        off: values that mean the same as null.
     """
 
     text: str
@@ -61,13 +61,13 @@ class Refused:
 
 @dataclass(frozen=True, eq=False)
 class Ignored:
-    """A hint, an optimisation, or another program's concern: taken, and named in the response.
+    """The field is a hint or for another program: accepted without effect, and named in the response.
 
     Args:
         text: why it has no effect.
-        off: values that ask for nothing, besides null; they are not named.
-        is_named: False for what clients echo of earlier answers.
-        if_strict: whether a strict server takes it, too.
+        off: values that mean the same as null; they are not named.
+        is_named: False for fields that clients repeat from earlier answers.
+        if_strict: True if strict servers accept the field, too.
     """
 
     text: str
@@ -81,13 +81,13 @@ Rule = Honoured | Refused | Ignored
 
 @dataclass(frozen=True, eq=False)
 class Kinds:
-    """Of a union of structs that a tag tells apart: what becomes of other tags.
+    """A rule for objects whose tag is none of a union's structs.
 
     Args:
-        text: why other kinds can't be honoured.
-        default: the kind of objects without a tag.
-        ignored: kinds that are taken, named and left out of their list; None for all other kinds.
-        why: why those have no effect.
+        text: why other tags can't be honoured.
+        default: the tag of objects without one.
+        ignored: tags of objects that are named and left out of their list; None for all other tags.
+        why: why the ignored objects have no effect.
     """
 
     text: str
@@ -96,43 +96,43 @@ class Kinds:
     why: str = ""
 
     def ignores(self, kind: Any) -> bool:
-        """True if objects whose `type` is this kind are ignored."""
+        """True if objects with this tag are ignored."""
         return isinstance(kind, str) and (self.ignored is None or kind in self.ignored)
 
 
 @dataclass(frozen=True, eq=False)
-class Shape:
-    """What a value may be, of a field's annotation.
+class ValueShape:
+    """The values that a field's annotation allows.
 
     Args:
-        annotation: as msgspec reads it.
-        structs: structs that an object may be, by tag; None is the tag of one without.
-        tag_field: the field that holds the tag.
-        kinds: what becomes of other tags.
-        element: the shape of a list's elements, if structs are among them.
-        bounds: the list's type with its limits of length.
+        annotation: for msgspec.
+        structs: the structs that an object may be, by tag; a struct without a tag has None.
+        tag_field: the name of the tag's field.
+        kinds: the rule for other tags.
+        element: the shape of a list's elements, if there are structs among them.
+        bounds: the list's type with its limits of length, for msgspec.
     """
 
     annotation: Any
     structs: Mapping[str | None, type[Struct]]
     tag_field: str | None
     kinds: Kinds
-    element: Shape | None
+    element: ValueShape | None
     bounds: Any
 
 
 @dataclass(frozen=True, eq=False)
 class FieldRule:
-    """A field of a struct: its rule, its shape, and whether it has to be there."""
+    """A field of a struct."""
 
     rule: Rule
-    shape: Shape
+    shape: ValueShape
     is_required: bool
 
 
 @cache
 def rules_of(kind: type[Struct]) -> Mapping[str, FieldRule]:
-    """The fields of a struct, in their order."""
+    """Return the rules of a struct's fields, in order."""
     hints = get_type_hints(kind, include_extras=True)
     found = {}
     for field in msgspec.structs.fields(kind):
@@ -147,7 +147,7 @@ def _metadata(annotation: Any) -> tuple[Any, ...]:
     return annotation.__metadata__ if get_origin(annotation) is Annotated else ()
 
 
-def _shape(annotation: Any) -> Shape:
+def _shape(annotation: Any) -> ValueShape:
     structs: dict[str | None, type[Struct]] = {}
     tag_field = element = bounds = None
     kinds = Kinds("nothing else can be used here")
@@ -168,18 +168,18 @@ def _shape(annotation: Any) -> Shape:
             if inner.structs or inner.element:
                 element = inner
                 bounds = Annotated[(list[Any], *limits)] if limits else list[Any]
-    return Shape(annotation, structs, tag_field, kinds, element, bounds)
+    return ValueShape(annotation, structs, tag_field, kinds, element, bounds)
 
 
 class Reader:
     """Reads one body.
 
     Args:
-        is_strict: refuse what would be ignored.
-        known: unknown fields at the top that are refused unless they have one of these values.
+        is_strict: True to refuse fields that would be ignored.
+        known: fields of other APIs, with the values that mean the same as null; other values are refused.
 
     Attributes:
-        ignored: names of what was taken and has no effect, without the numbers of list elements.
+        ignored: names of fields without effect, in order, with [] for the indices of lists.
     """
 
     def __init__(self, is_strict: bool = False, known: Mapping[str, tuple[Any, ...]] | None = None):
@@ -187,11 +187,7 @@ class Reader:
         self.ignored: dict[str, None] = {}
 
     def read(self, value: Any, kind: type[Made]) -> Made:
-        """A struct from what JSON was decoded to.
-
-        Raises:
-            ApiError: 400 that names the field.
-        """
+        """Convert a decoded JSON object to a struct; raise a 400 that names the field it can't."""
         if not isinstance(value, dict):
             raise bad_request(f"The body is {shown(value)}; a JSON object is needed.")
         return self._struct(value, kind, "")
@@ -226,7 +222,7 @@ class Reader:
     def _take_unknown(self, name: str, item: Any, where: str, place: str, forbids: bool) -> None:
         if forbids or self._is_strict:
             raise bad_request(
-                f"{named(where)} is no field that this server honours. Leave it out.",
+                f"{named(where)} is not a field that this server honours. Leave it out.",
                 named(where),
                 "unknown_parameter",
             )
@@ -237,7 +233,7 @@ class Reader:
         elif not is_one_of(item, (None, *EMPTY)):
             self._name(name)
 
-    def _value(self, item: Any, shape: Shape, where: str, hint: str) -> Any:
+    def _value(self, item: Any, shape: ValueShape, where: str, hint: str) -> Any:
         if isinstance(item, dict) and shape.structs:
             return self._of_kind(item, shape, where)
         if isinstance(item, list) and shape.element is not None:
@@ -249,7 +245,7 @@ class Reader:
             return [each for each in made if each is not _DROPPED]
         return _converted(item, shape.annotation, where, hint)
 
-    def _of_kind(self, value: Mapping[str, Any], shape: Shape, where: str) -> Any:
+    def _of_kind(self, value: Mapping[str, Any], shape: ValueShape, where: str) -> Any:
         if shape.tag_field is None:
             (kind,) = shape.structs.values()
             return self._struct(value, kind, where)
@@ -269,7 +265,7 @@ class Reader:
         )
 
     def _name(self, where: str, kind: str | None = None) -> None:
-        """Note that something has no effect: a field, or a kind of a list's elements."""
+        """Add a field to `ignored`, or the elements of a list with a tag."""
         name = re.sub(r"\[\d+\]", "[]", where)
         if kind is not None:
             name = f"{name.removesuffix('[]')}[{kind}]"
@@ -279,17 +275,51 @@ class Reader:
 
 
 def _converted(value: Any, annotation: Any, place: str, hint: str) -> Any:
-    """A value as msgspec checks it, whose errors are `what - at `$.place``."""
+    """Convert a value with msgspec; raise a 400 that names the element which it refuses."""
     try:
         return msgspec.convert(value, annotation)
     except (msgspec.ValidationError, RecursionError) as error:
-        what, _, inner = str(error).partition(" - at `")
-        inner = inner.rstrip("`").removeprefix("key in ").removeprefix("$")
+        where = named(_refused_place(value, annotation, place))
+        what = str(error).partition(" - at ")[0]  # msgspec's own place has no names of keys
         raise bad_request(
-            f"{named(place + inner)} can't be used: {what}.{f' {hint}' if hint else ''}",
-            named(place + inner),
-            "invalid_value",
+            f"{where} can't be used: {what}.{f' {hint}' if hint else ''}", where, "invalid_value"
         ) from None
+
+
+def _refused_place(value: Any, annotation: Any, place: str) -> str:
+    """Return the place of the innermost element that msgspec refuses.
+
+    The elements of each level are bisected, and converted within single-element copies of the levels above.
+    """
+    above: list[str | None] = []  # keys of the levels above; None for lists
+
+    def is_refused(part: Any) -> bool:
+        for key in reversed(above):
+            part = [part] if key is None else {key: part}
+        try:
+            msgspec.convert(part, annotation)
+        except (msgspec.ValidationError, RecursionError):
+            return True
+        return False
+
+    while isinstance(value, list | dict):
+        make = list if isinstance(value, list) else dict
+        items = list(enumerate(value) if isinstance(value, list) else value.items())
+
+        def part_of(some: list[Any], make: Any = make) -> Any:
+            return make(some) if make is dict else [item for _, item in some]
+
+        if is_refused(make()):
+            return place  # another type is needed
+        while len(items) > 1:
+            half = items[: len(items) // 2]
+            items = half if is_refused(part_of(half)) else items[len(half) :]
+        if not items or not is_refused(part_of(items)):
+            return place  # all elements are allowed, but not together
+        ((key, value),) = items
+        place += f"[{key}]" if make is list else f".{key}"
+        above.append(None if make is list else key)
+    return place
 
 
 def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
@@ -298,20 +328,11 @@ def is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
 
 
 def refuse(value: Any, name: str, why: str, *allowed: Any) -> None:
-    """Raise for a field that can't be honoured, unless it is null or has one of the values that change nothing.
-
-    Raises:
-        ApiError: 400 that names the field.
-    """
+    """Raise a 400 for a field that can't be honoured, unless it is null or has an allowed value."""
     if is_one_of(value, (None, *allowed)):
         return
-    raise unsupported(name, value, why, allowed)
-
-
-def unsupported(name: str, value: Any, why: str, allowed: tuple[Any, ...] = ()) -> ApiError:
-    """The error of a field that can't be honoured."""
     words = ", ".join(json.dumps(each) for each in (*allowed, None))
-    return bad_request(
+    raise bad_request(
         f"{name} is {shown(value)}; {why}. Allowed here: {words}, or leave it out.",
         name,
         "unsupported_parameter",

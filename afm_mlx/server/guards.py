@@ -1,6 +1,6 @@
-"""What every request has to pass before a route sees it: its Host, its Origin, its key, the size of its body.
+"""Checks of every request before a route sees it: its Host, its Origin, its key, the size of its body.
 
-All of it looks at headers alone, so a refused request costs nothing, whatever its body is said to be.
+They read headers only, so refusing a request costs nothing, however large its body is.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from afm_mlx.errors import named
-from afm_mlx.server.errors import ApiError
-from afm_mlx.server.options import ServerOptions
-from afm_mlx.server.sse import error_response
+from afm_mlx.server.replies import ApiError, error_response
+from afm_mlx.server.server_options import ServerOptions
 
 OPEN_PATHS = ("/", "/health", "/ready")
-"""What needs no key: the page, which asks for it, and what tells nothing."""
+"""Paths that need no key: the page, which asks for the key, and the health checks."""
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(:\d{1,5})?")
 
 
 def is_loopback(host: str) -> bool:
-    """True if an address to listen at can be reached from this machine alone."""
+    """True if an address to listen at can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -39,12 +38,7 @@ def is_loopback(host: str) -> bool:
 
 
 class Guards:
-    """ASGI middleware that refuses what must not reach a route.
-
-    Args:
-        app: what comes behind.
-        options: the server's settings.
-    """
+    """ASGI middleware that refuses requests which must not reach a route."""
 
     def __init__(self, app: ASGIApp, options: ServerOptions):
         self._app, self._options = app, options
@@ -77,20 +71,20 @@ class Guards:
         await self._app(scope, _Bounded(receive, self._options.max_body), send)
 
     def _check_host(self, headers: Headers) -> None:
-        """Refuse a Host of others: that of a web page that points its own name here (DNS rebinding)."""
+        """Refuse foreign Hosts, such as a web page's whose name resolves to this machine (DNS rebinding)."""
         hosts = headers.getlist("host")
         if self._options.unix_socket is not None or not hosts:
-            return  # browsers reach no such socket, and name the host always
+            return  # browsers can't reach Unix sockets, and always send a Host
         name = _host_name(hosts[0]) if len(hosts) == 1 else None
         if name is None or not (name in self._hosts or (not self._is_local and _is_address(name))):
             raise ApiError(
                 403,
-                f"The Host {named(', '.join(hosts))} is none of this server's. --allowed-host adds one.",
+                f"The Host {named(', '.join(hosts))} is not a name of this server. --allowed-host adds one.",
                 code="host_not_allowed",
             )
 
     def _check_origin(self, headers: Headers) -> None:
-        """Refuse requests of web pages other than the server's own and those that were allowed."""
+        """Refuse requests of web pages, except the server's own page and allowed origins."""
         origin = headers.get("origin")
         if (
             origin is None
@@ -110,7 +104,7 @@ class Guards:
         """Return the client's id, a digest of its API key; "" if the server needs no key.
 
         Raises:
-            ApiError: 401 for a key that is missing or none of the server's.
+            ApiError: 401 for a missing or unknown key.
         """
         path = scope["path"]
         if path in OPEN_PATHS or path.startswith("/page/"):
@@ -119,7 +113,7 @@ class Guards:
         given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         digest = hashlib.sha256(given.encode("utf-8", "surrogateescape")).hexdigest()
         found = ""
-        for known, client in self._keys.items():  # all of them, so that the time tells nothing
+        for known, client in self._keys.items():  # all of them, so that the time reveals nothing
             if hmac.compare_digest(digest, known):
                 found = client
         if not found and self._asks_everybody:
@@ -133,7 +127,7 @@ class Guards:
 
     def _check_length(self, headers: Headers) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:
-            # Programs in between may believe the other one, and take a part of the body for a request.
+            # A proxy may use the other one, and read a part of the body as a request (request smuggling).
             raise ApiError(
                 400,
                 "The request has both Content-Length and Transfer-Encoding; one of them is needed.",
@@ -146,11 +140,7 @@ class Guards:
 
 
 def check_admin(request: Request) -> None:
-    """Refuse a request that changes what others use, or reads what they do, unless it has an admin key.
-
-    Raises:
-        ApiError: 403.
-    """
+    """Raise a 403 for a request that concerns other clients, unless it has an admin key."""
     if request.state.is_admin:
         return
     has_key = bool(request.app.state.options.admin_keys)
@@ -163,7 +153,7 @@ def check_admin(request: Request) -> None:
 
 
 class _Bounded:
-    """Receives a body, and raises once it is too large."""
+    """Wraps `receive`, and raises once the body is too large."""
 
     def __init__(self, receive: Receive, most: int):
         self._receive, self._left, self._most = receive, most, most
@@ -178,7 +168,7 @@ class _Bounded:
 
 
 def too_large(most: int) -> ApiError:
-    """The error of a body with too many bytes; the rest of it is not read."""
+    """Make the 413 error of a body with more than `most` bytes."""
     return ApiError(
         413,
         f"The body has more than {most} bytes. Send less, or start the server with another --max-body.",
@@ -188,13 +178,13 @@ def too_large(most: int) -> ApiError:
 
 
 def _by_digest(keys: Iterable[str]) -> Mapping[str, str]:
-    """Names of clients, by the digests of their keys: all are of one length, so comparing tells none."""
+    """Map digests of keys to client ids; digests have equal lengths, so comparing reveals no length."""
     digests = [hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest() for key in keys]
     return {digest: f"key-{digest[:12]}" for digest in digests}
 
 
 def _host_name(host: str) -> str | None:
-    """The name of a Host header, without its port; None for what is none."""
+    """Return the name in a Host header without its port, or None if the header is malformed."""
     found = _HOST.fullmatch(host)
     return None if found is None else found[1].strip("[]").lower().removesuffix(".")
 

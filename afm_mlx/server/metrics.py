@@ -1,18 +1,16 @@
-"""What is counted and measured, for Prometheus, under the names that vLLM's dashboards know."""
+"""Metrics for Prometheus, under the names that dashboards for vLLM use."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:
-    from afm_mlx.engine.speculation.draft_length import RowGuesses
-    from afm_mlx.server.served_model import ServedModel
+from afm_mlx.engine.speculation.draft_length import RowGuesses
 
 PREFIX = "afm_mlx:"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,47 +22,49 @@ _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 
 @dataclass
 class AnswerClock:
-    """Times of the steps of one answer, in seconds of `time.monotonic`.
+    """Times of one answer's steps, in seconds of `time.monotonic`.
+
+    Forced tokens don't count: they are known without the model, even while the answer waits.
 
     Attributes:
-        arrived: when it was asked for.
-        scheduled: when its prompt began to be computed; None before.
-        first, last: when its first and its last token was drawn, so far; None before. Tokens that a constraint
-            forces are known without the model, even while the answer waits.
-        drawn: number of tokens that were drawn.
-        has_left: whether it has ended.
+        arrived: when the answer was requested.
+        scheduled: when its prefill began; None before.
+        first, last: when its first and its last token so far were sampled; None before.
+        sampled: number of sampled tokens.
+        has_left: True once the answer has ended.
     """
 
     arrived: float = field(default_factory=time.monotonic)
     scheduled: float | None = None
     first: float | None = None
     last: float | None = None
-    drawn: int = 0
+    sampled: int = 0
     has_left: bool = False
 
     @property
     def until_first(self) -> float | None:
-        """Seconds until the first token was drawn; None before."""
+        """Seconds until the first token was sampled; None before."""
         return None if self.first is None else self.first - self.arrived
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second, from the first that was drawn to the last; None where that was no time."""
+        """Tokens per second from the first sampled token to the last; None if no time passed."""
         if self.first is None or self.last is None or self.last <= self.first:
             return None
-        return (self.drawn - 1) / (self.last - self.first)
+        return (self.sampled - 1) / (self.last - self.first)
 
 
 class Metrics:
-    """A registry of its own, so that several servers of one process don't meet.
+    """Counters, gauges and histograms in their own registry, so that servers in one process don't mix.
 
     Args:
-        served: the model, whose adapters and queue are looked at when metrics are asked for.
+        model: the model's id, a label of all metrics.
+        gauges: yields name, help and value of the gauges that are read when metrics are requested.
     """
 
-    def __init__(self, served: ServedModel):
+    def __init__(self, model: str, gauges: Callable[[], Iterable[tuple[str, str, float]]]):
         self.registry = CollectorRegistry()
-        self._model = served.name
+        self._model = model
 
         labels = ["model_name"]
 
@@ -95,42 +95,48 @@ class Metrics:
         self._generated = counter("generation_tokens", "New tokens.")
         self._queries = counter("prefix_cache_queries", "Prompt tokens looked up in the cache.")
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the cache.")
-        self._guessed = counter("spec_decode_num_draft_tokens", "Tokens that were guessed.")
-        self._accepted = counter("spec_decode_num_accepted_tokens", "Guesses that were right.")
-        self._running = gauge("num_requests_running", "Answers that are computed.")
+        self._drafted = counter("spec_decode_num_draft_tokens", "Draft tokens.")
+        self._accepted = counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens that were accepted."
+        )
+        self._running = gauge("num_requests_running", "Answers that run.")
         self._waiting = gauge("num_requests_waiting", "Answers that wait for the batch.")
         self._ttft = histogram(
-            "time_to_first_token_seconds", "Until the first drawn token.", _SHORT
+            "time_to_first_token_seconds", "Until the first sampled token.", _SHORT
         )
-        self._inter = histogram("inter_token_latency_seconds", "Between two drawn tokens.", _SHORT)
+        self._inter = histogram(
+            "inter_token_latency_seconds", "Between two sampled tokens.", _SHORT
+        )
         self._per_token = histogram(
-            "request_time_per_output_token_seconds", "Mean of an answer's drawn tokens.", _SHORT
+            "request_time_per_output_token_seconds", "Mean of an answer's sampled tokens.", _SHORT
         )
-        self._e2e = histogram("e2e_request_latency_seconds", "Of whole answers.", _LONG)
-        self._queue = histogram("request_queue_time_seconds", "Until it is begun.", _LONG)
-        self._prompt_sizes = histogram("request_prompt_tokens", "Of one prompt.", _TOKENS)
-        self._answer_sizes = histogram("request_generation_tokens", "Of one answer.", _TOKENS)
-        self.registry.register(_Memory(served))
+        self._e2e = histogram("e2e_request_latency_seconds", "Duration of whole answers.", _LONG)
+        self._queue = histogram("request_queue_time_seconds", "Until the prefill begins.", _LONG)
+        self._prompt_sizes = histogram("request_prompt_tokens", "Tokens of one prompt.", _TOKENS)
+        self._answer_sizes = histogram(
+            "request_generation_tokens", "Tokens of one answer.", _TOKENS
+        )
+        self.registry.register(_Gauges(model, gauges))
 
     # -- one answer
 
     def waits(self) -> None:
-        """An answer was asked for."""
+        """Count an answer that was requested."""
         self._waiting.inc()
 
     def scheduled(self, clock: AnswerClock) -> None:
-        """Its prompt is being computed; called once or again, in the event loop's thread."""
+        """Count an answer whose prefill has begun; repeated calls for one answer do nothing."""
         if clock.scheduled is None and not clock.has_left:
             clock.scheduled = time.monotonic()
             self._waiting.dec()
             self._running.inc()
             self._queue.observe(clock.scheduled - clock.arrived)
 
-    def drawn(self, clock: AnswerClock) -> None:
-        """A token was drawn from the model's logits."""
+    def sampled(self, clock: AnswerClock) -> None:
+        """Count a token that was sampled from the model's logits."""
         self.scheduled(clock)
         now = time.monotonic()
-        clock.drawn += 1
+        clock.sampled += 1
         if clock.first is None:
             clock.first = now
             self._ttft.observe(now - clock.arrived)
@@ -139,12 +145,12 @@ class Metrics:
         clock.last = now
 
     def leaves(self, clock: AnswerClock, reason: str, tokens: int) -> None:
-        """An answer has ended.
+        """Count an answer that has ended.
 
         Args:
-            clock: the answer's.
+            clock: the answer's times.
             reason: "stop", "length", "tool_calls", "abort" or "error".
-            tokens: new tokens that it had.
+            tokens: number of its new tokens.
         """
         clock.has_left = True
         gauge = self._waiting if clock.scheduled is None else self._running
@@ -154,65 +160,38 @@ class Metrics:
         self._e2e.observe(time.monotonic() - clock.arrived)
         if tokens:
             self._answer_sizes.observe(tokens)
-        if clock.first is not None and clock.last is not None and clock.drawn > 1:
-            self._per_token.observe((clock.last - clock.first) / (clock.drawn - 1))
+        if clock.first is not None and clock.last is not None and clock.sampled > 1:
+            self._per_token.observe((clock.last - clock.first) / (clock.sampled - 1))
 
-    def guesses(self, guesses: RowGuesses) -> None:
-        """The guesses for an answer that has ended."""
-        self._guessed.inc(guesses.proposed)
-        self._accepted.inc(guesses.accepted)
+    def drafts(self, drafts: RowGuesses) -> None:
+        """Count the draft tokens of an answer that has ended."""
+        self._drafted.inc(drafts.proposed)
+        self._accepted.inc(drafts.accepted)
 
     # -- one request
 
     def prompt(self, tokens: int, cached: int) -> None:
-        """A prompt was computed, apart from what was known of it."""
+        """Count a prompt, of which `cached` tokens were in the prefix cache."""
         self._prompt.inc(tokens)
         self._prompt_sizes.observe(tokens)
         self._queries.inc(tokens)
         self._hits.inc(cached)
 
     def failed(self, status: int) -> None:
-        """A request was answered with an error."""
+        """Count a request that was answered with an error."""
         self._errors.labels(self._model, str(status)).inc()
 
     def text(self) -> bytes:
-        """All of it in Prometheus's text format."""
+        """Return all metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
 
-class _Memory(Collector):
-    """Memory of adapters and of the prefix cache, looked at when metrics are asked for."""
+class _Gauges(Collector):
+    def __init__(self, model: str, gauges: Callable[[], Iterable[tuple[str, str, float]]]):
+        self._model, self._gauges = model, gauges
 
-    def __init__(self, served: ServedModel):
-        self._served = served
-
-    def collect(self) -> Any:
-        pool = self._served.pool
-        known: dict[str, Any] = {"bytes": 0, "adapters": []} if pool is None else pool.describe()
-        resident = [each for each in known["adapters"] if each["state"] == "resident"]
-        labels = ["model_name"]
-        prefixes, kv = self._served.prefix_cache, self._served.engine.engine
-        for name, help, value in (
-            (
-                "prefix_cache_bytes",
-                "Memory of the prefix cache.",
-                prefixes.nbytes if prefixes else 0,
-            ),
-            ("kv_cache_bytes", "Keys and values of running answers.", kv.kv_bytes if kv else 0),
-            ("kv_cache_usage_perc", "Share of what they may take, 1 is all.", self._kv_usage()),
-            ("adapter_resident_bytes", "Memory of adapters.", known["bytes"]),
-            ("adapters_resident", "Adapters in memory.", len(resident)),
-            ("adapters_registered", "Adapters by name.", len(known["adapters"])),
-        ):
-            family = GaugeMetricFamily(PREFIX + name, help, labels=labels)
-            family.add_metric([self._served.name], value)
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        for name, help, value in self._gauges():
+            family = GaugeMetricFamily(PREFIX + name, help, labels=["model_name"])
+            family.add_metric([self._model], value)
             yield family
-
-    def _kv_usage(self) -> float:
-        """Bytes of the budget; without one, tokens of those that the whole batch could have."""
-        kv = self._served.engine.engine
-        if kv is None:
-            return 0.0
-        if kv.kv_memory is not None:
-            return kv.kv_bytes / kv.kv_memory
-        return kv.kv_tokens / (kv.max_batch * self._served.context_size)

@@ -4,82 +4,97 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from afm_mlx.server.bodies import read_body
-from afm_mlx.server.chat_messages import chat_messages, chat_tool_fields
-from afm_mlx.server.errors import bad_request
-from afm_mlx.server.generation import (
-    Ask,
+from afm_mlx.server.admission import in_thread
+from afm_mlx.server.answer_events import (
     Ended,
+    GenerationRequest,
     TextDelta,
+    TokenCounts,
     ToolCallBegins,
     ToolCallDelta,
-    Usage,
-    answer,
+    answer_events,
+)
+from afm_mlx.server.bodies import read_body
+from afm_mlx.server.chat_inputs import (
+    ConversationBuilder,
+    Message,
+    OfferedTools,
+    Tool,
+    check_format_fits,
+    function_tool,
+    offered_tools,
 )
 from afm_mlx.server.openai_fields import (
     chat_logprobs,
     check_count,
-    constraint_of,
-    guided,
+    format_of,
     limit,
     sampling_of,
     timings,
     usage,
 )
-from afm_mlx.server.request_fields import ChatRequest
-from afm_mlx.server.served_model import ServedModel
-from afm_mlx.server.sse import EventStream, event, json_response, while_connected
-from afm_mlx.server.token_texts import TokenLogprob
-from afm_mlx.server.workers import in_thread
+from afm_mlx.server.replies import EventStream, bad_request, event, json_response, while_connected
+from afm_mlx.server.request_fields import (
+    AssistantMessage,
+    ChatAllowedTools,
+    ChatFunctionTool,
+    ChatMessage,
+    ChatRequest,
+    ChosenFunction,
+    RefusalPart,
+    TextPart,
+    ToolMessage,
+    UserMessage,
+)
+from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 
 
 async def chat_completions(request: Request) -> Response:
-    """Answer a chat."""
+    """Answer a chat, whole or as a stream."""
     served: ServedModel = request.app.state.served
     body = await read_body(request, ChatRequest)
-    ask = await while_connected(request, ask_of(body, served, request.state.client))
+    made = await while_connected(request, _generation_request(body, served, request.state.client))
     if body.stream:
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return EventStream(_chunks(served, ask, body.model, with_usage), request)
-    return json_response(await while_connected(request, _completion(served, ask, body.model)))
+        return EventStream(_chunks(served, made, body.model, with_usage), request)
+    return json_response(await while_connected(request, _completion(served, made, body.model)))
 
 
-async def ask_of(body: ChatRequest, served: ServedModel, client: str) -> Ask:
-    """What a body asks for.
+# -- from a body to a request
 
-    Raises:
-        ApiError: for what can't be honoured.
-    """
+
+async def _generation_request(
+    body: ChatRequest, served: ServedModel, client: str
+) -> GenerationRequest:
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs", "invalid_value")
     adapter = served.adapter_of(body.model)
     messages = await in_thread(
         lambda: chat_messages(body.messages, folds=not served.options.strict)
     )
-    parallel = body.parallel_tool_calls is not False
-    tools = chat_tool_fields(body.tools, body.tool_choice, parallel)
-    structured, name = guided(body)
-    constraint, shown_format = await constraint_of(body.response_format, structured, name)
-    if constraint is not None and messages[-1]["role"] == "assistant":
+    tools = _tools(body)
+    format = await format_of(body, body.response_format)
+    check_format_fits(format, messages, f"messages[{len(body.messages) - 1}]")
+    older = limit("max_tokens", body.max_tokens)
+    newer = limit("max_completion_tokens", body.max_completion_tokens)
+    if None not in (older, newer) and older != newer:
         raise bad_request(
-            "An answer that the messages begin already can't be held to a format, which is said of whole "
-            "answers. Leave the last message out, or the format.",
-            f"messages[{len(body.messages) - 1}]",
+            "max_tokens and max_completion_tokens say the same thing, and differ; choose one.",
+            "max_tokens",
         )
-    return Ask(
+    return GenerationRequest(
         messages=messages,
-        **tools,
-        answer=constraint,
-        response_format=shown_format,
+        tools=tools,
+        format=format,
         adapter=adapter,
-        max_tokens=_limit(body),
+        max_tokens=older if newer is None else newer,
         **sampling_of(body),
         n=check_count(body.n, served),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
@@ -87,15 +102,63 @@ async def ask_of(body: ChatRequest, served: ServedModel, client: str) -> Ask:
     )
 
 
-def _limit(body: ChatRequest) -> int | None:
-    older = limit("max_tokens", body.max_tokens)
-    given = limit("max_completion_tokens", body.max_completion_tokens)
-    if None not in (older, given) and older != given:
-        raise bad_request(
-            "max_tokens and max_completion_tokens say the same thing, and differ; choose one.",
-            "max_tokens",
-        )
-    return older if given is None else given
+def chat_messages(messages: Sequence[ChatMessage], folds: bool) -> list[Message]:
+    """Convert messages for the chat template.
+
+    Args:
+        messages: of the body's field `messages`.
+        folds: see `ConversationBuilder`.
+
+    Raises:
+        ApiError: 400 for messages that can't be honoured.
+    """
+    conversation = ConversationBuilder(folds=folds)
+    for index, message in enumerate(messages):
+        place = f"messages[{index}]"
+        if isinstance(message, AssistantMessage):
+            content = message.content if message.content is not None else message.refusal or ""
+            conversation.add_answer(_text(content), place)
+            for number, call in enumerate(message.tool_calls or ()):
+                where = f"{place}.tool_calls[{number}]"
+                name, arguments = call.function.name, call.function.arguments
+                conversation.add_call(
+                    call.id, name, arguments, f"{where}.id", f"{where}.function.arguments"
+                )
+        elif isinstance(message, ToolMessage):
+            text = _text(message.content)
+            conversation.add_result(message.tool_call_id, text, f"{place}.tool_call_id")
+        elif isinstance(message, UserMessage):
+            conversation.add_user(_text(message.content), place)
+        else:
+            conversation.add_system(_text(message.content), place)
+    return conversation.finished("messages")
+
+
+def _text(content: str | Sequence[TextPart | RefusalPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+
+
+def chat_tools(tools: Sequence[ChatFunctionTool] | None) -> list[Tool]:
+    """Convert tool definitions for the chat template."""
+    functions = (tool.function for tool in tools or ())
+    return [function_tool(each.name, each.description, each.parameters) for each in functions]
+
+
+def _tools(body: ChatRequest) -> OfferedTools:
+    tools, choice = chat_tools(body.tools), body.tool_choice
+    parallel = body.parallel_tool_calls is not False
+    if isinstance(choice, ChosenFunction):
+        return offered_tools(tools, "one", parallel=parallel, allowed=[choice.function.name])
+    if isinstance(choice, ChatAllowedTools):
+        allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        mode = choice.allowed_tools.mode
+        return offered_tools(tools, mode, parallel=parallel, allowed=allowed)
+    return offered_tools(tools, choice or "auto", parallel=parallel)
+
+
+# -- responses
 
 
 def _head(kind: str, model: str) -> dict[str, Any]:
@@ -107,13 +170,13 @@ def _head(kind: str, model: str) -> dict[str, Any]:
     }
 
 
-class _Choice:
-    """A choice while it comes."""
+class _ChatChoice:
+    """A choice of a response that is not streamed, built from events."""
 
     def __init__(self) -> None:
         self.text = ""
         self.calls: list[dict[str, Any]] = []
-        self.logprobs: list[TokenLogprob] = []
+        self.logprobs: list[TokenLikelihood] = []
         self.reason = ""
 
     def take(self, part: TextDelta | ToolCallBegins | ToolCallDelta | Ended) -> None:
@@ -146,13 +209,14 @@ def _call(part: ToolCallBegins) -> dict[str, Any]:
     }
 
 
-async def _completion(served: ServedModel, ask: Ask, model: str) -> dict[str, Any]:
-    """A whole answer."""
-    choices = [_Choice() for _ in range(ask.n)]
+async def _completion(
+    served: ServedModel, request: GenerationRequest, model: str
+) -> dict[str, Any]:
+    choices = [_ChatChoice() for _ in range(request.n)]
     counts: dict[str, Any] = {}
-    async with aclosing(answer(served, ask)) as parts:
+    async with aclosing(answer_events(served, request)) as parts:
         async for part in parts:
-            if isinstance(part, Usage):
+            if isinstance(part, TokenCounts):
                 counts = usage(part)
             else:
                 choices[part.index].take(part)
@@ -162,7 +226,7 @@ async def _completion(served: ServedModel, ask: Ask, model: str) -> dict[str, An
             {
                 "index": index,
                 "message": choice.message(),
-                "logprobs": None if ask.logprobs is None else chat_logprobs(choice.logprobs),
+                "logprobs": None if request.logprobs is None else chat_logprobs(choice.logprobs),
                 "finish_reason": choice.reason,
             }
             for index, choice in enumerate(choices)
@@ -172,9 +236,9 @@ async def _completion(served: ServedModel, ask: Ask, model: str) -> dict[str, An
 
 
 async def _chunks(
-    served: ServedModel, ask: Ask, model: str, with_usage: bool
+    served: ServedModel, request: GenerationRequest, model: str, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a streamed answer."""
+    """Yield the encoded events of a stream."""
     head = _head("chat.completion.chunk", model)
     if with_usage:
         head["usage"] = None
@@ -184,9 +248,9 @@ async def _chunks(
         return event({**head, "choices": [choice]})
 
     begun: set[int] = set()
-    async with aclosing(answer(served, ask)) as parts:
+    async with aclosing(answer_events(served, request)) as parts:
         async for part in parts:
-            if isinstance(part, Usage):
+            if isinstance(part, TokenCounts):
                 if with_usage:
                     last = {**head, "choices": [], "usage": usage(part)}
                     yield event({**last, "timings": timings(part)})

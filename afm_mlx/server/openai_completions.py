@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts continued, without a chat template."""
+"""`/v1/completions`: continues texts, without a chat template."""
 
 from __future__ import annotations
 
@@ -14,84 +14,89 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.server.admission import in_thread
+from afm_mlx.server.answer_events import (
+    Ended,
+    Event,
+    GenerationRequest,
+    TextDelta,
+    TokenCounts,
+    answer_events,
+)
 from afm_mlx.server.bodies import read_body
-from afm_mlx.server.errors import ApiError, bad_request
-from afm_mlx.server.generation import Ask, Ended, Event, TextDelta, Usage, answer
-from afm_mlx.server.openai_fields import (
-    check_count,
-    constraint_of,
-    guided,
-    limit,
-    sampling_of,
-    usage,
+from afm_mlx.server.openai_fields import check_count, format_of, limit, sampling_of, usage
+from afm_mlx.server.replies import (
+    ApiError,
+    EventStream,
+    bad_request,
+    event,
+    json_response,
+    while_connected,
 )
 from afm_mlx.server.request_fields import PROMPTS, CompletionRequest
-from afm_mlx.server.served_model import ServedModel
-from afm_mlx.server.sse import EventStream, event, json_response, while_connected
-from afm_mlx.server.token_texts import TokenLogprob
-from afm_mlx.server.workers import in_thread
+from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 
 
 async def completions(request: Request) -> Response:
-    """Continue one prompt or several."""
+    """Continue one prompt or several, whole or as a stream."""
     served: ServedModel = request.app.state.served
     body = await read_body(request, CompletionRequest)
-    asked = await while_connected(request, _asked(body, served, request.state.client))
+    made = await while_connected(request, _completion_requests(body, served, request.state.client))
     if body.stream:
         with_usage = bool(body.stream_options and body.stream_options.include_usage)
-        return EventStream(_chunks(served, asked, with_usage), request)
-    return json_response(await while_connected(request, _completion(served, asked)))
+        return EventStream(_chunks(served, made, with_usage), request)
+    return json_response(await while_connected(request, _completion(served, made)))
+
+
+# -- from a body to requests
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _CompletionRequests:
     """What a body asks for.
 
     Args:
         model: the model id.
-        asks: one for each prompt.
-        echoes: what the choices of each prompt begin with.
-        n: choices for each prompt that are told; there may be more, of which they are the best.
-        tells_logprobs: whether the response has log-probabilities.
+        requests: one for each prompt.
+        echoes: the text that the choices of each prompt begin with.
+        n: number of choices for each prompt in the response, the best ones of a request that has more.
+        with_logprobs: True if the response has log-probabilities.
     """
 
     model: str
-    asks: Sequence[Ask]
+    requests: Sequence[GenerationRequest]
     echoes: Sequence[str]
     n: int
-    tells_logprobs: bool
+    with_logprobs: bool
 
 
-def _check(body: CompletionRequest) -> None:
-    """Raise `ApiError` for fields that can't be honoured together."""
+async def _completion_requests(
+    body: CompletionRequest, served: ServedModel, client: str
+) -> _CompletionRequests:
     if body.echo and body.logprobs is not None:
         raise bad_request(
             "logprobs can't be combined with echo: logprobs of the prompt are not computed.",
             "logprobs",
             "unsupported_parameter",
         )
-    if body.best_of is None:
-        return
-    if body.best_of < (body.n or 1):
-        raise bad_request(
-            f"best_of is {body.best_of} and n is {body.n}; the best n are chosen of best_of.",
-            "best_of",
-        )
-    if body.stream and body.best_of > (body.n or 1):
-        raise bad_request("best_of can't be streamed: the best are known in the end.", "best_of")
-
-
-async def _asked(body: CompletionRequest, served: ServedModel, client: str) -> _Asked:
-    _check(body)
+    if body.best_of is not None:
+        if body.best_of < (body.n or 1):
+            raise bad_request(
+                f"best_of is {body.best_of} and n is {body.n}; the best n are chosen of best_of.",
+                "best_of",
+            )
+        if body.stream and body.best_of > (body.n or 1):
+            raise bad_request(
+                "best_of can't be streamed: the best are known at the end.", "best_of"
+            )
     adapter = served.adapter_of(body.model)
-    structured, name = guided(body)
-    constraint, _ = await constraint_of(None, structured, name)
+    format = await format_of(body, None)
     given = await in_thread(lambda: _prompts(body.prompt))
     n = check_count(body.n, served, "n", len(given))
     best_of = check_count(body.best_of or n, served, "best_of", len(given))
     prompts, echoes = await in_thread(lambda: _encoded(given, served, bool(body.echo)))
-    ask = Ask(
-        answer=constraint,
+    request = GenerationRequest(
+        format=format,
         adapter=adapter,
         max_tokens=limit("max_tokens", body.max_tokens),
         **sampling_of(body),
@@ -99,12 +104,12 @@ async def _asked(body: CompletionRequest, served: ServedModel, client: str) -> _
         logprobs=0 if best_of > n and body.logprobs is None else body.logprobs,
         client=client,
     )
-    asks = [replace(ask, prompt=prompt) for prompt in prompts]
-    return _Asked(body.model, asks, echoes, n, body.logprobs is not None)
+    requests = [replace(request, prompt=prompt) for prompt in prompts]
+    return _CompletionRequests(body.model, requests, echoes, n, body.logprobs is not None)
 
 
 def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
-    """The prompts, each a text or token ids."""
+    """Return the prompts, each a text or token ids."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = {type(item) for item in prompt}
@@ -118,7 +123,7 @@ def _prompts(prompt: str | list[Any]) -> list[str | list[int]]:
 def _encoded(
     prompts: Sequence[str | list[int]], served: ServedModel, echo: bool
 ) -> tuple[list[list[int]], list[str]]:
-    """Token ids of prompts, of which those that were given are checked; and what their answers begin with."""
+    """Return the checked token ids of prompts, and the texts that their answers begin with."""
     encoded, echoes = [], []
     for index, prompt in enumerate(prompts):
         place = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
@@ -144,28 +149,33 @@ def _encoded(
     return encoded, echoes if echo else [""] * len(encoded)
 
 
-async def _answers(
-    served: ServedModel, asks: Sequence[Ask]
+# -- answers
+
+
+async def _all_events(
+    served: ServedModel, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, Event], None]:
-    """The events of several answers as they come, each with the number of its prompt."""
+    """Yield the events of several answers as they come, each with the number of its prompt."""
     queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue()
 
-    async def take(number: int, ask: Ask) -> None:
+    async def take(number: int, request: GenerationRequest) -> None:
         try:
-            async with aclosing(answer(served, ask)) as events:
+            async with aclosing(answer_events(served, request)) as events:
                 async for each in events:
                     queue.put_nowait((number, each))
             queue.put_nowait((number, None))
         except Exception as error:
             queue.put_nowait((number, error))
 
-    tasks = [asyncio.create_task(take(*each)) for each in enumerate(asks)]
+    tasks = [asyncio.create_task(take(*each)) for each in enumerate(requests)]
     try:
         running = len(tasks)
         while running:
             number, each = await queue.get()
             if isinstance(each, Exception):
-                raise _of_prompt(each, number, len(asks))
+                if isinstance(each, ApiError) and each.param == "prompt" and len(requests) > 1:
+                    each.param = f"prompt[{number}]"
+                raise each
             if each is None:
                 running -= 1
             else:
@@ -176,21 +186,18 @@ async def _answers(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _of_prompt(error: Exception, number: int, count: int) -> Exception:
-    """An error that says which of several prompts it is of."""
-    if isinstance(error, ApiError) and error.param == "prompt" and count > 1:
-        error.param = f"prompt[{number}]"
-    return error
-
-
 class _Logprobs:
-    """Log-probabilities of a choice in the form of this route, with places in its text."""
+    """Writes a choice's log-probabilities, with offsets into its text.
+
+    Args:
+        before: the text that the choice begins with.
+    """
 
     def __init__(self, before: str):
         self._start, self._bytes = len(before), b""
 
-    def told(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Those of further tokens."""
+    def written(self, tokens: Sequence[TokenLikelihood]) -> dict[str, Any]:
+        """Write the log-probabilities of the next tokens."""
         offsets = []
         for token in tokens:
             offsets.append(self._start + len(self._bytes.decode("utf-8", "ignore")))
@@ -207,8 +214,8 @@ class _Logprobs:
         }
 
 
-def _name(token: TokenLogprob) -> str:
-    """A token's text, or its bytes where they are a part of a character."""
+def _name(token: TokenLikelihood) -> str:
+    """Return a token's text, or its bytes if they are a part of a character."""
     try:
         return token.bytes.decode()
     except UnicodeDecodeError:
@@ -216,16 +223,16 @@ def _name(token: TokenLogprob) -> str:
 
 
 @dataclass
-class _Choice:
-    """A choice while it comes."""
+class _CompletionChoice:
+    """A choice of a response that is not streamed, built from events."""
 
     text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: list[TokenLikelihood] = field(default_factory=list)
     reason: str = ""
 
     @property
     def score(self) -> float:
-        """The mean log-probability of its tokens."""
+        """The mean log-probability of the tokens."""
         return sum(t.logprob for t in self.logprobs) / max(1, len(self.logprobs))
 
 
@@ -238,55 +245,54 @@ def _head(model: str) -> dict[str, Any]:
     }
 
 
-async def _completion(served: ServedModel, asked: _Asked) -> dict[str, Any]:
-    """Whole answers: those of the first prompt, then those of the next."""
-    choices = [[_Choice() for _ in range(ask.n)] for ask in asked.asks]
-    counts: list[Usage] = []
-    async with aclosing(_answers(served, asked.asks)) as events:
+async def _completion(served: ServedModel, made: _CompletionRequests) -> dict[str, Any]:
+    """Return the response: the choices of the first prompt, then the choices of the next."""
+    choices = [[_CompletionChoice() for _ in range(request.n)] for request in made.requests]
+    counts: list[TokenCounts] = []
+    async with aclosing(_all_events(served, made.requests)) as events:
         async for number, each in events:
-            if isinstance(each, Usage):
+            if isinstance(each, TokenCounts):
                 counts.append(each)
             elif isinstance(each, TextDelta):
                 choices[number][each.index].text += each.text
                 choices[number][each.index].logprobs += each.logprobs
             elif isinstance(each, Ended):
                 choices[number][each.index].reason = each.reason
-    told: list[dict[str, Any]] = []
-    for echo, of_prompt in zip(asked.echoes, choices, strict=True):
-        best = of_prompt
-        if len(of_prompt) > asked.n:
-            best = sorted(of_prompt, key=lambda choice: -choice.score)[: asked.n]
+    written: list[dict[str, Any]] = []
+    for echo, best in zip(made.echoes, choices, strict=True):
+        if len(best) > made.n:
+            best = sorted(best, key=lambda choice: -choice.score)[: made.n]
         for choice in best:
-            logprobs = _Logprobs(echo).told(choice.logprobs) if asked.tells_logprobs else None
-            told.append(
+            logprobs = _Logprobs(echo).written(choice.logprobs) if made.with_logprobs else None
+            written.append(
                 {
-                    "index": len(told),
+                    "index": len(written),
                     "text": echo + choice.text,
                     "logprobs": logprobs,
                     "finish_reason": choice.reason,
                 }
             )
-    return {**_head(asked.model), "choices": told, "usage": _total(counts)}
+    return {**_head(made.model), "choices": written, "usage": _total(counts)}
 
 
-def _total(counts: Sequence[Usage]) -> dict[str, Any]:
-    guessed = [each.guessed for each in counts if each.guessed is not None]
+def _total(counts: Sequence[TokenCounts]) -> dict[str, Any]:
+    drafted = [each.drafted for each in counts if each.drafted is not None]
     return usage(
-        Usage(
+        TokenCounts(
             sum(each.prompt for each in counts),
             sum(each.cached for each in counts),
             sum(each.completion for each in counts),
-            sum(guessed) if guessed else None,
+            sum(drafted) if drafted else None,
             sum(each.accepted for each in counts),
         )
     )
 
 
 async def _chunks(
-    served: ServedModel, asked: _Asked, with_usage: bool
+    served: ServedModel, made: _CompletionRequests, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The events of streamed answers."""
-    head = _head(asked.model)
+    """Yield the encoded events of a stream."""
+    head = _head(made.model)
     if with_usage:
         head["usage"] = None
 
@@ -294,21 +300,21 @@ async def _chunks(
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         return event({**head, "choices": [choice]})
 
-    counts: list[Usage] = []
-    places: dict[int, _Logprobs] = {}
-    async with aclosing(_answers(served, asked.asks)) as events:
+    counts: list[TokenCounts] = []
+    begun: dict[int, _Logprobs] = {}
+    async with aclosing(_all_events(served, made.requests)) as events:
         async for number, each in events:
-            if isinstance(each, Usage):
+            if isinstance(each, TokenCounts):
                 counts.append(each)
                 continue
-            index, echo = number * asked.n + each.index, asked.echoes[number]
-            if index not in places:
-                places[index] = _Logprobs(echo)
+            index, echo = number * made.n + each.index, made.echoes[number]
+            if index not in begun:
+                begun[index] = _Logprobs(echo)
                 if echo:
                     yield chunk(index, echo)
             if isinstance(each, TextDelta):
-                told = places[index].told(each.logprobs) if each.logprobs else None
-                yield chunk(index, each.text, told)
+                logprobs = begun[index].written(each.logprobs) if each.logprobs else None
+                yield chunk(index, each.text, logprobs)
             elif isinstance(each, Ended):
                 yield chunk(index, "", None, each.reason)
     if with_usage:

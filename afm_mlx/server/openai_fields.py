@@ -1,16 +1,18 @@
-"""Fields that several of OpenAI's routes have, checked."""
+"""Fields that OpenAI's chats and completions share: checked, and read into a `GenerationRequest`'s terms."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.server.errors import bad_request
-from afm_mlx.server.generation import Usage
+from afm_mlx.server.admission import in_thread
+from afm_mlx.server.answer_events import TokenCounts
+from afm_mlx.server.chat_inputs import FREE_TEXT, AnswerFormat, json_object_format, schema_format
+from afm_mlx.server.replies import bad_request
 from afm_mlx.server.request_fields import (
     MAX_STOP,
     MAX_STOPS,
@@ -21,17 +23,11 @@ from afm_mlx.server.request_fields import (
     Stop,
     StructuredOutputs,
 )
-from afm_mlx.server.served_model import ServedModel
-from afm_mlx.server.token_texts import TokenLogprob
-from afm_mlx.server.workers import in_thread
+from afm_mlx.server.served_model import ServedModel, TokenLikelihood
 
 
 def limit(name: str, value: int | None) -> int | None:
-    """The most new tokens that a field allows; -1 is as many as the context holds.
-
-    Raises:
-        ApiError: for 0.
-    """
+    """Return a maximum number of new tokens, -1 for the rest of the context; raise `ApiError` for 0."""
     if value == 0:
         raise bad_request(
             f"{name} is 0; 1 or more are allowed, or -1 for as many as the context holds.",
@@ -41,12 +37,50 @@ def limit(name: str, value: int | None) -> int | None:
     return value
 
 
-def stops(stop: Stop) -> list[str]:
-    """Stop strings.
+def check_count(n: int | None, served: ServedModel, name: str = "n", prompts: int = 1) -> int:
+    """Return the number of choices for each prompt; raise `ApiError` if they exceed the server's limit."""
+    most = served.options.max_choices
+    if (n or 1) * prompts > most:
+        of = f" for each of {prompts} prompts" if prompts > 1 else ""
+        raise bad_request(
+            f"{name} is {n or 1}{of}; this server gives {most} answers at most to one request.",
+            name if prompts == 1 else "prompt",
+        )
+    return n or 1
 
-    Raises:
-        ApiError: for empty, too many or too long ones.
-    """
+
+class Sampling(TypedDict):
+    """Arguments of a `GenerationRequest`."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int | None
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float]
+    stop: list[str]
+
+
+def sampling_of(body: SampledRequest) -> Sampling:
+    """Read the fields about sampling and stop strings; raise `ApiError` for values that can't be honoured."""
+    return {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": body.top_k,
+        "min_p": body.min_p,
+        "seed": body.seed,
+        "frequency_penalty": body.frequency_penalty or 0.0,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "repetition_penalty": body.repetition_penalty or 0.0,
+        "logit_bias": _biases(body.logit_bias),
+        "stop": _stops(body.stop),
+    }
+
+
+def _stops(stop: Stop) -> list[str]:
     given = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if len(given) > MAX_STOPS or not all(0 < len(text) <= MAX_STOP for text in given):
         raise bad_request(
@@ -56,12 +90,7 @@ def stops(stop: Stop) -> list[str]:
     return given
 
 
-def biases(logit_bias: Mapping[str, float] | None) -> dict[int, float]:
-    """Biases by token ids, which JSON has as texts.
-
-    Raises:
-        ApiError: for what is no id.
-    """
+def _biases(logit_bias: Mapping[str, float] | None) -> dict[int, float]:
     found = {}
     for token, bias in (logit_bias or {}).items():
         if not (token.isascii() and token.isdigit() and len(token) < 12):
@@ -73,120 +102,50 @@ def biases(logit_bias: Mapping[str, float] | None) -> dict[int, float]:
     return found
 
 
-def check_count(n: int | None, served: ServedModel, name: str = "n", prompts: int = 1) -> int:
-    """The number of choices for each prompt.
+# -- answer formats
 
-    Raises:
-        ApiError: for more than the server gives in one request.
-    """
-    most = served.options.max_choices
-    if (n or 1) * prompts > most:
-        of = f" for each of {prompts} prompts" if prompts > 1 else ""
-        raise bad_request(
-            f"{name} is {n or 1}{of}; this server gives {most} answers at most to one request.",
-            name if prompts == 1 else "prompt",
-        )
-    return n or 1
+STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+"""The kinds of `structured_outputs`."""
 
 
-async def constraint_of(
-    response_format: ChatFormat | None, structured: StructuredOutputs | None, place: str
-) -> tuple[Constraint | None, dict[str, Any] | None]:
-    """What an answer must look like, and the response format that a chat shows to the model.
+async def format_of(body: SampledRequest, response_format: ChatFormat | None) -> AnswerFormat:
+    """Read what an answer must look like, from OpenAI's field and vLLM's fields.
 
     Args:
-        response_format: OpenAI's field.
-        structured: vLLM's; only one of the two may ask for something.
-        place: the latter's name in the body.
+        body: the request.
+        response_format: OpenAI's field, which completions don't have.
 
     Raises:
-        ApiError: for what can't be honoured, with its place.
+        ApiError: for a format that can't be honoured, or several formats.
     """
-    shown_format = None
-    make: Callable[[], Constraint] | None = None
+    make: Callable[[], AnswerFormat] | None = None
     param = "response_format"
     if isinstance(response_format, JsonObjectFormat):
-        make = _json_object
+        make = json_object_format
     elif isinstance(response_format, ChatSchemaFormat):
         param = "response_format.json_schema.schema"
         given = response_format.json_schema
         schema = given.schema if given.schema is not None else {"type": "object"}
-        described = {} if given.description is None else {"description": given.description}
-        shown_format = {
-            "type": "json_schema",
-            "json_schema": {"name": given.name, **described, "schema": schema},
-        }
-        make = _schema(schema)
+        make = lambda: schema_format(schema, given.name, given.description, param)  # noqa: E731
+    structured, place = _structured_outputs(body)
     if structured is not None:
         if make is not None:
             raise bad_request(
                 f"response_format and {place} both say what the answer must look like; choose one.",
                 place,
             )
-        make, param = _of_structured(structured, place)
+        make, param = _structured_format(structured, place)
     if make is None:
-        return None, None
+        return FREE_TEXT
     try:
-        # A large schema takes a while to be compiled, and others must not wait for that.
-        return await in_thread(make, compiles=True), shown_format
+        # In a thread, because a large schema takes a while.
+        return await in_thread(make, compiles=True)
     except ConstraintError as error:
         raise bad_request(str(error), param, "invalid_schema") from error
 
 
-def _json_object() -> Constraint:
-    return Constraint.json_schema({"type": "object"})
-
-
-def _schema(schema: Any) -> Callable[[], Constraint]:
-    return lambda: Constraint.json_schema(schema)
-
-
-STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
-"""What `structured_outputs` may ask for."""
-
-
-def _of_structured(given: StructuredOutputs, place: str) -> tuple[Callable[[], Constraint], str]:
-    names = [n for n in STRUCTURED if getattr(given, n) not in (None, False)]
-    if given.json is False:
-        names.append("json")
-    if len(names) != 1:
-        raise bad_request(
-            f"{place} has {', '.join(names) or 'nothing'}; exactly one of "
-            f"{', '.join(STRUCTURED)} is needed.",
-            place,
-        )
-    (name,) = names
-    value = getattr(given, name)
-    if name == "json":
-        if isinstance(value, str):
-            try:
-                value = msgspec.json.decode(value)
-            except (msgspec.DecodeError, RecursionError) as error:
-                raise bad_request(f"{place}.json is no JSON ({error}).", f"{place}.json") from None
-        return _schema(value), f"{place}.json"
-    makers: dict[str, Callable[[], Constraint]] = {
-        "regex": lambda: Constraint.regex(value),
-        "choice": lambda: Constraint.choices(value),
-        "grammar": lambda: _grammar(value),
-        "json_object": _json_object,
-    }
-    return makers[name], f"{place}.{name}"
-
-
-def _grammar(text: str) -> Constraint:
-    """A grammar in GBNF, which defines its rules with `::=`, or in llguidance's Lark."""
-    return Constraint.gbnf(text) if "::=" in text else Constraint.lark(text)
-
-
-def guided(body: SampledRequest) -> tuple[StructuredOutputs | None, str]:
-    """vLLM's newer field, or its older ones (`guided_json` and so on) in its form.
-
-    Returns:
-        What is asked for, and the name under which it was.
-
-    Raises:
-        ApiError: when both are there.
-    """
+def _structured_outputs(body: SampledRequest) -> tuple[StructuredOutputs | None, str]:
+    """Return vLLM's field, made of its older names (`guided_json` and so on) if they are used, and its name."""
     names = (name for name in body.__struct_fields__ if name.startswith("guided_"))
     given = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     if not given:
@@ -200,59 +159,68 @@ def guided(body: SampledRequest) -> tuple[StructuredOutputs | None, str]:
     return StructuredOutputs(**newer), next(iter(given))
 
 
-# -- log-probabilities, as responses have them
-
-
-def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """Log-probabilities of tokens in the form of chat completions."""
-    return {"content": [_chat_logprob(token) for token in tokens], "refusal": None}
-
-
-def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
-    return {
-        **_one(token),
-        "top_logprobs": [_one(other) for other in token.top],
+def _structured_format(
+    given: StructuredOutputs, place: str
+) -> tuple[Callable[[], AnswerFormat], str]:
+    """Return a function that makes the format, and the format's place in the body."""
+    names = [n for n in STRUCTURED if getattr(given, n) not in (None, False)]
+    if given.json is False:
+        names.append("json")
+    if len(names) != 1:
+        raise bad_request(
+            f"{place} has {', '.join(names) or 'nothing'}; exactly one of "
+            f"{', '.join(STRUCTURED)} is needed.",
+            place,
+        )
+    (name,) = names
+    value = getattr(given, name)
+    if name == "json" and isinstance(value, str):
+        try:
+            value = msgspec.json.decode(value)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise bad_request(f"{place}.json is no JSON ({error}).", f"{place}.json") from None
+    makers: dict[str, Callable[[], Constraint]] = {
+        "json": lambda: Constraint.json_schema(value),
+        "regex": lambda: Constraint.regex(value),
+        "choice": lambda: Constraint.choices(value),
+        # GBNF defines its rules with ::=, llguidance's Lark with a colon.
+        "grammar": lambda: Constraint.gbnf(value) if "::=" in value else Constraint.lark(value),
+        "json_object": lambda: Constraint.json_schema({"type": "object"}),
     }
+    return lambda: AnswerFormat(makers[name]()), f"{place}.{name}"
 
 
-def _one(token: TokenLogprob) -> dict[str, Any]:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+# -- responses
 
 
-def sampling_of(body: SampledRequest) -> dict[str, Any]:
-    """The fields of an `Ask` about sampling, of a body of chats or completions.
+def chat_logprobs(tokens: Sequence[TokenLikelihood]) -> dict[str, Any]:
+    """Write log-probabilities in the form of chat completions."""
 
-    Raises:
-        ApiError: for a bias or stop strings that can't be honoured.
-    """
-    names = ("temperature", "top_p", "top_k", "min_p", "seed")
-    penalties = ("frequency_penalty", "presence_penalty", "repetition_penalty")
-    return {
-        **{name: getattr(body, name) for name in names},
-        **{name: getattr(body, name) or 0.0 for name in penalties},
-        "logit_bias": biases(body.logit_bias),
-        "stop": stops(body.stop),
-    }
+    def one(token: TokenLikelihood) -> dict[str, Any]:
+        return {"token": token.text, "logprob": token.logprob, "bytes": list(token.bytes)}
+
+    content = [{**one(token), "top_logprobs": [one(t) for t in token.top]} for token in tokens]
+    return {"content": content, "refusal": None}
 
 
-def usage(counts: Usage) -> dict[str, Any]:
-    """Counts of tokens in OpenAI's form."""
-    told: dict[str, Any] = {
+def usage(counts: TokenCounts) -> dict[str, Any]:
+    """Write numbers of tokens in OpenAI's form."""
+    written: dict[str, Any] = {
         "prompt_tokens": counts.prompt,
         "completion_tokens": counts.completion,
         "total_tokens": counts.prompt + counts.completion,
         "prompt_tokens_details": {"cached_tokens": counts.cached},
     }
-    if counts.guessed is not None:
-        told["completion_tokens_details"] = {
+    if counts.drafted is not None:
+        written["completion_tokens_details"] = {
             "accepted_prediction_tokens": counts.accepted,
-            "rejected_prediction_tokens": counts.guessed - counts.accepted,
+            "rejected_prediction_tokens": counts.drafted - counts.accepted,
         }
-    return told
+    return written
 
 
-def timings(counts: Usage) -> dict[str, float | None]:
-    """How fast the first choice came, without what its constraint forced; null where nothing was drawn."""
+def timings(counts: TokenCounts) -> dict[str, float | None]:
+    """Write the first choice's times, without forced tokens; null if nothing was sampled."""
     first = counts.until_first
     return {
         "first_token_ms": None if first is None else round(1000 * first, 3),

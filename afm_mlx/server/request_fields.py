@@ -1,9 +1,8 @@
-"""Every field of every request of the four APIs: its type, and what becomes of it.
+"""Every field of every request of the four APIs: its type and its rule (`field_rules.py`).
 
-The one table that code, documents (the tables of docs/server.md) and tests read. A rule (`field_rules.py`) is
-`Honoured`, `Refused` where a field changes the answer and can't be honoured, or `Ignored` for hints,
-optimisations and other programs' concerns. Fields that a struct doesn't have are taken; at the top of a request
-they are named, or refused if they are `known_elsewhere`.
+The tables of docs/server.md are generated from it. A field is `Honoured`, `Refused` if it would change the
+answer and can't be honoured, or `Ignored` if it is a hint or for another program. Fields that a struct doesn't
+have are accepted; at the top of a request they are named, or refused if `known_elsewhere`.
 
 | structs | request |
 | --- | --- |

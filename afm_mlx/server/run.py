@@ -1,4 +1,4 @@
-"""Listening: a socket, uvicorn around the application, and an end that lets running answers finish."""
+"""Running the server: its socket, its connections, and a shutdown that lets running answers finish."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
+import h11
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from afm_mlx.errors import RequestError
-from afm_mlx.server.connections import GuardedProtocol
 from afm_mlx.server.guards import is_loopback
-from afm_mlx.server.options import ServerOptions
+from afm_mlx.server.replies import ApiError
 from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.server_options import ServerOptions
 
 BACKLOG = 1024
 _TICK = 0.1
-"""Seconds between two looks at whether the server is to end."""
+"""Seconds between two checks for the end of the server."""
 
 _LOG = logging.getLogger("afm_mlx.server")
 
 
 def check_access(options: ServerOptions) -> None:
-    """Raise for settings that would let anybody in.
-
-    Raises:
-        RequestError: for an address that other machines reach, without a key.
-    """
+    """Raise `RequestError` for an address that other machines can reach, without a key."""
     has_key = bool(options.api_keys or options.admin_keys)
     if options.unix_socket is None and not is_loopback(options.host) and not has_key:
         raise RequestError(
@@ -45,10 +45,10 @@ def check_access(options: ServerOptions) -> None:
 
 
 def bind(options: ServerOptions) -> socket.socket:
-    """The socket that the options name, bound, so that a port in use is known before a model is loaded.
+    """Bind the socket of the options, so that a port in use is known before a model is loaded.
 
     Raises:
-        RequestError: when it can't be bound.
+        RequestError: if the socket can't be bound, or would need a key.
     """
     check_access(options)
     if options.unix_socket is not None:
@@ -59,7 +59,7 @@ def bind(options: ServerOptions) -> socket.socket:
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
-        made.listen(0)  # a second server would else be told of a port in use only when it listens
+        made.listen(0)  # otherwise a second server would find the port in use only when it listens
     except OSError as error:
         raise RequestError(
             f"The server can't listen at {options.host}, port {options.port}: {error.strerror or error}. "
@@ -75,7 +75,7 @@ def _bind_unix(path: Path) -> socket.socket:
             _remove_socket(path)
         made.bind(str(path))
         path.chmod(0o600)  # of this user alone
-        made.listen(0)  # a second server would else take it for one that was left behind
+        made.listen(0)  # otherwise a second server would remove the file as a stale one
     except OSError as error:
         made.close()
         raise RequestError(
@@ -85,13 +85,9 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the file of a socket that a server has left behind.
-
-    Raises:
-        OSError: for a socket that is in use, or that no server like this one has made.
-    """
+    """Remove the file of a Unix socket that no process listens at; raise `OSError` if one does."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-        other.setblocking(False)  # one whose queue is full would keep us waiting
+        other.setblocking(False)  # a socket with a full queue would block
         found = other.connect_ex(str(path))
     if found == errno.EPROTOTYPE:
         raise OSError(found, "another program has a socket of another kind there")
@@ -101,7 +97,7 @@ def _remove_socket(path: Path) -> None:
 
 
 def address_of(listening: socket.socket) -> str:
-    """Where a bound socket is reached."""
+    """Return the URL of a bound socket."""
     name = listening.getsockname()
     if listening.family == socket.AF_UNIX:
         return f"unix:{name}"
@@ -109,8 +105,138 @@ def address_of(listening: socket.socket) -> str:
     return f"http://{host}:{name[1]}"
 
 
+# -- connections
+
+LINGER_SECONDS, LINGER_BYTES = 5.0, 32 << 20
+"""Limits on reading and dropping the rest of a body whose request is answered."""
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's protocol with limits on the number and the idle time of connections."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.app_state = {**self.app_state, "connection": self}  # of each request's scope
+        self._options: ServerOptions = self.config.app.state.options  # type: ignore[union-attr]
+        self._idle_since = self.loop.time()
+        self._idle_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def _is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(_LingeringTransport(transport, self))  # type: ignore[arg-type]
+        self._await_request()
+        if len(self.connections) > self._options.max_connections:
+            idle = [
+                each
+                for each in self.connections
+                if isinstance(each, GuardedProtocol) and each._is_idle
+            ]
+            # This connection is idle, too, and the youngest: it is closed if all others have requests.
+            min(idle, key=lambda each: each._idle_since).close()
+
+    def data_received(self, data: bytes) -> None:
+        if isinstance(self.transport, _LingeringTransport) and self.transport.is_closing():
+            self.transport.drop(len(data))
+        else:
+            super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        if not self.transport.is_closing():
+            self._await_request()
+        super().on_response_complete()
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        self.connections.discard(self)
+        self.transport.abort()
+
+    def _await_request(self) -> None:
+        """Start the time in which the head of the next request must arrive."""
+        self._idle_since = self.loop.time()
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        self._idle_timer = self.loop.call_later(self._options.idle_timeout, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self._is_idle:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer malformed HTTP with an error in OpenAI's form."""
+        error = ApiError(
+            400, "This is no valid HTTP/1.1 request, or its headers are too large.", code="bad_http"
+        )
+        body = msgspec.json.encode(error.openai())
+        headers = [
+            ("content-type", "application/json"),
+            ("content-length", str(len(body))),
+            ("connection", "close"),
+        ]
+        try:
+            for event in (
+                h11.Response(status_code=400, headers=headers, reason=b"Bad Request"),
+                h11.Data(data=body),
+                h11.EndOfMessage(),
+            ):
+                self.transport.write(self.conn.send(event) or b"")
+        except h11.LocalProtocolError:
+            pass  # it follows a request that is being answered
+        self.transport.close()
+
+
+class _LingeringTransport:
+    """A transport whose `close` waits for the client to stop sending the body of an answered request.
+
+    Closing a socket with unread data resets the connection, and the client loses the answer, such as a 413. So
+    the sending half is closed first, and data is dropped until the client closes its half.
+    """
+
+    def __init__(self, transport: asyncio.Transport, protocol: GuardedProtocol):
+        self._transport, self._protocol = transport, protocol
+        self._timer: asyncio.TimerHandle | None = None
+        self._left = LINGER_BYTES
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """True from `close` on."""
+        return self._timer is not None or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close once the client has closed its half, or at the limits; a second call closes at once."""
+        sends = self._protocol.conn.their_state is h11.SEND_BODY
+        if sends and self._timer is None and not self._transport.is_closing():
+            loop = self._protocol.loop
+            self._timer = loop.call_later(LINGER_SECONDS, self._transport.close)
+            with suppress(OSError):  # the client has gone already
+                self._transport.write_eof()
+            self._transport.resume_reading()
+        else:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._transport.close()
+
+    def drop(self, count: int) -> None:
+        """Count dropped bytes, and close at the limit."""
+        self._left -= count
+        if self._left < 0:
+            self._transport.close()
+
+
+# -- serving
+
+
 class _Uvicorn(uvicorn.Server):
-    """Leaves signals to its caller."""
+    """uvicorn's server without its signal handlers."""
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return nullcontext()
@@ -125,15 +251,15 @@ def run(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool
         stop: ends the server.
 
     Returns:
-        True if all answers have finished within the grace period; later ones were ended with an error.
+        True if all answers have finished within the grace period; others were ended with an error.
     """
     return asyncio.run(serve(app, listening, stop))
 
 
 async def serve(app: Starlette, listening: socket.socket, stop: threading.Event) -> bool:
-    """`run`, in a running event loop."""
+    """Do what `run` does, in a running event loop."""
     options: ServerOptions = app.state.options
-    # The engine compiles the constraint of each answer there; the model needs the processor, too.
+    # The engine compiles constraints in these threads; few, because the model needs the processor, too.
     compiling = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 4), "engine-compiling")
     asyncio.get_running_loop().set_default_executor(compiling)
     _allow_connections(options.max_connections)
@@ -169,10 +295,10 @@ async def serve(app: Starlette, listening: socket.socket, stop: threading.Event)
 
 
 async def _drain(served: ServedModel, seconds: float) -> bool:
-    """Take nothing new, and wait for what runs; end it with an error after a while.
+    """Refuse new requests, and wait for running answers; after `seconds`, end them with an error.
 
     Returns:
-        True if all of it has finished within the time.
+        True if all answers have finished in time.
     """
     served.admission.draining = True
     until = time.monotonic() + seconds
@@ -188,10 +314,8 @@ async def _drain(served: ServedModel, seconds: float) -> bool:
 
 
 def _allow_connections(count: int) -> None:
-    """Raise the process's soft limit of open files to what the connections need.
-
-    Those that come at once are all accepted before the first of them is closed for another.
-    """
+    """Raise the process's soft limit on open files to what the connections need."""
+    # Connections that arrive together are all accepted before surplus ones are closed.
     wanted = count + BACKLOG + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

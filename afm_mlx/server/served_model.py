@@ -1,13 +1,16 @@
-"""The model that a server has: its tokenizer, its adapters, and the engine that all requests share."""
+"""The model that a server answers with: its tokenizer, its adapters, and the engine that all requests share."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from afm_mlx import threads
 from afm_mlx.adapters.pool import AdapterPool
@@ -19,41 +22,126 @@ from afm_mlx.loading.draft_models import load_drafts
 from afm_mlx.loading.load import load
 from afm_mlx.loading.resolve import EMBEDDED_MODEL, model_adapters, resolve_adapter, resolve_model
 from afm_mlx.model.model import is_afm
-from afm_mlx.server.errors import ApiError, api_error, bad_request
-from afm_mlx.server.limits import Admission
+from afm_mlx.server.admission import Admission, Workers
+from afm_mlx.server.chat_inputs import (
+    FREE_TEXT,
+    NO_TOOLS,
+    AnswerFormat,
+    Message,
+    OfferedTools,
+    is_answer,
+)
 from afm_mlx.server.metrics import Metrics
-from afm_mlx.server.options import ServerOptions
-from afm_mlx.server.token_texts import TokenTexts
-from afm_mlx.server.workers import Workers
+from afm_mlx.server.replies import ApiError, api_error, bad_request
+from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.tokenizer.control_tokens import strings_in
+from afm_mlx.tokenizer.detokenizer import NEWLINE, SPACE, PieceKind
 from afm_mlx.tokenizer.tokenizer import AFMTokenizer
 
-Message = Mapping[str, Any]
 _LONG = 1 << 16
-"""Characters that are always encoded."""
+"""Number of characters, or token ids, that are always looked at."""
+LEAST_LOGPROB = -9999.0
+"""The log-probability of an impossible token: JSON has no -infinity, and OpenAI's API writes this number."""
+
+
+@dataclass(frozen=True)
+class TokenLikelihood:
+    """A token of an answer with its log-probability.
+
+    Args:
+        token: the token's id.
+        bytes: what it adds to the text, as UTF-8; maybe a part of a character.
+        logprob: the log-probability, `LEAST_LOGPROB` or more; 0 if a constraint allowed no other token.
+        top: the most likely tokens at its position, the likeliest first.
+    """
+
+    token: int
+    bytes: bytes
+    logprob: float
+    top: Sequence[TokenLikelihood] = ()
+
+    @property
+    def text(self) -> str:
+        """The token as text; bytes that are not UTF-8 are replaced."""
+        return self.bytes.decode("utf-8", "replace")
+
+
+class TokenTexts:
+    """The bytes of tokens, cached.
+
+    Args:
+        tokenizer: ours, or one of mlx-lm's.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._is_ours = type(tokenizer) is AFMTokenizer
+        self._known: dict[int, bytes] = {}
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return what a token adds to a text; nothing for ids that no text has."""
+        found = self._known.get(token)
+        if found is None:
+            found = self._known[token] = self._bytes_of(token)
+        return found
+
+    def _bytes_of(self, token: int) -> bytes:
+        if not self._is_ours:
+            text: str = self._tokenizer.decode([token])
+            return text.encode()
+        if token >= len(self._tokenizer):  # embeddings may have more rows than there are tokens
+            return b""
+        piece = self._tokenizer.piece(token)
+        if piece.kind is PieceKind.BYTE:
+            return bytes([piece.byte])
+        return piece.text.replace(SPACE, " ").replace(NEWLINE, "\n").encode()
+
+    def drops_space(self, token: int, is_constrained: bool) -> bool:
+        """True if decoding an answer that begins with `token` drops the token's leading space."""
+        if not self._is_ours or is_constrained or not self._tokenizer.spacing.dummy_prefix:
+            return False
+        return self.bytes_of(token)[:1] == b" "
+
+    def likelihood(self, token: int, logprobs: Any, top: int) -> TokenLikelihood:
+        """Look up a token's log-probability, and the most likely tokens at its position.
+
+        Args:
+            token: the token's id.
+            logprobs: (vocab_size,) float32, evaluated; None if a constraint allowed no other token.
+            top: number of most likely tokens.
+        """
+        if logprobs is None:
+            return TokenLikelihood(token, self.bytes_of(token), 0.0)
+        values = np.maximum(np.array(logprobs), LEAST_LOGPROB)
+        likeliest: Sequence[int] = ()
+        if top:
+            unsorted = np.argpartition(-values, min(top, values.size - 1))[:top]
+            likeliest = unsorted[np.argsort(-values[unsorted], kind="stable")].tolist()
+        others = [TokenLikelihood(t, self.bytes_of(t), float(values[t])) for t in likeliest]
+        return TokenLikelihood(token, self.bytes_of(token), float(values[token]), others)
 
 
 class ServedModel:
-    """A model with all that answers need. Made by `ServedModel.load`, or of what is loaded.
+    """A model with everything that answers need. Made by `ServedModel.load`, or of a loaded model.
 
     Args:
-        model, tokenizer: what `load` returns; the weights are read.
+        model, tokenizer: as `load` returns them, with weights in memory.
         pool: the model's adapters; None for a model that can't have any.
-        name: the model's id in the APIs; those of its adapters are `name:adapter`.
-        default_adapter: the adapter of requests for the model itself; None for none.
+        name: the model's id in the APIs; its adapters have the ids `name:adapter`.
+        default_adapter: the adapter of requests for the model's own id; None for none.
         options: the server's settings.
         engine_options: further options of `Engine`.
 
     Attributes:
         engine: runs the rows of all requests.
         prefix_cache: keys and values of earlier prompts and answers; None for none.
-        admission: how many answers and requests may wait and run.
-        workers: threads for what requests need besides the model.
-        metrics: what is counted.
-        token_texts: looks tokens up.
-        created: when it was loaded, in seconds since 1970.
-        guesses: whether tokens are guessed for the model to check.
-        own_adapters: names of the adapters that it was started with; requests don't take them away.
+        admission: limits on what waits and runs.
+        workers: threads for requests' side work.
+        metrics: counters and gauges for Prometheus.
+        token_texts: the bytes of tokens.
+        created: time of loading, in seconds since 1970.
+        drafts: True if draft tokens are proposed for the model to verify.
+        own_adapters: names of the adapters that the server was started with, which requests can't remove.
     """
 
     def __init__(
@@ -91,11 +179,11 @@ class ServedModel:
             prefix_cache=self.prefix_cache,
             **engine_options,
         )
-        self.guesses = engine_options.get("speculation") is not None
+        self.drafts = engine_options.get("speculation") is not None
         self.own_adapters = frozenset(() if pool is None else pool.registered)
         self.admission = Admission(options)
         self.workers = Workers(self.admission)
-        self.metrics = Metrics(self)
+        self.metrics = Metrics(name, self._gauges)
         self.token_texts = TokenTexts(tokenizer)
 
     @classmethod
@@ -117,8 +205,8 @@ class ServedModel:
         Args:
             source: folder, hub id or name of the embedded model.
             name: the model's id in the APIs; the last part of `source` by default.
-            adapter_path: adapter of requests for the model's own id: its path, or the name of one that comes
-                with the model.
+            adapter_path: adapter of requests for the model's own id: a path, or the name of one that comes with
+                the model.
             adapters: adapters by their names, besides those that come with the model.
             adapter_memory: bytes that adapters may take; None for no limit.
             options: the server's settings.
@@ -166,15 +254,15 @@ class ServedModel:
 
     @property
     def model_ids(self) -> list[str]:
-        """The model's id, and those of its adapters."""
+        """The model's id and its adapters' ids."""
         adapters = [] if self.pool is None else self.pool.registered
         return [self.name, *(f"{self.name}:{adapter}" for adapter in adapters)]
 
     def adapter_of(self, model_id: str) -> str | None:
-        """The adapter that a model id names; for the model's own id the default one, or None.
+        """Return the adapter that a model id names; the default one, or None, for the model's own id.
 
         Raises:
-            ApiError: 404 for an id that is none of `model_ids`.
+            ApiError: 404 for an id that is not in `model_ids`.
         """
         ids = self.model_ids
         if model_id not in ids:
@@ -192,7 +280,7 @@ class ServedModel:
 
     @property
     def context_size(self) -> int:
-        """Tokens that prompt and answer may have together; where the model doesn't say, a very large number."""
+        """Number of tokens that prompt and answer may have together; very large if the model has no limit."""
         args = self.model.args
         name = "context_length" if is_afm(self.model) else "max_position_embeddings"
         known = getattr(args, name, None)
@@ -205,14 +293,14 @@ class ServedModel:
         return int(self.model.args.vocab_size)
 
     def check_length(self, texts: Iterable[str], place: str) -> None:
-        """Refuse what can't fit, whatever its tokens are: they take a while to be found in a long text.
+        """Refuse a prompt with more characters than the context can hold, before it is encoded.
 
         Args:
-            texts: all of a prompt.
-            place: where they stand in the body.
+            texts: all texts of the prompt.
+            place: where they are in the body.
 
         Raises:
-            ApiError: for more characters than the context's tokens can have.
+            ApiError: 400, if no tokenization could fit.
         """
         count = sum(map(len, texts))
         if count > _LONG and count > self.context_size * self._longest_piece:
@@ -224,11 +312,7 @@ class ServedModel:
             )
 
     def check_tokens(self, tokens: Sequence[int], place: str) -> None:
-        """Refuse more token ids than the context holds, before anything looks at each of them.
-
-        Raises:
-            ApiError: 400 with their place in the body.
-        """
+        """Raise a 400 for more token ids than the context holds; `place` is where they are in the body."""
         if len(tokens) > max(_LONG, self.context_size):
             raise bad_request(
                 f"{place} has {len(tokens)} tokens, and the context of {self.name} holds {self.context_size}. "
@@ -246,36 +330,34 @@ class ServedModel:
     def encode_chat(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Message] = (),
-        response_format: Message | None = None,
+        tools: OfferedTools = NO_TOOLS,
+        format: AnswerFormat = FREE_TEXT,
     ) -> list[int]:
-        """Token ids of a conversation, as the model's chat template writes it.
-
-        An answer that the conversation ends with is continued.
+        """Encode a conversation with the model's chat template; an answer at its end is continued.
 
         Args:
             messages: in OpenAI's form.
-            tools: definitions in OpenAI's form.
-            response_format: what the answer has to be, shown with the last of the user's messages.
+            tools: the tools that the model is shown.
+            format: shown with the last of the user's messages.
 
         Raises:
             ApiError: for a model without a chat template.
             TokenizerError: for messages that can't be encoded.
         """
-        self.check_length(strings_in([messages, tools]), "messages")
+        self.check_length(strings_in([messages, tools.definitions]), "messages")
         if not getattr(self.tokenizer, "has_chat_template", False):
             raise bad_request(
                 f"The model {self.name} has no chat template: it continues texts, see /v1/completions.",
                 "messages",
             )
         shown_to_model = [dict(message) for message in messages]
-        if response_format is not None:
+        if format.shown is not None:
             for message in reversed(shown_to_model):
                 if message.get("role") == "user":
-                    message["response_format"] = response_format
+                    message["response_format"] = format.shown
                     break
         continues = bool(shown_to_model) and is_answer(shown_to_model[-1])
-        given = {"tools": [dict(tool) for tool in tools]} if tools else {}
+        given = {"tools": [dict(tool) for tool in tools.definitions]} if tools.definitions else {}
         variables = dict(self.options.chat_template_args)
         if taken := variables.keys() & {"messages", "tools", "tokenize", "add_generation_prompt"}:
             raise RequestError(
@@ -292,20 +374,20 @@ class ServedModel:
 
     # -- errors
 
-    def told(self, error: Exception) -> ApiError:
-        """What a client reads of an error: as `api_error`, without the folders that files lie in."""
-        told = api_error(error)
-        told.message = self.without_folders(told.message)
-        return told
+    def client_error(self, error: Exception) -> ApiError:
+        """Convert an exception as `api_error` does, without the folders that files are in."""
+        reported = api_error(error)
+        reported.message = self.without_folders(reported.message)
+        return reported
 
     def without_folders(self, text: str) -> str:
-        """A text in which paths of the model's files and adapters begin with the last folder's name."""
+        """Shorten the paths of the server's folders in a text to the folders' names."""
         for folder in self._folders() if "/" in text else ():
             text = text.replace(str(folder), folder.name)
         return text
 
     def _folders(self) -> list[Path]:
-        """Folders that messages may name, those within others first."""
+        """List the folders that error messages can name, inner folders first."""
         options = self.options
         given = [
             getattr(self.tokenizer, "name_or_path", ""),
@@ -318,8 +400,33 @@ class ServedModel:
         found = {path for each in paths for path in (each, each.resolve()) if len(path.parts) > 2}
         return sorted(found, key=lambda path: -len(path.parts))
 
+    # -- metrics
+
+    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+        """Yield name, help and value of the gauges that are read when metrics are requested."""
+        known: dict[str, Any] = {"bytes": 0, "adapters": []}
+        if self.pool is not None:
+            known = self.pool.describe()
+        resident = [each for each in known["adapters"] if each["state"] == "resident"]
+        prefixes, rows = self.prefix_cache, self.engine.engine
+        usage = 0.0
+        if rows is not None and rows.kv_memory is not None:
+            usage = rows.kv_bytes / rows.kv_memory
+        elif rows is not None:
+            usage = rows.kv_tokens / (rows.max_batch * self.context_size)
+        yield (
+            "prefix_cache_bytes",
+            "Memory of the prefix cache.",
+            prefixes.nbytes if prefixes else 0,
+        )
+        yield "kv_cache_bytes", "Keys and values of running answers.", rows.kv_bytes if rows else 0
+        yield "kv_cache_usage_perc", "Share of the keys and values that fit, up to 1.", usage
+        yield "adapter_resident_bytes", "Memory of adapters.", known["bytes"]
+        yield "adapters_resident", "Adapters in memory.", len(resident)
+        yield "adapters_registered", "Adapters by name.", len(known["adapters"])
+
     def close(self) -> None:
-        """End the threads, and write what is still to be written of the prefix cache."""
+        """End the threads, and write pending pages of the prefix cache to its folder."""
         self.workers.close()
         if self.pool is not None:
             self.pool.close()
@@ -330,13 +437,8 @@ class ServedModel:
 def _speculation(
     options: ServerOptions | None, model: Any, tokenizer: Any, folder: Path, pool: AdapterPool
 ) -> Speculation | None:
-    """How tokens are guessed, as the server's settings have it."""
+    """Make the `Speculation` that the options ask for."""
     if options is None or (options.draft_model is None and not options.prompt_lookup):
         return None
     draft, own = load_drafts(options.draft_model, model, tokenizer, folder, pool.paths)
     return Speculation(draft, options.prompt_lookup, own, options.num_draft_tokens)
-
-
-def is_answer(message: Message) -> bool:
-    """True if a message is an answer that can be continued."""
-    return message.get("role") == "assistant" and not message.get("tool_calls")

@@ -17,10 +17,10 @@ import numpy as np
 from afm_mlx import threads
 from afm_mlx.guidance.constraint import Constraint, literal
 from afm_mlx.loading.resolve import resolve_model
-from afm_mlx.server import generation
-from afm_mlx.server.generation import Ask
-from afm_mlx.server.options import ServerOptions
+from afm_mlx.server import answer_events
+from afm_mlx.server.answer_events import GenerationRequest
 from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.server_options import ServerOptions
 from afm_mlx.tokenizer.tokenizer import load_tokenizer
 from afm_mlx.tokenizer.vocabulary import EXECUTABLE_END, EXECUTABLE_START
 from tests.tools.models import random_config, random_model
@@ -44,19 +44,19 @@ class Script:
     prompts: list[str] = field(default_factory=list)
     tools: list[list[str]] = field(default_factory=list)
 
-    def constraint(self, served: ServedModel, ask: Ask) -> Constraint:
-        """The constraint that leaves the model nothing but the answer, and whether a space is in it.
+    def constraint(self, served: ServedModel, request: GenerationRequest) -> Constraint:
+        """Return a constraint that allows only the script's answer, with or without one space.
 
-        Without any choice the engine would not compute the prompt. Answers under a schema are free below it.
+        With no choice at all the engine would not compute the prompt. Answers under a schema are free.
         """
-        ids = ask.prompt
-        if ask.messages is not None:
-            ids = served.encode_chat(ask.messages, ask.tools, ask.response_format)
+        ids = request.prompt
+        if request.messages is not None:
+            ids = served.encode_chat(request.messages, request.tools, request.format)
         prompt = served.tokenizer.decode(list(ids or ()))
         self.prompts.append(prompt)
-        self.tools.append([tool["function"]["name"] for tool in ask.tools])
-        if not ask.may_call:
-            return ask.answer or _text("Done.")
+        self.tools.append([tool["function"]["name"] for tool in request.tools.definitions])
+        if not request.tools.may_call:
+            return request.format.constraint or _text("Done.")
         step = self.steps[min(prompt.count("<turn_start> assistant") - 1, len(self.steps) - 1)]
         if isinstance(step, str):
             return _text(step)
@@ -102,7 +102,7 @@ def scripted_server(
     served = threads.submit(make).result()
     try:
         with (
-            mock.patch.object(generation, "_constraint", script.constraint),
+            mock.patch.object(answer_events, "_constraint", script.constraint),
             running_server(served, **settings) as server,
         ):
             yield server, script

@@ -15,9 +15,9 @@ import openai
 from starlette.applications import Starlette
 
 from afm_mlx.server.app import make_app
-from afm_mlx.server.options import ServerOptions
 from afm_mlx.server.run import address_of, bind, run
 from afm_mlx.server.served_model import ServedModel
+from afm_mlx.server.server_options import ServerOptions
 
 
 @dataclass

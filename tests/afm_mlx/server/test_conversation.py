@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from afm_mlx.server.conversation import Conversation
-from afm_mlx.server.errors import ApiError
+from afm_mlx.server.chat_inputs import ConversationBuilder
+from afm_mlx.server.replies import ApiError
 
 
 def calls(*ids):
     """A conversation in which the model has made calls."""
-    conversation = Conversation()
+    conversation = ConversationBuilder()
     conversation.add_user("Go", "here")
     for each in ids:
         conversation.add_call(each, f"tool_{each}", "{}", "here")
@@ -31,7 +31,7 @@ def test_results_stand_in_the_order_of_their_calls():
 
 
 def test_calls_join_the_text_before_them_and_instructions_come_first():
-    conversation = Conversation([{"role": "system", "content": "One"}])
+    conversation = ConversationBuilder([{"role": "system", "content": "One"}])
     conversation.add_system("Two", "here")
     conversation.add_user("Go", "here")
     conversation.add_answer("I will", "here")
@@ -43,7 +43,7 @@ def test_calls_join_the_text_before_them_and_instructions_come_first():
     assert kept[2]["content"] == "I will"
     assert conversation.finished("input", "Zero")[0]["content"] == "Zero\n\nOne\n\nTwo"
     # What goes on from it leaves it as it is.
-    later = Conversation(kept)
+    later = ConversationBuilder(kept)
     later.add_answer("All done", "here")
     later.add_call("b", "tool", "{}", "here")
     assert len(kept) == 4
@@ -67,7 +67,7 @@ def test_what_belongs_to_nothing_is_refused():
     with pytest.raises(ApiError, match="'x', a call that the answer before it didn't make"):
         conversation.add_result("x", "", "here")
     with pytest.raises(ApiError, match="no message to answer"):
-        Conversation().finished("input")
+        ConversationBuilder().finished("input")
 
 
 def test_what_comes_among_results_stands_behind_them():
@@ -84,7 +84,7 @@ def test_what_comes_among_results_stands_behind_them():
 
 def test_late_instructions_are_a_part_of_the_users_turn_at_their_place():
     kept = [{"role": "system", "content": "Zero"}, {"role": "user", "content": "Go"}]
-    conversation = Conversation(kept)
+    conversation = ConversationBuilder(kept)
     conversation.add_system("One", "here")  # behind the user's text
     conversation.add_user("And go", "here")
     conversation.add_answer("I go", "here")
@@ -104,14 +104,14 @@ def test_late_instructions_are_a_part_of_the_users_turn_at_their_place():
     conversation.add_answer("Done", "here")
     conversation.add_system("Last", "here")  # behind all others
     assert conversation.finished("input")[-1] == {"role": "user", "content": "Last"}
-    strict = Conversation(kept, folds=False)
+    strict = ConversationBuilder(kept, folds=False)
     with pytest.raises(ApiError, match="instructions within a conversation"):
         strict.add_system("Be brief", "here")
 
 
 def test_many_late_instructions_take_linear_time():
     """8 MB of them took more than two minutes when each made the user's message anew."""
-    conversation = Conversation()
+    conversation = ConversationBuilder()
     conversation.add_user("Go", "here")
     began = time.process_time()
     for _ in range(16_000):

@@ -6,10 +6,10 @@ from starlette.datastructures import Headers
 
 from afm_mlx.errors import RequestError
 from afm_mlx.loading.resolve import resolve_model
-from afm_mlx.server.errors import ApiError
 from afm_mlx.server.guards import Guards
-from afm_mlx.server.options import ServerOptions
+from afm_mlx.server.replies import ApiError
 from afm_mlx.server.run import bind
+from afm_mlx.server.server_options import ServerOptions
 from tests.tools.cases import each
 from tests.tools.server import running_server
 

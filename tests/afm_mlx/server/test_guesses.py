@@ -23,7 +23,7 @@ def told(answer):
 
 def test_answers_are_those_without_guesses_and_usage_tells_of_them():
     with running_server() as server:
-        assert not server.served.guesses
+        assert not server.served.drafts
         client = server.openai()
         wanted = [told(client.chat.completions.create(model="afm-nano", **a)) for a in ASKED]
         plain = client.chat.completions.create(model="afm-nano", **ASKED[0])

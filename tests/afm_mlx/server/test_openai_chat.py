@@ -337,7 +337,7 @@ def test_results_of_parallel_calls_belong_to_their_calls(http):
         ({"stop": [""]}, "stop"),
         ({"logit_bias": {"4096": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
-        ({"logit_bias": {"1": 101}}, "logit_bias[...]"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"functions": [{"name": "look"}]}, "functions"),

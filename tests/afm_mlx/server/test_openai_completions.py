@@ -2,8 +2,8 @@ import openai
 import pytest
 
 from afm_mlx.server import openai_completions
-from afm_mlx.server.generation import Ended, TextDelta, Usage
-from afm_mlx.server.token_texts import TokenLogprob
+from afm_mlx.server.answer_events import Ended, TextDelta, TokenCounts
+from afm_mlx.server.served_model import TokenLikelihood
 from tests.tools.cases import each
 
 PROMPTS = ["Return a list of", "The quick"]
@@ -69,16 +69,16 @@ def test_log_probabilities_have_their_places(complete):
 
 
 def test_the_best_of_several(complete, monkeypatch):
-    async def answer(served, ask):
-        assert (ask.n, ask.logprobs) == (3, 0)
+    async def answer(served, request):
+        assert (request.n, request.logprobs) == (3, 0)
         for index, text, values in ((0, "a", [-9, -1]), (1, "b", [-2, -4, -3]), (2, "c", [-4])):
-            tokens = [TokenLogprob(5, b"x", value) for value in values]
+            tokens = [TokenLikelihood(5, b"x", value) for value in values]
             yield TextDelta(index, text, tokens)
             yield Ended(index, "stop", None, len(tokens))
-        yield Usage(4, 0, 6)
+        yield TokenCounts(4, 0, 6)
 
     with monkeypatch.context() as scripted:
-        scripted.setattr(openai_completions, "answer", answer)
+        scripted.setattr(openai_completions, "answer_events", answer)
         chosen = complete(n=2, best_of=3)
     assert texts(chosen) == ["b", "c"]  # by the mean of a token
     assert [c.logprobs for c in chosen.choices] == [None, None]

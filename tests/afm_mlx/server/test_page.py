@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from afm_mlx.server.page import TYPES, page_files
+from afm_mlx.server.app import PAGE_TYPES, page_files
 from tests.tools.browser import browser
 from tests.tools.cases import each
 from tests.tools.server import running_server
@@ -170,7 +170,7 @@ def test_files_are_served_as_what_they_are_and_nothing_else(server):
         for name in page_files():
             found = http.get("/" if name == "index.html" else f"/page/{name}")
             assert found.content == page_files()[name]
-            assert found.headers["content-type"] == TYPES[name.rpartition(".")[2]]
+            assert found.headers["content-type"] == PAGE_TYPES[name.rpartition(".")[2]]
             assert found.headers["x-content-type-options"] == "nosniff"
             assert "default-src 'none'" in found.headers["content-security-policy"]
             assert "unsafe" not in found.headers["content-security-policy"]

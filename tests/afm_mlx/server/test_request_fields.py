@@ -11,8 +11,8 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
-from afm_mlx.server.errors import ApiError
 from afm_mlx.server.field_rules import MAX_IGNORED, Honoured, Ignored, Kinds, Reader, Refused
+from afm_mlx.server.replies import ApiError
 from afm_mlx.server.request_fields import (
     OTHER_SERVERS,
     REQUESTS,

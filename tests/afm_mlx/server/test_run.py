@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from afm_mlx.errors import RequestError
-from afm_mlx.server.options import ServerOptions
 from afm_mlx.server.run import bind
+from afm_mlx.server.server_options import ServerOptions
 from tests.tools.cli import ROOT
 from tests.tools.server import running_server, until
 

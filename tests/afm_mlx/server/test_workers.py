@@ -13,9 +13,9 @@ import pytest
 from msgspec import Meta, Struct
 
 from afm_mlx.guidance.constraint import Constraint
-from afm_mlx.server import bodies, generation, tokenize
+from afm_mlx.server import answer_events, bodies, tokenization
 from afm_mlx.server.request_fields import REQUESTS
-from afm_mlx.server.tokenize import DetokenizeRequest, TokenizeRequest
+from afm_mlx.server.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.tools.server import running_server, until
 
 CHAT = {"model": "afm-nano", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
@@ -66,10 +66,16 @@ def send(server):
 @pytest.mark.parametrize(
     ("owner", "name", "path", "body", "places"),
     [
-        (tokenize, "_tokens", "/tokenize", {"prompt": "a"}, 4),
+        (tokenization, "_tokens", "/tokenize", {"prompt": "a"}, 4),
         (bodies, "decoded", "/detokenize", {"tokens": [5]}, 4),
         (Constraint, "regex", "/v1/completions", REGEX, 24),
-        (generation, "tool_call_constraint", "/v1/chat/completions", {**CHAT, "tools": TOOLS}, 24),
+        (
+            answer_events,
+            "tool_call_constraint",
+            "/v1/chat/completions",
+            {**CHAT, "tools": TOOLS},
+            24,
+        ),
     ],
 )
 def test_a_chat_never_waits_for_others_texts_and_grammars(
@@ -97,7 +103,7 @@ def test_a_chat_never_waits_for_others_texts_and_grammars(
 
 def test_work_of_clients_that_left_is_not_begun(server, stuck, send):
     begun = []
-    go = stuck(tokenize, "_tokens", lambda *args: begun.append(1) or True)
+    go = stuck(tokenization, "_tokens", lambda *args: begun.append(1) or True)
     futures = send(1, "/tokenize", {"prompt": "a"}, PADDING)
     until(lambda: begun == [1])
     with server.http() as http, pytest.raises(httpx2.TimeoutException):

@@ -1,7 +1,7 @@
 """What is kept of earlier responses, and for whom."""
 
-from afm_mlx.server.openai_responses.kept_responses import KeptResponse, KeptResponses
 from afm_mlx.server.request_fields import MessageItem
+from afm_mlx.server.responses_api import KeptResponse, KeptResponses
 
 
 def response(text):

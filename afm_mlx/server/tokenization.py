@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize`: what a prompt's tokens are, as vLLM's routes of these names tell it."""
+"""`/tokenize` and `/detokenize`: the tokens of a prompt, in the form of vLLM's routes of these names."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from afm_mlx.errors import AFMError
+from afm_mlx.server.admission import in_thread
 from afm_mlx.server.bodies import read_body
-from afm_mlx.server.chat_messages import chat_messages, chat_tools
-from afm_mlx.server.errors import api_error, bad_request
+from afm_mlx.server.chat_inputs import OfferedTools
+from afm_mlx.server.openai_chat import chat_messages, chat_tools
+from afm_mlx.server.replies import api_error, bad_request, json_response, while_connected
 from afm_mlx.server.request_fields import MAX_MESSAGES, MAX_TOKENS, MAX_TOOLS, ChatMessage, ChatTool
 from afm_mlx.server.served_model import ServedModel
-from afm_mlx.server.sse import json_response, while_connected
-from afm_mlx.server.workers import in_thread
 
 Token = Annotated[int, Meta(ge=0)]
 
@@ -41,7 +41,7 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True):
 
 
 async def tokenize(request: Request) -> Response:
-    """The token ids of a text, or of a chat as the model is given it."""
+    """Return the token ids of a text, or of a chat as the chat template writes it."""
     served: ServedModel = request.app.state.served
     body = await read_body(request, TokenizeRequest)
     if body.model is not None:
@@ -51,14 +51,14 @@ async def tokenize(request: Request) -> Response:
 
     def tokenized() -> Response:
         tokens = _tokens(served, body)
-        told: dict[str, Any] = {
+        written: dict[str, Any] = {
             "count": len(tokens),
             "max_model_len": served.context_size,
             "tokens": tokens,
         }
         if body.return_token_strs:
-            told["token_strs"] = served.tokenizer.convert_ids_to_tokens(tokens)
-        return json_response(told)
+            written["token_strs"] = served.tokenizer.convert_ids_to_tokens(tokens)
+        return json_response(written)
 
     return await while_connected(request, in_thread(tokenized))
 
@@ -70,15 +70,14 @@ def _tokens(served: ServedModel, body: TokenizeRequest) -> list[int]:
             return list(
                 served.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
             )
-        return served.encode_chat(
-            chat_messages(body.messages, folds=not served.options.strict), chat_tools(body.tools)
-        )
+        messages = chat_messages(body.messages, folds=not served.options.strict)
+        return served.encode_chat(messages, OfferedTools(chat_tools(body.tools)))
     except AFMError as error:
         raise api_error(error, "prompt" if body.messages is None else "messages") from error
 
 
 async def detokenize(request: Request) -> Response:
-    """The text of token ids."""
+    """Return the text of token ids."""
     served: ServedModel = request.app.state.served
     body = await read_body(request, DetokenizeRequest)
     if body.model is not None:

@@ -1,0 +1,541 @@
+"""The events of an answer, which every API makes its response from.
+
+async for event in answer_events(served, GenerationRequest(messages=[...])):
+    ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+
+from afm_mlx.adapters.registry import AdapterChoice
+from afm_mlx.engine.logits_processors import make_logits_processors
+from afm_mlx.engine.request import MASK64, LogitsProcessor, Request, Response, Sampler
+from afm_mlx.engine.samplers import make_sampler
+from afm_mlx.errors import AFMError, CheckpointError, IncompleteError
+from afm_mlx.guidance.constraint import Constraint
+from afm_mlx.guidance.tool_calls import tool_call_constraint
+from afm_mlx.server.admission import in_thread
+from afm_mlx.server.call_splitter import CallArguments, CallHead, CallSplitter, Said
+from afm_mlx.server.chat_inputs import (
+    FREE_TEXT,
+    NO_TOOLS,
+    AnswerFormat,
+    Message,
+    OfferedTools,
+    is_answer,
+)
+from afm_mlx.server.metrics import AnswerClock
+from afm_mlx.server.replies import REQUEST_ID, ApiError, api_error, bad_request
+from afm_mlx.server.served_model import ServedModel, TokenLikelihood
+from afm_mlx.tokenizer.vocabulary import EXECUTABLE_START
+
+_LOG = logging.getLogger("afm_mlx.server")
+_SEED_STEP = 0xD1342543DE82EF95
+"""The difference between the seeds of two choices; not the difference between two tokens of a row."""
+_MAX_GRAMMARS = 1 << 22
+"""Characters of all grammars of one request, which are compiled once for each choice."""
+_FORCED_WAIT = 0.01
+"""Seconds in which consecutive forced tokens are joined into one event."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request of any API, after its fields were checked.
+
+    Args:
+        messages: a chat for the chat template; an answer at its end is continued.
+        prompt: token ids, in place of messages.
+        tools: the tools that the model is offered.
+        format: what an answer without calls must look like.
+        adapter: the adapter that answers; None for the base model.
+        max_tokens: maximum number of new tokens; None for the server's default, -1 for the rest of the context.
+        temperature, top_p, top_k, min_p: sampling; None for the server's defaults.
+        seed: seed of the first choice, from which the other choices' are derived; None for random seeds.
+        frequency_penalty, presence_penalty: penalties for tokens that the answer has.
+        repetition_penalty: penalty for tokens that the prompt or the answer has.
+        logit_bias: added to the logits, by token id.
+        stop: stop strings.
+        n: number of choices.
+        logprobs: number of most likely tokens reported for each token; None for no log-probabilities.
+        client: the client's id, for fairness and the prefix cache.
+    """
+
+    messages: Sequence[Message] | None = None
+    prompt: Sequence[int] | None = None
+    tools: OfferedTools = NO_TOOLS
+    format: AnswerFormat = FREE_TEXT
+    adapter: AdapterChoice | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    n: int = 1
+    logprobs: int | None = None
+    client: str = ""
+
+    @property
+    def continues(self) -> bool:
+        """True if the answer continues a text: a prompt, or an answer at the end of a chat."""
+        return self.messages is None or (bool(self.messages) and is_answer(self.messages[-1]))
+
+    @property
+    def prompt_field(self) -> str:
+        """The field that errors of the prompt are about."""
+        return "prompt" if self.messages is None else "messages"
+
+
+# -- events
+
+
+@dataclass(frozen=True)
+class TextDelta:
+    """More of a choice's text.
+
+    Args:
+        index: the choice.
+        text: the text; empty while it may be the beginning of a stop string.
+        logprobs: log-probabilities of the tokens since the last delta, if they were requested.
+    """
+
+    index: int
+    text: str
+    logprobs: Sequence[TokenLikelihood] = ()
+
+
+@dataclass(frozen=True)
+class ToolCallBegins:
+    """The beginning of a tool call: the choice, the call's number in it, the call's id, and the tool's name."""
+
+    index: int
+    call: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """More of the JSON of a tool call's arguments."""
+
+    index: int
+    call: int
+    arguments: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a choice.
+
+    Args:
+        index: the choice.
+        reason: "stop" for the model's own end or a stop string, "length" for `max_tokens` or a full context
+            (JSON is unfinished then), or "tool_calls".
+        stop_string: the stop string that ended the choice, if one did.
+        tokens: number of the choice's tokens.
+    """
+
+    index: int
+    reason: str
+    stop_string: str | None
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Numbers of tokens, and times: the last event of an answer.
+
+    Args:
+        prompt: tokens of the prompt.
+        cached: tokens of the prompt that the prefix cache had.
+        completion: tokens of all choices.
+        drafted: draft tokens, see docs/speculation.md; None if the server drafts none.
+        accepted: draft tokens that were accepted.
+        until_first: seconds until the first choice's first token was sampled; None if none was.
+        rate: sampled tokens per second of the first choice; None if unknown.
+    """
+
+    prompt: int
+    cached: int
+    completion: int
+    drafted: int | None = None
+    accepted: int = 0
+    until_first: float | None = None
+    rate: float | None = None
+
+
+Event = TextDelta | ToolCallBegins | ToolCallDelta | Ended | TokenCounts
+
+
+async def answer_events(
+    served: ServedModel, request: GenerationRequest
+) -> AsyncGenerator[Event, None]:
+    """Answer a request, and yield the events of its choices as they come.
+
+    Events are taken from the engine as fast as they come, however slowly they are read here. Closing the
+    generator (`contextlib.aclosing`) or cancelling its task frees the rows before the next decode step.
+
+    Raises:
+        ApiError: before the first event, or after others; it ends the generator.
+    """
+    queue: asyncio.Queue[Event | ApiError] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    with served.admission.admitted(request.client, request.n, queue.put_nowait):
+        seconds = served.options.timeout
+        late = ApiError(504, f"The answer was not complete after {seconds:g} s.", code="timeout")
+        deadline = loop.call_later(seconds, queue.put_nowait, late)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            row = await in_thread(lambda: _engine_request(served, request), is_admitted=True)
+            constraint = request.format.constraint
+            if request.tools.definitions:
+                constraint = await in_thread(
+                    lambda: _constraint(served, request), compiles=True, is_admitted=True
+                )
+            size = 0 if constraint is None else len(constraint.grammar)
+            if request.n > 1 and size * request.n > _MAX_GRAMMARS:
+                raise bad_request(
+                    f"n is {request.n}, and the grammar that each answer is held to has {size} characters; "
+                    f"together they may have {_MAX_GRAMMARS}. Request fewer answers at a time.",
+                    "n",
+                )
+            row = replace(row, constraint=constraint)
+            if served.options.log_prompts:
+                _LOG.info("Prompt: %r", served.tokenizer.decode(row.prompt))
+            choices = [_ChoiceTask(served, request, row, i, queue) for i in range(request.n)]
+            tasks += [asyncio.create_task(choice.run()) for choice in choices]
+            running = len(choices)
+            while running:
+                event = await queue.get()
+                if isinstance(event, ApiError):
+                    raise event
+                running -= isinstance(event, Ended)
+                yield event
+            cached = choices[0].cached
+            served.metrics.prompt(len(row.prompt), cached)
+            yield TokenCounts(
+                len(row.prompt),
+                cached,
+                sum(choice.tokens for choice in choices),
+                sum(choice.drafted for choice in choices) if served.drafts else None,
+                sum(choice.accepted for choice in choices),
+                choices[0].clock.until_first,
+                choices[0].clock.rate,
+            )
+        except ApiError:
+            raise
+        except AFMError as error:
+            raise api_error(error, request.prompt_field) from error
+        finally:
+            deadline.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# -- from a request to the engine's
+
+
+def _engine_request(served: ServedModel, request: GenerationRequest) -> Request:
+    """Make the engine's request for the first choice, without its constraint. Long prompts take a while."""
+    if request.messages is None:
+        prompt = list(request.prompt or ())
+    else:
+        prompt = served.encode_chat(request.messages, request.tools, request.format)
+    capacity = served.context_size - len(prompt)
+    if capacity < 1:
+        raise ApiError(
+            400,
+            f"The prompt has {len(prompt)} tokens, and the context of {served.name} holds "
+            f"{served.context_size} with the answer. Shorten it.",
+            param=request.prompt_field,
+            code="context_length_exceeded",
+        )
+    if request.logit_bias and max(request.logit_bias) >= served.vocab_size:
+        raise bad_request(
+            f"logit_bias has the token {max(request.logit_bias)}; this model's go from 0 to "
+            f"{served.vocab_size - 1}.",
+            "logit_bias",
+        )
+    default = served.options.max_tokens
+    max_tokens = default if request.max_tokens is None else request.max_tokens
+    return Request(
+        prompt,
+        max_tokens=capacity if max_tokens == -1 else min(max_tokens, capacity),
+        sampler=_sampler(served, request),
+        stop=list(request.stop),
+        logprobs=request.logprobs is not None,
+        adapter=request.adapter,
+    )
+
+
+def _sampler(served: ServedModel, request: GenerationRequest) -> Sampler | None:
+    """Make the sampler of a request; None takes the most likely token."""
+    options = served.options
+    temperature = options.temperature if request.temperature is None else request.temperature
+    if (
+        temperature == 0 or request.top_p == 0
+    ):  # 0 keeps one token in the APIs, and all in make_sampler
+        return None
+    top_k = options.top_k if request.top_k is None else request.top_k
+    return make_sampler(
+        temperature,
+        options.top_p if request.top_p is None else request.top_p,
+        options.min_p if request.min_p is None else request.min_p,
+        top_k=0 if top_k >= served.vocab_size else top_k,  # keeps all either way
+    )
+
+
+def _logits_processors(request: GenerationRequest, prompt_size: int) -> list[LogitsProcessor]:
+    """Make the logits processors of one choice.
+
+    Frequency and presence penalties count the answer's tokens, as in OpenAI's API; the repetition penalty
+    counts the prompt's, too.
+    """
+    whole = make_logits_processors(
+        request.logit_bias or None,
+        repetition_penalty=request.repetition_penalty or None,
+        repetition_context_size=None,
+    )
+    of_answer = make_logits_processors(
+        presence_penalty=request.presence_penalty or None,
+        presence_context_size=None,
+        frequency_penalty=request.frequency_penalty or None,
+        frequency_context_size=None,
+    )
+    return [*whole, _AnswerProcessor(prompt_size, of_answer)] if of_answer else whole
+
+
+class _AnswerProcessor:
+    """Applies logits processors to the tokens of the answer alone."""
+
+    def __init__(self, prompt_size: int, processors: Sequence[LogitsProcessor]):
+        self._prompt_size, self._processors = prompt_size, processors
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        answer = tokens[self._prompt_size :]
+        if answer.shape[0]:
+            for processor in self._processors:
+                logits = processor(answer, logits)
+        return logits
+
+
+def _constraint(served: ServedModel, request: GenerationRequest) -> Constraint | None:
+    """Make the constraint of an answer whose prompt has tools. Large schemas take a while."""
+    tools, answer = request.tools, request.format.constraint
+    if not tools.may_call:  # the prompt shows tools, so calls must be kept out
+        return answer or Constraint.text()
+    # Tokenizers of mlx-lm's models have other marks and forms of calls.
+    if getattr(served.tokenizer, "tool_call_start", None) != EXECUTABLE_START:
+        raise bad_request(
+            f"The model {served.name} can't call tools: its tokenizer has no {EXECUTABLE_START}. Leave out "
+            "tools.",
+            "tools",
+        )
+    try:
+        return tool_call_constraint(tools.callable, tools.choice, answer, parallel=tools.parallel)
+    except AFMError as error:
+        raise bad_request(str(error), "tools") from error
+
+
+# -- from the engine's responses to events
+
+
+class _ChoiceTask:
+    """Generates one choice of an answer, and puts its events into a queue.
+
+    Args:
+        served: the model.
+        request: the API's request.
+        row: the engine's request for the first choice.
+        index: number of the choice.
+        events: receives the events, and the error that ends the choice, if there is one.
+
+    Attributes:
+        cached: number of prompt tokens that the prefix cache had.
+        drafted, accepted: numbers of draft tokens.
+        clock: times of the choice's tokens.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        request: GenerationRequest,
+        row: Request,
+        index: int,
+        events: asyncio.Queue[Event | ApiError],
+    ):
+        self._served, self._request, self._index, self._events = served, request, index, events
+        may_call = request.tools.may_call
+        self._splitter = CallSplitter() if may_call else None
+        self._mark = served.tokenizer.convert_tokens_to_ids(EXECUTABLE_START) if may_call else -1
+        self._call_ids: list[str] = []
+        self._answer: list[int] = []
+        self.cached = self.drafted = self.accepted = 0
+        self._loop = asyncio.get_running_loop()
+        self.clock = AnswerClock()
+        self._forced: TextDelta | ToolCallDelta | None = None  # waits for more forced tokens
+        self._lost_space = ""  # the engine drops the space that an answer begins with
+        self._drops_space = False  # True if that space is not part of the answer
+        seed = request.seed
+        self._row = replace(
+            row,
+            seed=None if seed is None else (seed + index * _SEED_STEP) & MASK64,
+            logits_processors=_logits_processors(request, len(row.prompt)),
+            on_prefill=self._on_prefill,
+            client=request.client,
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Number of the choice's tokens."""
+        return len(self._answer)
+
+    def _on_prefill(self, done: int, tokens: int) -> None:
+        """Called in MLX's thread."""
+        self._loop.call_soon_threadsafe(self._served.metrics.scheduled, self.clock)
+
+    async def run(self) -> None:
+        """Generate the choice; its last event is `Ended` or an error."""
+        reason = "abort"
+        self._served.metrics.waits()
+        try:
+            reason = await self._generate()
+        except AFMError as error:
+            reason = "error"
+            self._put(self._row_error(error))
+        except Exception as error:
+            reason = "error"
+            _LOG.error("An answer to the request %s has failed.", REQUEST_ID.get(), exc_info=error)
+            self._put(api_error(error))
+        finally:
+            self._served.metrics.leaves(self.clock, reason, self.tokens)
+
+    def _row_error(self, error: AFMError) -> ApiError:
+        adapter, pool = self._request.adapter, self._served.pool
+        if isinstance(error, CheckpointError):
+            _LOG.error("The request %s: %s", REQUEST_ID.get(), error)
+            return ApiError(
+                500,
+                f"The adapter {adapter} can't be read: its files are damaged or gone. The server's log says "
+                "more.",
+                param="model",
+                code="adapter_failed",
+            )
+        if isinstance(adapter, str) and pool is not None and adapter not in pool.registered:
+            return ApiError(404, str(error), param="model", code="model_not_found")
+        return api_error(error, "model" if "adapter" in str(error) else self._request.prompt_field)
+
+    async def _generate(self) -> str:
+        reason = "stop"
+        try:
+            async with aclosing(self._served.engine.stream(self._row)) as responses:
+                async for response in responses:
+                    self._take(response)
+                    reason = response.finish_reason or reason
+        except IncompleteError:
+            # The constraint is unfinished; finish_reason says so, and the text so far is the answer.
+            is_cut = self.tokens >= self._row.max_tokens
+            reason = "length" if is_cut else "stop"
+        stop_string = self._stop_string() if reason == "stop" and self._row.stop else None
+        if reason == "stop" and self._call_ids and stop_string is None:
+            reason = "tool_calls"
+        if self._served.options.log_prompts:
+            _LOG.info("Answer: %r", self._served.tokenizer.decode(self._answer))
+        self._put(Ended(self._index, reason, stop_string, self.tokens))
+        return reason
+
+    def _take(self, response: Response) -> None:
+        """Make events of a response of the engine."""
+        if (guesses := response.guesses) is not None:
+            self.drafted, self.accepted = guesses.proposed, guesses.accepted
+            self._served.metrics.drafts(guesses)
+        token = response.token
+        logprobs: list[TokenLikelihood] = []
+        text, is_forced = response.text, response.is_forced
+        if token >= 0:
+            if not is_forced:
+                self._served.metrics.sampled(self.clock)
+            self.cached = response.cached_tokens
+            if not self._answer and self._served.token_texts.drops_space(
+                token, self._row.constraint is not None
+            ):
+                self._lost_space = " " if self._request.continues else ""
+                self._drops_space = not self._request.continues
+            self._answer.append(token)
+            is_end = token in self._served.tokenizer.eos_token_ids
+            in_text = self._splitter is None or not self._splitter.in_calls
+            if (
+                self._request.logprobs is not None
+                and not is_end
+                and in_text
+                and token != self._mark
+            ):
+                likelihood = self._served.token_texts.likelihood(
+                    token, response.logprobs, self._request.logprobs
+                )
+                if self._drops_space and len(self._answer) == 1:
+                    likelihood = replace(likelihood, bytes=likelihood.bytes.removeprefix(b" "))
+                logprobs = [likelihood]
+        if text:
+            text, self._lost_space = self._lost_space + text, ""
+        if self._splitter is None:
+            if text or logprobs:
+                self._put(TextDelta(self._index, text, logprobs), is_forced)
+            return
+        for part in self._splitter.feed(text, token == self._mark):
+            match part:
+                case Said(said):
+                    self._put(TextDelta(self._index, said, logprobs), is_forced)
+                    logprobs = []
+                case CallHead(call, name):
+                    self._call_ids.append(f"call_{uuid.uuid4().hex[:24]}")
+                    self._put(ToolCallBegins(self._index, call, self._call_ids[call], name))
+                case CallArguments(call, more):
+                    self._put(ToolCallDelta(self._index, call, more), is_forced)
+        if logprobs:
+            self._put(TextDelta(self._index, "", logprobs), is_forced)
+
+    def _put(self, event: Event | ApiError, is_forced: bool = False) -> None:
+        """Put an event into the queue; events of consecutive forced tokens are joined."""
+        match self._forced, event:
+            case TextDelta() as before, TextDelta() if is_forced:
+                logprobs = [*before.logprobs, *event.logprobs]
+                self._forced = replace(before, text=before.text + event.text, logprobs=logprobs)
+                return
+            case ToolCallDelta() as before, ToolCallDelta() if (
+                is_forced and before.call == event.call
+            ):
+                self._forced = replace(before, arguments=before.arguments + event.arguments)
+                return
+        self._put_forced()
+        if is_forced and isinstance(event, TextDelta | ToolCallDelta):
+            self._forced = event
+            self._loop.call_later(_FORCED_WAIT, self._put_forced)
+        else:
+            self._events.put_nowait(event)
+
+    def _put_forced(self) -> None:
+        if self._forced is not None:
+            self._events.put_nowait(self._forced)
+            self._forced = None
+
+    def _stop_string(self) -> str | None:
+        """Return the stop string that ended the choice; the engine has cut it off."""
+        tokens = [t for t in self._answer if t not in self._served.tokenizer.eos_token_ids]
+        text = self._served.tokenizer.decode(tokens)
+        found = [(at, stop) for stop in self._row.stop if (at := text.find(stop)) >= 0]
+        return min(found)[1] if found else None

@@ -1,0 +1,373 @@
+"""`/v1/messages` and `/v1/messages/count_tokens`: Anthropic's API, as coding agents use it."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from afm_mlx.errors import shown
+from afm_mlx.server.admission import in_thread
+from afm_mlx.server.answer_events import (
+    Ended,
+    Event,
+    GenerationRequest,
+    TextDelta,
+    TokenCounts,
+    ToolCallBegins,
+    ToolCallDelta,
+    answer_events,
+)
+from afm_mlx.server.bodies import read_body
+from afm_mlx.server.chat_inputs import (
+    FREE_TEXT,
+    PARAGRAPH,
+    AnswerFormat,
+    ConversationBuilder,
+    Message,
+    OfferedTools,
+    check_format_fits,
+    function_tool,
+    offered_tools,
+    schema_format,
+)
+from afm_mlx.server.replies import (
+    ApiError,
+    EventStream,
+    bad_request,
+    event,
+    json_response,
+    while_connected,
+)
+from afm_mlx.server.request_fields import (
+    AnyChoice,
+    ClaudeAssistant,
+    ClaudeSystem,
+    ClaudeText,
+    ClaudeUser,
+    MessageRequest,
+    NoChoice,
+    PromptRequest,
+    ToolChoice,
+    ToolResultBlock,
+)
+from afm_mlx.server.served_model import ServedModel
+
+VERSIONS = ("2023-06-01", "2026-10-21")
+"""Allowed values of the header anthropic-version, which may be left out.
+
+The newer version has no temperature, top_p and top_k; this server honours them under both.
+"""
+
+
+async def create_message(request: Request) -> Response:
+    """Answer, whole or as a stream."""
+    served: ServedModel = request.app.state.served
+    _check_version(request)
+    body = await read_body(request, MessageRequest)
+
+    def prepared() -> GenerationRequest:
+        messages, tools, format = _prompt(body, folds=not served.options.strict)
+        adapter = served.adapter_of(body.model)
+        # Encoded here, because the first event of a stream has the number of the prompt's tokens.
+        prompt = served.encode_chat(messages, tools, format)
+        return GenerationRequest(
+            prompt=prompt,
+            tools=tools,
+            format=format,
+            adapter=adapter,
+            max_tokens=body.max_tokens,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            stop=body.stop_sequences or (),
+            client=request.state.client,
+        )
+
+    # In a thread, because large conversations and schemas take a while.
+    made = await while_connected(request, in_thread(prepared, compiles=_has_format(body)))
+    stream = MessageStream(body.model, len(made.prompt or ()))
+    events = _events(served, made, stream)
+    if body.stream:
+        ping = _encoded({"type": "ping"})
+        return EventStream(events, request, lambda error: event(error.anthropic(), "error"), ping)
+
+    async def whole() -> dict[str, Any]:
+        async with aclosing(events):
+            async for _ in events:
+                pass
+        return stream.message
+
+    return json_response(await while_connected(request, whole()))
+
+
+async def count_tokens(request: Request) -> Response:
+    """Count the tokens of a prompt."""
+    served: ServedModel = request.app.state.served
+    _check_version(request)
+    body = await read_body(request, PromptRequest)
+    served.adapter_of(body.model)
+
+    def counted() -> int:
+        return len(served.encode_chat(*_prompt(body, folds=not served.options.strict)))
+
+    count = await while_connected(request, in_thread(counted, compiles=_has_format(body)))
+    return json_response({"input_tokens": count})
+
+
+ROUTES = [
+    Route("/v1/messages", create_message, methods=["POST"]),
+    Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+]
+
+
+def _has_format(body: PromptRequest) -> bool:
+    return body.output_config is not None or body.output_format is not None
+
+
+def _check_version(request: Request) -> None:
+    version = request.headers.get("anthropic-version")
+    if version is not None and version not in VERSIONS:
+        raise bad_request(
+            f"anthropic-version is {shown(version)}; allowed is {', '.join(VERSIONS)}.",
+            "anthropic-version",
+        )
+
+
+# -- from a body to a prompt
+
+
+def _prompt(body: PromptRequest, folds: bool) -> tuple[list[Message], OfferedTools, AnswerFormat]:
+    """Read the conversation, the tools and the answer format of a body."""
+    given, place = body.output_format, "output_format"
+    if body.output_config is not None and body.output_config.format is not None:
+        if given is not None:
+            raise bad_request(
+                "output_format and output_config.format are both given. Leave one out.", place
+            )
+        given, place = body.output_config.format, "output_config.format"
+    messages = _messages(body, folds)
+    format = FREE_TEXT
+    if given is not None:
+        name, described = given.schema.get("title", "answer"), given.schema.get("description")
+        format = schema_format(given.schema, name, described, f"{place}.schema")
+    check_format_fits(format, messages, place)
+    return messages, _tools(body), format
+
+
+def _tools(body: PromptRequest) -> OfferedTools:
+    tools = [function_tool(t.name, t.description, t.input_schema) for t in body.tools or ()]
+    choice = body.tool_choice
+    if isinstance(choice, ToolChoice):
+        return offered_tools(tools, "one", parallel=False, allowed=[choice.name])
+    if choice is None or isinstance(choice, NoChoice):
+        return offered_tools(tools, "auto" if choice is None else "none", parallel=True)
+    word = "required" if isinstance(choice, AnyChoice) else "auto"
+    return offered_tools(tools, word, parallel=not choice.disable_parallel_tool_use)
+
+
+def _messages(body: PromptRequest, folds: bool) -> list[Message]:
+    conversation = ConversationBuilder(folds=folds)
+    for index, message in enumerate(body.messages):
+        place = f"messages[{index}]"
+        if isinstance(message, ClaudeUser):
+            _add_user(conversation, message, place)
+        elif isinstance(message, ClaudeSystem):
+            conversation.add_system(_joined(message.content), place)
+        else:
+            _add_answer(conversation, message, place)
+    return conversation.finished("messages", _joined(body.system) if body.system else None)
+
+
+def _add_user(conversation: ConversationBuilder, message: ClaudeUser, place: str) -> None:
+    """Add the results of a user's message, then its texts."""
+    if isinstance(message.content, str):
+        conversation.add_user(message.content, place)
+        return
+    texts = [block.text for block in message.content if isinstance(block, ClaudeText)]
+    for number, block in enumerate(message.content):
+        if isinstance(block, ToolResultBlock):
+            text = _joined(block.content or "")
+            if block.is_error:
+                text = json.dumps({"error": text})
+            where = f"{place}.content[{number}].tool_use_id"
+            conversation.add_result(block.tool_use_id, text, where)
+    if texts or not message.content:
+        conversation.add_user(PARAGRAPH.join(texts), place)
+
+
+def _add_answer(conversation: ConversationBuilder, message: ClaudeAssistant, place: str) -> None:
+    """Add the texts and calls of an assistant's message; nothing if it has only ignored blocks."""
+    if isinstance(message.content, str):
+        conversation.add_answer(message.content, place)
+        return
+    texts: list[str] = []
+    for number, block in enumerate(message.content):
+        if isinstance(block, ClaudeText):
+            texts.append(block.text)
+            continue
+        where = f"{place}.content[{number}]"
+        if texts:  # before a call
+            conversation.add_answer(PARAGRAPH.join(texts), where)
+            texts = []
+        conversation.add_call(block.id, block.name, json.dumps(block.input), f"{where}.id")
+    if texts:
+        conversation.add_answer(PARAGRAPH.join(texts), place)
+
+
+def _joined(content: str | Sequence[ClaudeText]) -> str:
+    return content if isinstance(content, str) else PARAGRAPH.join(block.text for block in content)
+
+
+# -- from an answer's events to a message
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+StreamedEvent = dict[str, Any]
+
+
+class MessageStream:
+    """Builds a message block by block, and the events of its stream.
+
+    Each event must be encoded before the next one is taken, because events hold the message itself. Messages
+    that are not streamed are built in the same way, so that both are equal.
+
+    Args:
+        model: the model id of the request.
+        prompt_tokens: number of the prompt's tokens.
+
+    Attributes:
+        message: the message so far.
+    """
+
+    def __init__(self, model: str, prompt_tokens: int):
+        self.message: dict[str, Any] = {
+            "type": "message",
+            "id": f"msg_{uuid.uuid4().hex}",
+            "role": "assistant",
+            "model": model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(prompt_tokens),
+        }
+        self._open: dict[str, Any] | None = None  # the last block, until it ends
+        self._texts: list[str] = []  # of the open block, joined at its end
+        self._space = ""
+
+    def begin(self) -> Iterator[StreamedEvent]:
+        """Yield the first events."""
+        yield {"type": "message_start", "message": self.message}
+        yield {"type": "ping"}
+
+    def take(self, event: Event) -> Iterator[StreamedEvent]:
+        """Yield the stream's events for an event of the answer."""
+        match event:
+            case TextDelta():
+                yield from self._more_text(event.text)
+            case ToolCallBegins():
+                yield from self._close()
+                call_id = "toolu_" + event.id.removeprefix("call_")
+                yield from self._begin(
+                    {"type": "tool_use", "id": call_id, "name": event.name, "input": {}}
+                )
+            case ToolCallDelta():
+                yield self._delta("input_json_delta", "partial_json", event.arguments)
+            case Ended():
+                if self._space and not self.message["content"]:
+                    yield from self._begin(_text_block())
+                    yield from self._more_text(self._space)
+                yield from self._close()
+                self.message["stop_reason"] = _STOP_REASONS[event.reason]
+                if event.stop_string is not None:
+                    self.message["stop_reason"] = "stop_sequence"
+                    self.message["stop_sequence"] = event.stop_string
+            case TokenCounts():
+                self.message["usage"] = _usage(
+                    event.prompt - event.cached, event.completion, event.cached
+                )
+                stop = {name: self.message[name] for name in ("stop_reason", "stop_sequence")}
+                yield {"type": "message_delta", "delta": stop, "usage": self.message["usage"]}
+                yield {"type": "message_stop"}
+
+    @property
+    def _index(self) -> int:
+        return len(self.message["content"]) - 1
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[StreamedEvent]:
+        self._open, self._texts = block, []
+        self.message["content"].append(block)
+        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+
+    def _delta(self, kind: str, field: str, text: str) -> StreamedEvent:
+        self._texts.append(text)
+        delta = {"type": kind, field: text}
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+
+    def _more_text(self, text: str) -> Iterator[StreamedEvent]:
+        if self._open is None or self._open["type"] != "text":
+            # Space before a call makes no block; what it is shows when more text comes.
+            text = self._space + text
+            self._space = "" if text.strip() else text
+            if self._space or not text:
+                return
+            yield from self._close()
+            yield from self._begin(_text_block())
+        if text:
+            yield self._delta("text_delta", "text", text)
+
+    def _close(self) -> Iterator[StreamedEvent]:
+        """End the open block, if there is one."""
+        block, text = self._open, "".join(self._texts)
+        self._open = None
+        if block is None:
+            return
+        if block["type"] == "text":
+            block["text"] = text
+        else:
+            try:
+                block["input"] = dict(json.loads(text))
+            except ValueError:  # the call was cut off
+                block["input"] = {}
+        yield {"type": "content_block_stop", "index": self._index}
+
+
+def _text_block() -> dict[str, Any]:
+    return {"type": "text", "text": "", "citations": None}
+
+
+def _usage(prompt: int, completion: int = 0, cached: int = 0) -> dict[str, int]:
+    return {
+        "input_tokens": prompt,
+        "output_tokens": completion,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+async def _events(
+    served: ServedModel, request: GenerationRequest, stream: MessageStream
+) -> AsyncGenerator[bytes, None]:
+    """Yield the encoded events of an answer; the first ones come once the answer has begun."""
+    has_begun = False
+    try:
+        async with aclosing(answer_events(served, request)) as parts:
+            async for part in parts:
+                for each in () if has_begun else stream.begin():
+                    yield _encoded(each)
+                has_begun = True
+                for each in stream.take(part):
+                    yield _encoded(each)
+    except ApiError as error:
+        if error.param == "prompt":
+            error.param = "messages"
+        raise
+
+
+def _encoded(streamed: StreamedEvent) -> bytes:
+    return event(streamed, streamed["type"])

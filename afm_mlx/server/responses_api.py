@@ -1,0 +1,447 @@
+"""`/v1/responses`: OpenAI's newer API, whose responses can be kept and continued."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from afm_mlx.errors import TokenizerError, shown
+from afm_mlx.server.admission import in_thread
+from afm_mlx.server.answer_events import GenerationRequest, TokenCounts, answer_events
+from afm_mlx.server.bodies import read_body
+from afm_mlx.server.chat_inputs import (
+    FREE_TEXT,
+    AnswerFormat,
+    ConversationBuilder,
+    Message,
+    OfferedTools,
+    check_format_fits,
+    function_tool,
+    json_object_format,
+    offered_tools,
+    schema_format,
+)
+from afm_mlx.server.openai_fields import limit
+from afm_mlx.server.replies import (
+    ApiError,
+    EventStream,
+    api_error,
+    bad_request,
+    event,
+    json_response,
+    while_connected,
+)
+from afm_mlx.server.request_fields import (
+    CallItem,
+    ChosenTool,
+    InputItem,
+    InputRequest,
+    ItemTexts,
+    JsonObjectFormat,
+    ReferenceItem,
+    RefusalPart,
+    ResponseAllowedTools,
+    ResponseRequest,
+    ResponseSchemaFormat,
+    ResultItem,
+)
+from afm_mlx.server.response_stream import (
+    ResponseStream,
+    StreamedEvent,
+    answer_message,
+    input_items,
+    new_response,
+)
+from afm_mlx.server.served_model import ServedModel
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""What `include` may name: log-probabilities, and parts of items that no answer here has."""
+
+
+# -- kept responses
+
+
+@dataclass(frozen=True)
+class KeptResponse:
+    """A response that later requests can read and continue.
+
+    Args:
+        body: the response as it was sent.
+        messages: the conversation with the answer, without the request's instructions.
+        items: the answer's items in the form of requests, by their ids.
+    """
+
+    body: bytes
+    messages: Sequence[Message]
+    items: Mapping[str, InputItem] = field(default_factory=dict)
+
+
+class KeptResponses:
+    """The most recently used responses of each client, in memory.
+
+    Args:
+        per_client: maximum number of responses of one client; 0 keeps none.
+        max_bytes: maximum bytes of all responses and their conversations as JSON.
+    """
+
+    def __init__(self, per_client: int, max_bytes: int):
+        self._per_client, self._max_bytes = per_client, max_bytes
+        self._kept: OrderedDict[tuple[str, str], tuple[KeptResponse, int]] = OrderedDict()
+        self._response_of_item: dict[tuple[str, str], str] = {}
+        self._bytes = 0
+
+    @property
+    def is_on(self) -> bool:
+        """True if responses are kept."""
+        return self._per_client > 0
+
+    def keep(self, client: str, id: str, kept: KeptResponse) -> None:
+        """Keep a response of a client; the least recently used ones over the limits are dropped."""
+        size = len(kept.body) + len(msgspec.json.encode(kept.messages))
+        self._kept[client, id] = kept, size
+        self._response_of_item |= {(client, item): id for item in kept.items}
+        self._bytes += size
+        own = [key for key in self._kept if key[0] == client]
+        for key in own[: max(0, len(own) - self._per_client)]:
+            self._drop(key)
+        while self._bytes > self._max_bytes:
+            self._drop(next(iter(self._kept)))
+
+    def get(self, client: str, id: str) -> KeptResponse | None:
+        """Return a response of this client, or None if it is not kept."""
+        if (client, id) not in self._kept:
+            return None
+        self._kept.move_to_end((client, id))
+        return self._kept[client, id][0]
+
+    def find_item(self, client: str, id: str) -> InputItem | None:
+        """Return an item of this client's kept responses, or None."""
+        found = self.get(client, self._response_of_item.get((client, id), ""))
+        return None if found is None else found.items[id]
+
+    def remove(self, client: str, id: str) -> bool:
+        """Drop a response of this client; return True if it was kept."""
+        if (client, id) not in self._kept:
+            return False
+        self._drop((client, id))
+        return True
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        kept, size = self._kept.pop(key)
+        self._bytes -= size
+        for id in kept.items:
+            self._response_of_item.pop((key[0], id), None)
+
+
+def _not_kept(id: str, status: int, param: str | None) -> ApiError:
+    return ApiError(
+        status,
+        f"There is no response {shown(id)}. The last ones of each client are kept, until the server stops; "
+        "send the whole conversation as input instead.",
+        param=param,
+        code="previous_response_not_found" if param else "response_not_found",
+    )
+
+
+# -- routes
+
+
+async def create_response(request: Request) -> Response:
+    """Answer, whole or as a stream."""
+    served: ServedModel = request.app.state.served
+    body = await read_body(request, ResponseRequest)
+    client = request.state.client
+    kept: KeptResponses = request.app.state.kept_responses
+    if body.store and not kept.is_on:
+        raise bad_request(
+            "store is true, but this server keeps no responses: it was started with --kept-responses 0.",
+            "store",
+            "unsupported_parameter",
+        )
+    earlier = _earlier(body, kept, client)
+    _resolve_references(body, kept, client)
+
+    def prepared() -> _Answer:
+        prompt = _prompt(body, earlier, folds=not served.options.strict)
+        made = _generation_request(served, body, prompt, client)
+        is_kept = kept.is_on and body.store is not False
+        response = new_response(body, served.options, is_kept)
+        return _Answer(served, made, response, prompt.kept, kept if is_kept else None)
+
+    # In a thread, because large conversations and schemas take a while.
+    compiles = body.text is not None and body.text.format is not None
+    answer = await while_connected(request, in_thread(prepared, compiles=compiles))
+    if body.stream:
+        return EventStream(answer.events(), request, answer.failed)
+    return json_response(await while_connected(request, answer.whole()))
+
+
+async def count_input_tokens(request: Request) -> Response:
+    """Count the tokens of a prompt."""
+    served: ServedModel = request.app.state.served
+    body = await read_body(request, InputRequest)
+    served.adapter_of(body.model)
+    kept: KeptResponses = request.app.state.kept_responses
+    earlier = _earlier(body, kept, request.state.client)
+    _resolve_references(body, kept, request.state.client)
+
+    def counted() -> int:
+        prompt = _prompt(body, earlier, folds=not served.options.strict)
+        return len(served.encode_chat(prompt.messages, prompt.tools, prompt.format))
+
+    try:
+        count = await while_connected(request, in_thread(counted, compiles=body.text is not None))
+    except (ApiError, TokenizerError) as error:
+        raise _about_input(api_error(error, "input")) from error
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
+async def retrieve_response(request: Request) -> Response:
+    """Return a kept response."""
+    for name, value in request.query_params.items():
+        if name != "stream" or value != "false":
+            raise bad_request(
+                f"{name} can't be honoured: a kept response is returned as a whole.", name
+            )
+    kept: KeptResponses = request.app.state.kept_responses
+    found = kept.get(request.state.client, request.path_params["id"])
+    if found is None:
+        raise _not_kept(request.path_params["id"], 404, None)
+    return Response(found.body, media_type="application/json")
+
+
+async def delete_response(request: Request) -> Response:
+    """Drop a kept response."""
+    kept: KeptResponses = request.app.state.kept_responses
+    id = request.path_params["id"]
+    if not kept.remove(request.state.client, id):
+        raise _not_kept(id, 404, None)
+    return json_response({"id": id, "object": "response", "deleted": True})
+
+
+ROUTES = [
+    Route("/v1/responses", create_response, methods=["POST"]),
+    Route("/v1/responses/input_tokens", count_input_tokens, methods=["POST"]),
+    Route("/v1/responses/{id}", retrieve_response, methods=["GET"]),
+    Route("/v1/responses/{id}", delete_response, methods=["DELETE"]),
+]
+
+
+def _earlier(body: InputRequest, kept: KeptResponses, client: str) -> Sequence[Message]:
+    """Return the conversation that a request continues."""
+    if body.previous_response_id is None:
+        return ()
+    found = kept.get(client, body.previous_response_id)
+    if found is None:
+        raise _not_kept(body.previous_response_id, 400, "previous_response_id")
+    return found.messages
+
+
+def _resolve_references(body: InputRequest, kept: KeptResponses, client: str) -> None:
+    """Replace references by the items of kept responses, in place."""
+    if not isinstance(body.input, list):
+        return
+    for index, item in enumerate(body.input):
+        if isinstance(item, ReferenceItem):
+            found = kept.find_item(client, item.id)
+            if found is None:
+                place = f"input[{index}].id"
+                raise bad_request(
+                    f"{place} is {shown(item.id)}, which is no item of a kept response. The last responses of "
+                    "each client are kept, until the server stops; send the item itself instead.",
+                    place,
+                    "item_not_found",
+                )
+            body.input[index] = found
+
+
+# -- from a body to a request
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """What a prompt is made of; `kept` are the messages for later requests, without `instructions`."""
+
+    messages: list[Message]
+    kept: list[Message]
+    tools: OfferedTools
+    format: AnswerFormat
+
+
+def _prompt(body: InputRequest, earlier: Sequence[Message], folds: bool) -> _Prompt:
+    """Read the conversation, the tools and the answer format of a body.
+
+    Args:
+        body: the request, with resolved references.
+        earlier: the conversation that it continues.
+        folds: see `ConversationBuilder`.
+    """
+    if body.input is None or body.input == []:
+        raise bad_request(
+            "input is missing; a text or items are needed.", "input", "missing_required_parameter"
+        )
+    conversation = ConversationBuilder(earlier, folds)
+    if isinstance(body.input, str):
+        conversation.add_user(body.input, "input")
+    for index, item in enumerate(body.input if isinstance(body.input, list) else ()):
+        place = f"input[{index}]"
+        assert not isinstance(item, ReferenceItem)
+        if isinstance(item, CallItem):
+            conversation.add_call(
+                item.call_id, item.name, item.arguments, f"{place}.call_id", f"{place}.arguments"
+            )
+        elif isinstance(item, ResultItem):
+            conversation.add_result(item.call_id, _text(item.output), f"{place}.call_id")
+        elif item.role == "user":
+            conversation.add_user(_text(item.content), place)
+        elif item.role == "assistant":
+            conversation.add_answer(_text(item.content), place)
+        else:
+            conversation.add_system(_text(item.content), place)
+    messages = kept = conversation.finished("input")
+    if body.instructions is not None:
+        messages = conversation.finished("input", body.instructions)
+    given, format = body.text and body.text.format, FREE_TEXT
+    if isinstance(given, JsonObjectFormat):
+        format = json_object_format()
+    elif isinstance(given, ResponseSchemaFormat):
+        format = schema_format(given.schema, given.name, given.description, "text.format.schema")
+    check_format_fits(format, messages, "input")
+    return _Prompt(messages, kept, _tools(body), format)
+
+
+def _tools(body: InputRequest) -> OfferedTools:
+    tools = [function_tool(t.name, t.description, t.parameters) for t in body.tools or ()]
+    parallel = body.parallel_tool_calls is not False
+    choice = body.tool_choice
+    if isinstance(choice, ChosenTool):
+        return offered_tools(tools, "one", parallel=parallel, allowed=[choice.name])
+    if isinstance(choice, ResponseAllowedTools):
+        allowed = [tool.name for tool in choice.tools]
+        return offered_tools(tools, choice.mode, parallel=parallel, allowed=allowed)
+    return offered_tools(tools, choice or "auto", parallel=parallel)
+
+
+def _text(content: ItemTexts | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
+
+
+def _generation_request(
+    served: ServedModel, body: ResponseRequest, prompt: _Prompt, client: str
+) -> GenerationRequest:
+    for name in body.include or ():
+        if name not in INCLUDABLE:
+            raise bad_request(
+                f"include has {shown(name)}; allowed are {', '.join(INCLUDABLE)}.", "include"
+            )
+    with_logprobs = LOGPROBS in (body.include or ())
+    if body.top_logprobs and not with_logprobs:
+        raise bad_request(
+            f"top_logprobs is {body.top_logprobs}, but log-probabilities are not requested. Put "
+            f"{LOGPROBS!r} into include.",
+            "top_logprobs",
+        )
+    return GenerationRequest(
+        messages=prompt.messages,
+        tools=prompt.tools,
+        format=prompt.format,
+        adapter=served.adapter_of(body.model),
+        max_tokens=limit("max_output_tokens", body.max_output_tokens),
+        temperature=body.temperature,
+        top_p=body.top_p,
+        logprobs=(body.top_logprobs or 0) if with_logprobs else None,
+        client=client,
+    )
+
+
+# -- the answer
+
+
+class _Answer:
+    """An answer in progress.
+
+    Args:
+        served: the model.
+        request: the request.
+        response: is filled.
+        messages: the conversation, for later requests.
+        kept: where the response is kept; None to keep it nowhere.
+    """
+
+    def __init__(
+        self,
+        served: ServedModel,
+        request: GenerationRequest,
+        response: dict[str, Any],
+        messages: list[Message],
+        kept: KeptResponses | None,
+    ):
+        self._served, self._request = served, request
+        self._messages, self._kept = messages, kept
+        self._stream = ResponseStream(response)
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the filled response."""
+        async with aclosing(self.events()) as events:
+            async for _ in events:
+                pass
+        return self._stream.response
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yield the encoded events of the stream; the first ones come once the answer has begun."""
+        has_begun = False
+        try:
+            async with aclosing(answer_events(self._served, self._request)) as parts:
+                async for part in parts:
+                    for each in () if has_begun else self._stream.begin():
+                        yield _encoded(each)
+                    has_begun = True
+                    for each in self._stream.take(part):
+                        if isinstance(part, TokenCounts):
+                            self._keep()
+                        yield _encoded(each)
+        except ApiError as error:
+            raise _about_input(error) from error.__cause__
+
+    def failed(self, error: ApiError) -> bytes:
+        """Encode the last event of an answer that an error has ended."""
+        return b"".join(_encoded(each) for each in self._stream.fail(error))
+
+    def _keep(self) -> None:
+        response = self._stream.response
+        if self._kept is not None:
+            output = response["output"]
+            messages = [*self._messages, answer_message(output)]
+            kept = KeptResponse(msgspec.json.encode(response), messages, input_items(output))
+            self._kept.keep(self._request.client, response["id"], kept)
+
+
+def _encoded(streamed: StreamedEvent) -> bytes:
+    return event(streamed, streamed["type"])
+
+
+def _about_input(error: ApiError) -> ApiError:
+    """Name the conversation as this API does."""
+    if error.param == "messages":
+        error.param = "input"
+    return error
