@@ -14,9 +14,8 @@ Models and sessions are loaded when they are first used; all else costs next to 
 | `context_window.py` | what becomes of a history that is too long |
 | `core.py`, `shared_model.py` | models; each is loaded once and runs all of its sessions in one batch |
 | `request_options.py`, `answer.py`, `error_translation.py` | between the engine's terms and the SDK's |
-| `generable_utils.py` | the decorator `generable` |
-| `generable.py` | what was generated, as JSON and as instances |
-| `generation_schema.py`, `generation_property.py`, `generation_guide.py` | schemas, fields, their limits |
+| `generable.py` | the decorator `generable`; generated values as JSON and as instances |
+| `generation_schema.py` | schemas, fields, guides |
 | `generation_options.py`, `prompt.py` | options of a request; prompts |
 | `tool.py`, `function_tool.py` | tools written as classes, and made of functions |
 | `transcript.py`, `transcript_entries.py`, `transcript_format.py` | a session's history |
@@ -51,13 +50,10 @@ from afm_mlx.fm.generable import (
     Generable,
     GeneratedContent,
     GenerationID,
+    generable,
 )
-
-# Behind the module of this name, which would take the function's place.
-from afm_mlx.fm.generable_utils import generable
-from afm_mlx.fm.generation_guide import GenerationGuide, GuideType, guide
 from afm_mlx.fm.generation_options import GenerationOptions, SamplingMode, SamplingModeType
-from afm_mlx.fm.generation_schema import GenerationSchema
+from afm_mlx.fm.generation_schema import GenerationGuide, GenerationSchema, GuideType, guide
 from afm_mlx.fm.prompt import (
     Attachment,
     ImageAttachment,

@@ -13,8 +13,12 @@ from typing import Any, get_args, get_origin
 from afm_mlx.errors import ConstraintError, shown
 from afm_mlx.fm.errors import DecodingFailureError, GenerationError, InvalidGenerationSchemaError
 from afm_mlx.fm.generable import Generable, GeneratedContent, GenerationID
-from afm_mlx.fm.generation_property import choices_of, without_none
-from afm_mlx.fm.generation_schema import GenerationSchema, with_whole_patterns
+from afm_mlx.fm.generation_schema import (
+    GenerationSchema,
+    choices_of,
+    with_whole_patterns,
+    without_none,
+)
 from afm_mlx.guidance.constraint import Constraint
 from afm_mlx.guidance.types import MISSING, json_so_far
 

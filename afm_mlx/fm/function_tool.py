@@ -12,10 +12,14 @@ from typing import Annotated, Any, get_args
 import msgspec
 
 from afm_mlx.errors import ConstraintError, shown
-from afm_mlx.fm.generable import Generable, GeneratedContent, as_instances
-from afm_mlx.fm.generable_utils import generation_schema
-from afm_mlx.fm.generation_property import Property, Schema, inner_types, without_none
-from afm_mlx.fm.generation_schema import GenerationSchema
+from afm_mlx.fm.generable import Generable, GeneratedContent, as_instances, generation_schema
+from afm_mlx.fm.generation_schema import (
+    GenerationSchema,
+    Property,
+    Schema,
+    inner_types,
+    without_none,
+)
 from afm_mlx.fm.tool import Tool
 from afm_mlx.guidance.type_libraries import arguments_type, bare
 from afm_mlx.guidance.types import AnswerType, answer_type

@@ -1,19 +1,40 @@
-"""Generated values: JSON that gives its fields as they are, or as instances of generable classes."""
+"""Generable classes: the decorator, and generated values as JSON and as instances."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import sys
 import uuid
+from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol, get_args, get_origin
+from types import FrameType
+from typing import (
+    Any,
+    ForwardRef,
+    Protocol,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+    overload,
+)
 
 from afm_mlx.errors import shown
-from afm_mlx.fm.generation_property import without_none
-from afm_mlx.fm.generation_schema import GenerationSchema
+from afm_mlx.fm.errors import InvalidGenerationSchemaError
+from afm_mlx.fm.generation_schema import (
+    GenerationSchema,
+    Property,
+    guide,
+    inner_types,
+    is_same_class,
+    without_none,
+)
 
 
 class GenerationID:
-    """The identity of generated content: equal and hashed by its UUID, which `str` gives."""
+    """The identity of generated content: a UUID, which `str` returns."""
 
     def __init__(self) -> None:
         self._id = str(uuid.uuid4())
@@ -32,14 +53,14 @@ class GenerationID:
 
 
 class GeneratedContent:
-    """A JSON value that was generated, mostly an object.
+    """A generated JSON value, usually an object.
 
     Args:
-        content_dict: the value; None is an empty object.
-        id: its identity; none makes a new one.
+        content_dict: the value; None for an empty object.
+        id: its identity; None makes a new one.
 
     Raises:
-        TypeError: for what JSON can't hold.
+        TypeError: for a value that JSON can't hold.
     """
 
     def __init__(self, content_dict: Any = None, id: GenerationID | None = None) -> None:
@@ -58,15 +79,15 @@ class GeneratedContent:
     def of(
         cls, value: Any, id: GenerationID | None = None, is_complete: bool = True
     ) -> GeneratedContent:
-        """The content of a JSON value, of which None is null.
+        """Make content of a JSON value; None is null.
 
         Args:
-            value: the value, or what there is of it so far.
-            id: its identity; none makes a new one.
-            is_complete: whether it was generated to its end.
+            value: the value, or its beginning.
+            id: its identity; None makes a new one.
+            is_complete: True if it was generated to its end.
 
         Raises:
-            TypeError: for what JSON can't hold.
+            TypeError: for a value that JSON can't hold.
         """
         content = cls.__new__(cls)
         content._set(value, id, is_complete)
@@ -74,10 +95,10 @@ class GeneratedContent:
 
     @classmethod
     def from_json(cls, json_str: str) -> GeneratedContent:
-        """The content of a JSON text.
+        """Parse JSON.
 
         Raises:
-            ValueError: when it isn't JSON (`json.JSONDecodeError`), or nested too deeply.
+            ValueError: if the text isn't JSON (`json.JSONDecodeError`), or is nested too deeply.
         """
         try:
             value = json.loads(json_str)
@@ -89,7 +110,7 @@ class GeneratedContent:
             raise ValueError(str(error)) from None
 
     def to_json(self) -> str:
-        """The content as JSON text."""
+        """Write the content as JSON."""
         return json.dumps(self._content_dict, ensure_ascii=False)
 
     @property
@@ -98,18 +119,18 @@ class GeneratedContent:
         return self._is_complete
 
     def value(self, type_class: Any = None, for_property: str | None = None) -> Any:
-        """The whole content, or one of its fields.
+        """Return the whole content, or one field.
 
         Args:
-            type_class: a generable class or an enum, a list of it or its option gives instances; other types
-                leave the value as JSON has it, so that a whole number stays an int for `float`.
-            for_property: the field; none means the whole content.
+            type_class: a generable class or an enum, optional or in a list, to make instances of; other types
+                leave the JSON value as it is, so a whole number stays an int for `float`.
+            for_property: the field; None for the whole content.
 
         Returns:
-            None for a field that is missing; an empty list when `type_class` is a list.
+            None for a missing field; an empty list if `type_class` is a list.
 
         Raises:
-            TypeError: when a list is asked for and the value is none; for a field of what is no object.
+            TypeError: if `type_class` is a list and the value is not; for a field if the content is no object.
         """
         value = self._content_dict
         if for_property is not None:
@@ -127,17 +148,17 @@ class GeneratedContent:
 def as_instances(
     type_class: Any, value: Any, name: str | None = None, is_partial: bool = False
 ) -> Any:
-    """Convert a JSON value to a type: objects to its generable classes, values to its enums' members.
+    """Convert a JSON value to a type: objects to generable classes, values to enum members.
 
     Args:
         type_class: the type.
-        value: JSON; None where there is none.
-        name: of the field, for messages.
-        is_partial: make instances of the classes' `PartiallyGenerated`.
+        value: a JSON value; None if it is missing.
+        name: the field's name, for error messages.
+        is_partial: True to make instances of the classes' `PartiallyGenerated`.
 
     Raises:
-        TypeError: for a list type over what is no list.
-        ValueError: for a value that no member of an enum has.
+        TypeError: if the type is a list and the value is not.
+        ValueError: for a value that is no member of an enum.
     """
     type_class, is_optional = without_none(type_class)
     is_list = get_origin(type_class) is list
@@ -158,16 +179,16 @@ def as_instances(
 
 
 class ConvertibleFromGeneratedContent(Protocol):
-    """A type, values of which can be made from generated content."""
+    """A type whose values can be made from generated content."""
 
     @classmethod
     def _from_generated_content(cls, content: GeneratedContent) -> Any:
-        """An instance with the content's fields."""
+        """Make an instance with the content's fields."""
         raise NotImplementedError
 
 
 class ConvertibleToGeneratedContent(Protocol):
-    """A type, values of which can be given to a model as generated content."""
+    """A type whose values can be given to a model as generated content."""
 
     @property
     def generated_content(self) -> GeneratedContent:
@@ -176,14 +197,13 @@ class ConvertibleToGeneratedContent(Protocol):
 
 
 class _GenerableType(type):
-    # By a mark, and not by attributes as a runtime protocol: that would compute an instance's
-    # `generated_content` to find out whether there is one.
+    # By a flag: a runtime protocol would compute an instance's `generated_content` to see that it exists.
     def __instancecheck__(cls, instance: object) -> bool:
         return getattr(instance, "_generable", False) is True
 
 
 class Generable(metaclass=_GenerableType):
-    """What classes decorated with `generable` have: they and their instances are instances of this class."""
+    """The interface of classes decorated with `generable`; they and their instances pass `isinstance`."""
 
     _generable: bool = True
     _generable_description: str | None = None
@@ -196,5 +216,216 @@ class Generable(metaclass=_GenerableType):
 
     @classmethod
     def generation_schema(cls) -> GenerationSchema:
-        """The schema that an answer of this class follows."""
+        """The schema of answers of this class."""
         raise NotImplementedError
+
+
+# -- the decorator
+
+T = TypeVar("T")
+
+
+class GenerableDecoratorError(InvalidGenerationSchemaError):
+    """`generable` was applied to an unsuitable class."""
+
+
+@overload
+def generable(arg: type[T], /) -> type[T]: ...
+@overload
+def generable(arg: str | None = None, /) -> Callable[[type[T]], type[T]]: ...
+
+
+@dataclass_transform(field_specifiers=(guide, dataclasses.field))
+def generable(arg: Any = None) -> Any:
+    """Let a model generate instances of a class.
+
+    The class becomes a dataclass if it is none. It gets the class method `generation_schema()`, the property
+    `generated_content`, and the class `PartiallyGenerated`: the same fields, all of which may be None.
+    Written `@generable`, `@generable()` or `@generable("a description")`.
+
+    Args:
+        arg: the class, or its description for the model.
+
+    Raises:
+        GenerableDecoratorError: for a class without annotated fields, a mutable default, or annotations
+            that name unknown types.
+    """
+    if arg is not None and not isinstance(arg, str):
+        return _apply_generable_decorator(arg, None, sys._getframe(1))
+
+    def decorate(cls: type[T]) -> Any:
+        return _apply_generable_decorator(cls, arg, sys._getframe(1))
+
+    return decorate
+
+
+def _apply_generable_decorator(
+    cls: Any, description: str | None, frame: FrameType | None = None
+) -> Any:
+    """Make `cls` generable; its annotations may use local names of `frame`."""
+    if not isinstance(cls, type):
+        raise GenerableDecoratorError(
+            f"@generable can only be applied to classes, got a {type(cls).__name__}.\n"
+            f"{_example('Correct usage', 'MyClass')}"
+        )
+    if issubclass(cls, Enum):
+        line = f"kind: {cls.__name__}"
+        raise GenerableDecoratorError(
+            f"{cls.__name__} is an enum, and needs no decorator to be the type of a field.\n"
+            f"{_example('Correct usage', 'MyClass', line)}"
+        )
+    made: Any = _as_dataclass(cls)
+    hints = _type_hints(made, frame)
+    made._generable = True
+    made._generable_description = description
+    # Kept here: applying `dataclass` again loses the metadata of fields without a default.
+    made._generable_properties = tuple(
+        Property(
+            name=field.name,
+            type_class=hints[field.name],
+            description=field.metadata.get("description"),
+            guides=list(field.metadata.get("guides", ())),
+        )
+        for field in dataclasses.fields(made)
+        if field.init
+    )
+    made.generation_schema = classmethod(generation_schema)
+    made._from_generated_content = classmethod(_from_generated_content)
+    made.generated_content = property(_generated_content)
+    made.PartiallyGenerated = _partially_generated(made)
+    return made
+
+
+def _example(title: str, name: str, line: str = "name: str  # Type annotation is required") -> str:
+    return f"{title}:\n    @fm.generable\n    class {name}:\n        {line}"
+
+
+def _as_dataclass(cls: type) -> type:
+    name = cls.__name__
+    if "__dataclass_fields__" not in vars(cls):
+        try:
+            cls = dataclasses.dataclass(cls)
+        except Exception as error:  # dataclass raises several types
+            line = "tags: list[str] = field(default_factory=list)"
+            raise GenerableDecoratorError(
+                f"{name} can't be made a dataclass: {error}. A default that can be changed needs "
+                f"field(default_factory=...).\n{_example('Example of correct usage', name, line)}"
+            ) from error
+    if not dataclasses.fields(cls):  # type: ignore[arg-type]  # it is a dataclass
+        raise GenerableDecoratorError(
+            f"@generable needs a class with type-annotated fields; {name} has none.\n"
+            f"{_example('Correct usage', name)}\n"
+            f"Incorrect usage:\n    class {name}:\n        name = ''  # a value, but no type"
+        )
+    return cls
+
+
+def _type_hints(cls: type, frame: FrameType | None) -> dict[str, Any]:
+    try:
+        # Before Python 3.13 `f_locals` keeps the frame's objects alive until it ends: read only if needed.
+        written = vars(cls).get("__annotations__", {}).values()
+        needs_names = sys.version_info >= (3, 13) or any(map(_has_text, written))
+        names = frame.f_locals if frame and needs_names else {}
+        return get_type_hints(cls, localns={**names, cls.__name__: cls})
+    except Exception as error:  # an annotation is any expression
+        line = "parent: Optional['MyClass'] = None  # a class is known from its own line on"
+        raise GenerableDecoratorError(
+            f"The type hints of {cls.__name__} can't be resolved: {error}. Each type must be defined "
+            f"above the class.\n{_example('Example of correct usage', 'MyClass', line)}"
+        ) from error
+
+
+def _has_text(annotation: Any) -> bool:
+    """True if an annotation, or a part of it, is written as text."""
+    is_text = isinstance(annotation, str | ForwardRef)
+    return is_text or any(map(_has_text, get_args(annotation)))
+
+
+def generation_schema(cls: Any, description: str | None = None) -> GenerationSchema:
+    """The schema of a generable class.
+
+    Args:
+        cls: the class.
+        description: a description for the model, instead of the class's own.
+
+    Raises:
+        TypeError: for a list without a type of its elements.
+    """
+    nested = [_schema(c, c._generable_description, []) for c in referenced_classes(cls)]
+    return _schema(cls, description or cls._generable_description, nested)
+
+
+def _schema(cls: Any, description: str | None, nested: list[GenerationSchema]) -> GenerationSchema:
+    return GenerationSchema(cls, description, list(cls._generable_properties), nested)
+
+
+def referenced_classes(cls: Any) -> list[Any]:
+    """The generable classes that a class refers to, directly or not, without the class itself."""
+    found = [cls]
+    for one in found:
+        for property in one._generable_properties:
+            for inner in inner_types(property.type_class):
+                is_class = isinstance(inner, type) and isinstance(inner, Generable)
+                if is_class and not any(is_same_class(inner, known) for known in found):
+                    found.append(inner)
+    return found[1:]
+
+
+def _from_generated_content(cls: Any, content: GeneratedContent) -> Any:
+    """Make an instance with the content's fields.
+
+    Raises:
+        ValueError: if a field has a value of the wrong type.
+    """
+    values = {}
+    for one in cls._generable_properties:
+        try:
+            values[one.name] = content.value(one.type_class, for_property=one.name)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"No {cls.__name__} can be made of this content: {error}") from error
+    return cls(**values)
+
+
+def _generated_content(self: Any) -> GeneratedContent:
+    """The instance's fields as content; None is left out."""
+    values = {p.name: getattr(self, p.name) for p in self._generable_properties}
+    return GeneratedContent({n: _as_json(v) for n, v in values.items() if v is not None})
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Generable):
+        content: GeneratedContent = value.generated_content  # type: ignore[attr-defined]
+        return content.value()
+    if isinstance(value, Enum):
+        return value.value
+    return [_as_json(v) for v in value] if isinstance(value, list) else value
+
+
+def _partially_generated(cls: Any) -> type:
+    """Make a dataclass of the same fields, all None by default, and `id`."""
+    properties = cls._generable_properties
+    fields: list[Any] = [(p.name, Any, dataclasses.field(default=None)) for p in properties]
+    has_id = any(p.name == "id" for p in properties)
+    if not has_id:
+        fields.append(("id", GenerationID, dataclasses.field(default_factory=GenerationID)))
+
+    def _from_generated_content(cls: Any, content: GeneratedContent) -> Any:
+        """Make an instance with the fields that the content has; the rest are None."""
+        found = content.value()
+        values: dict[str, Any] = {
+            p.name: as_instances(p.type_class, found[p.name], p.name, is_partial=True)
+            for p in properties
+            if found.get(p.name) is not None
+        }
+        return cls(**values) if has_id else cls(**values, id=content.id)
+
+    return dataclasses.make_dataclass(
+        f"{cls.__name__}PartiallyGenerated",
+        fields,
+        bases=(ConvertibleFromGeneratedContent,),
+        namespace={
+            "_from_generated_content": classmethod(_from_generated_content),
+            "__module__": cls.__module__,
+            "__qualname__": f"{cls.__qualname__}.PartiallyGenerated",
+        },
+    )

@@ -7,6 +7,12 @@ import sys
 from importlib import import_module
 
 NAME = "apple_fm_sdk"
+# The SDK's modules whose contents are in a module of another name here.
+_MERGED = {
+    "generable_utils": "generable",
+    "generation_guide": "generation_schema",
+    "generation_property": "generation_schema",
+}
 
 
 def stand_in() -> None:
@@ -26,3 +32,6 @@ def stand_in() -> None:
         # All of them at once: Python would load a file a second time, under the other name.
         if not module.name.startswith("_"):
             sys.modules[f"{NAME}.{module.name}"] = import_module(f"{fm.__name__}.{module.name}")
+    for name, here in _MERGED.items():
+        sys.modules[f"{NAME}.{name}"] = sys.modules[f"{NAME}.{here}"]
+        setattr(fm, name, sys.modules[f"{NAME}.{here}"])  # for `import apple_fm_sdk.NAME as ...`

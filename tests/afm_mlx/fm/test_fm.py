@@ -16,10 +16,13 @@ stand_in()
 stand_in()
 import apple_fm_sdk
 import apple_fm_sdk.generation_guide as guides
+from apple_fm_sdk.generable_utils import generable
+from apple_fm_sdk.generation_property import Property
 from apple_fm_sdk.generable import GeneratedContent
 from apple_fm_sdk.prompt import ImageAttachment
 assert apple_fm_sdk is fm and GeneratedContent is fm.GeneratedContent and guides.guide is fm.guide
 assert callable(fm.generable), "the module took the decorator's place"
+assert generable is fm.generable
 """
 
 

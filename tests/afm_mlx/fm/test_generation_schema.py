@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from afm_mlx import fm
-from afm_mlx.fm.generation_property import Property
+from afm_mlx.fm.generation_schema import Property
 from tests.tools.cases import each
 
 Guide = fm.GenerationGuide
